@@ -119,13 +119,10 @@ _SURELY = 0.005
 LEAST_LOOKS = 4
 
 
-def clock_offset(
-    case: Timing, entries: Sequence[Timing], reference: str, ratio: Interval | None = None
-) -> Iterator[Labelled]:
+def clock_offset(case: Timing, entries: Sequence[Timing], reference: str) -> Iterator[Labelled]:
     """Yields a hard label for a case whose clock differed from its reference's, whose entries count alike.
 
-    It is paired by round, so that a device that slows down with heat shows nothing. With the ratio of times, the
-    speed-up by clock cycles stands beside it.
+    It is paired by round, so that a device that slows down with heat shows nothing.
     """
     own, *others = (_clocks(timing) for timing in (case, *entries))
     rounds = [number for number in own if others and all(number in other for other in others)]
@@ -138,8 +135,6 @@ def clock_offset(
     ran, against = (_mean(timings, rounds) for timings in ([case], entries))
     shown = [units.count(clock, "Hz") for clock in (ran, against)]
     told = f"SM clock {shown[0]} against {reference}'s {shown[1]}, {units.change(math.exp(point))}"
-    if ratio is not None and 0 < ratio.point < math.inf:
-        told += f"; {units.speed_up(1 / (ratio.point * math.exp(point)))} by its cycles"
     yield Labelled(Label.CLOCK_OFFSET, told, hard=True)
 
 

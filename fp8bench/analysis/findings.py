@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from types import MappingProxyType
 
 import numpy as np
@@ -51,7 +52,8 @@ class _Standard:
     """What a case is compared with: reference and control of its rounds, and the reference's hard labels.
 
     `place` is the effect of a place in these rounds, where that is more than noise. `claims` are the hard labels that
-    `record` has wherever it was measured. `whole` means that whole steps were compared.
+    `record` has wherever it was measured. `whole` means that whole steps were compared. `best` are the seconds of the
+    reference's best case, by both of its entries.
     """
 
     record: Record | None = None
@@ -62,6 +64,7 @@ class _Standard:
     place: PlaceEffect | None = None
     claims: tuple[Labelled, ...] = ()
     whole: bool = False
+    best: float = 0.0
 
 
 def findings(run: Run) -> dict[str, Finding]:
@@ -94,13 +97,34 @@ def find(
         whole = verdicts.whole_steps(reference.timing, reference.control)
         claims = tuple(claims_of(reference, None))
         shared = _Standard(
-            reference, reference.timing, reference.control, emulated, (*hard, *claims), place, claims, whole
+            reference, reference.timing, reference.control, emulated, (*hard, *claims), place, claims, whole,
+            _best_of_entries(reference, whole),
         )  # fmt: skip
     made = [
         _finding(record, shared, aa, overheads.get(record.case.device), told.get(record.case.id, ()))
         for record in records
     ]
     return _chosen(records, made, shared)
+
+
+def _best_of_entries(reference: Record, whole: bool) -> float:
+    entries = [timing for timing in (reference.timing, reference.control) if timing is not None and timing.slots]
+    logs = [math.log(best) for timing in entries if (best := verdicts.best_seconds(timing, whole)) > 0]
+    return math.exp(fmean(logs)) if logs else 0.0
+
+
+def _at_ratio(
+    phases: tuple[tuple[str, float], ...], record: Record, base: float, ratio: Interval | None
+) -> tuple[tuple[str, float], ...]:
+    """Scales a best case to the reference's, times the ratio: times that are shown have the speed-up that is shown.
+
+    The ratio is by as many rounds and calls on both sides, and a case by itself may have had more.
+    """
+    times = 1.0 if record.is_reference else ratio.point if ratio is not None else 0.0
+    own, wanted = sum(seconds for _, seconds in phases), base * times
+    if not (0 < own < math.inf and 0 < wanted < math.inf):
+        return phases
+    return tuple((phase, seconds * wanted / own) for phase, seconds in phases)
 
 
 def _chosen(records: Sequence[Record], made: list[Finding], shared: _Standard) -> list[Finding]:
@@ -145,7 +169,8 @@ def _finding(
     record, standard = _remeasured(record, standard)
     conclusion = _concluded(record, standard)
     whole = conclusion.whole if conclusion is not None else standard.whole if record.is_reference else None
-    phases, all_calls = verdicts.best_phases(timing, whole), verdicts.totals(timing)
+    all_calls = verdicts.totals(timing)
+    phases = _at_ratio(verdicts.best_phases(timing, whole), record, shared.best, conclusion and conclusion.ratio)
     finding, aa = _with_verdict(
         Finding(
             record.case,
@@ -167,7 +192,7 @@ def _finding(
         finding = replace(finding, why="; ".join(filter(None, (finding.why, told))))
     claims = (
         *claims_of(record, standard.record),
-        *_of_clocks(record, standard, finding.ratio),
+        *_of_clocks(record, standard),
         *(_of_whole_steps(record, standard) if whole else ()),
         *([standard.place.label] if standard.place is not None and record.paired else ()),
         *beside,
@@ -191,14 +216,14 @@ def _of_whole_steps(record: Record, standard: _Standard) -> Iterator[Labelled]:
     yield Labelled(Label.WHOLE_STEPS, f"{whose}{made} {timing.num_calls} steps" if share else "")
 
 
-def _of_clocks(record: Record, standard: _Standard, ratio: Interval | None) -> Iterator[Labelled]:
+def _of_clocks(record: Record, standard: _Standard) -> Iterator[Labelled]:
     """Yields labels for clocks that moved before the first round, or differed from the reference's."""
     yield from unsettled(record.watch)
     if record.is_reference or not record.paired or record.support.is_emulated or record.timing is None:
         return
     if standard.record is not None and standard.timing is not None and not standard.emulated:
         entries = [timing for timing in (standard.timing, standard.control) if timing is not None]
-        yield from clock_offset(record.timing, entries, standard.record.case.mode, ratio)
+        yield from clock_offset(record.timing, entries, standard.record.case.mode)
 
 
 def _remeasured(record: Record, standard: _Standard) -> tuple[Record, _Standard]:
@@ -284,9 +309,7 @@ def _why_unsure(conclusion: verdicts.Conclusion, record: Record) -> str:
         few = "1 round is" if rounds == 1 else f"{rounds} rounds are"
         return f"{few} too few for a verdict; give it more time (--budget) or rounds"
     if verdicts.rule(interval, verdicts.band_of(conclusion.aa)) is not Verdict.UNSURE:
-        typical = conclusion.typical.inverse
-        low, high = units.speed_up(typical.low), units.speed_up(typical.high)
-        return f"the mean over all calls, {low} to {high}, does not confirm it; give it more time (--budget)"
+        return "the mean over all calls does not confirm it; give it more time (--budget)"
     if interval.low > 1 + verdicts.BAND or interval.high < 1 - verdicts.BAND:
         return "the reference differs from its own control by as much"
     if interval.level == 0.0 and rounds >= LEAST_ROUNDS:

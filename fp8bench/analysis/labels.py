@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ from fp8bench import units
 from fp8bench.analysis import stats
 from fp8bench.analysis.energy import phase_energies, why_unresolved
 from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME, uneven
-from fp8bench.model import DeviceWatch, Finding, Interval, Label, Record, Run, SlotSample, Timing
+from fp8bench.model import DeviceWatch, Finding, Interval, Label, Record, Run, Scalar, SlotSample, Timing
 from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
-from fp8bench.model.run import PROFILE
+from fp8bench.model.run import BUSY_CORES, PROFILE
 from fp8bench.model.stopping import LEAST_ROUNDS
 
 # These may be so grave that they take the verdict away; otherwise they cast doubt as all others do.
@@ -78,6 +78,35 @@ def are_held_up(*timings: Timing) -> bool:
         for timing in timings
         if timing.slots
     )
+
+
+# A run before this one is still in the mean load, with its threads and a little more.
+_REST = 0.25
+# This many busy cores, and this share of all, leave a step another speed; so does the CPU taken in this share of slots.
+_BUSY, _BUSY_SHARE, _HELD_UP = 0.5, 0.25, 0.2
+
+
+def load_of(run: Run) -> str:
+    """Returns 'load 3.1 on 2 cores, 1.9 of them busy with other programs'; '' for a quiet machine, or none known."""
+    facts = run.environment.facts
+    load, cores, busy = (known_number(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES))
+    if not cores:
+        return ""
+    threads, told = run.request.threads, [f"load {load:g} on {cores:g} cores"]
+    told += [f"{busy:g} of them busy with other programs at the start"] if busy else []
+    timings = [record.timing for record in run.records if record.timing and record.case.device.startswith("cpu")]
+    slots = sum(len(timing.slots) for timing in timings)
+    share = sum(disturbed_slots(timing, AHEAD) for timing in timings) / max(1, slots)
+    told += [f"others took the CPU in {units.percent(share, 0)} of the slots"] if share > _HELD_UP else []
+    is_loaded = load > max(threads, cores - threads) + _REST
+    is_busy = busy >= max(_BUSY, _BUSY_SHARE * cores)
+    return ", ".join(told) if is_loaded or is_busy or share > _HELD_UP else ""
+
+
+def known_number(facts: Mapping[str, Scalar | None], name: str) -> float:
+    """Returns a positive number among a run's facts, else 0."""
+    value = facts.get(name)
+    return value if isinstance(value, int | float) and 0 < value < math.inf else 0.0
 
 
 def _on_core(slot: SlotSample) -> float:
@@ -188,7 +217,7 @@ def _uneven(finding: Finding, timing: Timing, reference: Timing | None) -> Itera
         return
     faster = ratio.high < 1 and typical.high < 1
     slower = ratio.low > 1 and typical.low > 1
-    told = [f"{units.speed_up(1 / ratio.point)} by its fastest calls, {units.speed_up(1 / typical.point)} by all"]
+    told = [f"against the reference, the mean is {units.change(typical.point / ratio.point)} off the fastest calls"]
     if words := pattern(timing):
         told.append(words)
     elif reference is not None and (words := pattern(reference)):

@@ -8,15 +8,17 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fp8bench.model import Environment, Scalar
 from fp8bench.model.raw import QUANTISERS_VARIABLE
-from fp8bench.model.run import READ_BY_TORCH
+from fp8bench.model.run import BUSY_CORES, READ_BY_TORCH
 from fp8bench.store.asv.identity import as_facts, identify
 from fp8bench.user_code import digest_of
 
+_STAT, _LOOK_SECONDS = "/proc/stat", 0.05
 _VARIABLES = (QUANTISERS_VARIABLE, *READ_BY_TORCH)
 
 _PACKAGE = Path(__file__).parents[1]
@@ -50,6 +52,7 @@ def gather(
         "smt": _read("/sys/devices/system/cpu/smt/active"),
         "cgroup_cpu_max": _read("/sys/fs/cgroup/cpu.max"),
         "load_1min": _load(),
+        BUSY_CORES: _busy_cores(),
         "threads": threads,
         "imports_sha256": digest_of(imports),
         **as_facts(identify()),
@@ -62,6 +65,22 @@ def gather(
 
 def _load() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def _busy_cores() -> float | None:
+    """How many cores others keep busy while this process sleeps: the mean load still has programs that have ended."""
+    before = _ticks()
+    time.sleep(_LOOK_SECONDS)
+    ticks = [new - old for old, new in zip(before, _ticks(), strict=False)]
+    # The fourth and fifth are idle.
+    share = 1 - sum(ticks[3:5]) / max(1, sum(ticks))
+    return round(share * (os.cpu_count() or 1), 2) if ticks else None
+
+
+def _ticks() -> list[int]:
+    """What all cores did since the system's start, by kind; empty where the system does not count it."""
+    words = (_read(_STAT) or "").partition("\n")[0].split()
+    return [int(word) for word in words[1:9]]
 
 
 def load_in_words() -> str:

@@ -260,6 +260,15 @@ LOWERING = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
 # Prefix of a switch's fact in a run's environment; and the fact that lists switches changed from a fresh process.
 SWITCH = "switch "
 SWITCHES_SET = "switches_set"
+# How many cores others kept busy when a run began.
+BUSY_CORES = "busy_cores"
+# Software and settings that times depend on: neither a comparison nor a history judges across them.
+CONDITIONS = (
+    "fp8bench", "python", "torch", "torch_git", "cudnn", "cublaslt", SWITCHES_SET, "cpu_count",
+    "cpu_affinity", "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max",
+)  # fmt: skip
+# Settings of a device, by its driver.
+DEVICE_SETTINGS = ("driver", "power_cap", "ecc", "mig")
 
 
 def is_on(variable: str, environment: Mapping[str, str], on: str, off: str, purpose: str) -> bool:

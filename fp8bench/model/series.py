@@ -145,12 +145,17 @@ class Fault:
 
 
 class Direction(StrEnum):
-    """Where a figure went from the first side to the second. NONE: nothing can be compared, and `why` says why."""
+    """Where a figure went from the first side to the second.
+
+    DIFFERS: the sides were measured under other conditions, which `why` names, so that a ratio judges nothing. NONE:
+    nothing can be compared, and `why` says why.
+    """
 
     BETTER = "better"
     WORSE = "worse"
     SAME = "same"
     UNSURE = "unsure"
+    DIFFERS = "differs"
     NONE = "none"
 
 

@@ -14,7 +14,7 @@ from fp8bench.analysis.compare.sides import Side
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Label
 from fp8bench.model.codec import encode
-from fp8bench.model.specs import BAND, COUNTS, spec_of
+from fp8bench.model.specs import BAND, COUNTS, TIME, spec_of
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Items, Page, Part, Text, Tone
@@ -22,7 +22,12 @@ from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import many
 
-TONES = {Direction.BETTER: Tone.GOOD, Direction.WORSE: Tone.BAD, Direction.UNSURE: Tone.DOUBT}
+TONES = {
+    Direction.BETTER: Tone.GOOD,
+    Direction.WORSE: Tone.BAD,
+    Direction.UNSURE: Tone.DOUBT,
+    Direction.DIFFERS: Tone.DOUBT,
+}
 TIMES = frozenset({"time", "relative_time"})
 _MOST_CASES = 20
 _HOW_CHANGE = (
@@ -36,7 +41,7 @@ _HOW_TIME = (
 _HOW_VERDICT = (
     f"verdict: better or worse if the interval excludes 0 and the change is beyond {units.percent(BAND, 0)} "
     f"({units.percent(ALONE, 0)} where there are fewer than {LEAST_FREEDOM + 2} runs in all), same if it lies within "
-    f"+-{units.percent(SAME, 0)}, else unsure"
+    f"+-{units.percent(SAME, 0)}, else unsure; differs where the sides were measured under other conditions"
 )
 COLUMNS = (
     "case", "suite", "metric", "unit", "direction", "evidence", "before", "after", "ratio", "low", "high", "level",
@@ -97,7 +102,7 @@ def page_of(compared: Compared, everything: bool = False) -> Page:
     hidden = len(comparisons) - len(shown)
     left_out = f"; {hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
     counts = Text(counted(comparisons) + left_out * bool(hidden), Tone.STRONG)
-    cases: list[Element] = [counts, *(_table(shown) if shown else ())]
+    cases: list[Element] = [counts, *_differing(compared), *(_table(shown) if shown else ())]
     unsure = Counter(
         comparison.why for comparison in comparisons if comparison.direction is Direction.UNSURE and comparison.why
     )
@@ -113,6 +118,16 @@ def page_of(compared: Compared, everything: bool = False) -> Page:
     legend = [*((_HOW_CHANGE, _HOW_TIME, _HOW_VERDICT) if timed else ()), *label_legend(comparisons)]
     facts = (("A", side_words(compared.before)), ("B", side_words(compared.after)))
     return Page("B against A", "", tuple(parts), legend, facts)
+
+
+def _differing(compared: Compared) -> Iterator[Text]:
+    """Says why no time is judged, with the range of the ratios."""
+    differing = [comparison for comparison in compared.comparisons if comparison.direction is Direction.DIFFERS]
+    ratios = [comparison.ratio.point for comparison in differing if comparison.metric == TIME and comparison.ratio]
+    if differing:
+        told = f": B takes {units.span(ratios, units.ratio)} of A's time" if ratios else ""
+        words = f"times differ, which is no regression{told}. Other conditions: {compared.conditions}. "
+        yield Text(f"{words}Measure both sides alike, or duel.", Tone.STRONG)
 
 
 def side_words(side: Side) -> str:
@@ -132,11 +147,7 @@ def side_words(side: Side) -> str:
 def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
     if not compared.differing:
         return "", (Text("measured on the same machine, with the same software and settings"),)
-    lines = (
-        f"{differing.name}: {differing.before:.60} -> {differing.after:.60}"
-        f"{' (times do not compare for it)' * differing.hardware}"
-        for differing in compared.differing
-    )
+    lines = (f"{fact.name}: {fact.before:.60} -> {fact.after:.60}" for fact in compared.differing)
     return "what differs between the sides, beside the commit", (Items(tuple(map(Text, lines))),)
 
 

@@ -191,9 +191,13 @@ class Figures(dict[str, Metric]):
 
     @property
     def rate(self) -> Metric:
-        """How much is done in a second, by the first count that its work has; without a value if that is not sound."""
+        """How much is done in a second of the best case, by the first count that its work has.
+
+        Without a value if that is not sound.
+        """
         rates = (name for name, metric in self.items() if metric.better is Better.HIGHER and metric.unit.endswith("/s"))
-        return self[next(rates, "") if self._sound else ""]
+        rate = self[next(rates, "") if self._sound else ""]
+        return rate if rate.best is None else replace(rate, value=rate.best)
 
 
 def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:

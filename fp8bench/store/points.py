@@ -23,7 +23,7 @@ from fp8bench.model import (
     Status,
 )
 from fp8bench.model.raw import QUANTISERS_VARIABLE
-from fp8bench.model.run import SWITCHES_SET
+from fp8bench.model.run import CONDITIONS, DEVICE_SETTINGS
 from fp8bench.model.specs import COUNTS, ENERGY, STEP, TIME, MetricSpec, time_of_phase
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.protocols import Grid, Workload
@@ -33,17 +33,10 @@ from fp8bench.store.series import cells_of, check_grid, class_name, reference_of
 # asv shows numbers in these units with few digits, others with all they have.
 _PRINTED_UNITS = ("seconds", "bytes")
 _DIGITS = 6
-# Figures of one commit do not compare if these facts differ, nor if a variable that a run notes does.
-_CONDITIONS = (
-    "fp8bench", "python", "torch", "torch_git", "cudnn", "cublaslt", SWITCHES_SET, "cpu_count",
-    "cpu_affinity", "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max",
-)  # fmt: skip
-# Settings of the machine's main device, by its driver.
-_SETTINGS = ("driver", "power_cap", "ecc", "mig")
 # Times depend on these; what is counted of a step does not.
 _NOT_OF_COUNTS = frozenset({
     "python", "cpu_count", "cpu_affinity", "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max", "imports_sha256",
-    *_SETTINGS,
+    *DEVICE_SETTINGS,
 })  # fmt: skip
 # Cases with quantisers, which alone depend on it, say themselves how these ran.
 _SAID_BY_CASES = f"env_{QUANTISERS_VARIABLE}"
@@ -185,12 +178,13 @@ def _conditions(workload: Workload, run: Run) -> Conditions:
     Load is not one of them, because it passes. The user's code is one where the workload comes from it.
     """
     facts = run.environment.facts
-    names = [*_CONDITIONS, *sorted(name for name in facts if name.startswith("env_") and name != _SAID_BY_CASES)]
+    # Figures of one commit do not compare if these facts differ, nor if a variable that a run notes does.
+    names = [*CONDITIONS, *sorted(name for name in facts if name.startswith("env_") and name != _SAID_BY_CASES)]
     is_ours = type(workload).__module__.startswith("fp8bench.")
     names += [] if is_ours else ["imports_sha256"]
     main = _main_device(run)
     device = (("device", main.name), ("cuda", main.cuda), ("hip", main.hip)) if main is not None else ()
-    settings = [(name, facts.get(f"{main.key} {name}")) for name in _SETTINGS] if main is not None else []
+    settings = [(name, facts.get(f"{main.key} {name}")) for name in DEVICE_SETTINGS] if main is not None else []
     settings += sorted((name, value) for name, value in facts.items() if name.startswith("rank "))
     return (*((name, facts.get(name)) for name in names), *device, *settings)
 

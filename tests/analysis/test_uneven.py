@@ -104,8 +104,8 @@ def test_a_step_slower_on_three_of_four_calls_is_not_faster() -> None:
     finding = find(records, {})[1]
     assert (finding.verdict, finding.hard) == (Verdict.UNSURE, (Label.UNEVEN,))
     assert finding.why == (
-        "labelled uneven (2.40x by its fastest calls, 0.959x by all; about 3 of 4 calls, always the same ones of "
-        "a slot, take 3.0 times as long): times measured so get no verdict"
+        "labelled uneven (against the reference, the mean is +150.0% off the fastest calls; about 3 of 4 calls, always "
+        "the same ones of a slot, take 3.0 times as long): times measured so get no verdict"
     )
 
 

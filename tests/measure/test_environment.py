@@ -12,6 +12,7 @@ from fp8bench.measure.environment import gather
 from fp8bench.model import Scalar
 from fp8bench.model.raw import QUANTISERS_VARIABLE
 from tests.commands import git
+from tests.counts import for_each
 
 UNKNOWN = (None, None, None)
 
@@ -125,3 +126,20 @@ def test_variables_that_change_speed_are_kept(monkeypatch: pytest.MonkeyPatch) -
     for name in names:
         monkeypatch.delenv(name)
     assert not any(f"env_{name}" in gather({}, "0", 1).facts for name in names)
+
+
+@for_each(
+    ("texts", "cores"),
+    [
+        (["cpu  100 0 50 800 10 0 0 5 7 0\ncpu0 1\n", "cpu  105 0 52 802 10 0 0 6 9 0\ncpu0 2\n"], 0.8),
+        (["cpu  1 0 1 8 0 0 0 0\n", "cpu  1 0 1 18 0 0 0 0\n"], 0.0),
+        ([None, None], None),
+    ],
+)
+def test_how_many_cores_others_keep_busy(
+    monkeypatch: pytest.MonkeyPatch, texts: list[str | None], cores: float | None
+) -> None:
+    looks = iter(texts)
+    monkeypatch.setattr(environment, "_read", lambda path: next(looks) if path == "/proc/stat" else None)
+    monkeypatch.setattr(environment.os, "cpu_count", lambda: 1)
+    assert gather({}, "1", 1).facts["busy_cores"] == cores

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from fp8bench.analysis.compare.interval import Estimate, across, direction, exact_change
+from fp8bench.analysis.compare.interval import Estimate, RunDifference, across, direction, exact_change
 from fp8bench.analysis.compare.sides import Differing, MatchedFigures, Side, Sighting, counted, differing, sensed, timed
-from fp8bench.analysis.labels import AHEAD, FAR_AHEAD, disturbed_slots
+from fp8bench.analysis.labels import AHEAD, FAR_AHEAD, disturbed_slots, known_number
 from fp8bench.analysis.tapes import counts_of, what_changed
 from fp8bench.analysis.verdicts import agrees, uneven
 from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Record, Status, Verdict
 from fp8bench.model.specs import COUNTS, RELATIVE, TIME
-from fp8bench.units import change, percent
+from fp8bench.units import percent
 
 _VERDICTS = {
     Direction.BETTER: Verdict.FASTER, Direction.WORSE: Verdict.SLOWER, Direction.SAME: Verdict.SAME,
@@ -27,7 +27,10 @@ _BECAME = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "fai
 
 @dataclass(frozen=True)
 class Compared:
-    """Comparisons of two sides, ids of cases that only one side has, and facts that differ."""
+    """Comparisons of two sides, ids of cases that only one side has, and facts that differ.
+
+    `conditions` are those that times depend on, in words ('threads was 1 and is 2'); '' where times compare.
+    """
 
     before: Side
     after: Side
@@ -35,14 +38,11 @@ class Compared:
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
     differing: tuple[Differing, ...]
+    conditions: str = ""
 
     @property
     def comparable(self) -> bool:
         return any(comparison.before is not None and comparison.after is not None for comparison in self.comparisons)
-
-    @property
-    def hardware(self) -> tuple[Differing, ...]:
-        return tuple(fact for fact in self.differing if fact.hardware)
 
 
 def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
@@ -50,15 +50,15 @@ def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
     comparisons: list[Comparison] = []
     others = beside.sightings if beside is not None else {}
     differ = differing(before.runs, after.runs)
-    elsewhere = "; ".join(
-        f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in differ if fact.hardware
+    conditions = "; ".join(
+        f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in differ if fact.of_times
     )
     for name, seen in after.sightings.items():
         if name in before.sightings:
-            comparisons += _of_case(before.sightings[name], seen, others.get(name, ()), elsewhere)
+            comparisons += _of_case(before.sightings[name], seen, others.get(name, ()), conditions)
     return Compared(
         before, after, tuple(comparisons), _alone(before.sightings, after.sightings),
-        _alone(after.sightings, before.sightings), differ,
+        _alone(after.sightings, before.sightings), differ, conditions,
     )  # fmt: skip
 
 
@@ -124,9 +124,8 @@ def _longer(side: Sequence[Sighting]) -> float:
 
 def _loads(side: Sequence[Sighting]) -> Iterator[float]:
     for facts in (sighting.run.environment.facts for sighting in side):
-        load, cores = facts.get("load_1min"), facts.get("cpu_count")
-        if isinstance(load, int | float) and isinstance(cores, int) and cores > 0:
-            yield load / cores
+        if cores := known_number(facts, "cpu_count"):
+            yield known_number(facts, "load_1min") / cores
 
 
 def _alone(own: Mapping[str, tuple[Sighting, ...]], other: Mapping[str, tuple[Sighting, ...]]) -> tuple[str, ...]:
@@ -136,7 +135,7 @@ def _alone(own: Mapping[str, tuple[Sighting, ...]], other: Mapping[str, tuple[Si
 
 
 def _of_case(
-    before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting], elsewhere: str
+    before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting], conditions: str
 ) -> Iterator[Comparison]:
     old, new = before[-1].record, after[-1].record
     if old.status is new.status is Status.SKIPPED:
@@ -162,8 +161,7 @@ def _of_case(
         said = of_times(figures, new.case.id, new.case.workload, _labels((*kept[0], *kept[1])))
         if figures.metric in (TIME, RELATIVE):
             said = _beside_others(said, *kept, busier)
-        why = f"the sides were measured on different machines ({elsewhere})" if elsewhere else ""
-        yield replace(said, direction=Direction.UNSURE, why=why) if why else said
+        yield replace(said, direction=Direction.DIFFERS, why=conditions) if conditions else said
     for metric, first, second in counted(*kept):
         exact = exact_change(first, second)
         yield Comparison(
@@ -197,7 +195,7 @@ def _none(case: Case, why: str, failed: bool = False) -> Comparison:
 
 
 def of_times(figures: MatchedFigures, case: str, suite: str, labels: tuple[str, ...]) -> Comparison:
-    difference = across(figures.before, figures.after, figures.beside)
+    difference = _at_shown(across(figures.before, figures.after, figures.beside), figures.shown)
     where, why = direction(difference)
     ratio = difference.ratio
     if figures.few and difference.alone:
@@ -206,19 +204,28 @@ def of_times(figures: MatchedFigures, case: str, suite: str, labels: tuple[str, 
     typical = across(figures.typical[0], figures.typical[1], figures.typical[2]).ratio if figures.typical else ratio
     contradicted = where in _VERDICTS and not agrees(_VERDICTS[where], ratio, typical)
     if contradicted:
-        where = Direction.UNSURE
-        why = f"by the fastest calls it takes {change(ratio.point)} time, by the mean over all calls "
-        why += change(typical.point)
+        where, why = Direction.UNSURE, "the mean over all calls does not confirm what the fastest calls say"
     if uneven(ratio, typical) and (contradicted or not difference.alone):
         labels = tuple(label for label in Label if label in (*labels, Label.UNEVEN))
+    before, after = figures.shown or (_middle(figures.before), _middle(figures.after))
     return Comparison(
-        case, suite, figures.metric, figures.unit, where, Evidence.CROSS_RUN, _middle(figures.before),
-        _middle(figures.after), ratio, difference.p_value, labels, why, noise=difference.noise,
+        case, suite, figures.metric, figures.unit, where, Evidence.CROSS_RUN, before, after, ratio,
+        difference.p_value, labels, why, noise=difference.noise,
     )  # fmt: skip
 
 
 def _middle(side: Sequence[Estimate]) -> float:
-    return math.exp(sum(estimate.log for estimate in side) / len(side))
+    return math.exp(fmean(estimate.log for estimate in side))
+
+
+def _at_shown(difference: RunDifference, shown: tuple[float, float] | None) -> RunDifference:
+    """Gives a ratio the point of the times that every report shows of the runs; its interval holds both."""
+    if shown is None:
+        return difference
+    ratio, point = difference.ratio, shown[1] / shown[0]
+    return replace(
+        difference, ratio=replace(ratio, point=point, low=min(ratio.low, point), high=max(ratio.high, point))
+    )
 
 
 def _labels(sightings: Sequence[Sighting]) -> tuple[str, ...]:

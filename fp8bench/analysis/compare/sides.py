@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from statistics import NormalDist, median, stdev
+from statistics import NormalDist, fmean, median, stdev
 
 from fp8bench.analysis import stats
 from fp8bench.analysis.compare.interval import Estimate
@@ -22,11 +22,13 @@ from fp8bench.analysis.metric import Metric
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, means
 from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Timing
-from fp8bench.model.run import SWITCH, SWITCHES_SET
+from fp8bench.model.run import BUSY_CORES, CONDITIONS, DEVICE_SETTINGS, SWITCH, SWITCHES_SET
 from fp8bench.model.specs import RELATIVE, STEP, TIME, Better, Rank
 
 # Facts that change from minute to minute, are what is compared, or repeat another fact (asv_python).
-_PASSING = frozenset({"load_1min", "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET})
+_PASSING = frozenset(
+    {"load_1min", BUSY_CORES, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
+)
 # Older runs did not record these; a fact that only one side has recorded may be the same on both.
 _OLDER = frozenset({
     "torch_threads", "torch_interop_threads", "float32_matmul_precision", "deterministic",
@@ -34,8 +36,11 @@ _OLDER = frozenset({
 })  # fmt: skip
 # The machine's name, also in a history: its entry in ~/.asv-machine.json, else the host's name.
 _MACHINE = "asv_machine"
-# Times do not compare where these differ.
 _HARDWARE = frozenset({_MACHINE, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
+_OF_TIMES = frozenset({*CONDITIONS, "threads", "torch_threads", "asked: isolation"})
+# Each begins the names of several conditions.
+_PREFIXES = ("env_", SWITCH, "driver's cuda", "rank ")
+_SIGNALS = f"{SWITCH}the handler of "
 _ASKED = ("seed", "quick", "rounds", "budget", "isolation", "data")
 
 Seen = tuple[Run, Mapping[str, Finding]]
@@ -82,12 +87,12 @@ def side_of(name: str, seen: Sequence[Seen]) -> Side:
 
 @dataclass(frozen=True)
 class Differing:
-    """A fact that differs between the sides, in words. `hardware` means that times do not compare."""
+    """A fact that differs between the sides, in words. `of_times` means that times depend on it."""
 
     name: str
     before: str
     after: str
-    hardware: bool = False
+    of_times: bool = False
 
 
 def differing(before: Sequence[Run], after: Sequence[Run]) -> tuple[Differing, ...]:
@@ -97,9 +102,9 @@ def differing(before: Sequence[Run], after: Sequence[Run]) -> tuple[Differing, .
         name for name in changed if (name in old and name in new) or not (name in _OLDER or name.startswith(SWITCH))
     ]
     facts = [
-        Differing(name, _shown(old.get(name, [])), _shown(new.get(name, [])), _is_hardware(name)) for name in names
+        Differing(name, _shown(old.get(name, [])), _shown(new.get(name, [])), _is_of_times(name)) for name in names
     ]
-    return tuple(sorted(facts, key=lambda fact: not fact.hardware))
+    return tuple(sorted(facts, key=lambda fact: not fact.of_times))
 
 
 Machine = tuple[tuple[str, Scalar | None], ...]
@@ -123,6 +128,12 @@ def machine_words(machines: Iterable[Machine]) -> list[str]:
 
 def _is_hardware(name: str) -> bool:
     return name in _HARDWARE or name.startswith("device ")
+
+
+def _is_of_times(name: str) -> bool:
+    if _is_hardware(name) or name in _OF_TIMES or name.rpartition(" ")[2] in DEVICE_SETTINGS:
+        return True
+    return name.startswith(_PREFIXES) and not name.startswith(_SIGNALS)
 
 
 def _all_facts(runs: Sequence[Run]) -> dict[str, list[Scalar | None]]:
@@ -165,6 +176,7 @@ class MatchedFigures:
     """One figure of a case on both sides, an estimate for each run. `few`: too few rounds for an interval within a run.
 
     `beside` are other runs, which show how much runs differ. `typical` has all three by the mean over all calls.
+    `shown` are the figures of both sides in the reports of their runs; None if these have none.
     """
 
     metric: str
@@ -174,6 +186,7 @@ class MatchedFigures:
     few: bool = False
     beside: tuple[Estimate, ...] = ()
     typical: tuple[tuple[Estimate, ...], ...] = ()
+    shown: tuple[float, float] | None = None
 
 
 def timed(
@@ -196,13 +209,24 @@ def timed(
     means_of = ((stats.mean_case(means(timing, [slot.round for slot in timing.slots[:rounds]])) for timing in side)
                 for side in timings)  # fmt: skip
     typical = tuple(tuple(Estimate(mean.point, mean.error) for mean in side) for side in means_of)
-    yield MatchedFigures(TIME, "s", old, new, few, others, typical)
+    yield MatchedFigures(TIME, "s", old, new, few, others, typical, _shown_times(before, after))
     if len({sighting.reference for sighting in (*before, *after, *beside)}) == 1:
         sides = (before, after, beside)
         old, new, others = (tuple(_ratios(side, _RATIO)) for side in sides)
         if old and new:
             typical = tuple(tuple(_ratios(side, _TYPICAL)) for side in sides)
             yield MatchedFigures(RELATIVE, "x", old, new, few, others, typical if all(typical[:2]) else ())
+
+
+def _shown_times(before: Sequence[Sighting], after: Sequence[Sighting]) -> tuple[float, float] | None:
+    """Returns the best cases of both sides as their runs' own reports show them, the geometric mean of several."""
+    sides = []
+    for side in (before, after):
+        times = [sighting.finding.best_seconds for sighting in side if sighting.finding is not None]
+        if not times or not all(times):
+            return None
+        sides.append(math.exp(fmean(math.log(seconds) for seconds in times if seconds)))
+    return sides[0], sides[1]
 
 
 def sensed(

@@ -18,7 +18,6 @@ from enum import StrEnum
 
 import numpy as np
 
-from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.steps.change_points import LEAST_VALUES, Counts, Step, steps_of_many
@@ -209,18 +208,13 @@ def _place(change: Change) -> tuple[object, ...]:
 
 def _uneven(change: Change, other: Change) -> Change:
     is_mean = change.trend.series.metric in _OF_ALL_CALLS
-    fast, mean = (other, change) if is_mean else (change, other)
     comparison = replace(
         change.comparison,
         labels=(*change.comparison.labels, Label.UNEVEN),
-        why=f"{_moved(fast)} by the fastest calls, {_moved(mean)} by the mean over all calls",
+        why="the fastest calls and the mean over all calls did not step alike",
     )
-    stands = is_mean or change.state is not ChangeState.OPEN or mean.is_worse is fast.is_worse
+    stands = is_mean or change.state is not ChangeState.OPEN or change.is_worse is other.is_worse
     return replace(change, comparison=comparison, state=change.state if stands else ChangeState.CONTRADICTED)
-
-
-def _moved(change: Change) -> str:
-    return units.change(change.comparison.ratio.point if change.comparison.ratio else None)
 
 
 def _stretches(trend: Trend) -> list[Stretch]:

@@ -26,7 +26,6 @@ from fp8bench.model import (
     Case,
     Finding,
     Interval,
-    Label,
     Level,
     Phase,
     Record,
@@ -80,14 +79,11 @@ class ComparedCase:
 
     @property
     def speed(self) -> Interval | None:
-        """How many times as fast as its reference it is; None if it was not timed, or a label forbids it. Where the
-        fastest calls and all calls disagree, all calls count: on a loaded machine the best case of many short phases is
-        below any single call."""
+        """How many times as fast as its reference it is; None if it was not timed, or a label forbids it."""
         finding = self.finding
         if not self.timed or finding is None or finding.ratio is None or finding.hard:
             return None
-        typical = finding.typical if Label.UNEVEN in finding.labels else None
-        return (typical or finding.ratio).inverse
+        return finding.ratio.inverse
 
     @cached_property
     def touched(self) -> frozenset[str]:
@@ -125,7 +121,9 @@ class ComparedCase:
             return None
         base = self.record.paired_with or self.lead.timing
         timed = part_ratio(self.record.timing, own, base, theirs) if base is not None else None
-        return timed if timed is not None or not self.estimated else self._by_shares(own, theirs)
+        if timed is not None:
+            return as_shown(timed, (self.finding, own), (self.lead_finding, theirs))
+        return self._by_shares(own, theirs) if self.estimated else None
 
     def _by_shares(self, own: Collection[str], theirs: Collection[str]) -> Interval | None:
         """Like of_reference, from shares of both median steps; without an interval."""
@@ -195,6 +193,20 @@ def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Colle
     if len(rounds) < LEAST_ROUNDS:
         return stats.extent(stats.ratio(first, [second]), [sample.sum(axis=1) for sample in samples])
     return stats.ratio(first, [second], verdicts.FINAL_LEVEL)
+
+
+def as_shown(ratio: Interval, *parts: tuple[Finding | None, Collection[str]]) -> Interval:
+    """Moves a ratio of parts of two steps to that of the seconds that all reports show of them."""
+    own, base = (_shown_seconds(*part) for part in parts)
+    if not (own > 0 and base > 0 and math.isfinite(own / base)):
+        return ratio
+    times = own / base / ratio.point
+    return mapped(ratio, lambda value: value * times)
+
+
+def _shown_seconds(finding: Finding | None, phases: Collection[str]) -> float:
+    known = finding.phases if finding is not None else ()
+    return sum(seconds for phase, seconds in known if phase in phases)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from fp8bench.features.advise.basis import (
     ComparedCase,
     Reply,
     amdahl,
+    as_shown,
     gain_text,
     mapped,
     met_above,
@@ -106,7 +107,8 @@ def _amdahl(pair: ComparedCase, basis: Basis) -> Reply | str:
     if met is Met.YES and len(bounds) == 1:
         taken = f"products are {share_text(share)} of the step{_ESTIMATED * pair.estimated}"
         return f"{taken}, and how fast its own are is not known"
-    figure = f"{share_text(share)} of the step: {gain_text(most)} {words}" + _ESTIMATED * pair.estimated
+    figure = f"{share_text(share)} of the step, which would be {gain_text(most)} {words}"
+    figure += _ESTIMATED * pair.estimated
     return Reply(met, figure, tuple(grounds))
 
 
@@ -154,7 +156,9 @@ def _granularity(pair: ComparedCase, basis: Basis) -> Reply | str | None:
             continue
         if record.support.is_native and record.paired_with is None and record.timing and timing:
             ratio = part_ratio(timing, _ALL, record.timing, _ALL)
-            others += [(record, ratio.inverse)] if ratio is not None else []
+            if ratio is not None:
+                ratio = as_shown(ratio, (pair.finding, _ALL), (basis.findings.get(record.case.id), _ALL))
+                others.append((record, ratio.inverse))
     if not others:
         return f"no other recipe of {bits} bits was timed beside it"
     best, ratio = min(others, key=lambda known: known[1].point)

@@ -148,8 +148,7 @@ def why_unsure(times: DuelVerdict) -> str:
             "give it more (--sessions)"
         )
     if times.uneven or verdicts.rule(times.ratio, verdicts.BAND) is not Verdict.UNSURE:
-        best, typical = units.change(times.ratio.point), units.change(times.typical.point)
-        return f"by the fastest calls it takes {best} time, by the mean over all calls {typical}"
+        return "the mean over all calls does not confirm what the fastest calls say"
     return "processes of one side differ by too much to tell; give it more of them (--sessions), or a quieter machine"
 
 

@@ -176,6 +176,8 @@ def _looked_at(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFi
         return JudgedFigure(figure, threshold, GateOutcome.IGNORED, "a rule says so")
     if figure.direction is Direction.NONE:
         return JudgedFigure(figure, threshold, GateOutcome.NONE, figure.why)
+    if figure.direction is Direction.DIFFERS:
+        return JudgedFigure(figure, threshold, GateOutcome.IGNORED, figure.why)
     if figure.metric == TIME and figure.case in relative and ruled_by(figure, rules) is None:
         return JudgedFigure(
             figure,
@@ -192,7 +194,9 @@ def _looked_at(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFi
 
 
 def exceeds(figure: Comparison, threshold: Threshold) -> bool:
-    if figure.before is None or figure.after is None or figure.after - figure.before <= threshold.smallest:
+    if figure.direction is Direction.DIFFERS or figure.before is None or figure.after is None:
+        return False
+    if figure.after - figure.before <= threshold.smallest:
         return False
     if figure.ratio is None:  # from nothing to something
         return figure.direction is Direction.WORSE
@@ -235,6 +239,8 @@ def _decides(figure: JudgedFigure) -> str:
 
 def _is_absent(figure: JudgedFigure, again: Comparison) -> bool:
     """Whether a second look excludes what the first one saw. That it does not see it again is not enough."""
+    if again.direction is Direction.DIFFERS:
+        return False
     if again.ratio is None or is_exact(again):
         return True
     # A slow-down may be hidden by load on the first side, and with few runs by the spread between runs.

@@ -206,9 +206,11 @@ def _problem(compared: Compared) -> tuple[str, int]:
     if not compared.after.measured:
         lost = any(comparison.failed for comparison in compared.comparisons)
         return ("" if lost else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
-    if compared.hardware:
-        words = "; ".join(f"{fact.name} was {fact.before} and is {fact.after}" for fact in compared.hardware)
-        return f"the baseline was measured on something else, and times do not compare: {words}.", EXIT_BASELINE
+    if compared.conditions and not any(comparison.failed for comparison in compared.comparisons):
+        return (
+            f"the baseline was measured under other conditions, so times do not compare: {compared.conditions}. "
+            "Measure both sides alike, or duel."
+        ), EXIT_BASELINE
     if not compared.comparable and not any(comparison.failed for comparison in compared.comparisons):
         whys = (comparison.why for comparison in compared.comparisons if comparison.why)
         return f"the baseline does not compare: {next(whys, 'they have no case in common')}.", EXIT_BASELINE

@@ -148,10 +148,10 @@ def run_value(run: Run, findings: Mapping[str, Finding]) -> dict[str, Any]:
     said = {}
     for group, result in (member for panel in panels_of(run, findings) for member in panel.members):
         told = result.finding and {**encode(result.finding), "verdict_words": result.finding.verdict_words}
-        finding = told and {name: value for name, value in told.items() if name != "case"}
-        figures = {
-            name: encode(Figure.value) for name, Figure in Figures(group, result).items() if Figure.value is not None
-        }
+        finding = told and {name: value for name, value in told.items() if name not in ("case", "typical")}
+        metrics = Figures(group, result).values()
+        known = ((metric.name, metric.value if metric.best is None else metric.best) for metric in metrics)
+        figures = {name: encode(value) for name, value in known if value is not None}
         said[result.record.case.id] = {"finding": finding, "metrics": figures}
     records = [{**encode(record), **said[record.case.id]} for record in run.records]
     sweeps = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]

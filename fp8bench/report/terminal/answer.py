@@ -49,9 +49,11 @@ from fp8bench.report.topics.shares import coverage_sentence, coverages, shape_re
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
 from fp8bench.report.topics.verdict import (
+    by_chance,
     cases_of,
     emulations,
     losses,
+    sitting,
     skips,
     span,
     verdicts_in,
@@ -81,6 +83,8 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
     """The page's parts; `report` is where the report lies, `options` those with which other commands find the run."""
     if lost := tuple(losses(entry)):
         yield Part("losses", "", lost)
+    if loaded := tuple(sitting(entry)):
+        yield Part("load", "", loaded)
     timed = [panel for panel in entry.panels if not about_tensors(panel)]
     if len({panel.case.workload for panel in timed}) > 1:
         yield Part("matrix", "speed-up of suites", (_suites(timed),))
@@ -102,8 +106,9 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
     told += [f"note: {words}" for words in entry.run.notes]
     told += absences(entry.run) if entry.run.request.energy_of == PHASE_ENERGY else []
     told += [f"trouble: {words}" for words in entry.run.troubles]
-    if told:
-        yield Part("beside", "", tuple(Text(words, Tone.DOUBT) for words in told))
+    beside = (*(Text(words, Tone.DOUBT) for words in told), *by_chance(entry))
+    if beside:
+        yield Part("beside", "", beside)
     yield Part("next", "next", (Items(tuple(_next(entry, options))), Text(where_stored(entry.run.path, report))))
 
 

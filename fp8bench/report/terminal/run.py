@@ -36,6 +36,7 @@ from fp8bench.report.topics.results import main_table, noise_floor
 from fp8bench.report.topics.shares import coverage_elements
 from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
+from fp8bench.report.topics.verdict import by_chance, sitting
 from fp8bench.report.words import legend
 from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import attention_of, cache_of, listed, missing_of, notes_of, replays_of
@@ -61,6 +62,9 @@ def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str =
 def detail_of(name: str, run: Run, findings: Mapping[str, Finding], width: int, report: str = "") -> Page:
     width, panels = max(width, layout.MIN_WIDTH), panels_of(run, findings)
     parts = [part for panel in panels for part in _DETAILS[name](panel, run, width)]
+    entry = Entry(run, findings)
+    if name == "all" and (cautions := (*sitting(entry), *by_chance(entry))):
+        parts.insert(0, Part("cautions", "", cautions))
     parts += [Part("ending", "", tuple(ending))] if (ending := _ending(name, run, panels)) else []
     if not panels:
         parts.insert(0, Part("nothing", "", (Text("Nothing was measured."),)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from fp8bench import units
+from fp8bench.analysis.metric import Metric
 from fp8bench.model import Finding
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
@@ -38,7 +39,6 @@ CASE: tuple[Col[NamedCase], ...] = (
     Col("speed-up", lambda row: case_status.show_speed_up(row.result) or None,
         tone=lambda row: case_status.tone_of(row.result)),
     Col("best", lambda row: row.figures[TIME].best, number=True, unit="s"),
-    Col("median", lambda row: row.figures[TIME].value, number=True, unit="s"),
     Col("replayed", lambda row: row.figures[REPLAY].best, number=True, unit="s"),
 )  # fmt: skip
 
@@ -53,7 +53,7 @@ def main_table(panel: Panel) -> Table:
         Col("throughput", lambda row: row.figures.rate.shown, number=True),
         Col("labels", lambda row: "\n".join(_doubts(row)), below=True, tone=lambda row: Tone.DOUBT),
     ]
-    kept = {"group", "case", "verdict", "best", "median", "spread", "labels"}
+    kept = {"group", "case", "verdict", "best", "spread", "labels"}
     return with_figures(table("cases", "", cols, panel.members, kept=kept), panel.members)
 
 
@@ -85,8 +85,11 @@ class _ShownCase:
 
     def figure(self, name: str, best: bool = False) -> Field:
         metric = self.figures[name]
-        value, hint = metric.best if best else metric.value, _COST if case_status.emulated(self.result) else ""
-        return number(value, metric.spec.shown, case_status.cost_tone(self.result), hint)
+        return self.shown(replace(metric, value=metric.best) if best else metric)
+
+    def shown(self, metric: Metric) -> Field:
+        hint = _COST if case_status.emulated(self.result) else ""
+        return number(metric.value, metric.spec.shown, case_status.cost_tone(self.result), hint)
 
 
 @section("results", "Results", 30)
@@ -157,7 +160,6 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
               hint="reasons for doubt, and what else one should know")  # fmt: skip
     words = legend.BEST.partition(";")[0].partition(": ")[2]
     yield Col("best", lambda row: row.figure(TIME, best=True), number=True, unit="s", hint=words)
-    yield Col("median", lambda row: row.figure(TIME), number=True, unit="s", hint="of a step, over all calls")
     yield figure_col(REPLAY, lambda row: replace(row.figure(REPLAY, best=True), hint=replays_of(row.result.record)))
     yield Col(
         "spread",
@@ -167,7 +169,7 @@ def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
         hint="distance of the quartiles / median, over all calls",
     )
     unit = rates.pop() if len(rates) == 1 else ""
-    yield Col("throughput", lambda row: row.figure(row.figures.rate.name), number=True, unit=unit, hint="at the median")
+    yield Col("throughput", lambda row: row.shown(row.figures.rate), number=True, unit=unit, hint="of the best case")
     yield Col("how", lambda row: Field(row.result.record.support.level.value, tone=case_status.cost_tone(row.result),
               hint=row.result.record.support.reason),
               hint="native: the hardware does it; emulated: right in numbers, without a speed; refused")  # fmt: skip

@@ -32,7 +32,8 @@ def sustained(panel: Panel) -> Iterator[Table]:
         return show_speed(inverse(ratio)) or ("reference" if row[1].record.is_reference else units.NONE)
 
     cols: list[Col[tuple[ResultGroup, Result, Sustained]]] = [
-        *case_cols(), Col("sustained", lambda row: units.seconds(row[2].seconds), number=True), Col("speed-up", speed),
+        *case_cols(), Col("sustained", lambda row: units.seconds(row[2].seconds), number=True),
+        Col("sustained speed-up", speed),
         Col("vs slots", lambda row: units.change(row[2].change), number=True),
         Col("clock", lambda row: units.count(row[2].clock, "Hz"), number=True),
         Col("power", lambda row: units.count(row[2].watts, "W"), number=True),

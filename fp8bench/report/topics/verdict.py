@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from fp8bench import units
+from fp8bench.analysis.labels import load_of
+from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.model import Label, Status
 from fp8bench.report.case_status import (
     FACTS,
@@ -89,6 +91,28 @@ def emulations(cases: Sequence[NamedCase]) -> list[str]:
     return told
 
 
+def sitting(entry: Entry) -> Iterator[Text]:
+    """Says of a run under load that its intervals are of this sitting, if no earlier runs say how far runs differ."""
+    load = load_of(entry.run)
+    if load and any(_is_of_one_sitting(case.result) for case in cases_of(entry.panels)):
+        words = f"measured under {load}: intervals cover this sitting only, and another one may differ by more"
+        yield Text(f"{words}; free the machine, and measure again: {entry.run.command}", Tone.DOUBT)
+
+
+def _is_of_one_sitting(result: Result) -> bool:
+    record = result.record
+    is_alone = record.reruns is None and not record.sessions
+    return is_alone and record.case.device.startswith("cpu") and speed_up(result) is not None
+
+
+def by_chance(entry: Entry) -> Iterator[Text]:
+    """Says of several cases how many false verdicts to expect, since each is judged by itself."""
+    judged = sum(speed_up(case.result) is not None for case in cases_of(entry.panels))
+    if judged > 1:
+        expected = f"up to {judged * (1 - FINAL_LEVEL):.2g} of them would be called faster or slower by chance"
+        yield Text(f"{judged} cases, each judged by itself: if none differed, {expected}", Tone.DOUBT)
+
+
 def _lead(material: Material) -> str:
     results = [result for _, panel in timed_panels(material) for result in panel.results]
     speeds = [speed for result in results if (speed := speed_up(result))]
@@ -160,12 +184,14 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
     if not alone:
         yield Text(entry.label, Tone.STRONG)
     yield from losses(entry)
+    yield from sitting(entry)
     several = len({panel.case.device for panel in entry.panels}) > 1
     timed = [panel for panel in entry.panels if not about_tensors(panel)]
     sentences = [text for panel in timed for text in comparisons(panel, panel.case.device if several else "")]
     sentences += [Text(text) for panel in entry.panels if about_tensors(panel) for text in best_by_width(panel)]
     cases = cases_of(entry.panels)
     sentences += [Text(text, Tone.DOUBT) for text in (*emulations(cases), *skips(cases))]
+    sentences += by_chance(entry)
     if sentences:
         yield Items(tuple(sentences))
 

@@ -56,8 +56,8 @@ def _size_of(metric: str, error: float) -> int:
 
 BEST = (
     "best: the step undisturbed, the sum over its stretches of each one's fastest quarter of the rounds (less than "
-    "most single steps); median and spread (distance of the quartiles / median): over all calls; throughput: at the "
-    "median"
+    "most single steps), and of a case the reference's over the speed-up; spread: distance of the quartiles / median, "
+    "over all calls; throughput: of the best case"
 )
 CACHE = (
     "cache: what the last cache holds when a call begins; hot, what the call before left, where nothing is said; cold: "

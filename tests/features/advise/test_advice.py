@@ -74,7 +74,8 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     found = advise(records)
     amdahl, casts = answer(found, "amdahl"), answer(found, "casts")
     assert (amdahl.met, amdahl.figure) == (
-        Met.YES, "60% of the step: 1.43x with products 2.00x as fast, as here, estimated from shares of the step"
+        Met.YES,
+        "60% of the step, which would be 1.43x with products 2.00x as fast, as here, estimated from shares of the step",
     )  # fmt: skip
     assert casts.met is Met.YES and casts.figure.startswith("products 2.00x, with casts 1.60x, estimated")
     unlooked = advise([lead, case])
@@ -204,14 +205,6 @@ def test_a_large_error_is_not_adopted_and_others_are_named(
     lead, case = group(fp8=FP8)
     measured = tuple(error(metric, value) for metric, value in errors.items())
     assert words in only(advise([lead, replace(case, measurements=measured)]), kind).sentence
-
-
-def test_where_all_calls_contradict_the_fastest_they_count() -> None:
-    made = basis(group(fp8=FP8))
-    (case,) = (key for key in made.findings if key.endswith("/fp8"))
-    uneven = replace(made.findings[case], typical=Interval(1 / 1.15, 1 / 1.2, 1 / 1.1, 0.99), labels=(Label.UNEVEN,))
-    (pair,) = replace(made, findings={**made.findings, case: uneven}).cases
-    assert pair.speed is not None and pair.speed.point == pytest.approx(1.15)
 
 
 SMALL = {"gemm": 1000, "optimizer_step": 5000, "elementwise": 4000}

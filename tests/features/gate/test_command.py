@@ -99,11 +99,11 @@ def test_thresholds_from_a_file(store: Path, say: Say) -> None:
     assert code == 0 and "half.yaml: 'mlp' 'time' fits no figure" in err
 
 
-@for_each("facts", [{}, {"torch": "9.9.9"}, {"commit": "f" * 40}])
+@for_each("facts", [{}, {"imports_sha256": "9"}, {"commit": "f" * 40}])
 def test_a_duel_where_it_asks_the_same_question(
     tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Scalar]
 ) -> None:
-    """A duel measures what is here, with one torch: it would clear a slower torch, or another commit."""
+    """A duel measures what is here: it would clear other code of the user's, or another commit."""
     monkeypatch.chdir(tmp_path)
     git(Path(), "init", "-q")
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
@@ -150,6 +150,8 @@ def changed(**changes: Any) -> tuple[Record, ...]:
         ([run_at(1), run_at(0, records=tuple(
             replace(record, case=replace(record.case, version="0")) for record in records()))], 4, "the work changed"),
         ([run_at(1), run_at(0, facts={"asv_cpu": "X"})], 4, "asv_cpu was X and"),
+        ([run_at(1), run_at(0, facts={"threads": 4})], 4, "threads was 4 and"),
+        ([run_at(1), run_at(0, facts={"torch": "9.9.9"})], 4, "torch was 9.9.9 and"),
         ([run_at(0), run_at(1, records=())], 3, "came to a number"),
         ([run_at(0), run_at(1, records=changed(status=Status.SKIPPED, timing=None, is_reference=False))], 3,
          "came to a number"),

@@ -1,0 +1,79 @@
+"""What a run says of its own verdicts: of which sitting they are, and how many are wrong by chance."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fp8bench.analysis.findings import findings
+from fp8bench.analysis.verdicts import conclude
+from fp8bench.model import Environment, Reruns, Run, Scalar, Timing, Verdict
+from fp8bench.report.page.html import render as html
+from fp8bench.report.page.section import material_of, page_of
+from fp8bench.report.terminal.run import render
+from tests.counts import counts, for_each
+from tests.fakes import called, record
+from tests.runs import case, render_whole, run_of
+
+QUIET: dict[str, Scalar] = {"load_1min": 1.1, "cpu_count": 2, "busy_cores": 0.2}
+
+
+def timed(microseconds: float, draw: np.random.Generator) -> Timing:
+    return called(*(1e3 * microseconds * np.exp(draw.exponential(0.02, (24, 8)))).astype(int).tolist())
+
+
+def settings(count: int, speed: float = 2.0) -> Run:
+    """So many groups, each with a case that is so many times as fast as its reference."""
+    draw, records = np.random.default_rng(0), []
+    for number in range(count):
+        lead, other = (case("gemm", mode, {"m": number}) for mode in ("fp32", "bf16"))
+        reference = record(timed(1000, draw), is_reference=True, control=timed(1000, draw))
+        records += [replace(reference, case=lead), replace(record(timed(1000 / speed, draw)), case=other)]
+    return run_of(records, command="fp8bench suite gemm --store kept")
+
+
+def texts(run: Run) -> list[str]:
+    found = findings(run)
+    page = html(page_of(material_of([run], [found])))
+    return [" ".join(text.split()) for text in (render(run, found), render_whole(run, found), page)]
+
+
+LOADS = ({"load_1min": 4.0}, {"load_1min": 0.4, "busy_cores": 1.0}, {"load_1min": 1.4, "busy_cores": None})
+
+
+@for_each("facts", LOADS)
+def test_under_load_intervals_are_said_to_be_of_this_sitting(facts: dict[str, Scalar]) -> None:
+    run = replace(settings(1), environment=Environment({**QUIET, **facts}))
+    for text in texts(run):
+        assert f"measured under load {facts['load_1min']:g} on 2 cores" in text
+        assert "intervals cover this sitting only, and another one may differ by more" in text
+        assert "measure again: fp8bench suite gemm --store kept" in text
+    assert texts(run)[0].startswith("measured under load")
+
+
+def test_a_quiet_machine_or_one_that_knows_its_reruns_says_nothing_of_sittings() -> None:
+    """A run that has just ended is in the mean load of a minute, with its one thread."""
+    one, busy = settings(1), Environment({**QUIET, "load_1min": 4.0})
+    known = tuple(replace(each, reruns=Reruns(0.01, 8, 9)) for each in one.records)
+    many_cores = Environment({"load_1min": 1.6, "cpu_count": 64, "busy_cores": 1.2})
+    quiet = [replace(one, environment=facts) for facts in (Environment({}), Environment(QUIET), many_cores)]
+    for run in (*quiet, replace(one, records=known, environment=busy)):
+        assert not any("sitting" in text for text in texts(run))
+
+
+@for_each(("count", "expected"), [(1, ""), (12, "12 cases, each judged by itself: if none differed, up to 0.12 of")])
+def test_several_cases_say_how_many_verdicts_to_expect_by_chance(count: int, expected: str) -> None:
+    for text in texts(settings(count)):
+        assert expected in text and ("by chance" in text) is bool(expected)
+
+
+@counts(4, 100)
+def test_families_without_a_difference_have_no_more_false_verdicts_than_is_said(count: int) -> None:
+    """50 cases a suite: up to half a false word a suite is what a page says."""
+    draw, false = np.random.default_rng(7), 0
+    for _ in range(50 * count):
+        concluded = conclude(*(timed(1000, draw) for _ in range(3)))
+        assert concluded is not None
+        false += concluded.verdict in (Verdict.FASTER, Verdict.SLOWER)
+    assert false <= 0.5 * count

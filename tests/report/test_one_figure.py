@@ -1,0 +1,94 @@
+"""One speed-up a case: every text, page and file of a run prints the same figure, and times that have it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fp8bench import units
+from fp8bench.analysis.compare.compare import compare
+from fp8bench.analysis.compare.sides import side_of
+from fp8bench.analysis.findings import findings
+from fp8bench.features.advise.basis import Basis
+from fp8bench.features.advise.decide import advised
+from fp8bench.features.advise.view import page_of as advice_page
+from fp8bench.model import Finding, Label, Run, Segments, SlotSample, Timing, Work
+from fp8bench.report.comparisons import page_of as comparison_page
+from fp8bench.report.data.run import rows
+from fp8bench.report.page.html import render as html
+from fp8bench.report.page.section import material_of, page_of
+from fp8bench.report.terminal import layout
+from fp8bench.report.terminal.run import render
+from tests.counts import for_each
+from tests.fakes import record
+from tests.runs import render_whole, run_of
+
+# '0.914x' and '2.85x', and no tick of an axis.
+SPEED = re.compile(r"\d*\.\d{2,}x")
+SECONDS = re.compile(r"\d[\d.]* (?:ns|us|ms|s)\b")
+
+
+def steps(microseconds: float, calls: int, seed: int, slow: float = 0.0) -> Timing:
+    """Slots of so many calls, a share of them 1.6 times as long; the fastest of more calls is faster."""
+    draw = np.random.default_rng(seed)
+    slots = []
+    for number in range(32):
+        times = microseconds * np.exp(np.abs(draw.normal(0, 0.1, calls))) * np.where(draw.random(calls) < slow, 1.6, 1)
+        whole = tuple((int(150 * time), int(850 * time)) for time in times)
+        seconds = float(times.sum()) * 1e-6
+        slots.append(SlotSample(number, whole, seconds, seconds))
+    return Timing(Segments(("cast", "gemm"), (0, 0)), tuple(slots))
+
+
+def measured(microseconds: float, slow: float = 0.0, calls: int = 60) -> Run:
+    lead = record(steps(900, 9, 1), "fp32", is_reference=True, control=steps(912, 9, 2), work=Work(flops=1e9))
+    return run_of([lead, record(steps(microseconds, calls, 3, slow), "bf16", work=Work(flops=1e9))])
+
+
+def prints(run: Run, found: dict[str, Finding]) -> Iterator[str]:
+    yield render(run, found)
+    yield render_whole(run, found)
+    yield html(page_of(material_of([run], [found])))
+    yield layout.render(advice_page(advised(Basis(run, found)), ()), 400)
+
+
+@for_each(("microseconds", "slow"), [(300.0, 0.0), (860.0, 0.0), (700.0, 0.4), (2000.0, 0.0)])
+def test_all_that_is_printed_of_a_case_has_one_speed_up(microseconds: float, slow: float) -> None:
+    run = measured(microseconds, slow)
+    found = findings(run)
+    lead, case = found.values()
+    assert (Label.UNEVEN in case.labels) is (slow > 0)
+    assert case.ratio is not None and lead.best_seconds is not None and case.best_seconds is not None
+    speed = case.ratio.inverse
+    assert lead.best_seconds / case.best_seconds == pytest.approx(speed.point)
+    shown = units.speed_up(speed.point)
+    for whole in prints(run, found):
+        text = re.sub(r"which would be [\d.]+x", "", whole)
+        printed = {word for word in SPEED.findall(text) if not math.isclose(float(word[:-1]), 1.0)}
+        assert shown in text and printed == {shown}
+    times = set(SECONDS.findall(render_whole(run, found)))
+    assert times == {units.seconds(lead.best_seconds), units.seconds(case.best_seconds)}
+    table = {row["mode"]: row for row in rows(run, found) if row["metric"] == "time" and row["phase"] == "step"}
+    row = table["bf16"]
+    assert row["speedup"] == pytest.approx(speed.point) and 1 / row["ratio_to_reference"] == pytest.approx(speed.point)  # type: ignore[operator]
+    assert table["fp32"]["best_in_unit"] / row["best_in_unit"] == pytest.approx(speed.point)  # type: ignore[operator]
+
+
+def test_a_comparison_prints_the_times_that_the_run_has() -> None:
+    """With as many rounds and calls on both sides a run of more calls would have another time in each comparison."""
+    before, after = measured(860.0), replace(measured(300.0, calls=12), id="other")
+    sides = [side_of(name, [(run, findings(run))]) for name, run in (("A", before), ("B", after))]
+    compared = compare(*sides)
+    text = layout.render(comparison_page(compared), 200)
+    for run in (before, after):
+        for finding in findings(run).values():
+            assert units.seconds(finding.best_seconds) in text
+    for comparison in compared.comparisons:
+        assert comparison.before and comparison.after and comparison.ratio is not None
+        assert comparison.after / comparison.before == pytest.approx(comparison.ratio.point)
+        assert comparison.ratio.low <= comparison.ratio.point <= comparison.ratio.high
