@@ -196,15 +196,16 @@ def _describe_gain(gain: PhaseGain) -> str:
     return f"{noun} {verb} {seconds} ({units.speed_up(gain.seconds / gain.reference_seconds)} slower)"
 
 
-def propose(panel: Panel, command: str) -> Iterator[str]:
+def propose(panel: Panel, command: str, under_load: bool = False) -> Iterator[str]:
     """Yields what would settle open verdicts, then what would change the reason, each with the command to type.
 
-    `command` is the one that measured the run.
+    `command` is the one that measured the run. More time is no remedy for what was measured `under_load`.
     """
     if "fp8bench suite " not in command:
         return
     unsettled = [case for case in panel.members if standing(case.result) is Standing.UNSURE]
-    yield from _settle([case for case in unsettled if not _is_spoilt(case)], command)
+    if not under_load:
+        yield from _settle([case for case in unsettled if not _is_spoilt(case)], command)
     for case in panel.members:
         yield from _change(case, command)
 
