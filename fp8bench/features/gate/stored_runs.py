@@ -22,21 +22,18 @@ from fp8bench.features.duel.sides import OWN, PACKAGE, DuelQuestion
 from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.duel.verdicts import comparisons, of_means
 from fp8bench.features.gate.judging import (
-    TIMES,
     GateOutcome,
     GateVerdict,
     JudgedFigure,
     SecondLook,
-    Sight,
     first_look,
     joined,
     key_of,
     second_look,
     unseen,
-    why_blind,
 )
 from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
-from fp8bench.features.gate.thresholds import Rules, threshold_of
+from fp8bench.features.gate.thresholds import Rules
 from fp8bench.jobs.after_run import into_history
 from fp8bench.jobs.compare import compared_of, read_runs
 from fp8bench.jobs.observer import JobObserver
@@ -112,8 +109,10 @@ def judged(source: GateSource, rules: Rules, rerun: bool, observer: JobObserver)
         sights = sights_of(figures, second)
     if not source.problem:
         figures = unseen(_looked_again(figures, source, rules, rerun, observer), sights, source.lost)
-        keys = {figure.key for figure in figures}
-        figures += tuple(figure for figure in _blind_series(source.newest, sights, rules) if figure.key not in keys)
+        changed = {figure.key for figure in figures}
+        tonight = unseen(first_look([series.comparison for series in source.newest], rules), sights, source.lost)
+        blind = [figure for figure in tonight if figure.outcome is GateOutcome.CANNOT_TELL]
+        figures += tuple(figure for figure in blind if figure.key not in changed)
     return GateVerdict(source.title, figures, source.notes, source.problem, source.code, sights)
 
 
@@ -121,29 +120,24 @@ def _looked_again(
     figures: tuple[JudgedFigure, ...], source: GateSource, rules: Rules, rerun: bool, observer: JobObserver
 ) -> tuple[JudgedFigure, ...]:
     """Measures suspects again until none is left in doubt, or the time is up."""
-    begun, number, last = time.monotonic(), 0, 0.0
-    while suspects := [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]:
-        if not rerun or source.confirm is None:
-            return second_look(figures, SecondLook({}, refused="--no-rerun"), rules)
+    confirm = source.confirm if rerun else None
+    begun, last = time.monotonic(), 0.0
+    for number in range(MOST_LOOKS):
+        suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
         looked = time.monotonic()
-        if number == MOST_LOOKS or (number and source.budget is not None and looked - begun + last > source.budget):
+        is_over = number > 0 and source.budget is not None and looked - begun + last > source.budget
+        if not suspects or is_over:
             break
+        if confirm is None:
+            return second_look(figures, SecondLook({}, refused="--no-rerun"), rules)
         takes = "" if source.look_seconds is None else f", which takes about {clock(source.look_seconds)}"
         observer.note(f"gate: {len(suspects)} suspected, measured again{takes}")
-        look = source.confirm(suspects)
-        figures, number, last = second_look(figures, look, rules), number + 1, time.monotonic() - looked
+        look = confirm(suspects)
+        figures = second_look(figures, look, rules)
+        last = time.monotonic() - looked
         if not look.adds_up:
             break
     return figures
-
-
-def _blind_series(newest: Sequence[Newest], sights: Sequence[Sight], rules: Rules) -> Iterator[JudgedFigure]:
-    """Yields the times of a history in which a step as large as its threshold would have been missed tonight."""
-    by_key = {sight.key: sight for sight in sights}
-    for comparison, _ in newest:
-        sight = by_key.get(key_of(comparison))
-        if sight is not None and comparison.metric in TIMES and (why := why_blind(sight, comparison)):
-            yield JudgedFigure(comparison, threshold_of(comparison, rules), GateOutcome.CANNOT_TELL, why)
 
 
 def duelled(
