@@ -325,7 +325,7 @@ class Sight:
 
     @property
     def share(self) -> str:
-        known = "none" if math.isinf(self.smallest) else units.change(1 + self.smallest)
+        known = "none found" if math.isinf(self.smallest) else units.change(1 + self.smallest)
         return f"{'at least ' * bool(self.unknown and math.isfinite(self.smallest))}{known}"
 
 
@@ -357,8 +357,9 @@ def why_blind(sight: Sight, change: Comparison) -> str:
             reason = (
                 reason or f"history too young: {sight.nights} nights at this level, of about {NIGHTS} that it takes"
             )
-        found = "no slow-down" if math.isinf(sight.smallest) else f"no slow-down below {sight.share}"
-        return f"{found} would have been found, and the threshold is {threshold}" + (f": {reason}" if reason else "")
+        found = f"the smallest slow-down that would have been found is {sight.share}"
+        found = "no slow-down would have been found" if math.isinf(sight.smallest) else found
+        return f"{found}, and the threshold is {threshold}" + (f": {reason}" if reason else "")
     if change.ratio is not None and change.ratio.high > 1 + sight.threshold:
         return f"its interval reaches {units.change(change.ratio.high)}, and the threshold is {threshold}"
     return ""

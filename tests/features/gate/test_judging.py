@@ -354,7 +354,7 @@ def history(noise: float, count: int, metric: str = FLAT.metric) -> Sight:
     [
         (0.01, 30, ""),
         (0.01, 11, ""),
-        (0.05, 40, "would have been found, and the threshold is +5.0%"),
+        (0.05, 40, "that would have been found is +"),
         (0.05, 13, "history too young: 13 nights"),
         (0.001, 4, "fewer than 11 nights"),
     ],
@@ -393,7 +393,7 @@ def test_words() -> None:
     """The worst in one line."""
     blind, young = history(0.05, 30), history(0.05, 3)
     assert summary((blind, young)).startswith("+") and "worst of 2 figures: gemm[m=64]" in summary((blind, young))
-    assert summary((young,)) == "none (gemm[m=64]@cpu/bf16 relative_time, threshold +5.0%)"
+    assert summary((young,)) == "none found (gemm[m=64]@cpu/bf16 relative_time, threshold +5.0%)"
 
 
 WIDE = Interval(1.0, 0.9, 1.11, 0.99)
@@ -408,7 +408,7 @@ WIDE = Interval(1.0, 0.9, 1.11, 0.99)
         (
             figure(1.0, ratio=WIDE, noise=Noise(0.04, 11), direction=Direction.UNSURE),
             GateOutcome.CANNOT_TELL,
-            "no slow-down below +",
+            "that would have been found is +",
         ),
         (figure(1.045, noise=DUEL), GateOutcome.CANNOT_TELL, "its interval reaches +5.5%, and the threshold is +5.0%"),
         (figure(1.0, ratio=Interval(1.0, 0.0, math.inf, 0.99), p_value=None), GateOutcome.CANNOT_TELL, "--sessions"),
