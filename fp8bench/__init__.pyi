@@ -65,8 +65,8 @@ def duel(
 def gate(
     *sides: str, duel: str | None = None, against: str | None = None, config: str | Path | None = None,
     history: bool = False, store: str | Path = ".fp8bench", imports: str | Iterable[str] = ...,
-    thresholds: str | Path | None = None, rerun: bool = True, require_power: float | None = None,
-    junit: str | Path | None = None, comment: str | Path | None = None, progress: bool = True
+    thresholds: str | Path | None = None, rerun: bool = True, junit: str | Path | None = None,
+    comment: str | Path | None = None, progress: bool = True
 ) -> CommandResult: ...
 def profile(
     model: str | torch.nn.Module, batch: object = None, *, loss: Callable[..., torch.Tensor] | None = None,

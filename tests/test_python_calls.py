@@ -48,7 +48,7 @@ def asked(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any, **given: Any)
     [
         ("compare", ("a", "b"), {"store": Path("/s")}, "a b --store /s"),
         ("compare", ("a",), {"after": "b"}, "a b"),
-        ("gate", ("a", "b"), {"rerun": False, "require_power": 0.8}, "a b --no-rerun --require-power 0.8"),
+        ("gate", ("a", "b"), {"rerun": False}, "a b --no-rerun"),
         ("gate", (), {"history": True, "thresholds": "t.yaml", "duel": None}, "--history --thresholds t.yaml"),
         ("gate", (), {"duel": "last", "imports": []}, "--duel last"),
         (

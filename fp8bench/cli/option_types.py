@@ -110,15 +110,6 @@ def numbers(rule: Rule) -> Callable[[str], tuple[float, ...]]:
     return lambda text: _held(rule, text, tuple(map(number_of, text.split(","))))
 
 
-def share(text: str) -> float:
-    """A share between 0 and 1: '80%' or '0.8'."""
-    number, percent = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)
-    value = _float(number) / percent
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share; give one above 0 and below 1, like 80% or 0.8")
-    return value
-
-
 def size(text: str) -> int:
     try:
         value = bytes_of(text)

@@ -174,7 +174,7 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "failed-training.txt": Document("train --resume 8964265c --fail-on worse,inconclusive,alarm"),
     "compared-commits.txt": Document("compare 0000000b 0000000c", "history"),
     "gate.txt": Document("gate 8b215bef b818081e --no-rerun --explain"),
-    "gate-commits.txt": Document("gate 0000000b 0000000c --no-rerun --require-power 80%", "history"),
+    "gate-commits.txt": Document("gate 0000000b 0000000c --no-rerun", "history"),
     "gate-commits.md": Document("gate 0000000b 0000000c --no-rerun --md gate-commits.md", "history"),
     "gate-commits.xml": Document("gate 0000000b 0000000c --no-rerun --junit gate-commits.xml", "history"),
     "gate-thresholds.txt": Document("gate 0000000b 0000000c --no-rerun --thresholds thresholds.yaml", "history"),

@@ -288,12 +288,13 @@ def _error(pair: ComparedCase, basis: Basis) -> Reply | str:
         return Reply(Met.NO, why, (Ground(pair.row, why),))
     if why or not known:
         return why or "no error was measured"
-    sizes = [error_word((each.metric, sample) for sample in each.samples) for each in known]
-    words = ", ".join(
-        f"{size} {error_name(each).replace('_', ' ')} ({units.relative_error(max(each.samples))})"
-        for each, size in zip(known, sizes, strict=True)
-    )
-    is_near = not {LARGE, NOT_FINITE}.intersection(sizes) and not pair.record.not_finite
+    figures, sizes = [], set()
+    for each in known:
+        size = error_word((each.metric, sample) for sample in each.samples)
+        sizes.add(size)
+        figures.append(f"{size} {error_name(each).replace('_', ' ')} ({units.relative_error(max(each.samples))})")
+    words = ", ".join(figures)
+    is_near = not sizes & {LARGE, NOT_FINITE} and not pair.record.not_finite
     return Reply(Met.YES if is_near else Met.NO, words, (Ground(pair.row, words),))
 
 

@@ -252,6 +252,11 @@ class CaseRunner:
         return DuelEntry(side.name, side.workers[place], arm, quantisers)
 
 
+def sessions_of(request: Request) -> int:
+    """Returns how many sessions a duel has unasked."""
+    return _QUICK_SESSIONS if request.quick else SESSIONS
+
+
 def run_duel(
     question: DuelQuestion, request: Request, store: Path, observer: JobObserver, only: Collection[str] = ()
 ) -> Duel:
@@ -262,7 +267,7 @@ def run_duel(
     check_store(store)
     corpus = resolved.corpus(store)
     start = time.monotonic()
-    sessions = question.sessions or (_QUICK_SESSIONS if request.quick else SESSIONS)
+    sessions = question.sessions or sessions_of(request)
     with ExitStack() as stack:
         *starts, notes = stack.enter_context(opened(question, request.imports))
         sides = []

@@ -46,6 +46,11 @@ class CaseResult:
         return Status.FAILED in (self.before.status, self.after.status)
 
     @property
+    def refused_alike(self) -> bool:
+        """Whether neither side can measure it, each for a reason of its own."""
+        return all(f"side {name}: " in self.after.reason for name in (BEFORE, AFTER))
+
+    @property
     def measured(self) -> bool:
         return bool(self.sessions) and not self.failed
 

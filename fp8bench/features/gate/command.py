@@ -48,13 +48,14 @@ EXAMPLES = (
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Judges a comparison, a duel or the history by thresholds, and measures what it suspects once more, in a fresh "
-        "process, before it says so."
+        "Judges a comparison, a duel or the history by thresholds, and measures what it suspects again, in fresh "
+        "processes, before it says so. Where it cannot see, it does not pass."
     )
     parser.epilog = (
-        "Exit codes: 0 fine, 1 a regression, 2 wrong usage, 3 nothing was measured or a case failed, 4 the baseline is "
-        "missing or does not compare, or --require-power asks for more than there is, 130 interrupted. With --comment "
-        "1 is also quality blocked, 3 an infrastructure error, 4 calibration needed or recipe mismatch."
+        "Exit codes: 0 fine, 1 a regression, 2 wrong usage, 3 nothing was measured or a case failed, 4 something is "
+        "suspected, the gate cannot tell whether a time became slower by its threshold, or the baseline is missing or "
+        "does not compare, 130 interrupted. With --comment 1 is also quality blocked, 3 an infrastructure error, 4 a "
+        "recipe mismatch."
     )
     what = parser.add_argument_group("what is judged")
     what.add_argument(
@@ -85,12 +86,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         help="measure nothing: what is suspected of 10%% or more fails unconfirmed",
     )
-    how.add_argument(
-        "--require-power",
-        type=types.share,
-        metavar="P",
-        help="end with 4 where the smallest slow-down found in this share of builds, 80%% say, exceeds the threshold",
-    )
     where = parser.add_argument_group("where")
     where.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
     shared(where, "--md", help="also write it there as Markdown")
@@ -98,7 +93,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--comment",
         type=types.path,
         metavar="PATH",
-        help="of a duel: also write a comment for a pull request there, 25 lines with one of six words",
+        help="of a duel: also write a comment for a pull request there, 25 lines with one of seven words",
     )
     shared(where, "--explain")
 
@@ -142,7 +137,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         source = of_sides(before, after, arguments.store, observer)
     for note in check_rules(rules, (*source.comparisons, *source.unchanged), str(arguments.thresholds)):
         observer.note(note)
-    verdict = judged(source, rules, arguments.rerun, observer, arguments.require_power)
+    verdict = judged(source, rules, arguments.rerun, observer)
     code, text = verdict.exit_code, ""
     if arguments.comment is not None and source.duel is not None:
         reviewed = review(verdict, source.duel)

@@ -19,7 +19,7 @@ from fp8bench.analysis.steps.changes import Change, ChangeState, Found, case_of
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
 from fp8bench.features.gate.judging import Key, SecondLook, joined, key_of
 from fp8bench.features.gate.power import Newest
-from fp8bench.features.gate.stored_runs import GateSource, duel_with, failed, measured_again, unmeasured
+from fp8bench.features.gate.stored_runs import GateSource, Pool, duel_with, failed, measured_again, unmeasured
 from fp8bench.jobs.history import all_changes, existing_store, read_history
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Cell, Comparison, Direction, Evidence, Interval, Run, Status, Trend
@@ -64,16 +64,18 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
         why = "; ".join(f"{count} series: {words}" for words, count in steps.left.items()) or "there is no series"
         return GateSource(title, problem=f"there is nothing to compare with: {why}.", code=EXIT_BASELINE, newest=series)
     changes = _judgeable(steps, newest, history)
+    pool: Pool = {}
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
-        return _second_looks([changes[key_of(suspect)] for suspect in suspects], tonight, store, observer)
+        return _second_looks([changes[key_of(suspect)] for suspect in suspects], tonight, store, observer, pool)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
     known = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
     notes = [f"{known} acknowledged: `fp8bench history regressions --all` tells them"] if known else []
     notes += [f"{count} series not looked at: {why}" for why, count in steps.left.items()]
     every = tuple(_unchanged(line.trend) for line in history.lines)
-    return GateSource(title, comparisons, confirm, tuple(notes), newest=series, unchanged=every)
+    budget = newest.request.budget
+    return GateSource(title, comparisons, confirm, tuple(notes), newest=series, unchanged=every, budget=budget)
 
 
 def _runs(store: Path) -> Iterator[Run]:
@@ -175,7 +177,9 @@ def _with_relative(history: History) -> set[tuple[object, ...]]:
     return {_place(line.trend) for line in lines if line.comparable}
 
 
-def _second_looks(suspects: Sequence[Change], tonight: Sequence[Run], store: Path, observer: JobObserver) -> SecondLook:
+def _second_looks(
+    suspects: Sequence[Change], tonight: Sequence[Run], store: Path, observer: JobObserver, pool: Pool
+) -> SecondLook:
     """Has each suspect measured as the newest run was asked that has its case."""
     looks: list[SecondLook] = []
     remaining = list(suspects)
@@ -183,7 +187,7 @@ def _second_looks(suspects: Sequence[Change], tonight: Sequence[Run], store: Pat
         cases = {(record.case.workload, cell_of(record.case, run)): record.case.id for record in reversed(run.records)}
         here = [(suspect, cases[_cell(suspect)]) for suspect in remaining if _cell(suspect) in cases]
         remaining = [suspect for suspect in remaining if _cell(suspect) not in cases]
-        looks += _looks_of(here, run, store, observer)
+        looks += _looks_of(here, run, store, observer, pool)
     if remaining:
         looks.append(SecondLook({}, refused=f"run {tonight[0].id} does not have the case"))
     return joined(looks)
@@ -194,20 +198,21 @@ def _cell(suspect: Change) -> tuple[str, Cell | None]:
 
 
 def _looks_of(
-    suspects: Sequence[tuple[Change, str]], run: Run, store: Path, observer: JobObserver
+    suspects: Sequence[tuple[Change, str]], run: Run, store: Path, observer: JobObserver, pool: Pool
 ) -> Iterator[SecondLook]:
     """Duels each suspect, by its case in the run, with the commit before its step; measures it again if that fails."""
     alone: list[tuple[Change, str]] = []
     by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
     for since, some in by_commit.items():
         named = [replace(change.comparison, case=case) for change, case in some]
-        look = duel_with(since, run.request, store, named, observer)
+        look = duel_with(since, run.request, store, named, observer, pool)
         if look is None or look.refused:
             alone += some
             continue
         figures = {key_of(change.comparison): look.comparisons.get((case, change.comparison.metric))
                    for change, case in some}  # fmt: skip
-        yield SecondLook({key: replace(figure, case=key[0]) for key, figure in figures.items() if figure}, look.how)
+        named_again = {key: replace(figure, case=key[0]) for key, figure in figures.items() if figure}
+        yield replace(look, comparisons=named_again)
     if not alone:
         return
     again, refused = measured_again(run, {case for _, case in alone}, store, observer)

@@ -1,20 +1,25 @@
-"""From comparisons to a verdict: what is suspected, what a second look confirms, and what fails a build.
+"""From comparisons to a verdict: what is suspected, what a second look confirms, what fails a build, and what could be
+slower unseen.
 
 A figure is suspected if it is worse by more than its threshold, in ratio and in difference, and by more than chance
 among so many. It fails only if it is so again when measured again, in a fresh process. Stored runs of different times
 do not fail below 10% even then, unless the spread between runs is known: clocks, neighbours and drivers change in
 between. Between two single runs nobody knows the noise, but most cases did not change, and how far these moved says how
 far any may move.
+
+A time that could be slower by its threshold unseen is none that passes: the gate cannot tell, and does not end with 0.
+Other figures that noise leaves open are listed only, else no build would ever pass.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from fp8bench import units
 from fp8bench.analysis.compare.interval import ALONE
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.gate.thresholds import Rules, Threshold, ruled_by, threshold_of
@@ -76,7 +81,8 @@ class GateOutcome(StrEnum):
 
     REGRESSION = "regression"
     FAILED = "failed"
-    TO_CONFIRM = "to confirm"
+    SUSPECTED = "suspected"
+    CANNOT_TELL = "cannot tell"
     CLEARED = "cleared"
     BETTER = "better"
     UNSURE = "unsure"
@@ -108,17 +114,20 @@ class JudgedFigure:
 
 @dataclass(frozen=True)
 class SecondLook:
-    """Suspects measured again: comparisons by case and figure, and how; or why there are none (`refused`)."""
+    """Suspects measured again: comparisons by case and figure, and how; or why there are none (`refused`). Another look
+    after one that `adds_up` has its samples, too, and so sees more."""
 
     comparisons: Mapping[Key, Comparison]
     how: str = ""
     refused: str = ""
+    adds_up: bool = False
 
 
 def joined(looks: Sequence[SecondLook]) -> SecondLook:
     return SecondLook(
         {key: comparison for look in looks for key, comparison in look.comparisons.items()},
         " and ".join(look.how for look in looks if look.how), "; ".join(look.refused for look in looks if look.refused),
+        any(look.adds_up for look in looks),
     )  # fmt: skip
 
 
@@ -141,13 +150,21 @@ def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[Ju
     chances = {place: chance_of(looked[place]) for place in tested}
     p_values = {place: chance for place, chance in chances.items() if chance is not None}
     for place, news in zip(p_values, discoveries(list(p_values.values()), CHANCE), strict=True):
-        if looked[place].outcome is GateOutcome.TO_CONFIRM and not news:
+        if looked[place].outcome is GateOutcome.SUSPECTED and not news and not clears(looked[place]):
             looked[place] = replace(
                 looked[place],
                 outcome=GateOutcome.UNSURE,
                 why=f"among {len(p_values)} figures, one so far off is expected by chance",
             )
     return tuple(looked)
+
+
+def clears(figure: JudgedFigure) -> bool:
+    """Whether all of an interval lies beyond the threshold, by rounds that both sides were in: that is suspected among
+    however many figures."""
+    ratio = figure.comparison.ratio
+    is_paired = figure.comparison.evidence is Evidence.PAIRED
+    return is_paired and ratio is not None and ratio.low > 1 + figure.threshold.relative
 
 
 def chance_of(figure: JudgedFigure) -> float | None:
@@ -164,7 +181,7 @@ def _log(figure: JudgedFigure) -> float:
 
 def second_look(judged: Sequence[JudgedFigure], look: SecondLook, rules: Rules = ()) -> tuple[JudgedFigure, ...]:
     return tuple(
-        _settled(figure, look, rules) if figure.outcome is GateOutcome.TO_CONFIRM else figure for figure in judged
+        _settled(figure, look, rules) if figure.outcome is GateOutcome.SUSPECTED else figure for figure in judged
     )
 
 
@@ -187,7 +204,7 @@ def _looked_at(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFi
         )
     if exceeds(figure, threshold):
         # Counts would be the same again: no second look is needed.
-        outcome = GateOutcome.REGRESSION if figure.metric in COUNTS else GateOutcome.TO_CONFIRM
+        outcome = GateOutcome.REGRESSION if figure.metric in COUNTS else GateOutcome.SUSPECTED
         return JudgedFigure(figure, threshold, outcome, figure.why)
     outcomes = {Direction.BETTER: GateOutcome.BETTER, Direction.UNSURE: GateOutcome.UNSURE}
     return JudgedFigure(figure, threshold, outcomes.get(figure.direction, GateOutcome.FINE), figure.why)
@@ -258,8 +275,8 @@ def _settled(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigu
     again = next(failed, None) or look.comparisons.get(figure.key)
     if again is None:
         why = f"not measured again: {look.refused or 'the case was not among what could be'}"
-        outcome = GateOutcome.REGRESSION if may_fail(figure.comparison) else GateOutcome.TO_CONFIRM
-        why += f"; {_decides(figure)}" if outcome is GateOutcome.TO_CONFIRM else ""
+        outcome = GateOutcome.REGRESSION if may_fail(figure.comparison) else GateOutcome.SUSPECTED
+        why += f"; {_decides(figure)}" if outcome is GateOutcome.SUSPECTED else ""
         return replace(figure, outcome=outcome, why=why)
     if again.failed:
         return replace(figure, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {again.why}", again=again)
@@ -281,10 +298,12 @@ def _settled(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigu
     )
 
 
-# The default share of builds in which a slow-down has to be found.
-USUAL_POWER = 0.8
+# The share of builds in which a slow-down has to be found.
+POWER = 0.8
 # With fewer nights at its present level a series may miss its threshold: it is young.
 NIGHTS = 14
+# The figures by which a gate that cannot see does not pass.
+TIMES = (TIME, RELATIVE)
 
 
 @dataclass(frozen=True)
@@ -303,53 +322,70 @@ class Sight:
     nights: int | None = None
 
     @property
+    def key(self) -> Key:
+        return self.case, self.metric
+
+    @property
     def enough(self) -> bool:
         return self.smallest <= self.threshold and not self.unknown
 
     @property
-    def is_young(self) -> bool:
-        return self.nights is not None and self.nights < NIGHTS and not self.enough
+    def share(self) -> str:
+        known = "none found" if math.isinf(self.smallest) else units.change(1 + self.smallest)
+        return f"{'at least ' * bool(self.unknown and math.isfinite(self.smallest))}{known}"
 
 
-@dataclass(frozen=True)
-class Sights:
-    """The sights of all figures that vary, the most blind first, each found in `power` of builds. If `required`, the
-    gate ends with 4 where one is blind."""
-
-    figures: tuple[Sight, ...] = ()
-    power: float = USUAL_POWER
-    required: bool = False
-
-    @property
-    def blind(self) -> tuple[Sight, ...]:
-        return tuple(figure for figure in self.figures if not figure.enough and not figure.is_young)
-
-    @property
-    def young(self) -> tuple[Sight, ...]:
-        return tuple(figure for figure in self.figures if figure.is_young)
-
-    @property
-    def fails(self) -> bool:
-        return self.required and bool(self.blind)
+def unseen(figures: Sequence[JudgedFigure], sights: Sequence[Sight], lost: Collection[str]) -> tuple[JudgedFigure, ...]:
+    """Marks the times that may be slower by their threshold without having been found: those of too much noise, those
+    whose interval reaches beyond it, and those of cases that were `lost`, measured before and not comparable now."""
+    by_key = {sight.key: sight for sight in sights}
+    return tuple(_unseen(figure, by_key.get(figure.key), lost) for figure in figures)
 
 
-NO_SIGHTS = Sights()
+def _unseen(figure: JudgedFigure, sight: Sight | None, lost: Collection[str]) -> JudgedFigure:
+    change = figure.comparison
+    if change.metric not in TIMES:
+        return figure
+    if figure.outcome is GateOutcome.NONE and change.case in lost:
+        return replace(figure, outcome=GateOutcome.CANNOT_TELL)
+    if figure.outcome not in (GateOutcome.FINE, GateOutcome.UNSURE) or sight is None:
+        return figure
+    why = why_blind(sight, change)
+    return replace(figure, outcome=GateOutcome.CANNOT_TELL, why=why) if why else figure
+
+
+def why_blind(sight: Sight, change: Comparison) -> str:
+    """Says why a time may be slower by its threshold unseen; '' if that would have been found."""
+    threshold = units.change(1 + sight.threshold)
+    if not sight.enough:
+        reason = sight.unknown or change.why
+        if sight.nights is not None and sight.nights < NIGHTS:
+            reason = (
+                reason or f"history too young: {sight.nights} nights at this level, of about {NIGHTS} that it takes"
+            )
+        found = f"the smallest slow-down that would have been found is {sight.share}"
+        found = "no slow-down would have been found" if math.isinf(sight.smallest) else found
+        return f"{found}, and the threshold is {threshold}" + (f": {reason}" if reason else "")
+    if change.ratio is not None and change.ratio.high > 1 + sight.threshold:
+        return f"its interval reaches {units.change(change.ratio.high)}, and the threshold is {threshold}"
+    return ""
 
 
 @dataclass(frozen=True)
 class GateVerdict:
     """All figures judged. `title` says what was compared with what. `problem` says why there is nothing to judge,
-    with the exit `code` for that. `sights` are the smallest slow-downs that would have been found."""
+    with the exit `code` for that. `sights` are the smallest slow-downs that would have been found, the most blind
+    first."""
 
     title: str
     judged: tuple[JudgedFigure, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
     code: int = EXIT_OK
-    sights: Sights = NO_SIGHTS
+    sights: tuple[Sight, ...] = ()
 
-    def of(self, outcome: GateOutcome) -> tuple[JudgedFigure, ...]:
-        return tuple(figure for figure in self.judged if figure.outcome is outcome)
+    def of(self, *outcomes: GateOutcome) -> tuple[JudgedFigure, ...]:
+        return tuple(figure for figure in self.judged if figure.outcome in outcomes)
 
     @property
     def exit_code(self) -> int:
@@ -359,23 +395,17 @@ class GateVerdict:
             return EXIT_FAILED
         if self.of(GateOutcome.REGRESSION):
             return EXIT_REGRESSION
-        return EXIT_BASELINE if self.of(GateOutcome.TO_CONFIRM) or self.sights.fails else EXIT_OK
+        return EXIT_BASELINE if self.of(GateOutcome.SUSPECTED, GateOutcome.CANNOT_TELL) else EXIT_OK
 
     @property
     def headline(self) -> str:
         if self.problem:
-            known = {EXIT_BASELINE: "no baseline to judge by", EXIT_OK: "the history is too young"}
-            return known.get(self.code, "nothing was measured")
-        failed, worse, suspected = (
-            len(self.of(outcome)) for outcome in (GateOutcome.FAILED, GateOutcome.REGRESSION, GateOutcome.TO_CONFIRM)
-        )
+            return "no baseline to judge by" if self.code == EXIT_BASELINE else "nothing was measured"
+        failed, worse, suspected, blind, unsure = (len(self.of(outcome)) for outcome in _TOLD)
         parts = [f"{failed} failed"] * (failed > 0) + [f"{worse} regression{'s' * (worse != 1)}"] * (worse > 0)
-        parts += [f"{suspected} to confirm"] * (suspected > 0 and not self.sights.fails)
-        if parts or not self.sights.fails:
-            unsure = len(self.of(GateOutcome.UNSURE))
-            return " and ".join(parts) or "no regression" + (f" found, {unsure} unsure" if unsure else "")
-        count = len(self.sights.blind)
-        return f"no regression, but a slow-down at its threshold would be missed in {count} figure{'s' * (count != 1)}"
+        parts += [f"{suspected} suspected"] * (suspected > 0)
+        parts += [f"cannot tell whether {blind} time{'s' * (blind != 1)} became worse"] * (blind > 0)
+        return " and ".join(parts) or "no regression" + (f" found, {unsure} unsure" if unsure else "")
 
     @property
     def counts(self) -> str:
@@ -384,4 +414,11 @@ class GateVerdict:
         return f"{total} figure{'s' * (total != 1)}" + (f": {', '.join(parts)}" if parts else "")
 
 
+_TOLD = (
+    GateOutcome.FAILED,
+    GateOutcome.REGRESSION,
+    GateOutcome.SUSPECTED,
+    GateOutcome.CANNOT_TELL,
+    GateOutcome.UNSURE,
+)
 _COUNTED = {GateOutcome.NONE: "without a number on both sides", GateOutcome.IGNORED: "not judged"}

@@ -20,9 +20,9 @@ from fp8bench.features.gate.judging import (
     AGAIN,
     CHANCE,
     NOT_TESTED,
+    POWER,
     JudgedFigure,
     Sight,
-    Sights,
     chance_of,
     discoveries,
     is_alone,
@@ -62,10 +62,11 @@ def _look(fixed: float, evidence: float, error: float, freedom: float) -> _Look:
     return _Look(evidence, math.hypot(error, evidence / math.sqrt(freedom)))
 
 
-def sights_of(judged: Sequence[JudgedFigure], second: Second, power: float, required: bool) -> Sights:
+def sights_of(judged: Sequence[JudgedFigure], second: Second) -> tuple[Sight, ...]:
+    """Returns the sights of all figures that vary, the most blind first."""
     chance = _chance_among(judged)
     varying = [figure for figure in judged if _is_tested(figure) and not is_exact(figure.comparison)]
-    return _sorted((_sight_of(figure, chance, second, power) for figure in varying), power, required)
+    return _sorted(_sight_of(figure, chance, second) for figure in varying)
 
 
 def _chance_among(judged: Sequence[JudgedFigure]) -> float:
@@ -77,14 +78,14 @@ def _is_tested(figure: JudgedFigure) -> bool:
     return figure.outcome not in NOT_TESTED and figure.comparison.ratio is not None
 
 
-def _sorted(sights: Iterable[Sight], power: float, required: bool) -> Sights:
+def _sorted(sights: Iterable[Sight]) -> tuple[Sight, ...]:
     def blindness(sight: Sight) -> tuple[bool, float]:
         return sight.enough, -math.log1p(sight.smallest) / math.log1p(sight.threshold or 1e-9)
 
-    return Sights(tuple(sorted(sights, key=blindness)), power, required)
+    return tuple(sorted(sights, key=blindness))
 
 
-def _sight_of(figure: JudgedFigure, chance: float, second: Second, power: float) -> Sight:
+def _sight_of(figure: JudgedFigure, chance: float, second: Second) -> Sight:
     change = figure.comparison
     blank = Sight(change.case, change.metric, _least(figure.threshold, change.before), math.inf)
     if change.noise is None or change.ratio is None or change.ratio.level == 0 or change.ratio.low <= 0:
@@ -92,20 +93,20 @@ def _sight_of(figure: JudgedFigure, chance: float, second: Second, power: float)
     unknown = ""
     if is_alone(change) and figure.spread is None:
         unknown = "too few runs, and too few other figures, to know how far runs lie apart"
-    return replace(blank, smallest=_smallest(_looks(figure, chance, second), power), unknown=unknown)
+    return replace(blank, smallest=_smallest(_looks(figure, chance, second)), unknown=unknown)
 
 
 def _least(threshold: Threshold, before: float | None) -> float:
     return max(threshold.relative, threshold.smallest / before if before else 0.0)
 
 
-def _smallest(looks: Sequence[_Look], power: float) -> float:
-    """Returns the least slow-down that passes all looks in `power` of builds.
+def _smallest(looks: Sequence[_Look]) -> float:
+    """Returns the least slow-down that passes all looks in `POWER` of builds.
 
     Each look with noise may miss an equal part of the rest: then all of them miss no more, whatever they share.
     """
     noisy = sum(look.error > 0 for look in looks)
-    reach = _NORMAL.inv_cdf(1 - (1 - power) / max(1, noisy))
+    reach = _NORMAL.inv_cdf(1 - (1 - POWER) / max(1, noisy))
     log = max(look.cut + reach * look.error for look in looks)
     return math.expm1(max(log, 0.0)) if log < _MOST else math.inf
 
@@ -121,8 +122,8 @@ def _looks(figure: JudgedFigure, chance: float, second: Second) -> list[_Look]:
         return [_look(0.0, least, error, change.noise.freedom) for least in asked]
     first, again, error, error_again = _of_few(figure, chance) if is_alone(change) else _of_many(change, chance)
     freedom, band = change.noise.freedom or math.inf, math.log1p(ALONE if is_alone(change) else BAND)
-    if second is Second.NONE:
-        return [_look(math.log1p(ALONE), first, error, freedom)]
+    if second is Second.NONE:  # what is then suspected does not pass
+        return [_look(band, first, error, freedom)]
     if second is Second.DUEL:  # its noise is not known yet, and far smaller than that of stored runs
         return [_look(0.0, first, error, freedom), _Look(math.log1p(verdicts.BAND), 0.0)]
     return [
@@ -169,9 +170,7 @@ class Newest(NamedTuple):
     level: PieceLevel | None
 
 
-def sights_of_history(
-    series: Sequence[Newest], rules: Rules, changes: int, second: Second, power: float, required: bool
-) -> Sights:
+def sights_of_history(series: Sequence[Newest], rules: Rules, changes: int, second: Second) -> tuple[Sight, ...]:
     """Returns which steps a history could show, if they came with the last nights in which one can be found.
     `changes` is how many it shows anyway."""
     chance, sights = CHANCE / (1 + changes), []
@@ -184,8 +183,8 @@ def sights_of_history(
             sights.append(replace(blank, unknown=f"fewer than {LEAST_VALUES} nights, so that no step can show"))
             continue
         looks = _of_step(level, chance, second, spec_of(comparison.metric).least_change)
-        sights.append(replace(blank, smallest=_smallest(looks, power), nights=level.length))
-    return _sorted(sights, power, required)
+        sights.append(replace(blank, smallest=_smallest(looks), nights=level.length))
+    return _sorted(sights)
 
 
 def _of_step(level: PieceLevel, chance: float, second: Second, band: float) -> list[_Look]:

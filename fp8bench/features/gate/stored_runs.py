@@ -7,6 +7,7 @@ duel are duelled again, with fresh processes on both sides.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,19 +17,20 @@ from fp8bench.analysis.compare.sides import side_of
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, Fp8benchError, RunNotFound, StoreError
 from fp8bench.features.duel.kind import DuelKind
-from fp8bench.features.duel.run import SESSIONS, run_duel
+from fp8bench.features.duel.run import SESSIONS, run_duel, sessions_of
 from fp8bench.features.duel.sides import OWN, PACKAGE, DuelQuestion
-from fp8bench.features.duel.values import Duel
+from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.duel.verdicts import comparisons, of_means
 from fp8bench.features.gate.judging import (
-    USUAL_POWER,
     GateOutcome,
     GateVerdict,
+    JudgedFigure,
     SecondLook,
     first_look,
     joined,
     key_of,
     second_look,
+    unseen,
 )
 from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
 from fp8bench.features.gate.thresholds import Rules
@@ -38,23 +40,30 @@ from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Comparison, Direction, Evidence, Request, Run
 from fp8bench.model.specs import MEAN, RELATIVE, RELATIVE_MEAN, TIME
-from fp8bench.model.stopping import LEAST_ROUNDS
+from fp8bench.model.stopping import LEAST_ROUNDS, QUICK_ROUNDS
 from fp8bench.pipeline import measure_again
 from fp8bench.plan.resumable import refuse_code_of_others
 from fp8bench.report.comparisons import side_words
 from fp8bench.report.panels import together
 from fp8bench.store.commit_runs import commit_named, find_runs
 from fp8bench.store.runs.listing import store_of
+from fp8bench.units import clock
 from fp8bench.user_code import import_user_modules
 
 Confirm = Callable[[Sequence[Comparison]], SecondLook]
+# Results of second duels, by the commit and the case: another duel adds its sessions to them.
+Pool = dict[tuple[str, str], CaseResult]
+# Without a budget a suspect that stays one is measured again in so many duels.
+MOST_LOOKS = 4
 
 
 @dataclass(frozen=True)
 class GateSource:
     """Comparisons to judge. `confirm` measures suspects again, `second` says how. `problem` says why there is
     nothing to judge, with the exit `code` for that. A history has its series as they are now in `newest`, and all
-    that rules may be of in `unchanged`; its comparisons are only changes. `duel` is set if one is judged."""
+    that rules may be of in `unchanged`; its comparisons are only changes. `duel` is set if one is judged. `lost` are
+    cases that were measured before and do not compare now. Measuring again ends after `budget` seconds, and takes about
+    `look_seconds` a time, both None where unknown."""
 
     title: str
     comparisons: tuple[Comparison, ...] = ()
@@ -66,6 +75,9 @@ class GateSource:
     newest: tuple[Newest, ...] = ()
     unchanged: tuple[Comparison, ...] = ()
     duel: Duel | None = None
+    lost: frozenset[str] = frozenset()
+    budget: float | None = None
+    look_seconds: float | None = None
 
 
 def failed(case: str, suite: str, evidence: Evidence, why: str) -> Comparison:
@@ -86,35 +98,58 @@ def unmeasured(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
                 )
 
 
-def judged(
-    source: GateSource, rules: Rules, rerun: bool, observer: JobObserver, required: float | None = None
-) -> GateVerdict:
-    """Takes the first look; the second if there are suspects and `rerun` allows it; and computes what could have
-    been seen. With `required`, a slow-down as large as its threshold must be seen in that share of builds. A history
-    without anything to compare yet is too young for that, and does not fail."""
+def judged(source: GateSource, rules: Rules, rerun: bool, observer: JobObserver) -> GateVerdict:
+    """Takes the first look; others while there are suspects and `rerun` allows it; and computes what could have been
+    seen."""
     figures = first_look(source.comparisons, rules)
     second = source.second if rerun and source.confirm is not None else Second.NONE
-    power, is_required = USUAL_POWER if required is None else required, required is not None
     if source.newest:
-        sights = sights_of_history(source.newest, rules, len(figures), second, power, is_required)
+        sights = sights_of_history(source.newest, rules, len(figures), second)
     else:
-        sights = sights_of(figures, second, power, is_required)
-    suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.TO_CONFIRM]
-    if suspects and not source.problem:
-        look = SecondLook({}, refused="--no-rerun")
-        if rerun and source.confirm is not None:
-            observer.note(f"gate: {len(suspects)} suspected, measured again")
-            look = source.confirm(suspects)
+        sights = sights_of(figures, second)
+    if not source.problem:
+        figures = unseen(_looked_again(figures, source, rules, rerun, observer), sights, source.lost)
+        changed = {figure.key for figure in figures}
+        tonight = unseen(first_look([series.comparison for series in source.newest], rules), sights, source.lost)
+        blind = [figure for figure in tonight if figure.outcome is GateOutcome.CANNOT_TELL]
+        figures += tuple(figure for figure in blind if figure.key not in changed)
+    return GateVerdict(source.title, figures, source.notes, source.problem, source.code, sights)
+
+
+def _looked_again(
+    figures: tuple[JudgedFigure, ...], source: GateSource, rules: Rules, rerun: bool, observer: JobObserver
+) -> tuple[JudgedFigure, ...]:
+    """Measures suspects again until none is left in doubt, or the time is up."""
+    confirm = source.confirm if rerun else None
+    begun, last = time.monotonic(), 0.0
+    for number in range(MOST_LOOKS):
+        suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
+        looked = time.monotonic()
+        is_over = number > 0 and source.budget is not None and looked - begun + last > source.budget
+        if not suspects or is_over:
+            break
+        if confirm is None:
+            return second_look(figures, SecondLook({}, refused="--no-rerun"), rules)
+        takes = "" if source.look_seconds is None else f", which takes about {clock(source.look_seconds)}"
+        observer.note(f"gate: {len(suspects)} suspected, measured again{takes}")
+        look = confirm(suspects)
         figures = second_look(figures, look, rules)
-    too_young = is_required and source.code == EXIT_BASELINE and sights.young and not sights.blind
-    code = EXIT_OK if too_young else source.code
-    return GateVerdict(source.title, figures, source.notes, source.problem, code, sights)
+        last = time.monotonic() - looked
+        if not look.adds_up:
+            break
+    return figures
 
 
 def duelled(
-    question: DuelQuestion, request: Request, store: Path, suspects: Sequence[Comparison], observer: JobObserver
+    question: DuelQuestion,
+    request: Request,
+    store: Path,
+    suspects: Sequence[Comparison],
+    observer: JobObserver,
+    pool: Pool,
 ) -> SecondLook:
-    """Duels the suspects. A ratio to the reference is settled by the time itself: the sides share rounds."""
+    """Duels the suspects, and judges the sessions of all such duels. A ratio to the reference is settled by the time
+    itself: the sides share rounds."""
     if request.quick:
         question = replace(question, sessions=question.sessions or SESSIONS)
     try:
@@ -125,10 +160,28 @@ def duelled(
         return SecondLook({}, refused=str(error).rstrip("."))
     if not duel.finished:
         raise KeyboardInterrupt
+    duel = replace(duel, results=tuple(pooled(result, duel.before.commit, pool) for result in duel.results))
     figures = {key_of(comparison): comparison for comparison in (*comparisons(duel), *of_means(duel))}
     for metric, relative in ((TIME, RELATIVE), (MEAN, RELATIVE_MEAN)):
         figures |= {(case, relative): comparison for (case, name), comparison in figures.items() if name == metric}
-    return SecondLook(figures, f"in duel {duel.id}")
+    return SecondLook(figures, f"in duel {duel.id}", adds_up=True)
+
+
+def pooled(result: CaseResult, commit: str, pool: Pool) -> CaseResult:
+    """Puts the sessions of the duels before it in front, and keeps them all for the next one."""
+    key = commit, result.after.case.id
+    if result.measured and key in pool:
+        result = replace(result, sessions=(*pool[key].sessions, *result.sessions))
+    if result.measured:
+        pool[key] = result
+    return result
+
+
+def times_as_long(request: Request, sessions: int) -> float:
+    """Returns how many times as long as a duel of so many sessions a second one of all its cases takes."""
+    rounds = request.rounds or QUICK_ROUNDS
+    longer = max(LEAST_ROUNDS, rounds) / rounds if request.quick else 1.0
+    return longer * max(SESSIONS, sessions) / sessions
 
 
 def _unhurried(request: Request) -> Request:
@@ -137,14 +190,14 @@ def _unhurried(request: Request) -> Request:
 
 
 def duel_with(
-    commit: str, request: Request, store: Path, suspects: Sequence[Comparison], observer: JobObserver
+    commit: str, request: Request, store: Path, suspects: Sequence[Comparison], observer: JobObserver, pool: Pool
 ) -> SecondLook | None:
     """Duels what is here with a commit; returns None if the repository at hand does not have it."""
     if commit_named(commit, Path()) is None:
         return None
     own = Path.cwd().resolve().is_relative_to(PACKAGE.parent)
     question = DuelQuestion(against_self=commit) if own else DuelQuestion(against=commit)
-    look = duelled(question, request, store, suspects, observer)
+    look = duelled(question, request, store, suspects, observer, pool)
     if look.refused:
         observer.note(f"gate: no duel ({look.refused}); what is suspected is measured again alone")
     return look
@@ -190,8 +243,10 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Gat
     if problem:
         return GateSource(title, compared.comparisons, problem=problem, code=code)
 
+    pool: Pool = {}
+
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
-        return _second_look(compared, suspects, store, observer)
+        return _second_look(compared, suspects, store, observer, pool)
 
     cut_off = unmeasured(compared.after.runs, Evidence.CROSS_RUN)
     second = Second.DUEL if _commit_to_duel(compared, compared.after.runs[-1]) is not None else Second.AGAIN
@@ -199,7 +254,11 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Gat
     for words, cases in (("is gone", compared.only_before), ("is new", compared.only_after)):
         notes += [f"{case} {words}" for case in cases[:_MOST_LISTED]]
         notes += [f"and {len(cases) - _MOST_LISTED} more"] if len(cases) > _MOST_LISTED else []
-    return GateSource(title, (*compared.comparisons, *cut_off), confirm, tuple(notes), second=second)
+    lost = frozenset(case for case, seen in compared.before.sightings.items() if seen[-1].record.is_ok)
+    budget = compared.after.runs[-1].request.budget
+    return GateSource(
+        title, (*compared.comparisons, *cut_off), confirm, tuple(notes), second=second, lost=lost, budget=budget
+    )
 
 
 def _problem(compared: Compared) -> tuple[str, int]:
@@ -217,18 +276,21 @@ def _problem(compared: Compared) -> tuple[str, int]:
     return "", 0
 
 
-def _second_look(compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver) -> SecondLook:
+def _second_look(
+    compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver, pool: Pool
+) -> SecondLook:
     """Has each suspect measured as the newest run was asked that has its case: suites may have runs of their own."""
     newest = {suspect.case: compared.after.sightings[suspect.case][-1].run for suspect in suspects}
     by_run = together((newest[suspect.case].id, suspect) for suspect in suspects)
-    return joined([_measured_by(newest[some[0].case], compared, some, store, observer) for some in by_run.values()])
+    looks = (_measured_by(newest[some[0].case], compared, some, store, observer, pool) for some in by_run.values())
+    return joined(list(looks))
 
 
 def _measured_by(
-    newest: Run, compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver
+    newest: Run, compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver, pool: Pool
 ) -> SecondLook:
     commit = _commit_to_duel(compared, newest)
-    look = duel_with(commit, newest.request, store, suspects, observer) if commit is not None else None
+    look = duel_with(commit, newest.request, store, suspects, observer, pool) if commit is not None else None
     if look is not None and not look.refused:
         return look
     again, refused = measured_again(newest, {suspect.case for suspect in suspects}, store, observer)
@@ -250,10 +312,18 @@ def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
 
 
 def of_revision(question: DuelQuestion, request: Request, store: Path, observer: JobObserver) -> GateSource:
+    sessions = question.sessions or sessions_of(request)
+    times = times_as_long(request, sessions) * (1 if request.budget is not None else MOST_LOOKS)
+    observer.note(
+        "gate: a time left that is shown is that of the first look; what that suspects is measured again, for up to "
+        f"{times:.3g} times as long"
+    )
+    begun = time.monotonic()
     duel = run_duel(question, request, store, observer)
     if not duel.finished:
         raise KeyboardInterrupt
-    return of_duel(duel.id, store, observer)
+    seconds = (time.monotonic() - begun) * times_as_long(request, sessions)
+    return replace(of_duel(duel.id, store, observer), look_seconds=seconds)
 
 
 def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
@@ -265,6 +335,7 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
     notes = (*duel.notes, *duel.troubles)
     if not any(result.measured or result.failed for result in duel.results):
         return GateSource(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED, duel=duel)
+    pool: Pool = {}
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         refused = _moved_on(duel)
@@ -273,15 +344,19 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
         # Words like HEAD may have moved since, and commits have not.
         commit, own = duel.before.commit or None, duel.before.title.startswith(OWN)
         against, against_self = (None, commit) if own else (commit, None)
-        question = DuelQuestion(duel.before.python, duel.after.python, against, against_self, duel.sessions)
-        return duelled(question, duel.request, store, suspects, observer)
+        sessions = max(SESSIONS, duel.sessions)
+        question = DuelQuestion(duel.before.python, duel.after.python, against, against_self, sessions)
+        return duelled(question, duel.request, store, suspects, observer, pool)
 
     figures = comparisons(duel)
     known = {comparison.case for comparison in figures}
     why = "the duel was interrupted before it was measured"
     cut_off = [failed(case, case.partition("[")[0], Evidence.PAIRED, why) for case in duel.cases if case not in known]
     second = Second.NONE if _moved_on(duel) else Second.DUEL
-    return GateSource(title, (*figures, *cut_off), confirm, notes, second=second, duel=duel)
+    lost = frozenset(result.after.case.id for result in duel.results if not result.refused_alike)
+    return GateSource(
+        title, (*figures, *cut_off), confirm, notes, second=second, duel=duel, lost=lost, budget=duel.request.budget
+    )
 
 
 def _moved_on(duel: Duel) -> str:

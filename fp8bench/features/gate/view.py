@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,8 +12,8 @@ from fp8bench import units
 from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.duel.run import IDLE
-from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel
-from fp8bench.features.gate.judging import NIGHTS, GateOutcome, GateVerdict, JudgedFigure, Key, Sight, Sights
+from fp8bench.features.duel.values import CaseResult, Duel
+from fp8bench.features.gate.judging import POWER, GateOutcome, GateVerdict, JudgedFigure, Key, Sight
 from fp8bench.model import Comparison, Status
 from fp8bench.model.specs import spec_of
 from fp8bench.report.columns import Col, table
@@ -25,10 +24,10 @@ from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.naming import many, shortened
 
-# What becomes of a test; of others there may be more to say.
+# What becomes of a test; of others there may be more to say. What nobody can tell passes no test.
 _TAGS = {
-    GateOutcome.REGRESSION: "failure", GateOutcome.FAILED: "error", GateOutcome.NONE: "skipped",
-    GateOutcome.IGNORED: "skipped",
+    GateOutcome.REGRESSION: "failure", GateOutcome.FAILED: "error", GateOutcome.SUSPECTED: "error",
+    GateOutcome.CANNOT_TELL: "error", GateOutcome.NONE: "skipped", GateOutcome.IGNORED: "skipped",
 }  # fmt: skip
 _COUNTED = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 
@@ -37,18 +36,13 @@ def as_junit(verdict: GateVerdict) -> str:
     """Writes a test for each figure, in a suite of tests for each suite. If nothing could be judged, one test is in
     error: the document is never empty."""
     root = ET.Element("testsuites", name="fp8bench gate")
-    sights = {(sight.case, sight.metric): sight for sight in verdict.sights.figures}
+    sights = {sight.key: sight for sight in verdict.sights}
     for name, judged in together((figure.comparison.suite, figure) for figure in verdict.judged).items():
         _suite(root, name, judged, sights)
-    for sight in verdict.sights.blind if verdict.sights.fails else ():
-        suite = ET.SubElement(root, "testsuite", name="sight")
-        test = ET.SubElement(suite, "testcase", classname="sight", name=_text(f"{sight.case} {sight.metric}"), time="0")
-        ET.SubElement(test, "failure", message=_text(_blind(sight)), type="blind")
     if verdict.problem:
         suite = ET.SubElement(root, "testsuite", name="gate")
         test = ET.SubElement(suite, "testcase", classname="gate", name="something to judge", time="0")
-        tag = "skipped" if verdict.code == EXIT_OK else "error"
-        problem = ET.SubElement(test, tag, message=_text(verdict.headline), type="problem")
+        problem = ET.SubElement(test, "error", message=_text(verdict.headline), type="problem")
         problem.text = _text(verdict.problem)
     for place in (*root, root):
         place.set("tests", str(len(place.findall(".//testcase"))))
@@ -64,7 +58,7 @@ def _suite(root: ET.Element, name: str, judged: Iterable[JudgedFigure], sights: 
         test = ET.SubElement(suite, "testcase", classname=_text(name), name=_text(_title(figure)), time="0")
         if figure.key in sights:
             properties = ET.SubElement(test, "properties")
-            ET.SubElement(properties, "property", name=_SMALLEST, value=_text(_smallest(sights[figure.key])))
+            ET.SubElement(properties, "property", name=_SMALLEST, value=_text(sights[figure.key].share))
         tag = _TAGS.get(figure.outcome)
         if tag == "skipped":
             ET.SubElement(test, tag, message=_text(figure.why or figure.outcome.value))
@@ -113,17 +107,17 @@ def _text(words: str) -> str:
 MOST_ROWS = 200
 _TITLES = {
     GateOutcome.FAILED: "Failed", GateOutcome.REGRESSION: "Regressions",
-    GateOutcome.TO_CONFIRM: "To confirm: suspected, and neither confirmed nor shown to be absent",
+    GateOutcome.SUSPECTED: "Suspected: neither confirmed nor shown to be absent",
+    GateOutcome.CANNOT_TELL: "Cannot tell: slower by the threshold, it would not have been found",
     GateOutcome.CLEARED: "Cleared: suspected, and not so when measured again", GateOutcome.BETTER: "Better",
 }  # fmt: skip
 _TONES = {
-    GateOutcome.FAILED: Tone.BAD, GateOutcome.REGRESSION: Tone.BAD, GateOutcome.TO_CONFIRM: Tone.DOUBT,
-    GateOutcome.BETTER: Tone.GOOD,
+    GateOutcome.FAILED: Tone.BAD, GateOutcome.REGRESSION: Tone.BAD, GateOutcome.SUSPECTED: Tone.DOUBT,
+    GateOutcome.CANNOT_TELL: Tone.DOUBT, GateOutcome.BETTER: Tone.GOOD,
 }  # fmt: skip
 _AGAIN = "again: the same change when measured once more, in a fresh process"
 _WORSE = "worse is: beyond both, the share and the difference"
 _SMALLEST = "smallest slow-down"
-_MOST_WARNED = 5
 
 
 def page_of(verdict: GateVerdict, every: bool = False) -> Page:
@@ -131,37 +125,35 @@ def page_of(verdict: GateVerdict, every: bool = False) -> Page:
     have been found it shows the worst, and with `every` all in a table."""
     parts = [_part(name, title, figures) for name, title in _TITLES.items() if (figures := verdict.of(name))]
     if verdict.problem:
-        tone = Tone.BAD if verdict.code != EXIT_OK else Tone.DOUBT
-        parts.append(Part("problem", "Why", (Text(verdict.problem, tone),)))
+        parts.append(Part("problem", "Why", (Text(verdict.problem, Tone.BAD),)))
     unsure = Counter(figure.why for figure in verdict.of(GateOutcome.UNSURE) if figure.why)
     parts += list_of("unsure", "Unsure, because", (f"{why} ({count})" for why, count in unsure.items()))
-    warned = warnings(verdict.sights) if verdict.sights.required else ()
-    parts += list_of("notes", "Notes", (f"- {note}" for note in (*warned, *verdict.notes[:MOST_ROWS])))
+    parts += list_of("notes", "Notes", (f"- {note}" for note in verdict.notes[:MOST_ROWS]))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
     shown = [figure for name in _TITLES for figure in verdict.of(name)]
     labels = label_legend(look for figure in shown for look in (figure.comparison, figure.again) if look is not None)
     footer = [*([_AGAIN] if any(figure.again for figure in shown) else []), _WORSE, *labels] if shown else []
     facts = [("judged", verdict.counts)] if verdict.judged else []
-    if verdict.sights.figures:
+    if verdict.sights:
         facts.append((_SMALLEST, summary(verdict.sights)))
         parts += [_sights(verdict.sights)] if every else []
-        builds = f"{100 * verdict.sights.power:.3g} of 100 builds"
+        builds = f"{100 * POWER:.3g} of 100 builds"
         footer.append(f"{_SMALLEST}: the smallest that this gate would have found in {builds}, by both looks")
     return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer, tuple(facts))
 
 
-def _sights(sights: Sights) -> Part:
+def _sights(sights: Sequence[Sight]) -> Part:
     cols: list[Col[Sight]] = [
         Col("setting", lambda sight: setting_of(sight.case)[0], shared=True),
         Col("figure", lambda sight: f"{setting_of(sight.case)[1]} {sight.metric}"),
-        Col(_SMALLEST, _smallest, tone=lambda sight: Tone.PLAIN if sight.enough else Tone.DOUBT),
-        Col("threshold", lambda sight: _share(sight.threshold)),
+        Col(_SMALLEST, lambda sight: sight.share, tone=lambda sight: Tone.PLAIN if sight.enough else Tone.DOUBT),
+        Col("threshold", lambda sight: units.change(1 + sight.threshold)),
     ]
     return Part(
         "sights",
         "The smallest slow-downs that would have been found",
-        (table("sights", "", cols, sights.figures[:MOST_ROWS]),),
+        (table("sights", "", cols, sights[:MOST_ROWS]),),
     )
 
 
@@ -182,34 +174,11 @@ def _part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> P
     return Part(name, title, (rows, Text(f"and {more} more")) if more > 0 else (rows,))
 
 
-def _smallest(sight: Sight) -> str:
-    return f"{'at least ' * bool(sight.unknown and math.isfinite(sight.smallest))}{_share(sight.smallest)}"
-
-
-def summary(sights: Sights) -> str:
+def summary(sights: Sequence[Sight]) -> str:
     """Returns for example '+9.0% (worst of 40 figures: CASE time, threshold +5.0%)'."""
-    worst, count = sights.figures[0], len(sights.figures)
-    whose = f"{worst.case} {worst.metric}, threshold {_share(worst.threshold)}"
-    return f"{_smallest(worst)} ({f'worst of {count} figures: ' if count > 1 else ''}{whose})"
-
-
-def _blind(sight: Sight) -> str:
-    why = f" ({sight.unknown})" * bool(sight.unknown)
-    return f"{_SMALLEST} {_smallest(sight)}, threshold {_share(sight.threshold)}{why}"
-
-
-def warnings(sights: Sights) -> Iterator[str]:
-    for sight in sights.blind[:_MOST_WARNED]:
-        yield f"{sight.case} {sight.metric}: {_blind(sight)}"
-    if len(sights.blind) > _MOST_WARNED:
-        yield f"and {len(sights.blind) - _MOST_WARNED} more that cannot find their thresholds"
-    if sights.young:
-        count = f"{len(sights.young)} of {many(len(sights.figures), 'figure')}"
-        yield f"history too young: {count} cannot find their thresholds yet, before night {NIGHTS} at a level"
-
-
-def _share(value: float) -> str:
-    return "none found" if math.isinf(value) else units.change(1 + value)
+    worst, count = sights[0], len(sights)
+    whose = f"{worst.case} {worst.metric}, threshold {units.change(1 + worst.threshold)}"
+    return f"{worst.share} ({f'worst of {count} figures: ' if count > 1 else ''}{whose})"
 
 
 def limit(figure: JudgedFigure) -> str:
@@ -228,7 +197,8 @@ class ReviewStatus(StrEnum):
     REGRESSION = "regression"
     INFRASTRUCTURE = "infrastructure error"
     MISMATCH = "recipe mismatch"
-    CALIBRATION = "calibration needed"
+    SUSPECTED = "suspected"
+    CANNOT_TELL = "cannot tell"
     PASS = "pass"
 
 
@@ -238,8 +208,9 @@ WORDS = {
     ReviewStatus.REGRESSION: (EXIT_REGRESSION, "Head is worse than base beyond a threshold"),
     ReviewStatus.INFRASTRUCTURE: (EXIT_FAILED, "This says nothing about the change: it could not be measured"),
     ReviewStatus.MISMATCH: (EXIT_BASELINE, "Base and head do not do the same work: their figures do not compare"),
-    ReviewStatus.CALIBRATION: (EXIT_BASELINE, "Nothing is surely worse, but a threshold would have been missed here"),
-    ReviewStatus.PASS: (EXIT_OK, "Nothing is worse by its threshold, and it would have been found"),
+    ReviewStatus.SUSPECTED: (EXIT_BASELINE, "Head may be worse: neither confirmed nor shown to be absent"),
+    ReviewStatus.CANNOT_TELL: (EXIT_BASELINE, "Head may be slower than base by a threshold, unseen in this noise"),
+    ReviewStatus.PASS: (EXIT_OK, "Nothing is worse by its threshold, and a slower time would have been found"),
 }  # fmt: skip
 
 
@@ -266,10 +237,11 @@ def review(verdict: GateVerdict, duel: Duel) -> Review:
     whys[ReviewStatus.INFRASTRUCTURE] += [f"{figure.comparison.case}: {figure.why}" for figure in lost]
     whys[ReviewStatus.INFRASTRUCTURE] += [verdict.problem] if verdict.problem and not any(unlike.values()) else []
     whys[ReviewStatus.MISMATCH] += [note for note in duel.notes if note == IDLE]
-    suspected = verdict.of(GateOutcome.TO_CONFIRM)
-    whys[ReviewStatus.CALIBRATION] += [f"{_change(figure)}: {figure.why}" for figure in suspected]
-    blind = verdict.sights.blind
-    whys[ReviewStatus.CALIBRATION] += [f"{sight.case} {sight.metric} {_blind(sight)}" for sight in blind]
+    for outcome, status in (
+        (GateOutcome.SUSPECTED, ReviewStatus.SUSPECTED),
+        (GateOutcome.CANNOT_TELL, ReviewStatus.CANNOT_TELL),
+    ):
+        whys[status] += [f"{_change(figure)}: {figure.why}" for figure in verdict.of(outcome)]
     reviews = (Review(status, tuple(reasons)) for status, reasons in whys.items() if reasons)
     return next(reviews, Review(ReviewStatus.PASS))
 
@@ -282,9 +254,8 @@ def _unlike(result: CaseResult) -> ReviewStatus | None:
         return ReviewStatus.INFRASTRUCTURE
     if failed:
         return ReviewStatus.QUALITY if result.after in failed else ReviewStatus.MISMATCH
-    refused_alike = all(f"side {name}: " in result.after.reason for name in (BEFORE, AFTER))
     levels = {result.before.support.level, result.after.support.level}
-    return None if (result.sessions or refused_alike) and len(levels) == 1 else ReviewStatus.MISMATCH
+    return None if (result.sessions or result.refused_alike) and len(levels) == 1 else ReviewStatus.MISMATCH
 
 
 def _change(figure: JudgedFigure) -> str:
@@ -308,18 +279,18 @@ def _sides(duel: Duel) -> str:
     return " ".join((words, *(f"Note: {note}." for note in duel.notes[:2])))
 
 
-_FIRST = (GateOutcome.REGRESSION, GateOutcome.FAILED, GateOutcome.TO_CONFIRM)
+_FIRST = (GateOutcome.REGRESSION, GateOutcome.FAILED, GateOutcome.SUSPECTED, GateOutcome.CANNOT_TELL)
 
 
 def _figures(verdict: GateVerdict) -> Table:
-    sights = {(sight.case, sight.metric): sight for sight in verdict.sights.figures}
+    sights = {sight.key: sight for sight in verdict.sights}
     places = {key: place for place, key in enumerate(sights)}
     figures = [figure for figure in verdict.judged if figure.comparison.ratio or figure.outcome in _FIRST]
     figures.sort(key=lambda figure: (figure.outcome not in _FIRST, places.get(figure.key, len(places))))
 
     def smallest(figure: JudgedFigure) -> str:
         if figure.key in sights:
-            return _smallest(sights[figure.key])
+            return sights[figure.key].share
         return units.NONE if figure.comparison.ratio is None else "exact"
 
     cols: list[Col[JudgedFigure]] = [

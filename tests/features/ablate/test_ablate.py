@@ -155,7 +155,7 @@ def claimed(times: float = 1.25, precision: str = "fp8", axes: dict[str, str] = 
         # Without one of its options, or with another precision, nothing is said of the claim.
         (claimed(precision="bf16"), ""),
         (claimed(precision="bf16", axes={"checkpointing": "blocks"}), ""),
-        *((claimed(axes={axis: value for axis, value in CLAIM.items() if axis != missing}), "") for missing in CLAIM),
+        *((claimed(axes={**CLAIM, missing: "no"}), "") for missing in CLAIM),
         (claimed(axes={**CLAIM, "attention": "math"}), ""),
         # Nor by disturbed rounds, by few of them, without a copy that shows the noise, or by an emulation.
         (replace(claimed(), arms=tuple(replace(arm, labels=("noisy",)) for arm in claimed().arms)), ""),

@@ -16,9 +16,12 @@ from fp8bench.analysis.compare.compare import of_times
 from fp8bench.analysis.compare.interval import Estimate
 from fp8bench.analysis.compare.sides import MatchedFigures
 from fp8bench.analysis.steps.change_points import LEAST, newest_levels, steps_of_many
+from fp8bench.cli.progress import SILENT
+from fp8bench.features.duel.values import Duel, Session
+from fp8bench.features.duel.verdicts import comparisons
 from fp8bench.features.gate.judging import (
-    USUAL_POWER,
     GateOutcome,
+    GateVerdict,
     JudgedFigure,
     SecondLook,
     Sight,
@@ -27,9 +30,12 @@ from fp8bench.features.gate.judging import (
     second_look,
 )
 from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
+from fp8bench.features.gate.stored_runs import GateSource, Pool, judged, pooled
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import Comparison, Direction, Evidence, Interval
 from fp8bench.model.specs import TIME
+from tests.duels import header, result
+from tests.fakes import steady
 
 CASES = 100
 WITHIN = 0.003
@@ -64,10 +70,44 @@ def build(
     before = [setting.run(draw, 1.0) for _ in range(setting.before)]
     after = [setting.run(draw, planted) for _ in range(setting.after)]
     judged = first_look(list(_comparisons(before, after)), rules)
-    if not any(figure.outcome is GateOutcome.TO_CONFIRM for figure in judged):
+    if not any(figure.outcome is GateOutcome.SUSPECTED for figure in judged):
         return judged
     again = _comparisons(before, [setting.run(draw, planted)], after)
     return second_look(judged, SecondLook({key_of(case): case for case in again}, "again"), rules)
+
+
+def stored_verdict(setting: Setting, draw: random.Random, planted: float) -> GateVerdict:
+    """Judges such builds with the gate's usual thresholds; suspects are drawn again."""
+    before = [setting.run(draw, 1.0) for _ in range(setting.before)]
+    after = [setting.run(draw, planted) for _ in range(setting.after)]
+
+    def confirm(suspects: Sequence[Comparison]) -> SecondLook:
+        again = _comparisons(before, [setting.run(draw, planted)], after)
+        return SecondLook({key_of(case): case for case in again}, "again")
+
+    return judged(GateSource("stored", tuple(_comparisons(before, after)), confirm), (), True, SILENT)
+
+
+def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerdict:
+    """Judges a duel of one case, whose processes lie so far apart; sessions of further duels add up."""
+    pool: Pool = {}
+
+    def duel() -> Duel:
+        sessions = []
+        for _ in range(4):
+            log = [math.log(1e6) + draw.gauss(0, spread) for _ in range(4)]
+            times = [
+                steady(round(math.exp(one) * (planted if place > 1 else 1.0)), 12) for place, one in enumerate(log)
+            ]
+            sessions.append(Session(tuple(times[:2]), tuple(times[2:])))
+        return header(results=(result("bf16", *sessions),), finished=True, sessions=4)
+
+    def confirm(suspects: Sequence[Comparison]) -> SecondLook:
+        again = duel()
+        again = replace(again, results=tuple(pooled(one, "a", pool) for one in again.results))
+        return SecondLook({key_of(figure): figure for figure in comparisons(again)}, "in duel x", adds_up=True)
+
+    return judged(GateSource("duel", comparisons(duel()), confirm, second=Second.DUEL), (), True, SILENT)
 
 
 def _comparisons(before: list[Run], after: list[Run], beside: Sequence[Run] = ()) -> Iterator[Comparison]:
@@ -109,7 +149,7 @@ def stored(setting: Setting) -> Build:
 
     def of(draw: random.Random, planted: float) -> tuple[bool, Sight]:
         judged = build(setting, draw, 1 + planted, NO_THRESHOLD)
-        sights = sights_of(judged, Second.AGAIN, USUAL_POWER, required=False).figures
+        sights = sights_of(judged, Second.AGAIN)
         return _fails(judged[0]), next(sight for sight in sights if sight.case == judged[0].comparison.case)
 
     return of
@@ -124,7 +164,7 @@ def nights(count: int, between: float) -> Build:
             "made[case=0]@box/bf16", "made", "relative_time", "x", Direction.SAME, Evidence.HISTORY, 1.0, 1.0
         )
         newest = Newest(flat, newest_levels([np.exp(logs)])[0])
-        (sight,) = sights_of_history([newest], (), 0, Second.AGAIN, USUAL_POWER, required=False).figures
+        (sight,) = sights_of_history([newest], (), 0, Second.AGAIN)
         logs[-LEAST:] += math.log1p(planted)
         slower = [step for step in steps_of_many([np.exp(logs)])[0] if step.after > 1.01 * step.before]
         if not slower:

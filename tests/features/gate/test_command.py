@@ -30,8 +30,16 @@ def say(store: Path, fp8bench: Say) -> Say:
     return unfolding(fp8bench, "gate")
 
 
+def measured(store: Path, number: int, milliseconds: float = 1.0, status: Status = Status.OK) -> None:
+    """Five runs of a commit, which lie half a percent apart: with five more there is power."""
+    for run in range(5):
+        some = tuple(records(milliseconds * (1 + 0.001 * run), status))
+        keep(store, run_at(number, number + 1 + run / 10, records=some))
+
+
 def test_nothing_is_worse(store: Path, say: Say) -> None:
-    history(store, 1.0, 1.0)
+    for number in range(2):
+        measured(store, number)
     before = tree(store)
     code, out, err = say(commit(0), commit(1))
     assert (code, err) == (0, "") and "no regression" in out and tree(store) == before
@@ -39,7 +47,8 @@ def test_nothing_is_worse(store: Path, say: Say) -> None:
 
 def test_a_regression_that_cannot_be_confirmed_here(store: Path, say: Say) -> None:
     """It fails and says why nobody has confirmed it; all files are written."""
-    history(store, 1.0, 1.5)
+    measured(store, 0)
+    measured(store, 1, 1.5)
     code, out, err = say(commit(0), commit(1), "--junit", "out.xml", "--md", "out.md")
     assert code == 1 and "1 regression" in out and "not measured again" in out and "suspected" in err
     xml = JUnitXml.fromfile("out.xml")
@@ -68,27 +77,28 @@ def test_suspects_of_each_run_are_measured_again(store: Path, say: Say, monkeypa
 def test_below_ten_percent_a_stored_number_is_a_suspect_only(store: Path, say: Say) -> None:
     history(store, 1.0, 1.08)
     code, out, _ = say(commit(0), commit(1), "--no-rerun")
-    assert code == 4 and "1 to confirm" in out and "--no-rerun" in out
+    assert code == 4 and "1 suspected" in out and "--no-rerun" in out
     command = "fp8bench duel suite gemm --against COMMIT"
     assert f"`{command}`" in " ".join(out.split())
     assert build_parser().parse_args(command.split()[1:]).against == "COMMIT"
 
 
 @for_each(("times", "code"), [(1.0, 4), (1.5, 1)])
-def test_what_it_would_find_may_be_required(tmp_path: Path, say: Say, times: float, code: int) -> None:
-    """One run against one cannot find 5%: code 4 if that is required, unless there is a regression."""
+def test_a_gate_that_cannot_see_does_not_pass(tmp_path: Path, say: Say, times: float, code: int) -> None:
+    """One run against one cannot find 5%, and says so, unless there is a regression."""
     history(tmp_path, 1.0, times)
-    words = (commit(0), commit(1), "--no-rerun", "--store", str(tmp_path), "--junit", "out.xml")
-    assert say(*words)[0] == (1 if times > 1 else 0)
-    ended, out, _ = say(*words, "--require-power", "0.9")
+    ended, out, _ = say(commit(0), commit(1), "--no-rerun", "--store", str(tmp_path), "--junit", "out.xml")
     assert ended == code and "smallest slow-down: at least +" in out and ", threshold +5.0%" in out
+    assert ("1 regression" if code == 1 else "cannot tell whether 2 times") in out and "no regression" not in out
+    assert code == 1 or "that would have been found is at least +" in " ".join(out.split())
     assert 'name="smallest slow-down" value="at least +' in Path("out.xml").read_text()
-    assert JUnitXml.fromfile("out.xml").failures > 0
+    assert JUnitXml.fromfile("out.xml").errors > 0
 
 
 def test_thresholds_from_a_file(store: Path, say: Say) -> None:
     """Higher ones let it pass; a file whose rules fit nothing is refused, and no green file is left behind."""
-    history(store, 1.0, 1.5)
+    measured(store, 0)
+    measured(store, 1, 1.5)
     Path("wide.yaml").write_text("gemm:\n  '*time': {relative: 60%}\n")
     assert say(commit(0), commit(1), "--no-rerun", "--thresholds", "wide.yaml")[0] == 0
     Path("idle.yaml").write_text("transformer:\n  time: {relative: 60%}\n")
@@ -123,18 +133,17 @@ def test_a_duel_where_it_asks_the_same_question(
 
 def test_a_case_that_failed_or_was_never_measured(store: Path, say: Say) -> None:
     """Code 3 where that is new; a known failure is not, and another run with the case mends it."""
-    history(store, 1.0)
-    failed = tuple(records(status=Status.FAILED))
-    keep(store, run_at(1, records=failed))
+    measured(store, 0)
+    measured(store, 1, status=Status.FAILED)
     code, out, _ = say(commit(0), commit(1), "--junit", "out.xml")
     assert code == 3 and "1 failed" in out and JUnitXml.fromfile("out.xml").errors == 1
-    keep(store, run_at(2, records=failed))
+    measured(store, 2, status=Status.FAILED)
     assert say(commit(1), commit(2))[0] == 0
-    cut = run_at(3, finished=False)
+    cut = run_at(3, 3.9, finished=False)
     keep(store, replace(cut, records=cut.records[:1]))
     code, out, _ = say(commit(0), commit(3), "--no-rerun")
     assert code == 3 and "was interrupted" in out
-    keep(store, run_at(3, 9.0))
+    measured(store, 3)
     assert say(commit(0), commit(3), "--no-rerun")[0] == 0
 
 
@@ -182,7 +191,6 @@ SIDES = [commit(0), commit(1)]
         (["1111aaaa", "2222bbbb", "--no-rerun"], "And no run '2222bbbb'"),
         ([*SIDES, "--thresholds", "none"], "--thresholds none cannot be"),
         ([*SIDES, "--junit", "no/such/file"], "--junit 'no/such/file' cannot be"),
-        *(([f"--require-power={share}"], "80% or") for share in ("80", "0", "100%", "1", "-5%", "nan", "many", "%")),
     ],
 )  # fmt: skip
 def test_refused(store: Path, say: Say, words: list[str], expected: str) -> None:

@@ -1,4 +1,4 @@
-"""The comment of a duel: which of six words, and never more than 25 lines; then the action's own shell, on commits."""
+"""The comment of a duel: which of seven words, and at most 25 lines; then the action's own shell, on commits."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
     "slower, and a worker is killed": ([case(1.3), case(after=LOST, sessions=False)], (), ReviewStatus.REGRESSION),
     "other work": ([case(), case(before=VERSIONS, after=VERSIONS, sessions=False)], (), ReviewStatus.MISMATCH),
     "emulated on one side": ([case(after={"level": Level.EMULATED})], (), ReviewStatus.MISMATCH),
-    "noise as large as the threshold": ([case(spread=0.1)], (), ReviewStatus.CALIBRATION),
+    "noise as large as the threshold": ([case(spread=0.1)], (), ReviewStatus.CANNOT_TELL),
     "neither side has loaded the code": ([case()], (IDLE,), ReviewStatus.MISMATCH),
 }  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_a_case_that_was_cut_off() -> None:
     lost = GateSource("duel", (failed("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),))
     for unfinished in (judged(lost, (), False, TERMINAL), replace(verdict, problem="nothing", code=3)):
         assert review(unfinished, duel).status is ReviewStatus.INFRASTRUCTURE
-    assert [code for code, _ in WORDS.values()] == [1, 1, 3, 4, 4, 0] and list(WORDS) == list(ReviewStatus)
+    assert [code for code, _ in WORDS.values()] == [1, 1, 3, 4, 4, 4, 0] and list(WORDS) == list(ReviewStatus)
 
 
 def test_what_the_table_says() -> None:
@@ -202,11 +202,38 @@ def test_an_action_that_cannot_compare(job: Job) -> None:
     assert outputs == {"code": "139", "status": "infrastructure error"} and "ended with 139" in text
 
 
-def test_the_verdict_of_the_action(job: Job) -> None:
-    for code, strict, expected in (("0", "false", 0), ("1", "false", 1), ("3", "false", 3), ("4", "false", 0),
-                                   ("4", "true", 4), ("139", "false", 139)):  # fmt: skip
-        done = job.step("verdict", CODE=code, STATUS="a word", STRICT=strict)
-        assert done.returncode == expected and ("::warning::" in done.stdout) == (code == "4" and strict == "false")
+@for_each(
+    ("code", "may_write", "strict", "conclusion", "expected", "said"),
+    [
+        ("0", True, "false", "success", 0, ""),
+        ("1", True, "false", "failure", 1, ""),
+        ("139", True, "true", "failure", 139, ""),
+        ("4", True, "false", "neutral", 0, "::notice::fp8bench: a word. The check mine is neutral. This job is green"),
+        ("4", True, "true", "neutral", 4, "::notice::fp8bench: a word. The check mine is neutral. This job is red"),
+        ("4", False, "false", "", 0, "::warning::fp8bench: a word. This job is green, which says nothing of speed"),
+        ("4", False, "true", "", 4, "::warning::fp8bench: a word. This job is red"),
+    ],
+)
+def test_the_check_and_the_verdict_of_the_action(
+    tmp_path: Path, code: str, may_write: bool, strict: str, conclusion: str, expected: int, said: str
+) -> None:
+    """The check has the word where the token may write it; what nobody can tell is never said to be fine."""
+    (tmp_path / "checkout").mkdir(exist_ok=True)
+    job, words = Job(tmp_path / "checkout"), {"CODE": code, "STATUS": "a word", "CHECK": "mine", "STRICT": strict}
+    (job.temp / "comment.md").write_text("# fp8bench: a word\n")
+    job.program("gh", f'printf "%s\\n" "$@" > {job.temp}/calls; exit {int(not may_write)}')
+    (job.temp / "output").write_text("")
+    done = job.step("check", CHECKS="checks", HEAD_SHA="1234", **words)
+    asked = (job.temp / "calls").read_text().splitlines()
+    assert done.returncode == 0 and {"name=mine", "head_sha=1234", "status=completed", "output[title]=a word"} < {
+        *asked
+    }
+    assert asked[:4] == ["api", "--method", "POST", "checks"] and f"output[summary]=@{job.temp}/comment.md" in asked
+    shown = (job.temp / "output").read_text().strip()
+    assert shown == (f"shown={conclusion}" if may_write else "")
+    assert not conclusion or f"conclusion={conclusion}" in asked
+    done = job.step("verdict", SHOWN=shown.partition("=")[2], **words)
+    assert done.returncode == expected and done.stdout.startswith(said) and bool(said) == bool(done.stdout)
 
 
 def test_the_comment_of_the_action_replaces_its_own(job: Job) -> None:

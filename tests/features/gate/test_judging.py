@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from scipy.stats import false_discovery_control
 
 from fp8bench.analysis.steps.change_points import LEAST_SPREAD, PieceLevel, least_step
+from fp8bench.cli.progress import SILENT
 from fp8bench.features.duel.values import Session
 from fp8bench.features.duel.verdicts import compared
 from fp8bench.features.gate.judging import (
@@ -19,7 +22,6 @@ from fp8bench.features.gate.judging import (
     JudgedFigure,
     SecondLook,
     Sight,
-    Sights,
     discoveries,
     first_look,
     key_of,
@@ -27,13 +29,22 @@ from fp8bench.features.gate.judging import (
     spread_of,
 )
 from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
+from fp8bench.features.gate.stored_runs import MOST_LOOKS, GateSource, Pool, judged, pooled
 from fp8bench.features.gate.thresholds import ThresholdRule
-from fp8bench.features.gate.view import summary, warnings
+from fp8bench.features.gate.view import summary
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
 from tests.counts import counts, for_each, sampled
 from tests.duels import result
 from tests.fakes import steady
-from tests.features.gate.builds import Setting, false_alarms, found, nights, share_failing
+from tests.features.gate.builds import (
+    Setting,
+    duel_verdict,
+    false_alarms,
+    found,
+    nights,
+    share_failing,
+    stored_verdict,
+)
 from tests.features.gate.builds import stored as stored_runs
 
 
@@ -70,7 +81,7 @@ def exact(times: float, **changes: object) -> Comparison:
 def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRule, ...] = ()) -> JudgedFigure:
     """Both looks at one figure."""
     judged = first_look([first], rules)
-    assert judged[0].outcome is GateOutcome.TO_CONFIRM
+    assert judged[0].outcome is GateOutcome.SUSPECTED
     found = {key_of(first): again} if again is not None else {}
     return second_look(judged, SecondLook(found, "again", "" if again else "no device"), rules)[0]
 
@@ -81,19 +92,19 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
         (figure(1.0), GateOutcome.FINE),
         (figure(0.9), GateOutcome.BETTER),
         (figure(1.04), GateOutcome.FINE),
-        (figure(1.06), GateOutcome.TO_CONFIRM),
+        (figure(1.06), GateOutcome.SUSPECTED),
         (figure(1.06, direction=Direction.UNSURE), GateOutcome.UNSURE),
         (figure(2.0, before=1e-6, after=2e-6), GateOutcome.FINE),
         (figure(1.06, p_value=0.03), GateOutcome.UNSURE),
         (stored(1.04), GateOutcome.UNSURE),
-        (stored(1.06), GateOutcome.TO_CONFIRM),
-        (stored(1.2), GateOutcome.TO_CONFIRM),
+        (stored(1.06), GateOutcome.SUSPECTED),
+        (stored(1.2), GateOutcome.SUSPECTED),
         (stored(1.06, ratio=Interval(1.06, 0.95, 1.2, 0.99)), GateOutcome.UNSURE),
         (exact(1.01), GateOutcome.FINE),
-        (exact(1.03), GateOutcome.TO_CONFIRM),
+        (exact(1.03), GateOutcome.SUSPECTED),
         (figure(1.0, direction=Direction.NONE, before=None), GateOutcome.NONE),
         (figure(1.0, direction=Direction.NONE, failed=True), GateOutcome.FAILED),
-        (figure(2.0, metric="x_error", before=0.0, after=0.1, ratio=None), GateOutcome.TO_CONFIRM),
+        (figure(2.0, metric="x_error", before=0.0, after=0.1, ratio=None), GateOutcome.SUSPECTED),
     ],
 )  # fmt: skip
 def test_a_first_look(change: Comparison, outcome: GateOutcome) -> None:
@@ -104,7 +115,7 @@ def test_chance_among_many() -> None:
     """A p-value of 1% is significant alone, and not among a hundred."""
     suspect = figure(1.06, p_value=0.01)
     others = [figure(1.0, case=f"gemm[m={n}]@cpu/bf16") for n in range(99)]
-    assert first_look([suspect])[0].outcome is GateOutcome.TO_CONFIRM
+    assert first_look([suspect])[0].outcome is GateOutcome.SUSPECTED
     judged = first_look([suspect, *others])[0]
     assert judged.outcome is GateOutcome.UNSURE and "among 100 figures" in judged.why
 
@@ -133,24 +144,24 @@ RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
         (figure(1.06), figure(1.07), GateOutcome.REGRESSION),
         (figure(1.06), figure(1.02), GateOutcome.CLEARED),
         # What was seen and is not shown to be absent stays a suspect: an interval too wide, or none.
-        (figure(1.06), figure(1.06, direction=Direction.UNSURE), GateOutcome.TO_CONFIRM),
-        (figure(1.11), figure(1.1, direction=Direction.UNSURE, ratio=UNKNOWN), GateOutcome.TO_CONFIRM),
+        (figure(1.06), figure(1.06, direction=Direction.UNSURE), GateOutcome.SUSPECTED),
+        (figure(1.11), figure(1.1, direction=Direction.UNSURE, ratio=UNKNOWN), GateOutcome.SUSPECTED),
         (figure(1.06), FAILED, GateOutcome.FAILED),
         (exact(1.05), exact(1.05), GateOutcome.REGRESSION),
         (exact(1.05), exact(1.0), GateOutcome.CLEARED),
         # Stored numbers never fail below 10%, not when repeated either: a duel may, and a spread that is known.
-        (stored(1.08), stored(1.08), GateOutcome.TO_CONFIRM),
+        (stored(1.08), stored(1.08), GateOutcome.SUSPECTED),
         (stored(1.08), stored(1.3), GateOutcome.REGRESSION),
-        (stored(1.3), stored(1.08), GateOutcome.TO_CONFIRM),
+        (stored(1.3), stored(1.08), GateOutcome.SUSPECTED),
         (stored(1.2), stored(1.2), GateOutcome.REGRESSION),
         # Nor do they where others may have made as much of nothing, and they clear what they exclude beside all that.
-        (stored(1.2, **TAKEN), stored(1.2, **TAKEN), GateOutcome.TO_CONFIRM),
+        (stored(1.2, **TAKEN), stored(1.2, **TAKEN), GateOutcome.SUSPECTED),
         (stored(1.2, **TAKEN), stored(1.2), GateOutcome.REGRESSION),
-        (stored(1.2), stored(1.0), GateOutcome.TO_CONFIRM),
+        (stored(1.2), stored(1.0), GateOutcome.SUSPECTED),
         (stored(1.2), stored(0.93), GateOutcome.CLEARED),
-        (stored(1.2), stored(0.93, others=1.2), GateOutcome.TO_CONFIRM),
+        (stored(1.2), stored(0.93, others=1.2), GateOutcome.SUSPECTED),
         (KNOWN, ABSENT, GateOutcome.CLEARED),
-        (KNOWN, replace(ABSENT, others=5.0), GateOutcome.TO_CONFIRM),
+        (KNOWN, replace(ABSENT, others=5.0), GateOutcome.SUSPECTED),
         (stored(1.08), figure(1.08), GateOutcome.REGRESSION),
         (KNOWN, KNOWN, GateOutcome.REGRESSION),
         (STEP, STEP, GateOutcome.REGRESSION),
@@ -164,7 +175,7 @@ RELATIVE = stored(1.2, metric="relative_time", unit="x", before=0.5, after=0.6)
 def test_what_a_second_look_does(first: Comparison, again: Comparison | None, outcome: GateOutcome) -> None:
     settled = settle(first, again)
     assert settled.outcome is outcome
-    assert outcome is not GateOutcome.TO_CONFIRM or again is None or again.why in settled.why
+    assert outcome is not GateOutcome.SUSPECTED or again is None or again.why in settled.why
 
 
 def test_what_would_confirm_is_named() -> None:
@@ -177,9 +188,9 @@ def test_what_would_confirm_is_named() -> None:
 def test_without_a_second_look() -> None:
     """What may fail fails, unconfirmed; the rest stays a suspect."""
     for change, outcome in (
-        (stored(1.2), GateOutcome.REGRESSION), (stored(1.08), GateOutcome.TO_CONFIRM),
+        (stored(1.2), GateOutcome.REGRESSION), (stored(1.08), GateOutcome.SUSPECTED),
         (figure(1.06), GateOutcome.REGRESSION), (exact(1.05), GateOutcome.REGRESSION),
-        (stored(1.2, **TAKEN), GateOutcome.TO_CONFIRM),
+        (stored(1.2, **TAKEN), GateOutcome.SUSPECTED),
     ):  # fmt: skip
         (judged,) = second_look(first_look([change]), SecondLook({}, refused="--no-rerun"))
         assert judged.outcome is outcome and "not measured again: --no-rerun" in judged.why
@@ -190,8 +201,8 @@ def test_what_is_ignored() -> None:
     fails."""
     both = [stored(1.5), stored(1.0, metric="relative_time", unit="x", before=0.5, after=0.5)]
     assert [judged.outcome for judged in first_look(both)] == [GateOutcome.IGNORED, GateOutcome.UNSURE]
-    assert first_look(both, (ThresholdRule("gemm", "time", 0.1),))[0].outcome is GateOutcome.TO_CONFIRM
-    assert first_look([figure(1.5)])[0].outcome is GateOutcome.TO_CONFIRM
+    assert first_look(both, (ThresholdRule("gemm", "time", 0.1),))[0].outcome is GateOutcome.SUSPECTED
+    assert first_look([figure(1.5)])[0].outcome is GateOutcome.SUSPECTED
     rules = (ThresholdRule("*", "*", ignored=True),)
     assert first_look([figure(3.0)], rules)[0].outcome is GateOutcome.IGNORED
     assert first_look([figure(1.0, failed=True)], rules)[0].outcome is GateOutcome.FAILED
@@ -201,10 +212,10 @@ def test_what_is_ignored() -> None:
     ("outcomes", "code", "headline"),
     [
         ("", 0, "no regression"),
-        ("FINE TO_CONFIRM CLEARED UNSURE BETTER", 4, "1 to confirm"),
+        ("FINE SUSPECTED CLEARED UNSURE BETTER", 4, "1 suspected"),
         ("FINE CLEARED UNSURE BETTER", 0, "no regression found, 1 unsure"),
         ("REGRESSION REGRESSION", 1, "2 regressions"),
-        ("REGRESSION TO_CONFIRM", 1, "1 regression and 1 to confirm"),
+        ("REGRESSION SUSPECTED", 1, "1 regression and 1 suspected"),
         ("REGRESSION FAILED", 3, "1 failed and 1 regression"),
     ],
 )
@@ -264,9 +275,9 @@ MANY = Noise(0.01, 8, 5, 5)
 
 
 def sights(
-    *figures: Comparison, second: Second = Second.AGAIN, rules: tuple[ThresholdRule, ...] = (), power: float = 0.8
+    *figures: Comparison, second: Second = Second.AGAIN, rules: tuple[ThresholdRule, ...] = ()
 ) -> tuple[Sight, ...]:
-    return sights_of(first_look(figures, rules), second, power, required=False).figures
+    return sights_of(first_look(figures, rules), second)
 
 
 @counts(60, 400)
@@ -283,7 +294,7 @@ def test_as_often_as_it_says_stored_runs_do(setting: Setting) -> None:
 
 
 def test_noise_decides_what_would_be_found() -> None:
-    """More noise, more figures, a higher power or another look: each makes it find less."""
+    """More noise, more figures, or another look: each makes it find less."""
     (usual,) = sights(figure(1.0, noise=DUEL), second=Second.DUEL)
     assert 0.015 < usual.smallest < 0.04 and usual.threshold == 0.05 and usual.enough
     wide = Interval(1.0, 0.96, 1.04, 0.99)
@@ -291,7 +302,6 @@ def test_noise_decides_what_would_be_found() -> None:
     assert noisy.smallest > 0.05 and not noisy.enough
     among = sights(*(figure(1.0, noise=DUEL, case=f"gemm[m={n}]@cpu/bf16") for n in range(50)), second=Second.DUEL)
     assert all(other.smallest > usual.smallest for other in among)
-    assert sights(figure(1.0, noise=DUEL), second=Second.DUEL, power=0.95)[0].smallest > usual.smallest
     assert sights(figure(1.0, noise=DUEL), second=Second.NONE)[0].smallest < usual.smallest
     # A difference of 5 us is more than 5% of a time of 10 us.
     (short,) = sights(figure(1.0, noise=DUEL, before=1e-5, after=1e-5), second=Second.DUEL)
@@ -332,30 +342,42 @@ def test_a_duel_without_an_interval() -> None:
 FLAT = figure(1.0, evidence=Evidence.HISTORY, metric="relative_time", unit="x", before=1.0, after=1.0)
 
 
-def history(noise: float, count: int, required: bool = True, metric: str = FLAT.metric) -> Sights:
+def history(noise: float, count: int, metric: str = FLAT.metric) -> Sight:
     """A series of so much noise and so many nights."""
     level = PieceLevel(noise, count - 1, count) if count >= 11 else None
-    return sights_of_history([Newest(replace(FLAT, metric=metric), level)], (), 0, Second.AGAIN, 0.8, required)
+    (sight,) = sights_of_history([Newest(replace(FLAT, metric=metric), level)], (), 0, Second.AGAIN)
+    return sight
 
 
 @for_each(
-    ("noise", "count", "young", "blind"),
+    ("noise", "count", "why"),
     [
-        (0.01, 30, False, False), (0.01, 11, False, False), (0.05, 40, False, True), (0.05, 14, False, True),
-        (0.05, 13, True, False), (0.001, 4, True, False),
+        (0.01, 30, ""),
+        (0.01, 11, ""),
+        (0.05, 40, "that would have been found is +"),
+        (0.05, 13, "history too young: 13 nights"),
+        (0.001, 4, "fewer than 11 nights"),
     ],
-)  # fmt: skip
-def test_a_young_history_and_a_blind_one(noise: float, count: int, young: bool, blind: bool) -> None:
-    sights = history(noise, count)
-    assert (bool(sights.young), bool(sights.blind), sights.fails) == (young, blind, blind)
-    assert not replace(sights, required=False).fails
+)
+def test_a_history_that_cannot_find_its_threshold_does_not_pass(noise: float, count: int, why: str) -> None:
+    """Of little noise it may be young; else it says what it lacks, and ends with 4."""
+    level = PieceLevel(noise, count - 1, count) if count >= 11 else None
+    source = GateSource("a history", newest=(Newest(FLAT, level),))
+    verdict = judged(source, (), True, SILENT)
+    assert verdict.exit_code == (4 if why else 0)
+    assert [figure.outcome for figure in verdict.judged] == [GateOutcome.CANNOT_TELL] * bool(why)
+    assert all(why in figure.why for figure in verdict.judged)
+    # What is no time is listed only, and a rule that raises the threshold lets it pass.
+    memory = replace(source, newest=(Newest(replace(FLAT, metric="peak_memory"), level),))
+    assert judged(memory, (), True, SILENT).exit_code == 0 and judged(memory, (), True, SILENT).sights
+    assert judged(source, (ThresholdRule("*", "*", ignored=True),), True, SILENT).exit_code == 0
 
 
 def test_a_relative_loss_that_is_always_the_same_finds_its_threshold() -> None:
     """Its threshold, and its least change, are a tenth and less of a time's."""
-    (loss,) = history(LEAST_SPREAD, 14, metric="relative_loss").figures
+    loss = history(LEAST_SPREAD, 14, metric="relative_loss")
     assert loss.enough and 0.001 < loss.smallest < loss.threshold == 0.002
-    (time,) = history(LEAST_SPREAD, 14).figures
+    time = history(LEAST_SPREAD, 14)
     assert time.enough and time.smallest > 0.01
 
 
@@ -367,30 +389,91 @@ def test_the_least_step_is_the_code_s_own() -> None:
     assert least_step(PieceLevel(0.01, 100, 100), 1e-6)[0] > least[-1]
 
 
-def verdict(sights: Sights, *outcomes: GateOutcome, **changes: object) -> GateVerdict:
-    judged = tuple(replace(first_look([figure(1.0)])[0], outcome=outcome) for outcome in outcomes)
-    return GateVerdict("b against a", judged, sights=sights, **changes)  # type: ignore[arg-type]
-
-
-def test_how_it_ends() -> None:
-    """4 where it is required and something is blind, but failures and regressions come first; a young history
-    passes."""
-    blind, young = history(0.05, 30), history(0.05, 3)
-    assert verdict(blind, GateOutcome.FINE).exit_code == 4
-    assert "would be missed in 1 figure" in verdict(blind, GateOutcome.FINE).headline
-    assert verdict(replace(blind, required=False), GateOutcome.FINE).exit_code == 0
-    assert verdict(blind, GateOutcome.REGRESSION).exit_code == 1 and verdict(blind, GateOutcome.FAILED).exit_code == 3
-    too_young = verdict(young, problem="there is nothing to compare with", code=0)
-    assert too_young.exit_code == 0 and too_young.headline == "the history is too young"
-
-
 def test_words() -> None:
-    """The worst in one line; with --require-power each blind figure, and how many are too young."""
-    (blind,), (young,) = history(0.05, 30).figures, history(0.05, 3).figures
-    assert summary(Sights((blind, young))).startswith("+") and "worst of 2 figures: gemm[m=64]" in summary(
-        Sights((blind, young))
-    )
-    assert summary(Sights((young,))) == "none found (gemm[m=64]@cpu/bf16 relative_time, threshold +5.0%)"
-    told = list(warnings(Sights((blind, young))))
-    assert "relative_time: smallest slow-down +" in told[0] and told[0].endswith("threshold +5.0%")
-    assert told[1].startswith("history too young: 1 of 2 figures")
+    """The worst in one line."""
+    blind, young = history(0.05, 30), history(0.05, 3)
+    assert summary((blind, young)).startswith("+") and "worst of 2 figures: gemm[m=64]" in summary((blind, young))
+    assert summary((young,)) == "none found (gemm[m=64]@cpu/bf16 relative_time, threshold +5.0%)"
+
+
+WIDE = Interval(1.0, 0.9, 1.11, 0.99)
+
+
+@for_each(
+    ("change", "outcome", "why"),
+    [
+        (figure(1.0, noise=DUEL), GateOutcome.FINE, ""),
+        (figure(0.9, noise=DUEL), GateOutcome.BETTER, ""),
+        # Too much noise, an interval that reaches beyond the threshold, and none at all.
+        (
+            figure(1.0, ratio=WIDE, noise=Noise(0.04, 11), direction=Direction.UNSURE),
+            GateOutcome.CANNOT_TELL,
+            "that would have been found is +",
+        ),
+        (figure(1.045, noise=DUEL), GateOutcome.CANNOT_TELL, "its interval reaches +5.5%, and the threshold is +5.0%"),
+        (figure(1.0, ratio=Interval(1.0, 0.0, math.inf, 0.99), p_value=None), GateOutcome.CANNOT_TELL, "--sessions"),
+        (figure(1.0, direction=Direction.NONE, ratio=None, why="another version"), GateOutcome.CANNOT_TELL, "another"),
+        (stored(1.0, noise=Noise(0.003, 0, 1, 1)), GateOutcome.CANNOT_TELL, "at least +"),
+        # No time: it is listed, and changes no exit.
+        (
+            figure(1.0, ratio=WIDE, noise=Noise(0.04, 11), direction=Direction.UNSURE, metric="energy", unit="J"),
+            GateOutcome.UNSURE,
+            "",
+        ),
+        (figure(1.0, direction=Direction.NONE, ratio=None, metric="energy"), GateOutcome.NONE, ""),
+    ],
+)
+def test_a_time_that_could_be_slower_unseen(change: Comparison, outcome: GateOutcome, why: str) -> None:
+    source = GateSource("b against a", (change,), lambda suspects: SecondLook({}), second=Second.DUEL)
+    verdict = judged(replace(source, lost=frozenset({change.case})), (), True, SILENT)
+    (found,) = verdict.judged
+    assert found.outcome is outcome and why in found.why
+    assert verdict.exit_code == (4 if outcome is GateOutcome.CANNOT_TELL else 0)
+    assert ("no regression" in verdict.headline) == (verdict.exit_code == 0)
+
+
+def test_a_suspect_is_measured_again_until_it_is_settled_or_the_time_is_up() -> None:
+    """By duels, whose sessions add up; of another kind of look a second one would be no better."""
+    suspect, unsettled = figure(1.36, noise=DUEL), figure(1.3, direction=Direction.UNSURE, ratio=WIDE)
+
+    def looks(answers: Sequence[Comparison], adds_up: bool = True, budget: float | None = None) -> tuple[int, int]:
+        left = iter(answers)
+        confirm = lambda _: SecondLook({key_of(suspect): next(left)}, "in duel x", adds_up=adds_up)  # noqa: E731
+        source = GateSource("b against a", (suspect,), confirm, second=Second.DUEL, budget=budget)
+        code = judged(source, (), True, SILENT).exit_code
+        return code, len(answers) - len(list(left))
+
+    assert looks([unsettled, unsettled, figure(1.36), suspect]) == (1, 3)
+    assert looks([unsettled] * 9) == (4, MOST_LOOKS)
+    assert looks([unsettled] * 9, budget=0.0) == (4, 1) and looks([unsettled] * 9, adds_up=False) == (4, 1)
+    assert looks([figure(1.0)]) == (0, 1)
+
+
+def test_an_interval_beyond_the_threshold_is_suspected_among_however_many() -> None:
+    beyond = figure(1.36, p_value=0.03, ratio=Interval(1.36, 1.16, 12.4, 0.99))
+    others = [figure(1.0, case=f"gemm[m={n}]@cpu/bf16") for n in range(99)]
+    assert first_look([beyond, *others])[0].outcome is GateOutcome.SUSPECTED
+
+
+def test_sessions_of_second_duels_add_up() -> None:
+    pool: Pool = {}
+    measured = result("bf16", Session((steady(1000, 5),), (steady(1100, 5),)))
+    assert [len(pooled(measured, commit, pool).sessions) for commit in ("a", "a", "b", "a")] == [1, 2, 1, 3]
+
+
+# How far processes of a side lie apart, and how much slower one case became.
+@counts(1, 12)
+@for_each(("spread", "planted"), [(0.003, 0.16), (0.01, 0.05), (0.01, 0.08), (0.03, 0.1), (0.1, 0.16), (0.3, 0.1)])
+def test_a_planted_slow_down_never_passes(count: int, spread: float, planted: float) -> None:
+    """By a duel and further ones of its suspects: found, suspected, or not to be told. Nor by stored runs."""
+    for seed in range(count):
+        draw = random.Random(seed)
+        assert duel_verdict(draw, 1 + planted, spread).exit_code in (1, 4)
+        assert stored_verdict(Setting(1, 1, spread), draw, 1 + planted).exit_code in (1, 4)
+
+
+def test_what_is_unchanged_and_quiet_passes() -> None:
+    """With power: a duel, or five stored runs on each side."""
+    draw = random.Random(0)
+    assert duel_verdict(draw, 1.0, 0.002).exit_code == 0
+    assert stored_verdict(Setting(5, 5, 0.003), draw, 1.0).exit_code == 0

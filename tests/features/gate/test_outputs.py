@@ -61,7 +61,8 @@ def test_markdown() -> None:
     for title in (
         "2 failed and 2 regressions",
         "Regressions",
-        "To confirm",
+        "Suspected",
+        "Cannot tell",
         "Cleared",
         "Better",
         "Unsure",
