@@ -144,7 +144,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes
     return [(name, (folder / name).read_bytes(), check) for name, check in checks]
 
 
-@counts(1000, 10_000)
+@counts(400, 10_000)
 def test_whatever_happened_to_a_file_of_asvs_it_is_refused_or_read(
     count: int, originals: list[tuple[str, bytes, Again]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,7 @@ def replace_values(chance: random.Random, content: bytes) -> bytes:
 MUTATIONS: tuple[Mutation, ...] = (flip, cut, shuffle, replace_values, replace_values)
 
 
-@counts(200, 2000)
+@counts(80, 2000)
 def test_whatever_happened_to_a_run_file_it_is_refused_or_shown(count: int, whole: bytes, tmp_path: Path) -> None:
     """As a table, as JSON and as CSV; a run that is read is read the same again."""
     chance = random.Random(20261121)

@@ -192,15 +192,6 @@ def test_where_there_are_no_locks_the_view_is_written_all_the_same(
     assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
 
 
-def test_a_file_that_cannot_be_looked_at_is_a_sentence(store: Path) -> None:
-    file = the_file(store)
-    file.unlink()
-    file.mkdir()
-    (store / "runs" / "box" / "20260101T000000Z-0a1b2c3d-00000000.jsonl").mkdir()
-    said = again(store)
-    assert said == f"history: {file} cannot be read (Is a directory).{AGAIN}"
-
-
 # What a person, an editor or another version does.
 
 BROKEN = {

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -64,23 +64,24 @@ def is_docstring(node: ast.AST) -> bool:
 
 
 def is_nested(node: ast.AST) -> bool:
-    """Whether this is a comprehension with two loops, or with another comprehension inside."""
-    if not isinstance(node, COMPREHENSIONS):
-        return False
+    """Whether this comprehension has two loops, or another comprehension inside."""
     inner = [part for part in ast.walk(node) if isinstance(part, COMPREHENSIONS)]
     return len(inner) > 1 or len(node.generators) > 1
 
 
 def count_parts(text: str) -> Counter[str]:
     """How many nodes, statements, nested comprehensions, imported names and `fmt: skip` a module has."""
-    nodes = list(ast.walk(ast.parse(text)))
-    counts = Counter(nodes=len(nodes), skips=len(re.findall(r"# fmt: (?:skip|off)", text)))
-    for node in nodes:
-        counts["statements"] += isinstance(node, ast.stmt) and not is_docstring(node)
-        counts["nested"] += is_nested(node)
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            counts["imported"] += len(node.names)
-    return counts
+    by_kind: dict[type[ast.AST], list[Any]] = defaultdict(list)
+    for node in ast.walk(ast.parse(text)):
+        by_kind[type(node)].append(node)
+    statements = sum(len(nodes) for kind, nodes in by_kind.items() if issubclass(kind, ast.stmt))
+    return Counter(
+        nodes=sum(map(len, by_kind.values())),
+        skips=len(re.findall(r"# fmt: (?:skip|off)", text)),
+        statements=statements - sum(map(is_docstring, by_kind[ast.Expr])),
+        nested=sum(is_nested(node) for kind in COMPREHENSIONS for node in by_kind[kind]),
+        imported=sum(len(node.names) for kind in (ast.Import, ast.ImportFrom) for node in by_kind[kind]),
+    )
 
 
 def weigh_rooms(paths: Iterable[Path]) -> Table:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.model import Environment
@@ -276,6 +276,7 @@ KEYS = st.text().filter(lambda key: key not in ("machine", "python"))
 NAMES = st.text(min_size=1).filter(lambda name: "/" not in name and "\0" not in name and name not in (".", ".."))
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(KEYS, SCALARS), NAMES, st.text(min_size=1))
 def test_an_identity_survives_a_run_file(more: dict[str, Any], machine: str, python: str) -> None:
     """Type by type: to asv 8 and "8" are two series."""
