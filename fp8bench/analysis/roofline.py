@@ -314,7 +314,7 @@ class Datasheet:
     `unverified` are fields that were not seen in a document of the vendor's. `sparse` needs operands with 2:4
     structure, and is no peak of anything measured here. `exceptions` say why an unusual ratio of two fields is right.
     `capacity` is bytes of memory, `link` bytes a second to other devices of a node, one way; None if unknown. Devices
-    that are only `published` were never measured.
+    that are only `published` were never measured. `lacks` says why a figure on the page is no peak of a precision.
     """
 
     name: str
@@ -330,6 +330,7 @@ class Datasheet:
     published: bool = False
     unverified: tuple[str, ...] = ()
     exceptions: Mapping[str, str] = field(default_factory=dict)
+    lacks: Mapping[str, str] = field(default_factory=dict)
 
     def peak(self, path: str) -> float | None:
         """Returns the peak of products in a dtype or precision; None if unknown."""

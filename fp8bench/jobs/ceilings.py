@@ -201,7 +201,10 @@ def quote_of(text: str) -> Quote:
     quote = Quote(text, tuple(fitting), figure, number)
     published = tuple(sheet for sheet in fitting if quote.of(sheet) is not None)
     if not published:
-        raise UsageError(f"--peak {text!r:.80}: nothing is published of {figure} on {fitting[0].name}.")
+        sheet = fitting[0]
+        if why := sheet.lacks.get(kind_of_path(figure)):
+            raise UsageError(f"--peak {text!r:.80}: {sheet.name} has no peak of {figure}: {why} ({sheet.source}).")
+        raise UsageError(f"--peak {text!r:.80}: nothing is published of {figure} on {sheet.name}.")
     return replace(quote, devices=published)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import date
@@ -240,7 +241,27 @@ ROUNDING = 0.02
 # No vendor says more of operands with 2:4 structure than twice what it says of all others.
 SPARSE = 2.0
 # What has been quoted in the wrong place: (device, path) -> TFLOP/s.
-MISQUOTED = {("H200", "tf32"): 312.0, ("H100", "tf32"): 312.0, ("A100", "fp8"): 624.0, ("H200", "fp8"): 3958.0}
+MISQUOTED = {
+    ("H200", "tf32"): 312.0, ("H100", "tf32"): 312.0, ("A100", "fp8"): 624.0, ("H200", "fp8"): 3958.0,
+    ("TPU v5p", "fp8"): 459.0,
+}  # fmt: skip
+# Devices without units for a precision, by parts of their names.
+_BEFORE_FP4 = ("A100", "H100", "H200", "GH200", "L4", "RTX 4090", "MI3[02]", "TPU", "Gaudi", "Max 1550")
+NO_UNITS = {
+    "fp8": ("A100", "TPU v5", "Max 1550"),
+    "fp6": _BEFORE_FP4,
+    "fp4": _BEFORE_FP4,
+    "tf32": ("MI35", "TPU"),
+}
+
+
+def test_no_device_has_a_peak_of_what_it_has_no_units_for() -> None:
+    for path, names in NO_UNITS.items():
+        for one in datasheets():
+            assert not (path in one.dense and re.search("|".join(names), one.name)), (one.name, path)
+            assert not set(one.lacks) & set(one.dense)
+
+
 # Twice the widest step that any device has had from one path to the next wider one.
 FP32_TO_BF16 = 34.0
 

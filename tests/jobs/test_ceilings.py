@@ -168,6 +168,8 @@ def test_a_quote(text: str, right: bool, words: tuple[str, ...]) -> None:
         ("H200 speed 3", "'speed' is no figure"), ("H900 tf32 3", "no datasheet of 'H900'"),
         ("NVIDIA tf32 3", "no datasheet"), ("H200 fp4 3", "nothing is published of fp4"),
         ("L4 memory 24", "nothing is published of memory"),
+        ("TPU v5p fp8 459", "lists 459 TFLOP/s of FP8, .* no units for FP8 .https://docs.cloud.google.com/tpu/docs/v5p"),
+        ("TPU v5p e4m3", "TPU v5p has no peak of e4m3"),
     ],
 )  # fmt: skip
 def test_what_is_no_quote(text: str, why: str) -> None:

@@ -56,7 +56,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--reference", choices=tuple(CARRIERS), help="what they are held against; default fp32 on a CPU, else bf16")
     add("--batch", type=types.whole(whole_number(1, 1 << 14)), default=1, metavar="N", help="sequences; default 1")
     add(
-        "--contexts", metavar="A,B", help=f"{LEAST_CONTEXTS} contexts or more, for the line; default 256,1024,2048,4096"
+        "--contexts",
+        metavar="A,B",
+        help=f"{LEAST_CONTEXTS} contexts or more, for the line; default 256,1024,1025,2048,4096",
     )
     add(
         "--sweep",

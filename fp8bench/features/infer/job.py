@@ -5,6 +5,7 @@ Arms without a kernel of their own have bytes and quality but no times: nobody w
 
 from __future__ import annotations
 
+import math
 import sys
 import sysconfig
 from array import array
@@ -64,7 +65,7 @@ SHIPPED, WEIGHTS = "nano-python", Path(__file__).with_name("nano-python.bin")
 HELD_OUT, WINDOW = ("argparse.py", "statistics.py", "textwrap.py"), 128
 _LIMIT = 1800.0
 # By whether --quick is given.
-_CONTEXTS = {False: (256, 1024, 2048, 4096), True: (128, 512, 1024, 2048)}
+_CONTEXTS = {False: (256, 1024, 1025, 2048, 4096), True: (128, 512, 513, 1024, 2048)}
 
 
 def answer_question(
@@ -115,6 +116,8 @@ def checked(question: ServingQuestion) -> ServingQuestion:
     shape, usual = served_shape(question.size), _CONTEXTS[question.quick]
     few = tuple(sorted({shape.sequence * part // 8 for part in (1, 2, 4, 8)}))
     contexts = question.contexts or (few if usual[-1] > shape.sequence else usual)
+    if math.gcd(*contexts) > 1:  # one token past a page a cache of whole pages has its step
+        contexts = tuple(sorted({*contexts, contexts[len(contexts) // 2 - 1] + 1}))
     if contexts[0] < 1 or contexts[-1] > shape.sequence:
         raise UsageError(
             f"--contexts goes from {contexts[0]} to {contexts[-1]}: {question.size} has positions for 1 to "

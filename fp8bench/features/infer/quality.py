@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8bench.analysis.compare.interval import quantile
+from fp8bench.errors import UsageError
 from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, RolloutGap, ServedModel
 from fp8bench.model import DeviceFacts, Interval
 from fp8bench.nn.arithmetics import PlainArithmetic
@@ -65,8 +66,11 @@ def weights_in(path: Path, config: GPTConfig, device: str) -> Callable[[str], Te
 def _checkpoint_weights(model: ServedModel, config: GPTConfig, device: str) -> Callable[[str], Tensor]:
     from fp8bench.features.train.lab.checkpoint import weights
 
+    shapes, kept = served_shapes(config), weights(model.weights, model.arm)
+    if len(shapes) != len(kept):
+        raise UsageError(f"{model.name} was trained as another model, with {len(kept)} weights. Train it again.")
     # A checkpoint has weights in the order of the model's parameters.
-    trained = dict(zip(served_shapes(config), weights(model.weights, model.arm), strict=True))
+    trained = dict(zip(shapes, kept, strict=True))
     return lambda name: trained[name].to(device, torch.float32)
 
 

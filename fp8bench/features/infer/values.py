@@ -177,12 +177,14 @@ class ContextCrossing:
     """Where an arm's line crosses the reference's; `at` is None where they surely cross nowhere, or it is not sure.
 
     `faster` says whether the arm is faster at the shortest and at the longest context; None where that is not sure.
+    `contrary` are measured contexts that are the other way round than the lines say.
     """
 
     at: float | None
     low: float
     high: float
     faster: tuple[bool | None, bool | None]
+    contrary: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,9 @@ def _crossings(answer: ServingAnswer) -> Iterator[str]:
         if crossing is not None and crossing.at is not None:
             words = "pays from" if crossing.faster[1] else "pays up to"
             place = f"a context of {crossing.at:.0f} ({crossing.low:.0f} to {crossing.high:.0f})"
+            if crossing.contrary:
+                again = "slower" if crossing.faster[1] == (crossing.contrary[-1] > crossing.at) else "faster"
+                off = f", and measured {again} at {', '.join(map(str, crossing.contrary))}{off}"
             if time.doubts:  # such labels withhold a verdict, here too
                 yield f"{name} against {reference}: not told; lines cross at {place}{off}{doubt}"
             else:

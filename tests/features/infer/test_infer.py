@@ -38,7 +38,7 @@ from tests.commands import Say
 from tests.counts import for_each, sampled
 from tests.workloads.steps import CPU
 
-CONTEXTS, MODELS = (128, 512, 1024, 2048), "tests.nn.served_models"
+CONTEXTS, MODELS = (128, 512, 513, 1024, 2048), "tests.nn.served_models"
 
 
 def test_words_of_arms_and_back() -> None:
@@ -132,6 +132,53 @@ def test_a_crossing_is_claimed_of_no_curve() -> None:
         leaps = {context: np.multiply(1 + 0.3 * (context > 1024), times) for context, times in curved.items()}
         crossing = crossing_of(*(line for line in map(line_of, (leaps, straight)) if line is not None), CONTEXTS)
         assert crossing.at is None or crossing.low <= 1024 < crossing.high, seed
+
+
+def paged(page: int, a: float, b: float, contexts: tuple[int, ...], seed: int) -> LineDraws:
+    """An arm that reads whole pages, with noise of 1%."""
+    random = np.random.default_rng(seed)
+    rounds = {}
+    for context in contexts:
+        rounds[context] = ((a + b * -(-context // page) * page) * noisy(random, 24, 0.01)).tolist()
+    line = line_of(rounds)
+    assert line is not None
+    return line
+
+
+@for_each("contexts", [CONTEXTS, (128, 512, 1024, 2048), (256, 512, 768, 1024, 1280, 1536, 2048)])
+def test_an_arm_that_reads_whole_pages_crosses_within_its_interval(contexts: tuple[int, ...]) -> None:
+    """From the first context at which it is faster to the last at which it is slower again."""
+    told = 0
+    for seed, page in enumerate((1, 16, 64, 128, 256, 512, 1024)):
+        reference = paged(1, 1e-3, 1e-6, contexts, 2 * seed)
+        for at in (300, 700, 812, 1200):
+            a = 1e-3 + 6e-7 * at
+            crossing = crossing_of(paged(page, a, 4e-7, contexts, 2 * seed + 1), reference, contexts)
+            every = np.arange(contexts[0], contexts[-1] + 1)
+            slower = every[a + 4e-7 * -(-every // page) * page >= 1e-3 + 1e-6 * every]
+            first = every[len(slower[slower <= at])] if page == 1 else every[~np.isin(every, slower)][0]
+            told += crossing.at is not None
+            if crossing.at is not None:
+                assert crossing.low <= first <= crossing.high + 1 and slower[-1] <= crossing.high + 1, (page, at)
+    assert told > 6
+
+
+def test_what_was_measured_counts_more_than_lines() -> None:
+    """A gain that is lost again at a measured context is told, and lies within the interval."""
+    contexts = (128, 257, 512, 769, 1024, 1281, 1536, 1793, 2048, 4096)
+    reference = paged(1, 1e-3, 1e-6, contexts, 0)
+    slow_at = dict.fromkeys(contexts, 1.0) | {1281: 1.3}
+    random = np.random.default_rng(1)
+    rounds = {c: ((1.25e-3 + 5e-7 * c) * slow_at[c] * noisy(random, 24, 0.01)).tolist() for c in contexts}
+    line = line_of(rounds)
+    assert line is not None
+    steady = replace(line, above=np.zeros(len(contexts)))  # as if lines missed nothing
+    crossing = crossing_of(steady, replace(reference, above=np.zeros(len(contexts))), contexts)
+    assert crossing.contrary == (1281,) and crossing.high == 1281 and crossing.at is not None
+    question = ServingQuestion("nano", (Arm("fp32"), Arm("bf16")), contexts, 1, True, 1024)
+    times = ArmTimes(Arm("fp32"), line=reference.line), ArmTimes(Arm("bf16"), line=line.line, crossing=crossing)
+    text = render(page_of(ServingAnswer(question, "cpu", times, 128, None)), 200, False, False)
+    assert "bf16 pays from a context of" in text and "measured slower at 1281" in text
 
 
 def test_crossings_are_told_where_there_are_any() -> None:

@@ -101,7 +101,9 @@ def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_its_model_has_not_is_refused(own: str, fp8bench: Say, tmp_path: Path) -> None:
     shape = OWN_SHAPES[own]
     question = ServingQuestion(own, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
-    assert question.is_own and checked(question).contexts == (128, 512, 1024, 2048)
+    assert question.is_own and checked(question).contexts == (128, 512, 513, 1024, 2048)
+    assert checked(replace(question, contexts=(64, 96, 128, 256))).contexts == (64, 96, 97, 128, 256)
+    assert checked(replace(question, contexts=(64, 97, 128, 256))).contexts == (64, 97, 128, 256)
     value = value_of(ServingAnswer(checked(question), "cpu", (), 128, None))
     assert value["bytes"][1]["kv"] * 4 == value["bytes"][0]["kv"]
     assert step_bytes(shape, Arm("fp32"), 1, 8).kv == 4 * 2 * served_models.LAYERS * 8 * served_models.WIDTH
