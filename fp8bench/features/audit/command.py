@@ -81,8 +81,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 PASS, 1 FAIL, 2 wrong usage, 4 CANNOT TELL."
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="the callable; file.py:function, too")
     kinds = [kind.value for kind in AuditKind]
-    parser.add_argument("--kind", choices=kinds, help="what it is; default as it is declared")
-    parser.add_argument("--precision", metavar="DTYPE", help="what it promises, as in suite --dtypes: fp8, mxfp8, ...")
+    parser.add_argument(
+        "--kind", choices=kinds, help="what the callable is, or returns (model); default: taken from @fp8bench.audited"
+    )
+    parser.add_argument(
+        "--precision",
+        metavar="DTYPE",
+        help="the precision it promises, as in suite --dtypes: fp8, fp8-rowwise:scale=exact (amax / 448; without the option powers of two), mxfp8, ...",
+    )
     parser.add_argument(
         "--takes",
         choices=("values", "codes"),

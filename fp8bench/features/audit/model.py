@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8bench.errors import UsageError
 from fp8bench.features.audit.layer_numbers import WIDE, LayerNumbers, LayerVerdict, describe_casts
 from fp8bench.features.audit.operands import promised_by
+from fp8bench.features.audit.promises import READINGS
 from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome, fail, remark
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import Signature
@@ -42,10 +43,6 @@ _REMARKS = ("other-rounding", "sampled")
 # Reasons that are mistakes of the converter.
 _SILENT = ("stopped", "shared")
 _SHOWN = 4
-_GUESSES = (
-    "fp8", "fp8:scale=pow2", "fp8-rowwise", "fp8-rowwise:scale=exact", "fp8-block", "fp8-block:scale=exact", "mxfp8",
-    "mxfp8:scale=floor", "mxfp6", "mxfp4", "mxfp4:scale=floor", "nvfp4", "nvfp4:weights=1d", "fp8-e5m2", "fp8-unit",
-)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -150,7 +147,7 @@ class ModelCheck:
     shape, and others at random as long as weights have few numbers together."""
 
     def __init__(self, model: nn.Module, layers: Sequence[FoundLayer], facts: DeviceFacts, precision: str) -> None:
-        names = dict.fromkeys((*filter(None, (precision,)), *_GUESSES))
+        names = dict.fromkeys((*filter(None, (precision,)), *READINGS))
         self.guesses = {name: promised_by(name, facts) for name in names}
         self.model, self.layers, self.precision = model, layers, precision
         self._chosen, self._is_checking = _chosen(layers), False
@@ -309,7 +306,7 @@ def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFind
     low = [row for row in rows if row.low]
     for (runs, code, wrong), alike in together(((row.runs, row.code, row.wrong), row) for row in low).items():
         words = f"{len(alike)} of {len(low)} converted layers"
-        if precision and runs in _GUESSES and runs != precision:
+        if precision and runs in READINGS and runs != precision:
             promise = f"{precision} was promised; to promise what was found, give --precision {runs}"
             yield _of(alike, fail("other-precision", f"{words} multiply {describe_casts(runs)}, and {promise}"))
         elif code:
