@@ -222,7 +222,8 @@ class LayerNumbers:
 
     def _product(self, x: Tensor) -> LayerProduct:
         wide = x.detach().cpu().float()
-        matrix = wide if kind_of(self.module)[0] == CONV2D else wide.reshape(-1, wide.shape[-1])
+        images = wide.reshape(-1, *wide.shape[-3:]) if wide.dim() > 2 else wide
+        matrix = images if kind_of(self.module)[0] == CONV2D else wide.reshape(-1, wide.shape[-1])
         return LayerProduct(self.module, matrix, self._decoded(), not self._in_codes)
 
     def _decoded(self) -> Tensor:

@@ -310,7 +310,8 @@ def test_convolutions_are_checked() -> None:
     torch.manual_seed(0)
     model, images = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 16, 1)), torch.randn(2, 16, 8, 8)
     undo = own("fp8")(model)
-    assert audit_model(model, images, "fp8").outcome is AuditOutcome.PASS
+    for batch in (images, images[0]):
+        assert audit_model(model, batch, "fp8").outcome is AuditOutcome.PASS
     honest = model[0].forward
     vars(model[0])["forward"] = lambda x: honest(x) / 2
     assert failures(audit_model(model, images, "fp8"))
