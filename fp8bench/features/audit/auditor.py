@@ -26,6 +26,9 @@ from fp8bench.features.audit.operands import (
 from fp8bench.features.audit.promises import (
     CERTAIN,
     FIGURES,
+    OTHER_READINGS,
+    READINGS,
+    TIES,
     AttentionPromise,
     Matrices,
     ProductPromise,
@@ -34,10 +37,12 @@ from fp8bench.features.audit.promises import (
 from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork
 from fp8bench.formats.codes import DTYPES
 from fp8bench.formats.hardware import has_hopper_units
+from fp8bench.formats.recipes import Recipe, ScaleRounding
 from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.protocols import Role
+from fp8bench.registry import precisions
 from fp8bench.user_code import own_words
 
 _LAYER = "audit"
@@ -214,6 +219,12 @@ _SMALLER = (Shape(1, 1, 16), Shape(2, 2, 32), Shape(4, 4, 32), Shape(8, 8, 64), 
 # The search for mistakes is slow: of each result so many that need it are searched.
 _SEARCHES = 4
 NORMAL = "normal"
+# Kinds of data that tell precisions apart.
+_TELLING = (NORMAL, "rows of different sizes", "many octaves")
+_SCALES = {
+    ScaleRounding.EXACT: "the largest magnitude / the format's largest, not rounded",
+    ScaleRounding.POWER_OF_TWO: "powers of two",
+}
 # Codes of results that no other check can look at.
 _NOTHING = ("raises", "shape", "dtype")
 # Added to the seed for a second, independent input.
@@ -312,8 +323,41 @@ class Auditor:
     def finding(self, given: AuditInput, name: str, verdict: AuditFinding) -> AuditFinding:
         """Says of which result a verdict is; a failure is about the smallest input that shows it."""
         result = "" if name == "product" else f"{name}: "
-        about = given if verdict.remark else self.smallest(given, name, verdict.code)
-        return self.about(about, replace(verdict, why=result + verdict.why))
+        if verdict.remark or verdict.code in _NOTHING:
+            return self.about(given, replace(verdict, why=result + verdict.why))
+        why = f"{result}{verdict.why}. {self._reading(name)}"
+        return self.about(self.smallest(given, name, verdict.code), replace(verdict, why=why))
+
+    def _reading(self, name: str) -> str:
+        """Says what was promised, and which other precision gives the results of that name, if one does."""
+        promised = self.subject.signature.precision
+        said = f"Promised: {_with_scales(promised)}. Found: "
+        readings = [each for each in (*READINGS, *OTHER_READINGS) if each != promised]
+        for data in (data for data in _TELLING if data in self.subject.data):
+            try:
+                given = AuditInput(data, self.first.shape)
+                matrices = self.matrices(given)
+                result = self.results(matrices)[name]
+                readings = [each for each in readings if self._is_kept(each, name, matrices, result)]
+            except Exception:  # noqa: BLE001 - foreign code may raise anything
+                readings = []
+        if not readings:
+            return f"{said}the results of no precision that is known here."
+        return f"{said}{_with_scales(readings[0])}; give --precision {readings[0]} to promise that."
+
+    def _is_kept(self, precision: str, name: str, matrices: Matrices, result: Tensor) -> bool:
+        subject = type(self.subject)(self.subject.function, self.subject.signature, self.subject.facts)
+        subject.signature = replace(subject.signature, precision=precision)
+        verdict = subject.promises(matrices)[name].judge(result, search=False)
+        return not verdict.failed and verdict.why in ("", TIES)
+
+
+def _with_scales(precision: str) -> str:
+    """Returns for example 'fp8-rowwise, whose scales are powers of two'."""
+    recipe = getattr(precisions.get(precision), "recipe", None)
+    scaling = recipe.input.scaling if isinstance(recipe, Recipe) else None
+    words = "" if scaling is None else _SCALES.get(scaling.rounding, f"rounded by {scaling.rounding.value}")
+    return f"{precision}, whose scales are {words}" if words else precision
 
 
 class AuditCheck(NamedTuple):

@@ -81,8 +81,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 PASS, 1 FAIL, 2 wrong usage, 4 CANNOT TELL."
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="the callable; file.py:function, too")
     kinds = [kind.value for kind in AuditKind]
-    parser.add_argument("--kind", choices=kinds, help="what it is; default as it is declared")
-    parser.add_argument("--precision", metavar="DTYPE", help="what it promises, as in suite --dtypes: fp8, mxfp8, ...")
+    parser.add_argument(
+        "--kind",
+        choices=kinds,
+        help="product: a times b transposed; linear: x times a weight, with gradients; attention: of queries, keys and "
+        "values; model: a function that returns a converted model; default taken from @fp8bench.audited",
+    )
+    parser.add_argument(
+        "--precision",
+        metavar="DTYPE",
+        help="the precision it promises, as in suite --dtypes: fp8, mxfp8, ...; row-wise scales of amax / 448 are "
+        "fp8-rowwise:scale=exact, and powers of two fp8-rowwise",
+    )
     parser.add_argument(
         "--takes",
         choices=("values", "codes"),

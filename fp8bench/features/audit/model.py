@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import random
 import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fp8bench.errors import UsageError
-from fp8bench.features.audit.operands import promised_by, rounded
+from fp8bench.features.audit.layer_numbers import WIDE, LayerNumbers, LayerVerdict, describe_casts
+from fp8bench.features.audit.operands import promised_by
+from fp8bench.features.audit.promises import READINGS
 from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome, fail, remark
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import Signature
 from fp8bench.nn.holders import weight_of, weights_of
 from fp8bench.nn.model_calls import call_of
-from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.registry import devices, precisions
 from fp8bench.report.panels import together
 from fp8bench.user_code.named import signed
@@ -32,25 +36,23 @@ _PACKAGES = ("transformer_engine", "intel_transformer_engine", "torchao")
 _MULTIPLE = 16
 # torchao's filters, tuned on an H100, leave layers with at most so many outputs and inputs as they are.
 _SMALL = ((1024, 4096), (2048, 1 << 62), (1 << 62, 1024))
-# The most relative error of a product whose operands were not cast, in bfloat16; e4m3 has 3%.
-_UNCAST = 2.0**-7
-# Rows and columns of a product that are looked at.
-_CORNER = 64
-HIGH, UNKNOWN, WEIGHTS = "as it came", "not known", "weights alone"
-_HIGH = {HIGH: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# All layers are checked where their weights have at most so many numbers together.
+_MOST_NUMBERS = 1 << 26
+# What the numbers of a layer may be without being wrong.
+_REMARKS = ("other-rounding", "sampled")
 # Reasons that are mistakes of the converter.
 _SILENT = ("stopped", "shared")
 _SHOWN = 4
-_GUESSES = ("fp8", "fp8-e4m3", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4")
 
 
 @dataclass(eq=False)
 class FoundLayer:
-    """A module whose weight is multiplied; `row` is what is known of it by now."""
+    """A module whose weight is multiplied; `row` is what is known of it by now, `verdict` what its numbers said."""
 
     module: nn.Module
     weight: Tensor
     row: AuditedLayer
+    verdict: LayerVerdict | None = None
 
 
 def layers_in(model: nn.Module) -> list[FoundLayer]:
@@ -61,7 +63,8 @@ def layers_in(model: nn.Module) -> list[FoundLayer]:
     layers = []
     for module, (name, *also) in paths.items():
         weight, holder = weight_of(module), holders.get(module)
-        low = isinstance(weight, Tensor) and weight.dim() >= 2 and promises_low(module)
+        is_matrix = isinstance(weight, Tensor) and weight.dim() >= 2 and not isinstance(module, nn.Embedding)
+        low = is_matrix and promises_low(module)
         weight = weight if low or holder is None else holder.weight
         if weight is not None and (low or holder is not None):
             package, kind = type(module).__module__.partition(".")[0], type(weight)
@@ -139,63 +142,116 @@ def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFind
                 )
 
 
-def _runs_as(layer: FoundLayer, x: Tensor, output: Tensor, facts: DeviceFacts) -> str:
-    """Returns the precision of a layer's product, recognised by its numbers; '' where casts change nothing, as those of
-    zeros and small whole numbers."""
-    product, bias = output.detach().cpu().double(), getattr(layer.module, "bias", None)
-    if isinstance(bias, Tensor) and bias.numel():
-        product = product - bias.detach().cpu().double()
-    product = product.reshape(-1, product.shape[-1])[:_CORNER, :_CORNER]
-    wrapped = hasattr(layer.weight, "__tensor_flatten__")
-    weight = (layer.weight.dequantize() if wrapped else layer.weight).detach().cpu().float()
-    x = x.detach().cpu().reshape(-1, x.shape[-1]).float()
+class ModelCheck:
+    """Checks layers of low precision while a model runs: all of a small model, the first and last of each class and
+    shape, and others at random as long as weights have few numbers together."""
 
-    def error(a: Tensor, b: Tensor) -> float:
-        return relative_frobenius(product, a[:_CORNER].double() @ b[:_CORNER].double().t())
+    def __init__(self, model: nn.Module, layers: Sequence[FoundLayer], facts: DeviceFacts, precision: str) -> None:
+        names = dict.fromkeys((*filter(None, (precision,)), *READINGS))
+        self.guesses = {name: promised_by(name, facts) for name in names}
+        self.model, self.layers, self.precision = model, layers, precision
+        self._chosen, self._is_checking = _chosen(layers), False
+        self._known: dict[Any, str] = {}
 
-    high = (name for name, dtype in _HIGH.items() if error(x.to(dtype), weight.to(dtype)) < _UNCAST)
-    wide, errors = next(high, UNKNOWN), {}
-    for name in _GUESSES:
-        first, second, _ = promised_by(name, facts).treatments
-        errors[name] = error(rounded(x, first).values, rounded(weight, second).values)
-    nearest = min(errors, key=lambda name: errors[name])
-    if errors[nearest] < _UNCAST:
-        return nearest if wide == UNKNOWN else ""
-    return WEIGHTS if wrapped and wide in _HIGH else wide
+    def run(self, batch: Any) -> None:
+        """Runs the model on a batch, or raises UsageError. Layers that were not called are checked in a second run,
+        inside one that is called: there they find the model's autocast."""
+        handles = [
+            layer.module.register_forward_hook(partial(self._look, layer), with_kwargs=True) for layer in self.layers
+        ]
+        self._call(batch, handles)
+        inside = next((layer.module for layer in self.layers if layer.row.low and layer.verdict), None)
+        if inside is not None and self._unseen:
+            self._call(batch, [inside.register_forward_hook(lambda *_: self.check_unseen())])
 
+    def check_unseen(self) -> None:
+        for layer in self._unseen:
+            self._check(layer, LayerNumbers(layer.module, layer.weight, self.guesses, self._likely(layer)), None, None)
 
-def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: DeviceFacts) -> None:
-    """Runs the model with hooks on all layers, which fill in `runs` and `flops`; raises UsageError where it fails.
-    Of each class and shape one product is looked at."""
-    known: dict[tuple[Any, ...], str] = {}
+    @property
+    def _unseen(self) -> list[FoundLayer]:
+        return [layer for layer in self.layers if layer in self._chosen and layer.row.low and not layer.verdict]
 
-    def look(layer: FoundLayer, _: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        x = next((tensor for tensor in given if isinstance(tensor, Tensor)), None)
-        if x is None or not x.numel() or not isinstance(output, Tensor) or layer.weight.dim() != 2:
+    def _call(self, batch: Any, handles: Sequence[RemovableHandle]) -> None:
+        try:
+            with torch.no_grad():
+                call_of(self.model, batch)()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _likely(self, layer: FoundLayer) -> tuple[str, ...]:
+        return self.precision, self._known.get(_class_and_shape(layer), "")
+
+    def _look(
+        self, layer: FoundLayer, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any], output: Any
+    ) -> None:
+        x = next((value for value in (*given, *options.values()) if isinstance(value, Tensor)), None)
+        if x is None or self._is_checking:
             return
-        outputs, inputs = layer.weight.shape
-        if x.shape[-1] != inputs or output.shape != (*x.shape[:-1], outputs):
-            return
-        row = layer.row = replace(layer.row, flops=layer.row.flops + 2 * x.numel() * outputs)
-        if not row.runs and (
-            row.low or (isinstance(layer.module, nn.Linear) and type(layer.module).forward is not nn.Linear.forward)
-        ):
-            key = type(layer.module), type(layer.weight), x.shape, layer.weight.shape
-            if not known.get(key):
-                known[key] = _runs_as(layer, x, output, facts)
-            low = row.low or known[key] in _GUESSES  # a class of anybody's own is known by its numbers alone
-            layer.row = replace(row, low=low, runs=known[key] if low else "")
+        outputs, inputs = layer.row.weight[0], layer.row.weight[-1]
+        if len(layer.row.weight) == 2 and isinstance(output, Tensor) and output.shape == (*x.shape[:-1], outputs):
+            layer.row = replace(
+                layer.row, flops=layer.row.flops + 2 * x.numel() // max(x.shape[-1], 1) * inputs * outputs
+            )
+        custom = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+        if layer in self._chosen and not layer.verdict and (layer.row.low or custom):
+            numbers = LayerNumbers(module, layer.weight, self.guesses, self._likely(layer), given, options)
+            self._check(layer, numbers, x, output)
 
-    # Running means move in a model that trains. An expanded buffer cannot be written, by the model either.
+    def _check(self, layer: FoundLayer, numbers: LayerNumbers, x: Tensor | None, output: Any) -> None:
+        self._is_checking = True
+        try:
+            verdict = numbers.check(x, output, alone=layer.row.low)
+            # A class with a forward pass of its own, which promises nothing by its name, is known by its numbers.
+            if not layer.row.low and verdict.runs in self.guesses:
+                layer.row = replace(layer.row, low=True)
+                verdict = numbers.check(x, output)
+        finally:
+            self._is_checking = False
+        layer.verdict = verdict
+        if verdict.runs:
+            self._known.setdefault(_class_and_shape(layer), verdict.runs)
+
+    def finish(self) -> None:
+        """Checks the layers that no run has called, and writes all verdicts into the rows."""
+        self.check_unseen()
+        classes = {type(layer.module) for layer in self.layers if layer.row.low and layer.verdict} - {nn.Linear}
+        for layer in self.layers:
+            if layer.verdict and (layer.row.low or type(layer.module) in classes):
+                runs, code, wrong = layer.verdict
+                layer.row = replace(layer.row, low=True, runs=runs, code=code, wrong=wrong)
+            elif layer.row.low:
+                layer.row = replace(
+                    layer.row, code="sampled", wrong="not looked at: others of their class and shape were"
+                )
+
+
+def _class_and_shape(layer: FoundLayer) -> tuple[Any, ...]:
+    return type(layer.module), type(layer.weight), layer.row.weight
+
+
+def _chosen(layers: Sequence[FoundLayer]) -> set[FoundLayer]:
+    groups = together((_class_and_shape(layer), layer) for layer in layers).values()
+    chosen = {layer for alike in groups for layer in (alike[0], alike[-1])}
+    numbers = sum(layer.weight.numel() for layer in chosen)
+    for layer in random.Random(0).sample(layers, len(layers)):
+        if layer not in chosen and numbers + layer.weight.numel() <= _MOST_NUMBERS:
+            chosen.add(layer)
+            numbers += layer.weight.numel()
+    return chosen
+
+
+@contextmanager
+def left_alone(model: nn.Module) -> Iterator[None]:
+    """Puts buffers, such as running means, and the state of random numbers back; nobody writes an expanded buffer."""
     written = (buffer for buffer in model.buffers() if buffer.layout is not torch.strided or 0 not in buffer.stride())
     buffers = [(buffer, buffer.clone()) for buffer in written]
-    handles = [layer.module.register_forward_hook(partial(look, layer)) for layer in layers]
+    devices = {buffer.device for buffer in (*model.parameters(), *model.buffers()) if buffer.device.type == "cuda"}
     try:
-        with torch.no_grad():
-            call_of(model, batch)()
+        with torch.random.fork_rng(devices):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -203,28 +259,29 @@ def run_once(model: nn.Module, batch: Any, layers: Sequence[FoundLayer], facts: 
 
 def audited_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
     started, layers = time.perf_counter(), layers_in(model)
-    failed = []
-    try:
-        if batch is not None:
-            run_once(model, batch, layers, facts)
-    except UsageError as error:
-        failed.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
+    check, failed = ModelCheck(model, layers, facts, signature.precision), list[AuditFinding]()
+    with left_alone(model):
+        try:
+            if batch is not None:
+                check.run(batch)
+        except UsageError as error:
+            failed.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
+        check.finish()
     why, rows = left_out(model, layers), []
     for layer in layers:
         rule, reason = why(layer)
         rows.append(replace(layer.row, rule=rule, reason=reason))
     checks = {"conversion": [*_conversion(rows), *untied(model, layers)]}
-    if batch is not None:
-        checks["numbers"] = failed or list(_numbers(rows, signature.precision))
+    checks["numbers"] = [*failed, *_numbers(rows, signature.precision)]
     findings = [replace(finding, check=name) for name, own in checks.items() for finding in own or [AuditFinding()]]
     looked_at, seconds = sum(bool(row.runs) for row in rows), time.perf_counter() - started
     return Audit(target, signature, tuple(findings), looked_at, seconds, layers=tuple(rows))
 
 
 def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Audit:
-    """Audits a live model that Accelerate, torchao or another converter has been through. With a `batch`, products
-    of converted layers are looked at; `precision` is what they should be in, '' for any low one. The model is run
-    once without gradients, and stays as it was."""
+    """Audits a live model that Accelerate, torchao or another converter has been through. Converted layers are checked
+    as the model calls them on the `batch`, and by themselves, without and with gradients; `precision` is what they
+    should be in, '' for any low one. The model stays as it was; scales that remember earlier casts see these calls."""
     facts = next(device for device in devices.get("cpu").available())
     signature = signed("model", precisions.canonical(precision) if precision else "")
     return audited_model(type(model).__name__, model, batch, signature, facts)
@@ -247,21 +304,19 @@ def _conversion(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
 
 def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
     low = [row for row in rows if row.low]
-    for runs, alike in together((row.runs, row) for row in low).items():
+    for (runs, code, wrong), alike in together(((row.runs, row.code, row.wrong), row) for row in low).items():
         words = f"{len(alike)} of {len(low)} converted layers"
-        if runs in _HIGH:
-            how = "their operands as they came" if runs == HIGH else f"in {runs}"
-            yield _of(alike, fail("not-cast", f"{words} multiply {how}, and promise otherwise"))
-        elif runs == "":
-            words += " were not called on this batch, or show no single product that casts change"
-            yield _of(alike, remark("not-seen", words))
-        elif runs == UNKNOWN:
-            yield _of(alike, remark("unknown", f"{words} multiply in a precision that is not known here"))
-        elif precision and runs not in (WEIGHTS, precision):
-            words += f" multiply as {runs} does, and {precision} was promised"
-            yield _of(alike, fail("other-precision", words))
-    if low and not any(row.runs for row in low):
-        yield AuditFinding("", AuditOutcome.CANNOT_TELL, "not-seen", "no converted layer could be looked at")
+        if precision and runs in READINGS and runs != precision:
+            promise = f"{precision} was promised; to promise what was found, give --precision {runs}"
+            yield _of(alike, fail("other-precision", f"{words} multiply {describe_casts(runs)}, and {promise}"))
+        elif code:
+            yield _of(alike, (remark if code in _REMARKS else fail)(code, f"{words}: {wrong}"))
+        elif runs in WIDE:
+            yield _of(alike, fail("not-cast", f"{words} multiply {describe_casts(runs)}, and promise otherwise"))
+        elif not runs:
+            yield _of(
+                alike, fail("unchecked", f"{words} show no product that casts change, so nothing is known of them")
+            )
 
 
 def given_model(name: str, answer: object) -> tuple[nn.Module, Any]:

@@ -85,10 +85,19 @@ TIMED: dict[str, Draw | tuple[Draw, Draw]] = {
     "ones": lambda rows, columns, _: torch.ones(rows, columns),
     **{name: DATA[name] for name in ("integers", "uniform", "normal")},
 }
+# A kernel that skips blocks of zeros, as block-sparse ones do, is faster on these, too.
+HALF_ZEROS = "half zeros"
+
+
+def _half_zeros(rows: int, columns: int, random: torch.Generator) -> Tensor:
+    x = _normal(rows, columns, random)
+    x[: rows // 2] = 0
+    x[:, : columns // 2] = 0
+    return x
 
 
 def drawn(data: str, operand: int, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
-    draws = (DATA | TIMED)[data]
+    draws = (DATA | TIMED | {HALF_ZEROS: _half_zeros})[data]
     draw = draws[operand > 0] if isinstance(draws, tuple) else draws
     name = f"{data} {operand} {rows}x{columns}"
     random = torch.Generator("cpu").manual_seed(seed + zlib.crc32(name.encode()))

@@ -59,8 +59,9 @@ def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:
 @dataclass(frozen=True)
 class AuditedLayer:
     """A layer of a converted model: `what` it is now, whether its class promises `low` precision, which precision
-    its product `runs` in ('' if that was not seen), and the FLOPs of its forward products. A layer that was left as
-    it was has the likely `reason`, and its name (`rule`). `also` are its other paths."""
+    its product `runs` in ('' if that was not seen), and the FLOPs of its forward products. `wrong` says what is wrong
+    with its numbers, or remarkable, and `code` is its name. A layer that was left as it was has the likely `reason`,
+    and its name (`rule`). `also` are its other paths."""
 
     name: str
     what: str
@@ -68,6 +69,8 @@ class AuditedLayer:
     low: bool
     runs: str = ""
     flops: int = 0
+    code: str = ""
+    wrong: str = ""
     reason: str = ""
     rule: str = ""
     also: tuple[str, ...] = ()

@@ -1,0 +1,481 @@
+"""Checks the numbers of one converted layer: what it computes against what its input, current weight and bias give.
+
+A layer is judged as the model calls it, and then by itself on random inputs: in both modes, with and without gradients,
+and once backward. Meanwhile its trainable weight and bias hold random numbers, so that neither a bias of zeros nor an
+old copy of the weight hides a mistake; both are put back.
+
+A difference is measured against sqrt(sum of x^2 w^2), the size of a sum of products with random signs. Casts move every
+row and column by a few percent of it; a mistake moves some by most of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8bench.features.audit.operands import Promised, rounded, spread
+from fp8bench.formats.recipes import Treatment
+from fp8bench.nn.holders import CONV1D, CONV2D, kind_of
+from fp8bench.numerics.conformity import permutations
+from fp8bench.user_code import own_words
+
+HIGH, UNKNOWN, WEIGHTS = "as it came", "not known", "weights alone"
+WIDE = {HIGH: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# How far results may be off where the casts are known: over all, and in one row or column.
+_SAME, _SAME_IN_LINE = 2.0**-7, 0.2
+# The rounding of a result to bfloat16, and once more when its bias is added.
+_OUTPUT = 2.0**-7
+# Casts that round otherwise have the emulation's error within this band, and its gain within this difference.
+_BAND, _GAIN = (0.8, 1.25), 0.01
+# A bias that is added so many times too often is named.
+_CLEARLY = 0.5
+# One row or column may be worse than all together by this factor and this much.
+_WORSE, _LITTLE = 2.5, 0.05
+# The largest error of gradients: e5m2 has 0.07, four bits that are rounded at random 0.3.
+_LARGEST, _LARGEST_OF_FEW_BITS, _FEW_BITS = 0.12, 0.45, 6
+_FOR_INFERENCE = ", although it is in training mode and has a weight or bias that needs one"
+# At most so many rows, or images, are multiplied.
+_ROWS, _IMAGES = 512, 8
+# The rows of a random input where the model has not shown any.
+_UNSEEN = 32
+# What libraries call the scales of a weight that is kept in codes.
+_SCALES = ("weight_scale_inv", "weight_scale")
+
+
+class LayerVerdict(NamedTuple):
+    """The precision that a layer `runs` in, '' if no cast showed; `code` and `why` say what is wrong with it."""
+
+    runs: str = ""
+    code: str = ""
+    why: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in ("", "other-rounding")
+
+
+class Misses(NamedTuple):
+    """Differences as shares of a random sum: the root mean square over all, in each row and column, and in the worst of
+    these beyond chance."""
+
+    level: float
+    worst: float
+    rows: Tensor
+    columns: Tensor
+
+    @property
+    def none(self) -> bool:
+        return self.level < _SAME and self.worst < _SAME_IN_LINE
+
+
+def misses(difference: Tensor, size: Tensor) -> Misses:
+    shares = (difference / size.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(math.inf).square()
+    rows, columns = (shares.mean(side).sqrt() for side in (1, 0))
+    # The fewer differences a line has, the further its mean may be from that of all.
+    down, across = (1 + 3 / math.sqrt(count) for count in shares.shape)
+    return Misses(
+        float(shares.mean().sqrt()), max(float(rows.max()) / across, float(columns.max()) / down), rows, columns
+    )
+
+
+def gain_of(found: Tensor, exact: Tensor) -> float:
+    return float((found * exact).sum() / exact.square().sum().clamp(min=1e-30))
+
+
+@dataclass
+class LayerProduct:
+    """The product of an input and a weight, both in float32, with one row for each row, or pixel, of the result."""
+
+    module: nn.Module
+    x: Tensor
+    weight: Tensor
+    casts_weight: bool
+
+    @cached_property
+    def kind(self) -> str:
+        return kind_of(self.module)[0]
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.kind == CONV2D:
+            return nn.Conv2d._conv_forward(self.module, x, weight, None)  # type: ignore[arg-type]
+        return x @ weight if self.kind == CONV1D else F.linear(x, weight)
+
+    def lines(self, output: Tensor) -> Tensor:
+        channels = 1 if self.kind == CONV2D else -1
+        return output.movedim(channels, -1).reshape(-1, output.shape[channels])
+
+    @cached_property
+    def looked_at(self) -> Tensor:
+        count, most = len(self.x), _IMAGES if self.kind == CONV2D else _ROWS
+        return torch.randperm(count, generator=torch.Generator().manual_seed(count))[:most].sort().values
+
+    def sampled(self, output: Tensor) -> Tensor:
+        whole = output.detach().cpu().float()
+        return self.lines(whole.reshape(len(self.x), *whole.shape[-3 if self.kind == CONV2D else -1 :])[self.looked_at])
+
+    def made(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.lines(self.multiply(x[self.looked_at], weight))
+
+    @cached_property
+    def exact(self) -> Tensor:
+        return self.made(self.x, self.weight)
+
+    @cached_property
+    def size(self) -> Tensor:
+        return self.made(self.x.square(), self.weight.square()).sqrt()
+
+    def kept_in(self, dtype: torch.dtype) -> Tensor:
+        return self.made(self.x.to(dtype).float(), self.weight.to(dtype).float())
+
+    def casts(self, promised: Promised, inputs: bool = True) -> Iterator[Tensor]:
+        """Yields it with both operands, or the weight alone, cast; then with one or both rounded to bf16 before."""
+        first, second, _ = promised.treatments
+        for carriers in self._carriers:
+            x, weight = (side.to(dtype).float() for side, dtype in zip((self.x, self.weight), carriers, strict=True))
+            if self.casts_weight and self.kind == CONV1D:
+                weight = rounded(weight.t().contiguous(), second).values.t()
+            elif self.casts_weight:
+                weight = rounded(weight.flatten(1).contiguous(), second).values.reshape(weight.shape)
+            yield self.made(self._cast_input(x, first) if inputs else x, weight)
+
+    @cached_property
+    def _carriers(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
+        wide, short = torch.float32, torch.bfloat16
+        is_carried = all(torch.equal(side, side.to(short).float()) for side in (self.x, self.weight))
+        return ((wide, wide),) if is_carried else ((wide, wide), (short, short), (short, wide), (wide, short))
+
+    def _cast_input(self, x: Tensor, treatment: Treatment | None) -> Tensor:
+        if self.kind != CONV2D:
+            return rounded(x, treatment).values
+        pixels = x.movedim(1, -1)
+        return rounded(pixels.reshape(-1, pixels.shape[-1]), treatment).values.reshape(pixels.shape).movedim(-1, 1)
+
+    def gradients(self, gradient: Tensor) -> dict[str, Tensor]:
+        with torch.enable_grad():
+            x, weight = (tensor.detach().requires_grad_() for tensor in (self.x, self.weight))
+            output = self.multiply(x, weight)
+            into = torch.autograd.grad(output, (x, weight), gradient.reshape(output.shape))
+        return {"input": into[0], "weight": into[1], "bias": self.lines(gradient.reshape(output.shape)).sum(0)}
+
+    def cast_gradients(self, gradient: Tensor, promised: Promised) -> dict[str, Tensor]:
+        """Returns both gradients of a linear layer's product with all operands cast; nothing for other layers."""
+        if self.kind in (CONV1D, CONV2D):
+            return {}
+        first, second, third = promised.treatments
+        rows = gradient.reshape(-1, len(self.weight))
+        down, across = (rounded(tensor.contiguous(), third).values for tensor in (rows, rows.t()))
+        weight, x = (
+            rounded(tensor.t().contiguous(), cast).values for tensor, cast in ((self.weight, second), (self.x, first))
+        )
+        return {"input": down @ weight.t(), "weight": across @ x.t()}
+
+    def squared(self) -> LayerProduct:
+        return LayerProduct(self.module, self.x.square(), self.weight.square(), self.casts_weight)
+
+
+@dataclass
+class LayerNumbers:
+    """A layer, the precisions that it may have, and how the model called it. `likely` are the names of those that are
+    tried first, and taken if they explain its results."""
+
+    module: nn.Module
+    weight: Tensor
+    guesses: Mapping[str, Promised]
+    likely: tuple[str, ...] = ()
+    arguments: tuple[Any, ...] = ()
+    options: dict[str, Any] | None = None
+
+    def check(self, x: Tensor | None, output: Any = None, alone: bool = True) -> LayerVerdict:
+        """Judges the output that the model got, if it called the layer; then the layer alone."""
+        try:
+            return self._check(x if x is not None and x.numel() else None, output, alone)
+        except Exception as error:  # noqa: BLE001 - foreign code may raise anything
+            return LayerVerdict("", "unchecked", f"called by itself on random numbers it raises {own_words(error)}")
+
+    def _check(self, x: Tensor | None, output: Any, alone: bool) -> LayerVerdict:
+        seen = LayerVerdict() if x is None else self._judge(self._product(x), output, self.likely)
+        if seen.failed or not alone:
+            return seen
+        own = self._check_alone(self._random_input(x), (seen.runs, *self.likely))
+        if own.failed or not seen.runs:
+            return own
+        if (seen.runs in WIDE) is not (own.runs in WIDE):
+            return _two_ways("in the model", seen.runs, own.runs)
+        return seen
+
+    @property
+    def _bias(self) -> Tensor | None:
+        bias = getattr(self.module, "bias", None)
+        return bias if isinstance(bias, Tensor) and bias.numel() else None
+
+    @property
+    def _in_codes(self) -> bool:
+        return hasattr(self.weight, "__tensor_flatten__") or self.weight.dtype.itemsize == 1
+
+    def _product(self, x: Tensor) -> LayerProduct:
+        wide = x.detach().cpu().float()
+        images = wide.reshape(-1, *wide.shape[-3:]) if wide.dim() > 2 else wide
+        matrix = images if kind_of(self.module)[0] == CONV2D else wide.reshape(-1, wide.shape[-1])
+        return LayerProduct(self.module, matrix, self._decoded(), not self._in_codes)
+
+    def _decoded(self) -> Tensor:
+        weight = self.weight.detach()
+        if hasattr(weight, "__tensor_flatten__"):
+            return weight.dequantize().cpu().float()  # type: ignore[no-untyped-call]
+        scales = [scale for name in _SCALES if isinstance(scale := getattr(self.module, name, None), Tensor)]
+        if weight.dtype.itemsize > 1 or not scales:
+            return weight.cpu().float()
+        scale = scales[0].detach().cpu().float()
+        return weight.cpu().float() * spread(scale if scale.dim() == 2 else scale.reshape(-1, 1), weight)
+
+    def _judge(self, product: LayerProduct, output: Any, likely: Sequence[str]) -> LayerVerdict:
+        """Says in which precision an output was computed, or what is wrong with it."""
+        shape = product.exact.shape[-1]
+        if not isinstance(output, Tensor) or (product.kind != CONV2D and output.shape[-1] != shape):
+            return LayerVerdict("", "unchecked", "its output is not the product of its input and its weight")
+        result = product.sampled(output)
+        if not bool(result.isfinite().all()):
+            return LayerVerdict(UNKNOWN, "wrong-numbers", "some of its results are not finite")
+        bias = None if self._bias is None else self._bias.detach().cpu().float()
+        found = result if bias is None else result - bias
+        slack = _OUTPUT * torch.maximum(result.abs(), found.abs())
+
+        def missed(expected: Tensor) -> Misses:
+            return misses(((found - expected).abs() - slack).clamp(min=0), product.size)
+
+        wide = {name: missed(product.kept_in(dtype)) for name, dtype in WIDE.items()}
+        name = min(wide, key=lambda dtype: wide[dtype].level)
+        guesses = {name: self.guesses[name] for name in (*likely, *self.guesses) if name in self.guesses}
+        tight, alike = dict[str, float](), list[str]()
+        for guess, promised in guesses.items():
+            for cast in product.casts(promised):
+                if (miss := missed(cast)).none:
+                    tight[guess] = min(miss.level, tight.get(guess, math.inf))
+                    break
+                alike += [guess] * _has_error_of(cast, found, product)
+            if guess in likely and guess in tight:
+                break
+        if wide[name].none:
+            return LayerVerdict(WEIGHTS if self._in_codes else "" if tight else name)
+        if tight:
+            return LayerVerdict(min(tight, key=lambda guess: (guess not in likely, tight[guess])))
+        if not self._in_codes and any(
+            missed(cast).none for guess in guesses.values() for cast in product.casts(guess, inputs=False)
+        ):
+            return LayerVerdict(HIGH, "not-cast", "only its weight is cast: its inputs are multiplied as they came")
+        if alike:
+            return LayerVerdict(alike[0], "other-rounding", f"not the values of {alike[0]}, but its error in every row")
+        return LayerVerdict(UNKNOWN, "wrong-numbers", _describe(product, found, bias, wide[HIGH]))
+
+    def _random_input(self, x: Tensor | None) -> Tensor:
+        """Returns random numbers of an input's shape and size, with at most about `_ROWS` rows."""
+        kind, sides = kind_of(self.module)[0], self.weight.shape
+        if x is None:
+            dtype = torch.bfloat16 if self._in_codes else self.weight.dtype
+            shape: Sequence[int] = (_UNSEEN, sides[0 if kind == CONV1D else 1])
+            if kind == CONV2D:
+                channels = sides[1] * int(getattr(self.module, "groups", 1))
+                shape = (2, channels, *(4 * side + 8 for side in sides[2:]))
+            return random_like(torch.zeros((), dtype=dtype, device=self.weight.device), shape)
+        if kind == CONV2D:
+            return random_like(x, x.shape if x.dim() == 3 else (min(len(x), _IMAGES), *x.shape[1:]))
+        *outer, rows, columns = x.shape if x.dim() > 1 else (1, *x.shape)
+        images = [max(1, min(side, _ROWS // rows)) for side in outer]
+        return random_like(x, (*images, min(rows, _ROWS), columns) if x.dim() > 1 else x.shape)
+
+    def _check_alone(self, x: Tensor, likely: Sequence[str]) -> LayerVerdict:
+        with training_kept(self.module), randomised(self._trainable(), x):
+            product, first = self._product(x), LayerVerdict()
+            for mode in (self.module.training, not self.module.training):
+                self.module.train(mode)
+                for gradients in (False, True):
+                    with torch.set_grad_enabled(gradients):
+                        output = self._call(x.detach().requires_grad_(gradients))
+                    verdict = self._judge(product, output, (first.runs, *likely))
+                    first = first if first.runs else verdict
+                    how = (
+                        f"in {'training' if mode else 'evaluation'} mode with gradients {'on' if gradients else 'off'}"
+                    )
+                    if verdict.failed:
+                        return verdict if verdict is first else verdict._replace(why=f"{how}, {verdict.why}")
+                    if verdict.runs != first.runs:
+                        return _two_ways(how, verdict.runs, first.runs)
+            self.module.train(not self.module.training)
+            wrong = self._check_backward(x, product, first.runs)
+        return first._replace(code="wrong-gradient", why=wrong) if wrong else first
+
+    def _trainable(self) -> dict[str, Tensor]:
+        own = {"weight": self.weight, "bias": self._bias}
+        return {
+            name: tensor
+            for name, tensor in own.items()
+            if tensor is not None and tensor.requires_grad and tensor.is_leaf and not tensor.is_inference()
+        }
+
+    def _call(self, x: Tensor) -> Any:
+        """Calls the layer as the model did, with x in place of the first tensor."""
+        arguments, options = list(self.arguments), dict(self.options or {})
+        places = [place for place, value in enumerate(arguments) if isinstance(value, Tensor)]
+        names = [name for name, value in options.items() if isinstance(value, Tensor)]
+        if places:
+            arguments[places[0]] = x
+        elif names:
+            options[names[0]] = x
+        return self.module(*arguments, **options) if places or names else self.module(x)
+
+    def _check_backward(self, x: Tensor, product: LayerProduct, runs: str) -> str:
+        """Returns what is wrong with a gradient; '' if nothing is. Only a layer that can be trained needs gradients."""
+        tensors = {"input": x.detach().requires_grad_(), **self._trainable()}
+        is_trained = len(tensors) > 1 and self.module.training
+        with torch.enable_grad():
+            output = self._call(tensors["input"])
+            if not output.requires_grad:
+                return f"none of its gradients exists{_FOR_INFERENCE}" if is_trained else ""
+            random = torch.Generator().manual_seed(1)
+            gradient = torch.randn(output.shape, generator=random).to(output.device, output.dtype)
+            found = torch.autograd.grad(output, tuple(tensors.values()), gradient, allow_unused=True)
+        wide = gradient.cpu().float()
+        exact, squares = product.gradients(wide), product.squared().gradients(wide.square())
+        promised = self.guesses.get(runs)
+        emulated = {} if promised is None else product.cast_gradients(wide, promised)
+        few_bits = (
+            any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in promised.treatments) if promised else False
+        )
+        for (name, _), into in zip(tensors.items(), found, strict=True):
+            if into is None and is_trained:
+                return f"its {name} gradient does not exist{_FOR_INFERENCE}"
+            if into is None:
+                continue
+            if into.numel() != exact[name].numel():
+                return f"its {name} gradient has the shape {list(into.shape)}"
+            most = _LARGEST_OF_FEW_BITS if few_bits else _LARGEST
+            right, size = exact[name], squares[name].sqrt()
+            gain = gain_of(emulated[name], right) if name in emulated else 1.0
+            if why := _wrong_gradient(into.cpu().float().reshape(right.shape), right, size, most, gain):
+                return f"its {name} gradient {why}"
+        return ""
+
+
+def _two_ways(how: str, runs: str, otherwise: str) -> LayerVerdict:
+    why = f"{how} it multiplies {describe_casts(runs)}, and otherwise {describe_casts(otherwise)}"
+    return LayerVerdict(runs, "not-cast" if WIDE.keys() & {runs, otherwise} else "unsteady", why)
+
+
+def describe_casts(runs: str) -> str:
+    """Returns words for how a layer multiplies, to follow that verb."""
+    return (
+        "operands as they came"
+        if runs == HIGH
+        else f"in {runs}"
+        if runs in WIDE
+        else f"as {runs} does"
+        if runs
+        else "without a cast that shows"
+    )
+
+
+def _has_error_of(cast: Tensor, found: Tensor, product: LayerProduct) -> bool:
+    """Whether a result that is not the cast's has its error: as large, as even over rows and columns, with its gain."""
+    exact, size = product.exact, product.size
+    own, theirs = (misses(result - exact, size) for result in (found, cast))
+    low, high = (bound * theirs.level for bound in _BAND)
+    gain = abs(gain_of(found, exact) - gain_of(cast, exact))
+    return low <= own.level <= high and own.worst <= _WORSE * theirs.worst + _LITTLE and gain <= _GAIN
+
+
+def _wrong_gradient(found: Tensor, exact: Tensor, size: Tensor, most: float, expected_gain: float) -> str:
+    """Says what is wrong with a gradient. Casts that saturate shrink it: its gain may be 1 or the expected one."""
+    rows = exact.flatten(1) if exact.dim() > 1 else exact[None]
+    off = ((found - exact).abs() - _OUTPUT * exact.abs()).clamp(min=0).reshape(rows.shape)
+    missed, gain = misses(off, size.reshape(rows.shape)), gain_of(found, exact)
+    level = misses((found - gain * exact).reshape(rows.shape), size.reshape(rows.shape)).level
+    slack = _GAIN + level**2 + 4 * level / math.sqrt(exact.numel())
+    if level <= most and not min(1, expected_gain) - slack <= gain <= max(1, expected_gain) + slack:
+        return f"is {gain:.2f} times what its result's gradient gives"
+    if missed.level > most or missed.worst > _WORSE * missed.level + _LITTLE:
+        return (
+            f"is {missed.level:.0%} off, {missed.worst:.0%} in the worst row or column; casts make at most {most:.0%}"
+        )
+    return ""
+
+
+def _describe(product: LayerProduct, found: Tensor, bias: Tensor | None, missed: Misses) -> str:
+    """Names the mistake if it is a known one, else says where results are wrong."""
+    exact = product.exact
+
+    def is_near(expected: Tensor) -> bool:
+        return float((found - expected).norm()) < _LARGEST * float(expected.norm())
+
+    result = found if bias is None else found + bias
+    if not bool(result.any()):
+        return "all of its results are 0"
+    if bool((result >= 0).all()) and bool((exact < 0).any()):
+        return "none of its results is below 0, as behind a ReLU"
+    if bias is not None:
+        added = bias.expand_as(found)
+        share = gain_of(found - exact, added)
+        if abs(share) > _CLEARLY and is_near(exact + share * added):
+            return "its bias is not added" if abs(1 + share) < _CLEARLY else f"its bias is added {1 + share:.2g} times"
+    gain = gain_of(found, exact)
+    if abs(gain - 1) > _GAIN and is_near(gain * exact):
+        return f"its results are {gain:.2f} times what its input and current weight give"
+    if (
+        product.kind not in (CONV1D, CONV2D)
+        and product.weight.shape[0] == product.weight.shape[1]
+        and is_near(product.made(product.x, product.weight.t()))
+    ):
+        return "its weight is read transposed"
+    for words, moved in permutations(found, exact):
+        if is_near(moved):
+            return words
+    for side, lines in (("columns", missed.columns), ("rows", missed.rows)):
+        wrong = (lines > 3 * lines.median() + _LITTLE).nonzero().flatten().tolist()
+        if wrong:
+            return f"{len(wrong)} of {len(lines)} {side} that were looked at are wrong, the first is {wrong[0]}"
+    head = "its results are not those of its input, current weight and bias"
+    return f"{head}: {missed.level:.0%} off, where casts make 1% to 20%"
+
+
+def random_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns random numbers as large as a tensor's, and none larger than its largest."""
+    wide = tensor.detach().float()
+    size, largest = float(wide.square().mean().sqrt()), float(wide.abs().max())
+    random = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(math.prod(shape))) * (size or 1.0)
+    return (random.clamp(-largest, largest) if largest else random).to(tensor.device, tensor.dtype)
+
+
+@contextmanager
+def randomised(tensors: dict[str, Tensor], x: Tensor) -> Iterator[None]:
+    """Puts random numbers into a layer's weight and bias, and the old ones back. A bias gets the size of results."""
+    kept = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    try:
+        with torch.no_grad():
+            for tensor in tensors.values():
+                tensor.copy_(random_like(tensor, tensor.shape))
+            if len(kept) == 2:
+                bias, weight = tensors["bias"], tensors["weight"].float()
+                size = float(x.float().square().mean().sqrt()) * float(weight.norm()) / math.sqrt(bias.numel())
+                bias.copy_(random_like(torch.zeros_like(bias), bias.shape) * size)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(kept[name])
+
+
+@contextmanager
+def training_kept(module: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode

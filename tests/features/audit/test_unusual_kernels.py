@@ -1,0 +1,171 @@
+"""Honest kernels that few would write: none is accused; and what a failure says of the promise that would be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.features.audit.auditor import AuditInput, Auditor, ProductSubject, Shape, audited
+from fp8bench.features.audit.results import VALUE_CHECKS
+from fp8bench.features.audit.times import CHECKS
+from fp8bench.formats.grids import E4M3
+from fp8bench.formats.recipes import MX, ScaleRounding, Scaling, Treatment
+from fp8bench.user_code.named import signed
+from suites.audit import codes_of
+from suites.audit_kernels import (
+    BF16,
+    FP8,
+    LARGEST,
+    MXFP8,
+    Operand,
+    Product,
+    Step,
+    exponent,
+    kernel,
+    over_448,
+    parts,
+    product,
+    rounded,
+    rows_amax,
+    to_steps,
+)
+from tests.counts import for_each
+from tests.facts import CPU
+
+F16, EXACT = torch.float16, ScaleRounding.EXACT
+SPEED = [check for check in CHECKS if check.name == "speed"]
+
+
+def half(sums: Tensor) -> Tensor:
+    return sums.to(F16)
+
+
+def by_row(scale: Step, out: Step = lambda sums: sums.to(BF16)) -> Product:
+    return kernel(Operand(amax=rows_amax, scale=scale), out=out)
+
+
+def padded(a: Tensor, b: Tensor) -> Tensor:
+    more = -a.shape[1] % 32
+    a, b = (torch.nn.functional.pad(x, (0, more, 0, -len(x) % 16)) for x in (a, b))
+    return product(a, b)
+
+
+def any_order(a: Tensor, b: Tensor) -> Tensor:
+    left, right, total = rounded(a, FP8), rounded(b, FP8), torch.zeros(len(a), len(b))
+    for start in (32 * torch.randperm(-(-a.shape[1] // 32))).tolist():
+        total += left[:, start : start + 32] @ right[:, start : start + 32].t()
+    return total.to(BF16)
+
+
+def without_zero_rows(a: Tensor, b: Tensor) -> Tensor:
+    rows, columns = a.any(1), b.any(1)
+    result = torch.zeros(len(a), len(b), dtype=BF16)
+    if rows.any() and columns.any():
+        result[rows.nonzero(), columns.nonzero().t()] = product(a[rows], b[columns])
+    return result
+
+
+def without_zero_columns(a: Tensor, b: Tensor) -> Tensor:
+    used = a.any(0) & b.any(0)
+    return product(a[:, used], b[:, used]) if used.any() else torch.zeros(len(a), len(b), dtype=BF16)
+
+
+def block_scaled(a: Tensor, b: Tensor) -> Tensor:
+    sides = (Treatment(E4M3, Scaling(rows, 128, None, EXACT)) for rows in (1, 128))
+    return parts(128)(*(rounded(x, side) for x, side in zip((a, b), sides, strict=True))).to(BF16)
+
+
+def mx(rounding: ScaleRounding) -> Product:
+    side = Treatment(E4M3, Scaling(1, 32, MX.scale, rounding))
+    return lambda a, b: product(a, b, side)
+
+
+def every_second(a: Tensor, b: Tensor) -> Tensor:
+    wide = torch.zeros(len(a), 2 * len(b), dtype=BF16)
+    wide[:, ::2] = product(a, b)
+    return wide[:, ::2]
+
+
+def away(steps: Tensor) -> Tensor:
+    return (steps + 0.5).floor()
+
+
+UNUSUAL: dict[str, tuple[str, Product]] = {
+    "results in fp16": ("fp8", kernel(out=half)),
+    "results in fp16 that saturate": ("fp8", kernel(out=lambda sums: half(sums.clamp(-65504, 65504)))),
+    "results in fp16, ties away from zero": ("fp8", kernel(Operand(cast=to_steps(away)), out=half)),
+    "results in fp16, the reciprocal of a scale": (
+        "fp8", kernel(Operand(scale=lambda amax: 1 / (LARGEST / amax.clamp(min=1e-12))), out=half),
+    ),
+    "results in fp16 of MX blocks": ("mxfp8", lambda a, b: half(rounded(a, MXFP8) @ rounded(b, MXFP8).t())),
+    "results in fp32": ("fp8", kernel(out=lambda sums: sums)),
+    "rows of zeros are skipped": ("fp8", without_zero_rows),
+    "columns of zeros are skipped": ("fp8", without_zero_columns),
+    "split K": ("fp8", kernel(sums=lambda a, b: parts(-(-a.shape[1] // 4))(a, b))),
+    "sums in a random order": ("fp8", any_order),
+    "padded": ("fp8", lambda a, b: padded(a, b)[: len(a), : len(b)]),
+    "a scale a row": ("fp8-rowwise:scale=exact", by_row(over_448)),
+    "a scale a row, and an epsilon": ("fp8-rowwise:scale=exact", by_row(lambda amax: (amax + 1e-12) / LARGEST)),
+    "a scale a row in fp16": ("fp8-rowwise", by_row(exponent, half)),
+    "times 1/448": ("fp8", kernel(Operand(scale=lambda amax: amax.clamp(min=1e-12) * (1 / LARGEST)))),
+    "casts that do not saturate": ("fp8", kernel(Operand(cast=lambda scaled: scaled.to(torch.float8_e4m3fn).float()))),
+    "blocks of 128 are promoted": ("fp8-block:scale=exact", block_scaled),
+    "MX scales rounded down": ("mxfp8:scale=floor", mx(ScaleRounding.FLOOR)),
+    "MX scales rounded up": ("mxfp8:scale=ceil", mx(ScaleRounding.CEIL)),
+    "a transposed result": ("fp8", lambda a, b: product(b, a).t()),
+    "every second column of a buffer": ("fp8", every_second),
+}  # fmt: skip
+
+
+def codes_at(name: str, seed: int) -> str:
+    precision, function = UNUSUAL[name]
+    return codes_of(audited(name, function, signed("product", precision), CPU, seed, VALUE_CHECKS))
+
+
+@for_each("name", ["results in fp16, ties away from zero", "results in fp16, the reciprocal of a scale"])
+def test_results_that_overflow_accuse_no_kernel_whose_ties_differ(name: str) -> None:
+    precision, function = UNUSUAL[name]
+    for seed in range(3):
+        auditor = Auditor(ProductSubject(function, signed("product", precision), CPU), seed)
+        for data in ("large", "rows of different sizes"):
+            verdicts = auditor.problems(AuditInput(data, Shape(64, 96, 256)))
+            assert not any(verdict.failed for verdict in verdicts.values())
+
+
+@for_each("wrong", [lambda sums: half(sums) * 2, lambda sums: half(sums).nan_to_num(0, 0, 0), lambda sums: -half(sums)])
+def test_results_that_overflow_excuse_no_mistake(wrong: Step) -> None:
+    auditor = Auditor(ProductSubject(kernel(out=wrong), signed("product", "fp8"), CPU), 0)
+    verdicts = auditor.problems(AuditInput("rows of different sizes", Shape(64, 96, 256)))
+    assert verdicts["product"].code == "too-bad"
+
+
+@pytest.mark.slow
+@for_each("name", list(UNUSUAL))
+def test_an_honest_kernel_is_accused_at_no_seed(name: str) -> None:
+    assert {codes_at(name, seed) for seed in range(10)} == {"-"}
+
+
+@pytest.mark.slow
+@for_each("name", ["rows of zeros are skipped", "columns of zeros are skipped"])
+def test_zeros_may_be_skipped_block_by_block(name: str) -> None:
+    audit = audited(name, UNUSUAL[name][1], signed("product", "fp8"), CPU, 0, SPEED)
+    assert codes_of(audit) == "-" and "skips-zeros" in {finding.code for finding in audit.findings}
+
+
+def why(precision: str, function: Callable[[Tensor, Tensor], Tensor]) -> str:
+    subject = ProductSubject(function, signed("product", precision), CPU)
+    auditor, given = Auditor(subject, 0), AuditInput("normal", Shape(64, 96, 256))
+    (pair,) = auditor.problems(given).items()
+    return auditor.finding(given, *pair).why
+
+
+def test_a_failure_says_what_was_promised_what_was_found_and_how_to_promise_it() -> None:
+    exact = why("fp8-rowwise", UNUSUAL["a scale a row"][1])
+    assert "Promised: fp8-rowwise, whose scales are powers of two. Found: fp8-rowwise:scale=exact, whose" in exact
+    assert exact.endswith("give --precision fp8-rowwise:scale=exact to promise that.")
+    assert why("fp8-rowwise:scale=exact", by_row(exponent)).endswith("give --precision fp8-rowwise to promise that.")
+    assert why("fp8", lambda a, b: a @ b.t()).endswith("Found: bf16; give --precision bf16 to promise that.")
+    assert "no precision that is known here" in why("fp8", lambda a, b: product(a, b) / 2)
