@@ -15,6 +15,7 @@ from fp8bench.analysis.energy import Demand
 from fp8bench.model import UNATTRIBUTED, Run, Verdict
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
+from fp8bench.model.words import OF_ANOTHER_KIND
 from fp8bench.report.case_status import (
     Standing,
     emulated,
@@ -57,7 +58,7 @@ from fp8bench.report.topics.verdict import (
     span,
     verdicts_in,
 )
-from fp8bench.report.words.legend import PHASE_TITLES, error_word
+from fp8bench.report.words.legend import LABELS, PHASE_TITLES, error_word
 from fp8bench.report.words.naming import common_tone, listed, phase_order
 
 _HOW_MATRIX = (
@@ -282,6 +283,10 @@ def _reservations(panel: Panel) -> Iterator[tuple[str, str, str]]:
             yield f"{result.mode} {status_words(result)}", result.finding.why, group.place
         if result.record.detail and result.record.is_ok and result.best:
             yield result.mode, result.record.detail, group.place
+        for label in result.labels if standing(result) is Standing.DOUBTED else ():
+            if label in OF_ANOTHER_KIND and (reason := result.reason(label)):
+                words = f"{label}: {reason}. What to do: {LABELS[label].remedy}"
+                yield f"{result.mode} {status_words(result)}", words, group.place
 
 
 def _why(result: Result, lead: Result | None) -> str:
