@@ -1,29 +1,25 @@
 """Labels for claims of a workload that cannot be: they need no word of the workload's own code.
 
 Its steps are checked against what they return, its work against its operators, its throughput against what the machine
-does at most, its precision against what its products ran on. Its reference may be handicapped: it is given other
-inputs, multiplies far below what the device does, moves or copies more numbers, multiplies wider ones, or sleeps. Low
-precision is fast beside such a reference.
+does at most, its precision against what its products ran on, its reference for handicaps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-
-import numpy as np
 
 from fp8bench import units
 from fp8bench.analysis import verdicts
-from fp8bench.analysis.labels import Labelled, contended
-from fp8bench.analysis.roofline import bounds_of, kind_of_path
-from fp8bench.analysis.tapes import bits_of, product_work
+from fp8bench.analysis.handicaps import handicaps_of
+from fp8bench.analysis.labels import Labelled
+from fp8bench.analysis.roofline import bounds_of
+from fp8bench.analysis.tapes import product_work
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import FORMATS
 from fp8bench.formats.hardware import foreign_kernel
 from fp8bench.formats.recipes import Recipe, Treatment
-from fp8bench.model import Ceiling, GivenTensors, Label, Level, Phase, Record, Tape, Timing
+from fp8bench.model import Ceiling, Label, Record, Tape
 from fp8bench.model.specs import LOSS_ERROR, PEAKS
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols.axes import VALUES
@@ -61,14 +57,15 @@ _ROUNDED = frozenset({"normal", "uniform"})
 _FAR_BELOW = 20
 
 
-def claims_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
+def claims_of(record: Record, reference: Record | None, threads: int = 1) -> Iterator[Labelled]:
     """Yields labels of a case that was timed. After a hard one it is not what it is called, and gets no verdict."""
     yield from _no_work(record)
     yield from _above_ceiling(record)
     mismatches = [*_work_mismatch(record), *_other_work(record, reference)]  # of both the graver one is told
+    mismatches += _cast_before(record, reference)
     yield from sorted(mismatches, key=lambda mismatch: not mismatch.hard)[:1]
     yield from _fallback(record, reference)
-    yield from handicaps_of(record, reference)
+    yield from handicaps_of(record, reference, threads)
 
 
 def _no_work(record: Record) -> Iterator[Labelled]:
@@ -91,14 +88,29 @@ def _work_mismatch(record: Record) -> Iterator[Labelled]:
     elif record.case.ranks < 2 and tape.unwritten == 0 and work.bytes > _WIDER * tape.bytes:
         declared, did = units.size(int(work.bytes)), units.size(tape.bytes)
         yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators move {did}", hard=True)
-    elif (late := record.late_flops) is not None and tape.complete and not tape.fused and _differ(late, tape.flops):
-        now = units.count(late, "FLOP")
-        yield Labelled(Label.WORK_MISMATCH, f"a step with the clock does {now}, one that is not timed {did}", hard=True)
+    elif tape.complete and (late := _late_work(record, tape)):
+        yield Labelled(Label.WORK_MISMATCH, late, hard=True)
     elif work.flops and tape.flops > _MORE * work.flops:
         yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators do {did}")
 
 
-def _differ(flops: int, others: int) -> bool:
+def _late_work(record: Record, tape: Tape) -> str:
+    """Describes what a step multiplies with the clock where that is not what it multiplies untimed; else ''."""
+    if record.late_flops is not None and _differ(record.late_flops, tape.flops):
+        now, untimed = (units.count(flops, "FLOP") for flops in (record.late_flops, tape.flops))
+        return f"a step with the clock does {now}, one that is not timed {untimed}"
+    late = record.late
+    if late is None or late.by_path is None or late.varies:
+        return ""
+    for path, flops in late.by_path:
+        before = tape.by_path.get(path, 0)
+        if flops - before > _OTHER * tape.flops:
+            now, untimed = (units.count(count, "FLOP") for count in (flops, before))
+            return f"a step with the clock does {now} in {path}, one that is not timed {untimed}"
+    return ""
+
+
+def _differ(flops: float, others: float) -> bool:
     return abs(flops - others) > _OTHER * max(flops, others)
 
 
@@ -114,6 +126,9 @@ def _other_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
     hard, name = _differ(work.useful, wanted), record.case.workload
     # Of what chooses its own way any other product is told: a little less work is a little less time.
     own_paths = name in workloads.names(hidden=True) and workloads.get(name).own_paths
+    if not hard and (on_average := _varying_work(record, reference)):
+        yield Labelled(Label.WORK_MISMATCH, on_average)
+        return
     if not hard and not (own_paths and (work.useful, work.padding) != (wanted, 0)):
         return
     did, others = (units.count(flops, "FLOP") for flops in (work.useful, wanted))
@@ -122,6 +137,29 @@ def _other_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
     yield Labelled(
         Label.WORK_MISMATCH, f"its products do {did} a step{beside}, {reference.case.mode}'s do {others}", hard=hard
     )
+
+
+def _cast_before(record: Record, reference: Record | None) -> Iterator[Labelled]:
+    """Yields a doubt of a case whose weights were cast while it was prepared: no step has the time of that."""
+    count = record.products.cast_before if record.products is not None else 0
+    if count and reference not in (None, record):
+        many = f"{count} weights that were" if count > 1 else "a weight that was"
+        yield Labelled(
+            Label.WORK_MISMATCH,
+            f"its products read {many} cast to {record.case.mode} while preparing, which no step does: cast within the "
+            "step, or name them MemoryRole.LOW_WEIGHTS in memory_roles, if they are kept so",
+        )
+
+
+def _varying_work(record: Record, reference: Record) -> str:
+    """Describes steps that multiply unlike much, and on average another amount than the reference's; else ''."""
+    own, base = record.late, reference.late
+    if own is None or base is None or own.flops is None or base.flops is None or not (own.varies or base.varies):
+        return ""
+    if not _differ(own.flops, base.flops):
+        return ""
+    did, others = (units.count(flops, "FLOP") for flops in (own.flops, base.flops))
+    return f"not all of its steps do the same products: {did} on average, {reference.case.mode}'s {others}"
 
 
 def _above_ceiling(record: Record) -> Iterator[Labelled]:
@@ -147,7 +185,7 @@ def _phases_above(record: Record, ceiling: Ceiling) -> Iterator[str]:
     of a fused kernel, but no compiler does without products.
     """
     assert record.timing is not None
-    if record.tape is None:
+    if record.tape is None or (record.late is not None and record.late.varies):  # a quick step may have done less
         return
     bounds = bounds_of(ceiling)
     if record.tape.fused:
@@ -192,8 +230,24 @@ def _fallback(record: Record, reference: Record | None) -> Iterator[Labelled]:
         why = f"{', '.join(same)} exactly {reference.case.mode}'s" if same else ""
     if why:
         yield Labelled(Label.FALLBACK, why, hard=True)
-    elif too_small := _too_small_errors(record):
-        yield Labelled(Label.FALLBACK, too_small)
+    elif doubt := _too_small_errors(record) or _unseen_products(record, reference):
+        yield Labelled(Label.FALLBACK, doubt)
+
+
+def _unseen_products(record: Record, reference: Record | None) -> str:
+    """Names operators that may multiply in place of the reference's products, and are given nothing in the case's
+    formats; '' where there are none."""
+    products, tape = record.products, record.tape
+    if products is None or products.low is not False or tape is None or reference in (None, record):
+        return ""
+    unknown = dict.fromkeys(operator.operator for operator in tape.operators if operator.flops is None)
+    assert reference is not None
+    if not unknown or reference.tape is None or not reference.tape.flops:
+        return ""
+    return (
+        f"no product of {record.case.mode}'s formats was seen: it calls {', '.join(unknown)}, of which nobody knows "
+        "what they multiply"
+    )
 
 
 def _too_small_errors(record: Record) -> str:
@@ -266,172 +320,3 @@ def _same_errors(record: Record, reference: Record) -> list[str]:
         for own_record in (record, reference)
     )
     return list(own) if own == theirs and any(any(samples) for samples in own.values()) else []
-
-
-# Rounding to four bits moves a root mean square by 2% at most.
-_OTHER_SIZE = 0.1
-_SUBNORMAL = 0.01
-# Sums of other numbers differ by more than this many root sums of squares, in six of seven cases; rounding to four bits
-# moves them by 0.1, and shifts of all values alike by this share of the sum.
-_OTHER_SUM, _ALIKE = 0.25, 0.02
-# A product is far below its ceiling at less than this share of it, if it takes so many seconds; a shorter one only if
-# the case's products come so many times nearer to theirs. fp8bench's own in fp32 are at 0.65 or more on a core of their
-# own, convolutions at 0.2.
-_LOW_SHARE, _LARGE_SECONDS, _LONG_SECONDS, _NEARER = 1 / 3, 1e-3, 1e-4, 2.0
-_MOVES_MORE = 2.0
-_COPIES = frozenset({"clone", "copy_", "_to_copy"})
-_MORE_COPIES = 0.1
-_MORE_WIDE = 0.05
-_MORE_SLEEP = 0.1
-
-
-def handicaps_of(record: Record, reference: Record | None) -> Iterator[Labelled]:
-    """Yields labels of a case for its reference. Hard: other inputs, by size or subnormals, and a reference that
-    sleeps."""
-    if reference is None or reference is record:
-        return
-    yield from _other_inputs(record, reference)
-    if Level.EMULATED in (record.support.level, reference.support.level) or not record.paired:
-        return
-    asleep = _sleeps(record.timing, reference.timing) if record.case.device == "cpu" and record.case.ranks < 2 else ""
-    told = [*_far_below(record, reference), asleep]
-    if record.tape is not None and reference.tape is not None:
-        told += [*_moves_more(record.tape, reference.tape), *_wider(record, reference)]
-    if whys := "; ".join(filter(None, told)):
-        yield Labelled(Label.HANDICAP, f"{reference.case.mode} {whys}", hard=bool(asleep))
-
-
-def _other_inputs(record: Record, reference: Record) -> Iterator[Labelled]:
-    """Compares tensors of shapes of which both are given as many; a precision's own formats are not among them."""
-    own = {given.shape: given for given in record.products.given} if record.products else {}
-    theirs, mode = reference.products.given if reference.products else (), reference.case.mode
-    times = _loss_scale(record) / _loss_scale(reference)
-    pairs = [
-        (_scaled(mine, given, times), given)
-        for given in theirs
-        if (mine := own.get(given.shape)) and mine.tensors == given.tensors
-    ]
-    for mine, given in pairs:
-        if why := _unlike(mine, given, mode):
-            yield Labelled(Label.OTHER_INPUTS, why, hard=True)
-            return
-    if pairs and math.sqrt(sum(_apart(*pair) for pair in pairs) / len(pairs)) > _OTHER_SUM:
-        yield Labelled(Label.OTHER_INPUTS, f"of {mode}'s size, and other numbers")
-
-
-def _loss_scale(record: Record) -> float:
-    """Returns 1 for a precision that is not known here."""
-    try:
-        return precisions.get(record.case.precision).loss_scale or 1.0
-    except UsageError:
-        return 1.0
-
-
-def _scaled(mine: GivenTensors, theirs: GivenTensors, times: float) -> GivenTensors:
-    """Returns it as it came, or without fp16's loss scale of gradients: whichever is nearer to the reference's size."""
-    other = replace(mine, total=mine.total / times, squares=mine.squares / times**2)
-    return min(mine, other, key=lambda given: abs(given.rms - theirs.rms))
-
-
-def _unlike(mine: GivenTensors, theirs: GivenTensors, mode: str) -> str:
-    shape = " x ".join(map(str, mine.shape))
-    own, share = (given.subnormals / given.elements for given in (mine, theirs))
-    if abs(share - own) > _SUBNORMAL:
-        subnormal = f"{units.percent(share, 0)} of {mode}'s numbers in {shape} are subnormal"
-        return f"{subnormal}, {units.percent(own, 0)} of its own"
-    if abs(mine.rms - theirs.rms) > _OTHER_SIZE * max(mine.rms, theirs.rms):
-        return f"the root mean square of {mode}'s {shape} is {theirs.rms:.3g}, that of its own {mine.rms:.3g}"
-    return ""
-
-
-def _apart(mine: GivenTensors, theirs: GivenTensors) -> float:
-    """Returns the square of how far their sums differ, over the sum of squares: about 2 for other numbers."""
-    far = max(0.0, abs(mine.total - theirs.total) - _ALIKE * abs(theirs.total))
-    return far**2 / theirs.squares if theirs.squares else 0.0
-
-
-def _sleeps(timing: Timing | None, reference: Timing | None) -> str:
-    """Compares the time in which a process neither ran nor waited for a core."""
-    own, share = (_asleep(arm) if arm is not None else None for arm in (timing, reference))
-    if own is None or share is None or share - own <= _MORE_SLEEP:
-        return ""
-    return f"sleeps {units.percent(share, 0)} of its time, this case {units.percent(own, 0)}"
-
-
-def _asleep(timing: Timing) -> float | None:
-    """Returns that share of the median slot; None where nobody knows who waited for a core."""
-    shares = [
-        1 - (slot.cpu_seconds + slot.waited_seconds + (slot.stolen_seconds or 0.0)) / slot.wall_seconds
-        for slot in timing.slots
-        if slot.waited_seconds is not None and slot.wall_seconds > 0
-    ]
-    return max(0.0, float(np.median(shares))) if shares else None
-
-
-def _far_below(record: Record, reference: Record) -> Iterator[str]:
-    """Describes a reference's products that are far below their ceiling: large ones, or any where the case's come
-    much nearer. Attention has a phase of its own."""
-    own, (share, each), timing = _of_ceiling(record)[0], _of_ceiling(reference), reference.timing
-    if timing is None or timing.num_rounds < verdicts.LEAST_FOR_VERDICT or contended(timing):
-        return
-    if share < _LOW_SHARE and each >= (_LONG_SECONDS if own >= _NEARER * share else _LARGE_SECONDS):
-        of_both = [units.percent(value, 0) for value in (share, own)]
-        yield f"multiplies at {of_both[0]} of what this machine does in its dtype, this case at {of_both[1]}"
-
-
-def _of_ceiling(record: Record) -> tuple[float, float]:
-    """Returns the least time of the matrix products of a step over that of their phase, and the least time of each."""
-    tape, ceiling, timing = record.tape, record.ceiling, record.timing
-    products = (
-        [operator for operator in tape.operators if operator.flops and operator.phase == Phase.GEMM] if tape else []
-    )
-    if tape is None or tape.fused or ceiling is None or timing is None or not products:
-        return 0.0, 0.0
-    seconds = dict(verdicts.best_phases(timing)).get(Phase.GEMM, 0.0)
-    if not seconds or any("convolution" in product.operator for product in products):  # whose kernels differ by dtype
-        return 0.0, 0.0
-    bounds, memory = bounds_of(ceiling), ceiling.bytes or math.inf
-    rates = [bounds.products.get(kind_of_path(product.path)) or ceiling.flops or math.inf for product in products]
-    pairs = zip(products, rates, strict=True)
-    least = sum(count.calls * max((count.flops or 0) / rate, count.bytes / memory) for count, rate in pairs)
-    return least / seconds, least / sum(product.calls for product in products)
-
-
-def _moves_more(tape: Tape, reference: Tape) -> Iterator[str]:
-    """Compares counts of numbers, whatever their width: a case's casts are more, not fewer."""
-    if any(each.fused or each.unwritten for each in (tape, reference)):
-        return
-    own, theirs = (
-        sum(8 * size / (bits_of(dtype) or 8) for phase in each.phases for dtype, size in phase.by_dtype)
-        for each in (tape, reference)
-    )
-    more = _copied(reference) - _copied(tape)
-    if own and theirs >= _MOVES_MORE * own:
-        yield f"moves {theirs / own:.1f} times the numbers that this case moves"
-    elif more > _MORE_COPIES * theirs:
-        yield f"moves {units.percent(more / theirs, 0)} of its numbers in copies that this case does not make"
-
-
-def _copied(tape: Tape) -> float:
-    """Returns how many numbers copies read and write, casts included."""
-    numbers = 0.0
-    for operator in tape.operators:
-        if operator.operator in _COPIES and operator.outputs:
-            widths = [bits_of(words.partition("[")[0]) or 8 for words in (*operator.inputs, *operator.outputs)]
-            numbers += 8 * operator.calls * operator.bytes * len(widths) / sum(widths)
-    return numbers
-
-
-def _wider(record: Record, reference: Record) -> Iterator[str]:
-    """Describes a reference with products in wider dtypes than its narrowest, beyond the case's. A model as it came
-    may have them."""
-    assert record.tape is not None and reference.tape is not None
-    paths = reference.tape.by_path.items() if reference.case.precision != UNTOUCHED else ()
-    narrowest = min((bits_of(path) for path, flops in paths if flops > _MORE_WIDE * reference.tape.flops), default=64)
-    own, share = (
-        sum(flops for path, flops in tape.by_path.items() if bits_of(path) > narrowest) / max(tape.flops, 1)
-        for tape in (record.tape, reference.tape)
-    )
-    if share - own > _MORE_WIDE:
-        of_both = [units.percent(value, 0) for value in (share, own)]
-        yield f"multiplies {of_both[0]} of its FLOPs in more than {narrowest} bits, this case {of_both[1]}"

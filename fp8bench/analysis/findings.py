@@ -65,6 +65,7 @@ class _Standard:
     claims: tuple[Labelled, ...] = ()
     whole: bool = False
     best: float = 0.0
+    threads: int = 1
 
 
 def findings(run: Run) -> dict[str, Finding]:
@@ -75,15 +76,21 @@ def findings(run: Run) -> dict[str, Finding]:
     told = {case: (label,) for case, label in flat_times(run.records, run.request.threads).items()}
     beside = in_process(run)
     told = {record.case.id: (*told.get(record.case.id, ()), *beside) for record in run.records}
-    return {finding.case.id: finding for records in groups.values() for finding in find(records, overheads, told)}
+    return {
+        finding.case.id: finding
+        for records in groups.values()
+        for finding in find(records, overheads, told, run.request.threads)
+    }
 
 
 def find(
     records: Sequence[Record],
     overheads: Mapping[str, Overheads],
     told: Mapping[str, Sequence[Labelled]] = MappingProxyType({}),
+    threads: int = 1,
 ) -> list[Finding]:
-    """Returns a finding for every record of one group; `told` are labels by case id from the rest of the run."""
+    """Returns a finding for every record of one group; `told` are labels by case id from the rest of the run, `threads`
+    those that torch had."""
     reference = next((record for record in records if record.is_reference and record.timing), None)
     shared, aa = _Standard(), None
     if reference is not None and reference.timing is not None:
@@ -98,7 +105,7 @@ def find(
         claims = tuple(claims_of(reference, None))
         shared = _Standard(
             reference, reference.timing, reference.control, emulated, (*hard, *claims), place, claims, whole,
-            _best_of_entries(reference, whole),
+            _best_of_entries(reference, whole), threads,
         )  # fmt: skip
     made = [
         _finding(record, shared, aa, overheads.get(record.case.device), told.get(record.case.id, ()))
@@ -191,7 +198,7 @@ def _finding(
         told = f"the fastest of {record.fresh.candidates}: its speed-up is by rounds after the choice"
         finding = replace(finding, why="; ".join(filter(None, (finding.why, told))))
     claims = (
-        *claims_of(record, standard.record),
+        *claims_of(record, standard.record, standard.threads),
         *_of_clocks(record, standard),
         *(_of_whole_steps(record, standard) if whole else ()),
         *([standard.place.label] if standard.place is not None and record.paired else ()),

@@ -25,6 +25,7 @@ from fp8bench.measure.slots import (
 from fp8bench.model import (
     CELL_PHASES,
     DeviceFacts,
+    LateSteps,
     LayerScale,
     PlannedCase,
     Rotation,
@@ -220,15 +221,22 @@ class MeasuredArm:
         One state is drawn at random, so that none can know that another one is checked.
         """
         work, case = self.planned.work, self.planned.case
-        counts: dict[str, Any] = {}
-        if work.setup_seconds or case.ranks > 1:
-            return counts
+        if case.ranks > 1:
+            return {}
         bench, key = worker.within(self.limits.numbers(work)), random.choice([self.key, *self.more_keys])
+        late = LateSteps()
         with suppress(WorkerFault):
-            counts["late_flops"] = bench.late_flops(key)
-        with suppress(WorkerFault):
-            if why := bench.told_apart(key, self.calls, self.discard):
-                counts["effect"] = StepEffect(False, why)
+            try:
+                bench.begin_late(key)
+                while bench.is_late_due(key):
+                    bench.slot(key, self.calls, self.discard, self.filling)
+            finally:
+                late = bench.end_late(key)
+        counts: dict[str, Any] = {"late": late}
+        if late.flops is not None and not late.varies:
+            counts["late_flops"] = round(late.flops)
+        if late.told_apart:
+            counts["effect"] = StepEffect(False, late.told_apart)
         return counts
 
     def release(self, worker: Worker) -> ArmFailed | None:

@@ -231,6 +231,7 @@ class GroupMeasurement:
             chosen = session.fastest_again(method.choose, self._worker, method.rule, self._seed + 1, tell, after)
         if watch:
             watch.end()
+        self._check_work(session)  # before any code of the suite is called that is not called in rounds
         session.check(self._worker)
         own = {}
         if (lead := session.reference) is not None:
@@ -244,7 +245,6 @@ class GroupMeasurement:
         if chosen is not None:
             self._outcome_of(chosen[0]).note(fresh=chosen[1])
         self._note_watch_and_energy(session, watch)
-        self._check_work(session)
         self._replay(session)
 
     def _check_work(self, session: RoundSession) -> None:

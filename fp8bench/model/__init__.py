@@ -58,7 +58,7 @@ from fp8bench.model.series import (
     Trend,
     trend_name,
 )
-from fp8bench.model.step import OperatorCount, PhaseCount, Share, ShareKind, Shares, SharesFrom, Tape
+from fp8bench.model.step import LateSteps, OperatorCount, PhaseCount, Share, ShareKind, Shares, SharesFrom, Tape
 from fp8bench.model.words import (
     CELL_PHASES,
     PHASES,
@@ -76,12 +76,11 @@ __all__ = [
     "CELL_PHASES", "ENERGY_SOURCE", "PHASES", "UNATTRIBUTED", "Ack", "Capacity", "Case", "Ceiling",
     "Ceilings", "Cell", "Comparison", "Conditions", "DeviceFacts", "DeviceWatch", "Direction", "Ending",
     "EnergyUse", "EnergyWindow", "Environment", "Evidence", "Fault", "Figure", "Finding", "Fresh", "GivenTensors",
-    "Group", "HeldBlock", "Interval", "Label", "LayerScale", "Level", "Limit", "Measurement", "MemoryCourse",
-    "MemoryRole", "MemoryUse", "Noise", "OperatorCount", "OperatorTime", "Overheads", "Params", "Phase", "PhaseCount",
-    "PhaseEnergy", "PhaseGain", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance", "Rate",
-    "Record", "Replays",
-    "Request", "Reruns", "Resumption", "Rotation", "Run", "Scalar", "Scalars", "Segments", "Series", "Share",
-    "ShareKind", "Shares", "SharesFrom", "SlotSample", "StaticScales", "Status",
+    "Group", "HeldBlock", "Interval", "Label", "LateSteps", "LayerScale", "Level", "Limit", "Measurement",
+    "MemoryCourse", "MemoryRole", "MemoryUse", "Noise", "OperatorCount", "OperatorTime", "Overheads", "Params", "Phase",
+    "PhaseCount", "PhaseEnergy", "PhaseGain", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance",
+    "Rate", "Record", "Replays", "Request", "Reruns", "Resumption", "Rotation", "Run", "Scalar", "Scalars", "Segments",
+    "Series", "Share", "ShareKind", "Shares", "SharesFrom", "SlotSample", "StaticScales", "Status",
     "StepEffect", "Support", "SustainedTurn", "Tape", "TensorStatistics", "Timing", "Trend", "Verdict", "Work",
     "trend_name",
 ]  # fmt: skip

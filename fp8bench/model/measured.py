@@ -10,7 +10,7 @@ from enum import StrEnum
 from fp8bench.model.consumed import Capacity, DeviceWatch, EnergyUse, MemoryUse, SustainedTurn
 from fp8bench.model.planned import Case, Scalar, Support, Work
 from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankScaling, Sent, Transfer
-from fp8bench.model.step import Coverage, Shares, Tape
+from fp8bench.model.step import Coverage, LateSteps, Shares, Tape
 from fp8bench.model.words import Provenance, Status
 
 # Runs that differ by more are no upper bound.
@@ -100,13 +100,14 @@ class Ceiling:
 @dataclass(frozen=True)
 class GivenTensors:
     """The tensors of one shape that a step reads only, or trains: how many, the sums of their numbers and squares, and
-    how many numbers are subnormal."""
+    how many numbers are subnormal. `scattered` are those with no two numbers side by side."""
 
     shape: tuple[int, ...]
     tensors: int = 0
     total: float = 0.0
     squares: float = 0.0
     subnormals: int = 0
+    scattered: int = 0
 
     @property
     def sums(self) -> tuple[float, float, int]:
@@ -130,7 +131,8 @@ class Products:
     and read `operands` of these dtypes. `attention` are the kernels that torch's attention took. `wide`: native
     products had values of their formats in wider dtypes, and no codes. `looks_like` is the precision that a product's
     numbers show, '' where it kept its promise. `kernels` multiplied in a profiled step, if there was one. `given` are
-    the tensors of a step.
+    the tensors of a step. `cast_before` counts the tensors in the case's formats that products read as weights, though
+    no step casts them and the state names no role of them.
     """
 
     count: int
@@ -142,6 +144,7 @@ class Products:
     looks_like: str = ""
     kernels: tuple[str, ...] = ()
     given: tuple[GivenTensors, ...] = ()
+    cast_before: int = 0
 
 
 @dataclass(frozen=True)
@@ -380,10 +383,10 @@ class Record:
     the fastest of several, which its ratio is computed from; `timing` remains what it was chosen by. `rotation` is
     there where calls use several states, `replays` where a device may do a step again in one launch. `tape` are the
     operators of a step, `coverage` which products of a user's model can be converted, `shares` what parts of a step
-    take. `late_flops` are the products of a step after its timing, counted with the clock that timed it. `reruns` is
-    how much earlier runs of it differed; `sessions` are the ratios of the earlier sessions, of which the interval is
-    the hull. `transfer` is what a step of several ranks moves, `overlap` how far computing hides that, `failed_rank`
-    the rank that failed the case.
+    take. `late` is what steps did after their timing, with the clock that timed them; `late_flops` are their products
+    if all multiply as much. `reruns` is how much earlier runs of it differed; `sessions` are the ratios of the earlier
+    sessions, of which the interval is the hull. `transfer` is what a step of several ranks moves, `overlap` how far
+    computing hides that, `failed_rank` the rank that failed the case.
     """
 
     case: Case
@@ -424,6 +427,7 @@ class Record:
     scaling: RankScaling | None = None
     failed_rank: FailedRank | None = None
     late_flops: int | None = None
+    late: LateSteps | None = None
     reruns: Reruns | None = None
     sessions: tuple[Interval, ...] = ()
 

@@ -94,6 +94,32 @@ class Tape:
         return next((count for count in self.phases if count.phase == phase), None)
 
 
+@dataclass(frozen=True)
+class LateSteps:
+    """What the steps of a timed state did in a slot after their timing, while their operators were recorded.
+
+    `told_apart` says how timed slots differ from recorded ones, '' if they do not. `by_path` are a step's FLOPs on
+    average, by the dtype that they multiply in, of compiled ones uncompiled; None if an operator has no formula.
+    `varies` says that steps multiply unlike much. `switches` are those of arithmetic that a step sets and puts back;
+    `subnormal` is the share of subnormal numbers in the results of its operators. `in_operators` are the seconds of a
+    step's operators on average, `seconds` those of the slowest, by name: by the thread's own clock, and on a processor
+    only. `waits` is how often a step left its core by itself.
+    """
+
+    told_apart: str = ""
+    by_path: tuple[tuple[str, float], ...] | None = None
+    varies: bool = False
+    switches: tuple[str, ...] = ()
+    subnormal: float = 0.0
+    seconds: tuple[tuple[str, float], ...] = ()
+    in_operators: float | None = None
+    waits: float = 0.0
+
+    @property
+    def flops(self) -> float | None:
+        return None if self.by_path is None else sum(flops for _, flops in self.by_path)
+
+
 Key = TypeVar("Key")
 
 

@@ -160,6 +160,8 @@ def counted(calls: Iterable[Call], tf32: bool = False) -> Tape:
     sums: dict[str, PhaseCount] = {}
     room = _UnwrittenMemory()
     for call in calls:
+        if not all(tensor.is_real for tensor in tensors_in(call.result)):
+            continue  # it has computed no number
         traffic = Traffic(call)
         room.see(traffic)
         by_dtype = {word_of(dtype): size for dtype, size in traffic.by_dtype().items() if size}

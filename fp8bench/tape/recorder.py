@@ -27,9 +27,10 @@ _NO_TASK = -1
 
 
 class TensorSeen:
-    """Where a tensor lies and how, without its numbers."""
+    """Where a tensor lies and how, without its numbers. One of torch's fake or meta tensors has none, and `is_real` is
+    false."""
 
-    __slots__ = ("accelerated", "dtype", "offset", "shape", "storage", "stride")
+    __slots__ = ("accelerated", "dtype", "is_real", "offset", "shape", "storage", "stride")
 
     def __init__(self, tensor: Tensor) -> None:
         self.stride: tuple[int, ...] | None
@@ -38,9 +39,10 @@ class TensorSeen:
         self.accelerated = not tensor.is_cpu
         if tensor.layout is _STRIDED:
             self.stride, self.offset = tensor.stride(), tensor.storage_offset()
-            self.storage = tensor.untyped_storage()._cdata
+            storage = tensor.untyped_storage()
+            self.storage, self.is_real = storage._cdata, storage.device.type != "meta"
         else:  # a sparse tensor has no single memory
-            self.stride, self.offset, self.storage = None, 0, id(tensor)
+            self.stride, self.offset, self.storage, self.is_real = None, 0, id(tensor), True
 
 
 class Call(NamedTuple):

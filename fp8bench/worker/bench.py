@@ -15,6 +15,7 @@ from pathlib import Path
 from fp8bench.model import (
     Case,
     DeviceFacts,
+    LateSteps,
     LayerScale,
     Overheads,
     Rate,
@@ -178,11 +179,14 @@ class Bench(UntimedPasses):
     def drop_phase(self, key: str) -> str:
         return self._prepared_as(key).drop_phase()
 
-    def late_flops(self, key: str) -> int | None:
-        return self._prepared_as(key).late_flops()
+    def begin_late(self, key: str) -> None:
+        self._prepared_as(key).begin_late()
 
-    def told_apart(self, key: str, calls: int, discard: int) -> str:
-        return self._prepared_as(key).told_apart(calls, discard)
+    def is_late_due(self, key: str) -> bool:
+        return self._prepared_as(key).is_late_due
+
+    def end_late(self, key: str) -> LateSteps:
+        return self._prepared_as(key).end_late()
 
     def check(self, key: str) -> StateCheck:
         return self._prepared_as(key).check()

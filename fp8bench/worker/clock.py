@@ -90,6 +90,24 @@ class PhaseClock(Markers[Marker]):
         self._told(self._open[-1])
 
 
+class BetweenCalls:
+    """Stamps around what an accelerator does between calls, by a stamper that no step is given."""
+
+    def __init__(self, stamper: Stamper) -> None:
+        self._stamper, self._now = stamper, stamper.source()
+        self._stamps: list[Any] = []
+
+    def mark(self) -> None:
+        self._stamps.append(self._now())
+
+    def seconds(self) -> float:
+        """Returns the time between each first and second mark, and forgets them."""
+        intervals = self._stamper.intervals_ns(self._stamps)
+        self._stamps.clear()
+        self._stamper.recycle()
+        return sum(intervals[::2]) * 1e-9
+
+
 def _phases(notes: Iterable[int]) -> list[int]:
     inside = [UNATTRIBUTED_CODE]
     codes = inside.copy()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fp8bench.model import UNATTRIBUTED, DeviceFacts, Phase
+from fp8bench.model import UNATTRIBUTED, DeviceFacts, LateSteps, Phase
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, StateCheck
 from fp8bench.model.readings import Read, Reading, grown
 from fp8bench.protocols import (
@@ -30,9 +31,8 @@ from fp8bench.protocols import (
 from fp8bench.protocols.axes import CACHE_TIMES
 from fp8bench.worker import fusing
 from fp8bench.worker.checked_results import wrong_of
-from fp8bench.worker.clock import PhaseClock, agreeing
+from fp8bench.worker.clock import BetweenCalls, PhaseClock, agreeing
 from fp8bench.worker.finite import FiniteState
-from fp8bench.worker.fusing import uncompiled
 from fp8bench.worker.host_counters import counters
 from fp8bench.worker.state_tensors import address_of, tensors_of
 from fp8bench.worker.static_scales import step
@@ -41,10 +41,12 @@ from fp8bench.worker.switches import collected_by_hand, unchanged, under
 
 if TYPE_CHECKING:
     from fp8bench.tape.replay import Replay
-    from fp8bench.worker.step_effect import Beginning, Slot
+    from fp8bench.worker.late_slots import LateSlots
 
 # What a call may take besides its step: the clock's own work, in seconds a call and a mark, and a share of the step.
 _CALL_SECONDS, _MARK_SECONDS, _CALL_SHARE = 20e-6, 0.2e-6, 0.05
+# The same of a whole slot on an accelerator, whose queue begins and ends at times that nobody knows exactly.
+_SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
 # A phase is repeated for so long, in pieces, before its window: clocks and power are its own then, its time is known.
 WARM_SECONDS = 0.3
 _PIECE_SECONDS = 0.05
@@ -179,14 +181,18 @@ class Prepared:
     loaded: bool = False
     held: HeldPhase | None = None
     meet: Callable[[], object] = begins_alone
-    # By slot: seconds of a call that are neither in its step's stamps nor the clock's own work, at least. On a CPU.
+    # By slot: seconds that are neither in the stamps of steps nor the clock's own work, at least.
     _missing: list[float] = field(default_factory=list)
     # Values of the switches before the first slot, which every slot must leave: nothing else runs in between.
     _switches: Sequence[Any] | None = None
+    _late: LateSlots | None = None
+    _between: BetweenCalls | None = None
     _next: Callable[[], State] = field(init=False)
 
     def __post_init__(self) -> None:
         self._next = partial(next, cycle(self.states))
+        if self.device.kind != "cpu":
+            self._between = BetweenCalls(self.device.stamper(self.index))
 
     @property
     def state(self) -> Any:
@@ -198,13 +204,15 @@ class Prepared:
 
     def _ready(self) -> Any:
         """Does what comes before a step and is not timed; returns the state to step."""
-        state = self._next()
+        state = self._next() if self._late is None else self.states[0]
         if self.flush is not None:
             self.flush()
         if state.scales is not None:
             state.scales.begin_step()
         if self.loaded:
             self.workload.load(state.held)
+        if self._late is not None:
+            self._late.begin_call()
         return state.held
 
     @property
@@ -240,32 +248,33 @@ class Prepared:
     def _slot(
         self, timed: Callable[[Any, Phases], object], calls: int, discard: int, filling: Filling | None
     ) -> RawSlot:
-        clock, begin, ready = self.clock, self.clock.begin, self._ready
+        # Bound before a step runs: one that replaces functions of the clock's changes no slot of its own.
+        clock, begin, end, ready, now = self.clock, self.clock.begin, self.clock.end, self._ready, time.perf_counter
+        late = self._late
+        # Answers are freed while they are timed; `id` does nothing else to them.
+        keep, looked_at = (id, nullcontext()) if late is None else (late.keep, late.slot())
         marks: list[tuple[list[int], list[Any]]] = []
         calls_seconds: list[float] = []
         quantised = fusing.calls()
-        watched = unchanged(self._switches)
-        with under(self.precision), collected_by_hand(), watched as known, silent_step(), agreeing(self._clocks):
-            self._switches = known if owns_this_process() else None
+        with self._watched(), looked_at:
             self.meet()
             retried = self.device.retried(self.index)
             before = counters()  # ahead of the discarded calls: reading it leaves caches cold
             for _ in range(discard):
                 state = ready()
                 begin()
-                timed(state, clock)
-                clock.end()
+                keep(timed(state, clock))
+                end()
             self.device.synchronise(self.index)
             cpu, thread, wall = time.process_time(), time.thread_time(), time.perf_counter()
             for number in range(calls):
-                state = ready()
-                if filling is not None and number % filling.calls == 0:
-                    self.device.occupy(self.index, filling.seconds)
-                started = time.perf_counter()
+                state = self._ready_on_device(number, filling)
+                started = now()
                 begin()
-                timed(state, clock)
-                marks.append(clock.end())
-                calls_seconds.append(time.perf_counter() - started)
+                keep(timed(state, clock))
+                marks.append(end())
+                calls_seconds.append(now() - started)
+            host = time.perf_counter() - wall
             self.device.synchronise(self.index)
             wall, thread, cpu = (
                 time.perf_counter() - wall, time.thread_time() - thread, time.process_time() - cpu,
@@ -274,8 +283,14 @@ class Prepared:
             retried_now = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
-        if self.device.kind == "cpu":
-            self._missing.append(min(map(_missing_seconds, calls_seconds, steps)))
+        if late is not None:
+            late.add([step.seconds for step in steps], discard)
+        gaps = max(0.0, host - sum(calls_seconds))
+        self._missing.append(
+            min(map(_missing_seconds, calls_seconds, steps))
+            if self._between is None
+            else _missing_of_slot(wall, gaps + self._between.seconds(), steps)
+        )
         eager, fused = fusing.calls_since(quantised)
         preemptions = _known(counted["preemptions"])
         return RawSlot(
@@ -286,6 +301,27 @@ class Prepared:
             memory_retries=None if retried is None or retried_now is None else retried_now - retried,
         )  # fmt: skip
 
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Runs timed steps under their precision, and raises for what they may not do."""
+        watched = unchanged(self._switches)
+        with under(self.precision), collected_by_hand(), watched as known, silent_step(), agreeing(self._clocks):
+            self._switches = known if owns_this_process() else None
+            yield
+
+    def _ready_on_device(self, number: int, filling: Filling | None) -> Any:
+        """Returns the state to step; on an accelerator it marks what is done there ahead of the step."""
+        fills = filling is not None and number % filling.calls == 0
+        between = self._between if fills or self.flush is not None or self.loaded else None
+        if between is not None:
+            between.mark()
+        state = self._ready()
+        if fills and filling is not None:
+            self.device.occupy(self.index, filling.seconds)
+        if between is not None:
+            between.mark()
+        return state
+
     def _waited(self, counted: float | None, off_core: float) -> float | None:
         """Returns how long the timed calls waited for a core, None where nobody can tell. `counted` includes the
         discarded calls, so it is limited by the time that the timed ones spent off the core. On an accelerator, or if a
@@ -293,61 +329,22 @@ class Prepared:
         unknown = counted is None or self.device.kind != "cpu" or self.flush is not None
         return None if unknown or counted is None else max(0.0, min(counted, off_core))
 
-    def late_flops(self) -> int | None:
-        """Returns the FLOPs of a step's products under the clock that has timed others; None where two steps differ or
-        nobody knows. A step may know that it is timed by the clock it is given, or by how many came before."""
-        from fp8bench.tape.counting import counted
-        from fp8bench.tape.recorder import OperatorTape
+    def begin_late(self) -> None:
+        """Begins to look at steps after their timing. Slots take the first state, with other numbers, until
+        `end_late`."""
+        from fp8bench.worker.late_slots import LateSlots
 
-        counts = set[int | None]()
-        for _ in range(2):
-            mode = OperatorTape()
-            with under(self.precision), unchanged(), apart(), uncompiled() as compiled:
-                state = self._ready()
-                self.clock.begin()
-                with mode:
-                    self.workload.step(state, self.clock)
-                self.clock.end()
-            self.stamper.recycle()
-            tape = counted(mode.calls)
-            counts.add(None if compiled or not tape.complete else tape.flops)
-        return counts.pop() if len(counts) == 1 else None
+        tf32 = self.precision.float32_products != "highest"
+        self._late = LateSlots(self.state, self.states[0].finite.inputs, self.device, tf32)
 
-    def told_apart(self, calls: int, discard: int) -> str:
-        """Returns how timed slots differ from slots whose operators are counted; '' if they do not or nobody knows."""
-        from fp8bench.worker import step_effect
+    @property
+    def is_late_due(self) -> bool:
+        return self._late is not None and self._late.is_due
 
-        turns, state = self._next, self.states[0]
-        self._next = lambda: state
-        try:
-            with apart(), step_effect.as_they_were(state.held, state.finite.inputs) as beginning:
-                return step_effect.told_apart(partial(self._slot_with, beginning, calls, discard))
-        finally:
-            self._next = turns
-
-    def _slot_with(self, beginning: Beginning, calls: int, discard: int, timed: bool) -> Slot | None:
-        """Runs a slot, timed as all are or with its operators counted; returns None where its steps are compiled."""
-        from fp8bench.tape.recorder import OperatorTape
-        from fp8bench.worker.step_effect import slot_of
-
-        answer: list[Any] = []
-        compiled: list[Any] = []
-        modes: list[OperatorTape] = []
-
-        def step(held: Any, phase: Phases) -> None:
-            answer.clear()
-            if timed:
-                answer.append(self.workload.step(held, phase))
-                return
-            modes.append(OperatorTape())
-            with uncompiled() as called, modes[-1]:
-                answer.append(self.workload.step(held, phase))
-            compiled.extend(called)
-
-        beginning.again()
-        slot = self._slot(step, calls, discard, None)
-        seconds = [mode.seconds for mode in modes or slot.steps]
-        return None if compiled else slot_of(seconds, len(modes[-1].calls) if modes else 0, beginning.left(answer))
+    def end_late(self) -> LateSteps:
+        """Gives the state back as it was; returns what its late steps did."""
+        late, self._late = self._late, None
+        return LateSteps() if late is None else late.end()
 
     def check(self) -> StateCheck:
         """Returns what is wrong with the clock, what the workload says of its states after the steps, and whether they
@@ -401,8 +398,8 @@ class Prepared:
 
 
 _STAMPS_MOVED = (
-    "its steps take another time than the phase clock has counted: a step changes the clock's stamps. "
-    "Mark phases by `with phase.gemm:` and its like alone, and measure again."
+    "its steps take another time than the phase clock has counted: a step changes the clock's stamps, or leaves work "
+    "on a stream of its own. Mark phases by `with phase.gemm:` and its like alone, wait for streams, and measure again."
 )
 
 
@@ -410,6 +407,14 @@ def _missing_seconds(call_seconds: float, step: RawStep) -> float:
     """Returns by how much a call's own time differs from its step's stamps, beyond what the clock's work may take."""
     allowed = max(_CALL_SECONDS + _MARK_SECONDS * len(step.codes), _CALL_SHARE * call_seconds)
     return abs(call_seconds - sum(step.intervals_ns) * 1e-9) - allowed
+
+
+def _missing_of_slot(wall: float, untimed: float, steps: Sequence[RawStep]) -> float:
+    """Returns by how much a slot on an accelerator differs from its steps' stamps and what lies between them: the
+    device may be late, or idle for a while, but not for most of a slot."""
+    stamped = sum(step.seconds for step in steps)
+    allowed = max(_SLOT_SECONDS + _CALL_SECONDS * len(steps), _SLOT_SHARE * wall)
+    return max(stamped - wall, wall - untimed - stamped) - allowed
 
 
 def _known(read: Read) -> float | None:

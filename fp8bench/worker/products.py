@@ -28,16 +28,20 @@ from fp8bench.protocols import Precision, Role, Setup, Workload
 from fp8bench.protocols.workload import key_of
 from fp8bench.registry import devices, precisions
 from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.state_tensors import tensors_of, version_of
+from fp8bench.worker.memory_pass import listening
+from fp8bench.worker.state_tensors import address_of, modules_of, state_tensors, tensors_of, version_of
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.tracing import record
 
 # How many products are looked at while none has a format of the case: about a second's work.
 _MOST = 256
+# A step that takes longer is not taken again.
+_LONGEST_SECONDS = 1.0
 
 
 def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts: DeviceFacts) -> Products:
-    setup = make_setup()
+    cast_in_step = set[int]()
+    setup = listening(make_setup(), lambda addresses, role: cast_in_step.update(addresses))
     formats, precision = formats_of(workload, setup.case, facts), precisions.get(setup.case.precision)
     is_native = precision.support(facts).is_native
     # An emulation has no codes that products could take. TF32 units read float32 tensors and round them.
@@ -45,9 +49,15 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     looking = _Looking(formats, is_native and precision.float32_products != "highest", native)
     state = workload.prepare(setup)
     given = GivenState(state)
+    clock, begun = PhaseClock(devices.get(facts.kind).stamper(facts.index)), time.thread_time()
     with ProductWatch(looking.looks) as watch:
-        step(workload, state, setup.scales, PhaseClock(devices.get(facts.kind).stamper(facts.index)))
+        step(workload, state, setup.scales, clock)
     inputs = given.after_step()
+    weights = _WeightsHeld(state, formats)
+    if time.thread_time() - begun < _LONGEST_SECONDS:  # the first step may have cast what later ones keep
+        cast_in_step.clear()
+        with ProductWatch(weights.looks):
+            step(workload, state, setup.scales, clock)
     kernels = _kernels(partial(step, workload, state, setup.scales), facts) if native else ()
     del state, given
     low = looking.low or looking.wide
@@ -55,8 +65,35 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     unknown = not formats or (not low and looking.count > _MOST)
     return Products(
         looking.count, None if unknown else low, tuple(looking.seen), watch.operators, tuple(watch.attention),
-        looking.wide and not looking.low, like, kernels, inputs,
+        looking.wide and not looking.low, like, kernels, inputs, len(weights.unwritten() - cast_in_step),
     )  # fmt: skip
+
+
+class _WeightsHeld:
+    """Finds the tensors that a state holds in one of the formats, that products read on their right, and that no step
+    writes; but neither parameters of a model nor those that the state names a role of."""
+
+    def __init__(self, state: object, formats: Sequence[Format]) -> None:
+        named = {address for address, role in state_tensors(state).items() if role is not None}
+        for model in modules_of(state):
+            named.update(map(address_of, model.parameters()))
+        tensors = ((address_of(tensor), tensor) for tensor in tensors_of(state))
+        self._held = {address: (tensor, version_of(tensor)) for address, tensor in tensors if address not in named}
+        self._formats = formats
+        self._read = set[int]()
+
+    def looks(self, operands: Sequence[Any]) -> None:
+        """Backward multiplies gradients with what forward was given, and is left out."""
+        for weight in operands[1:2] if torch._C._current_graph_task_id() == -1 else ():
+            if any(has_dtype_of(weight, fmt) for fmt in self._formats):
+                self._read.add(address_of(weight))
+
+    def unwritten(self) -> set[int]:
+        return {address for address in self._read & self._held.keys() if _is_unwritten(*self._held[address])}
+
+
+def _is_unwritten(tensor: Any, version: int) -> bool:
+    return version_of(tensor) == version
 
 
 def formats_of(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Format, ...]:
@@ -179,7 +216,8 @@ class GivenState:
                 shape = tuple(tensor.shape)
                 old = shapes.get(shape, GivenTensors(shape))
                 total, squares, subnormals = (a + b for a, b in zip(old.sums, sums, strict=True))
-                shapes[shape] = GivenTensors(shape, old.tensors + 1, total, squares, int(subnormals))
+                scattered = old.scattered + (tensor.layout is torch.strided and 1 not in tensor.stride())
+                shapes[shape] = GivenTensors(shape, old.tensors + 1, total, squares, int(subnormals), scattered)
         late = time.thread_time() > self._end
         return () if late else tuple(sorted(shapes.values(), key=lambda given: -given.elements)[:_MOST_SHAPES])
 

@@ -12,17 +12,17 @@ Nothing is reported where that may have other reasons: no result can be seen, no
 data, or part of its state lies in memory that is not torch's own (NumPy's, or a file's, which is never written).
 
 A step may also know that it is timed, by whatever it looks at. So after its slots a state runs more slots like those,
-and others in which each step runs under the mode that counts operators. All begin with the same numbers, which differ
-from those that it was timed with: results may be cached, or not be kept at all. They are compared by their results and
-by their time. A difference counts only if all slots of either kind agree with the first of that kind, in an order that
-no periodic step follows.
+and others in which each step runs under the mode that counts operators (late_slots.py). All begin with the same
+numbers, which differ from those that it was timed with: results may be cached, or not be kept at all. They are compared
+by their results and by their time. A difference counts only if all slots of either kind agree with the first of that
+kind, in an order that no periodic step follows.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -302,26 +302,29 @@ Left = list[Any]
 
 
 class Slot(NamedTuple):
-    """`least` is the time of the fastest step without what counting its operators costs."""
+    """`least` is the time of the fastest step without what counting its operators costs, `most` that of the slowest
+    with it."""
 
     typical: float
     least: float
     left: Left
+    most: float
 
 
-def slot_of(seconds: Sequence[float], operators: int, left: Left) -> Slot:
-    """Makes a Slot of the seconds of its steps; `operators` is how many a step had if they were counted, else 0."""
-    return Slot(median(seconds), min(seconds) - _CALL_SECONDS * operators, left)
+def slot_of(seconds: Sequence[float], operators: int, left: Left, most: float) -> Slot:
+    """Makes a Slot of the seconds of its steps, or of their operators; `operators` is how many a step had if they were
+    counted, else 0. The slowest step took `most`."""
+    return Slot(median(seconds), min(seconds) - _CALL_SECONDS * operators, left, most)
 
 
-def told_apart(slot: Callable[[bool], Slot | None]) -> str:
-    """Returns how timed slots differ from counted ones; '' if they do not, or nobody can tell. Most cases need only two
-    slots."""
+def told_apart() -> Generator[bool, Slot | None, str]:
+    """Asks for slots by whether they are timed (else counted), and returns how the two kinds differ; '' if they do not,
+    or nobody can tell. Most cases need only two slots."""
     timed: list[Slot] = []
     counted: list[Slot] = []
     why = ""
     for is_timed in _ORDER:
-        if (taken := slot(is_timed)) is None or taken.typical > LONGEST_SECONDS:
+        if (taken := (yield is_timed)) is None or taken.typical > LONGEST_SECONDS:
             return ""
         (timed if is_timed else counted).append(taken)
         if counted and not (why := _difference(timed, counted)):
@@ -335,6 +338,11 @@ def _difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
         return (
             f"timed, a step takes {units.seconds(slowest)}, and its operators {units.seconds(fastest)} or more while "
             "they are counted"
+        )
+    quickest, most = min(slot.least for slot in timed), max(slot.most for slot in counted)
+    if quickest > _SLOWER * most:
+        return (
+            f"timed, a step takes {units.seconds(quickest)}, and {units.seconds(most)} while its operators are counted"
         )
     lefts = [slot.left for slot in (*timed, *counted)]
     least = _ROUNDING * max((float(sums.abs().max()) for left in lefts for sums in left), default=0.0)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Iterator, Sequence
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from fp8bench.errors import UsageError
@@ -68,7 +70,55 @@ def collected_by_hand() -> Iterator[None]:
 def switches() -> tuple[Switch, ...]:
     from fp8bench.worker.torch_switches import torch_switches
 
-    return (*torch_switches(), *process_switches())
+    return (*torch_switches(), *process_switches(), Switch(_OWN_CODE, own_code(), None, usual=()))
+
+
+_OWN_CODE = "fp8bench's own functions"
+# What times steps, and what looks at them.
+_MEASURING = tuple(
+    f"fp8bench.{room}"
+    for room in ("devices.", "numerics.operands", "protocols.measuring", "tape.", "user_code.switches", "worker.")
+)
+
+
+def own_code() -> Callable[[], tuple[str, ...]]:
+    """Returns a function that names what has been replaced of the functions that measure, since this call. A step that
+    replaces one of them changes its own time, or what is seen of it."""
+    places: list[tuple[dict[str, Any], str]] = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_MEASURING):
+            kinds = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == name]
+            for holder in (module, *kinds):
+                places += _functions_of(holder)
+    functions: list[Any] = [names[name] for names, name in places]
+    codes = [function.__code__ for function in functions]
+
+    def replaced() -> tuple[str, ...]:
+        now: list[Any] = [names.get(name) for names, name in places]
+        if now == functions and [function.__code__ for function in functions] == codes:
+            return ()
+        known = zip(functions, codes, now, strict=True)
+        return tuple(
+            f"{function.__module__}.{function.__qualname__}"
+            for function, code, other in known
+            if other is not function or function.__code__ is not code
+        )
+
+    return replaced
+
+
+def _functions_of(holder: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    names: Any = getattr(holder, "__dict__", {})
+    for name, value in list(names.items()):
+        if isinstance(value, types.FunctionType):
+            yield names, name
+
+
+@functools.cache
+def arithmetic_switches() -> tuple[Switch, ...]:
+    from fp8bench.worker.torch_switches import switches_of_arithmetic
+
+    return tuple(switches_of_arithmetic())
 
 
 def recorded_values() -> dict[str, Scalar | None]:

@@ -29,6 +29,13 @@ def torch_switches() -> Iterator[Switch]:
     yield from _products()
 
 
+def switches_of_arithmetic() -> Iterator[Switch]:
+    """Yields the switches that change how fast, or how exactly, torch computes the same operators."""
+    yield from _numbers()
+    yield from _libraries()
+    yield from _products()
+
+
 def _modes() -> Iterator[Switch]:
     autograd = torch._C._autograd
     yield Switch(

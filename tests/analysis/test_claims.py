@@ -17,6 +17,7 @@ from fp8bench.model import (
     Ceiling,
     GivenTensors,
     Label,
+    LateSteps,
     Level,
     Measurement,
     OperatorCount,
@@ -322,6 +323,141 @@ def test_products_of_a_reference_that_are_in_part_wider() -> None:
     why = "fp32 multiplies 50% of its FLOPs in more than 16 bits, this case 0%"
     assert told(case, lead)[Label.HANDICAP] == (why, False)
     assert Label.HANDICAP not in told(case, replace(lead, case=replace(lead.case, precision="untouched")))
+
+
+def _threaded(one: Record, share: float) -> Record:
+    """Gives the thread of the steps this share of the process's time."""
+    assert one.timing is not None
+    slots = [replace(slot, thread_seconds=share * slot.cpu_seconds) for slot in one.timing.slots]
+    return replace(one, timing=replace(one.timing, slots=tuple(slots)))
+
+
+LATE = LateSteps(by_path=(("fp32", 1e9),), in_operators=9.9e-3, seconds=(("mm", 8e-3), ("clone", 1e-3)))
+
+
+@for_each(
+    ("base", "own", "why"),
+    [
+        ({}, {}, None),
+        ({"in_operators": 4e-3}, {}, "spends 60% of its time outside of torch's operators, this case 1%"),
+        ({"in_operators": 4e-3}, {"in_operators": 5e-3}, None),
+        ({"in_operators": None}, {}, None),
+        ({"waits": 1.0}, {}, "waits for 40% of its time or more, this case for 0%"),
+        ({"waits": 1.0}, {"waits": 1.0}, None),
+        (
+            {"subnormal": 0.5},
+            {},
+            "has 50% subnormal numbers in its results, this case 0%: a processor is slow at them",
+        ),
+        ({"switches": ("oneDNN",)}, {}, "sets oneDNN within its steps, this case no switch"),
+        ({}, {"switches": ("oneDNN",)}, "sets no switch within its steps, this case oneDNN"),
+        ({"seconds": (("sort", 2e-3),)}, {}, "spends 20% of its operators' time in sort, which this case calls less"),
+        ({"seconds": (("sort", 2e-3),)}, {"seconds": (("sort", 2e-3),)}, None),
+        ({"seconds": (("mm", 4e-3),)}, {"seconds": (("mm", 1e-3),)}, None),
+    ],
+)
+def test_what_steps_of_a_reference_did_after_their_timing(base: Any, own: Any, why: str | None) -> None:
+    sorting = OperatorCount("gemm", "sort", inputs=("fp32[64,64]",), outputs=("fp32[64,64]",), bytes=1000)
+    tape = product(10**9)
+    case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24), tape, tape)
+    if "seconds" in base and "seconds" not in own:
+        lead = replace(lead, tape=replace(tape, operators=(*tape.operators, sorting)))
+    case, lead = _threaded(case, 1.0), _threaded(lead, 1.0)
+    if "waits" in base:  # the thread's time as before: the process waited
+        assert lead.timing is not None
+        slots = [replace(slot, wall_seconds=slot.wall_seconds / 0.6) for slot in lead.timing.slots]
+        lead = replace(lead, timing=replace(lead.timing, slots=tuple(slots)))
+    case, lead = replace(case, late=replace(LATE, **own)), replace(lead, late=replace(LATE, **base))
+    assert told(case, lead) == ({Label.HANDICAP: (f"fp32 {why}", False)} if why else {})
+
+
+@for_each(
+    ("base", "own", "why", "hard"),
+    [
+        ({}, {}, None, False),
+        (
+            {},
+            {"by_path": (("fp64", 1e9),)},
+            "a step with the clock does 1.00 GFLOP in fp64, one that is not timed 0 FLOP",
+            True,
+        ),
+        (
+            {"varies": True},
+            {"by_path": (("fp32", 2e8), ("fp64", 3e8)), "varies": True},
+            "not all of its steps do the same products: 500 MFLOP on average, fp32's 1.00 GFLOP",
+            False,
+        ),
+        ({"varies": True}, {"varies": True}, None, False),
+        ({"by_path": None}, {"by_path": None}, None, False),
+    ],
+)
+def test_what_steps_multiply_after_their_timing(base: Any, own: Any, why: str | None, hard: bool) -> None:
+    tape = product(10**9)
+    case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24), tape, tape)
+    case, lead = replace(case, late=replace(LATE, **own)), replace(lead, late=replace(LATE, **base))
+    assert told(case, lead) == ({Label.WORK_MISMATCH: (why, hard)} if why else {})
+
+
+@for_each(
+    ("base", "own", "why"),
+    [
+        (NUMBERS, NUMBERS, None),
+        (
+            replace(NUMBERS, tensors=9, squares=4.5 * 8192),
+            NUMBERS,
+            "holds 9 tensors of 64 x 64, of which a step reads 1; this case holds 2",
+        ),
+        (
+            replace(NUMBERS, scattered=2),
+            NUMBERS,
+            "has numbers of 2 tensors of 64 x 64 scattered in memory, this case side by side",
+        ),
+        (replace(NUMBERS, scattered=2), replace(NUMBERS, scattered=2), None),
+    ],
+)
+def test_tensors_that_a_reference_holds_otherwise(base: GivenTensors, own: GivenTensors, why: str | None) -> None:
+    case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24), product(10**9), product(10**9))
+    case = replace(case, products=Products(1, True, given=(own,)))
+    lead = replace(lead, products=Products(1, None, given=(base,)))
+    assert told(case, lead) == ({Label.HANDICAP: (f"fp32 {why}", False)} if why else {})
+
+
+def test_products_in_pieces_in_fp64_and_in_casts() -> None:
+    tape = product(10**9)
+    (mm,), (gemm,) = tape.operators, tape.phases
+    pieces = replace(tape, operators=(replace(mm, calls=40, flops=25_000_000),))
+    reasons = {
+        "multiplies in 40 calls, this case in 1": pieces,
+        "moves 33% of its numbers in fp64, this case 0%": replace(
+            tape, phases=(replace(gemm, by_dtype=(("fp32", 1000), ("fp64", 1000))),)
+        ),
+        "multiplies 50% of its FLOPs in its casts, this case 0%": replace(
+            tape, operators=(mm, replace(mm, phase="cast")), phases=(gemm, replace(gemm, phase="cast"))
+        ),
+    }
+    for why, base in reasons.items():
+        assert why in told(*pair(steady(10 * MS, 24), steady(10 * MS, 24), tape, base))[Label.HANDICAP][0]
+    grouped = product(10**9, operator="_grouped_mm")
+    assert told(*pair(steady(10 * MS, 24), steady(10 * MS, 24), grouped, pieces)) == {}
+
+
+def test_other_threads_and_weights_that_no_step_casts() -> None:
+    case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24))
+    case, lead = _threaded(case, 1.0), _threaded(lead, 0.5)
+    why = "fp32 has other threads at work for 5.00 ms a step, this case for 0 s"
+    assert told(case, lead) == {Label.HANDICAP: (why, False)}
+    assert [*claims_of(case, lead, threads=2)] == []
+    held = replace(case, products=Products(1, True, cast_before=2))
+    ((label, (reason, hard)),) = told(held, replace(lead, timing=case.timing)).items()
+    assert label is Label.WORK_MISMATCH and not hard and reason.startswith("its products read 2 weights that were cast")
+
+
+def test_a_product_that_nobody_can_look_into() -> None:
+    tape, unknown = product(10**9), OperatorCount("gemm", "quantized::linear", flops=None)
+    case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24), Tape((unknown,)), tape)
+    found = told(replace(case, products=Products(0, False)), lead)
+    assert found[Label.FALLBACK][0].startswith("no product of bf16's formats was seen: it calls quantized::linear")
+    assert Label.FALLBACK not in told(replace(case, products=Products(1, True)), lead)
 
 
 def asleep(share: float, waited: float | None = 0.0) -> Timing:

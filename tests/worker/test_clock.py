@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -10,9 +11,15 @@ import pytest
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.measure.slots import segment
-from fp8bench.model import CELL_PHASES, DeviceFacts
-from fp8bench.protocols import Device, Phases, SilentPhases, Stamper
+from fp8bench.model import CELL_PHASES, DeviceFacts, Scalar, Work
+from fp8bench.model.raw import Filling
+from fp8bench.protocols import Device, Phases, Setup, SilentPhases, Stamper, Workload
+from fp8bench.protocols.axes import Axis
+from fp8bench.registry import precisions
 from fp8bench.worker.clock import PhaseClock, calibrate
+from fp8bench.worker.finite import FiniteState
+from fp8bench.worker.prepared import Prepared, State
+from fp8bench.worker.step_guards import Running
 from tests.counts import for_each
 from tests.pretended_device import run_pretended
 
@@ -154,6 +161,52 @@ class Queued(Device):
 def test_the_cost_of_an_event_pair_is_the_device_s() -> None:
     """On an idle device an event waits for the host, which takes ten times as long."""
     assert calibrate(Queued(), 0).event_pair == pytest.approx(0.5e-6)
+
+
+class Waiting(Queued):
+    """An accelerator that is done with what it is asked as soon as the host goes on, and stamps by the host's clock."""
+
+    def stamper(self, index: int) -> Stamper:
+        return HostStamper()
+
+    def synchronise(self, index: int) -> None:
+        pass
+
+    def occupy(self, index: int, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class Moving(Workload):
+    """Moves the first stamp of each step by so many seconds."""
+
+    name, summary = "moving", "waits"
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return ()
+
+    def work(self, params: Mapping[str, Scalar]) -> Work:
+        return Work()
+
+    def prepare(self, setup: Setup) -> Any:
+        return None
+
+    def step(self, state: Any, phase: Any) -> None:
+        time.sleep(2e-3)
+        phase._stamps[0] += round(state * 1e9)
+
+
+FILLING = Filling(4, 1e-3)
+
+
+@for_each(("moved", "filling"), [(0.0, None), (0.0, FILLING), (1.7e-3, None), (1.7e-3, FILLING), (-9e-3, None)])
+def test_stamps_of_an_accelerator_are_held_against_the_wall_clock(moved: float, filling: Filling | None) -> None:
+    device, stamper = Waiting(), HostStamper()
+    states = (State(moved, None, FiniteState(None), ()),)
+    prepared = Prepared(Moving(), precisions.get("fp32"), device, 0, states, PhaseClock(stamper), stamper, Running())
+    for _ in range(3):
+        prepared.slot(8, 0, filling)
+    wrong = prepared.check().wrong
+    assert wrong.startswith("its steps take another time than the phase clock has counted") if moved else not wrong
 
 
 DEVICE_THREAD = """

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from fp8bench.registry import precisions
 from fp8bench.user_code.switches import values_of
 from fp8bench.worker import step_guards
 from fp8bench.worker.bench import Bench
+from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.switches import SwitchesChanged, recorded_values, switches, unchanged, under
 from fp8bench.workloads.gemm import Gemm
 from tests.counts import for_each
@@ -177,10 +179,27 @@ SINCE_2_12 = {
     "native": hasattr(torch.backends, "python_native"),
     "depthwise": hasattr(torch.backends.cudnn, "depthwise_kernel"),
 }
+
+
+@contextmanager
+def _other_code() -> Iterator[None]:
+    kept, PhaseClock.begin.__code__ = PhaseClock.begin.__code__, (lambda clock: None).__code__
+    yield
+    PhaseClock.begin.__code__ = kept
+
+
 # Contexts that somebody has entered and keeps: nobody else can leave them.
 KEPT: dict[str, tuple[Callable[[], Any], str]] = {
     "inference": (torch.inference_mode, "inference mode at True (it was False, and cannot be put back)"),
     "functions": (BaseTorchFunctionMode, "modes of torch's functions at 1 (it was 0, and cannot be put back)"),
+    "functions of ours": (
+        partial(patch.object, PhaseClock, "end", lambda clock: ([], [])),
+        "fp8bench's own functions at fp8bench.worker.clock.PhaseClock.end (it was none, and cannot be put back)",
+    ),
+    "their code": (
+        _other_code,
+        "fp8bench's own functions at fp8bench.worker.clock.PhaseClock.begin (it was none, and cannot be put back)",
+    ),
     "operators": (FlopCounterMode, "modes of torch's dispatcher at 1 (it was 0, and cannot be put back)"),
     "profiler": (
         partial(torch.profiler.profile, acc_events=True),

@@ -14,6 +14,7 @@ from fp8bench import units
 from fp8bench.model import Run
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
+from fp8bench.model.words import OF_ANOTHER_KIND
 from fp8bench.report.case_status import (
     Standing,
     emulated,
@@ -58,7 +59,7 @@ from fp8bench.report.topics.verdict import (
     span,
     verdicts_in,
 )
-from fp8bench.report.words.legend import error_word
+from fp8bench.report.words.legend import LABELS, error_word
 from fp8bench.report.words.naming import common_tone, listed, many
 
 _HOW_MATRIX = (
@@ -305,6 +306,10 @@ def _reservations(panel: Panel) -> Iterator[tuple[str, str, str]]:
             yield f"{result.mode} {verdict_word(result)}", result.finding.why, group.place
         if result.record.detail and result.record.is_ok and result.best:
             yield result.mode, result.record.detail, group.place
+        for label in result.labels if standing(result) is Standing.DOUBTED else ():
+            if label in OF_ANOTHER_KIND and (reason := result.reason(label)):
+                words = f"{label}: {reason}. What to do: {LABELS[label].remedy}"
+                yield f"{result.mode} {status_words(result)}", words, group.place
 
 
 def _sureness(panel: Panel) -> Iterator[str]:

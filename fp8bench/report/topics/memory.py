@@ -49,7 +49,7 @@ def use_of(record: Record) -> MemoryUse | None:
 
 
 def peak_of(result: Result) -> float | None:
-    """Bytes at the highest point of a step."""
+    """Bytes at the highest point of a step: the figure of every table, chart and row for programs."""
     return value_of(result.record.measurement(PEAK))
 
 
@@ -170,7 +170,7 @@ def memory(panel: Panel) -> Iterator[Element]:
         return
     uses = _uses(panel.members)
     present = {role for case, _ in uses for role in roles_of(case.result)}
-    scale, unit = units.binary_unit(max(use.peak for _, use in uses))
+    scale, unit = units.binary_unit(max(peak_of(case.result) or 0.0 for case, _ in uses))
 
     def shown(size: float) -> str:
         if not size:
@@ -200,7 +200,7 @@ def _cols(
     uses: Sequence[_Row], reference: str, parts: Sequence[Col[_Row]], show: Callable[[float], str] | None = None
 ) -> Iterator[Col[_Row]]:
     """For rows of a case and its use; `parts` are by role or by phase."""
-    yield Col("peak", lambda row: row[1].peak, number=True, unit="B", show=show)
+    yield Col("peak", lambda row: peak_of(row[0].result), number=True, unit="B", show=show)
     yield Col(f"vs {reference or 'reference'}", lambda row: share_of(*row[0]), number=True, unit="x")
     derived = any(on_device(case.result) for case, _ in uses)
     hint = DEVICE_PEAK_MEMORY.description

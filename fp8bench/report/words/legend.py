@@ -172,8 +172,10 @@ LABELS: dict[Label, LabelWords] = {
         "`prepare` draws its numbers in the case's own dtype", "draw them in one dtype from the seed, then round",
     ),
     Label.HANDICAP: LabelWords(
-        "its reference is slower than it need be: it sleeps, copies, or multiplies wider or slower",
-        "the reference sleeps, copies or pads where the case does not", "make the reference as good as you can",
+        "its reference is slower than it need be: it sleeps, copies, or multiplies wider or slower; or one of the two "
+        "has more threads or other switches",
+        "the reference sleeps, copies or pads where the case does not",
+        "make the reference as good as you can, and let both run alike",
     ),
     Label.CONTENDED: LabelWords(
         "other processes took the CPU in most slots: wall time was well above CPU time",

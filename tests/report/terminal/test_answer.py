@@ -47,6 +47,13 @@ def test_answers() -> Told:
     yield "what is held against two precisions alike is told once", words(replace(run, records=noted), findings)
 
 
+def test_a_doubt_of_another_kind_is_told_with_its_reason_and_remedy() -> None:
+    run, findings = judged((Verdict.FASTER, 0.5, Label.HANDICAP))
+    reasons = {case: replace(one, label_reasons=((Label.HANDICAP, "fp32 sorts"),)) for case, one in findings.items()}
+    said = " ".join(words(run, reasons, 200).split())
+    assert "perhaps faster: handicap: fp32 sorts. What to do: make the reference as good as you can" in said
+
+
 def test_a_grid_of_the_reference_alone_has_no_speed_ups() -> None:
     run, findings = judged((Verdict.FASTER, 0.5), (Verdict.FASTER, 0.5))
     assert "speed-up over fp32" in words(run, findings)

@@ -203,3 +203,17 @@ def test_a_native_case_is_not_compared_with_the_cost_of_emulation() -> None:
     cases = {case.result.mode: case for case in panel.members}
     assert share_of(*cases["fp16"]) is None
     assert (device_share_of(*cases["bf16"]), device_share_of(*cases["fp8"])) == (1.0, 0.5)
+
+
+def test_terminal_page_and_rows_tell_one_peak() -> None:
+    """A record has its peak twice, as a figure and as the sum of what it is for: all show the figure."""
+    run, findings = usual()
+    records = [replace(record, memory=record.memory and replace(record.memory, peak=7 * MIB)) for record in run.records]
+    made = replace(run, records=tuple(records)), findings
+    assert table_of(made) == table_of((run, findings))
+    (page,) = (table for table in of_kind(part("memory", *[made]), Table) if table.name.startswith("memory-phases"))
+    peak = [column.title for column in page.columns].index("peak")
+    shown = [row[peak].value for row in page.rows]
+    assert shown == [
+        row["median_in_unit"] for row in rows(*made) if row["metric"] == "peak_memory" and row["phase"] == "step"
+    ]
