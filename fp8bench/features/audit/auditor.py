@@ -251,6 +251,7 @@ class Auditor:
         self.times: dict[str, float] = {}
         self.work: CallWork | None = None
         self._searches: Counter[str] = Counter()
+        self._readings: dict[str, str] = {}
 
     @property
     def first(self) -> AuditInput:
@@ -325,7 +326,9 @@ class Auditor:
         result = "" if name == "product" else f"{name}: "
         if verdict.remark or verdict.code in _NOTHING:
             return self.about(given, replace(verdict, why=result + verdict.why))
-        why = f"{result}{verdict.why}. {self._reading(name)}"
+        if name not in self._readings:
+            self._readings[name] = self._reading(name)
+        why = f"{result}{verdict.why}. {self._readings[name]}"
         return self.about(self.smallest(given, name, verdict.code), replace(verdict, why=why))
 
     def _reading(self, name: str) -> str:

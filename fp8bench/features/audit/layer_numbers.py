@@ -105,7 +105,8 @@ class LayerProduct:
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.kind == CONV2D:
-            return nn.Conv2d._conv_forward(self.module, x, weight, None)  # type: ignore[arg-type]
+            result: Tensor = nn.Conv2d._conv_forward(self.module, x, weight, None)  # type: ignore[arg-type]
+            return result
         return x @ weight if self.kind == CONV1D else F.linear(x, weight)
 
     def lines(self, output: Tensor) -> Tensor:
@@ -229,7 +230,7 @@ class LayerNumbers:
     def _decoded(self) -> Tensor:
         weight = self.weight.detach()
         if hasattr(weight, "__tensor_flatten__"):
-            return weight.dequantize().cpu().float()  # type: ignore[no-untyped-call]
+            return weight.dequantize().cpu().float()
         scales = [scale for name in _SCALES if isinstance(scale := getattr(self.module, name, None), Tensor)]
         if weight.dtype.itemsize > 1 or not scales:
             return weight.cpu().float()
@@ -424,9 +425,10 @@ def _describe(product: LayerProduct, found: Tensor, bias: Tensor | None, missed:
         share = gain_of(found - exact, added)
         if abs(share) > _CLEARLY and is_near(exact + share * added):
             return "its bias is not added" if abs(1 + share) < _CLEARLY else f"its bias is added {1 + share:.2g} times"
-    gain = gain_of(found, exact)
-    if abs(gain - 1) > _GAIN and is_near(gain * exact):
-        return f"its results are {gain:.2f} times what its input and current weight give"
+    right = exact if bias is None else exact + bias
+    gain = gain_of(result, right)
+    if abs(gain - 1) > _GAIN and float((result - gain * right).norm()) < _LARGEST * float(result.norm()):
+        return f"its results are {gain:.2f} times what its input, current weight and bias give"
     if (
         product.kind not in (CONV1D, CONV2D)
         and product.weight.shape[0] == product.weight.shape[1]

@@ -129,7 +129,8 @@ class ProductPromise:
         if lost([_STEPS * _steps_of(side) for side in (self.a, self.b)], _DRAWN):
             return fail("too-bad", "results next to some that overflow are wrong")
         finite = result.isfinite() & likely.isfinite()
-        return in_band(*(self._error(torch.where(finite, numbers, 0), finite) for numbers in (result, likely)))
+        error, expected = (self._error(torch.where(finite, numbers, 0), finite) for numbers in (result, likely))
+        return in_band(error, expected)
 
     def _compared(self, result: Tensor, sums: ConformitySums, search: bool) -> AuditFinding:
         wide = result.to(torch.float64)
