@@ -29,7 +29,7 @@ NEAREST = {
     "model": ("model", "measure", "store"),
     "numerics": ("numerics",),
     "plan": ("plan",),
-    "protocols": ("workloads", "precisions"),
+    "protocols": ("workloads", "precisions", "nn/test_tensor_scales.py"),
     "store": ("store", "faults"),
     "tape": ("tape",),
     "user_code": ("user_code", "worker"),
