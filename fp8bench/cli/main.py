@@ -228,8 +228,8 @@ def _open_stores_told() -> Iterator[None]:
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def show_warning(message: Warning | str, category: type[Warning], *others: Any) -> None:
-            complain(str(message)) if issubclass(category, OpenStore) else show(message, category, *others)
+        def show_warning(message: Warning | str, category: type[Warning], *others: Any, **named: Any) -> None:
+            complain(str(message)) if issubclass(category, OpenStore) else show(message, category, *others, **named)
 
         warnings.showwarning = show_warning
         yield
