@@ -29,9 +29,6 @@ LOCK = ".lock"
 LOCK_SECONDS = 60.0
 PARTIAL = ".partial"
 _PAUSE_SECONDS = 0.02
-# Nobody takes so long to write a file: its writer was killed.
-_LEFT_SECONDS = 3600.0
-_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _SUM = "sum"
 # The end of a line with a checksum, and of one that is numbered, too.
 _SEAL = re.compile(rb',"sum":"([0-9a-f]{16})"}\r?$')
@@ -42,6 +39,8 @@ _NUMBERED = re.compile(rb',"line":(\d+),"sum":"([0-9a-f]{16})"}\r?$', re.MULTILI
 # The largest file of lines or JSON that is read: a run of many thousand cases has some 100 MB, while a sparse file may
 # claim more than any memory holds.
 LARGEST_FILE = 1 << 30
+# More than this machine's memory no file of weights can be loaded.
+MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _STREAMS = ("/dev/stdin", "/dev/fd/")
 _SPECIAL = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
 
@@ -158,11 +157,6 @@ def is_no_folder(path: Path) -> bool:
     return path.exists() and not path.is_dir()
 
 
-def memory_size() -> int:
-    """Returns the bytes of this machine's memory, more than which no file of weights can be loaded."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _check(status: os.stat_result, most: int | None) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -179,21 +173,13 @@ def _check_size(size: int, most: int | None) -> None:
 
 
 def make_store(store: Path) -> None:
-    """Makes a store's folder if there is none; a new one is ignored by git. Raises OSError.
-
-    Warns of a new one that everybody may write.
-    """
+    """Makes a store's folder if there is none, ignored by git; warns if everybody may write it. Raises OSError."""
     if not store.exists():
         store.mkdir(parents=True, exist_ok=True)
         write_whole(store / ".gitignore", "*\n")
         if store.stat().st_mode & stat.S_IWOTH:
             words = f"every user of this machine may change what the new store {store} says, as umask lets them write."
             warnings.warn(f"{words} Set umask 022, and run chmod -R o-w {store}", OpenStore, stacklevel=2)
-
-
-def is_address(text: str) -> bool:
-    """Whether the text names no local file, like s3://bucket, and would make a folder called `s3:`."""
-    return _ADDRESS.match(text) is not None
 
 
 def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
@@ -237,14 +223,6 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def sweep(folder: Path) -> None:
-    """Removes what killed writers left half done."""
-    for path in folder.glob(f".*{PARTIAL}"):
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
-                path.unlink()
 
 
 def append(file: IO[bytes], content: str | bytes, sync: bool = True) -> None:

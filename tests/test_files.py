@@ -34,13 +34,13 @@ from fp8bench.files import (
     locked,
     make_store,
     read_file,
-    sweep,
     try_writing,
     write_whole,
 )
 from fp8bench.model import Case
 from fp8bench.model.file_names import name_of, safe
 from fp8bench.store.asv.files import write_object
+from fp8bench.store.asv.view import sweep
 from tests.counts import for_each
 from tests.older import without_sums
 from tests.store.asv.test_files import read_only as read_only
@@ -53,6 +53,7 @@ from pathlib import Path
 from unittest.mock import Mock
 from fp8bench.errors import StoreError
 from fp8bench.store.asv.files import write_object
+from fp8bench.store.asv.view import sweep
 resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
 try:
     write_object(Path(sys.argv[1]), {"a": "x" * 80_000})

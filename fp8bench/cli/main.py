@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from fp8bench import __version__
 from fp8bench.cli.streams import complain, make_usable, say, silence
@@ -228,10 +228,10 @@ def _open_stores_told() -> Iterator[None]:
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def show_warning(message: Warning | str, category: type[Warning], *others: Any) -> None:
-            complain(str(message)) if issubclass(category, OpenStore) else show(message, category, *others)
+        def show_warning(message: Warning | str, category: type[Warning], *others: Any, **named: Any) -> None:
+            complain(str(message)) if issubclass(category, OpenStore) else show(message, category, *others, **named)
 
-        warnings.showwarning = cast(Any, show_warning)
+        warnings.showwarning = show_warning
         yield
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from fp8bench.errors import UsageError
-from fp8bench.files import is_address, read_file
+from fp8bench.files import read_file
 from fp8bench.model.request import REQUEST_RULES, Rule, whole_number
 from fp8bench.report.data.loggers import DEFAULT_PLACES, LogTarget
 from fp8bench.units import bytes_of, number_of, number_or_text_of
@@ -23,6 +23,12 @@ from fp8bench.units import bytes_of, number_of, number_or_text_of
 T = TypeVar("T")
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _LONGEST = 7 * 24 * 3600
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+def is_address(text: str) -> bool:
+    """Whether the text names no local file, like s3://bucket, and would make a folder called `s3:`."""
+    return _ADDRESS.match(text) is not None
 
 
 def path(text: str) -> Path:

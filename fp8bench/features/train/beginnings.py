@@ -20,7 +20,7 @@ from fp8bench.features.train.lab.models import config_of, layers_of
 from fp8bench.features.train.request import TrainingRequest, file_of, merges_of
 from fp8bench.features.train.tasks import TASK_TEXT, text_of
 from fp8bench.features.train.values import LayerReading, TokenSpan, TrainingText
-from fp8bench.files import check_file, memory_size, open_file, read_file
+from fp8bench.files import MEMORY_BYTES, check_file, open_file, read_file
 from fp8bench.plan.bpe import BYTES, Merges, encoded, learnt_merges
 from fp8bench.plan.corpus import name_of, named_text, replace_tokens, write_tokens
 from fp8bench.protocols import TensorScale
@@ -336,7 +336,7 @@ def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
 
 def _digest_of(file: Path) -> str:
     try:
-        with open_file(file, most=memory_size()) as content:
+        with open_file(file, most=MEMORY_BYTES) as content:
             return hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
         raise UsageError(f"--start {file} cannot be read ({error.strerror}). Give a file with a state dict.") from None

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import AsvFileError, Fp8benchError, StoreError
-from fp8bench.files import LOCK_SECONDS, locked, sweep
+from fp8bench.files import LOCK_SECONDS, PARTIAL, locked
 from fp8bench.model import Cell, Point, Run, Series, Status
 from fp8bench.store.asv.files import (
     ResultsFile,
@@ -52,6 +53,17 @@ from fp8bench.store.commit_runs import (
     series_of_runs,
     why_untracked,
 )
+
+# Nobody takes so long to write a file: its writer was killed.
+_LEFT_SECONDS = 3600.0
+
+
+def sweep(folder: Path) -> None:
+    """Removes what killed writers left half done."""
+    for path in folder.glob(f".*{PARTIAL}"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
+                path.unlink()
 
 
 def results_of(store: Path) -> Path:

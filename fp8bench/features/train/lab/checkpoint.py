@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8bench.errors import StoreError
 from fp8bench.features.train.values import SeedTask
-from fp8bench.files import PARTIAL, keeping, memory_size, open_file, read_file, sealed, unsealed, write_whole
+from fp8bench.files import MEMORY_BYTES, PARTIAL, keeping, open_file, read_file, sealed, unsealed, write_whole
 from fp8bench.nn.sizes import SIZES
 
 _HEAD = "checkpoint.json"
@@ -108,7 +108,7 @@ def _head(place: Path) -> dict[str, Any]:
 def _loaded(path: Path, digest: str) -> dict[str, Any]:
     """Loads tensors and plain values only: nothing in the file is run."""
     try:
-        with open_file(path, most=memory_size()) as file:
+        with open_file(path, most=MEMORY_BYTES) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise StoreError(
                     f"the checkpoint's file {path} is damaged: its SHA-256 is not the one that was recorded."

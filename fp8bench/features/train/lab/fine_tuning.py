@@ -17,7 +17,7 @@ from fp8bench.features.train.lab.checkpoint import weights
 from fp8bench.features.train.lab.optimizer import seed_of
 from fp8bench.features.train.request import TrainerSettings, file_of
 from fp8bench.features.train.values import Arm, ArmRole
-from fp8bench.files import memory_size, open_file
+from fp8bench.files import MEMORY_BYTES, open_file
 from fp8bench.model import StaticScales
 from fp8bench.protocols import Arithmetic, ScaleBook
 from fp8bench.report.words.naming import listed
@@ -63,7 +63,7 @@ def take_file(model: nn.Module, start: str, make: str = "") -> None:
     """Load the state dict of 'FILE::DIGEST'. Raises UsageError where it is not of the model that `make` makes."""
     name, _, digest = start.rpartition("::")
     path = Path(name)
-    with open_file(path, most=memory_size()) as file:
+    with open_file(path, most=MEMORY_BYTES) as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest:
             raise UsageError(f"--start {path} has changed since the training began. Restore the file.")
     kept = _loaded(path)
