@@ -50,7 +50,8 @@ def use_of(record: Record) -> MemoryUse | None:
 
 def peak_of(result: Result) -> float | None:
     """Bytes at the highest point of a step: the figure of every table, chart and row for programs."""
-    return value_of(result.record.measurement(PEAK))
+    figure, use = value_of(result.record.measurement(PEAK)), use_of(result.record)
+    return use.peak if figure is None and use is not None else figure
 
 
 def roles_of(result: Result) -> dict[MemoryRole, int]:
