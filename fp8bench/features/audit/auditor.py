@@ -335,7 +335,7 @@ class Auditor:
         """Says what was promised, and which other precision gives the results of that name, if one does."""
         promised = self.subject.signature.precision
         said = f"Promised: {_with_scales(promised)}. Found: "
-        readings = [each for each in (*READINGS, *OTHER_READINGS) if each != promised]
+        readings = list(dict.fromkeys((promised, *READINGS, *OTHER_READINGS)))
         for data in (data for data in _TELLING if data in self.subject.data):
             try:
                 given = AuditInput(data, self.first.shape)
@@ -346,6 +346,8 @@ class Auditor:
                 readings = []
         if not readings:
             return f"{said}the results of no precision that is known here."
+        if readings[0] == promised:
+            return f"{said}the same on everyday data, but not on this input."
         return f"{said}{_with_scales(readings[0])}; give --precision {readings[0]} to promise that."
 
     def _is_kept(self, precision: str, name: str, matrices: Matrices, result: Tensor) -> bool:

@@ -14,23 +14,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.features.audit.operands import Promised, rounded, spread
-from fp8bench.formats.recipes import Treatment
+from fp8bench.features.audit.layer_products import IMAGES, ROWS, LayerProduct, Misses, gain_of, misses
+from fp8bench.features.audit.operands import Promised, spread
 from fp8bench.nn.holders import CONV1D, CONV2D, kind_of
 from fp8bench.numerics.conformity import permutations
 from fp8bench.user_code import own_words
 
 HIGH, UNKNOWN, WEIGHTS = "as it came", "not known", "weights alone"
 WIDE = {HIGH: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# How far results may be off where the casts are known: over all, and in one row or column.
-_SAME, _SAME_IN_LINE = 2.0**-7, 0.2
 # The rounding of a result to bfloat16, and once more when its bias is added.
 _OUTPUT = 2.0**-7
 # Casts that round otherwise have the emulation's error within this band, and its gain within this difference.
@@ -42,8 +38,6 @@ _WORSE, _LITTLE = 2.5, 0.05
 # The largest error of gradients: e5m2 has 0.07, four bits that are rounded at random 0.3.
 _LARGEST, _LARGEST_OF_FEW_BITS, _FEW_BITS = 0.12, 0.45, 6
 _FOR_INFERENCE = ", although it is in training mode and has a weight or bias that needs one"
-# At most so many rows, or images, are multiplied.
-_ROWS, _IMAGES = 512, 8
 # The rows of a random input where the model has not shown any.
 _UNSEEN = 32
 # What libraries call the scales of a weight that is kept in codes.
@@ -60,126 +54,6 @@ class LayerVerdict(NamedTuple):
     @property
     def failed(self) -> bool:
         return self.code not in ("", "other-rounding")
-
-
-class Misses(NamedTuple):
-    """Differences as shares of a random sum: the root mean square over all, in each row and column, and in the worst of
-    these beyond chance."""
-
-    level: float
-    worst: float
-    rows: Tensor
-    columns: Tensor
-
-    @property
-    def none(self) -> bool:
-        return self.level < _SAME and self.worst < _SAME_IN_LINE
-
-
-def misses(difference: Tensor, size: Tensor) -> Misses:
-    shares = (difference / size.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(math.inf).square()
-    rows, columns = (shares.mean(side).sqrt() for side in (1, 0))
-    # The fewer differences a line has, the further its mean may be from that of all.
-    down, across = (1 + 3 / math.sqrt(count) for count in shares.shape)
-    return Misses(
-        float(shares.mean().sqrt()), max(float(rows.max()) / across, float(columns.max()) / down), rows, columns
-    )
-
-
-def gain_of(found: Tensor, exact: Tensor) -> float:
-    return float((found * exact).sum() / exact.square().sum().clamp(min=1e-30))
-
-
-@dataclass
-class LayerProduct:
-    """The product of an input and a weight, both in float32, with one row for each row, or pixel, of the result."""
-
-    module: nn.Module
-    x: Tensor
-    weight: Tensor
-    casts_weight: bool
-
-    @cached_property
-    def kind(self) -> str:
-        return kind_of(self.module)[0]
-
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.kind == CONV2D:
-            result: Tensor = nn.Conv2d._conv_forward(self.module, x, weight, None)  # type: ignore[arg-type]
-            return result
-        return x @ weight if self.kind == CONV1D else F.linear(x, weight)
-
-    def lines(self, output: Tensor) -> Tensor:
-        channels = 1 if self.kind == CONV2D else -1
-        return output.movedim(channels, -1).reshape(-1, output.shape[channels])
-
-    @cached_property
-    def looked_at(self) -> Tensor:
-        count, most = len(self.x), _IMAGES if self.kind == CONV2D else _ROWS
-        return torch.randperm(count, generator=torch.Generator().manual_seed(count))[:most].sort().values
-
-    def sampled(self, output: Tensor) -> Tensor:
-        whole = output.detach().cpu().float()
-        return self.lines(whole.reshape(len(self.x), *whole.shape[-3 if self.kind == CONV2D else -1 :])[self.looked_at])
-
-    def made(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.lines(self.multiply(x[self.looked_at], weight))
-
-    @cached_property
-    def exact(self) -> Tensor:
-        return self.made(self.x, self.weight)
-
-    @cached_property
-    def size(self) -> Tensor:
-        return self.made(self.x.square(), self.weight.square()).sqrt()
-
-    def kept_in(self, dtype: torch.dtype) -> Tensor:
-        return self.made(self.x.to(dtype).float(), self.weight.to(dtype).float())
-
-    def casts(self, promised: Promised, inputs: bool = True) -> Iterator[Tensor]:
-        """Yields it with both operands, or the weight alone, cast; then with one or both rounded to bf16 before."""
-        first, second, _ = promised.treatments
-        for carriers in self._carriers:
-            x, weight = (side.to(dtype).float() for side, dtype in zip((self.x, self.weight), carriers, strict=True))
-            if self.casts_weight and self.kind == CONV1D:
-                weight = rounded(weight.t().contiguous(), second).values.t()
-            elif self.casts_weight:
-                weight = rounded(weight.flatten(1).contiguous(), second).values.reshape(weight.shape)
-            yield self.made(self._cast_input(x, first) if inputs else x, weight)
-
-    @cached_property
-    def _carriers(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
-        wide, short = torch.float32, torch.bfloat16
-        is_carried = all(torch.equal(side, side.to(short).float()) for side in (self.x, self.weight))
-        return ((wide, wide),) if is_carried else ((wide, wide), (short, short), (short, wide), (wide, short))
-
-    def _cast_input(self, x: Tensor, treatment: Treatment | None) -> Tensor:
-        if self.kind != CONV2D:
-            return rounded(x, treatment).values
-        pixels = x.movedim(1, -1)
-        return rounded(pixels.reshape(-1, pixels.shape[-1]), treatment).values.reshape(pixels.shape).movedim(-1, 1)
-
-    def gradients(self, gradient: Tensor) -> dict[str, Tensor]:
-        with torch.enable_grad():
-            x, weight = (tensor.detach().requires_grad_() for tensor in (self.x, self.weight))
-            output = self.multiply(x, weight)
-            into = torch.autograd.grad(output, (x, weight), gradient.reshape(output.shape))
-        return {"input": into[0], "weight": into[1], "bias": self.lines(gradient.reshape(output.shape)).sum(0)}
-
-    def cast_gradients(self, gradient: Tensor, promised: Promised) -> dict[str, Tensor]:
-        """Returns both gradients of a linear layer's product with all operands cast; nothing for other layers."""
-        if self.kind in (CONV1D, CONV2D):
-            return {}
-        first, second, third = promised.treatments
-        rows = gradient.reshape(-1, len(self.weight))
-        down, across = (rounded(tensor.contiguous(), third).values for tensor in (rows, rows.t()))
-        weight, x = (
-            rounded(tensor.t().contiguous(), cast).values for tensor, cast in ((self.weight, second), (self.x, first))
-        )
-        return {"input": down @ weight.t(), "weight": across @ x.t()}
-
-    def squared(self) -> LayerProduct:
-        return LayerProduct(self.module, self.x.square(), self.weight.square(), self.casts_weight)
 
 
 @dataclass
@@ -277,7 +151,7 @@ class LayerNumbers:
         return LayerVerdict(UNKNOWN, "wrong-numbers", _describe(product, found, bias, wide[HIGH]))
 
     def _random_input(self, x: Tensor | None) -> Tensor:
-        """Returns random numbers of an input's shape and size, with at most about `_ROWS` rows."""
+        """Returns random numbers of an input's shape and size, with at most about `ROWS` rows."""
         kind, sides = kind_of(self.module)[0], self.weight.shape
         if x is None:
             dtype = torch.bfloat16 if self._in_codes else self.weight.dtype
@@ -287,10 +161,10 @@ class LayerNumbers:
                 shape = (2, channels, *(4 * side + 8 for side in sides[2:]))
             return random_like(torch.zeros((), dtype=dtype, device=self.weight.device), shape)
         if kind == CONV2D:
-            return random_like(x, x.shape if x.dim() == 3 else (min(len(x), _IMAGES), *x.shape[1:]))
+            return random_like(x, x.shape if x.dim() == 3 else (min(len(x), IMAGES), *x.shape[1:]))
         *outer, rows, columns = x.shape if x.dim() > 1 else (1, *x.shape)
-        images = [max(1, min(side, _ROWS // rows)) for side in outer]
-        return random_like(x, (*images, min(rows, _ROWS), columns) if x.dim() > 1 else x.shape)
+        images = [max(1, min(side, ROWS // rows)) for side in outer]
+        return random_like(x, (*images, min(rows, ROWS), columns) if x.dim() > 1 else x.shape)
 
     def _check_alone(self, x: Tensor, likely: Sequence[str]) -> LayerVerdict:
         with training_kept(self.module), randomised(self._trainable(), x):

