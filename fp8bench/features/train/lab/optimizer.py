@@ -364,7 +364,7 @@ class LoopOptimizer:
                 moved = [torch.zeros_like(size) for size in sizes]
                 if before:
                     torch._foreach_sub_(before, bucket.parameters)
-                    moved = torch._foreach_norm(before)
+                    moved = list(torch._foreach_norm(before))
             self._norms.update(zip(bucket.parameters, zip(moved, sizes, strict=True), strict=True))
         self.gradients.end()
 
