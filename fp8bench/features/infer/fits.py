@@ -141,8 +141,8 @@ def _step_height(arm: LineDraws, reference: LineDraws, measured: Any, places: Fl
     known = reference.point[0] + reference.point[1] * measured
     missed = (arm.above - reference.above) / known
     seen_at = known[np.abs(missed).argmax()]
-    seen = _STEPS * np.ptp(missed) * np.maximum(seen_at, reference.point[0] + reference.point[1] * places)
-    unseen = (math.gcd(*map(int, measured)) - 1) * max(arm.point[1], reference.point[1], 0.0)
+    seen: Floats = _STEPS * np.ptp(missed) * np.maximum(seen_at, reference.point[0] + reference.point[1] * places)
+    unseen = (math.gcd(*map(int, measured)) - 1) * float(max(arm.point[1], reference.point[1], 0.0))
     return seen + unseen
 
 

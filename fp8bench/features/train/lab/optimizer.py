@@ -302,8 +302,9 @@ def stochastic_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
 _MASTERS = {
     "fp32": Weights, "fp16-scaled": HalfWeights, "fp16-fp8": EightBitWeights, "bf16-stochastic": StochasticWeights,
 }  # fmt: skip
-# At most so many weights are copied at a time before a step, to compute how far they move.
-_MOST_ELEMENTS = 1 << 24
+# At most so many weights are updated at a time, because they are copied to compute how far they move. What is kept in
+# low precision is restored for an update, so that of such weights it is only a small part of the model at a time.
+_MOST_ELEMENTS, _LOW_PARTS = 1 << 24, 16
 
 
 class _Group(NamedTuple):
@@ -333,16 +334,18 @@ class LoopOptimizer:
         first, second = settings.betas or _BETAS[settings.optimizer]
         self._betas = first, second
         self._epsilon = _EPSILONS.get(settings.optimizer, EPSILON)
-        self._rounded = rounded_update(settings.updates)
+        self._rounds, self._rounded = settings.updates != "fp32", rounded_update(settings.updates)
         layers = [parameter for name, parameter in parameters.items() if kind_of(name, parameter.ndim) == "layer"]
         self.weights = _MASTERS[settings.master](self._parameters, layers)
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
 
-    def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor) -> None:
-        """Update by the gradients over `divisors`, one for each parameter. Where `skip` is 1 nothing changes."""
+    def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor, measured: bool = True) -> None:
+        """Update by the gradients over `divisors`, one for each parameter. Where `skip` is 1 nothing changes. How far
+        weights move is 0 unless it is `measured`, which takes a copy of them."""
         self.weights.raised()
         for bucket, factor, decay, place in self._groups:
-            before = [parameter.detach().clone() for parameter in bucket.parameters]
+            copied = bucket.parameters if measured or self._rounds else []
+            before = [parameter.detach().clone() for parameter in copied]
             bucket.gradients = self.gradients.of(bucket.parameters)
             first, second = bucket.restored()
             how = Update(rate * factor, decay, self._betas, self._epsilon, divisors[place], skip)
@@ -350,14 +353,18 @@ class LoopOptimizer:
                 bucket.update(first, second, how)
             else:
                 self._rule(bucket, first, second, how)
-            self._rounded(before, bucket.parameters)
+            if self._rounds:
+                self._rounded(before, bucket.parameters)
             if bucket.plain is None:
                 bucket.keep(first, second)
             bucket.gradients = []
             self.weights.round(bucket.parameters)
             with torch.no_grad():
-                torch._foreach_sub_(before, bucket.parameters)
-                moved, sizes = torch._foreach_norm(before), torch._foreach_norm(bucket.parameters)
+                sizes = torch._foreach_norm(bucket.parameters)
+                moved = [torch.zeros_like(size) for size in sizes]
+                if before:
+                    torch._foreach_sub_(before, bucket.parameters)
+                    moved = list(torch._foreach_norm(before))
             self._norms.update(zip(bucket.parameters, zip(moved, sizes, strict=True), strict=True))
         self.gradients.end()
 
@@ -395,8 +402,11 @@ def _groups(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -
         decay = settings.weight_decay if parameter.ndim > 1 else 0.0  # norms and biases do not decay
         clipped = group_of(name, parameter.ndim, clip_group)
         alike.setdefault((factor, decay, clipped), []).append((place, parameter))
+    most = _MOST_ELEMENTS
+    if (settings.optimizer_states, settings.gradients) != ("fp32", "fp32"):
+        most = min(most, sum(parameter.numel() for parameter in parameters.values()) // _LOW_PARTS)
     for (factor, decay, _), placed in alike.items():
-        for part in bucketed([tensor.numel() for _, tensor in placed], _MOST_ELEMENTS):
+        for part in bucketed([tensor.numel() for _, tensor in placed], most):
             tensors = [tensor for _, tensor in placed[part]]
             first, second = states_for(settings.optimizer, tensors)
             storages = _storages(settings.optimizer_states)

@@ -44,7 +44,7 @@ class TorchOptimizer:
         self._holders = [masters[id(parameter)] for parameter in trained]
         self.gradients, self.weights = Gradients(self._holders), Weights(trained)
         self.factor = 1.0
-        self._rounded = rounded_update(updates)
+        self._rounds, self._rounded = updates != "fp32", rounded_update(updates)
         self.update_norms = self.weight_norms = [tensor.new_zeros(()) for tensor in self._changed]
 
     @property
@@ -52,16 +52,19 @@ class TorchOptimizer:
         return float(self._own.param_groups[0]["lr"]) * self.factor
 
     @torch.no_grad()
-    def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor) -> None:
-        before = [parameter.detach().clone() for parameter in self._changed]
+    def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor, measured: bool = True) -> None:
+        copied = self._changed if measured or self._rounds else []
+        before = [parameter.detach().clone() for parameter in copied]
         if not bool(skip):
             for parameter, divisor in zip(self._holders, divisors, strict=True):
                 if parameter.grad is not None:
                     parameter.grad.div_(divisor.to(parameter.grad.dtype))
             self._update()
-            self._rounded(before, self._changed)
-        torch._foreach_sub_(before, self._changed)
-        self.update_norms = [tensor.to(torch.float32) for tensor in torch._foreach_norm(before)]
+            if self._rounds:
+                self._rounded(before, self._changed)
+        if before:
+            torch._foreach_sub_(before, self._changed)
+            self.update_norms = [tensor.to(torch.float32) for tensor in torch._foreach_norm(before)]
         self.weight_norms = [tensor.to(torch.float32) for tensor in torch._foreach_norm(self._changed)]
         self.gradients.end()
 

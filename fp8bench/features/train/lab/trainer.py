@@ -184,7 +184,8 @@ class Trainer:
         return {MemoryRole.WEIGHTS: weights, MemoryRole.GRADIENTS: kept["gradients"], MemoryRole.OPTIMIZER: moments}
 
     def advance(self, phase: Phases = _SILENT, watched: bool = True) -> Iterator[StreamLine]:
-        """Take one step and yield its lines; none where the arm has stopped or is done. Some steps are `watched`."""
+        """Take one step and yield its lines; none where the arm has stopped or is done. Some steps are `watched`; in
+        one that never is, nothing is kept to measure with."""
         if self.stopped or self.step == self._task.steps:
             return
         if self.step == 0 and (other := product_like(self.precision, self._task.facts)):
@@ -192,7 +193,7 @@ class Trainer:
             yield self._event(FALLBACK, words)
         started = time.perf_counter()
         scale, before = self._loss_scale.scale, self._remembered()
-        rate = self._rate_now()
+        rate, measured = self._rate_now(), watched
         watched = watched and self.step % self._task.stride == 0
         counted = watched and self._task.facts.ranks > 1
         with (
@@ -207,7 +208,7 @@ class Trainer:
             clippings, clipping = clippings_of(norms, norm, scale, self._most_norm, self._clip_groups)
             self._optimizer.weights.draws(seed_of("round", self._seed, self.step))
             with phase.optimizer_step:
-                self._optimizer.step(rate, [each * scale for each in self.together.mine(clippings)], skip)
+                self._optimizer.step(rate, [each * scale for each in self.together.mine(clippings)], skip, measured)
             norms = self.together.norms([*self._optimizer.update_norms, *self._optimizer.weight_norms])
             moved, size = norms[: len(norms) // 2], norms[len(norms) // 2 :]
             numbers = torch.stack([loss, norm, clipping, joint(moved), joint(size)]).tolist()  # the only wait of a step

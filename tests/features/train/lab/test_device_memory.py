@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.lab import Lab, NotFinite, hardware_of_arm
 from fp8bench.features.train.lab.own_trainer import trainer_of
 from fp8bench.features.train.lab.trainer import Trainer
@@ -82,6 +83,14 @@ def test_what_is_kept_between_two_steps(corpus: Corpus) -> None:
     beside = cost_of(corpus, "bf16", lab).memory
     alone = cost_of(corpus, "bf16", lab_of(task_of(corpus, "fp32"))).memory
     assert beside and alone and (beside.peak, beside.roles) == (alone.peak, alone.roles), "other arms are forgotten"
+
+
+def test_states_in_low_precision_take_less_memory_in_a_small_model_too(corpus: Corpus) -> None:
+    """What an update restores is a small part of the model, and no copy to measure with counts."""
+    low, plain = (memory_of(corpus, arm, model="nano", batch=2) for arm in (LEVELS["msamp-o2"], "bf16"))
+    assert low.on_device is not None and low.on_device < 0.9 * plain.peak
+    count = 1.0e6
+    assert dict(low.roles)["optimizer"] < 3.3 * count and dict(plain.roles).get("workspace", 0) < count
 
 
 def test_an_arm_that_stops_raises_instead_of_a_memory(corpus: Corpus) -> None:

@@ -225,6 +225,22 @@ def trained(skipped: int = -1, **settings: Any) -> list[list[Tensor]]:
     return weights
 
 
+@for_each(
+    "settings", [{}, {"updates": "fp8"}, {"optimizer_states": "fp8lm", "master": "fp16-scaled", "gradients": "fp8"}]
+)
+def test_a_step_that_is_not_measured_changes_weights_alike(settings: dict[str, Any]) -> None:
+    weights = []
+    for measured in (True, False):
+        optimizer, own = made(**settings)
+        with optimizer.weights.present():
+            backward(optimizer, own, gradients(0))
+            optimizer.step(1e-2, [torch.tensor(1.0)] * len(SHAPES), torch.tensor(0.0), measured)
+            weights.append(values_of(own))
+        assert bool(torch.stack(optimizer.update_norms).any()) == (measured or "updates" in settings)
+        assert bool(torch.stack(optimizer.weight_norms).all())
+    assert all(map(torch.equal, *weights))
+
+
 def torchs(make: Any, skipped: int, rates: Iterable[float] = (1e-2,) * 4) -> list[list[Tensor]]:
     own = list(parameters().values())
     optimizer = make([
