@@ -97,7 +97,7 @@ LAZY = HEAVY | {
 }  # fmt: skip
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 # What runs in the worker of an audit.
-AUDITING = ("auditor", "model", "operands", "promises", "results", "times")
+AUDITING = ("auditor", "host", "model", "operands", "promises", "results", "times")
 # What a bench imports when it is asked for it, since its parent imports the bench.
 ONCE_ASKED = (
     "bits", "conformity", "products", "step_effect", "tape_pass", "torch_state", "torch_switches", "trial",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from random import Random
 
 import torch
 from torch import Tensor
@@ -41,6 +42,16 @@ def _blocks(rows: int, columns: int, random: torch.Generator) -> Tensor:
     return _normal(rows, columns, random) * sizes.repeat_interleave(16, 1)[:, :columns]
 
 
+def _tiles(rows: int, columns: int, random: torch.Generator) -> Tensor:
+    """Gives every tile of 128 x 128 another size: scales in a wrong order show."""
+    down, across = -(-rows // 128), -(-columns // 128)
+    sizes = torch.exp2(torch.randint(-3, 4, (down, across), generator=random))
+    x = _normal(rows, columns, random)
+    for place, sizes_of_row in enumerate(sizes.repeat_interleave(128, 1)[:, :columns]):
+        x[place * 128 : (place + 1) * 128] *= sizes_of_row
+    return x
+
+
 def _outliers(x: Tensor) -> Tensor:
     x[:: max(len(x) // 4, 1)] *= 64
     return x
@@ -66,6 +77,7 @@ DATA: dict[str, Draw | tuple[Draw, Draw]] = {
     # So far apart that a scale shared by several rows loses the small ones, even in a format with many exponents.
     "rows of different sizes": lambda m, k, random: _normal(m, k, random) * _sizes(m, 8, random)[:, None],
     "blocks of different sizes": _blocks,
+    "tiles of different sizes": _tiles,
     "outliers across the contraction": lambda rows, columns, random: _outliers(_normal(rows, columns, random).t()).t(),
     "outliers along the contraction": lambda rows, columns, random: _outliers(_normal(rows, columns, random)),
     "integers": lambda m, k, random: torch.randint(-6, 7, (m, k), generator=random).to(torch.float32),
@@ -146,6 +158,17 @@ def rounded(x: Tensor, treatment: Treatment | None) -> Rounded:
         tensor_scale,
         x,
     )
+
+
+def sampled_rows(x: Tensor, treatment: Treatment | None, count: int, chance: Random) -> Tensor:
+    """Returns about `count` rows: the first, the last and others, in whole blocks of those that share scales. The row
+    with the largest number is among them, so that a scale of the whole matrix is that of these rows as well."""
+    height = 1 if treatment is None or treatment.scaling is None else max(treatment.scaling.rows, 1)
+    blocks = -(-len(x) // height)
+    largest = int(x.abs().amax(1).argmax()) // height
+    drawn_blocks = chance.sample(range(blocks), min(blocks, max(count // height, 1)))
+    chosen = sorted({0, largest, blocks - 1, *drawn_blocks})
+    return torch.cat([torch.arange(block * height, min((block + 1) * height, len(x))) for block in chosen])
 
 
 # The relative error of scales that come from a reciprocal or an approximate division.
