@@ -149,8 +149,12 @@ class NotSent(UsageError):
 
 
 def as_usage(fault: WorkerFault) -> Fp8benchError:
-    """A worker's refusal as the UsageError or NotSent that it was there; any other fault unchanged."""
+    """A worker's refusal as the UsageError or NotSent that it was there; any other fault unchanged. What happened to a
+    worker that the worker has started is a WorkerLost or WorkerHung here, too."""
     words = str(fault).removeprefix(f"{fault.kind}: ")
+    for kind in (WorkerLost, WorkerHung):
+        if fault.kind == kind.__name__:
+            return kind(words)
     if fault.kind == NotSent.__name__:
         return NotSent(words)
     return UsageError(words) if fault.kind in ("ImportFailed", "UsageError", "UnknownName") else fault

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from fp8bench.features.audit.auditor import AuditCheck, audited
+from fp8bench.features.audit.host import KernelHost
 from fp8bench.features.audit.times import CHECKS
 from fp8bench.features.audit.values import Audit, AuditOutcome
 from fp8bench.measure.ceilings import measure_ceilings
@@ -24,11 +25,16 @@ _MOST_SECONDS = 20.0
 
 
 def result_of(
-    kernel: Kernel, device: str, checks: Sequence[AuditCheck] = CHECKS, ceilings: Ceilings | None = None
+    kernel: Kernel,
+    device: str,
+    checks: Sequence[AuditCheck] = CHECKS,
+    ceilings: Ceilings | None = None,
+    seed: int = 0,
 ) -> Audit:
-    """Audits a fresh copy of the kernel, at seed 0."""
+    """Audits a fresh copy of the kernel in this process."""
     facts = devices.get(device).available()[0]
-    return audited(kernel.name, kernel.made(), kernel.signature, facts, 0, checks, ceilings)
+    host = KernelHost(kernel.made(), kernel.signature, facts)
+    return audited(kernel.name, host, kernel.signature, facts, seed, checks, ceilings)
 
 
 def codes_of(audit: Audit) -> str:

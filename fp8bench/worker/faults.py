@@ -8,7 +8,7 @@ import traceback
 from errno import ENOMEM
 from typing import NamedTuple
 
-from fp8bench.errors import UnknownName
+from fp8bench.errors import UnknownName, WorkerFault
 from fp8bench.model import PHASES
 from fp8bench.protocols import Markers
 from fp8bench.registry import devices
@@ -31,6 +31,9 @@ class DescribedFault(NamedTuple):
 def described(error: BaseException, known: bool = True) -> DescribedFault:
     """Describes an exception. With `known` False the devices are not asked whether it means exhausted memory. The
     advice that torch adds to a driver's error stays in the traceback alone."""
+    if isinstance(error, WorkerFault):  # of a worker that this one has started
+        text = str(error).removeprefix(f"{error.kind}: ")
+        return DescribedFault(error.kind, text, error.trace, error.out_of_memory)
     kinds = devices.names() if known else ()
     try:
         text, exhausted = str(error), any(devices.get(kind).is_out_of_memory(error) for kind in kinds)

@@ -97,7 +97,18 @@ LAZY = HEAVY | {
 }  # fmt: skip
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 # What runs in the worker of an audit.
-AUDITING = ("auditor", "layer_numbers", "layer_products", "model", "operands", "promises", "results", "times")
+AUDITING = (
+    "auditor",
+    "host",
+    "layer_numbers",
+    "layer_products",
+    "model",
+    "operands",
+    "promises",
+    "readings",
+    "results",
+    "times",
+)
 # What a bench imports when it is asked for it, since its parent imports the bench.
 ONCE_ASKED = (
     "bits", "conformity", "products", "step_effect", "tape_pass", "torch_state", "torch_switches", "trial",

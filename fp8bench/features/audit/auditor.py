@@ -10,11 +10,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from random import Random
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
+from fp8bench.features.audit.host import (
+    KernelHost,
+    KernelRaised,
+    LazyResult,
+    PackedTensor,
+    digest_of,
+    pack,
+    unpack_results,
+)
 from fp8bench.features.audit.operands import (
     DATA,
     Promised,
@@ -22,27 +33,26 @@ from fp8bench.features.audit.operands import (
     drawn,
     promised_by,
     rounded,
+    sampled_rows,
 )
 from fp8bench.features.audit.promises import (
     CERTAIN,
     FIGURES,
-    OTHER_READINGS,
-    READINGS,
-    TIES,
     AttentionPromise,
     Matrices,
     ProductPromise,
     Promise,
+    SampledPlaces,
 )
-from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork
+from fp8bench.features.audit.readings import describe_reading
+from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork, fail
 from fp8bench.formats.codes import DTYPES
 from fp8bench.formats.hardware import has_hopper_units
-from fp8bench.formats.recipes import Recipe, ScaleRounding
+from fp8bench.formats.recipes import Treatment
 from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.protocols import Role
-from fp8bench.registry import precisions
 from fp8bench.user_code import own_words
 
 _LAYER = "audit"
@@ -59,13 +69,16 @@ class Shape(NamedTuple):
 
 
 SUBJECTS: dict[AuditKind, type[Subject]] = {}
+# Of a large result so many rows, and about so many elements, are compared.
+_SAMPLED_ROWS, _SAMPLED = 24, 1024
 
 
 class Subject(ABC):
     """One callable under audit. Matrices are drawn and judged on the processor, whatever device it runs on. `shapes`
-    are sizes that it has promised to take, `odd` ones may be refused; `data` are the kinds of data that say something
-    about it; `timed` is the first shape that is timed, `tall` one beyond the blocks that kernels are tried with, and
-    beyond the sums that bfloat16 holds."""
+    are sizes that it has promised to take, `odd` ones and `sizes` may be refused; `data` are the kinds of data that
+    say something about it; `timed` is the first shape that is timed, `tall` one beyond the blocks that kernels are
+    tried with, and beyond the sums that bfloat16 holds. `sizes` are those of real models and of decoding: of their
+    results a sample is judged."""
 
     kind: ClassVar[AuditKind]
     # No two sides alike, a square in which a transposition keeps the shape, and a long sum.
@@ -76,14 +89,24 @@ class Subject(ABC):
     )  # fmt: skip
     timed: ClassVar[Shape] = Shape(256, 256, 256)
     tall: ClassVar[Shape] = Shape(520, 264, 4096)
+    small: ClassVar[Shape] = Shape(16, 32, 64)
+    sizes: ClassVar[tuple[Shape, ...]] = (
+        Shape(1, 512, 768), Shape(1, 1024, 4096), Shape(2, 640, 2048), Shape(3, 1000, 1000), Shape(4, 256, 11008),
+        Shape(5, 520, 5120), Shape(6, 1030, 520), Shape(7, 300, 14336), Shape(8, 4096, 1024), Shape(12, 32000, 32),
+        Shape(16, 768, 768), Shape(24, 3072, 768), Shape(20, 136, 3072), Shape(32, 11008, 128), Shape(16, 14336, 64),
+        Shape(256, 256, 256), Shape(40, 384, 384), Shape(512, 512, 512), Shape(256, 1024, 1536),
+        Shape(1024, 1024, 1024), Shape(2048, 2048, 128), Shape(4096, 64, 64), Shape(48, 2048, 2048),
+        Shape(64, 264, 8192), Shape(257, 513, 769), Shape(1000, 129, 1000), Shape(768, 1280, 640),
+        Shape(32, 4096, 4096),
+    )  # fmt: skip
     data: ClassVar[tuple[str, ...]] = tuple(DATA)
     zeroed: ClassVar[tuple[int, ...]] = (0,)
 
     def __init_subclass__(cls) -> None:
         SUBJECTS[cls.kind] = cls
 
-    def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
-        self.function, self.signature, self.facts, self.device = function, signature, facts, facts.key
+    def __init__(self, host: KernelHost, signature: Signature, facts: DeviceFacts) -> None:
+        self.host, self.signature, self.facts, self.device = host, signature, facts, facts.key
 
     @cached_property
     def promised(self) -> Promised:
@@ -94,23 +117,12 @@ class Subject(ABC):
         return tuple(drawn(data, place, count, shape.k, seed, self.promised.carrier) for place, count in rows)
 
     def arguments(self, matrices: Matrices) -> Matrices:
-        return tuple(matrix.to(self.device, copy=True) for matrix in matrices)
-
-    def results(self, arguments: Matrices) -> dict[str, Tensor]:
-        """Calls it, and returns copies of its results on the processor, by name."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.raw(arguments).items()}
-
-    def raw(self, arguments: Matrices) -> dict[str, Tensor]:
-        return {self.kind.value: self._tensor(self.function(*arguments))}
+        """Returns what it is called with, still on the processor."""
+        return matrices
 
     @abstractmethod
-    def promises(self, matrices: Matrices) -> dict[str, Promise]:
-        """What each result should be."""
-
-    def _tensor(self, answer: object) -> Tensor:
-        if not isinstance(answer, Tensor):
-            raise TypeError(f"it gave {type(answer).__name__}, and a tensor was expected")
-        return answer
+    def promises(self, matrices: Matrices, chance: Random | None = None) -> dict[str, Promise]:
+        """What each result should be. With `chance`, that of some rows and columns of it."""
 
 
 class ProductSubject(Subject):
@@ -123,22 +135,22 @@ class ProductSubject(Subject):
         if self.signature.takes is Takes.VALUES:
             a, b = matrices
             return super().arguments((a, b.t().contiguous() if turned else b))
-        kept, treatment = self._kept(matrices), self.promised.treatments[0]
-        codes, scales = [side.codes.to(self.device) for side in kept], [side.scales for side in kept]
+        kept, treatment = self._kept(*matrices), self.promised.treatments[0]
+        codes, scales = [side.codes for side in kept], [side.scales for side in kept]
         fmt = None if treatment is None or treatment.scaling is None else treatment.scaling.scale
         if fmt is None:
             scales = [scale.reshape(()) if scale.numel() == 1 else scale for scale in scales]
         else:
             scales = [scale.to(torch.float8_e8m0fnu if fmt.name == "e8m0" else DTYPES[fmt.name]) for scale in scales]
-        scales = [scale.to(self.device) for scale in scales]
-        whole = [torch.tensor(side.tensor_scale, device=self.device) for side in kept if side.tensor_scale is not None]
+        whole = [torch.tensor(side.tensor_scale) for side in kept if side.tensor_scale is not None]
         return codes[0], codes[1].t() if turned else codes[1], *scales, *whole
 
-    def promises(self, matrices: Matrices) -> dict[str, Promise]:
-        return {"product": ProductPromise(*self._kept(matrices), hopper=has_hopper_units(self.facts))}
+    def promises(self, matrices: Matrices, chance: Random | None = None) -> dict[str, Promise]:
+        a, b, places = _sampled(matrices[0], matrices[1], self.promised.treatments, chance)
+        return {"product": ProductPromise(*self._kept(a, b), None, has_hopper_units(self.facts), places)}
 
-    def _kept(self, matrices: Matrices) -> tuple[Rounded, Rounded]:
-        (a, b), (first, second, _) = matrices, self.promised.treatments
+    def _kept(self, a: Tensor, b: Tensor) -> tuple[Rounded, Rounded]:
+        first, second, _ = self.promised.treatments
         kept = rounded(a, first), rounded(b, second)
         given = self.signature.takes is Takes.VALUES
         return kept if given else (replace(kept[0], given=None), replace(kept[1], given=None))
@@ -154,17 +166,7 @@ class LinearSubject(Subject):
         gradient = drawn("normal", 2, shape.m, shape.n, seed, self.promised.carrier)
         return (*super().drawn(data, shape, seed), gradient)
 
-    def arguments(self, matrices: Matrices) -> Matrices:
-        x, weight, gradient = super().arguments(matrices)
-        return x.requires_grad_(), weight.requires_grad_(), gradient
-
-    def raw(self, arguments: Matrices) -> dict[str, Tensor]:
-        x, weight, gradient = arguments
-        answer = self._tensor(self.function(x, weight))
-        into_x, into_weight = torch.autograd.grad(answer, (x, weight), gradient.to(answer.dtype))
-        return {"forward": answer, "input gradient": into_x, "weight gradient": into_weight}
-
-    def promises(self, matrices: Matrices) -> dict[str, Promise]:
+    def promises(self, matrices: Matrices, chance: Random | None = None) -> dict[str, Promise]:
         x, weight, gradient = matrices
         role = dict(zip(Role, self.promised.treatments, strict=True))
         high = self.promised.recipe is not None and self.promised.recipe.high_weight_gradient
@@ -174,11 +176,12 @@ class LinearSubject(Subject):
             "weight gradient": ((gradient.t(), Role.GRADIENT), (x.t(), Role.INPUT), True),
         }
         promises: dict[str, Promise] = {}
-        for name, (a, b, last) in products.items():
-            first, second = (
-                rounded(tensor.contiguous(), None if high and last else role[which]) for tensor, which in (a, b)
-            )
-            promises[name] = ProductPromise(first, second, self._emulated(a, b, last), has_hopper_units(self.facts))
+        for name, ((left, of_left), (right, of_right), last) in products.items():
+            treatments = [None if high and last else role[which] for which in (of_left, of_right)]
+            a, b, places = _sampled(left.contiguous(), right.contiguous(), treatments, chance)
+            emulated = self._emulated((a, of_left), (b, of_right), last)
+            first, second = rounded(a, treatments[0]), rounded(b, treatments[1])
+            promises[name] = ProductPromise(first, second, emulated, has_hopper_units(self.facts), places)
         return promises
 
     def _emulated(self, a: tuple[Tensor, Role], b: tuple[Tensor, Role], last: bool) -> Tensor | None:
@@ -201,6 +204,12 @@ class AttentionSubject(Subject):
     timed = Shape(128, 1, 64)
     zeroed = (2,)
     tall = Shape(520, 1, 64)
+    small = Shape(16, 2, 32)
+    sizes = (
+        Shape(1, 8, 64), Shape(2, 4, 128), Shape(5, 12, 64), Shape(8, 32, 128), Shape(256, 12, 64), Shape(257, 2, 80),
+        Shape(300, 3, 96), Shape(192, 1, 256), Shape(512, 4, 64), Shape(577, 2, 64), Shape(640, 1, 64),
+        Shape(777, 1, 40), Shape(1024, 2, 64), Shape(1500, 1, 112), Shape(2048, 1, 128),
+    )  # fmt: skip
     data = ("normal", "uniform", "integers", "small", "outliers across the contraction")
 
     def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
@@ -210,8 +219,27 @@ class AttentionSubject(Subject):
         scaled = (tensor / tensor.square().mean().sqrt().clamp(min=2.0**-30) for tensor in made)
         return tuple(tensor.view(_BATCH, n, m, k).to(self.promised.carrier) for tensor in scaled)
 
-    def promises(self, matrices: Matrices) -> dict[str, Promise]:
-        return {"attention": AttentionPromise(matrices, self.promised.treatments[0], self.signature.causal)}
+    def promises(self, matrices: Matrices, chance: Random | None = None) -> dict[str, Promise]:
+        places = None
+        if chance is not None:
+            shape = batch, heads, length, _ = matrices[0].shape
+            which = torch.tensor([chance.randrange(batch * heads)])
+            rows = [0, length - 1, *(chance.randrange(length) for _ in range(2 * _SAMPLED_ROWS))]
+            places = SampledPlaces(tuple(shape), which, torch.tensor(sorted(set(rows))))
+            matrices = tuple(tensor.flatten(0, 1)[which][None] for tensor in matrices)
+        return {"attention": AttentionPromise(matrices, self.promised.treatments[0], self.signature.causal, places)}
+
+
+def _sampled(
+    a: Tensor, b: Tensor, treatments: Sequence[Treatment | None], chance: Random | None
+) -> tuple[Tensor, Tensor, SampledPlaces | None]:
+    """Returns some rows of both operands of a product, and where their product lies in its result; all without
+    `chance`."""
+    if chance is None:
+        return a, b, None
+    rows = sampled_rows(a, treatments[0], _SAMPLED_ROWS, chance)
+    columns = sampled_rows(b, treatments[1], max(_SAMPLED // len(rows), _SAMPLED_ROWS), chance)
+    return a[rows], b[columns], SampledPlaces((len(a), len(b)), rows, columns)
 
 
 # Tried in this order to find the smallest input that shows a failure.
@@ -219,14 +247,10 @@ _SMALLER = (Shape(1, 1, 16), Shape(2, 2, 32), Shape(4, 4, 32), Shape(8, 8, 64), 
 # The search for mistakes is slow: of each result so many that need it are searched.
 _SEARCHES = 4
 NORMAL = "normal"
-# Kinds of data that tell precisions apart.
-_TELLING = (NORMAL, "rows of different sizes", "many octaves")
-_SCALES = {
-    ScaleRounding.EXACT: "the largest magnitude / the format's largest, not rounded",
-    ScaleRounding.POWER_OF_TWO: "powers of two",
-}
 # Codes of results that no other check can look at.
-_NOTHING = ("raises", "shape", "dtype")
+_NOTHING = ("raises", "shape", "dtype", "lazy-result")
+# What the kernel raises, here or in its own process.
+REFUSALS = (KernelRaised, WorkerFault)
 # Added to the seed for a second, independent input.
 ANOTHER = 1 << 32
 
@@ -250,6 +274,7 @@ class Auditor:
         self.tried, self.sound = 0, True
         self.times: dict[str, float] = {}
         self.work: CallWork | None = None
+        self.changed: AuditFinding | None = None
         self._searches: Counter[str] = Counter()
         self._readings: dict[str, str] = {}
 
@@ -273,7 +298,34 @@ class Auditor:
         return self.subject.drawn(given.data, given.shape, self.seed)
 
     def results(self, matrices: Matrices) -> dict[str, Tensor]:
-        return self.subject.results(self.subject.arguments(matrices))
+        return self.call(self.subject.arguments(matrices))
+
+    def place(self, arguments: Matrices, slot: int = 0, moved: bool = True) -> tuple[PackedTensor, ...]:
+        """Puts arguments where the kernel runs, and returns what was sent there."""
+        packed = tuple(map(pack, arguments))
+        self.subject.host.place(slot, packed, moved)
+        return packed
+
+    def call(self, arguments: Matrices, slot: int = 0, moved: bool = True) -> dict[str, Tensor]:
+        """Calls the kernel and returns copies of its results. Notes whether memory of its arguments has changed."""
+        placed = self.place(arguments, slot, moved)
+        results, after = self.subject.host.call(slot)
+        self.note_changes(self.given, placed, after)
+        return unpack_results(results)
+
+    def note_changes(self, given: AuditInput | None, placed: Sequence[PackedTensor], after: Sequence[int]) -> None:
+        """Keeps the first finding of an argument whose memory has another digest after calls."""
+        for place, (packed, digest) in enumerate(zip(placed, after, strict=True)):
+            if digest_of(packed) != digest and self.changed is None:
+                why = f"the memory of argument {place + 1} is not as it was before the call"
+                self.changed = self.about(given, fail("input-changed", why))
+
+    def wrong_sample(self, matrices: Matrices, results: dict[str, Tensor], chance: Random) -> AuditFinding | None:
+        """Returns the first failure among some rows and columns of the results, if any."""
+        promises = self.subject.promises(matrices, chance)
+        self.tried += len(results)
+        verdicts = {name: promises[name].judge(result, search=False) for name, result in results.items()}
+        return next((replace(bad, why=f"{name}: {bad.why}") for name, bad in verdicts.items() if bad.failed), None)
 
     def judge(self, matrices: Matrices, results: dict[str, Tensor], search: bool = True) -> dict[str, AuditFinding]:
         promises, verdicts = self.subject.promises(matrices), {}
@@ -315,7 +367,7 @@ class Auditor:
             smaller = AuditInput(given.data, shape)
             try:
                 verdict = self.problems(smaller).get(name)
-            except Exception:  # noqa: BLE001 - it may refuse what is small
+            except REFUSALS:  # it may refuse what is small
                 continue
             if verdict is not None and verdict.code == code:
                 return smaller
@@ -327,42 +379,9 @@ class Auditor:
         if verdict.remark or verdict.code in _NOTHING:
             return self.about(given, replace(verdict, why=result + verdict.why))
         if name not in self._readings:
-            self._readings[name] = self._reading(name)
+            self._readings[name] = describe_reading(self, name)
         why = f"{result}{verdict.why}. {self._readings[name]}"
         return self.about(self.smallest(given, name, verdict.code), replace(verdict, why=why))
-
-    def _reading(self, name: str) -> str:
-        """Says what was promised, and which other precision gives the results of that name, if one does."""
-        promised = self.subject.signature.precision
-        said = f"Promised: {_with_scales(promised)}. Found: "
-        readings = list(dict.fromkeys((promised, *READINGS, *OTHER_READINGS)))
-        for data in (data for data in _TELLING if data in self.subject.data):
-            try:
-                given = AuditInput(data, self.first.shape)
-                matrices = self.matrices(given)
-                result = self.results(matrices)[name]
-                readings = [each for each in readings if self._is_kept(each, name, matrices, result)]
-            except Exception:  # noqa: BLE001 - foreign code may raise anything
-                readings = []
-        if not readings:
-            return f"{said}the results of no precision that is known here."
-        if readings[0] == promised:
-            return f"{said}the same on everyday data, but not on this input."
-        return f"{said}{_with_scales(readings[0])}; give --precision {readings[0]} to promise that."
-
-    def _is_kept(self, precision: str, name: str, matrices: Matrices, result: Tensor) -> bool:
-        subject = type(self.subject)(self.subject.function, self.subject.signature, self.subject.facts)
-        subject.signature = replace(subject.signature, precision=precision)
-        verdict = subject.promises(matrices)[name].judge(result, search=False)
-        return not verdict.failed and verdict.why in ("", TIES)
-
-
-def _with_scales(precision: str) -> str:
-    """Returns for example 'fp8-rowwise, whose scales are powers of two'."""
-    recipe = getattr(precisions.get(precision), "recipe", None)
-    scaling = recipe.input.scaling if isinstance(recipe, Recipe) else None
-    words = "" if scaling is None else _SCALES.get(scaling.rounding, f"rounded by {scaling.rounding.value}")
-    return f"{precision}, whose scales are {words}" if words else precision
 
 
 class AuditCheck(NamedTuple):
@@ -377,9 +396,25 @@ class AuditCheck(NamedTuple):
     decides: bool = False
 
 
+def words_of(error: BaseException) -> str:
+    """Describes what the kernel raised, without the names of the errors that carry it."""
+    return own_words(error).removeprefix(f"{KernelRaised.__name__}: ")
+
+
+def _stopped(error: BaseException) -> AuditFinding:
+    """What an exception that ended a check says of the kernel."""
+    lazy = LazyResult.__name__
+    if isinstance(error, LazyResult) or (isinstance(error, WorkerFault) and error.kind == lazy):
+        name = str(error).removeprefix(f"{lazy}: ")
+        why = f"it returns {name}, whose values may be computed when they are read: return a plain torch.Tensor"
+        return fail("lazy-result", why)
+    code = "hangs" if isinstance(error, WorkerHung) else "crashes" if isinstance(error, WorkerLost) else "raises"
+    return AuditFinding("", AuditOutcome.CANNOT_TELL, code, words_of(error))
+
+
 def audited(
     target: str,
-    function: Callable[..., Any],
+    host: KernelHost,
     signature: Signature,
     facts: DeviceFacts,
     seed: int,
@@ -388,18 +423,22 @@ def audited(
 ) -> Audit:
     """Runs every check in turn. One that fails stops none of the others: they may find what explains it."""
     started = time.perf_counter()
-    auditor = Auditor(SUBJECTS[signature.kind](function, signature, facts), seed, ceilings)
+    auditor = Auditor(SUBJECTS[signature.kind](host, signature, facts), seed, ceilings)
     findings: list[AuditFinding] = []
+    has_ended = is_changed = False
     for check in checks:
-        if signature.kind not in check.kinds or (check.needs_sound and not auditor.sound):
+        if has_ended or signature.kind not in check.kinds or (check.needs_sound and not auditor.sound):
             continue
         own, auditor.given = list[AuditFinding](), None
         try:
             for finding in check.look(auditor):
                 own.append(auditor.about(auditor.given, finding))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, at any time
-            raised = AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", own_words(error))
-            own.append(auditor.about(auditor.given, raised))
+            own.append(auditor.about(auditor.given, _stopped(error)))
+            has_ended = isinstance(error, (WorkerHung, WorkerLost))
+        if auditor.changed is not None and not is_changed:
+            own.append(auditor.changed)
+            is_changed = True
         findings += [replace(finding, check=check.name) for finding in own or [AuditFinding()]]
         if check.decides:
             if any(finding.code in _NOTHING for finding in own):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from random import Random
 
 import torch
 from torch import Tensor
@@ -39,6 +40,16 @@ def _blocks(rows: int, columns: int, random: torch.Generator) -> Tensor:
     across = -(-columns // 16)
     sizes = torch.exp2(torch.rand(rows, across, generator=random) * 8 - 4)
     return _normal(rows, columns, random) * sizes.repeat_interleave(16, 1)[:, :columns]
+
+
+def _tiles(rows: int, columns: int, random: torch.Generator) -> Tensor:
+    """Gives every tile of 128 x 128 another size: scales in a wrong order show."""
+    down, across = -(-rows // 128), -(-columns // 128)
+    sizes = torch.exp2(torch.randint(-3, 4, (down, across), generator=random))
+    x = _normal(rows, columns, random)
+    for place, sizes_of_row in enumerate(sizes.repeat_interleave(128, 1)[:, :columns]):
+        x[place * 128 : (place + 1) * 128] *= sizes_of_row
+    return x
 
 
 def _outliers(x: Tensor) -> Tensor:
@@ -77,6 +88,7 @@ DATA: dict[str, Draw | tuple[Draw, Draw]] = {
     "signs that lean": lambda m, k, random: torch.where(torch.rand(m, k, generator=random) < 0.1, -1.0, 1.0),
     "large": lambda rows, columns, random: _normal(rows, columns, random) * 2.0**10,
     "small": lambda rows, columns, random: _normal(rows, columns, random) * 2.0**-10,
+    "tiles of different sizes": _tiles,
 }
 
 # Calls are timed on these: an honest kernel takes the same time for all, but for a device's power limit.
@@ -155,6 +167,17 @@ def rounded(x: Tensor, treatment: Treatment | None) -> Rounded:
         tensor_scale,
         x,
     )
+
+
+def sampled_rows(x: Tensor, treatment: Treatment | None, count: int, chance: Random) -> Tensor:
+    """Returns about `count` rows: the first, the last and others, in whole blocks of those that share scales. The row
+    with the largest number is among them, so that a scale of the whole matrix is that of these rows as well."""
+    height = 1 if treatment is None or treatment.scaling is None else max(treatment.scaling.rows, 1)
+    blocks = -(-len(x) // height)
+    largest = int(x.abs().amax(1).argmax()) // height
+    drawn_blocks = chance.sample(range(blocks), min(blocks, max(count // height, 1)))
+    chosen = sorted({0, largest, blocks - 1, *drawn_blocks})
+    return torch.cat([torch.arange(block * height, min((block + 1) * height, len(x))) for block in chosen])
 
 
 # The relative error of scales that come from a reciprocal or an approximate division.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -87,20 +87,32 @@ class Promise(Protocol):
 
 
 @dataclass(frozen=True)
+class SampledPlaces:
+    """Which `rows` and `columns` of a result of that shape are judged; of attention, which heads and places."""
+
+    shape: tuple[int, ...]
+    rows: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True)
 class ProductPromise:
     """a (M, K) times b (N, K) transposed, as their recipe rounds them. `emulated` is the emulation's result where
     casts rotate operands or draw random numbers: then only its error is compared. On `hopper` FP8 may be summed in
-    few bits."""
+    few bits. With `places`, a and b are some rows of the operands, and the same of the result are judged."""
 
     a: Rounded
     b: Rounded
     emulated: Tensor | None = None
     hopper: bool = False
+    places: SampledPlaces | None = None
 
     def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
-        shape = len(self.a.elements), len(self.b.elements)
-        if wrong := unusable(result, shape, finite=False):
+        places, shape = self.places, (len(self.a.elements), len(self.b.elements))
+        if wrong := unusable(result, shape if places is None else places.shape, finite=False):
             return wrong
+        if places is not None:
+            result = result[places.rows][:, places.columns]
         result = result.to(torch.float32) if result.dtype is torch.float64 else result
         sums = self._sums(result.dtype)
         likely = sums.exact.to(result.dtype) if self.emulated is None else self.emulated
@@ -152,6 +164,8 @@ class ProductPromise:
             return fail(code, why) if code else fail("gain", gain)
         if not near and not self._lossless:
             row, column = (int(place) for place in far.nonzero()[0])
+            if self.places is not None:
+                row, column = int(self.places.rows[row]), int(self.places.columns[column])
             where = f"{int(far.sum())} of {far.numel()} results, the first in row {row}, column {column}"
             return fail("wrong-values", f"{where}, are further off than operands that round otherwise")
         band = in_band(self._error(result), self._error(sums.exact.to(result.dtype)), why or gain)
@@ -267,10 +281,14 @@ class AttentionPromise:
     given: Matrices
     treatment: Treatment | None
     causal: bool
+    places: SampledPlaces | None = None
 
     def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
-        if wrong := unusable(result, tuple(self.given[0].shape)):
+        places = self.places
+        if wrong := unusable(result, tuple(self.given[0].shape) if places is None else places.shape):
             return wrong
+        if places is not None:
+            result = result.flatten(0, 1)[places.rows][None][:, :, places.columns]
         exact, wanted = self._exact(), self._promised()
         error = relative_frobenius(result, exact)
         ways = wanted, self._promised(weights=True), self._promised(weights=True, scores=True)
@@ -280,35 +298,43 @@ class AttentionPromise:
         if low <= error <= high:
             return AuditFinding(error=error, expected=high)
         distance = partial(_distance, result)
-        if mistake := nearest(self._mistakes(), distance, distance(wanted) / _NEARER_IN_ATTENTION):
+        mistakes = self._mistakes() if places is None else ()
+        if mistake := nearest(mistakes, distance, distance(wanted) / _NEARER_IN_ATTENTION):
             return fail(*mistake, error, high)
         return in_band(error, high if error > high else low)
 
     def _exact(self) -> Tensor:
         q, k, v = (tensor.to(torch.float64) for tensor in self.given)
-        return _weights(q, k, self.causal) @ v
+        return self._softmax(_scores(self._queries(q), k)) @ v
 
     def _promised(self, weights: bool = False, scores: bool = False) -> Tensor:
         """Returns the promised result with what lies between in float64, or rounded as operators that are not fused do:
         `weights` cast from the carrier, `scores` kept in it."""
-        q, k, v = self._cast()
+        q, k, v = self._cast
         carrier = self.given[0].dtype
         between = _scores(q, k)
         if scores:  # before they are scaled, and after
             size = math.sqrt(q.shape[-1])
             between = ((between * size).to(carrier).to(q.dtype) / size).to(carrier).to(q.dtype)
-        shares = _softmax(between, self.causal)
+        shares = self._softmax(between)
         return (_along_last(shares.to(carrier), self.treatment) if weights else shares) @ v
 
+    @cached_property
     def _cast(self) -> Matrices:
-        """Returns all three, each cast along the contraction of its product: values along their places."""
+        """All three, each cast along the contraction of its product: values along their places."""
         q, k, turned = (
             _along_last(tensor, self.treatment) for tensor in (*self.given[:2], self.given[2].transpose(-1, -2))
         )
-        return q, k, turned.transpose(-1, -2)
+        return self._queries(q), k, turned.transpose(-1, -2)
+
+    def _queries(self, q: Tensor) -> Tensor:
+        return q if self.places is None else q[:, :, self.places.columns]
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        return _softmax(scores, self.causal, rows=None if self.places is None else self.places.columns)
 
     def _mistakes(self) -> Iterator[tuple[str, str, Tensor]]:
-        q, k, v = self._cast()
+        q, k, v = self._cast
         size, right = math.sqrt(q.shape[-1]), _weights(q, k, self.causal)
         if self.treatment is not None:
             yield "not-cast", "queries, keys and values as they came: nothing was cast", self._exact()
@@ -339,10 +365,11 @@ def _weights(q: Tensor, k: Tensor, causal: bool, later: int = 0) -> Tensor:
     return _softmax(_scores(q, k), causal, later)
 
 
-def _softmax(scores: Tensor, causal: bool, later: int = 0) -> Tensor:
+def _softmax(scores: Tensor, causal: bool, later: int = 0, rows: Tensor | None = None) -> Tensor:
     if causal:
-        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(later)
+        seen = torch.ones(scores.shape[-1], scores.shape[-1], dtype=torch.bool).tril(later)
         seen[0, 0] = True
+        seen = seen if rows is None else seen[rows]
         scores = scores.masked_fill(~seen, -math.inf)
     return scores.softmax(-1)
 

@@ -6,18 +6,28 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
+from random import Random
 
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.auditor import ANOTHER, NORMAL, AuditCheck, AuditInput, Auditor, Subject
+from fp8bench.features.audit.auditor import (
+    ANOTHER,
+    NORMAL,
+    REFUSALS,
+    AuditCheck,
+    AuditInput,
+    Auditor,
+    Shape,
+    Subject,
+    words_of,
+)
+from fp8bench.features.audit.host import unpack_results
 from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.values import AuditFinding, fail, remark
 from fp8bench.model.promises import AuditKind
-from fp8bench.user_code import own_words
 
 BLOCKS, BLOCK = "blocks of different sizes", 128
 _ORDINALS = ("first", "second", "third")
@@ -76,27 +86,28 @@ def _relations(auditor: Auditor) -> Iterator[AuditFinding]:
 _OTHER = "uniform"
 # A loop of timing is imitated by so many calls, or by those that fit into so many seconds.
 _CALLS, _LONGEST = 110, 2.0
+# So many calls of small matrices are compared: a result that differs once in 400 calls differs three times.
+_SMALL_CALLS, _SMALL_LONGEST = 1200, 4.0
 _POISONED = 4
-# Tens of milliseconds: a kernel that does not wait for a stream so busy reads its inputs too early.
-_BUSY_CYCLES = 100_000_000
+# Of results that differ from call to call so many are judged, those furthest from the first.
+_JUDGED = 8
+# Slots of arguments that a check uses beside its first one.
+_SECOND, _THIRD = 1, 2
 
 
 def _memory(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel again and again, and changes what lies around it."""
-    auditor.given, subject = auditor.first, auditor.subject
-    arguments = subject.arguments(auditor.matrices(auditor.first))
-    before, first = list(map(_bits, arguments)), subject.raw(arguments)
-    changed = (now != then for now, then in zip(map(_bits, arguments), before, strict=True))
-    if place := next((place for place, is_changed in enumerate(changed, 1) if is_changed), 0):
-        yield fail("input-changed", f"argument {place} is not as it was before the call")
-    before = list(map(_bits, first.values()))
-    _refilled(auditor, arguments, "rows of different sizes")
-    subject.raw(arguments)
-    if before != list(map(_bits, first.values())):
+    auditor.given, host = auditor.first, auditor.subject.host
+    auditor.call(auditor.subject.arguments(_drawn(auditor, NORMAL)))
+    first = host.reread()
+    host.keep()
+    auditor.call(auditor.subject.arguments(_drawn(auditor, "rows of different sizes")), moved=False)
+    if host.reread_kept() != first:
         yield fail("overwritten", "a later call writes into the result of an earlier one")
     if auditor.sound:
-        calls = _calls(auditor, arguments)
+        calls = _calls(auditor)
         yield from _once(fail(code, why) for code, why, given, made in calls if auditor.wrong(given, made))
+        yield from _differing(auditor)
 
 
 def _once(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
@@ -108,77 +119,142 @@ def _once(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
             yield finding
 
 
-def _bits(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _calls(auditor: Auditor, arguments: Matrices) -> Iterator[tuple[str, str, Matrices, Results]]:
+def _calls(auditor: Auditor) -> Iterator[tuple[str, str, Matrices, Results]]:
     """Yields what is wrong, as code and words, if results are not those of the matrices; these; and the results."""
-    subject = auditor.subject
+    host = auditor.subject.host
 
-    def refilled(data: str) -> tuple[Matrices, Results]:
-        return _refilled(auditor, arguments, data), subject.results(arguments)
+    def refilled(fresh: Matrices) -> tuple[Matrices, Results]:
+        return fresh, auditor.call(auditor.subject.arguments(fresh), moved=False)
 
-    yield "stale", "other values at the same addresses: the result is not theirs", *refilled(_OTHER)
-    base, _ = refilled(NORMAL)
+    yield "stale", "other values at the same addresses: the result is not theirs", *refilled(_drawn(auditor, _OTHER))
+    base, _ = refilled(_drawn(auditor, NORMAL))
     fresh = _drawn(auditor, _OTHER)
     for tensor, old in zip(fresh, base, strict=True):
         rows, kept = (matrix.view(-1, matrix.shape[-1]) for matrix in (tensor, old))
         rows[0], rows[:, 0], rows[-1], rows[:, -1] = kept[0], kept[:, 0], kept[-1], kept[:, -1]
     yield "keyed", "all but the first and last rows and columns changed: old results", fresh, auditor.results(fresh)
-    fresh, _ = refilled(NORMAL)
+    for words, changed in _resembling(auditor, base):
+        refilled(base)
+        yield "keyed", f"{words}, at the same addresses: old results", *refilled(changed)
+    fresh, _ = refilled(base)
     for _ in range(_POISONED):  # the allocator may hand out the memory of results again
-        for tensor in subject.raw(arguments).values():
-            tensor.detach().fill_(math.nan)
+        host.spoil()
         why = "after results were filled with NaN the next is wrong"
-        yield "uninitialised", why, fresh, subject.results(arguments)
-    end, calls = time.monotonic() + _LONGEST, 0
-    while calls < _CALLS and time.monotonic() < end:
-        subject.raw(arguments)
-        calls += 1
+        yield "uninitialised", why, fresh, unpack_results(host.call(0)[0])
+    calls, _ = host.repeat([0], _CALLS, _LONGEST)
     why = f"after {calls} calls with the same arguments results are wrong"
-    yield "late", why, *refilled("outliers along the contraction")
-    fresh, _ = refilled(NORMAL)
-    yield "address", "the same values at other addresses: the result is wrong", fresh, auditor.results(fresh)
+    yield "late", why, *refilled(_drawn(auditor, "outliers along the contraction"))
+    refilled(base)
+    yield "address", "the same values at other addresses: the result is wrong", base, auditor.results(base)
     # On a GPU inputs are written late on a stream of its own, and the kernel is called on that stream behind them.
-    fresh, moved = _drawn(auditor, _OTHER), subject.arguments(_drawn(auditor, NORMAL))
-    values = subject.arguments(fresh)
-    with beside(subject.device) as there:
-        if there:
-            _write(values, moved)
-            results = subject.results(moved)
-    if there:
-        yield "stream", "on its caller's stream it does not wait for what went before", fresh, results
+    fresh = _drawn(auditor, _OTHER)
+    auditor.place(auditor.subject.arguments(fresh), _SECOND)
+    auditor.place(auditor.subject.arguments(base))
+    late = host.call_late(0, _SECOND)
+    if late is not None:
+        yield "stream", "on its caller's stream it does not wait for what went before", fresh, unpack_results(late)
+
+
+def _resembling(auditor: Auditor, base: Matrices) -> Iterator[tuple[str, Matrices]]:
+    """Yields matrices that a kernel may take for those that it has seen: by a few elements, by sums, or by largest
+    numbers."""
+    chance = Random(auditor.seed)
+    for operand, matrix in enumerate(base):
+        rows = matrix.view(-1, matrix.shape[-1])
+        row, other = chance.sample(range(len(rows)), 2) if len(rows) > 1 else (0, 0)
+        alone = rows.clone()
+        alone[row] = -alone[row]
+        yield (
+            f"one row of the {_ORDINALS[operand]} argument is negated",
+            _replaced(base, operand, alone.view_as(matrix)),
+        )
+        exchanged = rows.clone()
+        exchanged[[row, other]] = rows[[other, row]]
+        words = f"two rows of the {_ORDINALS[operand]} argument are exchanged"
+        yield words, _replaced(base, operand, exchanged.view_as(matrix))
+
+
+def _differing(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Calls it very often on small matrices. Results may differ from call to call; each has to be right."""
+    subject, host = auditor.subject, auditor.subject.host
+    shape = auditor.fitting(subject.small)
+    several = {}
+    try:
+        for slot, data in enumerate((NORMAL, _OTHER, "small")):
+            auditor.given = AuditInput(data, shape)
+            several[slot] = auditor.matrices(auditor.given)
+            auditor.call(subject.arguments(several[slot]), slot)
+    except REFUSALS:  # it may refuse what is small
+        several = {0: auditor.matrices(auditor.first)}
+        shape = auditor.first.shape
+        auditor.place(subject.arguments(several[0]))
+    auditor.given = AuditInput(NORMAL, shape)
+    calls, different = host.repeat(list(several), _SMALL_CALLS, _SMALL_LONGEST)
+    firsts = {slot: unpack_results(results) for _, slot, results in reversed(different)}
+    different.sort(key=lambda row: _distance(firsts[row[1]], unpack_results(row[2])), reverse=True)
+    for at, slot, made in different[:_JUDGED]:
+        if wrong := auditor.wrong(several[slot], unpack_results(made), search=False):
+            yield fail("differs", f"call {at} of {calls} on the same arguments: {wrong.why}")
+            return
+
+
+def _distance(first: Results, results: Results) -> float:
+    apart = ((first[name].double() - result.double()).abs() for name, result in results.items())
+    return sum(float(tensor.nan_to_num(math.inf).sum()) for tensor in apart)
+
+
+def _backward(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Calls a linear layer forward twice, and then both backward: gradients are those of their own forward."""
+    subject, auditor.given = auditor.subject, auditor.first
+    pair = [auditor.matrices(auditor.first), _drawn(auditor, _OTHER)]
+    for order in ((0, 1), (1, 0)):
+        for slot, matrices in enumerate(pair):
+            auditor.place(subject.arguments(matrices), slot)
+        for matrices, results in zip(pair, subject.host.pair((0, 1), order), strict=True):
+            if wrong := auditor.wrong(matrices, unpack_results(results), search=False):
+                words = "the first" if order[0] == 0 else "the last"
+                yield fail("backward", f"two calls forward, then backward beginning with {words}: {wrong.why}")
+                return
+
+
+# Sizes are tried for so long.
+_SIZES_SECONDS = 15.0
+_TILES, _LEAN = "tiles of different sizes", "signs that lean"
+# From so long sums on bfloat16 does not hold sums of signs.
+_LONG = 2000
+_RANDOM_SIZES = 4
+
+
+def _sizes(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Sizes of real models, of decoding, and some at random; a sample of each result is judged."""
+    subject, chance = auditor.subject, Random(auditor.seed)
+    shapes = [*subject.sizes, *(_random_shape(subject, chance) for _ in range(_RANDOM_SIZES))]
+    data = _TILES if _TILES in subject.data else NORMAL
+    inputs = []
+    for shape in sorted(map(auditor.fitting, shapes), key=math.prod):
+        inputs.append(AuditInput(data, shape))
+        if shape.m <= _FEW_ROWS and shape.k >= _LONG and _LEAN in subject.data:
+            inputs.append(AuditInput(_LEAN, shape))
+
+    def look(given: AuditInput) -> list[AuditFinding]:
+        matrices = auditor.matrices(given)
+        wrong = auditor.wrong_sample(matrices, auditor.results(matrices), chance)
+        return [wrong] if wrong else []
+
+    yield from _right_or_refused(auditor, inputs, look, _SIZES_SECONDS)
+
+
+# Decoding multiplies so many rows at most.
+_FEW_ROWS = 8
+
+
+def _random_shape(subject: Subject, chance: Random) -> Shape:
+    largest = Shape(1024, 8, 128) if subject.kind is AuditKind.ATTENTION else Shape(512, 1024, 2048)
+    return Shape(*(round(side ** chance.uniform(0.3, 1.0)) for side in largest))
 
 
 def _drawn(auditor: Auditor, data: str) -> Matrices:
     return auditor.matrices(auditor.first._replace(data=data))
-
-
-def _refilled(auditor: Auditor, arguments: Matrices, data: str) -> Matrices:
-    fresh = _drawn(auditor, data)
-    _write(auditor.subject.arguments(fresh), arguments)
-    return fresh
-
-
-def _write(values: Matrices, into: Matrices) -> None:
-    with torch.no_grad():
-        for tensor, other in zip(into, values, strict=True):
-            tensor.copy_(other)
-
-
-@contextmanager
-def beside(device: str) -> Iterator[bool]:
-    """The body's work goes to a stream of its own, which is busy at first; yields False where the device has none."""
-    if not device.startswith("cuda"):
-        yield False
-        return
-    torch.cuda.synchronize(device)
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
-        yield True
-        side.synchronize()
 
 
 def _special_values(auditor: Auditor) -> Iterator[AuditFinding]:
@@ -193,8 +269,8 @@ def _lost(auditor: Auditor) -> Iterator[AuditFinding]:
         auditor.given = AuditInput("", auditor.first.shape, how)
         try:
             results = auditor.results(changed)
-        except Exception as error:  # noqa: BLE001 - foreign code may raise anything
-            refused.append(auditor.about(auditor.given, remark("raises", f"{how}: {type(error).__name__}")))
+        except REFUSALS as error:
+            refused.append(auditor.about(auditor.given, remark("raises", f"{how}: {words_of(error)}")))
             return {}
         auditor.tried += len(results)
         return results
@@ -248,9 +324,14 @@ def _set(matrices: Matrices, operand: int, index: int, number: float) -> Matrice
 
 def _extremes(auditor: Auditor) -> Iterator[AuditFinding]:
     """Sizes that tests leave out: values far from one, tall and long matrices, and rows of zeros among others."""
+    tall = auditor.fitting(auditor.subject.tall)
     for given, matrices in _far(auditor):
         auditor.given, results = given, auditor.results(matrices)
-        if wrong := auditor.wrong(matrices, results, search=False):
+        if given.shape == tall:
+            wrong = auditor.wrong_sample(matrices, results, Random(auditor.seed))
+        else:
+            wrong = auditor.wrong(matrices, results, search=False)
+        if wrong:
             yield wrong
             return
 
@@ -282,16 +363,25 @@ def _far(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
 
 
 def _right_or_refused(
-    auditor: Auditor, inputs: Collection[AuditInput], look: Callable[[AuditInput], list[AuditFinding]]
+    auditor: Auditor,
+    inputs: Collection[AuditInput],
+    look: Callable[[AuditInput], list[AuditFinding]],
+    seconds: float = math.inf,
 ) -> Iterator[AuditFinding]:
-    """Looks for failures where calls may be refused, until one is wrong."""
-    refused = []
-    for given in inputs:
+    """Looks for failures where calls may be refused, until one is wrong or time is up."""
+    refused, end = [], time.monotonic() + seconds
+    for place, given in enumerate(inputs):
         auditor.given = given
+        if time.monotonic() > end:
+            untried = len(inputs) - place
+            yield remark(
+                "not-tried", f"time was up after {seconds:g} s: this and {untried - 1} larger sizes were not called"
+            )
+            break
         try:
             wrong = look(given)
-        except Exception as error:  # noqa: BLE001 - it may refuse
-            refused.append(auditor.about(given, remark("refused", own_words(error))))
+        except REFUSALS as error:
+            refused.append(auditor.about(given, remark("refused", words_of(error))))
             continue
         if wrong:
             yield wrong[0]
@@ -302,17 +392,19 @@ def _right_or_refused(
 
 def _strides(auditor: Auditor) -> Iterator[AuditFinding]:
     """Matrices that are slices of others, or lie transposed."""
-    subject, matrices = auditor.subject, auditor.matrices(auditor.first)
+    subject, odd = auditor.subject, AuditInput(NORMAL, auditor.fitting(auditor.subject.odd[1]))
+    drawn = [(given, auditor.matrices(given)) for given in (auditor.first, odd)]
 
     def look(given: AuditInput) -> list[AuditFinding]:
-        operand, laid = calls[given]
+        matrices, operand, laid = calls[given]
         arguments = subject.arguments(matrices)
-        moved = laid(arguments[operand].detach()).requires_grad_(arguments[operand].requires_grad)
-        wrong = auditor.wrong(matrices, subject.results(_replaced(arguments, operand, moved)), search=False)
+        moved = _replaced(arguments, operand, laid(arguments[operand]))
+        wrong = auditor.wrong(matrices, auditor.call(moved), search=False)
         return [fail("strides", f"{given.how}: the result is not that of its values")] if wrong else []
 
     calls = {
-        auditor.first._replace(how=f"the {_ORDINALS[operand]} argument {words}"): (operand, laid)
+        given._replace(how=f"the {_ORDINALS[operand]} argument {words}"): (matrices, operand, laid)
+        for given, matrices in drawn
         for operand in range(len(matrices))
         for words, laid in _LAID.items()
     }
@@ -349,8 +441,10 @@ VALUE_CHECKS = (
     AuditCheck("numbers", _numbers, decides=True),
     AuditCheck("relations", _relations, frozenset(_CHANGES), needs_sound=True),
     AuditCheck("memory", _memory),
+    AuditCheck("backward", _backward, frozenset({AuditKind.LINEAR}), needs_sound=True),
     AuditCheck("special values", _special_values),
     AuditCheck("odd shapes", _odd_shapes, needs_sound=True),
     AuditCheck("strides", _strides, needs_sound=True),
+    AuditCheck("sizes", _sizes, needs_sound=True),
     AuditCheck("extremes", _extremes, needs_sound=True),
 )

@@ -1,56 +1,38 @@
 """Checks of what calls do besides their results: the work that torch sees, and the time that they take.
 
-This module holds the list of all checks, and runs as the program of the worker process that audits.
+This module holds the list of all checks, and runs as the program of the judge: a process that has torch, starts the
+kernel's process, and imports nothing of the kernel.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from random import Random
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from fp8bench import units
+from fp8bench.errors import WorkerFault, as_usage
 from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor, Shape, audited
-from fp8bench.features.audit.model import audited_model, given_model
+from fp8bench.features.audit.host import KernelHost, PackedTensor, unpack_results
 from fp8bench.features.audit.operands import HALF_ZEROS, TIMED
 from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.results import VALUE_CHECKS
-from fp8bench.features.audit.values import CONTROL, Audit, AuditFinding, CallWork, fail, noise_of, remark, spread_of
+from fp8bench.features.audit.values import CONTROL, Audit, AuditFinding, fail, noise_of, remark, spread_of
+from fp8bench.measure.handle import START_SECONDS, ProcessWorker
 from fp8bench.model import Ceilings, DeviceFacts, Limit
 from fp8bench.model.promises import AuditKind, Signature
+from fp8bench.model.raw import Settings
 from fp8bench.registry import precisions
-from fp8bench.tape.coverage import SHAPES
-from fp8bench.tape.recorder import OperatorTape, name_of, tensors_in
-from fp8bench.user_code.named import declared_of, named
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.fusing import uncompiled
 from fp8bench.worker.main import main
-from fp8bench.worker.step_guards import aside
 from fp8bench.worker.switches import unchanged
-
-_COPIES = ("clone", "copy_", "_to_copy")
-
-
-def work_of(call: Callable[[], object]) -> CallWork:
-    """Counts memory that is taken, casts, copies and products, as far as they are operators of torch."""
-    with uncompiled(), OperatorTape() as tape:
-        call()
-    seen: Counter[str] = Counter()
-    for done in tape.calls:
-        given, made = list(tensors_in((done.given, tuple(done.named.values())))), list(tensors_in(done.result))
-        for tensor in made:
-            if math.prod(tensor.shape) and tensor.storage not in {other.storage for other in given}:
-                seen.update(allocations=1, bytes=math.prod(tensor.shape) * tensor.dtype.itemsize)
-        name = name_of(done)
-        seen["products"] += name in SHAPES
-        if name in _COPIES and given and made:
-            seen["copies" if given[-1].dtype == made[0].dtype else "casts"] += 1
-    return CallWork(**seen)
-
 
 _WARM = 3
 _REMEMBERED = ("casts", "products", "copies", "allocations")
@@ -61,11 +43,12 @@ def _work(auditor: Auditor) -> Iterator[AuditFinding]:
     not seen."""
     subject = auditor.subject
     auditor.given = AuditInput(NORMAL, auditor.fitting(subject.timed))
-    matrices = auditor.matrices(auditor.given)
-    known = subject.arguments(matrices)
-    for _ in range(_WARM):
-        subject.raw(known)
-    again, mine = (work_of(partial(subject.raw, given)) for given in (known, subject.arguments(matrices)))
+    arguments = subject.arguments(auditor.matrices(auditor.given))
+    auditor.place(arguments)
+    subject.host.repeat([0], _WARM, _SECONDS)
+    again = subject.host.work(0)
+    auditor.place(arguments, slot=1)
+    mine = subject.host.work(1)
     auditor.work = mine
     counts = {name: (getattr(again, name), getattr(mine, name)) for name in _REMEMBERED}
     if lost := [f"{name}: {less} of {all_}" for name, (less, all_) in counts.items() if less < all_]:
@@ -74,7 +57,7 @@ def _work(auditor: Auditor) -> Iterator[AuditFinding]:
         )
 
 
-_TIMES, _SECONDS = 7, 1.0
+_TIMES, _FEWEST, _SECONDS = 7, 2, 1.0
 # A call may be so many times faster than a measured ceiling (the label `above-ceiling` has the same factor); where
 # none is known, than torch here and now: a narrower dtype and a rising clock may make that much of it.
 _ABOVE, _MARGIN = 2.5, 8.0
@@ -82,23 +65,18 @@ _ABOVE, _MARGIN = 2.5, 8.0
 _CLOSE = 1.25
 
 
-def fastest(
-    calls: Mapping[str, Callable[[], object]], device: str, clock: Callable[[], float] = time.perf_counter
-) -> dict[str, float]:
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
+def fastest(call: Callable[[], object], device: str) -> float:
+    """Returns the fewest seconds that a call of torch's takes in this process."""
+    call()
+    taken: list[float] = []
+    end = time.perf_counter() + _SECONDS
+    while len(taken) < _TIMES and (not taken or time.perf_counter() < end):
+        _wait(device)
+        start = time.perf_counter()
         call()
-    end = time.perf_counter() + _SECONDS * len(calls)
-    for _ in range(_TIMES):
-        for name, call in calls.items():
-            _wait(device)
-            start = clock()
-            call()
-            _wait(device)
-            taken[name].append(clock() - start)
-        if time.perf_counter() > end:
-            break
-    return {name: max(min(times), 1e-9) for name, times in taken.items()}
+        _wait(device)
+        taken.append(time.perf_counter() - start)
+    return max(min(taken), 1e-9)
 
 
 def _wait(device: str) -> None:
@@ -129,14 +107,14 @@ def _product(shape: Shape, device: str) -> float:
     seconds = []
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(rows, shape.k).to(device, dtype) for rows in (shape.m, shape.n))
-        seconds.append(fastest({"": partial(torch.mm, a, b.t())}, device)[""])
+        seconds.append(fastest(partial(torch.mm, a, b.t()), device))
     return 2 * shape.m * shape.n * shape.k / min(seconds)
 
 
 def _copy(size: int, device: str) -> float:
     """Returns bytes a second."""
     source = torch.empty(max(size // 2, 1), dtype=torch.uint8, device=device)
-    return 2 * source.numel() / fastest({"": partial(torch.clone, source)}, device)[""]
+    return 2 * source.numel() / fastest(partial(torch.clone, source), device)
 
 
 # Shapes are doubled until a call takes so many seconds, or a side is so long.
@@ -154,59 +132,155 @@ _SAVED = 0.8
 _CLEARLY = 3.0
 
 
+# The kernel's process may claim so much less time than passed here, as a share and in seconds, for the way there and
+# back. Where it claims less in every round, its clock is not the time's.
+_CLAIMED, _ROUND_TRIP = 0.6, 5e-3
+# Of the timed calls on each kind of data so many are judged.
+_JUDGED = 2
+
+
+@dataclass(frozen=True)
+class TimedCalls:
+    """The fewest `seconds` of a call by the kernel's clock, of its process, and `passed` here in all; by data."""
+
+    seconds: Mapping[str, float]
+    of_process: Mapping[str, float]
+    wrong_clock: str
+    wrong: AuditFinding | None
+
+
+def _timed(auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL,), judged: int = 1) -> TimedCalls:
+    """Times calls on each kind of data in turns, each on numbers it has not seen, at other addresses or the same ones.
+    Then judges a sample of what `judged` of the calls on each kind gave."""
+    host, chance = auditor.subject.host, Random(auditor.seed)
+    host.forget()
+    base = {kind: auditor.matrices(AuditInput(kind.partition(",")[0], shape)) for kind in kinds}
+    given: list[Matrices] = []
+    rounds: list[tuple[list[tuple[float, float]], float]] = []
+    end = time.perf_counter() + _SECONDS * len(kinds)
+    while len(rounds) <= _TIMES and (len(rounds) < _FEWEST or time.perf_counter() < end):
+        placed: list[tuple[PackedTensor, ...]] = []
+        for slot, kind in enumerate(kinds):
+            given.append(tuple(_turned(matrix, len(rounds)) for matrix in base[kind]))
+            placed.append(auditor.place(auditor.subject.arguments(given[-1]), slot, moved=len(rounds) % 3 != 1))
+        start = time.perf_counter()
+        claimed = host.timed(range(len(kinds)))
+        rounds.append((claimed, time.perf_counter() - start))
+    after = host.digests(range(len(kinds)))
+    for kind, sent in zip(kinds, placed, strict=True):
+        auditor.note_changes(AuditInput(kind, shape), sent, after[: len(sent)])
+        after = after[len(sent) :]
+    timed = rounds[1:]  # the first call of a shape may prepare
+    own = {}
+    for which, pick in (("clock", 0), ("process", 1)):
+        fewest = (min(claimed[place][pick] for claimed, _ in timed) for place in range(len(kinds)))
+        own[which] = {kind: max(least, 1e-9) for kind, least in zip(kinds, fewest, strict=True)}
+    hidden = [(sum(seconds for seconds, _ in claimed), passed) for claimed, passed in timed]
+    wrong_clock = ""
+    if all(claimed < _CLAIMED * passed - _ROUND_TRIP for claimed, passed in hidden):
+        least, waited = min(hidden, key=lambda pair: pair[1])
+        wrong_clock = f"its process says {units.seconds(least)} where {units.seconds(waited)} passed"
+    wrong = None
+    if auditor.sound:
+        for kind, place in _chosen(kinds, len(rounds), judged, chance):
+            results = unpack_results(host.timed_results(place))
+            if bad := auditor.wrong_sample(given[place], results, chance):
+                why = f"of call {place // len(kinds) + 1} that was timed, {bad.why}"
+                wrong = auditor.about(AuditInput(kind, shape), fail("timed-wrong", why))
+                break
+    return TimedCalls(own["clock"], own["process"], wrong_clock, wrong)
+
+
+def _turned(matrix: Tensor, rows: int) -> Tensor:
+    return matrix.roll(rows, -2)
+
+
+def _chosen(kinds: tuple[str, ...], rounds: int, judged: int, chance: Random) -> Iterator[tuple[str, int]]:
+    """Yields a kind of data and the place of a timed call on it, for those that are judged. The kernel cannot know
+    which."""
+    for slot, kind in enumerate(kinds):
+        for which in chance.sample(range(rounds), min(judged, rounds)):
+            yield kind, which * len(kinds) + slot
+
+
 def _speed(auditor: Auditor) -> list[AuditFinding]:
-    """Checks times, with limits that leave room for a busy machine. Returns all findings or raises: times say nothing
-    where a call failed on the way."""
+    """Checks times, with limits that leave room for a busy machine, and the results of the very calls that were timed.
+    Returns all findings or raises: times say nothing where a call failed on the way."""
+    replaced = auditor.subject.host.replaced()
+    findings = []
+    if replaced:
+        names = ", ".join(replaced)
+        findings = [fail("replaced", f"it puts functions of its own in the place of {names}: leave them alone")]
+    return findings + _speeds(auditor)
+
+
+def _speeds(auditor: Auditor) -> list[AuditFinding]:
     shape = auditor.fitting(auditor.subject.timed)
-    while (seconds := _seconds(auditor, shape)) < _LONG_ENOUGH and max(shape) < _LARGEST:
+    seen = _timed(auditor, shape)
+    while seen.wrong is None and seen.seconds[NORMAL] < _LONG_ENOUGH and max(shape) < _LARGEST:
         shape = Shape(*(2 * side for side in shape))
+        seen = _timed(auditor, shape)
     auditor.given = given = AuditInput(NORMAL, shape)
-    if why := _always(partial(_too_fast, auditor, shape)):
+    if seen.wrong is not None:
+        return [seen.wrong]
+    if why := _always(lambda: _timed(auditor, shape, judged=0).wrong_clock, seen.wrong_clock):
+        return [fail("wrong-clock", why)]
+    too_fast = partial(_too_fast, auditor, shape)
+    if why := _always(lambda: too_fast(_seconds(auditor, shape)), too_fast(seen.seconds[NORMAL])):
         return [fail("too-fast", why)]
     findings = list(_by_data(auditor, shape))
+    seconds = seen.seconds[NORMAL]
     if seconds < _LONG_ENOUGH:
         return [*findings, remark("overhead", f"{units.seconds(seconds)} a call: too short to see whether it grows")]
-
-    def flat(larger: Shape) -> str:
-        before, after = _seconds(auditor, shape), _seconds(auditor, larger)
-        return "" if after >= _AT_LEAST * before else f"{units.seconds(after)}, and {units.seconds(before)} before"
-
     for side in ("m", "k"):
         larger = shape._replace(**{side: _MORE * getattr(shape, side)})
-        if why := _always(partial(flat, larger)):
-            finding = fail("flat-time", f"{_MORE} times the {side.upper()}: {why}")
+        if finding := _growth(auditor, shape, larger, side.upper()):
             findings.append(auditor.about(given._replace(shape=larger), finding))
     return findings
 
 
-def _too_fast(auditor: Auditor, shape: Shape) -> str:
-    subject, arguments = auditor.subject, _arguments(auditor, NORMAL, shape)
-    touched = (*arguments, *subject.raw(arguments).values())
-    moved, own = sum(tensor.numel() * tensor.element_size() for tensor in touched), _seconds(auditor, shape)
+def _growth(auditor: Auditor, shape: Shape, larger: Shape, side: str) -> AuditFinding | None:
+    """Says what is wrong with a call on more work: its results, or that it takes no longer."""
+    why = ""
+    for _ in range(_AGAIN):
+        more = _timed(auditor, larger)
+        if more.wrong is not None:
+            return more.wrong
+        before, after = _seconds(auditor, shape), more.seconds[NORMAL]
+        if after >= _AT_LEAST * before:
+            return None
+        why = f"{units.seconds(after)}, and {units.seconds(before)} before"
+    return fail("flat-time", f"{_MORE} times the {side}: {why}")
+
+
+def _too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
+    subject, arguments = auditor.subject, auditor.subject.arguments(auditor.matrices(AuditInput(NORMAL, shape)))
+    touched = (*arguments, *auditor.call(arguments).values())
+    moved = sum(tensor.numel() * tensor.element_size() for tensor in touched)
     # Attention has a batch of two, and two products.
     flops = (8 * shape.m if subject.kind is AuditKind.ATTENTION else 2) * math.prod(shape)
     given = subject.signature.precision, shape, flops, moved, subject.device
     least, words = max(bounds(auditor.ceilings, *given))
-    return "" if own >= least else f"{units.seconds(own)}; {units.seconds(least)} are {words}"
+    return "" if seconds >= least else f"{units.seconds(seconds)}; {units.seconds(least)} are {words}"
 
 
 def _by_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
     """Times calls on zeros, ones, integers, uniform and normal numbers in turns, and again while they differ."""
-    device = auditor.subject.device
-    calls = {name: partial(auditor.subject.raw, _arguments(auditor, name, shape)) for name in TIMED}
-    calls[CONTROL] = calls[NORMAL]
-    # On a CPU the process's own time: other processes would disturb any comparison by the clock.
-    clock = time.process_time if device.startswith("cpu") else time.perf_counter
+    kinds = (*TIMED, CONTROL)
     for _ in range(_AGAIN):
-        times = fastest(calls, device, clock)
+        timed = _timed(auditor, shape, kinds, _JUDGED)
+        if timed.wrong is not None:
+            yield timed.wrong
+            return
+        times = _comparable(auditor, timed)
         auditor.times = {name: min(time_, auditor.times.get(name, time_)) for name, time_ in times.items()}
         if spread_of(auditor.times) <= _SPREAD:
             return
-    kinds = (name for name in auditor.times if name != CONTROL)
-    least, *_, most = sorted(kinds, key=lambda name: auditor.times[name])
+    of_data = (name for name in auditor.times if name != CONTROL)
+    least, *_, most = sorted(of_data, key=lambda name: auditor.times[name])
     why = ", and ".join(f"{units.seconds(auditor.times[name])} on {name}" for name in (least, most))
     if auditor.times[least] * _SHORT < auditor.times[NORMAL]:
-        if least == "zeros" and _skips_zeros(auditor, shape, clock):
+        if least == "zeros" and _skips_zeros(auditor, shape):
             yield remark("skips-zeros", f"it is faster the more blocks are zeros, which is exact: {why}")
         else:
             yield fail("data-shortcut", why)
@@ -214,26 +288,27 @@ def _by_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
         yield remark("data-time", f"its time differs by {spread:.0%} with what its inputs hold: {why}")
 
 
-def _skips_zeros(auditor: Auditor, shape: Shape, clock: Callable[[], float]) -> bool:
+def _skips_zeros(auditor: Auditor, shape: Shape) -> bool:
     """Whether blocks of zeros save time wherever they are, not only where all numbers are zeros."""
-    calls = {name: partial(auditor.subject.raw, _arguments(auditor, name, shape)) for name in (HALF_ZEROS, NORMAL)}
-    times = fastest(calls, auditor.subject.device, clock)
+    times = _comparable(auditor, _timed(auditor, shape, (HALF_ZEROS, NORMAL), judged=0))
     return times[HALF_ZEROS] < _SAVED * times[NORMAL]
 
 
-def _arguments(auditor: Auditor, data: str, shape: Shape) -> Matrices:
-    return auditor.subject.arguments(auditor.matrices(AuditInput(data, shape)))
+def _comparable(auditor: Auditor, timed: TimedCalls) -> Mapping[str, float]:
+    """On a CPU the process's own time: other processes would disturb any comparison by the clock."""
+    return timed.of_process if auditor.subject.device.startswith("cpu") else timed.seconds
 
 
 def _seconds(auditor: Auditor, shape: Shape) -> float:
-    return fastest({"": partial(auditor.subject.raw, _arguments(auditor, NORMAL, shape))}, auditor.subject.device)[""]
+    return _timed(auditor, shape, judged=0).seconds[NORMAL]
 
 
-def _always(look: Callable[[], str]) -> str:
-    why = ""
-    for _ in range(_AGAIN):
-        if not (why := look()):
-            return ""
+def _always(look: Callable[[], str], why: str) -> str:
+    """Returns why there is something wrong if that shows several times in a row, beginning with `why`."""
+    for _ in range(_AGAIN - 1):
+        if not why:
+            break
+        why = look()
     return why
 
 
@@ -253,20 +328,47 @@ CHECKS = (
 )
 
 
+_HOST = "fp8bench.features.audit.host"
+# Seconds for one request to the kernel's process, and for the audit of a model in it.
+_LIMIT, _MODEL_LIMIT = 300.0, 600.0
+
+
+class RemoteKernel:
+    """Passes requests to the KernelHost of the kernel's process."""
+
+    def __init__(self, worker: ProcessWorker) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._worker.ask, _LIMIT, "kernel", name)
+
+
 class AuditBench(Bench):
-    """The worker's side of an audit. What is audited is imported here and nowhere else."""
+    """The judge. Its own process has torch and the checks, and starts the kernel's process, which may crash, hang, or
+    change whatever it likes."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._kernel = ProcessWorker(settings, module=_HOST)
+
+    def close(self) -> None:
+        self._kernel.close()
+        super().close()
 
     def declared(self, target: str) -> Signature | None:
-        with aside():
-            return declared_of(named(target))
+        try:
+            return cast(Signature | None, self._kernel.ask(START_SECONDS, "declared", target))
+        except WorkerFault as fault:
+            raise as_usage(fault) from None
 
     def audit(self, target: str, signature: Signature, facts: DeviceFacts, ceilings: Ceilings | None = None) -> Audit:
         self._selected(facts)
-        with unchanged(), aside():
-            if signature.kind is AuditKind.MODEL:
-                model, batch = given_model(target, named(target)())
-                return audited_model(target, model, batch, signature, facts)
-            return audited(target, named(target), signature, facts, self._settings.seed, CHECKS, ceilings)
+        if signature.kind is AuditKind.MODEL:
+            return cast(Audit, self._kernel.ask(_MODEL_LIMIT, "audit_model", target, signature, facts))
+        self._kernel.ask(START_SECONDS, "load", target, signature, facts)
+        with unchanged():
+            host = cast(KernelHost, RemoteKernel(self._kernel))
+            return audited(target, host, signature, facts, self._settings.seed, CHECKS, ceilings)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor
 
-from fp8bench.features.audit import results, times
+from fp8bench.features.audit import host, times
 from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Shape
-from fp8bench.features.audit.times import CHECKS, work_of
+from fp8bench.features.audit.host import KernelHost, work_of
+from fp8bench.features.audit.times import CHECKS, TimedCalls
 from fp8bench.features.audit.values import CONTROL, AuditOutcome, CallWork
 from fp8bench.model import Ceilings, Limit, Rate
 from fp8bench.model.promises import AuditKind
@@ -26,8 +27,8 @@ from tests.counts import for_each
 from tests.facts import CPU
 
 BY_NAME = {check.name: check for check in CHECKS}
-# The check of speed takes seconds: of two lies and one honest kernel it is enough.
-UNTIMED = tuple(check for check in CHECKS if check.name != "speed")
+# The checks of speed and sizes take seconds: of two lies and one honest kernel it is enough.
+UNTIMED = tuple(check for check in CHECKS if check.name not in ("speed", "sizes"))
 TIMED = ("nothing beyond a size", "no product of zeros", "emulated fp8")
 QUICK = (
     "no tail of the contraction", "NaN of zeros", "a NaN that is lost", "rows are taken to follow one another",
@@ -112,8 +113,8 @@ def test_nothing_is_above_the_best_product_of_its_own_or_a_wider_precision(monke
 def test_the_time_by_data_names_the_fastest_and_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Normal numbers were held against themselves where they were the fastest."""
     seconds = {"normal": 1e-3, "zeros": 2e-3, "ones": 1.5e-3, "integers": 1.2e-3, "uniform": 1e-3, CONTROL: 1e-3}
-    monkeypatch.setattr(times, "fastest", lambda *_: seconds)
-    auditor = Auditor(SUBJECTS[AuditKind.PRODUCT](product, _FP8, CPU), 0)
+    monkeypatch.setattr(times, "_timed", lambda *_: TimedCalls(seconds, seconds, "", None))
+    auditor = Auditor(SUBJECTS[AuditKind.PRODUCT](KernelHost(product, _FP8, CPU), _FP8, CPU), 0)
     (finding,) = times._by_data(auditor, Shape(16, 16, 16))
     assert finding.code == "data-time" and finding.why.endswith("1.00 ms on normal, and 2.00 ms on zeros")
 
@@ -145,6 +146,6 @@ def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.
 
         return kernel
 
-    monkeypatch.setattr(results, "beside", beside)
+    monkeypatch.setattr(host, "beside", beside)
     assert codes_of(result_of(Kernel("", _FP8, made(waits=False)), "cpu", [BY_NAME["memory"]])) == "stream"
     assert result_of(Kernel("", _FP8, made(waits=True)), "cpu", [BY_NAME["memory"]]).outcome is AuditOutcome.PASS

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from fp8bench.features.audit.auditor import SUBJECTS, Shape, Subject
+from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Shape, Subject
+from fp8bench.features.audit.host import KernelHost
 from fp8bench.features.audit.operands import DATA, rounded
 from fp8bench.features.audit.values import AuditFinding
 from fp8bench.formats.operators import values
@@ -22,13 +23,14 @@ _BY_NAME = {kernel.name: kernel for kernel in (*LIES, *HONEST)}
 
 
 def subject(function: object, kind: str, precision: str) -> Subject:
-    return SUBJECTS[AuditKind(kind)](function, signed(kind, precision), CPU)  # type: ignore[arg-type]
+    signature = signed(kind, precision)
+    return SUBJECTS[AuditKind(kind)](KernelHost(function, signature, CPU), signature, CPU)  # type: ignore[arg-type]
 
 
 def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> AuditFinding:
     matrices = audited.drawn(data, shape, 0)
     (name,) = audited.promises(matrices)
-    return audited.promises(matrices)[name].judge(audited.results(audited.arguments(matrices))[name])
+    return audited.promises(matrices)[name].judge(Auditor(audited, 0).results(matrices)[name])
 
 
 @for_each("name", RECIPES)
@@ -77,8 +79,9 @@ def test_a_mistake_has_its_name(name: str) -> None:
     kernel = _BY_NAME[name]
     kind, code = kernel.signature.kind, kernel.code
     data = "rows of different sizes" if code == "blocks-turned" else "normal"
+    kernel_subject = SUBJECTS[kind](KernelHost(kernel.made(), kernel.signature, CPU), kernel.signature, CPU)
     for shape in (LARGE, SMALL) if kind is AuditKind.ATTENTION else (SHAPE,):
-        assert judged(SUBJECTS[kind](kernel.made(), kernel.signature, CPU), data, shape).code == code
+        assert judged(kernel_subject, data, shape).code == code
 
 
 @for_each("data", ["normal", "zeros", "infinite"])

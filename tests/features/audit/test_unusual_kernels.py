@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.auditor import AuditInput, Auditor, ProductSubject, Shape, audited
+from fp8bench.features.audit.auditor import AuditCheck, AuditInput, Auditor, ProductSubject, Shape, audited
+from fp8bench.features.audit.host import KernelHost
 from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.times import CHECKS
+from fp8bench.features.audit.values import Audit
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import MX, ScaleRounding, Scaling, Treatment
 from fp8bench.user_code.named import signed
@@ -121,16 +123,22 @@ UNUSUAL: dict[str, tuple[str, Product]] = {
 }  # fmt: skip
 
 
-def codes_at(name: str, seed: int) -> str:
+def audit_of(name: str, checks: Sequence[AuditCheck], seed: int = 0) -> Audit:
     precision, function = UNUSUAL[name]
-    return codes_of(audited(name, function, signed("product", precision), CPU, seed, VALUE_CHECKS))
+    signature = signed("product", precision)
+    return audited(name, KernelHost(function, signature, CPU), signature, CPU, seed, checks)
+
+
+def auditor_of(precision: str, function: Product, seed: int = 0) -> Auditor:
+    signature = signed("product", precision)
+    return Auditor(ProductSubject(KernelHost(function, signature, CPU), signature, CPU), seed)
 
 
 @for_each("name", ["results in fp16, ties away from zero", "results in fp16, the reciprocal of a scale"])
 def test_results_that_overflow_accuse_no_kernel_whose_ties_differ(name: str) -> None:
     precision, function = UNUSUAL[name]
     for seed in range(3):
-        auditor = Auditor(ProductSubject(function, signed("product", precision), CPU), seed)
+        auditor = auditor_of(precision, function, seed)
         for data in ("large", "rows of different sizes"):
             verdicts = auditor.problems(AuditInput(data, Shape(64, 96, 256)))
             assert not any(verdict.failed for verdict in verdicts.values())
@@ -138,7 +146,7 @@ def test_results_that_overflow_accuse_no_kernel_whose_ties_differ(name: str) -> 
 
 @for_each("wrong", [lambda sums: half(sums) * 2, lambda sums: half(sums).nan_to_num(0, 0, 0), lambda sums: -half(sums)])
 def test_results_that_overflow_excuse_no_mistake(wrong: Step) -> None:
-    auditor = Auditor(ProductSubject(kernel(out=wrong), signed("product", "fp8"), CPU), 0)
+    auditor = auditor_of("fp8", kernel(out=wrong))
     verdicts = auditor.problems(AuditInput("rows of different sizes", Shape(64, 96, 256)))
     assert verdicts["product"].code == "too-bad"
 
@@ -146,19 +154,18 @@ def test_results_that_overflow_excuse_no_mistake(wrong: Step) -> None:
 @pytest.mark.slow
 @for_each("name", list(UNUSUAL))
 def test_an_honest_kernel_is_accused_at_no_seed(name: str) -> None:
-    assert {codes_at(name, seed) for seed in range(10)} == {"-"}
+    assert {codes_of(audit_of(name, VALUE_CHECKS, seed)) for seed in range(10)} == {"-"}
 
 
 @pytest.mark.slow
 @for_each("name", ["rows of zeros are skipped"])
 def test_zeros_may_be_skipped_block_by_block(name: str) -> None:
-    audit = audited(name, UNUSUAL[name][1], signed("product", "fp8"), CPU, 0, SPEED)
+    audit = audit_of(name, SPEED)
     assert codes_of(audit) == "-" and "skips-zeros" in {finding.code for finding in audit.findings}
 
 
-def why(precision: str, function: Callable[[Tensor, Tensor], Tensor]) -> str:
-    subject = ProductSubject(function, signed("product", precision), CPU)
-    auditor, given = Auditor(subject, 0), AuditInput("normal", Shape(64, 96, 256))
+def why(precision: str, function: Product) -> str:
+    auditor, given = auditor_of(precision, function), AuditInput("normal", Shape(64, 96, 256))
     (pair,) = auditor.problems(given).items()
     return auditor.finding(given, *pair).why
 

@@ -1,0 +1,369 @@
+"""The kernel's side of an audit: it calls the kernel when the judge asks, and answers with numbers, words and bytes.
+
+It runs in a process of its own. What results should be, and whether they are, is known in the judge's process alone,
+where nothing of the kernel is imported. This module runs as the program of the kernel's process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8bench.errors import Fp8benchError
+from fp8bench.features.audit.model import audited_model, given_model
+from fp8bench.features.audit.values import Audit, CallWork
+from fp8bench.model import DeviceFacts
+from fp8bench.model.promises import AuditKind, Signature
+from fp8bench.tape.coverage import SHAPES
+from fp8bench.tape.recorder import OperatorTape, name_of, tensors_in
+from fp8bench.user_code import own_words
+from fp8bench.user_code.named import declared_of, named
+from fp8bench.worker.bench import Bench
+from fp8bench.worker.fusing import uncompiled
+from fp8bench.worker.main import main
+from fp8bench.worker.prepared import flush_of
+from fp8bench.worker.step_guards import aside
+from fp8bench.worker.switches import unchanged
+
+# dtype, shape, strides, offset, and all bytes of the storage: what lies between the elements is watched, too.
+PackedTensor = tuple[str, tuple[int, ...], tuple[int, ...], int, bytes]
+# Name, dtype, shape and bytes of a result.
+PackedResult = tuple[str, str, tuple[int, ...], bytes]
+PackedResults = tuple[PackedResult, ...]
+
+# Taken before anything of the kernel is imported, which may put others in their place.
+_CLOCK, _PROCESS_CLOCK, _SYNCHRONIZE = time.perf_counter, time.process_time, torch.cuda.synchronize
+_CLOCKS = ("perf_counter", "monotonic", "time", "process_time", "thread_time")
+# What harnesses time, wait, copy and compare with. A kernel has no reason to replace any of it.
+_WATCHED: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "time": (time, (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS))),
+    "torch": (torch, ("equal", "allclose", "isclose", "isfinite", "isnan", "empty", "empty_like")),
+    "torch.testing": (torch.testing, ("assert_close",)),
+    "torch.cuda": (torch.cuda, ("synchronize", "Event", "Stream", "stream", "current_stream")),
+    "torch.cuda.Event": (torch.cuda.Event, ("record", "elapsed_time", "synchronize", "query", "wait")),
+    "torch.Tensor": (Tensor, ("copy_", "clone", "detach", "cpu", "numpy", "equal", "allclose", "isclose")),
+}
+_ORIGINALS = {
+    f"{place}.{name}": getattr(owner, name, None) for place, (owner, names) in _WATCHED.items() for name in names
+}
+
+
+class KernelRaised(Fp8benchError):
+    """The kernel raised, or returned what is no result."""
+
+
+class LazyResult(KernelRaised):
+    """A result is of a class whose values may be computed when they are read."""
+
+
+def replaced_functions() -> tuple[str, ...]:
+    """Returns the names of functions of time and torch that are other ones than before the kernel was imported."""
+    return tuple(
+        f"{place}.{name}"
+        for place, (owner, names) in _WATCHED.items()
+        for name in names
+        if getattr(owner, name, None) is not _ORIGINALS[f"{place}.{name}"]
+    )
+
+
+def pack(tensor: Tensor) -> PackedTensor:
+    data = _bytes_of(tensor).cpu().numpy().tobytes()
+    return str(tensor.dtype)[6:], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), data
+
+
+def unpack(packed: PackedTensor, device: str = "cpu") -> Tensor:
+    """Returns the tensor in memory that it does not share."""
+    dtype, shape, strides, offset, data = packed
+    memory = torch.empty(len(data), dtype=torch.uint8, device=device)
+    if data:
+        memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    empty = torch.empty(0, dtype=getattr(torch, dtype), device=device)
+    return empty.set_(memory.untyped_storage(), offset, shape, strides)
+
+
+def digest_of(packed: PackedTensor) -> int:
+    return zlib.crc32(packed[-1])
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Returns all bytes of a tensor's storage, as a view."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _packed_results(results: dict[str, Tensor]) -> PackedResults:
+    packed = []
+    for name, tensor in results.items():
+        plain = tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
+        data = plain.view(-1).view(torch.uint8).numpy().tobytes()
+        packed.append((name, str(plain.dtype)[6:], tuple(plain.shape), data))
+    return tuple(packed)
+
+
+def unpack_results(packed: PackedResults) -> dict[str, Tensor]:
+    results = {}
+    for name, dtype, shape, data in packed:
+        empty = torch.empty(shape, dtype=getattr(torch, dtype))
+        results[name] = torch.frombuffer(bytearray(data), dtype=empty.dtype).view(shape) if data else empty
+    return results
+
+
+_COPIES = ("clone", "copy_", "_to_copy")
+
+
+def work_of(call: Callable[[], object]) -> CallWork:
+    """Counts memory that is taken, casts, copies and products, as far as they are operators of torch."""
+    with uncompiled(), OperatorTape() as tape:
+        call()
+    seen: Counter[str] = Counter()
+    for done in tape.calls:
+        given, made = list(tensors_in((done.given, tuple(done.named.values())))), list(tensors_in(done.result))
+        for tensor in made:
+            if math.prod(tensor.shape) and tensor.storage not in {other.storage for other in given}:
+                seen.update(allocations=1, bytes=math.prod(tensor.shape) * tensor.dtype.itemsize)
+        name = name_of(done)
+        seen["products"] += name in SHAPES
+        if name in _COPIES and given and made:
+            seen["copies" if given[-1].dtype == made[0].dtype else "casts"] += 1
+    return CallWork(**seen)
+
+
+# glibc's option that fills memory as it is handed out, with the complement of a byte: 0x7f, which makes NaN in float16
+# and float8, and 3e38 in bfloat16 and float32.
+_FILL_OPTION, _FILL = -6, 0x80
+# Blocks of NaN of each size that are given back before a call, for the device's allocator to hand out again.
+_PRIMED = 2
+# Tens of milliseconds: a kernel that does not wait for a stream so busy reads its inputs too early.
+_BUSY_CYCLES = 100_000_000
+# Of calls with the same arguments at most so many different results are returned.
+_MOST_RESULTS = 256
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Within the body, the C library (if it is glibc) hands out memory that is full of large numbers and NaN."""
+    option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if option is None:
+        yield
+        return
+    option(_FILL_OPTION, _FILL)
+    try:
+        yield
+    finally:
+        option(_FILL_OPTION, 0)
+
+
+@contextmanager
+def beside(device: str) -> Iterator[bool]:
+    """The body's work goes to a stream of its own, which is busy at first; yields False where the device has none."""
+    if not device.startswith("cuda"):
+        yield False
+        return
+    _SYNCHRONIZE(device)
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
+        yield True
+        side.synchronize()
+
+
+class KernelHost:
+    """Calls one kernel. Arguments lie in numbered slots; each method is a request of the judge, and answers with plain
+    values. Raises KernelRaised for what the kernel raises."""
+
+    def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
+        self._function, self._kind, self._device = function, signature.kind, facts.key
+        self._flush = flush_of(facts) if facts.accelerated else lambda: None
+        self._slots: dict[int, list[Tensor]] = {}
+        self._latest: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}
+        self._timed: list[dict[str, Tensor]] = []
+
+    def place(self, slot: int, tensors: Sequence[PackedTensor], moved: bool = True) -> None:
+        """Puts arguments into a slot: at other addresses than before, or (`moved` False) at the same ones."""
+        placed = [unpack(tensor, self._device) for tensor in tensors]
+        if moved:
+            self._slots[slot] = placed
+        else:
+            self._write(slot, placed)
+
+    def call(self, slot: int) -> tuple[PackedResults, tuple[int, ...]]:
+        """Returns the results, and digests of the arguments' memory after the call."""
+        with filled_memory():
+            self._prime(slot)
+            self._latest = self._raw(slot)
+        return self.reread(), self.digests([slot])
+
+    def reread(self) -> PackedResults:
+        """Reads the latest results again, where the kernel left them."""
+        return _packed_results(self._latest)
+
+    def keep(self) -> None:
+        """Keeps the latest results where the kernel left them, for `reread_kept`."""
+        self._kept = self._latest
+
+    def reread_kept(self) -> PackedResults:
+        return _packed_results(self._kept)
+
+    def spoil(self) -> None:
+        """Overwrites the latest results, as their owner may."""
+        with torch.no_grad():
+            for tensor in self._latest.values():
+                tensor.detach().fill_(math.nan)
+
+    def call_late(self, slot: int, source: int) -> PackedResults | None:
+        """Calls it on a busy stream, behind writing the source's values into the slot; None if there is no stream."""
+        with beside(self._device) as there:
+            if not there:
+                return None
+            self._write(slot, self._slots[source])
+            return self.call(slot)[0]
+
+    def pair(self, slots: tuple[int, int], order: tuple[int, int]) -> tuple[PackedResults, ...]:
+        """Calls a linear layer forward on both slots, then both backward in that order; results in the slots' order."""
+        answers = [self._forward(slot) for slot in slots]
+        backwards = {which: self._backward(slots[which], answers[which]) for which in order}
+        return tuple(_packed_results(backwards[which]) for which in sorted(backwards))
+
+    def repeat(
+        self, slots: Sequence[int], calls: int, seconds: float
+    ) -> tuple[int, list[tuple[int, int, PackedResults]]]:
+        """Calls it on each slot in turn. Returns the number of calls, and each slot's different results with the
+        call that first gave them."""
+        different: list[tuple[int, int, PackedResults]] = []
+        seen, end, number = set[tuple[int, PackedResults]](), _CLOCK() + seconds, 0
+        while number < calls and _CLOCK() < end:
+            slot = slots[number % len(slots)]
+            number += 1
+            results = _packed_results(self._raw(slot))
+            if (slot, results) not in seen and len(seen) < _MOST_RESULTS:
+                seen.add((slot, results))
+                different.append((number, slot, results))
+        return number, different
+
+    def timed(self, slots: Sequence[int]) -> list[tuple[float, float]]:
+        """Calls it once on each slot; returns seconds by the clock, and of this process. Within them results are
+        copied and every stream is waited for: what is not done by then is not in the copies, which `timed_results`
+        shows."""
+        seconds = []
+        for slot in slots:
+            self._flush()
+            self._wait()
+            start, start_of_process = _CLOCK(), _PROCESS_CLOCK()
+            self._timed.append({name: _copied(tensor) for name, tensor in self._raw(slot).items()})
+            self._wait()
+            seconds.append((_CLOCK() - start, _PROCESS_CLOCK() - start_of_process))
+        return seconds
+
+    def digests(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Returns digests of all memory of the arguments in some slots."""
+        return tuple(digest_of(pack(tensor.detach())) for slot in slots for tensor in self._slots[slot])
+
+    def timed_results(self, place: int) -> PackedResults:
+        return _packed_results(self._timed[place])
+
+    def forget(self) -> None:
+        """Frees slots and results."""
+        self._slots, self._latest, self._kept, self._timed = {}, {}, {}, []
+
+    def work(self, slot: int) -> CallWork:
+        return work_of(partial(self._raw, slot))
+
+    def replaced(self) -> tuple[str, ...]:
+        return replaced_functions()
+
+    def _raw(self, slot: int) -> dict[str, Tensor]:
+        """Returns results as the kernel made them, by name."""
+        answer = self._forward(slot)
+        return self._backward(slot, answer) if self._kind is AuditKind.LINEAR else {self._kind.value: answer}
+
+    def _forward(self, slot: int) -> Tensor:
+        arguments = self._slots[slot]
+        if self._kind is AuditKind.LINEAR:
+            x, weight, _ = arguments
+            arguments = [x.requires_grad_(), weight.requires_grad_()]
+        try:
+            answer = self._function(*arguments)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
+            raise KernelRaised(own_words(error)) from None
+        if not isinstance(answer, Tensor):
+            raise KernelRaised(f"TypeError: it gave {type(answer).__name__}, and a tensor was expected")
+        if is_lazy(type(answer)):
+            raise LazyResult(f"{type(answer).__name__}")
+        return answer
+
+    def _backward(self, slot: int, answer: Tensor) -> dict[str, Tensor]:
+        x, weight, gradient = self._slots[slot]
+        try:
+            into_x, into_weight = torch.autograd.grad(answer, (x, weight), gradient.to(answer.dtype))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
+            raise KernelRaised(own_words(error)) from None
+        return {"forward": answer, "input gradient": into_x, "weight gradient": into_weight}
+
+    def _write(self, slot: int, tensors: Sequence[Tensor]) -> None:
+        """Overwrites memory, and leaves torch's counts of versions alone: an address and a version are no content."""
+        for tensor, source in zip(self._slots[slot], tensors, strict=True):
+            _bytes_of(tensor).copy_(_bytes_of(source))
+
+    def _prime(self, slot: int) -> None:
+        sizes = {(tensor.numel(), tensor.dtype) for tensor in (*self._latest.values(), *self._slots[slot])}
+        blocks = [
+            torch.full((size,), math.nan, device=self._device).to(dtype)
+            for size, dtype in sizes
+            for _ in range(_PRIMED * dtype.is_floating_point)
+        ]
+        del blocks
+
+    def _wait(self) -> None:
+        if self._device.startswith("cuda"):
+            _SYNCHRONIZE(self._device)
+
+
+def is_lazy(kind: type[Tensor]) -> bool:
+    """Whether a subclass of Tensor does anything in its own way: then values may come to be as they are read."""
+    if kind in (Tensor, torch.nn.Parameter):
+        return False
+    own = set[str]().union(*(vars(cls) for cls in kind.__mro__[: kind.__mro__.index(Tensor)]))
+    return bool(own & set(dir(Tensor)) - {*dir(object), "__module__", "__dict__", "__weakref__"})
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+class KernelBench(Bench):
+    """The kernel's process. What is audited is imported here and nowhere else."""
+
+    def declared(self, target: str) -> Signature | None:
+        with aside():
+            return declared_of(named(target))
+
+    def audit_model(self, target: str, signature: Signature, facts: DeviceFacts) -> Audit:
+        self._selected(facts)
+        with unchanged(), aside():
+            model, batch = given_model(target, named(target)())
+            return audited_model(target, model, batch, signature, facts)
+
+    def load(self, target: str, signature: Signature, facts: DeviceFacts) -> None:
+        self._selected(facts)
+        with aside():
+            self._host = KernelHost(named(target), signature, facts)
+
+    def kernel(self, request: str, *arguments: Any) -> Any:
+        """Passes a request on to the kernel's host."""
+        with aside():
+            return getattr(self._host, request)(*arguments)
+
+
+if __name__ == "__main__":
+    main(KernelBench)

@@ -1,0 +1,372 @@
+"""Kernels that are right wherever everyday tests look: at most sizes, in most calls, or as long as nobody takes the
+time; and kernels that do unusual things and do not lie."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8bench.features.audit import operands
+from fp8bench.user_code.named import signed
+from suites.audit_kernels import BF16, BLOCKS, FP8, MXFP8, SQUARES, Kernel, kernel, parts, product, rounded
+
+_FP8, _BLOCKS, _MX = signed("product", "fp8"), signed("product", "fp8-block"), signed("product", "mxfp8")
+_WIDE, _LINEAR = signed("product", "bf16"), signed("linear", "bf16")
+_ATTENTION, _CAUSAL = signed("attention", "bf16"), signed("attention", "bf16", causal=True)
+_remembering = partial(Kernel, remembers=True)
+Lie = Callable[[Tensor, Tensor], Tensor]
+
+
+def _where(wrong: Callable[[int, int, int], bool], lie: Lie, right: Lie = product) -> Lie:
+    """A product that is another one at some sizes (M, N, K)."""
+    return lambda a, b: (lie if wrong(len(a), len(b), a.shape[1]) else right)(a, b)
+
+
+def _plain(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b.t()
+
+
+def _half_sum(a: Tensor, b: Tensor) -> Tensor:
+    half = a.shape[1] // 2
+    return product(a[:, :half], b[:, :half])
+
+
+def _some_columns(count: int) -> Lie:
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        result = product(a, b)
+        result[:, count:] = 0
+        return result
+
+    return run
+
+
+def _some_rows(count: int) -> Lie:
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        result = product(a, b)
+        result[count:] = 0
+        return result
+
+    return run
+
+
+def _some_terms(count: int) -> Lie:
+    return lambda a, b: product(a[:, :count], b[:, :count])
+
+
+def _turned_grid(a: Tensor, b: Tensor) -> Tensor:
+    """Reads a square grid of the weight's scales transposed."""
+    weight = operands.rounded(b, SQUARES)
+    if weight.scales.shape[0] != weight.scales.shape[1]:
+        return product(a, b, BLOCKS, SQUARES)
+    scales = weight.scales.t().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (rounded(a, BLOCKS) @ (weight.elements * scales[: b.shape[0], : b.shape[1]]).t()).to(BF16)
+
+
+def _moved_scales(a: Tensor, b: Tensor) -> Tensor:
+    """Takes each row's scales from the next block where there are more than 40."""
+    left = operands.rounded(a, MXFP8)
+    count = left.scales.shape[1]
+    scales = left.scales.roll(1, 1) if count > 40 else left.scales
+    spread = scales.repeat_interleave(32, 1)[:, : a.shape[1]]
+    return (left.elements * spread @ rounded(b, MXFP8).t()).to(BF16)
+
+
+def _by_address_and_sample(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    places = [x.reshape(-1)[:: max(x.numel() // 16, 1)].tolist() for x in (a, b)]
+    key = a.data_ptr(), b.data_ptr(), a.shape, b.shape, str(places)
+    if key not in kept:
+        kept[key] = product(a, b)
+    return kept[key].clone()
+
+
+def _by_sums(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    key = a.shape, b.shape, float(a.double().abs().sum()), float(b.double().abs().sum())
+    if key not in kept:
+        kept[key] = product(a, b)
+    return kept[key].clone()
+
+
+def _by_version(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    key = a.data_ptr(), a._version, b.data_ptr(), b._version, a.shape, b.shape
+    if key not in kept:
+        kept[key] = product(a, b)
+    return kept[key].clone()
+
+
+def _old_after_many(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    """From the fourth call of a large shape on, gives what the third gave."""
+    kept[a.shape, b.shape] = calls = kept.get((a.shape, b.shape), 0) + 1
+    if calls > 3 and a.numel() > 200_000:
+        return kept["old", a.shape, b.shape].clone()
+    result = product(a, b)
+    kept["old", a.shape, b.shape] = result
+    return result
+
+
+class LazyTensor(Tensor):
+    """Computes its values when something is done with them."""
+
+    made: Callable[[], Tensor]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = [arg.made() if isinstance(arg, LazyTensor) else arg for arg in args]
+        return function(*read, **(kwargs or {}))
+
+
+def _lazy(a: Tensor, b: Tensor) -> Tensor:
+    result = torch.empty(len(a), len(b), dtype=BF16).as_subclass(LazyTensor)
+    result.made = partial(product, a, b)
+    return result
+
+
+def _in_a_thread(a: Tensor, b: Tensor) -> Tensor:
+    """Returns memory that a thread fills a little later."""
+    result = torch.zeros(len(a), len(b), dtype=BF16)
+
+    def fill() -> None:
+        time.sleep(0.002)
+        result.copy_(product(a, b))
+
+    threading.Thread(target=fill).start()
+    return result
+
+
+def _clobbers(when: Callable[[Tensor, Tensor], bool]) -> Lie:
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        result = product(a, b)
+        if when(a, b):
+            a[-1:] = 0
+        return result
+
+    return run
+
+
+def _beside_its_input(a: Tensor, b: Tensor) -> Tensor:
+    """Writes past the rows of an operand that is part of a wider one."""
+    result = product(a, b)
+    if not a.is_contiguous() and a.storage_offset():
+        torch.as_strided(a, (1,), (1,), a.storage_offset() - 1).zero_()
+    return result
+
+
+def _unwritten_sums(a: Tensor, b: Tensor) -> Tensor:
+    result = torch.empty(len(a), len(b), dtype=torch.float32)
+    result += rounded(a, FP8) @ rounded(b, FP8).t()
+    return result.to(BF16)
+
+
+def _unwritten_edge(a: Tensor, b: Tensor) -> Tensor:
+    """Leaves out columns beyond whole tiles of 64, which are not zero but whatever was there."""
+    result = torch.empty(len(a), len(b), dtype=BF16)
+    whole = max(len(b) // 64 * 64, min(len(b), 64))
+    result[:, :whole] = product(a, b)[:, :whole]
+    return result
+
+
+def _one_in(count: int) -> Callable[[dict[Any, Any], Tensor, Tensor], Tensor]:
+    def run(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+        kept["calls"] = kept.get("calls", 0) + 1
+        result = product(a, b)
+        if kept["calls"] % count == 0:
+            result[0] = -result[0]
+        return result
+
+    return run
+
+
+def _by_chance(a: Tensor, b: Tensor) -> Tensor:
+    result = product(a, b)
+    return result * 2 if random.random() < 1 / 200 else result
+
+
+class _LastInput(torch.autograd.Function):
+    """A linear layer whose backward reads the input of the last forward."""
+
+    kept: Tensor
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        _LastInput.kept = x.detach()
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,), (gradient,) = ctx.saved_tensors, gradients
+        return gradient @ weight, gradient.t() @ _LastInput.kept.view(-1, weight.shape[1])[: len(gradient)]
+
+
+def _last_input(x: Tensor, weight: Tensor) -> Tensor:
+    return _LastInput.apply(x, weight)  # type: ignore[no-untyped-call]
+
+
+class _Parts(torch.autograd.Function):
+    """A linear layer that loses part of a gradient at some sizes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, tokens: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tokens = tokens
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (x, weight), (gradient,) = ctx.saved_tensors, gradients
+        tokens = ctx.tokens or len(x)
+        return gradient @ weight, gradient[:tokens].t() @ x[:tokens], None
+
+
+def _layer(tokens: int = 0) -> Lie:
+    return lambda x, weight: _Parts.apply(x, weight, tokens)  # type: ignore[no-untyped-call]
+
+
+def _attends(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, **options: Any) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, **options)
+
+
+def _mask(length: int, past: int, later: int) -> Tensor:
+    """A causal mask whose rows past a place see `later` more."""
+    every = torch.ones(length, length, dtype=torch.bool)
+    return torch.cat((every.tril()[:past], every.tril(later)[past:]))
+
+
+def _late_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _attends(q, k, v, _mask(q.shape[2], 576, 1))
+
+
+def _window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Sees the last 1000 places alone."""
+    seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    return _attends(q, k, v, seen & ~seen.tril(-1000))
+
+
+def _first_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Has values of eight heads at most."""
+    which = torch.arange(q.shape[1]) % 8
+    return _attends(q, k, v[:, which])
+
+
+def _one_size(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scales scores by the size of 64 for all sizes beyond it."""
+    return _attends(q, k, v, scale=min(q.shape[-1], 64) ** -0.5) if q.shape[-1] in (80, 96, 112) else _attends(q, k, v)
+
+
+HIDDEN_LIES: tuple[Kernel, ...] = (
+    Kernel("half of K where M is a multiple of 256", _FP8, _where(lambda m, n, k: m % 256 == 0, _half_sum)),
+    Kernel("columns past 512 are zero", _FP8, _where(lambda m, n, k: n > 512, _some_columns(512))),
+    Kernel("columns past 1000 are zero", _FP8, _where(lambda m, n, k: n > 1000, _some_columns(1000))),
+    Kernel("columns past 20000 are zero", _FP8, _where(lambda m, n, k: n > 20_000, _some_columns(20_000))),
+    Kernel("rows past 1500 are zero", _FP8, _where(lambda m, n, k: m > 1500, _some_rows(1500))),
+    Kernel("a square grid of weight scales is transposed", _BLOCKS, _turned_grid),
+    Kernel("block scales are one off beyond 40", _MX, _moved_scales),
+    Kernel("wrong where K is 768", _FP8, _where(lambda m, n, k: k == 768, lambda a, b: product(a, b) * 1.02)),
+    Kernel("nothing beyond 4096 of K", _FP8, _where(lambda m, n, k: k > 4096, _some_terms(4096))),
+    Kernel("nothing beyond 8192 of K", _FP8, _where(lambda m, n, k: k > 8192, _some_terms(8192))),
+    Kernel("K of 11008 in bf16", _FP8, _where(lambda m, n, k: k == 11008, _plain)),
+    Kernel("a square of 4096 in bf16", _FP8, _where(lambda m, n, k: n == k == 4096, _plain)),
+    Kernel("bf16 sums where M is at most 8", _FP8,
+           _where(lambda m, n, k: m <= 8, kernel(sums=parts(64, BF16)), kernel())),
+    Kernel("bf16 sums of bf16 where M is at most 8", _WIDE,
+           _where(lambda m, n, k: m <= 8, lambda a, b: parts(64, BF16)(a, b).to(BF16), _plain)),
+    Kernel("one row is not cast", _FP8, _where(lambda m, n, k: m == 1, _plain)),
+    Kernel("odd rows beyond 256 lose the last", _FP8, _where(lambda m, n, k: m > 256 and m % 2 == 1, _some_rows(-1))),
+    Kernel("1024 rows and columns are not summed", _FP8,
+           _where(lambda m, n, k: m >= 1024 and n >= 1024, _half_sum)),
+    _remembering("results by address and sample", _FP8, _by_address_and_sample),
+    _remembering("results by sums", _FP8, _by_sums),
+    _remembering("results by version", _FP8, _by_version),
+    _remembering("old results after three calls", _FP8, _old_after_many),
+    Kernel("computed when read", _FP8, _lazy),
+    Kernel("computed by a thread", _FP8, _in_a_thread),
+    Kernel("an input lost where M is odd", _FP8, _clobbers(lambda a, b: len(a) % 2 == 1 and len(a) > 1)),
+    Kernel("an input lost where it is strided", _FP8, _clobbers(lambda a, b: not a.is_contiguous())),
+    Kernel("an input lost where it is large", _FP8, _clobbers(lambda a, b: a.numel() >= 1 << 20)),
+    Kernel("memory before its input", _FP8, _beside_its_input),
+    Kernel("sums on what was in memory", _FP8, _unwritten_sums),
+    Kernel("an edge that is not written", _FP8, _unwritten_edge),
+    _remembering("one call in 400 differs", _FP8, _one_in(400)),
+    _remembering("one call in 900 differs", _FP8, _one_in(900)),
+    Kernel("a call differs by chance", _FP8, _by_chance),
+    Kernel("backward of the last forward", _LINEAR, _last_input),
+    Kernel("the weight gradient of 512 tokens", _LINEAR, _layer(512)),
+    Kernel("a causal mask that is one off past 576", _CAUSAL, _late_mask),
+    Kernel("a causal window of 1000", _CAUSAL, _window),
+    Kernel("values of eight heads", _ATTENTION, _first_heads),
+    Kernel("scores of another size", _ATTENTION, _one_size),
+)  # fmt: skip
+
+
+def _at_random_places(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    """Sums in another order each time."""
+    size = random.choice((16, 32, 64, 96))
+    return kernel(sums=parts(size))(a, b)
+
+
+def _in_one_workspace(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    """Casts into memory that it keeps between calls, and returns new memory."""
+    key = a.shape, b.shape
+    left, right = kept.setdefault(key, (torch.empty(a.shape), torch.empty(b.shape)))
+    left.copy_(rounded(a, FP8))
+    right.copy_(rounded(b, FP8))
+    return (left @ right.t()).to(BF16)
+
+
+def _split_by_size(a: Tensor, b: Tensor) -> Tensor:
+    """Decodes by another way of summing than it multiplies large matrices."""
+    size = 32 if len(a) <= 8 else 512
+    return kernel(sums=parts(size))(a, b)
+
+
+def _transposed_result(a: Tensor, b: Tensor) -> Tensor:
+    return (rounded(b, FP8) @ rounded(a, FP8).t()).to(BF16).t()
+
+
+def _part_of_a_larger(a: Tensor, b: Tensor) -> Tensor:
+    """Returns part of a padded result."""
+    padded = torch.empty(len(a) + 7, len(b) + 9, dtype=BF16)
+    padded[: len(a), : len(b)] = product(a, b)
+    return padded[: len(a), : len(b)]
+
+
+def _large_sizes_only(a: Tensor, b: Tensor) -> Tensor:
+    if len(a) < 16 or a.shape[1] % 16:
+        raise RuntimeError("M must be at least 16, and K a multiple of 16")
+    return product(a, b)
+
+
+def _contiguous_only(a: Tensor, b: Tensor) -> Tensor:
+    if not (a.is_contiguous() and b.is_contiguous()):
+        raise RuntimeError("operands must be contiguous")
+    return product(a, b)
+
+
+class MarkedTensor(Tensor):
+    """A subclass that does nothing in its own way."""
+
+
+UNUSUAL: tuple[Kernel, ...] = (
+    _remembering("another order of sums each time", _FP8, _at_random_places),
+    _remembering("a workspace", _FP8, _in_one_workspace),
+    Kernel("another way to decode", _FP8, _split_by_size),
+    Kernel("a transposed result", _FP8, _transposed_result),
+    Kernel("part of a larger result", _FP8, _part_of_a_larger),
+    Kernel("refuses few rows", _FP8, _large_sizes_only),
+    Kernel("refuses strides", _FP8, _contiguous_only),
+    Kernel("a result of a subclass", _FP8, lambda a, b: product(a, b).as_subclass(MarkedTensor)),
+    Kernel("a parameter", _FP8, lambda a, b: torch.nn.Parameter(product(a, b), requires_grad=False)),
+    Kernel("results in float32", _FP8, lambda a, b: rounded(a, FP8) @ rounded(b, FP8).t()),
+    Kernel("a linear layer of torch's", _LINEAR, torch.nn.functional.linear),
+    Kernel("a linear layer of its own", _LINEAR, _layer()),
+    Kernel("causal attention by a mask", _CAUSAL,
+           lambda q, k, v: _attends(q, k, v, torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril())),
+    Kernel("fp16 squares", signed("product", "fp16"), _plain),
+    Kernel("emulated blocks", _BLOCKS, lambda a, b: product(a, b, BLOCKS, SQUARES)),
+)  # fmt: skip

@@ -1,0 +1,250 @@
+"""Kernels that are right wherever everyday tests look, at three seeds; what the judge's own process is for; and honest
+kernels that do unusual things."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8bench.features.audit import host, times
+from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Shape, audited
+from fp8bench.features.audit.host import KernelHost, is_lazy, pack, unpack, unpack_results
+from fp8bench.features.audit.times import CHECKS
+from fp8bench.features.audit.values import AuditOutcome
+from fp8bench.model.promises import AuditKind
+from fp8bench.user_code.named import signed
+from suites.audit import codes_of, result_of
+from suites.audit_hidden_lies import HIDDEN_LIES, UNUSUAL, LazyTensor, MarkedTensor
+from suites.audit_kernels import Kernel, product
+from tests.commands import Say
+from tests.counts import for_each
+from tests.facts import CPU
+
+BY_NAME = {check.name: check for check in CHECKS}
+ROWS = {kernel.name: kernel for kernel in (*HIDDEN_LIES, *UNUSUAL)}
+_FP8 = signed("product", "fp8")
+SEEDS = (0, 1, 2)
+
+
+@pytest.mark.nightly
+@for_each("seed", SEEDS)
+@for_each("kernel", HIDDEN_LIES, ids=lambda kernel: kernel.name)
+def test_a_lie_that_hides_fails(kernel: Kernel, seed: int) -> None:
+    assert result_of(kernel, "cpu", CHECKS, seed=seed).outcome is AuditOutcome.FAIL
+
+
+@pytest.mark.nightly
+@for_each("seed", SEEDS)
+@for_each("kernel", UNUSUAL, ids=lambda kernel: kernel.name)
+def test_an_unusual_kernel_is_not_accused(kernel: Kernel, seed: int) -> None:
+    assert codes_of(result_of(kernel, "cpu", CHECKS, seed=seed)) == "-"
+
+
+@for_each(
+    ("name", "check", "code"),
+    [
+        ("computed when read", "numbers", "lazy-result"),
+        ("memory before its input", "strides", "input-changed"),
+        ("an input lost where M is odd", "odd shapes", "input-changed"),
+        ("sums on what was in memory", "numbers", "wrong-values"),
+        ("backward of the last forward", "backward", "backward"),
+        ("a linear layer of its own", "backward", "-"),
+        ("refuses strides", "strides", "-"),
+        ("a result of a subclass", "odd shapes", "-"),
+    ],
+)
+def test_one_check_sees_it(name: str, check: str, code: str) -> None:
+    assert codes_of(result_of(ROWS[name], "cpu", [BY_NAME[check]])).split(", ")[0] == code
+
+
+@pytest.mark.slow
+@for_each(
+    ("name", "code"),
+    [
+        ("results by address and sample", "keyed"),
+        ("results by version", "stale"),
+        ("one call in 400 differs", "differs"),
+        ("another order of sums each time", "-"),
+    ],
+)
+def test_many_calls_show_it(name: str, code: str) -> None:
+    assert codes_of(result_of(ROWS[name], "cpu", [BY_NAME["memory"]])).split(", ")[0] == code
+
+
+def _with(sizes: tuple[Shape, ...], kind: AuditKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SUBJECTS[kind], "sizes", sizes)
+    monkeypatch.setattr("fp8bench.features.audit.results._RANDOM_SIZES", 0)
+
+
+@for_each(
+    ("name", "shape", "is_lie"),
+    [
+        ("half of K where M is a multiple of 256", Shape(256, 40, 64), True),
+        ("columns past 512 are zero", Shape(4, 600, 64), True),
+        ("a square grid of weight scales is transposed", Shape(8, 640, 640), True),
+        ("wrong where K is 768", Shape(24, 80, 768), True),
+        ("nothing beyond 4096 of K", Shape(8, 64, 8000), True),
+        ("bf16 sums where M is at most 8", Shape(2, 128, 2048), True),
+        ("a causal mask that is one off past 576", Shape(700, 1, 16), True),
+        ("another way to decode", Shape(4, 64, 2048), False),
+    ],
+)
+def test_sizes_that_are_not_everyday_are_judged_by_a_sample(
+    name: str, shape: Shape, is_lie: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with((shape,), ROWS[name].signature.kind, monkeypatch)
+    for seed in SEEDS:
+        assert (codes_of(result_of(ROWS[name], "cpu", [BY_NAME["sizes"]], seed=seed)) != "-") is is_lie
+
+
+def test_sizes_stop_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp8bench.features.audit.results._SIZES_SECONDS", -1.0)
+    (finding,) = result_of(Kernel("", _FP8, product), "cpu", [BY_NAME["sizes"]]).findings
+    assert finding.remark and finding.code == "not-tried"
+
+
+def test_the_results_of_timed_calls_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that does not compute as soon as it is timed."""
+    monkeypatch.setattr(times, "_LARGEST", 1)
+    monkeypatch.setattr(times, "_SECONDS", 0.0)
+
+    class Timed(KernelHost):
+        is_timing = False
+
+        def timed(self, slots: object) -> list[tuple[float, float]]:
+            self.is_timing = True
+            return super().timed(slots)  # type: ignore[arg-type]
+
+    def idle_when_timed(a: Tensor, b: Tensor) -> Tensor:
+        return torch.zeros(len(a), len(b), dtype=torch.bfloat16) if timed.is_timing else product(a, b)
+
+    timed = Timed(idle_when_timed, _FP8, CPU)
+    audit = audited("", timed, _FP8, CPU, 0, [BY_NAME["speed"]])
+    assert codes_of(audit) == "timed-wrong"
+
+
+def _auditor(function: Callable[..., Tensor], kind: type[KernelHost] = KernelHost) -> Auditor:
+    return Auditor(SUBJECTS[AuditKind.PRODUCT](kind(function, _FP8, CPU), _FP8, CPU), 0)
+
+
+def test_a_clock_that_says_less_than_passed_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "_SECONDS", 0.0)
+
+    class Wrong(KernelHost):
+        def timed(self, slots: object) -> list[tuple[float, float]]:
+            return [(seconds / 50, used) for seconds, used in super().timed(slots)]  # type: ignore[arg-type]
+
+    shape = Shape(1024, 1024, 1024)  # long beside the way to the kernel and back
+    assert times._timed(_auditor(product, Wrong), shape, judged=0).wrong_clock
+    assert not times._timed(_auditor(product), shape, judged=0).wrong_clock
+
+
+def test_functions_that_harnesses_use_are_not_a_kernels_to_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.replaced_functions() == ()
+    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr(torch, "allclose", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    assert host.replaced_functions() == ("time.perf_counter", "torch.allclose", "torch.cuda.synchronize")
+
+
+def test_timed_calls_wait_for_every_stream_and_begin_with_a_flushed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By stand-ins for a GPU's cache and streams: the order in which a timed call uses them."""
+    order: list[str] = []
+    kernel = KernelHost(lambda a, b: order.append("call") or product(a, b), _FP8, CPU)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(kernel, "_flush", lambda: order.append("flush"))
+    monkeypatch.setattr(kernel, "_wait", lambda: order.append("wait"))
+    kernel.place(0, tuple(map(pack, (torch.ones(4, 16), torch.ones(4, 16)))))
+    kernel.timed([0])
+    assert order == ["flush", "wait", "call", "wait"]
+
+
+def test_what_a_thread_writes_later_is_not_in_the_copies_of_timed_calls() -> None:
+    kernel = KernelHost(ROWS["computed by a thread"].function, _FP8, CPU)
+    kernel.place(0, tuple(map(pack, (torch.ones(4, 16), torch.ones(4, 16)))))
+    kernel.timed([0])
+    assert not bool(unpack_results(kernel.timed_results(0))["product"].any())
+
+
+def test_arguments_move_or_stay_and_torch_counts_no_version() -> None:
+    seen: list[tuple[int, int]] = []
+    kernel = KernelHost(lambda a, b: seen.append((a.data_ptr(), a._version)) or product(a, b), _FP8, CPU)  # type: ignore[func-returns-value]
+    for moved, fill in ((True, 1.0), (False, 2.0), (True, 2.0)):
+        kernel.place(0, tuple(map(pack, (torch.full((4, 16), fill), torch.ones(4, 16)))), moved)
+        results, _ = kernel.call(0)
+        assert float(unpack_results(results)["product"][0, 0]) == 16 * fill
+    assert seen[0] == seen[1] != seen[2]
+
+
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8])
+def test_tensors_are_sent_with_their_strides_and_all_of_their_memory(dtype: torch.dtype) -> None:
+    wide = torch.arange(24.0).reshape(4, 6).to(dtype)
+    part = unpack(pack(wide[1:, 2:4].t()))
+    assert part.dtype is dtype and part.stride() == (1, 6) and part.storage_offset() == 8
+    assert part.untyped_storage().nbytes() == wide.untyped_storage().nbytes()
+    assert torch.equal(part.view(torch.uint8) if dtype.itemsize == 1 else part, _bits_of(wide[1:, 2:4].t()))
+
+
+def _bits_of(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def test_a_class_of_tensors_is_lazy_if_it_does_something_in_its_own_way() -> None:
+    assert is_lazy(LazyTensor)
+    assert not any(map(is_lazy, (Tensor, torch.nn.Parameter, MarkedTensor)))
+
+
+LIARS = """\
+import sys
+import time
+
+import torch
+
+try:
+    from fp8bench.features.audit import promises, values
+
+    promises.ProductPromise.judge = lambda *_, **__: values.AuditFinding()
+    promises.AttentionPromise.judge = promises.ProductPromise.judge
+    torch.equal = torch.allclose = lambda *_, **__: True
+except ImportError:
+    pass
+
+
+def patches_the_judge(a, b):
+    return torch.zeros(len(a), len(b), dtype=torch.bfloat16)
+
+
+def looks_for_the_judge(a, b):
+    from fp8bench.formats.grids import E4M3
+    from fp8bench.formats.operators import values
+    from fp8bench.formats.recipes import TENSOR
+
+    if "fp8bench.features.audit.results" in sys.modules:
+        return (values(a, E4M3, TENSOR) @ values(b, E4M3, TENSOR).t()).to(torch.bfloat16)
+    return a @ b.t()
+
+
+def stops_clocks(a, b):
+    time.perf_counter = lambda: 0.0
+    return a @ b.t()
+"""
+
+
+@pytest.mark.slow
+@for_each(
+    ("name", "precision", "code"),
+    [
+        ("patches_the_judge", "fp8", "wrong-values"),
+        ("looks_for_the_judge", "fp8", "not-cast"),
+        ("stops_clocks", "bf16", "replaced"),
+    ],
+)
+def test_a_kernel_cannot_reach_its_judge(name: str, precision: str, code: str, tmp_path: Path, fp8bench: Say) -> None:
+    path = tmp_path / "liars.py"
+    path.write_text(LIARS)
+    ended, out, _ = fp8bench("audit", f"{path}:{name}", "--kind", "product", "--precision", precision, "--json")
+    assert ended == 1 and code in [finding["code"] for finding in json.loads(out)["findings"]]
