@@ -28,7 +28,7 @@ def weights_of(nodes: float, options: int = 3) -> dict[str, dict[str, float]]:
     return {"fp8bench/a": figures, "suite": {"options": options}}
 
 
-RAISED = {"room": "fp8bench/a", "figure": "nodes", "by": 100, "reason": "The reason."}
+RAISED = {"room": "fp8bench/a", "nodes": 100, "reason": "The reason."}
 
 
 def test_no_figure_is_above_its_limit() -> None:
@@ -67,7 +67,7 @@ def test_lowering_follows_what_fell_and_nothing_that_rose() -> None:
 
 
 def test_what_is_written_is_read_back() -> None:
-    entry = '[[raised]]\nroom = "fp8bench/a"\nfigure = "nodes"\nby = 100\nreason = "The reason."\n'
+    entry = '[[raised]]\nroom = "fp8bench/a"\nnodes = 100\nreason = "The reason."\n'
     text = render(weights_of(100), entry)
     assert tomllib.loads(text) == limits_of([RAISED])
 

@@ -151,8 +151,8 @@ def test_results_that_overflow_excuse_no_mistake(wrong: Step) -> None:
     assert verdicts["product"].code == "too-bad"
 
 
-@pytest.mark.slow
-@for_each("name", list(UNUSUAL))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", list(UNUSUAL))
 def test_an_honest_kernel_is_accused_at_no_seed(name: str) -> None:
     assert {codes_of(audit_of(name, VALUE_CHECKS, seed)) for seed in range(10)} == {"-"}
 
