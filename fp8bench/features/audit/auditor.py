@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from random import Random
 from typing import ClassVar, NamedTuple
 
@@ -20,8 +20,8 @@ from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.features.audit.host import (
     KernelHost,
     KernelRaised,
-    LazyResult,
     PackedTensor,
+    describe_stop,
     digest_of,
     pack,
     unpack_results,
@@ -38,13 +38,14 @@ from fp8bench.features.audit.operands import (
 from fp8bench.features.audit.promises import (
     CERTAIN,
     FIGURES,
+    TIES,
     AttentionPromise,
     Matrices,
     ProductPromise,
     Promise,
     SampledPlaces,
 )
-from fp8bench.features.audit.readings import describe_reading
+from fp8bench.features.audit.readings import TELLING, describe_reading
 from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork, fail
 from fp8bench.formats.codes import DTYPES
 from fp8bench.formats.hardware import has_hopper_units
@@ -53,7 +54,6 @@ from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.protocols import Role
-from fp8bench.user_code import own_words
 
 _LAYER = "audit"
 # Attention is called with a batch of so many.
@@ -379,9 +379,19 @@ class Auditor:
         if verdict.remark or verdict.code in _NOTHING:
             return self.about(given, replace(verdict, why=result + verdict.why))
         if name not in self._readings:
-            self._readings[name] = describe_reading(self, name)
+            promised = self.subject.signature.precision
+            telling = [data for data in TELLING if data in self.subject.data]
+            self._readings[name] = describe_reading(promised, telling, partial(self._is_kept, name))
         why = f"{result}{verdict.why}. {self._readings[name]}"
         return self.about(self.smallest(given, name, verdict.code), replace(verdict, why=why))
+
+    def _is_kept(self, name: str, precision: str, data: str) -> bool:
+        """Whether the result of that name is, on that data, what a precision gives."""
+        matrices = self.matrices(self.first._replace(data=data))
+        subject = type(self.subject)(self.subject.host, self.subject.signature, self.subject.facts)
+        subject.signature = replace(subject.signature, precision=precision)
+        verdict = subject.promises(matrices)[name].judge(self.results(matrices)[name], search=False)
+        return not verdict.failed and verdict.why in ("", TIES)
 
 
 class AuditCheck(NamedTuple):
@@ -394,22 +404,6 @@ class AuditCheck(NamedTuple):
     kinds: frozenset[AuditKind] = frozenset(AuditKind)
     needs_sound: bool = False
     decides: bool = False
-
-
-def words_of(error: BaseException) -> str:
-    """Describes what the kernel raised, without the names of the errors that carry it."""
-    return own_words(error).removeprefix(f"{KernelRaised.__name__}: ")
-
-
-def _stopped(error: BaseException) -> AuditFinding:
-    """What an exception that ended a check says of the kernel."""
-    lazy = LazyResult.__name__
-    if isinstance(error, LazyResult) or (isinstance(error, WorkerFault) and error.kind == lazy):
-        name = str(error).removeprefix(f"{lazy}: ")
-        why = f"it returns {name}, whose values may be computed when they are read: return a plain torch.Tensor"
-        return fail("lazy-result", why)
-    code = "hangs" if isinstance(error, WorkerHung) else "crashes" if isinstance(error, WorkerLost) else "raises"
-    return AuditFinding("", AuditOutcome.CANNOT_TELL, code, words_of(error))
 
 
 def audited(
@@ -434,7 +428,7 @@ def audited(
             for finding in check.look(auditor):
                 own.append(auditor.about(auditor.given, finding))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, at any time
-            own.append(auditor.about(auditor.given, _stopped(error)))
+            own.append(auditor.about(auditor.given, describe_stop(error)))
             has_ended = isinstance(error, (WorkerHung, WorkerLost))
         if auditor.changed is not None and not is_changed:
             own.append(auditor.changed)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8bench.errors import Fp8benchError
+from fp8bench.errors import Fp8benchError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.features.audit.model import audited_model, given_model
-from fp8bench.features.audit.values import Audit, CallWork
+from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork, fail
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature
 from fp8bench.tape.coverage import SHAPES
@@ -64,6 +64,22 @@ class KernelRaised(Fp8benchError):
 
 class LazyResult(KernelRaised):
     """A result is of a class whose values may be computed when they are read."""
+
+
+def words_of(error: BaseException) -> str:
+    """Describes what the kernel raised, without the names of the errors that carry it."""
+    return own_words(error).removeprefix(f"{KernelRaised.__name__}: ")
+
+
+def describe_stop(error: BaseException) -> AuditFinding:
+    """What an exception that ended a check says of the kernel."""
+    lazy = LazyResult.__name__
+    if isinstance(error, LazyResult) or (isinstance(error, WorkerFault) and error.kind == lazy):
+        name = str(error).removeprefix(f"{lazy}: ")
+        why = f"it returns {name}, whose values may be computed when they are read: return a plain torch.Tensor"
+        return fail("lazy-result", why)
+    code = "hangs" if isinstance(error, WorkerHung) else "crashes" if isinstance(error, WorkerLost) else "raises"
+    return AuditFinding("", AuditOutcome.CANNOT_TELL, code, words_of(error))
 
 
 def replaced_functions() -> tuple[str, ...]:

@@ -22,9 +22,8 @@ from fp8bench.features.audit.auditor import (
     Auditor,
     Shape,
     Subject,
-    words_of,
 )
-from fp8bench.features.audit.host import unpack_results
+from fp8bench.features.audit.host import unpack_results, words_of
 from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.values import AuditFinding, fail, remark
 from fp8bench.model.promises import AuditKind

@@ -85,8 +85,8 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--config", type=types.path, metavar="FILE", help=words)
     group.add_argument("--resume", metavar="TRAINING", help="resume what was cut off: an id, its folder, or last")
     words = (
-        "exit with 1 if an arm is worse, unless surely by less than its margin, diverged, did-not-learn or inconclusive, "
-        "or has an alarm"
+        "exit with 1 if an arm is worse, unless surely by less than its margin, diverged, did-not-learn or "
+        "inconclusive, or has an alarm"
     )
     group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=words)
     group.add_argument("--live", type=Path, metavar="FILE", help="write its page there while it trains, for a browser")

@@ -151,6 +151,12 @@ def test_results_that_overflow_excuse_no_mistake(wrong: Step) -> None:
     assert verdicts["product"].code == "too-bad"
 
 
+@pytest.mark.slow
+@for_each("name", ["results in fp32", "rows of zeros are skipped", "a scale a row", "split K", "MX scales rounded up"])
+def test_an_honest_kernel_is_not_accused(name: str) -> None:
+    assert codes_of(audit_of(name, VALUE_CHECKS)) == "-"
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", list(UNUSUAL))
 def test_an_honest_kernel_is_accused_at_no_seed(name: str) -> None:
