@@ -37,6 +37,8 @@ _COPIES = frozenset({"clone", "copy_", "_to_copy"})
 _MORE_COPIES = 0.1
 _MORE_WIDE = 0.05
 _MORE_SLEEP = _MORE_THREADS = 0.1
+# The same threads take up to so many times as long on a busy machine.
+_MANY_TIMES = 2.0
 # Times more a step that a reference leaves its core by itself.
 _MORE_WAITS = 0.5
 # More of a reference's time in code that is no operator of torch's; and in operators that the case calls less, by the
@@ -144,7 +146,8 @@ def _other_threads(record: Record, reference: Record) -> Iterator[str]:
     if own is None or theirs is None:
         return
     (mine, step), (other, reference_step) = own, theirs
-    if mine - other > _MORE_THREADS * step or other - mine > _MORE_THREADS * reference_step:
+    differs = mine - other > _MORE_THREADS * step or other - mine > _MORE_THREADS * reference_step
+    if differs and max(mine, other) > _MANY_TIMES * min(mine, other):
         busy, this = units.seconds(max(other, 0.0)), units.seconds(max(mine, 0.0))
         yield f"has other threads at work for {busy} a step, this case for {this}"
 

@@ -159,12 +159,13 @@ def of_phases(case: Case) -> dict[str, int]:
             found |= {"gemm": 4 * blocks + 1, "elementwise": blocks * block + SERVED_NORM + 2}
             found["attention"] = blocks * (ATTENTION_FORWARD + 2)
         case "transformer":
-            blocks, times = SIZES[str(params["size"])].layers, int(params["micro_batches"])
+            config, times = SIZES[str(params["size"])], int(params["micro_batches"])
+            blocks, ends = config.layers, EMBEDDING + REST + config.tied  # both gradients of a tied weight are added
             again = int(params["checkpointing"] == "blocks")
             found |= {
                 "data_load": times * 3,  # the copy, and tokens and targets out of it
                 "gemm": times * (4 * blocks * (3 + again) + 3),
-                "elementwise": times * (blocks * (BLOCK_FORWARD * (1 + again) + BLOCK_BACKWARD) + EMBEDDING + REST),
+                "elementwise": times * (blocks * (BLOCK_FORWARD * (1 + again) + BLOCK_BACKWARD) + ends),
                 "attention": times * blocks * (attention + ATTENTION_FORWARD * again),
                 "accumulate": 1 + times,
                 "optimizer_step": 2,
