@@ -180,11 +180,12 @@ class PrecisionRegistry(Registry[Precision]):
                 f"bf16,{level}, without options. Elsewhere choose fp8:scale=pow2, in which it multiplies."
             )
         elsewhere = level.removeprefix("torch.")
-        if elsewhere in _EXACT and word not in self._leaves:
+        is_registered = word in self._leaves or word in self._aliases
+        if elsewhere in _EXACT and not is_registered:
             raise UsageError(
                 f"{word} is no dtype to compare: every error here is against fp64 already. The usual reference is fp32."
             )
-        if elsewhere in _NAMES_ELSEWHERE and word not in self._leaves:
+        if elsewhere in _NAMES_ELSEWHERE and not is_registered:
             raise UsageError(f"unknown dtype {word!r}: it is called {_NAMES_ELSEWHERE[elsewhere]} here.")
         return super().canonical(word)
 

@@ -259,7 +259,13 @@ def _phase_gains(record: Record, standard: _Standard, conclusion: verdicts.Concl
     timings = [timing for timing in (record.timing, standard.timing, standard.control) if timing is not None]
     timings = [timing for timing in timings if timing.slots]
     rounds = verdicts.common_rounds(timings)
-    if conclusion is None or len(rounds) < LEAST_ROUNDS or set(timings[0].segments.phases) == {UNATTRIBUTED}:
+    # With earlier sessions the verdict is on all of them, and their phases are not here.
+    if (
+        conclusion is None
+        or record.sessions
+        or len(rounds) < LEAST_ROUNDS
+        or set(timings[0].segments.phases) == {UNATTRIBUTED}
+    ):
         return ()
     unmarked = standard.record is not None and standard.record.case.precision == UNTOUCHED
     return find_phase_gains(timings, rounds, conclusion.whole, unmarked)

@@ -121,7 +121,17 @@ def find_reason(gains: Sequence[PhaseGain], unclear: Collection[str] = ()) -> Re
     if len(gains) < 2 or not clear:
         return None
     clear.sort(key=lambda gain: -abs(gain.saved))
-    return Reason(_find_cause(clear, net, reference), tuple(clear[:_MOST_PHASES]), seconds, reference)
+    return Reason(_find_cause(clear, net, reference), tuple(_choose_shown(clear)), seconds, reference)
+
+
+def _choose_shown(clear: Sequence[PhaseGain]) -> list[PhaseGain]:
+    """Returns the largest differences; a gain and a loss are among them where both are clear."""
+    shown = list(clear[:_MOST_PHASES])
+    for gains in (True, False):
+        side = [gain for gain in clear if (gain.saved > 0) is gains]
+        if side and side[0] not in shown:
+            shown[-1] = side[0]
+    return shown
 
 
 def _find_cause(clear: Sequence[PhaseGain], net: float, reference: float) -> Cause:

@@ -170,7 +170,7 @@ class RunProgress(LiveLine):
 
     def planned(self, plan: Plan) -> None:
         self._remaining = RemainingTime(sum(any(planned.runs for planned in group.cases) for group in plan))
-        self._total = plan.num_cases
+        self._total, self._done = plan.num_cases, 0
         for note in plan.what_fits:
             self._write(f"{_ERASE}{printable(note)}\n")
         self._begun = self._clock()

@@ -40,7 +40,7 @@ class RemainingTime:
     def follow(self, setting: str, doing: str, share: float, now: float) -> None:
         group = self._group
         if group is None or group.setting != setting:
-            if group is not None:
+            if group is not None and group.rounds_begun is not None:  # else only the device's ceilings were measured
                 self._finish(group, now)
             group = self._group = _Group(setting, now)
         if doing == ROUNDS:

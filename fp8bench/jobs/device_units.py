@@ -26,7 +26,7 @@ _TENSOR_CORES = (
     ((10, 0), "5th generation tensor cores: tf32, bf16, fp16, int8, fp8, and fp6 and fp4 with MX and NVFP4 scales"),
     ((8, 9), "4th generation tensor cores: tf32, bf16, fp16, int8, fp8"),
     ((8, 0), "3rd generation tensor cores: tf32, bf16, fp16, int8"),
-    ((7, 5), "2nd generation tensor cores: fp16, int8"),
+    ((7, 5), "2nd generation tensor cores: fp16, int8 (none in a GTX 16xx)"),
     ((7, 0), "1st generation tensor cores: fp16"),
 )
 _MATRIX_CORES = {

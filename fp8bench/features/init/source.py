@@ -12,7 +12,7 @@ from fp8bench import __version__
 
 _GIT_SECONDS = 10
 # 'git@host:owner/name.git', which needs a key that a build does not have.
-_SSH_ADDRESS = re.compile(r"(?:ssh://)?git@([^:/]+)[:/](.+)")
+_SSH_ADDRESS = re.compile(r"(?:ssh://)?git@([^:/]+)(?::\d+(?=/))?[:/](.+)")
 
 
 def find_source() -> str:
@@ -30,9 +30,12 @@ def name_source(recorded: str) -> str:
     origin = json.loads(recorded)
     address = str(origin.get("url", ""))
     if commit := origin.get("vcs_info", {}).get("commit_id"):
-        return _name_commit(address, commit)
+        named, below = _name_commit(address, commit), origin.get("subdirectory")
+        return f"{named}#subdirectory={below}" if named and below else named
     if "dir_info" in origin:
         folder = unquote(urlsplit(address).path)
+        if _ask_git(folder, "rev-parse", "--show-prefix") or not _ask_git(folder, "branch", "-r", "--contains", "HEAD"):
+            return ""  # a part of another repository, or a commit that only this machine has
         return _name_commit(_ask_git(folder, "remote", "get-url", "origin"), _ask_git(folder, "rev-parse", "HEAD"))
     return address if address.startswith("https://") else ""
 

@@ -144,7 +144,7 @@ def _of_group(panel: Panel, entry: Entry) -> Part:
         elements.append(_answers(answers, panel.reference))
     for modes, coverage in coverages(panel):
         elements += map(Text, (f"{coverage_sentence(modes, coverage)}.", *shape_remarks(coverage)))
-    proposals = [*propose(panel, entry.run.command, under_load=any(sitting(entry)))][:_MOST_PROPOSALS]
+    proposals = [*propose(panel, entry.run.command, any(sitting(entry)), entry.run.request.budget)][:_MOST_PROPOSALS]
     elements.append(Facts((*_grounds(panel), *(("do this", words) for words in proposals))))
     elements += map(Text, cheapest(panel))
     return Part("answer", _heading(panel, entry.run), (*elements, *phases_table(panel, rates=True)))

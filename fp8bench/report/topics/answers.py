@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from fp8bench import units
 from fp8bench.analysis.phase_gains import Cause, Reason, find_reason
 from fp8bench.analysis.verdicts import BAND, SAME
+from fp8bench.errors import UsageError
 from fp8bench.model import UNATTRIBUTED, Interval, Label, Phase, PhaseGain, Verdict
+from fp8bench.registry import precisions
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing, status_words, tone_of
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import NamedCase, Panel, Result
@@ -23,6 +25,8 @@ from fp8bench.report.words.legend import error_word
 QUESTION = "Does low precision pay here?"
 # Longer runs than this are not proposed.
 _MOST_SECONDS = 900
+# Commands with these measure what another command planned.
+_OF_ANOTHER_PLAN = ("--plan", "--cell", "--resume")
 # A default run gives a group so many seconds.
 _GROUP_SECONDS = 10
 _MEASURED = {
@@ -148,9 +152,9 @@ def describe_reason(case: NamedCase) -> str:
     Nothing is said of emulations, or where a hard label took the verdict away.
     """
     finding = case.result.finding
-    if finding is None or emulated(case.result) or (finding.hard and Label.LAUNCH_BOUND not in finding.labels):
+    if finding is None or emulated(case.result):
         return ""
-    if Label.LAUNCH_BOUND in finding.labels:
+    if {*finding.hard} == {Label.LAUNCH_BOUND} and Label.LAUNCH_BOUND in finding.labels:
         return "the device waits for the host, so faster arithmetic cannot shorten this step"
     reason = reason_of(case)
     return describe(reason) if reason is not None else ""
@@ -173,13 +177,15 @@ def describe(reason: Reason) -> str:
         case Cause.CANCEL:
             return f"{changes}: they cancel"
         case Cause.CASTS:
-            return f"{changes}: casts take {'most' if saved > 0 else 'all'} of the gain"
+            gained = sum(gain.saved for gain in reason.gains if gain.saved > 0)
+            casts = -sum(gain.saved for gain in reason.gains if gain.phase == Phase.CAST)
+            return f"{changes}: casts take {'all' if saved <= 0 and casts >= gained else 'most'} of the gain"
         case Cause.SMALL_SHARE:
             (first, *_) = (gain for gain in reason.gains if gain.saved > 0)
             share = units.percent(first.reference_seconds / reason.reference_seconds, 0)
-            return f"{changes}: that is only {share} of the step"
+            return f"{changes}: {_PHASE_NOUNS[first.phase][0]} had only {share} of the step"
         case Cause.ONE_PHASE:
-            return f"{changes}, which is all of the gain"
+            return f"{_describe_gain(reason.gains[0])}, which is nearly all of the gain"
         case _:
             return changes
 
@@ -196,18 +202,17 @@ def _describe_gain(gain: PhaseGain) -> str:
     return f"{noun} {verb} {seconds} ({units.speed_up(gain.seconds / gain.reference_seconds)} slower)"
 
 
-def propose(panel: Panel, command: str, under_load: bool = False) -> Iterator[str]:
+def propose(panel: Panel, command: str, under_load: bool = False, budget: float | None = None) -> Iterator[str]:
     """Yields what would settle open verdicts, then what would change the reason, each with the command to type.
 
-    `command` is the one that measured the run. More time is no remedy for what was measured `under_load`.
+    `command` and `budget` are those of the run. More time is no remedy for what was measured `under_load`.
     """
-    if "fp8bench suite " not in command:
+    if "fp8bench suite " not in command or any(f" {option}" in command for option in _OF_ANOTHER_PLAN):
         return
     unsettled = [case for case in panel.members if standing(case.result) is Standing.UNSURE]
     if not under_load:
-        yield from _settle([case for case in unsettled if not _is_spoilt(case)], command)
-    for case in panel.members:
-        yield from _change(case, command)
+        yield from _settle([case for case in unsettled if not _is_spoilt(case)], command, budget or _GROUP_SECONDS)
+    yield from dict.fromkeys(words for case in panel.members for words in _change(case, command))
 
 
 def _is_spoilt(case: NamedCase) -> bool:
@@ -215,20 +220,21 @@ def _is_spoilt(case: NamedCase) -> bool:
     return case.result.finding is not None and bool({*case.result.finding.hard} - {Label.CONTENDED})
 
 
-def _settle(cases: Sequence[NamedCase], command: str) -> Iterator[str]:
+def _settle(cases: Sequence[NamedCase], command: str, budget: float) -> Iterator[str]:
     speeds = [speed for case in cases if (speed := speed_up(case.result)) is not None]
     if not speeds:
         return
+    plain = _without(_without(command, "--quick"), "--rounds")
     if any(speed.level == 0 for speed in speeds):
-        yield f"measure this again in full on a quiet machine: {_without(command, '--quick')}"
+        yield f"measure this again in full on a quiet machine: {plain}"
         return
-    seconds = max(map(_seconds_to_settle, speeds))
+    seconds = max(_seconds_to_settle(speed, budget) for speed in speeds)
     if seconds <= _MOST_SECONDS:
-        text = f"{_without(command, '--budget')} --budget {seconds}"
+        text = f"{_without(plain, '--budget')} --budget {seconds}"
         yield f"tell such a difference from none in {units.clock(seconds)}: {text}"
 
 
-def _seconds_to_settle(speed: Interval) -> int:
+def _seconds_to_settle(speed: Interval, budget: float) -> int:
     """Returns the seconds after which the interval is narrow enough for some verdict, rounded up to whole tens.
 
     Its width falls with the square root of the rounds.
@@ -236,7 +242,7 @@ def _seconds_to_settle(speed: Interval) -> int:
     effect = abs(math.log(speed.point))
     narrow_enough = max(SAME - effect, effect - BAND, BAND)
     longer = max(2.0, (speed.half_width / narrow_enough) ** 2)
-    return 10 * math.ceil(min(_GROUP_SECONDS * longer, 10 * _MOST_SECONDS) / 10)
+    return 10 * math.ceil(min(budget * longer, 10 * _MOST_SECONDS) / 10)
 
 
 def _change(case: NamedCase, command: str) -> Iterator[str]:
@@ -247,8 +253,17 @@ def _change(case: NamedCase, command: str) -> Iterator[str]:
     losing = {gain.phase for gain in reason.gains if gain.saved < 0}
     if Phase.ATTENTION in losing and params.get("attention") == "auto" and "attention=" not in command:
         yield f"compare torch's kernels of attention, in twice the time: {command} --set attention=auto,math"
-    if Phase.CAST in losing and params.get("compile") == "no" and "compile=" not in command:
+    can_compile = params.get("compile") == "no" and params.get("models") != "rlhf" and not _remembers(case)
+    if Phase.CAST in losing and can_compile and "compile=" not in command:
         yield f"let torch.compile fuse the casts into their neighbours: {command} --set compile=yes"
+
+
+def _remembers(case: NamedCase) -> bool:
+    """Whether the precision keeps something from step to step, which no compiled graph may."""
+    try:
+        return precisions.get(case.result.record.case.precision).remembers
+    except UsageError:
+        return True
 
 
 def _without(command: str, option: str) -> str:
@@ -256,7 +271,7 @@ def _without(command: str, option: str) -> str:
     words = iter(command.split(" "))
     kept = []
     for word in words:
-        if word == option == "--budget":
+        if word == option and option in ("--budget", "--rounds"):
             next(words, None)
         elif word != option and not word.startswith(f"{option}="):
             kept.append(word)

@@ -79,6 +79,10 @@ def test_the_workflow_has_no_fault(store: Path, fp8bench: Say) -> None:
     ("recorded", "named"),
     [
         ('{"url": "https://a.b/c.git", "vcs_info": {"vcs": "git", "commit_id": "12ab"}}', "git+https://a.b/c.git@12ab"),
+        (
+            '{"url": "https://a.b/c.git", "vcs_info": {"commit_id": "12ab"}, "subdirectory": "py"}',
+            "git+https://a.b/c.git@12ab#subdirectory=py",
+        ),
         ('{"url": "https://a.b:8443/x.whl", "archive_info": {}}', "https://a.b:8443/x.whl"),
         ('{"url": "file:///tmp/x.whl", "archive_info": {}}', ""),
         ('{"url": "file:///nowhere/at%20all", "dir_info": {"editable": true}}', ""),
@@ -88,10 +92,27 @@ def test_the_workflow_installs_what_this_installation_is_from(recorded: str, nam
     assert source.name_source(recorded) == named
 
 
-@for_each("remote", ["https://token@a.b/o/r.git", "git@a.b:o/r.git", "ssh://git@a.b/o/r.git"])
-def test_a_checkout_is_named_by_its_public_address(remote: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "_ask_git", lambda folder, *question: remote if "origin" in question else "12ab")
-    assert source.name_source('{"url": "file:///a/b", "dir_info": {}}') == "git+https://a.b/o/r.git@12ab"
+@for_each(
+    ("remote", "prefix", "branches", "named"),
+    [
+        ("https://token@a.b/o/r.git", "", "origin/main", "git+https://a.b/o/r.git@12ab"),
+        ("git@a.b:o/r.git", "", "origin/main", "git+https://a.b/o/r.git@12ab"),
+        ("ssh://git@a.b:2222/o/r.git", "", "origin/main", "git+https://a.b/o/r.git@12ab"),
+        ("https://a.b/other.git", "vendor/fp8bench/", "origin/main", ""),
+        ("https://a.b/o/r.git", "", "", ""),
+    ],
+)
+def test_a_checkout_is_named_by_its_public_address(
+    remote: str, prefix: str, branches: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of another repository, and a commit that was not pushed, are nothing that a build can install."""
+    answers = {"remote": remote, "rev-parse": "12ab", "branch": branches}
+
+    def ask(folder: str, *question: str) -> str:
+        return prefix if "--show-prefix" in question else answers[question[0]]
+
+    monkeypatch.setattr(source, "_ask_git", ask)
+    assert source.name_source('{"url": "file:///a/b", "dir_info": {}}') == named
 
 
 def test_a_folder_that_no_build_can_reach_is_said(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
