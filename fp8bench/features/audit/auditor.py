@@ -369,6 +369,8 @@ class Auditor:
                 verdict = self.problems(smaller).get(name)
             except REFUSALS:  # it may refuse what is small
                 continue
+            except (WorkerHung, WorkerLost):  # what is known stands, and the next call says that the process is gone
+                break
             if verdict is not None and verdict.code == code:
                 return smaller
         return given

@@ -186,11 +186,13 @@ def audit(
             tell(0, 1, "kernels", target)
             try:
                 return facts, worker.within(_LIMIT).audit(target, signature, facts, ceilings)  # type: ignore[attr-defined]
-            except WorkerFault as fault:
-                raise as_usage(fault) from None
             except WorkerError as error:
-                code = "hangs" if isinstance(error, WorkerHung) else "crashes"
-                finding = AuditFinding("numbers", AuditOutcome.CANNOT_TELL, code, str(error))
+                stopped = as_usage(error) if isinstance(error, WorkerFault) else error
+                if not isinstance(stopped, WorkerError):
+                    raise stopped from None
+                raised = isinstance(stopped, WorkerFault)
+                code = "raises" if raised else "hangs" if isinstance(stopped, WorkerHung) else "crashes"
+                finding = AuditFinding("numbers", AuditOutcome.CANNOT_TELL, code, str(stopped))
                 return facts, Audit(target, signature, (finding,))
 
 

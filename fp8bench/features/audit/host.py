@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import Fp8benchError, WorkerFault, WorkerHung, WorkerLost
-from fp8bench.features.audit.model import audited_model, given_model
 from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork, fail
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature
@@ -80,6 +79,12 @@ def describe_stop(error: BaseException) -> AuditFinding:
         return fail("lazy-result", why)
     code = "hangs" if isinstance(error, WorkerHung) else "crashes" if isinstance(error, WorkerLost) else "raises"
     return AuditFinding("", AuditOutcome.CANNOT_TELL, code, words_of(error))
+
+
+def raise_lie(error: BaseException) -> None:
+    """Raises an error again that is no refusal of an input but a lie, such as a lazy result."""
+    if describe_stop(error).failed:
+        raise error
 
 
 def replaced_functions() -> tuple[str, ...]:
@@ -365,6 +370,9 @@ class KernelBench(Bench):
             return declared_of(named(target))
 
     def audit_model(self, target: str, signature: Signature, facts: DeviceFacts) -> Audit:
+        # Not at the top: a kernel's process has none of the judge's modules.
+        from fp8bench.features.audit.model import audited_model, given_model
+
         self._selected(facts)
         with unchanged(), aside():
             model, batch = given_model(target, named(target)())

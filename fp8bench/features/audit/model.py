@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8bench.errors import UsageError
-from fp8bench.features.audit.layer_numbers import WIDE, LayerNumbers, LayerVerdict, describe_casts
+from fp8bench.features.audit.layer_numbers import WEIGHTS, WIDE, LayerNumbers, LayerVerdict, describe_casts
 from fp8bench.features.audit.operands import promised_by
 from fp8bench.features.audit.promises import READINGS
 from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome, fail, remark
@@ -132,6 +132,8 @@ def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFind
         for name, table in tables:
             weight = layer.weight
             alike = weight is not table and weight.shape == table.shape and weight.dtype == table.dtype
+            # A subclass of Tensor need not be comparable, nor what lies on another device.
+            alike = alike and type(weight) in (Tensor, nn.Parameter) and weight.device == table.device
             if alike and bool(table.any()) and torch.equal(weight.detach(), table.detach()):
                 yield replace(
                     fail(
@@ -306,7 +308,9 @@ def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFind
     low = [row for row in rows if row.low]
     for (runs, code, wrong), alike in together(((row.runs, row.code, row.wrong), row) for row in low).items():
         words = f"{len(alike)} of {len(low)} converted layers"
-        if precision and runs in READINGS and runs != precision:
+        if precision and runs == WEIGHTS and not code:
+            yield _of(alike, fail("not-cast", f"{words} cast their weights alone, and {precision} was promised"))
+        elif precision and runs in READINGS and runs != precision:
             promise = f"{precision} was promised; to promise what was found, give --precision {runs}"
             yield _of(alike, fail("other-precision", f"{words} multiply {describe_casts(runs)}, and {promise}"))
         elif code:

@@ -23,7 +23,7 @@ from fp8bench.features.audit.auditor import (
     Shape,
     Subject,
 )
-from fp8bench.features.audit.host import unpack_results, words_of
+from fp8bench.features.audit.host import raise_lie, unpack_results, words_of
 from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.values import AuditFinding, fail, remark
 from fp8bench.model.promises import AuditKind
@@ -269,6 +269,7 @@ def _lost(auditor: Auditor) -> Iterator[AuditFinding]:
         try:
             results = auditor.results(changed)
         except REFUSALS as error:
+            raise_lie(error)
             refused.append(auditor.about(auditor.given, remark("raises", f"{how}: {words_of(error)}")))
             return {}
         auditor.tried += len(results)
@@ -373,13 +374,13 @@ def _right_or_refused(
         auditor.given = given
         if time.monotonic() > end:
             untried = len(inputs) - place
-            yield remark(
-                "not-tried", f"time was up after {seconds:g} s: this and {untried - 1} larger sizes were not called"
-            )
+            words = f"time was up after {seconds:g} s: this and {untried - 1} larger sizes were not called"
+            yield remark("not-tried", words)
             break
         try:
             wrong = look(given)
         except REFUSALS as error:
+            raise_lie(error)
             refused.append(auditor.about(given, remark("refused", words_of(error))))
             continue
         if wrong:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8bench import units
-from fp8bench.errors import WorkerFault, as_usage
+from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost, as_usage
 from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor, Shape, audited
 from fp8bench.features.audit.host import KernelHost, PackedTensor, unpack_results
 from fp8bench.features.audit.operands import HALF_ZEROS, TIMED
@@ -334,13 +334,24 @@ _LIMIT, _MODEL_LIMIT = 300.0, 600.0
 
 
 class RemoteKernel:
-    """Passes requests to the KernelHost of the kernel's process."""
+    """Passes requests to the KernelHost of the kernel's process. Once that is lost, every request says so: a fresh
+    process would not have the kernel."""
 
     def __init__(self, worker: ProcessWorker) -> None:
         self._worker = worker
+        self._lost: WorkerError | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(self._worker.ask, _LIMIT, "kernel", name)
+        return partial(self._ask, name)
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            return self._worker.ask(_LIMIT, "kernel", name, *arguments)
+        except (WorkerHung, WorkerLost) as error:
+            self._lost = error
+            raise
 
 
 class AuditBench(Bench):

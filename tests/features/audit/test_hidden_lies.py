@@ -4,6 +4,7 @@ kernels that do unusual things."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8bench.errors import WorkerLost
 from fp8bench.features.audit import host, times
 from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Shape, audited
 from fp8bench.features.audit.host import KernelHost, is_lazy, pack, unpack, unpack_results
@@ -164,9 +166,17 @@ def test_timed_calls_wait_for_every_stream_and_begin_with_a_flushed_cache(monkey
 
 
 def test_what_a_thread_writes_later_is_not_in_the_copies_of_timed_calls() -> None:
-    kernel = KernelHost(ROWS["computed by a thread"].function, _FP8, CPU)
+    copied = threading.Event()
+
+    def compute_later(a: Tensor, b: Tensor) -> Tensor:
+        result = torch.zeros(4, 4)
+        threading.Thread(target=lambda: copied.wait(60) and result.copy_(product(a, b)), daemon=True).start()
+        return result
+
+    kernel = KernelHost(compute_later, _FP8, CPU)
     kernel.place(0, tuple(map(pack, (torch.ones(4, 16), torch.ones(4, 16)))))
     kernel.timed([0])
+    copied.set()
     assert not bool(unpack_results(kernel.timed_results(0))["product"].any())
 
 
@@ -223,7 +233,7 @@ def looks_for_the_judge(a, b):
     from fp8bench.formats.operators import values
     from fp8bench.formats.recipes import TENSOR
 
-    if "fp8bench.features.audit.results" in sys.modules:
+    if "fp8bench.features.audit.promises" in sys.modules:
         return (values(a, E4M3, TENSOR) @ values(b, E4M3, TENSOR).t()).to(torch.bfloat16)
     return a @ b.t()
 
@@ -248,3 +258,22 @@ def test_a_kernel_cannot_reach_its_judge(name: str, precision: str, code: str, t
     path.write_text(LIARS)
     ended, out, _ = fp8bench("audit", f"{path}:{name}", "--kind", "product", "--precision", precision, "--json")
     assert ended == 1 and code in [finding["code"] for finding in json.loads(out)["findings"]]
+
+
+class _Gone:
+    """A worker whose process ended; a fresh one would answer."""
+
+    asked = 0
+
+    def ask(self, *words: object) -> None:
+        self.asked += 1
+        raise WorkerLost("it was ended by SIGSEGV")
+
+
+def test_a_kernel_s_process_that_is_gone_is_not_asked_again() -> None:
+    gone = _Gone()
+    kernel = times.RemoteKernel(gone)  # type: ignore[arg-type]
+    for _ in range(3):
+        with pytest.raises(WorkerLost):
+            kernel.digests([0])
+    assert gone.asked == 1

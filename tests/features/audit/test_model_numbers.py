@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench import audit_model
-from fp8bench.features.audit.values import Audit, AuditOutcome
+from fp8bench.features.audit.model import _numbers
+from fp8bench.features.audit.values import Audit, AuditedLayer, AuditOutcome
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import TENSOR
@@ -316,3 +317,9 @@ def test_convolutions_are_checked() -> None:
     vars(model[0])["forward"] = lambda x: honest(x) / 2
     assert failures(audit_model(model, images, "fp8"))
     undo()
+
+
+def test_weights_alone_are_no_promised_product() -> None:
+    layer = AuditedLayer("l", "a layer", (16, 16), True, "weights alone")
+    assert [finding.code for finding in _numbers([layer], "mxfp8")] == ["not-cast"]
+    assert not [*_numbers([layer], "")]

@@ -92,3 +92,12 @@ def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
     a[0, 0] = torch.inf if data == "infinite" else a[0, 0]
     *_, first, second = arguments = audited.arguments((a, b))
     assert len(arguments) == 6 and first.shape == second.shape == () and (first == 1) == (data != "normal")
+
+
+@for_each("precision", ["nvfp4", "mxfp4", "fp8"])
+def test_products_of_zeros_keep_a_promise_of_any_casts(precision: str) -> None:
+    """Two random casts of zeros have no error that could be compared."""
+    layer = subject(product, "linear", precision)
+    promises = layer.promises(layer.drawn("zeros", Shape(64, 64, 64), 0))
+    verdicts = {name: promise.judge(torch.zeros(64, 64)) for name, promise in promises.items()}
+    assert len(verdicts) > 1 and not [name for name, verdict in verdicts.items() if verdict.failed]
