@@ -21,7 +21,7 @@ from fp8bench.analysis.claims import claims_of
 from fp8bench.analysis.compare.interval import quantile
 from fp8bench.analysis.doubts import PlaceEffect, clock_offset, flat_times, place_effect, unsettled
 from fp8bench.analysis.labels import Labelled, are_held_up, hard_labels, in_process, labels_of
-from fp8bench.analysis.phase_gains import find_phase_gains
+from fp8bench.analysis.phase_gains import find_phase_gains, scale_to_ratio
 from fp8bench.analysis.verdicts import fastest
 from fp8bench.model import (
     UNATTRIBUTED,
@@ -259,16 +259,11 @@ def _phase_gains(record: Record, standard: _Standard, conclusion: verdicts.Concl
     timings = [timing for timing in (record.timing, standard.timing, standard.control) if timing is not None]
     timings = [timing for timing in timings if timing.slots]
     rounds = verdicts.common_rounds(timings)
-    # With earlier sessions the verdict is on all of them, and their phases are not here.
-    if (
-        conclusion is None
-        or record.sessions
-        or len(rounds) < LEAST_ROUNDS
-        or set(timings[0].segments.phases) == {UNATTRIBUTED}
-    ):
+    if conclusion is None or len(rounds) < LEAST_ROUNDS or set(timings[0].segments.phases) == {UNATTRIBUTED}:
         return ()
     unmarked = standard.record is not None and standard.record.case.precision == UNTOUCHED
-    return find_phase_gains(timings, rounds, conclusion.whole, unmarked)
+    gains = find_phase_gains(timings, rounds, conclusion.whole, unmarked)
+    return scale_to_ratio(gains, conclusion.ratio.point) if record.sessions else gains
 
 
 def _with_verdict(

@@ -7,7 +7,7 @@ and control share. So the gains of all phases sum to the gain of the step.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -60,6 +60,21 @@ def find_phase_gains(
         )
         for place in present
     )
+
+
+def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain, ...]:
+    """Returns the gains with the case's seconds scaled, so that they sum to a ratio of several sessions.
+
+    The bounds hold those of the one session too: a phase is clear only in both.
+    """
+    seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
+    factor = ratio * reference / seconds if seconds > 0 else 1.0
+    scaled = []
+    for gain in gains:
+        more = gain.seconds * (1 - factor)
+        low, high = min(gain.low, gain.low + more), max(gain.high, gain.high + more)
+        scaled.append(replace(gain, seconds=gain.seconds * factor, low=low, high=high))
+    return tuple(scaled)
 
 
 def _estimate_phases(timing: Timing, calls: int, rounds: Sequence[int], whole: bool) -> _PhaseTimes:

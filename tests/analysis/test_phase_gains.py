@@ -10,7 +10,7 @@ import pytest
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.phase_gains import Cause, find_reason
-from fp8bench.model import Finding, Level, PhaseGain, Timing
+from fp8bench.model import Finding, Interval, Level, PhaseGain, Timing
 from tests.counts import for_each
 from tests.fakes import MS, record, timing
 
@@ -107,3 +107,15 @@ def test_nothing_is_clear_whose_interval_holds_zero() -> None:
     assert PhaseGain("gemm", 1.0, 2.0, 0.1, 2.0).is_clear
     assert not PhaseGain("gemm", 1.0, 2.0, 0.1, 2.0, control=1.5).is_clear
     assert find_reason(()) is None and math.isclose(PhaseGain("gemm", 1.0, 2.0, 0, 0).saved, 1.0)
+
+
+def test_gains_of_the_last_session_sum_to_the_verdict_of_all() -> None:
+    entry = record(plant(WIDE), "fp32", is_reference=True, control=plant(WIDE))
+    case = record(plant({**WIDE, "gemm": 8.0}), "bf16", sessions=(Interval(0.6, 0.55, 0.65, 0.99),))
+    finding = find([entry, case], {})[1]
+    seconds = sum(gain.seconds for gain in finding.gains)
+    reference = sum(gain.reference_seconds for gain in finding.gains)
+    assert finding.ratio is not None and seconds / reference == pytest.approx(finding.ratio.point)
+    assert finding.ratio.point < 22 / 30
+    assert all(gain.low - 1e-9 <= gain.saved <= gain.high + 1e-9 for gain in finding.gains)
+    assert [gain.phase for gain in finding.gains if gain.is_clear] == ["gemm"]
