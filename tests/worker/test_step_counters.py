@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -207,3 +209,11 @@ def test_a_slot_counts_what_its_device_had_to_try_again(bench: Bench, monkeypatc
         assert [bench.slot("one", 1, 1).memory_retries for _ in range(2)] == [2, 0]
     finally:
         bench.release("one")
+
+
+def test_calls_of_the_allocator_are_allocations_and_releases() -> None:
+    def read(numbers: Any) -> None:
+        numbers[:] = [7, 3, 4096, 2000]
+
+    library = Mock(fp8bench_probe_cost=Mock(return_value=0), fp8bench_probe_read=read)
+    assert step_counters.Probe(library).read() == (10.0, 4096.0, pytest.approx(2e-6))
