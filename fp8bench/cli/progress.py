@@ -213,7 +213,7 @@ class GroupLines(SilentObserver):
         now = self._clock()
         if now - self._said_at >= _SILENT_SECONDS:
             self._said_at = now
-            self._say(f"after {units.clock(now - self._begun)}: {doing} {case.id}")
+            self._say(f"after {units.clock(now - self._begun)}: {doing}, {case.mode} of {case.workload}")
 
     def finished(self, record: Record) -> None:
         setting = record.case.setting

@@ -251,4 +251,4 @@ def test_a_log_gets_a_line_at_least_every_30_seconds(clock: Clock) -> None:
     for _ in range(95):
         clock.now += 1
         groups.working(CASES[1], "measuring", 0.5)
-    assert lines == [f"after {spent}: measuring {CASES[1].id}" for spent in ("30 s", "1 min 00 s", "1 min 30 s")]
+    assert lines == [f"after {spent}: measuring, bf16 of gemm" for spent in ("30 s", "1 min 00 s", "1 min 30 s")]

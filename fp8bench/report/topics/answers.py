@@ -147,7 +147,7 @@ def _energy(case: NamedCase) -> str:
 
 
 def describe_reason(case: NamedCase) -> str:
-    """'matmul saves 10.4 ms (2.7x), attention costs 8.1 ms (3.7x slower): they cancel'; '' where nothing is clear.
+    """'matmul saves 10.4 ms (2.7x), attention costs 8.1 ms (3.7x slower): they nearly cancel'; else ''.
 
     Nothing is said of emulations, or where a hard label took the verdict away.
     """
@@ -175,7 +175,7 @@ def describe(reason: Reason) -> str:
     saved = reason.reference_seconds - reason.step_seconds
     match reason.cause:
         case Cause.CANCEL:
-            return f"{changes}: they cancel"
+            return f"{changes}: they nearly cancel"
         case Cause.CASTS:
             gained = sum(gain.saved for gain in reason.gains if gain.saved > 0)
             casts = -sum(gain.saved for gain in reason.gains if gain.phase == Phase.CAST)
