@@ -1,4 +1,4 @@
-"""Which suites a request means, by the words that name them."""
+"""Finds the suites that a request names."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ ALL = "all"
 
 
 def known_suites() -> list[str]:
-    """What `suite` takes beside `all`: also suites of several processes, which `all` leaves out, and the ceilings."""
+    """Returns all names that `suite` accepts: also suites of several ranks and the ceilings, which `all` leaves out."""
     several = (name for name in workloads.names(hidden=True) if workloads.get(name).least_ranks > 1)
     return sorted({*workloads.names(), *several, CEILINGS})
 
 
 def suites_of(request: Request) -> tuple[Workload, ...]:
-    """The suites that a request names: one, several with commas, `all`, or those that a file registers."""
+    """Returns the suites that a request names: names with commas between them, `all`, or a file that registers some."""
     words = _words(request.suite)
     if not all(words):
         raise UsageError(f"the suite {request.suite!r} has an empty name. Give NAME, NAME,NAME, all, or a .py file.")
-    suites = tuple(map(workloads.get, dict.fromkeys(name for word in words for name in _suites(word))))
+    names: dict[str, None] = {}
+    for word in words:
+        names |= dict.fromkeys(_suites(word))
+    suites = tuple(workloads.get(name) for name in names)
     if not request.grid:
         return suites
-    followed = tuple(suite for suite in suites if suite.history is not None)
-    if not followed:
+    tracked = tuple(suite for suite in suites if suite.history is not None)
+    if not tracked:
         raise UsageError(f"the suite {request.suite} declares no grid whose history is kept. Leave --grid out.")
-    return followed
+    return tracked
 
 
 def files_of(suite: str) -> tuple[str, ...]:
-    """The files among the words of a suite: importing them is what makes their suites known."""
+    """Returns the files among the words of a suite. They must be imported before their suites are known."""
     return tuple(word for word in _words(suite) if word.endswith(".py"))
 
 
@@ -59,9 +62,9 @@ def _suites(word: str) -> Sequence[str]:
             raise UsageError(f"the suite {word!r} is a path. Give a name, or a file that ends in .py.")
         if ":" in word:
             raise UsageError(
-                f"the suite {word!r} is a model of your own: `fp8bench profile {word}` and `fp8bench train {word}` "
-                "take it. Give a suite's name, or a file that ends in .py."
+                f"the suite {word!r} looks like a model: `fp8bench profile {word}` and `fp8bench train {word}` "
+                "take models. Give a suite's name, or a file that ends in .py."
             )
         known = sorted([*known_suites(), ALL])
-        raise UnknownName("suite", word, known, f"{', '.join(known)}; or a .py file with suites of your own")
+        raise UnknownName("suite", word, known, f"{', '.join(known)}; or a .py file with your suites")
     return [word]

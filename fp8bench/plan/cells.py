@@ -1,4 +1,4 @@
-"""A plan cut into cells: each is one group, whose cases belong beside each other."""
+"""Cuts a plan into cells. A cell is one group, whose cases must run in the same process to be compared."""
 
 from __future__ import annotations
 
@@ -14,33 +14,37 @@ _MAKERS = frozenset({"nvidia", "amd", "intel", "r", "instinct", "radeon", "graph
 
 
 def cells_of(plan: Plan, facts: Sequence[DeviceFacts] = ()) -> tuple[Cell, ...]:
-    """Of every group with something to measure, in the plan's order."""
+    """Returns the cells of all groups that have a case to measure, in the plan's order."""
     return tuple(cell_of(group, facts) for group in plan if any(planned.runs for planned in group.cases))
 
 
 def cell_of(group: Group, facts: Sequence[DeviceFacts] = ()) -> Cell:
-    """What a group is as a cell; without facts it is not known what for."""
+    """Makes a cell of a group. Without facts its kind of device stays empty."""
     cases = tuple(planned.case.id for planned in group.cases)
     first = group.cases[0].case
     device = next((fact for fact in facts if fact.key == first.device), None)
-    if device is None or not device.accelerated:
-        return Cell(group.setting, cases, "" if device is None else device.kind)
+    if device is None:
+        return Cell(group.setting, cases, "")
+    if not device.accelerated:
+        return Cell(group.setting, cases, device.kind)
     return Cell(group.setting, cases, kind_of(device.name), device.index + first.ranks)
 
 
 def kind_of(name: str) -> str:
-    """'h200' of 'NVIDIA H200', 'mi300x' of 'AMD Instinct MI300X': a word for all devices of that name."""
+    """Returns a short name: 'h200' for 'NVIDIA H200', 'mi300x' for 'AMD Instinct MI300X'."""
     words = re.findall(r"[a-z0-9.]+", name.lower())
     return "-".join(word for word in words if word not in _MAKERS) or "gpu"
 
 
 def of_cell(plan: Plan, cell: Cell) -> Plan:
-    """What is planned here, of that cell alone; UsageError where the group would be another one here."""
-    found = [group for group in plan if group.setting == cell.setting]
-    if not found:
+    """Returns this machine's plan of one cell. Raises UsageError if it differs from the plan that the cell is from."""
+    groups = [group for group in plan if group.setting == cell.setting]
+    if not groups:
         raise UsageError(f"nothing would be planned here for {cell.setting}: it was planned for other devices.")
-    here = {planned.case.id for planned in found[0].cases}
-    if here != set(cell.cases):
-        other = min(here ^ set(cell.cases))
-        raise UsageError(f"{cell.setting} would be planned differently here ({other}): the plan is another version's.")
-    return replace(plan, groups=(found[0],))
+    cases = {planned.case.id for planned in groups[0].cases}
+    if cases != set(cell.cases):
+        different = min(cases ^ set(cell.cases))
+        raise UsageError(
+            f"{cell.setting} would be planned differently here ({different}): another version made that plan."
+        )
+    return replace(plan, groups=(groups[0],))

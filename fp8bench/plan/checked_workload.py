@@ -1,6 +1,6 @@
-"""What a workload answers about its cases, held against what a plan can keep: foreign code may answer anything.
+"""Asks workloads about their cases and checks the answers, because a user's workload may return anything.
 
-A wrong answer becomes one sentence before anything is measured, and not when a run is written, or read, hours later.
+A wrong answer raises UsageError before anything is measured, instead of hours later when a run is written or read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _R = TypeVar("_R")
 
 @contextmanager
 def answering(workload: Workload) -> Iterator[None]:
-    """What a user's own workload raises meanwhile becomes a sentence; what ours raise is to be reported."""
+    """Turns what a user's workload raises into UsageError. Errors of built-in workloads pass: they are our bugs."""
     try:
         yield
     except Fp8benchError:
@@ -51,7 +51,7 @@ def _asks(question: Callable[Concatenate[Workload, _P], _R]) -> Callable[Concate
 
 @_asks
 def axes_of(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
-    """Its own axes, of which the quiet ones have one default, and those that every workload has."""
+    """Returns the axes of a workload, and those that every workload has. A quiet axis must have one default."""
     axes = workload.axes(facts)
     for axis in axes:
         if axis.quiet and len(axis.default) != 1:
@@ -59,55 +59,60 @@ def axes_of(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
                 workload, f"its axis {axis.name!r} is quiet and has the defaults {axis.default!r:.80}, not one"
             )
         if axis.name in _COMMON:
-            raise _cannot(workload, f"every suite has an axis {axis.name!r}, and it has one of its own. Rename that")
+            raise _cannot(workload, f"every suite already has an axis {axis.name!r}. Rename this one")
     return (*axes, *COMMON)
 
 
 @_asks
 def cases_of(workload: Workload, axes: tuple[Axis, ...], chosen: Scalars) -> tuple[Params, ...]:
-    """The parameters of the cases that one value of each axis stands for; quiet axes need not be among them.
+    """Returns the parameters of the cases for one value of each axis. `chosen` may leave out quiet axes.
 
-    The workload is asked about its own axes; what is chosen of those that all have stands behind.
+    The workload sees only its axes; the chosen values of common axes follow its parameters. Quiet axes at their
+    default are left out, so that adding such an axis changes no case.
     """
     quiet = {axis.name: axis.of({}) for axis in axes if axis.quiet}
-    every = {**chosen, **{name: value for name, value in quiet.items() if name not in chosen}}
-    common = [(name, value) for name, value in every.items() if name in _COMMON]
-    expanded = workload.expand({name: value for name, value in every.items() if name not in _COMMON})
-    return tuple(
-        tuple(pair for pair in (*_sound_params(workload, params), *common) if pair not in quiet.items())
-        for params in expanded
-    )
+    # Chosen values win, and keep their order in front, because the order of parameters is part of a case's id.
+    values = {**chosen, **quiet, **chosen}
+    common = [(name, values[name]) for name in values if name in _COMMON]
+    cases = []
+    for params in workload.expand({name: values[name] for name in values if name not in _COMMON}):
+        pairs = (*_check_params(workload, params), *common)
+        cases.append(tuple(pair for pair in pairs if pair not in quiet.items()))
+    return tuple(cases)
 
 
 @_asks
 def parameters_of(workload: Workload, request: Request, facts: DeviceFacts, corpus: str | None) -> tuple[Params, ...]:
-    """The parameters of all cases of a suite on a device, each once."""
+    """Returns the parameters of all cases of a suite on a device, each once."""
     axes = axes_of(workload, facts)
     values = _values(request, workload, axes, facts)
-    combinations = math.prod(map(len, values))
+    combinations = math.prod(len(choices) for choices in values)
     if combinations > MOST_CASES:
         raise UsageError(f"--set asks for {combinations} combinations; the most is {MOST_CASES}. Choose fewer values.")
     text = (("data", corpus),) if corpus and workload.uses_corpus else ()
     names = [axis.name for axis in axes]
-    chosen = (dict(zip(names, combination, strict=True)) for combination in itertools.product(*values))
-    return tuple(dict.fromkeys((*params, *text) for given in chosen for params in cases_of(workload, axes, given)))
+    cases: dict[Params, None] = {}
+    for combination in itertools.product(*values):
+        for params in cases_of(workload, axes, dict(zip(names, combination, strict=True))):
+            cases[(*params, *text)] = None
+    return tuple(cases)
 
 
 def _values(request: Request, workload: Workload, axes: Sequence[Axis], facts: DeviceFacts) -> list[list[Scalar]]:
-    """The values of every axis of a suite: those given, else the grid's if it is asked for, else the device's own."""
-    given, smaller = dict(request.axes), request.quick
+    """Returns the values of each axis: those of the request, else the grid's if requested, else the defaults."""
+    requested, is_quick = dict(request.axes), request.quick
     if request.grid and workload.history is not None:
-        given = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **given}
-        smaller = False  # other sizes than the grid's have no history
-    return [axis.values(given.get(axis.name) or (smaller and axis.quick) or axis.default) for axis in axes]
+        requested = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **requested}
+        is_quick = False  # sizes outside the grid have no history
+    return [axis.values(requested.get(axis.name) or (is_quick and axis.quick) or axis.default) for axis in axes]
 
 
-def _sound_params(workload: Workload, params: Params) -> Params:
-    """The parameters, if they are pairs of a name and a plain value that can be printed on a line."""
-    given: object = params
-    if not isinstance(given, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in given):
-        raise _cannot(workload, f"its parameters are {given!r:.120}, and must be a tuple of pairs")
-    for name, value in given:
+def _check_params(workload: Workload, params: Params) -> Params:
+    """Returns the parameters if they are pairs of a name and a plain value, each printable on one line."""
+    answer: object = params
+    if not isinstance(answer, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in answer):
+        raise _cannot(workload, f"its parameters are {answer!r:.120}, and must be a tuple of pairs")
+    for name, value in answer:
         if not isinstance(name, str) or not name.isprintable() or not name:
             raise _cannot(workload, f"a parameter is called {name!r:.80}, and its name must be text on one line")
         if type(value) not in (int, float, str, bool):
@@ -115,10 +120,9 @@ def _sound_params(workload: Workload, params: Params) -> Params:
             raise _cannot(
                 workload, f"parameter {name!r} is {value!r:.80} ({kind}), and must be an int, float, str or bool"
             )
-        # Line breaks and control characters would break tables, halves of surrogate pairs every file but JSON.
-        if (isinstance(value, str) and not value.isprintable()) or (
-            isinstance(value, float) and not math.isfinite(value)
-        ):
+        # Control characters would break tables, and lone surrogates all files but JSON.
+        is_plain = value.isprintable() if isinstance(value, str) else math.isfinite(value)
+        if not is_plain:
             raise _cannot(workload, f"parameter {name!r} is {value!r:.80}, and must be finite, or text on one line")
     return params
 
@@ -126,24 +130,24 @@ def _sound_params(workload: Workload, params: Params) -> Params:
 @_asks
 def work_of(workload: Workload, params: Scalars) -> Work:
     work = workload.work(params)
-    given: object = work
-    if not isinstance(given, Work):
-        raise _cannot(workload, f"work() gave {given!r:.80}, and must give a Work")
-    for name, value in vars(given).items():
-        whole = name == "tokens"
-        if type(value) is not int and (whole or type(value) is not float):
-            wanted = "a whole number (int)" if whole else "a number (float)"
-            raise _cannot(workload, f"work() gave {name} = {value!r:.80}, and it must be {wanted}")
-        if not math.isfinite(value) or value < 0 or (whole and value >= _MOST_TOKENS):
-            raise _cannot(workload, f"work() gave {name} = {value!r:.80}, which is no count")
+    answer: object = work
+    if not isinstance(answer, Work):
+        raise _cannot(workload, f"work() returned {answer!r:.80}, and must return a Work")
+    for name, value in vars(answer).items():
+        is_count = name == "tokens"
+        if type(value) is not int and (is_count or type(value) is not float):
+            required = "a whole number (int)" if is_count else "a number (float)"
+            raise _cannot(workload, f"work() returned {name} = {value!r:.80}, and it must be {required}")
+        if not math.isfinite(value) or value < 0 or (is_count and value >= _MOST_TOKENS):
+            raise _cannot(workload, f"work() returned {name} = {value!r:.80}, which is not a count")
     return work
 
 
 @_asks
 def memory_of(workload: Workload, params: Scalars, precision: Precision) -> float:
-    given: object = workload.memory(params, precision)
-    if type(given) not in (int, float) or not math.isfinite(number := float(str(given))) or number < 0:
-        raise _cannot(workload, f"memory() gave {given!r:.80}, and must give a number of bytes (float)")
+    answer: object = workload.memory(params, precision)
+    if type(answer) not in (int, float) or not math.isfinite(number := float(str(answer))) or number < 0:
+        raise _cannot(workload, f"memory() returned {answer!r:.80}, and must return a number of bytes (float)")
     return number
 
 
@@ -151,70 +155,78 @@ def memory_of(workload: Workload, params: Scalars, precision: Precision) -> floa
 def support_of(
     workload: Workload, params: Scalars, precision: Precision, facts: DeviceFacts, kind: str = ""
 ) -> Support:
-    """How a device does a workload, or its layers of a kind, in a precision; a backend of whole layers needs some."""
-    if refused := _refused(workload, params, precision, kind):
-        return Support(Level.REFUSED, refused)
-    asked = (params, precision, facts)
-    support = workload.layer_support(kind, *asked) if kind else workload.support(*asked)
-    level, reason = getattr(support, "level", None), getattr(support, "reason", None)
-    if type(support) is not Support or not isinstance(level, Level) or not isinstance(reason, str):
-        raise _cannot(workload, f"support() gave {support!r:.120}, and must give a Support of a Level and a text")
+    """Returns how a device supports a precision in a workload or, with `kind`, in its layers of that kind."""
+    if reason := _refusal(workload, params, precision, kind):
+        return Support(Level.REFUSED, reason)
+    if kind:
+        support = workload.layer_support(kind, params, precision, facts)
+    else:
+        support = workload.support(params, precision, facts)
+    level, why = getattr(support, "level", None), getattr(support, "reason", None)
+    if type(support) is not Support or not isinstance(level, Level) or not isinstance(why, str):
+        raise _cannot(workload, f"support() returned {support!r:.120}, and must return a Support of a Level and a text")
     return support
 
 
-def _refused(workload: Workload, params: Scalars, precision: Precision, kind: str) -> str:
-    """Why no device can do that, '' where it is the device's question."""
+def _refusal(workload: Workload, params: Scalars, precision: Precision, kind: str) -> str:
+    """Returns why no device can run this precision here; '' if it depends on the device."""
     if precision.whole_layers and not workload.linear_layers:
         assert precision.backend is not None
         having = ", ".join(name for name in workloads.names() if workloads.get(name).linear_layers)
-        why = f"{precision.backend.name} multiplies in layers of its own, and suite {workload.name} has none for it"
+        why = f"{precision.backend.name} replaces linear layers, and suite {workload.name} has none"
         return f"{why}: choose {having}"
     if precision.unit_scaled and (kind or not workload.unit_scales):
         having = ", ".join(f"suite {name}" for name in workloads.names() if workloads.get(name).unit_scales)
-        what = f"{kind} layers of another model have" if kind else f"suite {workload.name} has"
-        why = f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole, and {what} no such"
-        return f"{why} constants: choose {having} or train, or fp8 here"
+        where = f"{kind} layers of another model" if kind else f"suite {workload.name}"
+        why = (
+            f"{precision.mode} casts without scales, which needs a unit-scaled model, and {where} cannot be unit-scaled"
+        )
+        return f"{why}: choose {having} or train, or fp8 here"
     refuses = precision.backend.refuses if precision.backend else {}
     return next((why for (axis, value), why in refuses.items() if params.get(axis) == value), "")
 
 
 @_asks
 def layers_of(workload: Workload, params: Scalars, keys: Iterable[str] = ()) -> tuple[Layer, ...]:
-    """The layers of a case, and what stands around them; those that `keys` name where only a worker knows them."""
+    """Returns the layers of a case and the operations around them.
+
+    Only a worker can examine a user's model; for it, the layers that `keys` name are assumed to exist.
+    """
     if workload.examined:
         return tuple(Layer(key, key) for key in keys)
-    return _sound_layers(workload, (*products_of(workload, params), *workload.around(params)))
+    return _check_layers(workload, (*products_of(workload, params), *workload.around(params)))
 
 
 @_asks
 def products_of(workload: Workload, params: Scalars) -> tuple[Layer, ...]:
-    return _sound_layers(workload, workload.layers(params))
+    return _check_layers(workload, workload.layers(params))
 
 
 def layers_of_all(workload: Workload, settings: Iterable[Params], keys: Sequence[str] = ()) -> list[Layer]:
-    """The layers of several cases, each once."""
-    cases = (layers_of(workload, dict(params), keys) for params in settings)
-    return list(dict.fromkeys(itertools.chain.from_iterable(cases)))
+    """Returns the layers of several cases, each once."""
+    layers: dict[Layer, None] = {}
+    for params in settings:
+        layers |= dict.fromkeys(layers_of(workload, dict(params), keys))
+    return list(layers)
 
 
-def _sound_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
-    """The layers, if each has a name of its own and a kind that a precision map can be written with."""
+def _check_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
+    """Returns the layers if names are unique, and names and kinds can be written in a precision map."""
     if not isinstance(layers, tuple):
-        raise _cannot(workload, f"layers() gave {layers!r:.120}, and must give a tuple of Layer")
+        raise _cannot(workload, f"layers() returned {layers!r:.120}, and must return a tuple of Layer")
     for layer in layers:
-        if (
-            not isinstance(layer, Layer)
-            or not all(map(_word, (layer.name, layer.kind)))
-            or layer.high not in (True, False)
-        ):
-            words = "name and kind must be text without commas, blanks, '=' and empty parts between points"
-            raise _cannot(workload, f"layers() gave {layer!r:.120}, which is no Layer, or whose {words}")
+        if not isinstance(layer, Layer) or not _is_key(layer.name) or not _is_key(layer.kind):
+            rule = "name and kind must be text without commas, spaces, '=' and empty parts between dots"
+            raise _cannot(workload, f"layers() returned {layer!r:.120}, which is not a Layer, or whose {rule}")
+        if layer.high not in (True, False):
+            raise _cannot(workload, f"layers() returned {layer!r:.120}, whose `high` must be True or False")
     if len({layer.name for layer in layers}) < len(layers):
         raise _cannot(workload, "two of its layers have the same name")
     return layers
 
 
-def _word(text: object) -> bool:
+def _is_key(text: object) -> bool:
+    """Whether a text can be a key of a precision map, like 'attn.qkv'."""
     if not isinstance(text, str) or not text.isprintable() or any(letter in ",= " for letter in text):
         return False
     return all(text.split("."))

@@ -1,12 +1,14 @@
-"""Request and device facts in, plan out: a pure function, so that plans for any device are tested on any machine.
+"""Makes a plan from a request and facts about devices.
 
-What a device cannot do becomes a case with a reason, never a missing row.
+This is a pure function, so plans for any device can be tested on any machine. A case that a device cannot run stays in
+the plan with the reason; it is never left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Support
@@ -35,29 +37,24 @@ from fp8bench.protocols.axes import CACHE, HOT
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
 from fp8bench.units import size
 
-# What is added as the reference where the precisions that were named leave nothing to compare.
+# The reference that is added where only one requested precision is native and it has nothing to be compared with.
 ADDED = "fp32"
-# From such a share of a device's memory on is said what cases take.
-_SAID_FROM = 0.1
-# What a device of either class may be, where only the class matters: defaults of axes, and which layers there are.
+# Cases that take more than this share of a device's memory are announced before they run.
+_LARGE_SHARE = 0.1
+# One device of each class, for what depends on nothing else: defaults of axes, and which layers exist.
 _CLASSES = (DeviceFacts("cpu", 0, "", 0, ""), DeviceFacts("cuda", 0, "", 0, ""))
 
-_XLA = (
-    "torch reaches it through torch_xla, which collects a step and runs it as one graph later, so that no phase of it"
-)
-_NOT_MEASURED = {
-    **dict.fromkeys(("tpu", "xla"), f"{_XLA} could be timed"),
-    **dict.fromkeys(("rocm", "hip"), "torch calls AMD's GPUs cuda: give that name"),
-}
+_XLA = "torch_xla collects a whole step and runs it later as one graph, so phases cannot be timed"
+_AMD = "torch calls AMD's GPUs cuda: use that name"
+_NOT_MEASURED = {"tpu": _XLA, "xla": _XLA, "rocm": _AMD, "hip": _AMD}
 _WORST_LAST = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One suite of a request: its workload, the precisions it gets with the reference first, and its map.
+    """One suite of a request, with its precisions (the reference first).
 
-    `layers` holds those keys of the map that name a layer of some case of the suite; `may_add` says that a
-    reference may be added.
+    `layers` is the part of the precision map that names layers of this suite. `may_add` allows `ADDED` as reference.
     """
 
     workload: Workload
@@ -67,35 +64,41 @@ class _Part:
 
 
 def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None = None, compares: bool = True) -> Plan:
-    """All groups of a request, in order of suite, device and parameters. Raises UsageError for what cannot be meant.
+    """Plans all groups of a request, in the order of suite, device and parameters. Raises UsageError.
 
-    Where precisions are to be compared and those that were named leave nothing to compare, fp32 is added.
+    With `compares`, fp32 is added as the reference where the named precisions leave nothing to compare.
     """
     chosen = devices_asked(request, facts)
     suites = suites_of(request)
     parts = _parts(request, suites, chosen, compares)
-    groups = []
-    added: dict[str, None] = {}
+
+    # 1. Plan one group for each suite, device and combination of parameters.
+    groups: list[Group] = []
+    notes: list[str] = []
     for part in parts:
-        own = [
-            _group(part, params, device, request.reference is not None)
-            for device in chosen
-            for params in parameters_of(part.workload, request, device, corpus)
-        ]
-        groups += own
-        added |= dict.fromkeys(_added(part, group) for group in own)
-    notes = [note for note in added if note]
+        for device in chosen:
+            for params in parameters_of(part.workload, request, device, corpus):
+                group = _group(part, params, device, request.reference is not None)
+                groups.append(group)
+                notes += _describe_added(part, group)
+    notes = list(dict.fromkeys(notes))
+
+    # 2. Name the options that change nothing here.
     if request.data is not None and not any(part.workload.uses_corpus for part in parts):
         notes.append(f"--data has no effect: suite {request.suite} reads no text")
-    modes = dict.fromkeys(mode for part in parts for mode in part.modes)
+    modes = list(dict.fromkeys(mode for part in parts for mode in part.modes))
     if request.backend != AUTO and not any(precisions.get(mode).takes_backend for mode in modes):
-        notes.append(
-            f"--backend {request.backend} has no effect: it is for low precisions, and these are {', '.join(modes)}"
-        )
+        names = ", ".join(modes)
+        notes.append(f"--backend {request.backend} has no effect: it is for low precisions, and these are {names}")
+
+    # 3. Say what needs much memory, and what several ranks cannot show.
     notes += _check_memory(request, suites, chosen)
-    notes += [told for device in chosen for told in _what_fits(groups, device)]
+    for device in chosen:
+        notes += _describe_large_cases(groups, device)
     if request.ranks is not None:
-        notes += _of_ranks(request.ranks, chosen)
+        notes += _describe_ranks(request.ranks, chosen)
+
+    # 4. Give cases static scales if they are requested.
     if request.scales is None:
         return Plan(tuple(groups), tuple(notes))
     changed, more = with_static_scales(groups, request.scales)
@@ -103,24 +106,24 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
 
 
 def has_reference_added(plan: Plan) -> bool:
-    """Whether fp32 may have been added to a plan. One made before it ever was is made again without it."""
+    """Whether `ADDED` may have been added to a plan. Plans of old versions, which never did this, have no fp32."""
     return any(planned.case.precision == ADDED for group in plan for planned in group.cases)
 
 
 def check_names(request: Request) -> tuple[Workload, ...]:
-    """The request's suites. Raises for unknown names and impossible values before anything slow is started."""
+    """Returns the suites of a request. Raises for unknown names and impossible values, before anything slow starts."""
     suites = suites_of(request)
     if request.max_batch and not any(suite.batch_axis for suite in suites):
         having = [name for name in workloads.names() if workloads.get(name).batch_axis]
         raise UsageError(
-            f"--max-batch: suite {request.suite} has no batch. Suites that have one: {', '.join(having)}; one of your "
-            "own names the axis that is its batch in `batch_axis`."
+            f"--max-batch: suite {request.suite} has no batch. Suites that have one: {', '.join(having)}. In a suite "
+            "that you write, set `batch_axis` to the name of the axis."
         )
     parts = _parts(request, suites, _CLASSES)
     for part in parts:
         if (request.ranks or 1) < (least := part.workload.least_ranks):
-            raise UsageError(f"suite {part.workload.name} takes {least} processes together: `suite --ranks {least}`.")
-    _refuse_repeated("--dtypes", request.dtypes, ": the reference is measured twice in every round anyway")
+            raise UsageError(f"suite {part.workload.name} needs {least} processes. Add --ranks {least}.")
+    _refuse_repeated("--dtypes", request.dtypes, ": the reference is already measured twice in every round")
     _refuse_repeated("--devices", request.devices)
     for axis, values in request.axes:
         _refuse_repeated(f"--set {axis}", values)
@@ -129,7 +132,7 @@ def check_names(request: Request) -> tuple[Workload, ...]:
         if why := _NOT_MEASURED.get(kind):
             raise UsageError(f"device {word!r} is not measured: {why}.")
         devices.canonical(kind)
-    # Names and parsers of axes are the same on every device, only their defaults differ.
+    # The defaults of axes differ between devices; their names and parsers do not, so one device is enough.
     for part in parts:
         for params in parameters_of(part.workload, request, _CLASSES[0], None):
             work_of(part.workload, dict(params))
@@ -142,7 +145,7 @@ def _refuse_repeated(option: str, words: Sequence[str], why: str = "") -> None:
 
 
 def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedCase | None:
-    """The same case with another batch; None where its axis does not take that, or the suite that combination."""
+    """Returns a case with another batch size; None where the axis or the suite does not accept it."""
     case, workload = planned.case, workloads.get(planned.case.workload)
     with answering(workload):
         axes = axes_of(workload, facts)
@@ -161,7 +164,7 @@ def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedC
 
 
 def searched_for_batches(plan: Plan) -> frozenset[str]:
-    """The settings of the groups whose largest batch is looked for: one of those that differ in nothing but batch."""
+    """Returns the settings of the groups whose largest batch is searched: one among those that differ only in batch."""
     first: dict[object, str] = {}
     for group in plan:
         case = group.cases[0].case
@@ -173,11 +176,11 @@ def searched_for_batches(plan: Plan) -> frozenset[str]:
 
 
 def check_limit(limit: int | None, facts: DeviceFacts) -> None:
-    """Raise where a search for the largest batch cannot end at that limit, or at a device's own end."""
+    """Raises UsageError if a search for the largest batch has no safe limit on this device."""
     if limit is None and not facts.accelerated:
         raise UsageError(
-            f"--max-batch on {facts.key} needs --memory-limit SIZE (2GiB, say): up to its own end the search would "
-            "take the memory of everything else on this machine."
+            f"--max-batch on {facts.key} needs --memory-limit SIZE, for example 2GiB: without a limit the search would "
+            "take the memory of all other programs."
         )
     if limit is not None and facts.memory_bytes and limit > facts.memory_bytes:
         raise UsageError(
@@ -185,7 +188,7 @@ def check_limit(limit: int | None, facts: DeviceFacts) -> None:
         )
 
 
-def _of_ranks(ranks: int, chosen: Sequence[DeviceFacts]) -> list[str]:
+def _describe_ranks(ranks: int, chosen: Sequence[DeviceFacts]) -> list[str]:
     notes = [
         f"{ranks} ranks: the slowest rank's time counts, call by call; no energy, tapes and ceilings: they are of one"
     ]
@@ -198,7 +201,7 @@ def _of_ranks(ranks: int, chosen: Sequence[DeviceFacts]) -> list[str]:
 
 
 def _check_memory(request: Request, suites: Sequence[Workload], chosen: Sequence[DeviceFacts]) -> list[str]:
-    """Raise where --max-batch cannot be done on a device; what it will do, in words."""
+    """Describes the search for the largest batch. Raises UsageError if a device cannot do it."""
     if not request.max_batch:
         return []
     limit = request.memory_limit
@@ -206,66 +209,72 @@ def _check_memory(request: Request, suites: Sequence[Workload], chosen: Sequence
         check_limit(limit, device)
     where = f"within {size(limit)} of tensors" if limit is not None else "up to the end of the device's memory"
     notes = [f"--max-batch: after all else, the largest batch {where} is looked for"]
-    without = [suite.name for suite in suites if not suite.batch_axis]
-    return [*notes, f"--max-batch has no effect on {', '.join(without)}: no batch there"] if without else notes
+    if without := [suite.name for suite in suites if not suite.batch_axis]:
+        notes.append(f"--max-batch has no effect on {', '.join(without)}: no batch there")
+    return notes
 
 
-def _what_fits(groups: Sequence[Group], facts: DeviceFacts) -> Iterator[str]:
-    """What the largest case of a suite takes, where that is no small part of a device's memory, before it is begun."""
+def _describe_large_cases(groups: Sequence[Group], facts: DeviceFacts) -> Iterator[str]:
+    """Yields a note for each suite whose largest case takes much of a device's memory."""
     by_suite: dict[str, list[tuple[float, PlannedCase]]] = {}
-    for planned in (case for group in groups for case in group.cases if case.case.device == facts.key):
-        named, precision = dict(planned.case.params), precisions.get(planned.case.precision)
-        if takes := workloads.get(planned.case.workload).memory(named, precision):
-            by_suite.setdefault(planned.case.workload, []).append((takes, planned))
+    for group in groups:
+        for planned in group.cases:
+            case = planned.case
+            if case.device != facts.key:
+                continue
+            needed = workloads.get(case.workload).memory(dict(case.params), precisions.get(case.precision))
+            if needed:
+                by_suite.setdefault(case.workload, []).append((needed, planned))
     for suite, cases in by_suite.items():
-        running = [(takes, case) for takes, case in cases if case.runs]
-        too_large = sum(takes > facts.memory_bytes > 0 and not case.runs for takes, case in cases)
+        running = [(needed, planned) for needed, planned in cases if planned.runs]
+        too_large = sum(needed > facts.memory_bytes > 0 and not planned.runs for needed, planned in cases)
         most, largest = max(running, key=lambda pair: pair[0], default=(0.0, None))
-        if too_large or most > _SAID_FROM * facts.memory_bytes > 0:
+        if too_large or most > _LARGE_SHARE * facts.memory_bytes > 0:
             takes_most = f"({largest.case.mode}) takes about {size(most)}" if largest else "does not fit"
-            left_out = f"; {too_large} of {len(cases)} cases take more and are skipped" if too_large else ""
+            skipped = f"; {too_large} of {len(cases)} cases take more and are skipped" if too_large else ""
             has = f"{facts.key} has {size(facts.memory_bytes)}"
-            yield f"{Plan.MEMORY}the largest case of {suite} {takes_most}, {has}{left_out}"
+            yield f"{Plan.MEMORY}the largest case of {suite} {takes_most}, {has}{skipped}"
 
 
 def _parts(
     request: Request, suites: Sequence[Workload], facts: Sequence[DeviceFacts], compares: bool = True
 ) -> list[_Part]:
+    # At least one requested suite must have each axis; suites without it ignore it.
     known = {axis.name for workload in suites for axis in axes_of(workload, _CLASSES[0])}
-    for name, _ in request.axes:  # each must be one of some suite; the others do without it
+    for name, _ in request.axes:
         if name not in known:
             raise UnknownName(f"axis of suite {request.suite}", name, known)
     if request.backend not in (AUTO, *backends.names()):
         raise UnknownName("backend", request.backend, [AUTO, *backends.names()])
-    # The layers of all cases of a suite; none is asked for where there is no map.
-    mapped = facts if request.precision_map else ()
-    keys = [key for key, _ in request.precision_map]
-    layers = [
-        layers_of_all(
-            workload, [params for device in mapped for params in parameters_of(workload, request, device, None)], keys
-        )
-        for workload in suites
-    ]
-    check_keys(request.precision_map, [layer for own in layers for layer in own], f"suite {request.suite}")
+    layers = [_layers(request, workload, facts) for workload in suites]
+    check_keys(request.precision_map, list(chain.from_iterable(layers)), f"suite {request.suite}")
     parts = []
-    for workload, own in zip(suites, layers, strict=True):
+    for workload, suite_layers in zip(suites, layers, strict=True):
         with answering(workload):
-            parts.append(_part(request, workload, own, compares))
+            parts.append(_part(request, workload, suite_layers, compares))
     return parts
 
 
+def _layers(request: Request, workload: Workload, facts: Sequence[DeviceFacts]) -> list[Layer]:
+    """Returns the layers of all cases of a suite; none where no precision map asks for them."""
+    if not request.precision_map:
+        return []
+    keys = [key for key, _ in request.precision_map]
+    settings = chain.from_iterable(parameters_of(workload, request, device, None) for device in facts)
+    return layers_of_all(workload, settings, keys)
+
+
 def _part(request: Request, workload: Workload, layers: Sequence[Layer], compares: bool) -> _Part:
-    """Precisions of one suite: those asked for, else its own; the reference first."""
-    own = workload.history.dtypes if request.grid and workload.history else workload.dtypes
-    names = [multiplied_by(word, request.backend) for word in (request.dtypes or own)]
+    """Chooses the precisions of one suite: those requested, else the suite's; the reference first."""
+    defaults = workload.history.dtypes if request.grid and workload.history else workload.dtypes
+    names = [multiplied_by(word, request.backend) for word in (request.dtypes or defaults)]
     if request.reference is not None:
-        names.append(multiplied_by(request.reference, request.backend))
-        lead = names[-1]
+        lead = multiplied_by(request.reference, request.backend)
     else:
         lead = min(names, key=lambda name: precisions.get(name).rank)
     modes = (lead, *(name for name in dict.fromkeys(names) if name != lead))
-    named = request.reference is None and len(request.dtypes) > 1 and not request.grid
-    may_add = compares and named and workload.fused and ADDED not in modes
+    has_choice = request.reference is None and len(request.dtypes) > 1 and not request.grid
+    may_add = compares and has_choice and workload.fused and ADDED not in modes
     return _Part(workload, modes, map_for(request, layers, modes), may_add)
 
 
@@ -274,40 +283,40 @@ def devices_asked(request: Request, facts: Sequence[DeviceFacts]) -> list[Device
 
 
 def device_named(word: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
-    """One of a machine's devices by its key; 'cuda' is the first of its kind, '' the first GPU, else the processor."""
+    """Returns a device by its key. 'cuda' means the first one, '' the first GPU or, without one, the CPU."""
     if not word:
         return next((fact for fact in facts if fact.accelerated), facts[0])
     known = {fact.key: fact for fact in facts}
     key = f"{word}:0" if word != "cpu" and ":" not in word else word
     if key not in known:
         build = facts[0].torch
-        why = f" (torch {build} is a build for processors alone)" if build.endswith("+cpu") else ""
+        why = f" (torch {build} is built for CPUs only)" if build.endswith("+cpu") else ""
         raise UnknownName("device on this machine", word, known, ", ".join(known) + why)
     return known[key]
 
 
 def _group(part: _Part, params: Params, facts: DeviceFacts, firm: bool) -> Group:
+    """Plans the cases of one setting. With `firm` the first precision stays the reference even if it is emulated."""
     pure = [_case(part.workload, params, facts, name, ()) for name in part.modes]
     native = [planned for planned in pure if _is_native(planned)]
-    added = _case(part.workload, params, facts, ADDED, ()) if part.may_add and len(native) == 1 else None
-    if added is not None and _is_native(added):
-        mapped = [planned if planned in native else _mapped(part, planned, facts) for planned in pure]
-        return Group((added, *mapped), 0)
+    if part.may_add and len(native) == 1:
+        added = _case(part.workload, params, facts, ADDED, ())
+        if _is_native(added):
+            mapped = [planned if planned in native else _mapped(part, planned, facts) for planned in pure]
+            return Group((added, *mapped), 0)
     lead = _lead(pure, firm)
     cases = (planned if index == lead else _mapped(part, planned, facts) for index, planned in enumerate(pure))
     return Group(tuple(cases), lead)
 
 
-def _added(part: _Part, group: Group) -> str:
-    """What to know of a reference that nobody named; '' where there is none."""
+def _describe_added(part: _Part, group: Group) -> list[str]:
+    """Explains a reference that nobody requested."""
     reference, *others = group.cases
     if not part.may_add or reference.case.precision != ADDED:
-        return ""
-    kept = next(planned.case.precision for planned in others if _is_native(planned))
-    return (
-        f"{ADDED} was added as the reference: on {reference.case.device} {kept} would have had nothing native to "
-        f"compare with (--reference {kept} leaves it out)"
-    )
+        return []
+    native = next(planned.case.precision for planned in others if _is_native(planned))
+    why = f"on {reference.case.device} {native} would have had nothing native to compare with"
+    return [f"{ADDED} was added as the reference: {why} (--reference {native} leaves it out)"]
 
 
 def _is_native(planned: PlannedCase) -> bool:
@@ -321,42 +330,40 @@ def _mapped(part: _Part, planned: PlannedCase, facts: DeviceFacts) -> PlannedCas
 
 def _case(workload: Workload, params: Params, facts: DeviceFacts, name: str, layers: PrecisionMap) -> PlannedCase:
     case = Case(workload.name, params, name, facts.key, layers, workload.version, ranks=facts.ranks)
-    named = dict(params)
-    # A case is as native as the least native of its layers.
-    supports = (
-        support_of(workload, named, precisions.get(name), facts),
-        *mapped_support(workload, named, facts, layers, name),
-    )
+    values, precision = dict(params), precisions.get(name)
+    # 1. A case is as native as the least native of its layers.
+    supports = [support_of(workload, values, precision, facts), *mapped_support(workload, values, facts, layers, name)]
     support = max(supports, key=lambda support: _WORST_LAST.index(support.level))
     support = replace(support, backend=who_multiplies(name, support.level, facts))
     if facts.unusable:
         support = Support(Level.REFUSED, facts.unusable)
-    work = work_of(workload, named)
+    # 2. Skip what the device refuses, what does not fit into its memory, and what its cache cannot be set up for.
+    work = work_of(workload, values)
     skip = support.reason if support.level is Level.REFUSED else ""
-    expected = memory_of(workload, named, precisions.get(name))
+    expected = memory_of(workload, values, precision)
     if not skip and facts.memory_bytes and max(work.least_memory, expected) > facts.memory_bytes:
-        surely = work.least_memory > facts.memory_bytes
-        takes = f"need at least {size(work.least_memory)}" if surely else f"take about {size(expected)}"
-        skip = f"its tensors {takes} and {facts.key} has {size(facts.memory_bytes)}: choose smaller sizes"
+        is_certain = work.least_memory > facts.memory_bytes
+        needed = f"need at least {size(work.least_memory)}" if is_certain else f"take about {size(expected)}"
+        skip = f"its tensors {needed} and {facts.key} has {size(facts.memory_bytes)}: choose smaller sizes"
     return PlannedCase(case, support, work, skip or _unknown_cache(case, facts))
 
 
 def _unknown_cache(case: Case, facts: DeviceFacts) -> str:
-    """Why the cache cannot be what the case says, '' where it can."""
+    """Returns why the requested state of the cache cannot be set up; '' if it can."""
     cache = CACHE.of(dict(case.params))
     if cache == HOT or facts.cache_bytes:
         return ""
-    return f"cache={cache}: nobody says how large the last cache of {facts.key} is; choose cache={HOT}"
+    return f"cache={cache}: the size of the last-level cache of {facts.key} is not known; choose cache={HOT}"
 
 
 def _lead(cases: Sequence[PlannedCase], firm: bool) -> int:
-    """The reference's place: the first, or that of the highest native precision that can run.
+    """Returns the index of the reference: the first case, or the highest native precision that can run.
 
-    An emulated reference has no speed to compare with, so it takes the user's word (`firm`) to have one beside native
-    cases.
+    An emulated reference has no meaningful speed, so it is used next to native cases only if the user named it
+    (`firm`).
     """
     if cases[0].runs and (firm or cases[0].support.is_native):
         return 0
-    able = [index for index, planned in enumerate(cases) if planned.runs]
-    native = [index for index in able if cases[index].support.is_native]
-    return min(native or able, key=lambda index: precisions.get(cases[index].case.precision).rank, default=0)
+    runnable = [index for index, planned in enumerate(cases) if planned.runs]
+    native = [index for index in runnable if cases[index].support.is_native]
+    return min(native or runnable, key=lambda index: precisions.get(cases[index].case.precision).rank, default=0)

@@ -1,8 +1,8 @@
-"""Which layer of a case takes which precision, and which scales: a request held against the layers its cases have."""
+"""Checks precision maps and static scales against the layers that cases have, and applies them to a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fp8bench.errors import UnknownName, UsageError
@@ -14,7 +14,7 @@ from fp8bench.registry import AUTO, backends, precisions, workloads
 
 
 def multiplied_by(word: str, backend: str) -> str:
-    """The mode of a dtype, by that backend if it takes one and names none itself."""
+    """Returns the mode of a dtype with that backend, if the dtype takes backends and names none itself."""
     precision = precisions.get(word)
     if backend == AUTO or not precision.takes_backend or "backend=" in word:
         return precision.mode
@@ -22,7 +22,7 @@ def multiplied_by(word: str, backend: str) -> str:
 
 
 def who_multiplies(mode: str, level: Level, facts: DeviceFacts) -> str:
-    """The backend of a case with its version: 'torchao 0.18.0', 'emulated (torch 2.13.0)'; '' if it does not run."""
+    """Returns the backend of a case with its version, like 'torchao 0.18.0'; '' if the case does not run."""
     if level is Level.REFUSED:
         return ""
     chosen = precisions.get(mode).backend
@@ -32,7 +32,7 @@ def who_multiplies(mode: str, level: Level, facts: DeviceFacts) -> str:
 
 
 PrecisionMap = tuple[tuple[str, str], ...]
-# So many names show how they are made.
+# The number of names that an error lists as examples.
 _SHOWN = 4
 
 
@@ -50,7 +50,7 @@ def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], of: str) ->
 
 
 def check_mixed(mode: str, other: str) -> None:
-    """Raise where layers of one precision cannot stand in a model of the other."""
+    """Raises UsageError if one model cannot mix layers of these precisions."""
     if precisions.get(mode).float32_products != precisions.get(other).float32_products:
         raise UsageError(
             f"--precision-map cannot mix {other} into {mode}: TF32 is one switch for a whole process. Leave {other} "
@@ -59,101 +59,125 @@ def check_mixed(mode: str, other: str) -> None:
 
 
 def map_for(request: Request, known: Sequence[Layer], modes: Sequence[str]) -> PrecisionMap:
-    """The map of a suite with these layers. The reference, which is the first mode, stays pure; all others take it."""
-    reference, *others = modes
+    """Returns the map of a suite with these layers. All modes take it except the first, the reference."""
+    reference, *candidates = modes
     keys = keys_of(known)
     layers = [(key, multiplied_by(word, request.backend)) for key, word in request.precision_map if key in keys]
-    if layers and not others:
+    if layers and not candidates:
         raise UsageError(
             f"--precision-map would change nothing: {reference} is the reference, which stays pure. Add another "
             "dtype to --dtypes, or another --reference."
         )
-    for mode in others:
-        for _, other in layers:
-            check_mixed(mode, other)
+    for mode in candidates:
+        for _, mapped in layers:
+            check_mixed(mode, mapped)
     return tuple(layers)
 
 
 def mapped_support(
     workload: Workload, params: Scalars, facts: DeviceFacts, layers: PrecisionMap, mode: str
 ) -> Iterator[Support]:
-    """How a device does the layers that a map names, in a case of that mode, key by key; a key may name none in it."""
+    """Yields how a device supports the layers that each key of a map names, in a case of that mode."""
     keys = [key for key, _ in layers]
-    own = layers_of(workload, params, keys) if layers else ()
+    case_layers = layers_of(workload, params, keys) if layers else ()
     for key, word in layers:
-        if key not in keys_of(own):
-            kinds = " and ".join(dict.fromkeys(layer.kind for layer in own)) or "none that a map could name"
+        if key not in keys_of(case_layers):
+            kinds = " and ".join(dict.fromkeys(layer.kind for layer in case_layers)) or "none that a map could name"
             yield Support(Level.REFUSED, f"no layer is called {key} here, there are {kinds}: leave {key} unmapped")
-        for kind, product in dict.fromkeys((layer.kind, layer.product) for layer in own if key_of(layer, keys) == key):
+        mapped = [layer for layer in case_layers if key_of(layer, keys) == key]
+        for kind, is_product in dict.fromkeys((layer.kind, layer.product) for layer in mapped):
             support = support_of(workload, params, precisions.get(word), facts, kind)
-            if not product and precisions.get(mode).unit_scaled:
-                yield Support(Level.REFUSED, f"what stands around products of {mode} is unit-scaled: leave {key} out")
-            yield support if product else around_support(precisions.get(word), support, key)
+            if is_product:
+                yield support
+                continue
+            if precisions.get(mode).unit_scaled:
+                yield Support(Level.REFUSED, f"{mode} unit-scales the operations around products: leave {key} out")
+            yield around_support(precisions.get(word), support, key)
 
 
 def around_support(precision: Precision, support: Support, key: str) -> Support:
-    """How a device does what stands around products: nothing computes it in less than a dtype of torch's."""
+    """Returns the support of an operation around products. No device computes it in less than a dtype of torch."""
     if support.is_native and precision.carried_by:
         return Support(Level.EMULATED, f"{key} is rounded to {precision.mode} and computed in float32")
     return support
 
 
 def modes_of(workload: Workload, case: Case) -> dict[str, None]:
-    keys = dict(case.precision_map)
-    own = precisions.get(case.precision)
+    """Returns the modes of a case's layers, each once."""
+    mapped = dict(case.precision_map)
+    high = precisions.get(case.precision).carried_by or case.precision
     modes: dict[str, None] = {}
     for layer in products_of(workload, dict(case.params)):
-        key = key_of(layer, keys)
-        high = own.carried_by or case.precision
-        modes[keys[key] if key is not None else high if layer.high else case.precision] = None
+        key = key_of(layer, mapped)
+        unmapped = high if layer.high else case.precision
+        modes[unmapped if key is None else mapped[key]] = None
     return modes
 
 
 def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tuple[Group, ...], tuple[str, ...]]:
-    """The groups with scales from data where layers can have them, and what to know of it. Raises if none can."""
-    # Where the layers of each case have their scales from; nothing where it has no layers.
-    taken = {
-        case: {precisions.get(mode).tensor_scale for mode in modes_of(workloads.get(case.workload), case)}
-        for case in (planned.case for group in groups for planned in group.cases)
-    }
-    having = {case for case, scales in taken.items() if scales - {TensorScale.NONE}}
-    if not having:
-        known = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
+    """Returns the groups with static scales in all cases that can have them, and notes. Raises if no case can."""
+    # 1. Find how the layers of each case are scaled; a case without layers has an empty set.
+    scalings: dict[Case, set[TensorScale]] = {}
+    for group in groups:
+        for planned in group.cases:
+            modes = modes_of(workloads.get(planned.case.workload), planned.case)
+            scalings[planned.case] = {precisions.get(mode).tensor_scale for mode in modes}
+
+    # 2. Check that some case takes them, and that scales of another run fit the layers here.
+    scaled = {case for case, kinds in scalings.items() if kinds - {TensorScale.NONE}}
+    if not scaled:
+        names = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
         raise UsageError(
             "--static-scales would change nothing: no layer of these suites and dtypes has one float32 scale a tensor. "
-            f"Add a dtype that has ({', '.join(known)}), or leave it out."
+            f"Add a dtype that has ({', '.join(names)}), or leave it out."
         )
     if rule.source:
-        names = {layer for _, layer, *_ in rule.known}
-        takes = {layer.name for case in having for layer in workloads.get(case.workload).layers(dict(case.params))}
-        if not names & takes:
-            raise UsageError(
-                f"--scales-from {rule.source}: it has scales of {', '.join(sorted(names)[:_SHOWN]) or 'nothing'}, and "
-                f"no layer here is called so ({', '.join(sorted(takes)[:_SHOWN])}). Choose a run of this model."
-            )
-    changed = tuple(
-        replace(group, cases=tuple(_scaled(case, rule) if case.case in having else case for case in group.cases))
-        for group in groups
-    )
-    return changed, tuple(_notes(groups, taken))
+        _check_source(rule, scaled)
+
+    # 3. Put the rule into these cases.
+    changed = []
+    for group in groups:
+        cases = (_with_rule(planned, rule) if planned.case in scaled else planned for planned in group.cases)
+        changed.append(replace(group, cases=tuple(cases)))
+    return tuple(changed), tuple(_describe_scalings(groups, scalings))
 
 
-def _scaled(planned: PlannedCase, rule: StaticScales) -> PlannedCase:
-    """A case with scales from data, or the reason why it cannot have them."""
+def _check_source(rule: StaticScales, cases: Iterable[Case]) -> None:
+    """Raises UsageError if the run that scales are taken from shares no layer name with these cases."""
+    available = {layer for _, layer, *_ in rule.known}
+    needed: set[str] = set()
+    for case in cases:
+        needed |= {layer.name for layer in workloads.get(case.workload).layers(dict(case.params))}
+    if not available & needed:
+        raise UsageError(
+            f"--scales-from {rule.source}: it has scales of {', '.join(sorted(available)[:_SHOWN]) or 'nothing'}, and "
+            f"no layer here has such a name ({', '.join(sorted(needed)[:_SHOWN])}). Choose a run of this model."
+        )
+
+
+def _with_rule(planned: PlannedCase, rule: StaticScales) -> PlannedCase:
+    """Returns a case with static scales; it is skipped if its workload refuses them."""
     case = replace(planned.case, static=rule)
-    refused = workloads.get(case.workload).scales_refused(dict(case.params), rule)
-    if planned.skip or not refused:
+    reason = workloads.get(case.workload).scales_refused(dict(case.params), rule)
+    if planned.skip or not reason:
         return replace(planned, case=case)
-    return replace(planned, case=case, support=Support(Level.REFUSED, refused), skip=refused)
+    return replace(planned, case=case, support=Support(Level.REFUSED, reason), skip=reason)
 
 
-def _notes(groups: Sequence[Group], taken: Mapping[Case, set[TensorScale]]) -> Iterator[str]:
-    leads = {group.cases[group.reference].case for group in groups}
-    others = dict.fromkeys(case.mode for case in taken if taken[case] == {TensorScale.NONE} and case not in leads)
-    layerless = dict.fromkeys(case.workload for case in taken if not taken[case])
-    delayed = dict.fromkeys(case.mode for case in taken if TensorScale.DELAYED in taken[case])
-    if others:
-        yield f"--static-scales has no effect on {', '.join(others)}, whose tensors do not have one float32 scale each"
+def _describe_scalings(groups: Sequence[Group], scalings: Mapping[Case, set[TensorScale]]) -> Iterator[str]:
+    references = {group.cases[group.reference].case for group in groups}
+    unscaled: dict[str, None] = {}
+    layerless: dict[str, None] = {}
+    delayed: dict[str, None] = {}
+    for case, kinds in scalings.items():
+        if not kinds:
+            layerless[case.workload] = None
+        if kinds == {TensorScale.NONE} and case not in references:
+            unscaled[case.mode] = None
+        if TensorScale.DELAYED in kinds:
+            delayed[case.mode] = None
+    if unscaled:
+        yield f"--static-scales has no effect on {', '.join(unscaled)}, whose tensors have no float32 scale each"
     if layerless:
         yield f"--static-scales has no effect on suite {', '.join(layerless)}, which has no layers to find scales for"
     if delayed:

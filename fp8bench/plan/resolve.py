@@ -1,6 +1,6 @@
-"""What a request comes to before anything slow is started: its suites, its text, and what variables switch off.
+"""Resolves a request before anything slow starts: its suites, its text, and the switches of environment variables.
 
-Every name and every variable is read here, once, so that a wrong one is refused before a worker runs.
+All names and variables are read here once, so that a wrong one is refused before a worker starts.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ WARM_UP_SECONDS, WARM_UP_SECONDS_HURRIED = 30.0, 5.0
 
 @dataclass(frozen=True)
 class Switches:
-    """What a run does unasked.
+    """What a run does by default.
 
-    `why_eager` says why quantisers are not compiled, '' where they are. `ceilings` has unknown ceilings measured.
-    `warm_up_seconds` is the longest that a device may take to settle. `tapes` records operators, with `tapes_apart` in
-    a worker of their own, which takes seconds to start.
+    `why_eager` says why quantisers are not compiled; '' if they are. `ceilings` measures peaks that are not known yet.
+    `warm_up_seconds` limits the time that a device gets to settle. `tapes` records operators; with `tapes_apart` a
+    separate worker does, which takes seconds to start.
     """
 
     why_eager: str
@@ -41,20 +41,20 @@ class Switches:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A request whose names are known, with the suites that it means."""
+    """A request whose names have been checked, with its suites."""
 
     request: Request
     suites: tuple[Workload, ...]
     switches: Switches
 
     def corpus(self, store: Path, write: bool = True) -> Corpus | None:
-        """The text that the suites read, None where they read none; its tokens are kept in the store with `write`."""
+        """Returns the text that the suites read, or None. With `write` its tokens are written into the store."""
         reads_text = any(suite.uses_corpus for suite in self.suites)
         return prepare_corpus(self.request.data, store / "data", write) if reads_text else None
 
 
 def resolve(request: Request, environ: Mapping[str, str]) -> Resolved:
-    """Raises UsageError for what cannot be meant, and UnknownName for a name that is none."""
+    """Checks a request. Raises UsageError for impossible values and UnknownName for unknown names."""
     import_user_modules(request.imports)
     suites = check_names(request)
     switches = switches_of(environ, request.quick, request.budget is not None, request.tape)
@@ -64,16 +64,17 @@ def resolve(request: Request, environ: Mapping[str, str]) -> Resolved:
 def switches_of(
     environ: Mapping[str, str], quick: bool = False, budgeted: bool = False, tape: bool = False
 ) -> Switches:
-    """Read from fp8bench's own variables; a user in a hurry gets less, and --tape is obeyed in any case."""
+    """Reads the switches from environment variables. Quick and budgeted runs do less; `tape` always records."""
     compiled = is_on(QUANTISERS_VARIABLE, environ, "compiled", "eager", "to compile no quantisers")
     eager = "--quick compiles none" if quick else ""
     ceilings = is_on(CEILINGS_VARIABLE, environ, "measured", "off", "to measure no ceilings")
     warms_up = is_on(WARM_UP_VARIABLE, environ, "on", "off", "to begin without warming up")
     tapes = is_on(TAPE_VARIABLE, environ, "recorded", "off", "to record no tapes")
+    warm_up_seconds = WARM_UP_SECONDS_HURRIED if quick or budgeted else WARM_UP_SECONDS
     return Switches(
         why_eager=eager if compiled else f"{QUANTISERS_VARIABLE}=eager compiles none",
         ceilings=ceilings and not quick,
-        warm_up_seconds=0.0 if not warms_up else WARM_UP_SECONDS_HURRIED if quick or budgeted else WARM_UP_SECONDS,
+        warm_up_seconds=warm_up_seconds if warms_up else 0.0,
         tapes=tape or tapes,
         tapes_apart=tape or not quick,
     )

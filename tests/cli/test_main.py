@@ -62,7 +62,7 @@ history show a b | unknown argument 'b'. See `fp8bench history show --help`.
 suite | no suite was named. Give one of
 suite gem | Did you mean 'gemm'
 suite _planted | unknown suite '_planted'
-suite mine | transformer, vision; or a .py file with suites of your own.
+suite mine | transformer, vision; or a .py file with your suites.
 suite gemm,_planted | unknown suite '_planted'
 list _planted | unknown thing to list '_planted'
 suite gemm, | the suite 'gemm,' has an empty name
@@ -75,7 +75,7 @@ report last --md - | --md '-' would be a file of that name
 suite gemm --dtypes fp8,bf16,fp8 | --dtypes names fp8 twice
 suite gemm --devices cpu,cpu | --devices names cpu twice. Leave one out.
 suite gemm --set shape=64 --set shape=32,64 | --set shape names 64 twice. Leave one out.
-suite gemm,collective | suite collective takes 2 processes together: `suite --ranks 2`
+suite gemm,collective | suite collective needs 2 processes. Add --ranks 2
 suite colective | Did you mean 'collective'
 plan-parallel llama3-8b --model gpt2 --gpus 8 --topology h100 | both name a model. Give one.
 audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable; file.py:function, too). See

@@ -97,7 +97,7 @@ def test_a_long_text_is_cut(tmp_path: Path, text: Path, monkeypatch: pytest.Monk
 
 @for_each(
     ("content", "words"),
-    [(b"", "has 0 bytes"), (b"tiny", "has 4 bytes"), (b"\0" * LEAST_BYTES, "is no text"), (None, "cannot be read")],
+    [(b"", "has 0 bytes"), (b"tiny", "has 4 bytes"), (b"\0" * LEAST_BYTES, "is not text"), (None, "cannot be read")],
     ids=["empty", "tiny", "binary", "missing"],
 )
 def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
@@ -115,7 +115,7 @@ def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content: bytes | N
     ("content", "words"),
     [
         (bytes(random.Random(1).choices(range(1, 256), k=100_000)), "of 100000 bytes are control characters"),
-        (bytes(random.Random(2).choices(range(128, 256), k=100_000)), "of 100000 bytes fit no UTF-8"),
+        (bytes(random.Random(2).choices(range(128, 256), k=100_000)), "of 100000 bytes are not valid UTF-8"),
         (zlib.compress(random.Random(3).randbytes(100_000)).replace(b"\0", b"\1"), "are control characters"),
     ],
     ids=["random bytes", "random high bytes", "compressed"],
@@ -124,7 +124,7 @@ def test_bytes_that_are_no_prose_are_refused(tmp_path: Path, content: bytes, wor
     """Also without a zero byte among them."""
     path = tmp_path / "given"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match=f"--data .* is no text: .*{words}.*Give a text file"):
+    with pytest.raises(UsageError, match=f"--data .* is not text: .*{words}.*Give a text file"):
         prepare_corpus(str(path), tmp_path / "data")
 
 

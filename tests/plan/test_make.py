@@ -366,13 +366,13 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> type[Answering]:
 
 GARBAGE = {
     "a float of tokens": ({"work": Work(tokens=1024.0)}, "tokens = 1024.0, and it must be a whole number"),  # type: ignore[arg-type]
-    "NaN of flops": ({"work": Work(flops=math.nan)}, "flops = nan, which is no count"),
-    "infinite bytes": ({"work": Work(bytes=math.inf)}, "bytes = inf, which is no count"),
-    "negative memory": ({"work": Work(least_memory=-1.0)}, "least_memory = -1.0, which is no count"),
+    "NaN of flops": ({"work": Work(flops=math.nan)}, "flops = nan, which is not a count"),
+    "infinite bytes": ({"work": Work(bytes=math.inf)}, "bytes = inf, which is not a count"),
+    "negative memory": ({"work": Work(least_memory=-1.0)}, "least_memory = -1.0, which is not a count"),
     "flops in words": ({"work": Work(flops="many")}, "flops = 'many', and it must be a number"),  # type: ignore[arg-type]
     "numpy's flops": ({"work": Work(flops=np.float64(3))}, r"flops = .*, and it must be a number \(float\)"),
     "too many flops": ({"work": Work(flops=10**400)}, "OverflowError"),
-    "no work": ({"work": None}, r"work\(\) gave None, and must give a Work"),
+    "no work": ({"work": None}, r"work\(\) returned None, and must return a Work"),
     "a tuple": ({"params": (("n", (1, 2)),)}, r"parameter 'n' is \(1, 2\) \(tuple\), and must be an int"),
     "numpy's integer": ({"params": (("n", np.int64(1)),)}, r"\(int64\), and must be an int"),
     "NaN": ({"params": (("n", math.nan),)}, "parameter 'n' is nan, and must be finite"),
@@ -380,8 +380,8 @@ GARBAGE = {
     "half a pair": ({"params": (("n", "a\ud800"),)}, "text on one line"),
     "a name that is none": ({"params": ((3, 3),)}, "a parameter is called 3"),
     "a mapping": ({"params": {"n": 3}}, "must be a tuple of pairs"),
-    "a level of support": ({"support": Level.NATIVE}, r"support\(\) gave .*, and must give a Support"),
-    "support without a text": ({"support": Support(Level.NATIVE, None)}, "must give a Support"),  # type: ignore[arg-type]
+    "a level of support": ({"support": Level.NATIVE}, r"support\(\) returned .*, and must return a Support"),
+    "support without a text": ({"support": Support(Level.NATIVE, None)}, "must return a Support"),  # type: ignore[arg-type]
 }
 
 
@@ -437,9 +437,7 @@ def test_fp32_is_added_where_nothing_would_compare(request_: Request, modes: lis
 
 def test_a_gpu_that_this_torch_cannot_see_says_so() -> None:
     plain = replace(CPU, torch="2.13.0+cpu")
-    with pytest.raises(
-        UnknownName, match=r"'cuda'.*Known: cpu \(torch 2\.13\.0\+cpu is a build for processors alone\)"
-    ):
+    with pytest.raises(UnknownName, match=r"'cuda'.*Known: cpu \(torch 2\.13\.0\+cpu is built for CPUs only\)"):
         make_plan(Request("gemm", devices=("cuda",)), (plain,))
     with pytest.raises(UnknownName, match=r"'cuda:7'.*Known: cpu, cuda:0\.$"):
         make_plan(Request("gemm", devices=("cuda:7",)), (CPU, H200))

@@ -165,5 +165,5 @@ def test_a_cache_of_which_nobody_knows_the_size_stays_hot(suite: Callable[[type[
     hot, cold = make_plan(Request("quiet", axes=(("cache", ("hot", "cold")),)), (CPU,))
     assert all(planned.runs for planned in hot.cases)
     assert {planned.skip for planned in cold.cases} == {
-        "cache=cold: nobody says how large the last cache of cpu is; choose cache=hot"
+        "cache=cold: the size of the last-level cache of cpu is not known; choose cache=hot"
     }

@@ -276,7 +276,7 @@ def test_the_same_code_somewhere_else_is_the_same(suite: str, tmp_path: Path, mo
     for folder in ("empty", "copy"):
         (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    with pytest.raises(UsageError, match=r"no file sums_suite\.py here.*Resume it in the folder where it began"):
+    with pytest.raises(UsageError, match=r"reads sums_suite\.py, which does not exist here.*Resume it in"):
         pipeline.resume(Path(run.path), tmp_path, Watching(), "again")
     monkeypatch.chdir(tmp_path / "copy")
     Path("sums_suite.py").write_text(SUITE)
@@ -293,7 +293,7 @@ def test_code_that_somebody_else_may_have_put_there_is_not_imported(
     (own := shared / "fp8bench-model-1").mkdir()
     code, ran = own / "sent.py", tmp_path / "ran"
     run = replace(a_run(), request=Request("gemm", imports=(str(code),)))
-    with pytest.raises(UsageError, match=r"there is no file .*sent\.py here, which it reads"):
+    with pytest.raises(UsageError, match=r"it reads .*sent\.py, which does not exist here"):
         refuse_elsewhere(run)
     code.write_text(f"open({str(ran)!r}, 'w')")
     refuse_elsewhere(run)
@@ -303,7 +303,7 @@ def test_code_that_somebody_else_may_have_put_there_is_not_imported(
     real = Path.lstat
     monkeypatch.setattr(Path, "lstat", lambda self: _of_another(real(self)))
     for one in (run, linked):
-        with pytest.raises(UsageError, match=r"sent\.py lies where anybody may put files, and is somebody else's"):
+        with pytest.raises(UsageError, match=r"sent\.py belongs to another user, in a folder where"):
             refuse_elsewhere(one)
     assert not ran.exists()
 
