@@ -1,4 +1,4 @@
-"""`fp8bench fleet`: measures the cells of a plan by many processes into one store, and shows where they stand."""
+"""`fp8bench fleet`: measures the cells of a plan with many processes, and shows their states."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
             complain(f"cell {state.number} is damaged: {sentence}")
         if state.number in left and should_run(state, arguments.retry):
             complain(left[state.number])
-    complain(f"plan {plan.id}: {len(done)} of {len(states)} cells begun here; {view.counts_of(states)}")
+    complain(f"plan {plan.id}: {len(done)} of {len(states)} cells begun here; {view.describe_counts(states)}")
     return _code(states if only is None else states[only : only + 1])
 
 
@@ -187,8 +187,8 @@ def _submit(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     order = Order(plan, arguments.plan, store, arguments.workers, arguments.retry, arguments.wait, options)
 
     def started(jobs: Sequence[str]) -> None:
-        complain(f"jobs {', '.join(jobs)} on {arguments.on}; what they print is in {order.logs}\n  "
-                 f"Where they stand: fp8bench fleet status {arguments.plan} --store {store}")  # fmt: skip
+        complain(f"jobs {', '.join(jobs)} on {arguments.on}; their output is in {order.logs}")
+        complain(f"See their states: fp8bench fleet status {arguments.plan} --store {store}")
 
     for trouble in start(arguments.on, order, started):
         complain(trouble)

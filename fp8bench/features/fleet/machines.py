@@ -1,4 +1,4 @@
-"""The values of a fleet's report, what it reads of a run, and how far a machine is from others of its kind."""
+"""The values of a fleet report, what it reads of each run, and how far a machine is from others of its kind."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from enum import StrEnum
 from statistics import median
 
 from fp8bench.model import DeviceFacts, Record, Run, Status, Timing
-from fp8bench.report.panels import together
 
-# Names with values, which machines of a kind have in common.
+# Names and values that all machines of a kind share.
 Fields = tuple[tuple[str, str], ...]
 
 
@@ -37,8 +36,11 @@ class MachineAlarm:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a machine is from the others of its kind. `ratio` is its time over their median, in its median case;
-    `score` is its distance from the middle ratio in median absolute deviations, and `odd` if that is too far."""
+    """How far a machine is from the others of its kind.
+
+    `ratio` is its time over their median, in its median case. `score` is the distance of that ratio from the kind's
+    median ratio, in median absolute deviations; `odd` marks an outlier.
+    """
 
     ratio: float
     score: float
@@ -47,8 +49,11 @@ class Deviation:
 
 @dataclass(frozen=True)
 class MachineKind:
-    """Machines with the same hardware, software and settings. `differs` are the fields in which it differs from the
-    first kind, `deviations` are by machine; there are none of too few machines."""
+    """Machines with the same hardware, software and settings.
+
+    `differs` describes how the kind differs from the first one. `deviations`, by machine, are empty if the kind has too
+    few machines.
+    """
 
     name: str
     machines: tuple[str, ...]
@@ -60,8 +65,7 @@ class MachineKind:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine: the kinds it was of, its `whole` cells, its `failed` cases, and its deviation from the last of its
-    kinds that has one."""
+    """One machine: its kinds, the numbers of its complete cells and failed cases, and its latest deviation."""
 
     name: str
     kinds: tuple[str, ...]
@@ -74,7 +78,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class FleetFigure:
-    """Seconds of one case on the machines of a kind."""
+    """The seconds of one case on each machine of a kind."""
 
     case: str
     kind: str
@@ -87,8 +91,11 @@ class FleetFigure:
 
 @dataclass(frozen=True)
 class FleetReport:
-    """`why_not` says why times of other kinds are not compared with the first one's; `lacking` are settings that
-    nobody has measured whole; `excluded` are sentences on what is in no figure."""
+    """A comparison of the machines of a fleet.
+
+    `settings` counts the planned settings, and `lacking` are those that no machine measured completely. `excluded`
+    has sentences on runs in no figure; `why_not` says, by kind, why its times are not compared with the first kind's.
+    """
 
     machines: tuple[Machine, ...]
     kinds: tuple[MachineKind, ...]
@@ -100,30 +107,33 @@ class FleetReport:
     why_not: Mapping[str, str]
 
 
-def differences(own: Fields, theirs: Fields) -> Iterator[str]:
-    """Yields for example 'torch 2.12.0, not 2.13.0'."""
-    mine, yours = dict(own), dict(theirs)
-    for name in dict.fromkeys((*mine, *yours)):
-        if mine.get(name) != yours.get(name):
-            yield f"{name} {mine.get(name, 'none'):.60}, not {yours.get(name, 'none'):.60}"
+def find_differences(fields: Fields, reference: Fields) -> Iterator[str]:
+    """Yields the differences, like 'torch 2.12.0, not 2.13.0'."""
+    values, expected = dict(fields), dict(reference)
+    for name in values | expected:
+        if values.get(name) != expected.get(name):
+            yield f"{name} {values.get(name, 'none'):.60}, not {expected.get(name, 'none'):.60}"
 
 
-# Facts that make a machine's hardware, beside its devices' names and memory.
+# Facts that identify a machine's hardware, next to the names and memory of its devices.
 _HARDWARE = ("asv_cpu", "asv_arch", "cpu_count", "cpu_affinity")
-# Facts that make its software, beside the environment variables that a run notes and each device's settings.
+# Facts that identify its software, next to environment variables and the settings of devices.
 _SOFTWARE = (
     "fp8bench", "python", "torch", "torch_git", "cudnn", "cublaslt", "threads", "switches_set", "cpu_governor",
     "cpu_turbo_off", "smt", "cgroup_cpu_max", "imports_sha256",
 )  # fmt: skip
 _SETTINGS = ("driver", "power_cap", "ecc", "mig", "clock_limit")
-_ASKED = ("seed", "quick", "rounds", "budget", "isolation", "data", "ranks", "sustained")
+_REQUESTED = ("seed", "quick", "rounds", "budget", "isolation", "data", "ranks", "sustained")
 _CAPABILITY = "CPU capability usage: "
 
 
 @dataclass(frozen=True)
 class MachineRun:
-    """What a report reads of one run. `whole` and `cut` are settings of groups that it has completely, and not;
-    `times` are seconds by case, `failed` are cases with reasons."""
+    """What a fleet report needs of one run.
+
+    `whole` and `cut` are the settings of its complete and incomplete groups. `times` are seconds by case; `failed` are
+    reasons by case.
+    """
 
     run: str
     machine: str
@@ -135,25 +145,38 @@ class MachineRun:
     failed: Mapping[str, str]
 
 
-def seen_of(run: Run) -> MachineRun:
+def summarize_run(run: Run) -> MachineRun:
     measured = {record.case.id for record in run.records}
     whole: list[str] = []
     cut: list[str] = []
     for group in run.plan:
         is_whole = all(planned.case.id in measured for planned in group.cases)
         (whole if is_whole else cut).append(group.setting)
-    times = {_name(record): _seconds_of(record.timing)
-             for record in run.records if record.is_ok and record.timing}  # fmt: skip
-    failed = {_name(record): record.reason for record in run.records if record.status is Status.FAILED}
-    machine = str(run.environment.get("machine") or "unknown")
+    times: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for record in run.records:
+        if record.is_ok and record.timing:
+            times[_name(record)] = _median_call(record.timing)
+        if record.status is Status.FAILED:
+            failed[_name(record)] = record.reason
     return MachineRun(
-        run.id, machine, tuple(_hardware(run)), tuple(_software(run)), tuple(whole), tuple(cut), times, failed
+        run=run.id,
+        machine=str(run.environment.get("machine") or "unknown"),
+        hardware=tuple(_hardware(run)),
+        software=tuple(_software(run)),
+        whole=tuple(whole),
+        cut=tuple(cut),
+        times=times,
+        failed=failed,
     )
 
 
-def _seconds_of(timing: Timing) -> float:
-    """Returns the median call: a disturbed one says nothing, and more calls make it no shorter."""
-    return median(sum(call) for slot in timing.slots for call in slot.calls_ns) / 1e9
+def _median_call(timing: Timing) -> float:
+    """Returns seconds. Disturbed calls hardly move the median, and more calls make it no shorter."""
+    calls: list[int] = []
+    for slot in timing.slots:
+        calls += [sum(segments) for segments in slot.calls_ns]
+    return median(calls) / 1e9
 
 
 def _name(record: Record) -> str:
@@ -162,62 +185,72 @@ def _name(record: Record) -> str:
 
 def _hardware(run: Run) -> Iterator[tuple[str, str]]:
     for name in _HARDWARE:
-        yield name, _shown(run.environment.get(name))
+        yield name, _describe_value(run.environment.get(name))
     config = str(run.environment.get("torch_config") or "")
     yield "instructions of the processor", config.partition(_CAPABILITY)[2].partition("\n")[0] or "unknown"
-    for device in _used(run):
-        yield (
-            f"device {device.key}",
-            f"{device.name}, {device.memory_bytes >> 30} GiB" if device.accelerated else device.name,
-        )
+    for device in _find_devices(run):
+        memory = f", {device.memory_bytes >> 30} GiB" if device.accelerated else ""
+        yield f"device {device.key}", f"{device.name}{memory}"
 
 
 def _software(run: Run) -> Iterator[tuple[str, str]]:
     facts = run.environment.facts
     variables = sorted(name for name in facts if name.startswith("env_"))
     for name in (*_SOFTWARE, *variables):
-        yield name, _shown(facts.get(name))
-    for device in _used(run):
+        yield name, _describe_value(facts.get(name))
+    for device in _find_devices(run):
         if device.accelerated:
-            yield f"cuda of {device.key}", _shown(device.cuda or device.hip)
-            yield from ((f"{name} of {device.key}", _shown(facts.get(f"{device.key} {name}"))) for name in _SETTINGS)
-    for name in _ASKED:
-        yield f"asked: {name}", _shown(getattr(run.request, name))
+            yield f"cuda of {device.key}", _describe_value(device.cuda or device.hip)
+            for name in _SETTINGS:
+                yield f"{name} of {device.key}", _describe_value(facts.get(f"{device.key} {name}"))
+    for name in _REQUESTED:
+        yield f"asked: {name}", _describe_value(getattr(run.request, name))
 
 
-def _used(run: Run) -> list[DeviceFacts]:
-    used = {planned.case.device for group in run.plan for planned in group.cases}
-    return [device for device in run.devices if device.key in used]
+def _find_devices(run: Run) -> list[DeviceFacts]:
+    keys: set[str] = set()
+    for group in run.plan:
+        keys |= {planned.case.device for planned in group.cases}
+    return [device for device in run.devices if device.key in keys]
 
 
-def _shown(value: object) -> str:
+def _describe_value(value: object) -> str:
     return "none" if value is None else " ".join(str(value).split())
 
 
-# With fewer machines nobody can say which one is odd.
+# With fewer machines it cannot be known which one is the outlier.
 LEAST_MACHINES = 6
-# A machine is odd if it is further from the middle of its kind than so many median absolute deviations. Where times of
-# machines without a fault scatter by 1% none is named, and by 10% one is in 7% of fleets of 7 machines, and 1% of 17.
+# A machine is an outlier beyond this many median absolute deviations from its kind's median. If the times of healthy
+# machines scatter by 1%, none is ever named; by 10%, one is named in 7% of fleets of 7 machines and in 1% of 17.
 LIMIT = 10.0
-# Smaller differences are not reported, however alike the others are.
+# Smaller differences are not reported, even if the other machines agree much better.
 LEAST_CHANGE = 0.05
 
 
-def deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, Deviation]:
-    """Returns the deviations of the machines of one kind, from their seconds by case; none for too few machines. Cases
-    that few machines have, and machines that have less than half of the other cases, are left out."""
+def find_deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, Deviation]:
+    """Returns the deviations of the machines of one kind, from their seconds by case; none for too few machines.
+
+    Cases that few machines have are left out, and machines that have less than half of the remaining cases.
+    """
+    # 1. Divide each time by the median over the machines that have the case.
     cases = [seconds for seconds in times.values() if len(seconds) >= LEAST_MACHINES]
-    by_machine = together(
-        (machine, value / median(seconds.values())) for seconds in cases for machine, value in seconds.items()
-    )
+    by_machine: dict[str, list[float]] = {}
+    for seconds in cases:
+        middle = median(seconds.values())
+        for machine, value in seconds.items():
+            by_machine.setdefault(machine, []).append(value / middle)
+    # 2. Each machine's ratio is that of its median case.
     ratios = {machine: median(values) for machine, values in by_machine.items() if 2 * len(values) >= len(cases)}
     if len(ratios) < LEAST_MACHINES:
         return {}
+    # 3. Measure the distance from the median ratio by the median distance of all.
     middle = median(ratios.values())
     spread = median(abs(ratio - middle) for ratio in ratios.values())
-    found = {}
+    deviations = {}
     for machine, ratio in ratios.items():
         distance = ratio - middle
-        score = distance / spread if spread else math.copysign(math.inf, distance) if distance else 0.0
-        found[machine] = Deviation(ratio, score, abs(score) > LIMIT and abs(distance) > LEAST_CHANGE)
-    return found
+        score = 0.0
+        if distance:
+            score = distance / spread if spread else math.copysign(math.inf, distance)
+        deviations[machine] = Deviation(ratio, score, abs(score) > LIMIT and abs(distance) > LEAST_CHANGE)
+    return deviations

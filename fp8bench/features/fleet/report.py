@@ -1,9 +1,10 @@
-"""Reads the runs of a fleet from a store, and says which machines stand out and why."""
+"""Reads the runs of a fleet from a store, and names the machines that stand out, with the reason."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -18,9 +19,9 @@ from fp8bench.features.fleet.machines import (
     MachineKind,
     MachineRun,
     Oddity,
-    deviations,
-    differences,
-    seen_of,
+    find_deviations,
+    find_differences,
+    summarize_run,
 )
 from fp8bench.files import is_locked
 from fp8bench.model import Run
@@ -32,214 +33,275 @@ from fp8bench.store.runs.listing import REFUSED, REMEDY, listing
 from fp8bench.store.runs.run_file import load_head, load_run
 from fp8bench.units import ratio
 
-_OTHERS = "are of no cell of the plan"
+_NO_CELL = "belong to no cell of the plan"
 _RUNNING = "are still being measured"
 
 
+@dataclass
+class _Reading:
+    """The runs of a store that count, the number of runs left out by reason, and sentences on what is wrong."""
+
+    runs: list[MachineRun] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+    doubts: list[str] = field(default_factory=list)
+
+    @property
+    def skipped_words(self) -> list[str]:
+        return [f"{count} run{'s' * (count != 1)}: {reason}" for reason, count in (+self.skipped).items()]
+
+
 def fleet_report(source: Path, store: Path, expected: Collection[str] = ()) -> FleetReport:
-    """Reports on a plan's runs in a store; or, if `source` is a store, on the plans beside its runs, else on all its
-    runs."""
+    """Reports on a plan's runs in a store. If `source` is a store, reports on the plans in it, or else on all its runs.
+
+    Raises UsageError if no run counts.
+    """
     if source.is_dir():
         store, plans = source, plans_of(source)
     else:
         plans = (read_plan(source),)
-    seen, left, doubts = _read(
-        store, lambda run: not plans or any(number_of(plan, run.cell) is not None for plan in plans)
-    )
-    if not seen and not expected:
-        what = f"run of the plan {plans[0].id}" if plans else "run"
-        why = "; ".join(_counts(left) or doubts[:1])
-        what_there_is = f"of {store} no run counts ({why.rstrip('.')})" if why else f"{store} has no {what}"
-        raise UsageError(f"{what_there_is}. Give --store DIR, or a store that `fleet collect` made.")
-    del left[REFUSED]  # each is named among the doubts
-    return report_of(seen, plans, expected, (*_counts(left), *doubts, *_failed_cells(store, plans)))
+
+    def belongs(run: Run) -> bool:
+        return not plans or any(number_of(plan, run.cell) is not None for plan in plans)
+
+    reading = _read(store, belongs)
+    if not reading.runs and not expected:
+        reasons = reading.skipped_words or reading.doubts[:1]
+        missing = f"run of the plan {plans[0].id}" if plans else "run"
+        problem = f"{store} has no {missing}"
+        if reasons:
+            problem = f"of {store} no run counts ({'; '.join(reasons).rstrip('.')})"
+        raise UsageError(f"{problem}. Give --store DIR, or a store that `fleet collect` made.")
+    del reading.skipped[REFUSED]  # each of these is among the doubts
+    excluded = (*reading.skipped_words, *reading.doubts, *_describe_failed_cells(store, plans))
+    return build_report(reading.runs, plans, expected, excluded)
 
 
 def fleet_of(runs: Sequence[Run], store: Path) -> FleetReport | None:
-    """Reports on all runs of the store that are cells of the same plans as `runs`; None if these are of no plan."""
-    wanted = {run.fleet_plan for run in runs} - {""}
-    if not wanted:
+    """Reports on all runs of the store that belong to the same plans as `runs`; None if these belong to none."""
+    names = {run.fleet_plan for run in runs} - {""}
+    if not names:
         return None
+    plans: tuple[FleetPlan, ...] = ()
+    problems: list[str] = []
     try:
-        plans = tuple(plan for plan in plans_of(store) if plan.id in wanted)
-        troubles: tuple[str, ...] = ()
+        plans = tuple(plan for plan in plans_of(store) if plan.id in names)
     except UsageError as error:
-        plans, troubles = (), (str(error),)
-    seen, _, doubts = _read(store, lambda run: run.fleet_plan in wanted)
-    return report_of(seen, plans, (), (*troubles, *doubts, *_failed_cells(store, plans)))
+        problems.append(str(error))
+    reading = _read(store, lambda run: run.fleet_plan in names)
+    return build_report(reading.runs, plans, (), (*problems, *reading.doubts, *_describe_failed_cells(store, plans)))
 
 
-def _counts(left: Counter[str]) -> list[str]:
-    return [f"{count} run{'s' * (count != 1)}: {why}" for why, count in (+left).items()]
-
-
-def _read(store: Path, wanted: Callable[[Run], bool]) -> tuple[list[MachineRun], Counter[str], list[str]]:
-    """Returns runs that are wanted by their headers, how many were left out and why, and what is wrong. Runs are
-    loaded one after the other: memory may not hold all."""
-    there = listing(store)
-    doubts = there.notes(there.refused)
-    left = there.left
-    seen: list[tuple[MachineRun, Path, int | None]] = []
-    for path in there.files:
+def _read(store: Path, belongs: Callable[[Run], bool]) -> _Reading:
+    """Reads the runs whose headers belong. Runs are loaded one after the other: memory may not hold all of them."""
+    files = listing(store)
+    reading = _Reading(skipped=files.left, doubts=files.notes(files.refused))
+    finished: list[tuple[MachineRun, Path, int | None]] = []
+    for path in files.files:
         try:
-            if not wanted(load_head(path)):
-                left[_OTHERS] += 1
+            if not belongs(load_head(path)):
+                reading.skipped[_NO_CELL] += 1
                 continue
-            running, run = is_locked(path), load_run(path)
+            is_running, run = is_locked(path), load_run(path)
         except (StoreError, RunNotFound) as error:
-            doubts.append(str(error))
+            reading.doubts.append(str(error))
             continue
         except OSError as error:
-            doubts.append(f"{path} could not be read ({error.strerror})")
+            reading.doubts.append(f"{path} could not be read ({error.strerror})")
             continue
-        doubts += [f"{path}: {trouble}" for trouble in run.troubles]
-        if running:
-            left[_RUNNING] += 1
+        reading.doubts += [f"{path}: {trouble}" for trouble in run.troubles]
+        if is_running:
+            reading.skipped[_RUNNING] += 1
         else:
-            seen.append((seen_of(run), path, _digest_of_times(run)))
-    counting, copies = _measured_once(seen)
-    return counting, left, [*doubts, *copies]
+            finished.append((summarize_run(run), path, _digest_times(run)))
+    _drop_copies(finished, reading)
+    return reading
 
 
-def _digest_of_times(run: Run) -> int | None:
-    """Returns a digest of all times of a run, valid in this process; None where it has none."""
+def _digest_times(run: Run) -> int | None:
+    """Returns a digest of all times of a run, valid in this process only; None if the run has no times."""
     times = tuple((record.case.id, record.timing.slots) for record in run.records if record.timing is not None)
     return hash(times) if times else None
 
 
-def _measured_once(seen: Sequence[tuple[MachineRun, Path, int | None]]) -> tuple[list[MachineRun], list[str]]:
-    """Drops runs of several machines with the same times to the nanosecond, and says so. Only one machine can have
-    measured them, and nobody knows which."""
-    alike = together((samples, (run.machine, str(path))) for run, path, samples in seen if samples is not None)
-    copied = {samples: runs for samples, runs in alike.items() if len({machine for machine, _ in runs}) > 1}
-    doubts = [
-        f"{' and '.join(path for _, path in runs)} have the same times to the nanosecond under the machines "
-        f"{' and '.join(sorted({machine for machine, _ in runs}))}, so that none of them counts. {REMEDY}"
-        for runs in copied.values()
-    ]
-    return [run for run, _, samples in seen if samples not in copied], doubts
+def _drop_copies(finished: Sequence[tuple[MachineRun, Path, int | None]], reading: _Reading) -> None:
+    """Adds the finished runs to the reading, except runs of several machines that have equal times to the nanosecond.
+
+    Only one machine can have measured such times, and nothing says which one.
+    """
+    by_times = together((digest, (run.machine, path)) for run, path, digest in finished if digest is not None)
+    copied: set[int | None] = set()
+    for digest, owners in by_times.items():
+        machines = sorted({machine for machine, _ in owners})
+        if len(machines) > 1:
+            copied.add(digest)
+            paths = " and ".join(str(path) for _, path in owners)
+            reading.doubts.append(
+                f"{paths} have the same times to the nanosecond under the machines {' and '.join(machines)}, so none "
+                f"of them counts. {REMEDY}"
+            )
+    reading.runs += [run for run, _, digest in finished if digest not in copied]
 
 
-def _failed_cells(store: Path, plans: tuple[FleetPlan, ...]) -> list[str]:
-    """Describes cells whose process ended without a run, if the store is the one they were measured into, and cells
-    with damaged files."""
-    return [
-        f"cell {state.number} of plan {plan.id} {words}"
-        for plan in plans for state in states_of(plan, store)
-        for where in [f" on {state.attempts[-1].host}" if state.attempts else ""]
-        for words in (*[f"failed{where}: {state.why}"][: state.status is CellStatus.FAILED],
-                      *(f"is damaged: {sentence}" for sentence in state.damage))
-    ]  # fmt: skip
+def _describe_failed_cells(store: Path, plans: Sequence[FleetPlan]) -> Iterator[str]:
+    """Yields a sentence for each cell of this store that ended without a run, and for each damaged file of a cell."""
+    for plan in plans:
+        for state in states_of(plan, store):
+            cell = f"cell {state.number} of plan {plan.id}"
+            if state.status is CellStatus.FAILED:
+                where = f" on {state.attempts[-1].host}" if state.attempts else ""
+                yield f"{cell} failed{where}: {state.why}"
+            for sentence in state.damage:
+                yield f"{cell} is damaged: {sentence}"
 
 
-def report_of(
-    seen: Sequence[MachineRun],
+def build_report(
+    runs: Sequence[MachineRun],
     plans: Sequence[FleetPlan] = (),
     expected: Collection[str] = (),
     excluded: Sequence[str] = (),
 ) -> FleetReport:
-    """Makes the report of some runs. `expected` are machines that should have sent something."""
-    members = _kinds(seen)
-    figures: list[FleetFigure] = []
+    """Builds the report of some runs. `expected` are machines that should have sent something."""
+    # 1. Compare machines within each kind; other kinds are described by their differences from the first one.
     kinds: list[MachineKind] = []
-    for place, ((hardware, software), runs) in enumerate(members.items()):
-        name = chr(ord("A") + place % 26) + (str(place // 26) if place >= 26 else "")  # A, B, ..., Z, A1, ...
-        times = _times(runs)
+    figures: list[FleetFigure] = []
+    for (hardware, software), members in _group_by_kind(runs).items():
+        name = _kind_name(len(kinds))
+        times = _median_times(members)
         figures += [FleetFigure(case, name, seconds) for case, seconds in times.items()]
-        first = kinds[0] if kinds else MachineKind(name, (), hardware, software)
-        differs = *differences(hardware, first.hardware), *differences(software, first.software)
-        machines = tuple(sorted({run.machine for run in runs}))
-        kinds.append(MachineKind(name, machines, hardware, software, differs, deviations(times)))
-    settings = dict.fromkeys(cell.setting for plan in plans for cell in plan.cells)
-    settings |= dict.fromkeys(setting for run in seen for setting in (*run.whole, *run.cut))
-    done = {setting for run in seen for setting in run.whole}
-    alarms = (*_of_software(kinds), *_of_times(kinds), *of_coverage(seen, expected), *_of_failures(seen))
+        machines = tuple(sorted({run.machine for run in members}))
+        differs: tuple[str, ...] = ()
+        if kinds:
+            differs = (*find_differences(hardware, kinds[0].hardware), *find_differences(software, kinds[0].software))
+        kinds.append(MachineKind(name, machines, hardware, software, differs, find_deviations(times)))
+
+    # 2. Find the settings that no machine has measured completely.
+    settings: dict[str, None] = {}
+    for plan in plans:
+        settings |= dict.fromkeys(cell.setting for cell in plan.cells)
+    complete: set[str] = set()
+    for run in runs:
+        settings |= dict.fromkeys((*run.whole, *run.cut))
+        complete |= set(run.whole)
+
+    # 3. Name the machines that stand out.
+    alarms = [*_find_other_software(kinds), *_find_outliers(kinds), *find_gaps(runs, expected), *_find_failures(runs)]
+    order = list(Oddity)
+    alarms.sort(key=lambda alarm: (alarm.machine, order.index(alarm.what)))
+    why_not = {kind.name: "; ".join(find_differences(kind.software, kinds[0].software)) for kind in kinds[1:]}
     return FleetReport(
-        tuple(_machines(seen, kinds)), tuple(kinds), tuple(figures),
-        tuple(sorted(alarms, key=lambda alarm: (alarm.machine, list(Oddity).index(alarm.what)))),
-        len(settings), tuple(setting for setting in settings if setting not in done),
-        tuple(excluded),
-        {kind.name: why for kind in kinds[1:] if (why := "; ".join(differences(kind.software, kinds[0].software)))},
-    )  # fmt: skip
+        machines=tuple(_summarize_machines(runs, kinds)),
+        kinds=tuple(kinds),
+        figures=tuple(figures),
+        alarms=tuple(alarms),
+        settings=len(settings),
+        lacking=tuple(setting for setting in settings if setting not in complete),
+        excluded=tuple(excluded),
+        why_not={name: words for name, words in why_not.items() if words},
+    )
 
 
-def _kinds(seen: Sequence[MachineRun]) -> dict[tuple[Fields, Fields], list[MachineRun]]:
-    members = together(((run.hardware, run.software), run) for run in seen)
-    return dict(sorted(members.items(), key=lambda pair: (-len({run.machine for run in pair[1]}), pair[0])))
+def _kind_name(number: int) -> str:
+    """Returns A, B, ..., Z, A1, B1, ..."""
+    return chr(ord("A") + number % 26) + (str(number // 26) if number >= 26 else "")
 
 
-def _times(runs: Sequence[MachineRun]) -> dict[str, dict[str, float]]:
-    by_case = together((case, (run.machine, seconds)) for run in runs for case, seconds in run.times.items())
-    return {case: {name: median(values) for name, values in together(pairs).items()} for case, pairs in by_case.items()}
+def _group_by_kind(runs: Sequence[MachineRun]) -> dict[tuple[Fields, Fields], list[MachineRun]]:
+    """Returns the runs by hardware and software, the kind with the most machines first."""
+    kinds = together(((run.hardware, run.software), run) for run in runs)
+    return dict(sorted(kinds.items(), key=lambda pair: (-len({run.machine for run in pair[1]}), pair[0])))
 
 
-def _machines(seen: Sequence[MachineRun], kinds: Sequence[MachineKind]) -> Iterator[Machine]:
-    last = {name: deviation for kind in kinds for name, deviation in kind.deviations.items()}
-    for name, runs in sorted(_by_machine(seen).items()):
-        deviation = last.get(name)
+def _median_times(runs: Sequence[MachineRun]) -> dict[str, dict[str, float]]:
+    """Returns each machine's median seconds, by case and machine."""
+    samples: dict[str, dict[str, list[float]]] = {}
+    for run in runs:
+        for case, seconds in run.times.items():
+            samples.setdefault(case, {}).setdefault(run.machine, []).append(seconds)
+    return {case: {name: median(values) for name, values in machines.items()} for case, machines in samples.items()}
+
+
+def _summarize_machines(runs: Sequence[MachineRun], kinds: Sequence[MachineKind]) -> Iterator[Machine]:
+    for name, members in sorted(_group_by_machine(runs).items()):
+        own_kinds = [kind for kind in kinds if name in kind.machines]
+        deviations = [kind.deviations[name] for kind in own_kinds if name in kind.deviations]
+        whole, failed = set[str](), set[str]()
+        for run in members:
+            whole |= set(run.whole)
+            failed |= run.failed.keys()
         yield Machine(
-            name, tuple(kind.name for kind in kinds if name in kind.machines), len(runs),
-            len({setting for run in runs for setting in run.whole}),
-            len({case for run in runs for case in run.failed}),
-            deviation.ratio if deviation else None, deviation.score if deviation else None,
-        )  # fmt: skip
+            name=name,
+            kinds=tuple(kind.name for kind in own_kinds),
+            runs=len(members),
+            whole=len(whole),
+            failed=len(failed),
+            ratio=deviations[-1].ratio if deviations else None,
+            score=deviations[-1].score if deviations else None,
+        )
 
 
-def _by_machine(seen: Sequence[MachineRun]) -> dict[str, list[MachineRun]]:
-    return together((run.machine, run) for run in seen)
+def _group_by_machine(runs: Sequence[MachineRun]) -> dict[str, list[MachineRun]]:
+    return together((run.machine, run) for run in runs)
 
 
-def _of_software(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
+def _find_other_software(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
     """Names machines whose software or settings differ from those of more machines with the same hardware."""
-    for place, kind in enumerate(kinds):
-        larger = next((other for other in kinds[:place] if other.hardware == kind.hardware), None)
+    for number, kind in enumerate(kinds):
+        larger = next((other for other in kinds[:number] if other.hardware == kind.hardware), None)
         if larger is not None and len(larger.machines) > len(kind.machines):
-            why = "; ".join(differences(kind.software, larger.software))
-            words = f"{why}, as {len(larger.machines)} others of its hardware have it: not compared"
+            differences = "; ".join(find_differences(kind.software, larger.software))
+            words = f"{differences}, as {len(larger.machines)} others of its hardware have it: not compared"
             yield from (MachineAlarm(machine, Oddity.SOFTWARE, words) for machine in kind.machines)
 
 
-def _of_times(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
+def _find_outliers(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
     for kind in kinds:
         for machine, deviation in kind.deviations.items():
             if deviation.odd:
                 what = Oddity.SLOW if deviation.score > 0 else Oddity.FAST
                 times = f"{ratio(deviation.ratio)} the time of the median of its kind, in its median case"
-                far = f"{abs(deviation.score):.0f} median absolute deviations away, the limit is {LIMIT:.0f}"
-                yield MachineAlarm(machine, what, f"{times} ({far})")
+                distance = f"{abs(deviation.score):.0f} median absolute deviations away, the limit is {LIMIT:.0f}"
+                yield MachineAlarm(machine, what, f"{times} ({distance})")
 
 
-def of_coverage(seen: Sequence[MachineRun], expected: Collection[str]) -> Iterator[MachineAlarm]:
+def find_gaps(runs: Sequence[MachineRun], expected: Collection[str]) -> Iterator[MachineAlarm]:
     """Names machines whose runs were cut off, that lack what at least half of the others have, or that sent nothing."""
-    own = _by_machine(seen)
-    # Mappings keep an order: the same runs give the same words.
-    whole = {machine: dict.fromkeys(setting for run in runs for setting in run.whole) for machine, runs in own.items()}
-    for machine, runs in own.items():
-        cut = {setting: run.run for run in runs for setting in run.cut if setting not in whole[machine]}
+    by_machine = _group_by_machine(runs)
+    # Dictionaries instead of sets, so that the same runs give the same words.
+    whole: dict[str, dict[str, None]] = {}
+    for machine, members in by_machine.items():
+        whole[machine] = {}
+        for run in members:
+            whole[machine] |= dict.fromkeys(run.whole)
+    for machine, members in by_machine.items():
+        cut: dict[str, str] = {}
+        for run in members:
+            cut |= {setting: run.run for setting in run.cut if setting not in whole[machine]}
         if cut:
-            which = listed([f"{setting} (run {run})" for setting, run in cut.items()])
-            yield MachineAlarm(
-                machine, Oddity.CUT_OFF, f"{len(cut)} of its cells were cut off and not resumed: {which}"
-            )
-        others = [have for name, have in whole.items() if name != machine]
-        common = Counter(setting for have in others for setting in have)
-        wanted = [setting for setting, count in common.items() if count > 1 and 2 * count >= len(others)]
-        lacking = [setting for setting in wanted if setting not in whole[machine] and setting not in cut]
+            names = listed([f"{setting} (run {run})" for setting, run in cut.items()])
+            words = f"{len(cut)} of its cells were cut off and not resumed: {names}"
+            yield MachineAlarm(machine, Oddity.CUT_OFF, words)
+        counts: Counter[str] = Counter()
+        for name, settings in whole.items():
+            if name != machine:
+                counts.update(settings.keys())
+        common = [setting for setting, count in counts.items() if count > 1 and 2 * count >= len(whole) - 1]
+        lacking = [setting for setting in common if setting not in whole[machine] and setting not in cut]
         if lacking:
-            count = f"{len(lacking)} of {len(wanted)} cells"
-            yield MachineAlarm(
-                machine, Oddity.MISSING, f"{count} that other machines measured are missing: {listed(lacking)}"
-            )
-    for machine in sorted(set(expected) - own.keys()):
-        yield MachineAlarm(machine, Oddity.MISSING, "nothing came of it")
+            words = f"{len(lacking)} of {len(common)} cells that other machines measured are missing: {listed(lacking)}"
+            yield MachineAlarm(machine, Oddity.MISSING, words)
+    for machine in sorted(set(expected) - by_machine.keys()):
+        yield MachineAlarm(machine, Oddity.MISSING, "it sent nothing")
 
 
-def _of_failures(seen: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
-    good = {case for run in seen for case in run.times}
-    for machine, runs in _by_machine(seen).items():
-        failed = {case: why for run in runs for case, why in run.failed.items() if case in good}
+def _find_failures(runs: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
+    measured: set[str] = set()
+    for run in runs:
+        measured |= run.times.keys()
+    for machine, members in _group_by_machine(runs).items():
+        failed: dict[str, str] = {}
+        for run in members:
+            failed |= {case: reason for case, reason in run.failed.items() if case in measured}
         if failed:
-            case, why = next(iter(failed.items()))
-            yield MachineAlarm(
-                machine, Oddity.FAILED, f"{len(failed)} of the cases that others measured failed: {case} ({why})"
-            )
+            case, reason = next(iter(failed.items()))
+            words = f"{len(failed)} of the cases that others measured failed: {case} ({reason})"
+            yield MachineAlarm(machine, Oddity.FAILED, words)

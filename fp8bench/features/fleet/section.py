@@ -14,8 +14,8 @@ from fp8bench.report.words.naming import fact
 
 @section("fleet", "Fleet", 99)
 def fleet_section(material: Material) -> Iterator[Element]:
-    """All runs of the plan in this store. Only machines of a kind, with the same hardware, software and settings, are
-    held against each other.
+    """All runs of the plan in this store. Only machines with the same hardware, software and settings are compared
+    with each other.
     """
     runs, store = [entry.run for entry in material.entries], material.store
     report = fleet_of(runs, store) if store is not None else None
@@ -27,7 +27,8 @@ def fleet_section(material: Material) -> Iterator[Element]:
         yield Text(f"This run is cell {number} of plan {run.fleet_plan}, measured on {fact(run, 'machine')}.")
     for part in report_page(report, "", drawn=True).parts:
         for element in part.elements:
-            yield (
-                replace(element, name=f"fleet-{part.name}", caption=part.title, main=False, folded=part.name == "cases")
-                if isinstance(element, Table) else element
-            )  # fmt: skip
+            if isinstance(element, Table):
+                folded = part.name == "cases"
+                yield replace(element, name=f"fleet-{part.name}", caption=part.title, main=False, folded=folded)
+            else:
+                yield element

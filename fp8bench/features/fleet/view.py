@@ -1,4 +1,4 @@
-"""Shows a fleet's machines side by side, and where its cells stand."""
+"""Shows the machines of a fleet side by side, and the states of its cells."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mar
 from fp8bench.report.panels import together
 
 LEGEND = (
-    "kind: machines with the same hardware, software and settings; only these are held against each other one by one",
-    "time of a case: the median call of each machine, and of these the median over a kind, the fastest and the slowest",
+    "kind: machines with the same hardware, software and settings; only these are compared with each other",
+    "time of a case: the median call of each machine; of these the median over the kind, the fastest and the slowest",
     "time of a machine: its time over the median of its kind, in its median case",
     f"slow, fast: more than {LIMIT:.0f} median absolute deviations (MADs) from the median of its kind, and more than "
     + units.percent(LEAST_CHANGE, 0),
-    f"times: of a kind with fewer than {LEAST_MACHINES} machines no time is judged",
+    f"times: outliers are named only in kinds of at least {LEAST_MACHINES} machines",
 )
 
 
@@ -46,7 +46,7 @@ def _named(report: FleetReport) -> Table | Text:
 
 
 def _machines(report: FleetReport) -> Table:
-    named = named_for(report)
+    problems = _problems_by_machine(report)
     cols: list[Col[Machine]] = [
         Col("machine", lambda machine: machine.name),
         Col("kind", lambda machine: ", ".join(machine.kinds)),
@@ -56,8 +56,8 @@ def _machines(report: FleetReport) -> Table:
         Col("time", lambda machine: machine.ratio, number=True, show=units.ratio, hint="median case over its kind's"),
         Col("MADs", lambda machine: machine.score, number=True, show=lambda score: f"{score:+.1f}",
             hint="distance from the median of its kind, in median absolute deviations"),
-        Col("problem", lambda machine: named.get(machine.name),
-            tone=lambda machine: Tone.BAD if machine.name in named else Tone.PLAIN),
+        Col("problem", lambda machine: problems.get(machine.name),
+            tone=lambda machine: Tone.BAD if machine.name in problems else Tone.PLAIN),
     ]  # fmt: skip
     return table("machines", "", cols, report.machines)
 
@@ -65,9 +65,11 @@ def _machines(report: FleetReport) -> Table:
 def _charts(report: FleetReport) -> Iterator[Bars]:
     groups = []
     for kind in report.kinds:
-        marks = [Mark(name, deviation.ratio, tone=Tone.BAD if deviation.odd else Tone.PLAIN)
-                 for name, deviation in sorted(kind.deviations.items())]  # fmt: skip
-        groups += [(f"kind {kind.name}", tuple(marks))] if marks else []
+        marks = []
+        for name, deviation in sorted(kind.deviations.items()):
+            marks.append(Mark(name, deviation.ratio, tone=Tone.BAD if deviation.odd else Tone.PLAIN))
+        if marks:
+            groups.append((f"kind {kind.name}", tuple(marks)))
     if groups:
         words = "Each machine's time in its median case over the median of its kind, which is 1. Red: an outlier."
         axis = ChartAxis("time ratio", "x")
@@ -95,9 +97,10 @@ def _cases(report: FleetReport) -> Table:
     figures = sorted(report.figures, key=lambda figure: figure.case)
     first = {figure.case: figure for figure in figures if figure.kind == report.kinds[0].name}
 
-    def to_first(figure: FleetFigure) -> float | None:
-        lead = first.get(figure.case, figure)
-        return None if lead is figure or report.why_not.get(figure.kind) else figure.middle / lead.middle
+    def compare_with_first(figure: FleetFigure) -> float | None:
+        reference = first.get(figure.case, figure)
+        is_comparable = reference is not figure and figure.kind not in report.why_not
+        return figure.middle / reference.middle if is_comparable else None
 
     cols: list[Col[FleetFigure]] = [
         Col("case", lambda figure: figure.case),
@@ -106,7 +109,7 @@ def _cases(report: FleetReport) -> Table:
         Col("time", lambda figure: figure.middle, number=True, unit="s"),
         Col("fastest", lambda figure: min(figure.seconds.values()), number=True, unit="s"),
         Col("slowest", lambda figure: max(figure.seconds.values()), number=True, unit="s"),
-        Col("to A", to_first, number=True, show=units.ratio, unit="x"),
+        Col("to A", compare_with_first, number=True, show=units.ratio, unit="x"),
         Col("not compared for", lambda figure: report.why_not.get(figure.kind, ""), below=True),
     ]
     return table("cases", "", cols, figures, main=True)
@@ -115,23 +118,23 @@ def _cases(report: FleetReport) -> Table:
 def _coverage(report: FleetReport) -> Iterator[Element]:
     whole = report.settings - len(report.lacking)
     yield Text(f"{whole} of {report.settings} cells were measured completely by at least one machine.")
-    yield Items(tuple(Text(f"by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
+    yield Items(tuple(Text(f"measured by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
     yield Items(tuple(Text(words, Tone.DOUBT) for words in report.excluded))
 
 
 _TONES = {CellStatus.DONE: Tone.GOOD, CellStatus.FAILED: Tone.BAD, CellStatus.DAMAGED: Tone.BAD}
 _LEGEND = (
-    "begun: a run was cut off, and is resumed by the next worker where machine and software are the same",
-    "damaged: files of it are not as they were written; a worker measures it again, and leaves them as they are",
-    "took: seconds of the last attempt, the start of its process included",
+    "begun: a run was cut off; the next worker resumes it if machine and software are the same",
+    "damaged: its files have changed since they were written; a worker measures it again and leaves them unchanged",
+    "took: the duration of the last attempt, with the start of its process",
 )
 
 
-def why_of(state: CellState) -> str:
-    return "; ".join(filter(None, (state.why, *state.damage)))
+def describe_problems(state: CellState) -> str:
+    return "; ".join(words for words in (state.why, *state.damage) if words)
 
 
-def counts_of(states: Sequence[CellState]) -> str:
+def describe_counts(states: Sequence[CellState]) -> str:
     counts = Counter(state.status for state in states)
     return ", ".join(f"{counts[status]} {status}" for status in CellStatus if counts[status])
 
@@ -145,43 +148,53 @@ def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
         Col("machine", lambda state: state.machine or None),
         Col("attempts", lambda state: str(len(state.attempts)), number=True),
         Col("took", lambda state: units.seconds(state.attempts[-1].seconds) if state.attempts else None, number=True),
-        Col("why", why_of, below=True),
+        Col("why", describe_problems, below=True),
     ]
-    cases = sum((Counter(dict(state.cases)) for state in states), Counter[str]())
-    machines = sorted({state.machine for state in states if state.machine})
-    planned = sum(len(cell.cases) for cell in plan.cells)
-    covered = f"Of {planned} cases {cases['ok']} were measured" + "".join(
-        f", {cases[status]} {status}" for status in ("skipped", "failed") if cases[status]
-    ) + (f", on {', '.join(machines)}" if machines else "")  # fmt: skip
-    elements = table("cells", "", cols, states), Text(f"{counts_of(states)}."), Text(f"{covered}.")
+    coverage = _describe_coverage(plan, states)
+    elements = table("cells", "", cols, states), Text(f"{describe_counts(states)}."), Text(coverage)
     return Page(
         f"plan {plan.id}: {plan.request.suite} in {len(plan.cells)} cells", "", (Part("cells", "", elements),), _LEGEND
     )
+
+
+def _describe_coverage(plan: FleetPlan, states: Sequence[CellState]) -> str:
+    counts: Counter[str] = Counter()
+    for state in states:
+        counts.update(dict(state.cases))
+    words = [f"Of {sum(len(cell.cases) for cell in plan.cells)} cases {counts['ok']} were measured"]
+    words += [f"{counts[status]} {status}" for status in ("skipped", "failed") if counts[status]]
+    machines = sorted({state.machine for state in states if state.machine})
+    if machines:
+        words.append(f"on {', '.join(machines)}")
+    return f"{', '.join(words)}."
 
 
 CASE_COLUMNS = ("kind", "machine", "case", "seconds", "ratio", "named_for")
 
 
 def report_rows(report: FleetReport) -> Rows:
-    named = named_for(report)
-    return CASE_COLUMNS, [
-        (figure.kind, machine, figure.case, seconds, seconds / figure.middle, named.get(machine, ""))
-        for figure in report.figures for machine, seconds in sorted(figure.seconds.items())
-    ]  # fmt: skip
+    """Returns a row for each case on each machine."""
+    problems = _problems_by_machine(report)
+    rows = []
+    for figure in report.figures:
+        for machine, seconds in sorted(figure.seconds.items()):
+            relative = seconds / figure.middle
+            rows.append((figure.kind, machine, figure.case, seconds, relative, problems.get(machine, "")))
+    return CASE_COLUMNS, rows
 
 
-def named_for(report: FleetReport) -> dict[str, str]:
-    named = together((alarm.machine, alarm.what.value) for alarm in report.alarms)
-    return {machine: ", ".join(dict.fromkeys(words)) for machine, words in named.items()}
+def _problems_by_machine(report: FleetReport) -> dict[str, str]:
+    problems = together((alarm.machine, alarm.what.value) for alarm in report.alarms)
+    return {machine: ", ".join(dict.fromkeys(words)) for machine, words in problems.items()}
 
 
 def status_rows(plan: FleetPlan, states: Sequence[CellState]) -> Rows:
-    """Returns a row for each cell; `seconds` are those of its last attempt."""
+    """Returns a row for each cell; `seconds` is the duration of its last attempt."""
     rows = [
         {
             "plan": plan.id, "cell": state.number, "setting": state.cell.setting, "status": state.status.value,
             "run": state.run, "machine": state.machine, "attempts": len(state.attempts),
-            "seconds": state.attempts[-1].seconds if state.attempts else None, "why": why_of(state),
+            "seconds": state.attempts[-1].seconds if state.attempts else None, "why": describe_problems(state),
         }
         for state in states
     ]  # fmt: skip

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from fp8bench.features.fleet.machines import LEAST_CHANGE, LIMIT, MachineRun, deviations
-from fp8bench.features.fleet.report import of_coverage
+from fp8bench.features.fleet.machines import LEAST_CHANGE, LIMIT, MachineRun, find_deviations
+from fp8bench.features.fleet.report import find_gaps
 from tests.counts import for_each
 
 
@@ -27,7 +27,7 @@ def fleet(
 
 
 def odd(times: dict[str, dict[str, float]]) -> set[str]:
-    return {machine for machine, deviation in deviations(times).items() if deviation.odd}
+    return {machine for machine, deviation in find_deviations(times).items() if deviation.odd}
 
 
 @for_each(("machines", "spread", "most"), [(7, 0.01, 1), (7, 0.1, 30), (17, 0.1, 8)])
@@ -49,18 +49,18 @@ def test_a_machine_is_as_far_as_its_median_case_in_median_deviations() -> None:
     times = {case: {machine: scale * ratio for machine, ratio in ratios.items()} for case, scale in
              (("one", 1.0), ("two", 3.0), ("three", 7.0))}  # fmt: skip
     times["two"]["f"] = 900.0
-    deviation = deviations(times)["f"]
+    deviation = find_deviations(times)["f"]
     assert deviation.ratio == pytest.approx(1.5) and deviation.score == pytest.approx(25) and deviation.odd
     times["one"]["f"] = times["three"]["f"] = 1.0
     ratios = {"f": 1.0 + 0.02 * (LIMIT - 0.1)}
     for case, scale in (("one", 1.0), ("three", 7.0)):
         times[case]["f"] = scale * ratios["f"]
-    assert not deviations(times)["f"].odd
+    assert not find_deviations(times)["f"].odd
 
 
 def test_too_few_and_too_alike() -> None:
     """Five machines show nothing; among equal ones a small change is ignored, and a large one is not."""
-    assert deviations(fleet(np.random.default_rng(3), 5, 4, 0.01, m0=9.0)) == {}
+    assert find_deviations(fleet(np.random.default_rng(3), 5, 4, 0.01, m0=9.0)) == {}
     equal = dict.fromkeys("uvwxyz", 1.0)
     assert not odd({"a": equal})
     assert not odd({"a": {**equal, "z": 1 + LEAST_CHANGE / 2}})
@@ -74,6 +74,6 @@ def test_cells_that_are_missing_are_named_in_the_order_of_the_runs() -> None:
         MachineRun(machine, machine, (), (), tuple(whole), (), {}, {})
         for machine, whole in (("one", settings), ("two", settings), ("three", settings[:1]))
     ]
-    (alarm,) = of_coverage(runs, ())
+    (alarm,) = find_gaps(runs, ())
     assert alarm.machine == "three"
     assert alarm.words.endswith(f"are missing: {', '.join(settings[1:5])} and 7 more")
