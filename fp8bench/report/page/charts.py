@@ -38,7 +38,7 @@ def worth_drawing(chart: AnyChart) -> bool:
 def _points(chart: AnyChart) -> int:
     match chart:
         case Bars():
-            return sum(len(marks) for _, marks in chart.groups)
+            return sum(1 + len(mark.samples) for _, marks in chart.groups for mark in marks)
         case Scatter():
             return len(chart.points)
         case Stacks():
@@ -104,7 +104,7 @@ def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
             return [Col("at", itemgetter(0)), series, *_ends(chart.axis), _notes(lines)], lines
         case Scatter():
             points = [(point.series, point) for point in chart.points]
-            axes = [_number(axis.title, attrgetter(name), axis.unit) for name, axis in (("x", chart.x), ("y", chart.y))]
+            axes = [_number(axis.title, attrgetter(name), axis) for name, axis in (("x", chart.x), ("y", chart.y))]
             return [Col("series", itemgetter(0)), Col("case", _name), *axes, _notes(points)], points
         case Stacks():
             parts = [_at(chart.parts[part], part, chart.axis.unit) for part in chart.present]
@@ -123,8 +123,8 @@ def _name(row: Sequence[Any]) -> Field:
     return Field(row[-1].label, tone=row[-1].tone)
 
 
-def _number(title: str, of: Callable[[Any], float | None], unit: str) -> Col[Any]:
-    return Col(title, lambda row: of(row[-1]), number=True, unit=unit)
+def _number(title: str, of: Callable[[Any], float | None], axis: ChartAxis) -> Col[Any]:
+    return Col(title, lambda row: of(row[-1]), number=True, unit=axis.unit, show=axis.show)
 
 
 def _at(title: str, place: int, unit: str = "") -> Col[Any]:
@@ -134,7 +134,7 @@ def _at(title: str, place: int, unit: str = "") -> Col[Any]:
 
 def _ends(axis: ChartAxis) -> Sequence[Col[Any]]:
     names = {axis.title: "value", "low": "low", "high": "high"}
-    return [_number(title, attrgetter(name), axis.unit) for title, name in names.items()]
+    return [_number(title, attrgetter(name), axis) for title, name in names.items()]
 
 
 def _notes(rows: Sequence[Sequence[Any]]) -> Col[Any]:

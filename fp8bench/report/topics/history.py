@@ -12,7 +12,7 @@ from fp8bench.report.elements import ChartAxis, Element, Field, Lines, Mark, Tab
 from fp8bench.report.page.section import Material, PastSeries, section
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.history import value as shown
-from fp8bench.report.words.naming import listed, many
+from fp8bench.report.words.naming import figure_words, listed, many
 
 TIME = "time"
 _ENERGY = "energy"
@@ -23,7 +23,7 @@ _MOST_LINES = 6
 _PER_WORK = "seconds_per_"
 # A figure, and its value, which is a number.
 _Told = tuple[Figure, float]
-NONE_YET = "No earlier runs of these cases are kept: the next one on another commit begins a line."
+NONE_YET = "No earlier commits of these cases are kept: the next run on another commit begins a line."
 
 
 @section("history", "History", 110)
@@ -134,7 +134,7 @@ def _table(known: Sequence[PastSeries]) -> Table:
     cols: list[Col[_Row]] = [
         Col("case", case, tone=lambda row: Tone.DOUBT if row[0].emulated else Tone.PLAIN),
         Col("metric", lambda row: Field(
-            row[0].trend.series.metric, hint=f"{row[0].trend.name} on {row[0].machine}")),
+            figure_words(row[0].trend.series.metric), hint=f"{row[0].trend.name} on {row[0].machine}")),
         Col("previous", lambda row: cell(row[0], row[1]), number=True),
         Col("last", lambda row: cell(row[0], row[2]), number=True),
         Col("change", lambda row: row[3], number=True, show=units.change,

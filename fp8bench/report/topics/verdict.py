@@ -29,7 +29,7 @@ from fp8bench.report.case_status import (
 from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import NamedCase, Panel, Result, together
-from fp8bench.report.topics.answers import find_answer
+from fp8bench.report.topics.answers import find_answer, verdict_word
 from fp8bench.report.topics.energy import ratio_against
 from fp8bench.report.topics.memory import share_of
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
@@ -148,7 +148,7 @@ def _rows(entry: Entry, name_suites: bool) -> Iterator[tuple[str, tuple[Field, .
 
 def _speed(cases: Sequence[NamedCase]) -> Field:
     """Its verdict if all cases have the same; 'mostly faster' if most have."""
-    words = Counter(status_words(result).replace(units.NONE, "not timed") for _, result in cases)
+    words = Counter(verdict_word(result) for _, result in cases)
     (word, number), *others = words.most_common()
     speeds = [speed for _, result in cases if (speed := speed_up(result))]
     points = [speed.point for speed in speeds]

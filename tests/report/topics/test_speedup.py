@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
+
+from fp8bench.analysis.findings import findings
 from fp8bench.model import Interval, Label, Verdict
 from fp8bench.report.elements import Bars, Scatter
+from tests.fakes import record, timing
 from tests.materials import Made, emulated_with_a_ratio, of_kind, part, recased, with_errors
-from tests.runs import gemm, judged, transformer
+from tests.runs import gemm, judged, run_of, transformer
 from tests.told_before import Told, as_before
 
 FASTER = (Verdict.FASTER, 0.5)
@@ -59,4 +63,24 @@ def test_trade_off() -> Told:
 def test_all_cases_share_a_chart() -> None:
     """It draws the first bars, and the rest stands in the table of its numbers."""
     (chart,) = charts(judged(*[FASTER] * 60), judged(*[FASTER] * 2))
-    assert sum(len(marks) for _, marks in chart.groups) == 62
+    assert sum(mark.label == "bf16" for _, marks in chart.groups for mark in marks) == 62
+
+
+def test_each_round_is_a_sample_over_the_middle_round_of_the_reference() -> None:
+    """fp32 takes 9, 10 and 14 us, so 10 us are 1x; bf16 takes 5, 4 and 20 us."""
+    lead = record(
+        timing((9000,), (10000,), (14000,)), "fp32", is_reference=True, control=timing((9000,), (9500,), (9900,))
+    )
+    run = run_of([lead, record(timing((5000,), (4000,), (20000,)), "bf16")])
+    (chart,) = charts((run, findings(run)))
+    ((_, (fp32, bf16)),) = chart.groups
+    assert fp32.samples == pytest.approx((10 / 9, 1.0, 10 / 14)) and bf16.samples == pytest.approx((2.0, 2.5, 0.5))
+    assert "3 rounds, 4.00 us to 20.0 us" in bf16.hint and fp32.hint.startswith("fp32, the reference")
+
+
+def test_a_case_apart_is_over_the_reference_of_its_own_rounds() -> None:
+    lead = record(timing((9000,), (10000,)), "fp32", is_reference=True, control=timing((9000,), (9500,)))
+    apart = record(timing((5000,), (5000,), start=7), "bf16", paired_with=timing((20000,), (20000,), start=7))
+    run = run_of([lead, apart])
+    (chart,) = charts((run, findings(run)))
+    assert chart.groups[0][1][1].samples == pytest.approx((4.0, 4.0))
