@@ -233,27 +233,10 @@ class Lines(Chart):
     levels: tuple[tuple[float, str], ...] = field(default=(), kw_only=True)
 
 
-SparkLines = tuple[tuple[float | None, ...], ...]
-
-
-@dataclass(frozen=True)
-class Sparks(Chart):
-    """A small chart for each row and column, with the same few series over the same places.
-
-    Each line is drawn in octaves around its own median, all on one scale. `rows` have a cell for each column, with a
-    line for each series and a value for each place.
-    """
-
-    places: tuple[str, ...]
-    columns: tuple[str, ...]
-    series: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[SparkLines, ...]], ...]
-
-
 # The file formats of charts.
 PICTURE_FORMATS = ("png", "svg", "pdf")
 
-AnyChart = Bars | Scatter | Stacks | Lines | Sparks
+AnyChart = Bars | Scatter | Stacks | Lines
 Element = Text | Items | Facts | Code | Table | Verdicts | AnyChart
 
 

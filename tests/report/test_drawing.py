@@ -21,7 +21,6 @@ from fp8bench.report.elements import (
     Lines,
     Mark,
     Scatter,
-    Sparks,
     Stacks,
     Tone,
 )
@@ -120,7 +119,7 @@ def test_drawings(kind: str) -> None:
             assert mark.get("aria-label") and (mark.get("data-hint") or "").startswith(mark.get("aria-label") or "?")
 
 
-MARKS_OF = {"bars": 6, "scatter": 4, "stacks": 6, "lines": 9, "sparks": 2}
+MARKS_OF = {"bars": 6, "scatter": 4, "stacks": 6, "lines": 9}
 
 
 # --- whatever comes in -------------------------------------------------------------------------------------------
@@ -147,8 +146,6 @@ def many(count: int, thing: st.SearchStrategy[object]) -> st.SearchStrategy[tupl
 
 
 WORDS = (st.just("name"), WILD, WILD)
-SIZES = st.tuples(st.integers(0, 5), st.integers(0, 5))
-CELLS = st.none() | NUMBERS
 ANY = {
     "bars": st.builds(Bars, *WORDS, AXES, few(st.tuples(WILD, few(MARKS)))),
     "scatter": st.builds(Scatter, *WORDS, AXES, AXES, few(POINTS, 20), WILD, st.just(("a", "b"))),
@@ -162,12 +159,6 @@ ANY = {
         lambda places: st.builds(
             Lines, *WORDS, many(places, WILD), AXES, few(st.tuples(WILD, many(places, st.none() | MARKS))),
             settled=st.integers(0, places),
-        )
-    ),
-    "sparks": SIZES.flatmap(
-        lambda size: st.builds(
-            Sparks, *WORDS, many(size[0], WILD), many(size[1], WILD), st.just(("a", "b")),
-            few(st.tuples(WILD, many(size[1], many(2, many(size[0], CELLS))))),
         )
     ),
 }  # fmt: skip

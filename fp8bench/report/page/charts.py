@@ -17,7 +17,6 @@ from fp8bench.report.elements import (
     Field,
     Lines,
     Scatter,
-    Sparks,
     Stacks,
     Table,
 )
@@ -43,7 +42,7 @@ def _points(chart: AnyChart) -> int:
             return len(chart.points)
         case Stacks():
             return sum(value != 0 for _, values in chart.rows for value in values)
-        case Lines() | Sparks():
+        case Lines():
             return len(chart.places)
 
 
@@ -109,14 +108,6 @@ def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
         case Stacks():
             parts = [_at(chart.parts[part], part, chart.axis.unit) for part in chart.present]
             return [Col("case", itemgetter(0)), *parts], chart.rows
-        case Sparks():
-            sparks = [
-                (name, column, line, values)
-                for name, cells in chart.rows for column, lines in zip(chart.columns, cells, strict=True)
-                for line, values in zip(chart.series, lines, strict=False)
-            ]  # fmt: skip
-            heads = [Col(title, itemgetter(place)) for place, title in enumerate(("of", "what", "line"))]
-            return [*heads, *(_at(name, place) for place, name in enumerate(chart.places))], sparks
 
 
 def _name(row: Sequence[Any]) -> Field:
