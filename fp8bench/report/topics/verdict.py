@@ -264,7 +264,9 @@ def verdicts_in(results: Sequence[Result], reference: str, of: str = "") -> str:
     where = f" in {number} of {len(results)} cases{of}" if others or of else ""
     link = " than " if first.endswith(("faster", "slower")) else " as " if first.endswith("same") else ""
     against = f"{link}{reference}" if link else ""
-    return f"{first.replace('same', 'as fast')}{against}{where}" + "".join(f", {word} in {n}" for word, n in others)
+    return f"{first.replace('same', 'as fast')}{against}{where}" + "".join(
+        f", {word.replace(Standing.UNSURE, 'cannot tell')} in {n}" for word, n in others
+    )
 
 
 def span(speeds: Sequence[float]) -> str:
