@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, itemgetter
@@ -16,6 +17,7 @@ from fp8bench.report.elements import (
     ChartAxis,
     Field,
     Lines,
+    Mark,
     Scatter,
     Stacks,
     Table,
@@ -37,11 +39,12 @@ def worth_drawing(chart: AnyChart) -> bool:
 def _points(chart: AnyChart) -> int:
     match chart:
         case Bars():
-            return sum(1 + len(mark.samples) for _, marks in chart.groups for mark in marks)
+            marks = itertools.chain.from_iterable(marks for _, marks in chart.groups)
+            return sum(1 + len(mark.samples) for mark in marks)
         case Scatter():
             return len(chart.points)
         case Stacks():
-            return sum(value != 0 for _, values in chart.rows for value in values)
+            return sum(len(values) - values.count(0) for _, values in chart.rows)
         case Lines():
             return len(chart.places)
 
@@ -56,15 +59,14 @@ def stacked(
     """
     wholes, unit = [whole for _, whole, _ in rows], axis.unit
     far = max(wholes) > _WIDE * min(wholes)
-    bars = tuple(
-        (
-            f"{label}, {units.shown(whole, unit)}" if far else label,
-            tuple(100 * value / (whole or 1.0) if far else value for value in (own.get(part, 0.0) for part in parts)),
-        )
-        for label, whole, own in rows
-    )
+    bars = []
+    for label, whole, sizes in rows:
+        values = [sizes.get(part, 0.0) for part in parts]
+        if far:
+            values = [100 * value / (whole or 1.0) for value in values]
+        bars.append((f"{label}, {units.shown(whole, unit)}" if far else label, tuple(values)))
     chosen = ChartAxis(share, "%") if far else axis
-    return Stacks(name, title, description, chosen, tuple(parts.values()), bars, folded=folded)
+    return Stacks(name, title, description, chosen, tuple(parts.values()), tuple(bars), folded=folded)
 
 
 def has_time(result: Result) -> bool:
@@ -73,10 +75,10 @@ def has_time(result: Result) -> bool:
 
 def phase_parts(results: Iterable[Result]) -> dict[str, str]:
     """The phases of these results in order, with words: the same everywhere, so that each has one colour."""
-    names = {
-        name for result in results if has_time(result) for name, seconds in phases_of(result) if 0 < seconds < math.inf
-    }
-    return {name: phase_words(name) for name in sorted(names | {UNATTRIBUTED}, key=phase_order)}
+    names = {UNATTRIBUTED}
+    for result in filter(has_time, results):
+        names |= {name for name, seconds in phases_of(result) if 0 < seconds < math.inf}
+    return {name: phase_words(name) for name in sorted(names, key=phase_order)}
 
 
 def numbers_table(chart: AnyChart) -> Table:
@@ -89,16 +91,16 @@ def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
     match chart:
         case Bars():
             named = any(title for title, _ in chart.groups)
-            bars = [(title, mark) for title, own in chart.groups for mark in own]
+            bars: list[tuple[str, Mark]] = []
+            for title, marks in chart.groups:
+                bars += [(title, mark) for mark in marks]
             group = Col("group", itemgetter(0), when=named)
             return [group, Col("case", _name), *_ends(chart.axis), _notes(bars)], bars
         case Lines():
-            lines = [
-                (place, name, mark)
-                for index, place in enumerate(chart.places)
-                for name, marks in chart.series
-                if (mark := marks[index]) is not None
-            ]
+            lines: list[tuple[str, str, Mark]] = []
+            for index, place in enumerate(chart.places):
+                at_place = [(name, marks[index]) for name, marks in chart.series]
+                lines += [(place, name, mark) for name, mark in at_place if mark is not None]
             series = Col("series", itemgetter(1), tone=lambda row: row[-1].tone)
             return [Col("at", itemgetter(0)), series, *_ends(chart.axis), _notes(lines)], lines
         case Scatter():

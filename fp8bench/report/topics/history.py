@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from fp8bench import units
 from fp8bench.model import Figure
@@ -76,9 +77,11 @@ def _lines(title: str, suite: str, members: Sequence[PastSeries]) -> Lines:
         (series.precision if alone else f"{series.place} {series.precision}".strip(), _marks(series, places))
         for series in members
     )
-    last = ((name, [mark.value for mark in marks if mark is not None]) for name, marks in lines)
-    said = [f"{name} is at {units.ratio(values[-1] if values else None)}" for name, values in last]
-    description = f"Each line is over its own oldest figure: {listed(said)}."
+    last = []
+    for name, marks in lines:
+        values = [mark.value for mark in marks if mark is not None]
+        last.append(f"{name} is at {units.ratio(values[-1] if values else None)}")
+    description = f"Each line is over its own oldest figure: {listed(last)}."
     axis = ChartAxis("time over that of the oldest commit", "x")
     return Lines(f"history-{suite}", f"{title}: time, commit by commit", description, places, axis, lines)
 
@@ -153,10 +156,10 @@ def _notes(known: Sequence[PastSeries]) -> Iterator[Element]:
         joules = any(series.incomparable and series.trend.series.metric == _ENERGY for series in known)
         others = "other versions of a suite or the method" + (", or of another source of joules," if joules else "")
         yield Text(f"{many(lost, 'older figure')} of {others} do not compare.")
-    figures = [(series, figure) for series in known for figure, _ in _values(series)]
-    if any(figure.hasty for _, figure in figures):
+    figures = list(chain.from_iterable(map(_values, known)))
+    if any(figure.hasty for figure, _ in figures):
         yield Text("Grey figures are of --quick runs or of a few rounds: rough ones.", Tone.DOUBT)
-    if any(figure in series.unkept for series, figure in figures):
+    if any(figure.value is not None for figure in chain.from_iterable(series.unkept for series in known)):
         yield Text("+ after a commit: the files differed from it, so that these are not its numbers.", Tone.DOUBT)
     if any(series.emulated for series in known):
         yield Text("Emulated cases are in the table only: their time is a cost, which compares with itself.")

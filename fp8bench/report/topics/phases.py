@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from fp8bench import units
@@ -40,7 +41,9 @@ def phases_table(panel: Panel, rates: bool = False) -> Iterator[Table]:
     measured = [(group, result) for group, result in panel.members if result.best]
     if not measured:
         return
-    present = {name for _, result in measured for name, seconds in phases_of(result) if seconds or name == UNATTRIBUTED}
+    present: set[str] = set()
+    for _, result in measured:
+        present |= {name for name, seconds in phases_of(result) if seconds or name == UNATTRIBUTED}
     names = sorted(present, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES))
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         *case_cols(),
@@ -67,7 +70,8 @@ def phases_section(material: Material) -> Iterator[Element]:
     panels = []
     for title, panel in timed_panels(material):
         panels.append((title, [case for case in panel.members if has_time(case.result)]))
-    parts = phase_parts(case.result for _, cases in panels for case in cases)
+    every = chain.from_iterable(cases for _, cases in panels)
+    parts = phase_parts(case.result for case in every)
     for title, cases in panels:
         yield from _show_suite(title, cases, parts)
 
@@ -83,7 +87,7 @@ def _show_suite(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]
     if cost:
         yield _chart("emulation", f"{title}: what emulating costs, by phase (no speed)", cost, parts, folded=True)
     by_place = together((case.place, case) for case in native)
-    timelines = []
+    timelines: list[Stacks] = []
     for place, alike in by_place.items():
         timelines += _draw_timeline(f"{title} {place}".rstrip(), alike, folded=bool(timelines))
     yield from timelines[:_MOST_TIMELINES]
@@ -150,7 +154,7 @@ def _draw_timeline(title: str, cases: Sequence[NamedCase], folded: bool) -> Iter
         step = _find_middle_step(timing) if timing is not None else ()
         if timing is not None and step:
             steps.append((case, timing, step))
-    phases = {phase for *_, step in steps for phase, _ in step}
+    phases = {phase for phase, _ in chain.from_iterable(step for *_, step in steps)}
     if len(phases - {UNATTRIBUTED}) < _LEAST_PHASES:
         return
     ordered = sorted(phases, key=phase_order)
@@ -172,7 +176,7 @@ def _find_middle_step(timing: Timing) -> list[tuple[str, float]]:
 
     A step that varied has one sum for each phase, in our order of phases.
     """
-    calls = [call for slot in timing.slots for call in slot.calls_ns]
+    calls = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
     if not calls:
         return []
     step = sorted(calls, key=sum)[(len(calls) - 1) // 2]
@@ -231,8 +235,10 @@ def gains_section(material: Material) -> Iterator[Element]:
     rounds as the verdict: the phases sum to the step. Grey phases do not differ clearly. Runs of few rounds have no
     intervals, and are left out.
     """
-    cases = [(title, panel, case) for title, panel in titled_panels(material) for case in panel.members]
-    tables = [_gains_table(*words) for words in cases if len(_marked(words[2])) >= _LEAST_PHASES]
+    tables: list[Table] = []
+    for title, panel in titled_panels(material):
+        cases = [case for case in panel.members if len(_marked(case)) >= _LEAST_PHASES]
+        tables += [_gains_table(title, panel, case) for case in cases]
     yield from tables[:_MOST_TABLES]
     if len(tables) > _MOST_TABLES:
         yield Text(f"{len(tables) - _MOST_TABLES} more cases are not told here; the run's CSV has all their phases.")

@@ -206,7 +206,7 @@ def _explain(row: _ShownCase) -> str:
     """Returns the reason, the costs and the doubts of a case; of a reference its doubts alone."""
     record, finding = row.result.record, row.result.finding
     labels = ", ".join(case_status.named_labels(row.result)) if record.is_ok else ""
-    words = [f"labels: {labels}" if labels else "", finding.why if finding else "", record.detail]
+    words = [f"labels: {labels}" if labels else "", finding.why if finding else "", record.detail * record.is_ok]
     if not record.is_reference or not record.is_ok:
         answer = find_answer(row.case)
         no_speed = "" if case_status.speed_up(row.result) is not None else answer.speed

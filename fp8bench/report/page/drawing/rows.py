@@ -65,10 +65,11 @@ class Rows:
 
 def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0) -> Rows:
     """Writes headings and labels, and returns where the rows are; `height` is that of a row without its label."""
-    labels = [label for _, group in groups for label in group]
     headed = any(heading for heading, _ in groups)
     room = sheet.width if sheet.narrow else _LABELS_SHARE * sheet.width
-    texts = [shortened(label, room, sheet.size) for label in labels]
+    texts: list[str] = []
+    for _, labels in groups:
+        texts += [shortened(label, room, sheet.size) for label in labels]
     widest = max(map(sheet.measure, texts), default=0.0)
     left = 0.0 if sheet.narrow else widest + _LABEL_GAP
     rows: list[Row] = []
@@ -140,7 +141,9 @@ _THINNEST = 2.0
 
 
 def draw_bars(sheet: Sheet, chart: Bars) -> float:
-    every = [((place, heading), mark) for place, (heading, own) in enumerate(chart.groups) for mark in own]
+    every: list[tuple[tuple[int, str], Mark]] = []
+    for place, (heading, marks_of_group) in enumerate(chart.groups):
+        every += [((place, heading), mark) for mark in marks_of_group]
     placed = [(group, mark) for group, mark in every if drawable(mark.value, log=True)]
     marks = [mark for _, mark in placed[:BARS]]
     sheet.omit(placeless(numbers_of(mark for _, mark in every), log=True), len(placed) - BARS)
@@ -222,9 +225,10 @@ _PHASES = {
 
 
 def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
-    every = [value for _, values in chart.rows for value in values if value]
+    every: list[float] = []
     rows = []
     for number, (label, values) in enumerate(chart.rows):
+        every += filter(None, values)
         pieces = chart.pieces[number] if chart.pieces else enumerate(values)
         drawn = [(part, value) for part, value in pieces if part_drawable(value)]
         if drawn:
@@ -241,8 +245,8 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     room = max(map(sheet.measure, totals)) + _GAP
     scale = Scale(0.0, max(whole for *_, whole in rows), places.left, sheet.width - room, unit=unit)
     end = foot(sheet, scale, chart.axis, places)
-    for (label, pieces, whole), place, total in zip(rows, places.rows, totals, strict=True):
-        _stack(sheet, chart, styles, (label, pieces), place, scale)
+    for (label, drawn, whole), place, total in zip(rows, places.rows, totals, strict=True):
+        _stack(sheet, chart, styles, (label, drawn), place, scale)
         sheet.text(scale.at(whole) + _GAP, place.y, total, "value")
     if chart.pieces:
         sheet.zoom = scale
