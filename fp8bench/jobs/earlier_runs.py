@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 
-from fp8bench.analysis.samples import step_samples
+from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError
 from fp8bench.model import Run
 from fp8bench.store.runs.listing import listing
@@ -18,16 +17,15 @@ _MOST_RUNS, _MOST_FILES = 5, 50
 
 
 def find_earlier_steps(run: Run, store: Path) -> dict[str, list[float]]:
-    """Returns the middle step of each case, in seconds, in the last runs before this one, newest first.
+    """Returns the best case of each case's step, in seconds, in the last runs before this one, newest first.
 
     Runs of the same request's suite on the same machine count, whatever their commit.
     """
     steps: dict[str, list[float]] = {}
     for earlier in _find_runs(run, store):
-        for record in earlier.records:
-            samples = step_samples(record.timing) if record.is_ok and record.timing is not None else ()
-            if samples:
-                steps.setdefault(record.case.id, []).append(median(samples))
+        for case, finding in findings(earlier).items():
+            if finding.best_seconds is not None:
+                steps.setdefault(case, []).append(finding.best_seconds)
     return steps
 
 

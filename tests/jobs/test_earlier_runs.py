@@ -1,4 +1,4 @@
-"""The last runs before one: those of the same suite on the same machine, whose middle step is told."""
+"""The last runs before one: those of the same suite on the same machine, whose best case is told."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_last_five_before_it_are_told_newest_first(tmp_path: Path) -> None:
 
 def test_a_page_compares_a_case_with_its_earlier_runs(tmp_path: Path) -> None:
     first, *_, last = [keep(tmp_path, day, 10 + day) for day in (1, 2, 3)]
-    words = "bf16: the last 2 runs of this case took 11.0 ms to 12.0 ms a step in the middle round, this one 13.0 ms"
+    words = "bf16: the last 2 runs of this case took 11.0 ms to 12.0 ms a step, this one 13.0 ms"
     assert words in write_report([last], tmp_path).read_text()
     assert "runs of this case" not in write_report([first], tmp_path).read_text()
     assert "runs of this case" not in write_report([first, last], tmp_path).read_text()

@@ -248,7 +248,7 @@ class PastSeries:
 class Material:
     """Runs side by side, in the order they were named; most reports have one. `store` is where they lie.
 
-    `earlier` has the middle step of each case, by its id, in the last runs before the only one.
+    `earlier` has the best case of each case's step, by its id, in the last runs before the only one.
     """
 
     entries: tuple[Entry, ...]

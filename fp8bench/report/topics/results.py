@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.metric import Metric
-from fp8bench.analysis.samples import step_samples
 from fp8bench.model import Params
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
@@ -32,6 +30,8 @@ from fp8bench.report.topics.verdict import LONGEST_REASON
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import attention_of, cache_of, figure_words, replays_of, shortened
 
+# A table of more cases can be filtered and sorted.
+_MOST_UNFILTERED = 8
 # The most cases with a sentence on earlier runs.
 _MOST_COMPARED = 6
 _COST = "the cost of emulation, not of the precision"
@@ -119,7 +119,7 @@ def results_section(material: Material) -> Iterator[Element]:
             "All cases",
             list(_answer_columns(rows, material.alone)),
             rows,
-            main=True,
+            main=len(rows) > _MOST_UNFILTERED,
             kept={"case", "verdict"},
         )
         yield from _compare_with_earlier(rows, material)
@@ -139,14 +139,12 @@ def _compare_with_earlier(rows: Sequence[_ShownCase], material: Material) -> Ite
     has_history = any(len(series.figures) > 1 for series in material.past)
     sentences = []
     for row in rows:
-        earlier, timing = material.earlier.get(row.result.record.case.id), row.result.record.timing
-        if not earlier or timing is None or case_status.emulated(row.result):
+        earlier = material.earlier.get(row.result.record.case.id)
+        if not earlier or row.result.best is None or case_status.emulated(row.result):
             continue
-        runs = f"the last {len(earlier)} runs of this case took" if len(earlier) > 1 else "the last run of it took"
-        step = units.seconds(statistics.median(step_samples(timing)))
-        words = (
-            f"{row.case.name}: {runs} {units.span(earlier, units.seconds)} a step in the middle round, this one {step}"
-        )
+        runs = f"the last {len(earlier)} runs of this case took" if len(earlier) > 1 else "the run before took"
+        step, span = units.seconds(row.result.best), units.span(earlier, units.seconds)
+        words = f"{row.case.name}: {runs} {span} a step, this one {step}"
         sentences.append(Text(words, link="history" if has_history else ""))
     if sentences:
         yield Items(tuple(sentences[:_MOST_COMPARED]))
