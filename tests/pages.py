@@ -19,7 +19,6 @@ from fp8bench.report.elements import (
     Page,
     Part,
     Scatter,
-    Sparks,
     Stacks,
     Table,
     Text,
@@ -124,10 +123,6 @@ def charts() -> tuple[AnyChart, ...]:
             "phases", "Where the time goes", "Phases of a step.", TIME, ("forward", "backward", "other"), stacks
         ),
         Lines("history", "History", "Nothing has changed.", ("a1b2c3d4", "b2c3d4e5"), TIME, history),
-        Sparks(
-            "tensors", "Tensors by layer", "Magnitudes and scales.", ("0", "10", "20"), ("inputs", "weights"),
-            ("amax", "scale"), (("head", (((1.0, 2.0, 8.0), (4.0, 2.0, None)), ((0.5, None, 1.0),))),),
-        ),
     )  # fmt: skip
 
 

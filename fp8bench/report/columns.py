@@ -14,6 +14,7 @@ from fp8bench import units
 from fp8bench.model.specs import METRICS, MetricSpec
 from fp8bench.report.elements import Column, Field, Table, Tone
 from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, together
+from fp8bench.report.words.naming import figure_words
 
 T = TypeVar("T")
 # A number is shown by the column's `show` or unit, and sorts by its value; None is a dash.
@@ -96,12 +97,12 @@ def column_of(spec: MetricSpec) -> Column:
 
 
 def figure_col(spec: MetricSpec, of: Callable[[T], Content]) -> Col[T]:
-    return Col(spec.heading or spec.name, of, number=True, unit=spec.unit, hint=spec.description)
+    return Col(figure_words(spec), of, number=True, unit=spec.unit, hint=spec.description)
 
 
 def other_tables(panel: Panel) -> Iterator[Table]:
     for name in together((spec.table, spec) for spec in METRICS.values() if spec.table not in ("", *TABLES)):
-        cases = table(name, name, case_cols(), panel.members)
+        cases = table(name, figure_words(name), case_cols(), panel.members)
         made = with_figures(cases, panel.members)
         if len(made.columns) > len(cases.columns):
             yield made

@@ -6,7 +6,7 @@ renderers and readers can have them as a table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -32,10 +32,11 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph."""
+    """A paragraph; `link` is the anchor of a part with more."""
 
     text: str
     tone: Tone = Tone.PLAIN
+    link: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,8 @@ class Table:
 class Mark:
     """One value of a chart, with its interval and a hint for hovering.
 
-    `flag` is what happened there: a chart of lines writes it beside the mark.
+    `flag` is what happened there: a chart of lines writes it beside the mark. `samples` are the single values that the
+    mark stands for: bars have a stroke for each below them.
     """
 
     label: str
@@ -126,15 +128,20 @@ class Mark:
     tone: Tone = Tone.PLAIN
     hint: str = ""
     flag: str = ""
+    samples: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """What an axis shows, and the unit of its ticks ('s', 'B', 'J', 'x'; '' for plain numbers)."""
+    """What an axis shows, and the unit of its ticks ('s', 'B', 'J', 'x'; '' for plain numbers).
+
+    `show` writes a value where its unit does not determine that.
+    """
 
     title: str
     unit: str = ""
     log: bool = False
+    show: Callable[[float], str] | None = None
 
 
 @dataclass(frozen=True)
@@ -193,15 +200,22 @@ class Scatter(Chart):
 
 @dataclass(frozen=True)
 class Stacks(Chart):
-    """Horizontal bars of parts that sum to a whole; `rows` have each part's value in the order of `parts`."""
+    """Horizontal bars of parts that sum to a whole; `rows` have each part's value in the order of `parts`.
+
+    In a timeline each row has `pieces` instead: the numbers and values of parts as they follow each other, in which a
+    part may come again. A reader can zoom into a timeline.
+    """
 
     axis: ChartAxis
     parts: tuple[str, ...]
     rows: tuple[tuple[str, tuple[float, ...]], ...]
+    pieces: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     @property
     def present(self) -> tuple[int, ...]:
-        return tuple(n for n in range(len(self.parts)) if any(values[n] != 0 for _, values in self.rows))
+        return tuple(
+            part for part, values in enumerate(zip(*(row for _, row in self.rows), strict=True)) if any(values)
+        )
 
 
 @dataclass(frozen=True)
@@ -219,27 +233,10 @@ class Lines(Chart):
     levels: tuple[tuple[float, str], ...] = field(default=(), kw_only=True)
 
 
-SparkLines = tuple[tuple[float | None, ...], ...]
-
-
-@dataclass(frozen=True)
-class Sparks(Chart):
-    """A small chart for each row and column, with the same few series over the same places.
-
-    Each line is drawn in octaves around its own median, all on one scale. `rows` have a cell for each column, with a
-    line for each series and a value for each place.
-    """
-
-    places: tuple[str, ...]
-    columns: tuple[str, ...]
-    series: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[SparkLines, ...]], ...]
-
-
 # The file formats of charts.
 PICTURE_FORMATS = ("png", "svg", "pdf")
 
-AnyChart = Bars | Scatter | Stacks | Lines | Sparks
+AnyChart = Bars | Scatter | Stacks | Lines
 Element = Text | Items | Facts | Code | Table | Verdicts | AnyChart
 
 

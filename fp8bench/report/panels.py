@@ -273,11 +273,13 @@ def show_value(measurement: Measurement) -> str:
 
 
 def error_name(measurement: Measurement) -> str:
-    """Its metric and phase. A loss of a single batch is marked, because it is right by chance now and then."""
-    told = measurement.phase or (
-        "one draw" if measurement.metric == LOSS_ERROR and len(measurement.samples) == 1 else ""
-    )
-    return f"{measurement.metric} ({told})" if told else measurement.metric
+    """'gradient error (gemm)': its words and phase. A loss of a single batch is marked: it is right by chance now and
+    then.
+    """
+    is_one_draw = measurement.metric == LOSS_ERROR and len(measurement.samples) == 1
+    remark = measurement.phase or ("one draw" if is_one_draw else "")
+    words = measurement.metric.replace("_", " ")
+    return f"{words} ({remark})" if remark else words
 
 
 def floor_of(results: Iterable[Result]) -> str:

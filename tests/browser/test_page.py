@@ -361,3 +361,84 @@ def test_a_page_stands_alone_and_fits(
         "Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Page.javascriptDialogOpening",
     ):  # fmt: skip
         assert not tab.heard(event)
+
+
+# The contrast, as WCAG defines it, of each text of a chart with what is painted below it.
+CONTRASTS = """(() => {
+    const light = (colour) => {
+        const parts = colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
+        const [r, g, b] = parts.map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const texts = [...document.querySelectorAll(".drawing text")].filter((text) => text.getClientRects().length);
+    return texts.map((text) => {
+        text.scrollIntoView({ block: "center", behavior: "instant" });
+        const box = text.getBoundingClientRect(), style = getComputedStyle(text);
+        const below = document.elementFromPoint(box.left + box.width / 2, box.top + box.height / 2);
+        const ground = text.matches(".inside") ? getComputedStyle(below).fill
+            : getComputedStyle(text.closest("figure")).backgroundColor;
+        const [dark, bright] = [light(style.fill), light(ground)].sort((a, b) => a - b);
+        return [text.textContent, Math.round(100 * (bright + 0.05) / (dark + 0.05)) / 100];
+    });
+})()"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["whole", "sample"])
+def test_every_text_of_a_chart_is_readable(show: Open, name: str, scheme: str) -> None:
+    """4.5 to 1 but for the last figures of lines, which have their line's colour."""
+    tab = show(name, scheme=scheme)
+    tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    contrasts = tab.run(CONTRASTS)
+    assert len(contrasts) > 30 and not [pair for pair in contrasts if pair[1] < 4.45]
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_of_a_chart_is_cut_off_and_cases_fit(show: Open, width: int) -> None:
+    tab = show("sample", width=width)
+    tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    cut = tab.run(
+        """[...document.querySelectorAll(".drawing text")].filter((text) => text.getClientRects().length)
+            .filter((text) => {
+                const box = text.getBoundingClientRect(), sheet = text.closest(".drawing").getBoundingClientRect();
+                return box.left < sheet.left - 1 || box.right > sheet.right + 1;
+            }).map((text) => text.textContent)"""
+    )
+    assert cut == []
+    sizes = "['clientWidth', 'scrollWidth'].map((size) => document.querySelector('#results-table .scroll')[size])"
+    box, content = tab.run(sizes)
+    assert content <= box
+
+
+def ticks(tab: Tab) -> list[float]:
+    texts = tab.run("[...document.querySelectorAll('#timeline-transformer svg.wide .tick')].map((o) => o.textContent)")
+    return [float(text.removesuffix(" ms")) for text in texts]
+
+
+def test_a_timeline_is_zoomed(show: Open) -> None:
+    """Half of the step, then its later half: bars are stretched, and ticks say the time at their place."""
+    tab = show("sample")
+    bars = "document.querySelector('#timeline-transformer svg.wide .piece').closest('svg').viewBox.baseVal"
+    _, _, whole, _ = (first := tab.run(f"[{bars}.x, {bars}.y, {bars}.width, {bars}.height]"))
+    before = ticks(tab)
+    tools = "#timeline-transformer .zoom"
+    assert tab.run(f"[...document.querySelectorAll('{tools} button')].map((o) => o.disabled)") == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    tab.click(f"{tools} [data-zoom='0.5']")
+    assert ticks(tab) == pytest.approx([tick / 2 for tick in before], rel=1e-3)
+    tab.click(f"{tools} [data-move='0.5']")
+    tab.click(f"{tools} [data-move='0.5']")
+    left, _, wide, _ = tab.run(f"[{bars}.x, {bars}.y, {bars}.width, {bars}.height]")
+    assert (left, wide) == (pytest.approx(first[0] + whole / 2, rel=1e-4), pytest.approx(whole / 2, rel=1e-4))
+    step = before[1] - before[0]
+    assert ticks(tab)[1] - ticks(tab)[0] == pytest.approx(step / 2, rel=1e-2)
+    tab.click(f"{tools} [data-zoom='2']")
+    assert ticks(tab) == before
+    tab.run(f"document.querySelector('{tools}').scrollIntoView()")
+    again = show("sample", script=False)
+    again.send("Emulation.setScriptExecutionDisabled", value=False)
+    assert again.run(f"document.querySelector('{tools}').hidden"), "without the script nothing can zoom"

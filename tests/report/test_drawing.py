@@ -21,7 +21,6 @@ from fp8bench.report.elements import (
     Lines,
     Mark,
     Scatter,
-    Sparks,
     Stacks,
     Tone,
 )
@@ -55,6 +54,7 @@ CHARTS: dict[str, AnyChart] = {
         SPEED,
         (
             ("small", (mark("fp8", 1.31, tone=Tone.GOOD), mark("fp32", 0.47, tone=Tone.BAD))),
+            ("rounds", (Mark("bf16", 1.0, samples=(0.98, 1.0, 1.03)), Mark("fp8", 1.2, 1.1, 1.3, samples=(1.15, 1.3)))),
             ("large", (mark("fp16", 1.01, 0.12, Tone.DOUBT), Mark("bf16", 1.0, tone=Tone.STRONG, hint="reference"))),
         ),
     ),
@@ -119,7 +119,7 @@ def test_drawings(kind: str) -> None:
             assert mark.get("aria-label") and (mark.get("data-hint") or "").startswith(mark.get("aria-label") or "?")
 
 
-MARKS_OF = {"bars": 4, "scatter": 4, "stacks": 6, "lines": 9, "sparks": 2}
+MARKS_OF = {"bars": 6, "scatter": 4, "stacks": 6, "lines": 9}
 
 
 # --- whatever comes in -------------------------------------------------------------------------------------------
@@ -146,8 +146,6 @@ def many(count: int, thing: st.SearchStrategy[object]) -> st.SearchStrategy[tupl
 
 
 WORDS = (st.just("name"), WILD, WILD)
-SIZES = st.tuples(st.integers(0, 5), st.integers(0, 5))
-CELLS = st.none() | NUMBERS
 ANY = {
     "bars": st.builds(Bars, *WORDS, AXES, few(st.tuples(WILD, few(MARKS)))),
     "scatter": st.builds(Scatter, *WORDS, AXES, AXES, few(POINTS, 20), WILD, st.just(("a", "b"))),
@@ -161,12 +159,6 @@ ANY = {
         lambda places: st.builds(
             Lines, *WORDS, many(places, WILD), AXES, few(st.tuples(WILD, many(places, st.none() | MARKS))),
             settled=st.integers(0, places),
-        )
-    ),
-    "sparks": SIZES.flatmap(
-        lambda size: st.builds(
-            Sparks, *WORDS, many(size[0], WILD), many(size[1], WILD), st.just(("a", "b")),
-            few(st.tuples(WILD, many(size[1], many(2, many(size[0], CELLS))))),
         )
     ),
 }  # fmt: skip
@@ -284,6 +276,36 @@ def spans(drawn: str, style: str) -> list[tuple[float, float]]:
             xs = [float(part[1:].split()[0]) for part in data if part[0] != "V"]
             ends.append((min(xs), max(xs)))
     return ends
+
+
+def test_each_sample_has_a_stroke_at_its_place() -> None:
+    """1x and 2x are the ends of the first bar; what is no number has none."""
+    drawn = draw(bars(Mark("a", 2.0), Mark("b", 1.5, samples=(1.0, 2.0, math.nan, 0.0))))
+    (start, end), *_ = spans(drawn, "bar plain")
+    assert spans(drawn, "samples plain") == [(pytest.approx(start, abs=0.02), pytest.approx(end, abs=0.02))]
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=12))
+def test_the_pieces_of_a_timeline_lie_end_to_end(lengths: list[int]) -> None:
+    """Two phases take turns: their boxes cover the whole bar, each where the ones before it end."""
+    pieces = tuple((number % 2, float(length)) for number, length in enumerate(lengths))
+    sums = tuple(float(sum(lengths[part::2])) for part in (0, 1))
+    chart = Stacks("t", "T", "", TIME, ("matmul", "cast"), (("fp8", sums),), (pieces,))
+    sheet = parsed(draw(chart))[0]
+    left, right, most = map(float, sheet.get("data-zoom", "").split())
+    boxes = []
+    for shape in sheet.iter("path"):
+        if "piece" in shape.get("class", "").split():
+            for box in shape.get("d", "").split("z")[:-1]:
+                start = float(re.split(r"[ M]", box)[1])
+                boxes.append((start, float(box.partition("H")[2].partition("V")[0])))
+    boxes.sort()
+    assert most == sum(lengths) and len(boxes) == len(lengths)
+    assert (boxes[0][0], boxes[-1][1]) == (pytest.approx(left, abs=0.02), pytest.approx(right, abs=0.02))
+    for (start, end), (after, _), length in zip(boxes, [*boxes[1:], (right, 0.0)], lengths, strict=True):
+        assert end == pytest.approx(after, abs=0.02)
+        assert end - start == pytest.approx((right - left) * length / most, abs=0.03)
 
 
 def test_twice_as_fast_and_half_as_fast_are_equally_far() -> None:

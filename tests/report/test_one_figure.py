@@ -30,8 +30,12 @@ from tests.runs import render_whole, run_of
 
 # '0.914x' and '2.85x', and no tick of an axis.
 SPEED = re.compile(r"\d*\.\d{2,}x")
-# The ends of an interval, the speed-up of one phase, and what advice would bring.
-OF_PART = re.compile(r"(?:could be|seen) [\d.]+x to [\d.]+x|\([\d.]+x(?: slower)?\)|which would be [\d.]+x")
+# The ends of an interval, the speed-up of one phase, what advice would bring, the ticks of an axis, and the table of a
+# chart's numbers.
+OF_PART = re.compile(
+    r"(?:could be|seen) [\d.]+x to [\d.]+x|\([\d.]+x(?: slower)?\)|which would be [\d.]+x|\[[\d.]+x, [\d.]+x\]"
+    r'|<text class="tick".*?</text>|<summary [^>]*>The numbers.*?</details>'
+)
 SECONDS = re.compile(r"\d[\d.]* (?:ns|us|ms|s)\b")
 
 

@@ -292,7 +292,7 @@ def _error(pair: ComparedCase, basis: Basis) -> Reply | str:
     for each in known:
         size = error_word((each.metric, sample) for sample in each.samples)
         sizes.add(size)
-        figures.append(f"{size} {error_name(each).replace('_', ' ')} ({units.relative_error(max(each.samples))})")
+        figures.append(f"{size} {error_name(each)} ({units.relative_error(max(each.samples))})")
     words = ", ".join(figures)
     is_near = not sizes & {LARGE, NOT_FINITE} and not pair.record.not_finite
     return Reply(Met.YES if is_near else Met.NO, words, (Ground(pair.row, words),))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from statistics import median
 from typing import Any
 
 from fp8bench import units
@@ -27,11 +28,10 @@ from fp8bench.report.elements import (
     Element,
     Field,
     Lines,
+    Mark,
     Page,
     Part,
     Scatter,
-    SparkLines,
-    Sparks,
     Table,
     Text,
     Tone,
@@ -159,7 +159,7 @@ def tensor_lines(kept: KeptTraining) -> Iterator[Element]:
     readings = together((reading.arm, reading) for reading in kept.of(LayerReading) if reading.seed == seed)
     drawn = [name for name in candidates if name in readings]
     for number, name in enumerate(drawn[:_MOST_ARMS], 1):
-        yield _tensor_lines(f"tensors-{number}", name, readings[name])
+        yield from _draw_magnitudes(f"tensors-{number}", name, readings[name])
     if drawn[_MOST_ARMS:]:
         yield Text(
             f"{listed(drawn[_MOST_ARMS:])} are not drawn: `fp8bench show {kept.training.id} --csv FILE` has their "
@@ -167,24 +167,26 @@ def tensor_lines(kept: KeptTraining) -> Iterator[Element]:
         )
 
 
-def _tensor_lines(name: str, arm: str, readings: Sequence[LayerReading]) -> Sparks:
+def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> Iterator[Lines]:
+    """Yields a chart for each role of tensors with a line for each layer, those that move most first."""
     steps = sorted({reading.step for reading in readings})
     steps = sorted({steps[round(place * (len(steps) - 1) / (_PLACES - 1))] for place in range(_PLACES)})
-    known = {(reading.layer, reading.role, reading.step): reading for reading in readings}
-    scaled = any(reading.scale != 1 for reading in readings)
-    roles = [role for role in Role if any(reading.role == role for reading in readings)]
-
-    def lines(layer: str, role: Role) -> SparkLines:
-        own = [known.get((layer, role.value, step)) for step in steps]
-        amaxes = tuple(None if reading is None else reading.amax for reading in own)
-        return (amaxes, tuple(None if reading is None else reading.scale for reading in own)) if scaled else (amaxes,)
-
-    layers = dict.fromkeys(reading.layer for reading in readings)
-    rows = tuple((layer, tuple(lines(layer, role) for role in roles)) for layer in layers)
-    return Sparks(
-        name, f"{arm}: largest magnitudes{' and scales' if scaled else ''} by layer",
-        "Watched steps of the first seed, each line in octaves around its own middle. A scale that mirrors its "
-        "magnitude follows it; one that stays while the magnitude moves is late.",
-        tuple(map(units.whole, steps)), tuple(f"{role}s" for role in roles),
-        ("largest magnitude", "scale")[: 1 + scaled], rows,
-    )  # fmt: skip
+    for role in Role:
+        layers: dict[str, dict[int, float]] = {}
+        for reading in readings:
+            magnitude = (reading.amax or 0.0) * reading.scale
+            if reading.role == role and reading.step in steps and 0 < magnitude < math.inf:
+                layers.setdefault(reading.layer, {})[reading.step] = math.log2(magnitude)
+        if not layers:
+            continue
+        series = []
+        for layer in sorted(layers, key=lambda layer: min(layers[layer].values()) - max(layers[layer].values())):
+            octaves, middle = layers[layer], median(layers[layer].values())
+            marks = [Mark("", octaves[step] - middle) if step in octaves else None for step in steps]
+            series.append((layer, tuple(marks)))
+        yield Lines(
+            f"{name}-{role}s", f"{arm}: largest magnitudes of {role}s by layer",
+            "Watched steps of the first seed: the largest magnitude, times its scale where it has one, against the "
+            "middle of its line. A scale that follows its tensor keeps the line flat.",
+            tuple(map(units.whole, steps)), ChartAxis("octaves from its middle"), tuple(series),
+        )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, itemgetter
@@ -16,8 +17,8 @@ from fp8bench.report.elements import (
     ChartAxis,
     Field,
     Lines,
+    Mark,
     Scatter,
-    Sparks,
     Stacks,
     Table,
 )
@@ -38,12 +39,13 @@ def worth_drawing(chart: AnyChart) -> bool:
 def _points(chart: AnyChart) -> int:
     match chart:
         case Bars():
-            return sum(len(marks) for _, marks in chart.groups)
+            marks = itertools.chain.from_iterable(marks for _, marks in chart.groups)
+            return sum(1 + len(mark.samples) for mark in marks)
         case Scatter():
             return len(chart.points)
         case Stacks():
-            return sum(value != 0 for _, values in chart.rows for value in values)
-        case Lines() | Sparks():
+            return sum(len(values) - values.count(0) for _, values in chart.rows)
+        case Lines():
             return len(chart.places)
 
 
@@ -57,15 +59,14 @@ def stacked(
     """
     wholes, unit = [whole for _, whole, _ in rows], axis.unit
     far = max(wholes) > _WIDE * min(wholes)
-    bars = tuple(
-        (
-            f"{label}, {units.shown(whole, unit)}" if far else label,
-            tuple(100 * value / (whole or 1.0) if far else value for value in (own.get(part, 0.0) for part in parts)),
-        )
-        for label, whole, own in rows
-    )
+    bars = []
+    for label, whole, sizes in rows:
+        values = [sizes.get(part, 0.0) for part in parts]
+        if far:
+            values = [100 * value / (whole or 1.0) for value in values]
+        bars.append((f"{label}, {units.shown(whole, unit)}" if far else label, tuple(values)))
     chosen = ChartAxis(share, "%") if far else axis
-    return Stacks(name, title, description, chosen, tuple(parts.values()), bars, folded=folded)
+    return Stacks(name, title, description, chosen, tuple(parts.values()), tuple(bars), folded=folded)
 
 
 def has_time(result: Result) -> bool:
@@ -74,10 +75,10 @@ def has_time(result: Result) -> bool:
 
 def phase_parts(results: Iterable[Result]) -> dict[str, str]:
     """The phases of these results in order, with words: the same everywhere, so that each has one colour."""
-    names = {
-        name for result in results if has_time(result) for name, seconds in phases_of(result) if 0 < seconds < math.inf
-    }
-    return {name: phase_words(name) for name in sorted(names | {UNATTRIBUTED}, key=phase_order)}
+    names = {UNATTRIBUTED}
+    for result in filter(has_time, results):
+        names |= {name for name, seconds in phases_of(result) if 0 < seconds < math.inf}
+    return {name: phase_words(name) for name in sorted(names, key=phase_order)}
 
 
 def numbers_table(chart: AnyChart) -> Table:
@@ -90,41 +91,33 @@ def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
     match chart:
         case Bars():
             named = any(title for title, _ in chart.groups)
-            bars = [(title, mark) for title, own in chart.groups for mark in own]
+            bars: list[tuple[str, Mark]] = []
+            for title, marks in chart.groups:
+                bars += [(title, mark) for mark in marks]
             group = Col("group", itemgetter(0), when=named)
             return [group, Col("case", _name), *_ends(chart.axis), _notes(bars)], bars
         case Lines():
-            lines = [
-                (place, name, mark)
-                for index, place in enumerate(chart.places)
-                for name, marks in chart.series
-                if (mark := marks[index]) is not None
-            ]
+            lines: list[tuple[str, str, Mark]] = []
+            for index, place in enumerate(chart.places):
+                at_place = [(name, marks[index]) for name, marks in chart.series]
+                lines += [(place, name, mark) for name, mark in at_place if mark is not None]
             series = Col("series", itemgetter(1), tone=lambda row: row[-1].tone)
             return [Col("at", itemgetter(0)), series, *_ends(chart.axis), _notes(lines)], lines
         case Scatter():
             points = [(point.series, point) for point in chart.points]
-            axes = [_number(axis.title, attrgetter(name), axis.unit) for name, axis in (("x", chart.x), ("y", chart.y))]
+            axes = [_number(axis.title, attrgetter(name), axis) for name, axis in (("x", chart.x), ("y", chart.y))]
             return [Col("series", itemgetter(0)), Col("case", _name), *axes, _notes(points)], points
         case Stacks():
             parts = [_at(chart.parts[part], part, chart.axis.unit) for part in chart.present]
             return [Col("case", itemgetter(0)), *parts], chart.rows
-        case Sparks():
-            sparks = [
-                (name, column, line, values)
-                for name, cells in chart.rows for column, lines in zip(chart.columns, cells, strict=True)
-                for line, values in zip(chart.series, lines, strict=False)
-            ]  # fmt: skip
-            heads = [Col(title, itemgetter(place)) for place, title in enumerate(("of", "what", "line"))]
-            return [*heads, *(_at(name, place) for place, name in enumerate(chart.places))], sparks
 
 
 def _name(row: Sequence[Any]) -> Field:
     return Field(row[-1].label, tone=row[-1].tone)
 
 
-def _number(title: str, of: Callable[[Any], float | None], unit: str) -> Col[Any]:
-    return Col(title, lambda row: of(row[-1]), number=True, unit=unit)
+def _number(title: str, of: Callable[[Any], float | None], axis: ChartAxis) -> Col[Any]:
+    return Col(title, lambda row: of(row[-1]), number=True, unit=axis.unit, show=axis.show)
 
 
 def _at(title: str, place: int, unit: str = "") -> Col[Any]:
@@ -134,7 +127,7 @@ def _at(title: str, place: int, unit: str = "") -> Col[Any]:
 
 def _ends(axis: ChartAxis) -> Sequence[Col[Any]]:
     names = {axis.title: "value", "low": "low", "high": "high"}
-    return [_number(title, attrgetter(name), axis.unit) for title, name in names.items()]
+    return [_number(title, attrgetter(name), axis) for title, name in names.items()]
 
 
 def _notes(rows: Sequence[Sequence[Any]]) -> Col[Any]:

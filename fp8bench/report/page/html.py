@@ -164,15 +164,16 @@ def _blocks(part: Part, ids: _Ids, draw: Callable[[AnyChart], str], order: tuple
             yield _PageBlock(element)
 
 
-def _sheet(table: Table, own: str) -> _Sheet:
+def _sheet(table: Table, anchor: str) -> _Sheet:
     columns = []
     for place, column in enumerate(table.columns):
         fields = [row[place] for row in table.rows]
         texts = tuple(dict.fromkeys(field.text for field in fields if field.text not in ("", units.NONE)))
-        chosen_from = table.main and not column.number and 2 <= len(texts) <= _MOST_CHOICES and len(texts) < len(fields)
+        is_repeated = 2 <= len(texts) <= _MOST_CHOICES and len(texts) < len(fields)
+        is_chosen_from = table.main and is_repeated and not column.number and not column.below
         by_value = column.number or any(field.value is not None for field in fields)
-        columns.append(_Column(column, by_value, texts if chosen_from else ()))
-    return _Sheet(own, table, tuple(columns))
+        columns.append(_Column(column, by_value, texts if is_chosen_from else ()))
+    return _Sheet(anchor, table, tuple(columns))
 
 
 def _marked(text: str) -> str:

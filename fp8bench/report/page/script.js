@@ -155,6 +155,62 @@
   addEventListener("hashchange", read);
   if (location.hash) read();
 
+  // Timelines: the bars lie in a picture within the drawing, whose view is the part of the step that is seen.
+  const PREFIXES = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [0, "ns"]];
+  class Timeline {
+    constructor(drawing) {
+      const [left, right, seconds] = drawing.dataset.zoom.split(" ").map(Number);
+      const height = drawing.viewBox.baseVal.height;
+      Object.assign(this, { left, right, seconds, height });
+      this.view = document.createElementNS(drawing.namespaceURI, "svg");
+      const box = { x: left, y: 0, width: right - left, height, preserveAspectRatio: "none" };
+      for (const name in box) this.view.setAttribute(name, box[name]);
+      const bars = [...drawing.querySelectorAll(".piece")];
+      bars[0].before(this.view);
+      this.view.append(...bars);
+      const lines = [...(drawing.querySelector(".grid")?.getAttribute("d") ?? "").matchAll(/M([\d.]+)/g)].map((line) => +line[1]);
+      this.ticks = [...drawing.querySelectorAll(".tick")].map((tick) => {
+        const x = +tick.getAttribute("x"), far = (line) => Math.abs(line - x);
+        if (x < left + 30) { tick.setAttribute("x", left); tick.setAttribute("text-anchor", left < 30 ? "start" : "middle"); }
+        return { tick, text: tick.textContent, x: lines.reduce((best, line) => far(line) < far(best) ? line : best, Infinity) };
+      });
+    }
+    // Shows the part of the step from one share of the axis to another.
+    show(from, to) {
+      const wide = this.right - this.left;
+      this.view.setAttribute("viewBox", `${this.left + from * wide} 0 ${(to - from) * wide} ${this.height}`);
+      const [size, unit] = PREFIXES.find(([size]) => to * this.seconds >= size), scale = size || 1e-9;
+      for (const { tick, text, x } of this.ticks) {
+        const time = (from + (to - from) * (x - this.left) / wide) * this.seconds / scale;
+        tick.textContent = to - from === 1 ? text : `${Number(time.toPrecision(4))} ${unit}`;
+      }
+    }
+  }
+  for (const tools of document.querySelectorAll(".zoom")) {
+    const lines = [...tools.parentElement.querySelectorAll("[data-zoom]:not(button)")].map((one) => new Timeline(one));
+    const buttons = [...tools.querySelectorAll("button")];
+    let from = 0, wide = 1; // shares of the axis
+    const show = (start, share) => {
+      wide = Math.min(1, Math.max(1 / 64, share));
+      from = Math.min(1 - wide, Math.max(0, start));
+      for (const line of lines) line.show(from, from + wide);
+      for (const button of buttons) {
+        const { zoom, move } = button.dataset;
+        button.disabled = zoom ? (zoom < 1 ? wide <= 1 / 64 : wide === 1) : move < 0 ? from <= 0 : from + wide >= 1;
+      }
+    };
+    for (const button of buttons) button.onclick = () => {
+      const { zoom = 1, move = 0 } = button.dataset;
+      show(from + move * wide, zoom * wide);
+    };
+    for (const line of lines) line.view.ondblclick = (event) => {
+      const box = line.view.getBoundingClientRect(), at = (event.clientX - box.left) / box.width;
+      show(from + wide * (at - 0.25), wide / 2);
+    };
+    tools.hidden = !lines.length;
+    show(0, 1);
+  }
+
   // Words about a mark or a field, on hovering and on focus; Escape closes them.
   const tip = document.getElementById("tip");
   let about = null, leaving = 0;

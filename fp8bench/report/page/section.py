@@ -12,7 +12,7 @@ import math
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,7 +126,7 @@ def table_of_cases(
         else:
             rows += own
     if rows:
-        yield table(name, f"{title}: {words}", cols, rows)
+        yield table(name, f"{title}: {words}", cols, rows, kept={col.heading for col in cols[:2]})
     if left_out:
         yield Text(f"{title}: not shown, for want of room: {listed(left_out)}. {beyond}")
 
@@ -246,11 +246,15 @@ class PastSeries:
 
 @dataclass(frozen=True)
 class Material:
-    """Runs side by side, in the order they were named; most reports have one. `store` is where they lie."""
+    """Runs side by side, in the order they were named; most reports have one. `store` is where they lie.
+
+    `earlier` has the best case of each case's step, by its id, in the last runs before the only one.
+    """
 
     entries: tuple[Entry, ...]
     past: tuple[PastSeries, ...] = ()
     store: Path | None = None
+    earlier: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def alone(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from fp8bench import units
 from fp8bench.model import Figure
@@ -12,7 +13,7 @@ from fp8bench.report.elements import ChartAxis, Element, Field, Lines, Mark, Tab
 from fp8bench.report.page.section import Material, PastSeries, section
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.history import value as shown
-from fp8bench.report.words.naming import listed, many
+from fp8bench.report.words.naming import figure_words, listed, many
 
 TIME = "time"
 _ENERGY = "energy"
@@ -23,7 +24,7 @@ _MOST_LINES = 6
 _PER_WORK = "seconds_per_"
 # A figure, and its value, which is a number.
 _Told = tuple[Figure, float]
-NONE_YET = "No earlier runs of these cases are kept: the next one on another commit begins a line."
+NONE_YET = "No earlier commits of these cases are kept: the next run on another commit begins a line."
 
 
 @section("history", "History", 110)
@@ -76,9 +77,11 @@ def _lines(title: str, suite: str, members: Sequence[PastSeries]) -> Lines:
         (series.precision if alone else f"{series.place} {series.precision}".strip(), _marks(series, places))
         for series in members
     )
-    last = ((name, [mark.value for mark in marks if mark is not None]) for name, marks in lines)
-    said = [f"{name} is at {units.ratio(values[-1] if values else None)}" for name, values in last]
-    description = f"Each line is over its own oldest figure: {listed(said)}."
+    last = []
+    for name, marks in lines:
+        values = [mark.value for mark in marks if mark is not None]
+        last.append(f"{name} is at {units.ratio(values[-1] if values else None)}")
+    description = f"Each line is over its own oldest figure: {listed(last)}."
     axis = ChartAxis("time over that of the oldest commit", "x")
     return Lines(f"history-{suite}", f"{title}: time, commit by commit", description, places, axis, lines)
 
@@ -134,7 +137,7 @@ def _table(known: Sequence[PastSeries]) -> Table:
     cols: list[Col[_Row]] = [
         Col("case", case, tone=lambda row: Tone.DOUBT if row[0].emulated else Tone.PLAIN),
         Col("metric", lambda row: Field(
-            row[0].trend.series.metric, hint=f"{row[0].trend.name} on {row[0].machine}")),
+            figure_words(row[0].trend.series.metric), hint=f"{row[0].trend.name} on {row[0].machine}")),
         Col("previous", lambda row: cell(row[0], row[1]), number=True),
         Col("last", lambda row: cell(row[0], row[2]), number=True),
         Col("change", lambda row: row[3], number=True, show=units.change,
@@ -153,10 +156,10 @@ def _notes(known: Sequence[PastSeries]) -> Iterator[Element]:
         joules = any(series.incomparable and series.trend.series.metric == _ENERGY for series in known)
         others = "other versions of a suite or the method" + (", or of another source of joules," if joules else "")
         yield Text(f"{many(lost, 'older figure')} of {others} do not compare.")
-    figures = [(series, figure) for series in known for figure, _ in _values(series)]
-    if any(figure.hasty for _, figure in figures):
+    figures = list(chain.from_iterable(map(_values, known)))
+    if any(figure.hasty for figure, _ in figures):
         yield Text("Grey figures are of --quick runs or of a few rounds: rough ones.", Tone.DOUBT)
-    if any(figure in series.unkept for series, figure in figures):
+    if any(figure.value is not None for figure in chain.from_iterable(series.unkept for series in known)):
         yield Text("+ after a commit: the files differed from it, so that these are not its numbers.", Tone.DOUBT)
     if any(series.emulated for series in known):
         yield Text("Emulated cases are in the table only: their time is a cost, which compares with itself.")

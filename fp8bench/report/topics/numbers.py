@@ -38,7 +38,7 @@ from fp8bench.report.panels import (
 )
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import figure_words, listed
 
 # Measurements in these units are no errors.
 _OTHER_UNITS = ("B", "s")
@@ -85,7 +85,8 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
 
 def name_of(statistics: TensorStatistics) -> str:
     """'mlp gradient'; one word if kind and role are the same."""
-    return statistics.kind if statistics.role in ("", statistics.kind) else f"{statistics.kind} {statistics.role}"
+    words = statistics.kind if statistics.role in ("", statistics.kind) else f"{statistics.kind} {statistics.role}"
+    return words.replace("_", " ")
 
 
 def shares_of(statistics: TensorStatistics, name: str) -> tuple[float, float]:
@@ -126,7 +127,7 @@ def _errors(title: str, panel: Panel) -> Iterator[Element]:
     yield _table(title, panel, by_mode)
     strange = [f"{case.name} ({value})" for case, _, value in marks if not math.isfinite(value)]
     if strange:
-        yield Text(f"{title}: {shown} is no finite number in {listed(strange)}.", Tone.BAD)
+        yield Text(f"{title}: {figure_words(shown)} is no finite number in {listed(strange)}.", Tone.BAD)
 
 
 def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:

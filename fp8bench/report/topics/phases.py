@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, PhaseGain
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, PhaseGain, Timing
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, case_cols, table
 from fp8bench.report.elements import ChartAxis, Element, Field, Stacks, Table, Text, Tone
@@ -40,7 +41,9 @@ def phases_table(panel: Panel, rates: bool = False) -> Iterator[Table]:
     measured = [(group, result) for group, result in panel.members if result.best]
     if not measured:
         return
-    present = {name for _, result in measured for name, seconds in phases_of(result) if seconds or name == UNATTRIBUTED}
+    present: set[str] = set()
+    for _, result in measured:
+        present |= {name for name, seconds in phases_of(result) if seconds or name == UNATTRIBUTED}
     names = sorted(present, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES))
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         *case_cols(),
@@ -64,30 +67,45 @@ def _share(row: tuple[ResultGroup, Result], name: str) -> str:
 @section("phases", "Where the time goes", 60)
 def phases_section(material: Material) -> Iterator[Element]:
     """Each bar is the best case of one step, cut into its phases. Other is the time under none of them."""
-    panels = [
-        (title, [case for case in panel.members if has_time(case.result)]) for title, panel in timed_panels(material)
-    ]
-    parts = phase_parts(case.result for _, cases in panels for case in cases)
+    panels = []
+    for title, panel in timed_panels(material):
+        panels.append((title, [case for case in panel.members if has_time(case.result)]))
+    every = chain.from_iterable(cases for _, cases in panels)
+    parts = phase_parts(case.result for case in every)
     for title, cases in panels:
-        yield from _suite(title, cases, parts)
+        yield from _show_suite(title, cases, parts)
 
 
-def _suite(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:
+def _show_suite(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:
     native = [case for case in cases if not emulated(case.result)]
     cost = [case for case in cases if emulated(case.result)]
     if native:
-        plain = all(
-            max(_phases(case).values(), default=0.0) > _NEARLY_ALL * (case.result.best or 0.0) for case in native
-        )
+        largest = [_largest_phase(case) for case in native]
+        plain = all(share > _NEARLY_ALL for _, share in largest)
         yield from [Text(f"{title}: {_description(native)}")] if plain else []
         yield _chart("phases", f"{title}: a step by phase", native, parts, folded=plain)
     if cost:
         yield _chart("emulation", f"{title}: what emulating costs, by phase (no speed)", cost, parts, folded=True)
+    by_place = together((case.place, case) for case in native)
+    timelines: list[Stacks] = []
+    for place, alike in by_place.items():
+        timelines += _draw_timeline(f"{title} {place}".rstrip(), alike, folded=bool(timelines))
+    yield from timelines[:_MOST_TIMELINES]
+    if len(timelines) > _MOST_TIMELINES:
+        yield Text(
+            f"{title}: {len(timelines) - _MOST_TIMELINES} more settings have no timeline here, for want of room."
+        )
     yield from _notes(title, cases)
 
 
 def _phases(case: NamedCase) -> dict[str, float]:
     return {name: seconds if 0 < seconds < math.inf else 0.0 for name, seconds in phases_of(case.result)}
+
+
+def _largest_phase(case: NamedCase) -> tuple[str, float]:
+    """Returns the phase that takes most of a step, and its share."""
+    phase, seconds = max(_phases(case).items(), key=lambda pair: pair[1])
+    return phase, seconds / (case.result.best or math.inf)
 
 
 def _chart(kind: str, title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], folded: bool) -> Stacks:
@@ -97,29 +115,91 @@ def _chart(kind: str, title: str, cases: Sequence[NamedCase], parts: Mapping[str
 
 
 def _description(cases: Sequence[NamedCase]) -> str:
-    most = ((case, max(_phases(case).items(), key=lambda pair: pair[1])) for case in cases)
-    by_phase = together((phase, (case, seconds / (case.result.best or math.inf))) for case, (phase, seconds) in most)
-    said = []
-    for phase, cases_of_phase in by_phase.items():
-        shares = units.span((share for _, share in cases_of_phase), partial(units.percent, decimals=0))
-        where = "of every step" if len(by_phase) == 1 else f"in {listed([case.name for case, _ in cases_of_phase], 3)}"
-        said.append(f"{phase_words(phase)} takes most {where}, {shares}")
-    return f"{'; '.join(said)}."
+    by_phase: dict[str, dict[str, float]] = {}
+    for case in cases:
+        phase, share = _largest_phase(case)
+        by_phase.setdefault(phase, {})[case.name] = share
+    words = []
+    for phase, shares in by_phase.items():
+        where = "of every step" if len(by_phase) == 1 else f"in {listed(list(shares), 3)}"
+        span = units.span(shares.values(), partial(units.percent, decimals=0))
+        words.append(f"{phase_words(phase)} takes most {where}, {span}")
+    return f"{'; '.join(words)}."
 
 
 def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
-    judged = [(case.name, case.result.finding) for case in cases if case.result.finding]
-    below = together((phase_words(phase), name) for name, finding in judged for phase in finding.below_floor)
+    below: dict[str, list[str]] = {}
+    for case in cases:
+        for phase in case.result.finding.below_floor if case.result.finding else ():
+            below.setdefault(phase_words(phase), []).append(case.name)
     if below:
-        told = "; ".join(f"{phase} in {listed(names)}" for phase, names in below.items())
+        words = "; ".join(f"{phase} in {listed(names)}" for phase, names in below.items())
         floor = f"less than {BELOW_FLOOR_MARKERS} times that"
-        yield Text(f"{title}, too short to be told from the cost of marking it ({floor}): {told}.", Tone.DOUBT)
+        yield Text(f"{title}, too short to be told from the cost of marking it ({floor}): {words}.", Tone.DOUBT)
     if any(("compile", "yes") in case.result.record.case.params for case in cases):
         yield Text(COMPILED)
 
 
+# The most timelines of a suite.
+_MOST_TIMELINES = 2
 # A step with fewer phases is an operation and its casts.
 _LEAST_PHASES = 3
+
+
+def _draw_timeline(title: str, cases: Sequence[NamedCase], folded: bool) -> Iterator[Stacks]:
+    """Yields one step of each case on one axis of time; nothing for runs that kept no samples of a step's parts."""
+    steps = []
+    for case in cases:
+        timing = case.result.record.timing
+        step = _find_middle_step(timing) if timing is not None else ()
+        if timing is not None and step:
+            steps.append((case, timing, step))
+    phases = {phase for phase, _ in chain.from_iterable(step for *_, step in steps)}
+    if len(phases - {UNATTRIBUTED}) < _LEAST_PHASES:
+        return
+    ordered = sorted(phases, key=phase_order)
+    rows, pieces = [], []
+    for case, _, step in steps:
+        sums = dict.fromkeys(ordered, 0.0)
+        for phase, seconds in step:
+            sums[phase] += seconds
+        rows.append((f"{case.result.mode}, {units.seconds(sum(sums.values()))}", tuple(sums.values())))
+        pieces.append(tuple((ordered.index(phase), seconds) for phase, seconds in step))
+    name = f"timeline-{cases[0].result.record.case.workload}"
+    words, axis = _describe_order([timing for _, timing, _ in steps]), ChartAxis("time since the step began", "s")
+    parts = tuple(map(phase_words, ordered))
+    yield Stacks(name, f"{title}: one step in time", words, axis, parts, tuple(rows), tuple(pieces), folded=folded)
+
+
+def _find_middle_step(timing: Timing) -> list[tuple[str, float]]:
+    """Returns the phases of the timed step of middle length, as they followed each other, in seconds.
+
+    A step that varied has one sum for each phase, in our order of phases.
+    """
+    calls = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
+    if not calls:
+        return []
+    step = sorted(calls, key=sum)[(len(calls) - 1) // 2]
+    pieces: list[tuple[str, float]] = []
+    for phase, nanoseconds in zip(timing.segments.phases, step, strict=True):
+        if pieces and pieces[-1][0] == phase:
+            pieces[-1] = phase, pieces[-1][1] + 1e-9 * nanoseconds
+        elif nanoseconds > 0:
+            pieces.append((phase, 1e-9 * nanoseconds))
+    return pieces
+
+
+def _describe_order(timings: Sequence[Timing]) -> str:
+    words = "One timed step of each precision, the one of middle length. "
+    if any(timing.varying for timing in timings):
+        return f"{words}Steps differed in their phases, so only sums were kept: this is not the order of a step."
+    stretches = [len({*timing.segments.blocks}) for timing in timings]
+    return (
+        f"{words}Phases follow each other as they ran. The step is cut into {units.span(stretches, str)} stretches: a "
+        "phase that comes twice within one is drawn once."
+    )
+
+
 _STEP = "step"
 _MOST_TABLES = 12
 _AMDAHL = "how many times as fast the whole step would be (Amdahl's law): no faster product can give more"
@@ -155,8 +235,10 @@ def gains_section(material: Material) -> Iterator[Element]:
     rounds as the verdict: the phases sum to the step. Grey phases do not differ clearly. Runs of few rounds have no
     intervals, and are left out.
     """
-    cases = [(title, panel, case) for title, panel in titled_panels(material) for case in panel.members]
-    tables = [_gains_table(*words) for words in cases if len(_marked(words[2])) >= _LEAST_PHASES]
+    tables: list[Table] = []
+    for title, panel in titled_panels(material):
+        cases = [case for case in panel.members if len(_marked(case)) >= _LEAST_PHASES]
+        tables += [_gains_table(title, panel, case) for case in cases]
     yield from tables[:_MOST_TABLES]
     if len(tables) > _MOST_TABLES:
         yield Text(f"{len(tables) - _MOST_TABLES} more cases are not told here; the run's CSV has all their phases.")

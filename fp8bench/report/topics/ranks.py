@@ -117,7 +117,7 @@ def _efficiencies(panel: Panel) -> Table:
 def _sent(panel: Panel) -> Table:
     cols: list[Col[tuple[ResultGroup, Result, Sequence[Sent]]]] = [
         *case_cols(""),
-        Col("operation", lambda row: row[2][0].operation), Col("dtype", lambda row: row[2][0].dtype),
+        Col("operation", lambda row: row[2][0].operation.replace("_", "-")), Col("dtype", lambda row: row[2][0].dtype),
         Col("calls", lambda row: max(row[2], key=attrgetter("bytes")).calls, number=True, show=str,
             hint="of the rank that sends most by it"),
         Col("most", lambda row: max(sent.bytes for sent in row[2]), number=True, unit="B",
@@ -218,7 +218,8 @@ class WireLine:
 
 
 def _collective_of(panel: Panel, result: Result) -> str:
-    return str(dict(result.record.case.params).get(_COLLECTIVE, panel.case.workload))
+    collective = dict(result.record.case.params).get(_COLLECTIVE, panel.case.workload)
+    return str(collective).replace("_", "-")
 
 
 def _lines_of(panel: Panel) -> list[WireLine]:
@@ -229,7 +230,7 @@ def _lines_of(panel: Panel) -> list[WireLine]:
     for case in panel.members:
         group, result = case
         params = dict(group.case.params)
-        ways = [str(params[name]) for name in _COMPOSED if result.mode in composed and name in params]
+        ways = [str(params[name]).replace("_", "-") for name in _COMPOSED if result.mode in composed and name in params]
         words = " ".join([*([] if ways and result.mode == "fp8" else [result.mode]), *ways])
         swept = tuple(pair for pair in group.case.params if pair not in panel.shared and pair[0] not in told)
         named.append(((_collective_of(panel, result), swept, words), case))
@@ -331,7 +332,7 @@ def _rates(panel: Panel) -> Iterator[tuple[str, tuple[tuple[str, float], ChartPo
         if rate is None:
             continue
         params = dict(result.record.case.params)
-        ways = [str(params[name]) for name in _COMPOSED if name in params and sent.counted]
+        ways = [str(params[name]).replace("_", "-") for name in _COMPOSED if name in params and sent.counted]
         way = " ".join([result.mode, *ways])
         span = () if isinstance(seconds, Untold) else sorted(rate * seconds.value / end for end in seconds[1:])
         low, high = span or (None, None)

@@ -8,11 +8,11 @@ from functools import partial
 
 from fp8bench import units
 from fp8bench.analysis.metric import Metric
-from fp8bench.model import Finding
+from fp8bench.model import Params
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
 from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
-from fp8bench.report.elements import Element, Field, Table, Text, Tone
+from fp8bench.report.elements import Element, Field, Items, Table, Text, Tone
 from fp8bench.report.page.section import Entry, Material, number, section
 from fp8bench.report.panels import (
     Figures,
@@ -23,15 +23,18 @@ from fp8bench.report.panels import (
     floor_of,
     shared_params,
     show_params,
-    together,
 )
+from fp8bench.report.topics.answers import find_answer, verdict_word
 from fp8bench.report.topics.tensors import about_tensors
+from fp8bench.report.topics.verdict import LONGEST_REASON
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import attention_of, cache_of, replays_of
+from fp8bench.report.words.naming import attention_of, cache_of, figure_words, replays_of, shortened
 
+# A table of more cases can be filtered and sorted.
+_MOST_UNFILTERED = 8
+# The most cases with a sentence on earlier runs.
+_MOST_COMPARED = 6
 _COST = "the cost of emulation, not of the precision"
-# Columns that every table has.
-_NAMES = {"precision", "verdict"}
 # The first columns of a terminal's tables.
 CASE: tuple[Col[NamedCase], ...] = (
     Col("case", lambda row: row.result.mode),
@@ -75,13 +78,16 @@ def noise_floor(group: ResultGroup) -> str:
 class _ShownCase:
     entry: Entry
     panel: Panel
-    result: Result
+    case: NamedCase
     setting: str
-    figures: Figures
 
     @property
-    def finding(self) -> Finding | None:
-        return self.result.finding
+    def result(self) -> Result:
+        return self.case.result
+
+    @property
+    def figures(self) -> Figures:
+        return self.case.figures
 
     def figure(self, name: str, best: bool = False) -> Field:
         metric = self.figures[name]
@@ -94,108 +100,148 @@ class _ShownCase:
 
 @section("results", "Results", 30)
 def results_section(material: Material) -> Iterator[Element]:
-    """Speed-up: above 1x is faster; 'perhaps': a label casts doubt on it. Best: a step that nothing disturbs, with a
-    hot cache unless it says cache=. Emulated cases are right in numbers and have no speed: their time and memory are
-    what emulating costs.
+    """A line for each case, with the reason for its verdict. A step is the best case: one that nothing disturbs, with a
+    hot cache unless it says cache=. The time of an emulated case is the cost of emulating.
     """
-    cases = [case for case in _cases(material) if not about_tensors(case[1])]
+    cases = [case for case in _find_cases(material) if not about_tensors(case[1])]
     if cases:
-        by_suite = together((panel.case.workload, case.group.case.params) for _, panel, case in cases)
+        all_params: dict[str, list[Params]] = {}
+        for _, panel, case in cases:
+            all_params.setdefault(panel.case.workload, []).append(case.group.case.params)
         # Parameters that all cases of a suite share, on any device and in any run.
-        shared = {suite: shared_params([*dict.fromkeys(every)]) for suite, every in by_suite.items()}
-        rows = [
-            _ShownCase(entry, panel, case.result, own or units.NONE, case.figures)
-            for entry, panel, case in cases
-            for own in [show_params(pair for pair in case.group.case.params if pair not in shared[panel.case.workload])]
-        ]
-        yield _table(rows, material.alone)
+        shared = {suite: shared_params(params) for suite, params in all_params.items()}
+        rows = []
+        for entry, panel, case in cases:
+            params = [pair for pair in case.group.case.params if pair not in shared[panel.case.workload]]
+            rows.append(_ShownCase(entry, panel, case, show_params(params)))
+        yield table(
+            "results-table",
+            "All cases",
+            list(_answer_columns(rows, material.alone)),
+            rows,
+            main=len(rows) > _MOST_UNFILTERED,
+            kept={"case", "verdict"},
+        )
+        yield from _compare_with_earlier(rows, material)
+        details = [*_detail_columns(rows, material.alone), *map(_of_spec, in_table("cases"))]
+        yield table("details", "More figures of every case", details, rows, folded=True, kept={"case"})
         words = "; ".join(f"{suite} {show_params(params)}" for suite, params in shared.items() if params)
         yield from [Text(f"The same in every row: {words}.")] if words else []
         panels = {id(panel): panel for _, panel, _ in cases}  # not by value: that reads all samples
         for panel in panels.values():
             yield from other_tables(panel)
-    elif not any(_cases(material)):
+    elif not any(_find_cases(material)):
         yield Text("There are no cases.", Tone.DOUBT)
 
 
-def _cases(material: Material) -> Iterator[tuple[Entry, Panel, NamedCase]]:
-    return ((entry, panel, case) for entry, panel in material.panels() for case in panel.members)
+def _compare_with_earlier(rows: Sequence[_ShownCase], material: Material) -> Iterator[Items]:
+    """Yields 'fp8: the last 5 runs took 31.9 ms to 33.0 ms, this one 32.5 ms' for each case with earlier runs."""
+    has_history = any(len(series.figures) > 1 for series in material.past)
+    sentences = []
+    for row in rows:
+        earlier = material.earlier.get(row.result.record.case.id)
+        if not earlier or row.result.best is None or case_status.emulated(row.result):
+            continue
+        runs = f"the last {len(earlier)} runs of this case took" if len(earlier) > 1 else "the run before took"
+        step, span = units.seconds(row.result.best), units.span(earlier, units.seconds)
+        words = f"{row.case.name}: {runs} {span} a step, this one {step}"
+        sentences.append(Text(words, link="history" if has_history else ""))
+    if sentences:
+        yield Items(tuple(sentences[:_MOST_COMPARED]))
 
 
-def _table(rows: Sequence[_ShownCase], alone: bool) -> Table:
-    several = {
-        "run": not alone,
-        "device": len({row.panel.case.device for row in rows}) > 1,
-        "suite": len({row.panel.case.workload for row in rows}) > 1,
-    }
-    cols = [*_columns(rows), *(_of_spec(spec) for spec in in_table("cases"))]
-    shown = [col for col in cols if several.get(col.heading, True)]
-    return table("results-table", "All cases", shown, rows, main=True, kept=_NAMES)
+def _find_cases(material: Material) -> Iterator[tuple[Entry, Panel, NamedCase]]:
+    for entry, panel in material.panels():
+        for case in panel.members:
+            yield entry, panel, case
 
 
-def _columns(rows: Sequence[_ShownCase]) -> Iterator[Col[_ShownCase]]:
-    metrics = (row.figures.rate for row in rows)
-    rates = {rate.unit for rate in metrics if rate.value is not None}
-    errors = together((metric, row.panel.case.workload) for row in rows if (metric := row.panel.error))
-    yield Col("precision", lambda row: row.result.mode)
-    yield Col("run", lambda row: row.entry.label)
-    yield Col("device", lambda row: row.panel.case.device)
-    yield Col("suite", lambda row: row.panel.case.workload)
-    yield Col("setting", _setting, hint="what tells a group of cases from the others; hover for all parameters")
-    yield Col("verdict", lambda row: Field(case_status.status_words(row.result), tone=case_status.tone_of(row.result),
-              hint=_why(row.result)), hint=legend.VERDICT.removeprefix("verdict: "))  # fmt: skip
-    yield Col("speed-up", lambda row: number(speed.point if (speed := case_status.speed_up(row.result)) else None,
-              units.speed_up, case_status.tone_of(row.result)), number=True, unit="x",
+def _name_column(rows: Sequence[_ShownCase], alone: bool) -> Col[_ShownCase]:
+    """The precision, and what tells the case from other rows: its suite, setting, device and run."""
+    suites, devices = {row.case.suite for row in rows}, {row.panel.case.device for row in rows}
+
+    def name(row: _ShownCase) -> Field:
+        suite = row.case.suite if len(suites) > 1 else ""
+        device = row.panel.case.device if len(devices) > 1 else ""
+        words = (
+            row.result.mode,
+            f"{suite} {row.setting}".strip(),
+            device,
+            "" if alone or row.entry.label == suite else row.entry.label,
+        )
+        record = row.result.record
+        hint = (show_params(record.case.params), cache_of(record, row.entry.run.devices))
+        return Field(", ".join(filter(None, words)), hint="; ".join(filter(None, hint)))
+
+    return Col("case", name, hint="hover for all parameters")
+
+
+def _answer_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_ShownCase]]:
+    """Yields the answer for each case, in the words of the terminal."""
+    yield _name_column(rows, alone)
+    yield Col("verdict", _verdict, hint=legend.VERDICT.removeprefix("verdict: "))
+    yield Col("speed-up", _speed, number=True, unit="x",
               hint="step time of the reference / that of the case: above 1x is faster")  # fmt: skip
-    yield Col("interval", _interval, number=True, unit="x", hint="of the speed-up; sorts by width: the surest first")
-    words = ", ".join(f"{metric} ({', '.join(dict.fromkeys(suites))})" for metric, suites in errors.items())
-    yield Col("error", lambda row: number(row.figures[row.panel.error].value, units.relative_error,
-              hint=row.panel.error), number=True, hint=words)  # fmt: skip
+    yield Col("a step", lambda row: row.figure(TIME, best=True), number=True, unit="s",
+              hint=legend.BEST.partition(";")[0].partition(": ")[2])  # fmt: skip
+    yield Col("why, and at what cost", _explain, below=True)
+
+
+def _verdict(row: _ShownCase) -> Field:
+    hint = "; ".join(case_status.meaning(label, row.result) for label in row.result.labels)
+    word = case_status.status_words(row.result) if row.result.record.is_reference else verdict_word(row.result)
+    return Field(word, tone=case_status.tone_of(row.result), hint=hint)
+
+
+def _speed(row: _ShownCase) -> Field:
+    speed = case_status.speed_up(row.result)
+    if speed is None:
+        return Field(units.NONE)
+    return number(speed.point, lambda _: case_status.show_speed(speed), case_status.tone_of(row.result))
+
+
+def _explain(row: _ShownCase) -> str:
+    """Returns the reason, the costs and the doubts of a case; of a reference its doubts alone."""
+    record, finding = row.result.record, row.result.finding
+    labels = ", ".join(case_status.named_labels(row.result)) if record.is_ok else ""
+    words = [f"labels: {labels}" if labels else "", finding.why if finding else "", record.detail * record.is_ok]
+    if not record.is_reference or not record.is_ok:
+        answer = find_answer(row.case)
+        no_speed = "" if case_status.speed_up(row.result) is not None else answer.speed
+        words = [answer.reason, no_speed, *answer.costs, *words]
+    return shortened("; ".join(filter(None, words)), LONGEST_REASON)
+
+
+def _detail_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_ShownCase]]:
+    yield _name_column(rows, alone)
+    yield Col("error", _error, number=True, hint="against the reference that the suite names; hover for which one")
     yield _of_spec(PEAK_MEMORY)
-    yield figure_col(DEVICE_PEAK_MEMORY, lambda row: row.figure(DEVICE_PEAK_MEMORY) if case_status.emulated(row.result)
-                     else Field(units.NONE))  # fmt: skip
+    yield figure_col(DEVICE_PEAK_MEMORY, _device_peak)
     yield _of_spec(ENERGY)
-    yield Col("labels", lambda row: Field(", ".join(case_status.named_labels(row.result)), hint="; ".join(
-              case_status.meaning(label, row.result) for label in row.result.labels)),
-              hint="reasons for doubt, and what else one should know")  # fmt: skip
-    words = legend.BEST.partition(";")[0].partition(": ")[2]
-    yield Col("best", lambda row: row.figure(TIME, best=True), number=True, unit="s", hint=words)
     yield figure_col(REPLAY, lambda row: replace(row.figure(REPLAY, best=True), hint=replays_of(row.result.record)))
-    yield Col(
-        "spread",
-        lambda row: row.result.spread,
-        number=True,
-        show=units.percent,
-        hint="distance of the quartiles / median, over all calls",
-    )
+    hint = "distance of the quartiles / median, over all calls"
+    yield Col("spread", lambda row: row.result.spread, number=True, show=units.percent, hint=hint)
+    rates = {rate.unit for row in rows if (rate := row.figures.rate).value is not None}
     unit = rates.pop() if len(rates) == 1 else ""
     yield Col("throughput", lambda row: row.shown(row.figures.rate), number=True, unit=unit, hint="of the best case")
-    yield Col("how", lambda row: Field(row.result.record.support.level.value, tone=case_status.cost_tone(row.result),
-              hint=row.result.record.support.reason),
-              hint="native: the hardware does it; emulated: right in numbers, without a speed; refused")  # fmt: skip
-    yield Col(
-        "attention",
-        lambda row: attention_of(row.result.record),
-        hint="which of torch's kernels computed it, as an untimed step showed",
-    )
+    hint = "native: the hardware does it; emulated: right in numbers, without a speed; refused"
+    yield Col("how", _support, hint=hint)
+    hint = "which of torch's kernels computed it, as an untimed step showed"
+    yield Col("attention", lambda row: attention_of(row.result.record), hint=hint)
+
+
+def _error(row: _ShownCase) -> Field:
+    return number(row.figures[row.panel.error].value, units.relative_error, hint=figure_words(row.panel.error))
+
+
+def _device_peak(row: _ShownCase) -> Field:
+    return row.figure(DEVICE_PEAK_MEMORY) if case_status.emulated(row.result) else Field(units.NONE)
+
+
+def _support(row: _ShownCase) -> Field:
+    support = row.result.record.support
+    return Field(support.level.value, tone=case_status.cost_tone(row.result), hint=support.reason)
 
 
 def _of_spec(spec: MetricSpec) -> Col[_ShownCase]:
     return figure_col(spec, partial(_ShownCase.figure, name=spec))
-
-
-def _setting(row: _ShownCase) -> Field:
-    record = row.result.record
-    words = filter(None, (show_params(record.case.params), cache_of(record, row.entry.run.devices)))
-    return Field(row.setting, hint="; ".join(words))
-
-
-def _interval(row: _ShownCase) -> Field:
-    speed = case_status.speed_up(row.result)
-    return Field(units.NONE) if speed is None else number(speed.half_width, lambda _: case_status.bounds(speed))
-
-
-def _why(result: Result) -> str:
-    if not result.record.is_ok:
-        return result.record.reason
-    return "; ".join(part for part in (*case_status.doubts(result), result.record.detail) if part)

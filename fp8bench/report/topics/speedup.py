@@ -1,21 +1,21 @@
-"""How many times as fast as the reference each case is, beside its error; and what it sustains."""
+"""How many times as fast as the reference each case is, round by round; and what it sustains."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
 from fp8bench import units
-from fp8bench.analysis.samples import Sustained, sustained_figures, sustained_ratio
-from fp8bench.model import Interval
+from fp8bench.analysis.samples import Sustained, step_samples, sustained_figures, sustained_ratio
+from fp8bench.model import Interval, Record
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.case_status import Standing, doubts, inverse, show_speed, speed_up, standing, tone_of
 from fp8bench.report.columns import Col, case_cols, table, with_figures
-from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Element, Mark, Scatter, Table, Tone
+from fp8bench.report.elements import Bars, ChartAxis, Element, Mark, Table, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
+from fp8bench.report.panels import Panel, Result, ResultGroup, together
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
 from fp8bench.report.words.naming import listed, many
 
@@ -53,15 +53,13 @@ def sustained(panel: Panel) -> Iterator[Table]:
 
 @dataclass(frozen=True)
 class _Case:
-    """A case with its run, title, setting and reference; `error` is NaN if there is none."""
+    """A case with its run, title and reference."""
 
     run: str
     title: str
     reference: str
-    setting: str
+    group: ResultGroup
     result: Result
-    metric: str
-    error: float
 
     @property
     def speed(self) -> Interval | None:
@@ -69,66 +67,75 @@ class _Case:
 
     @property
     def name(self) -> str:
-        return " ".join(part for part in (self.title, self.setting, self.result.mode) if part)
+        return " ".join(part for part in (self.title, self.group.place, self.result.mode) if part)
 
 
 _LEAD = (
-    "To the right of 1x is faster than the reference; whiskers are 99% intervals, of fewer than "
-    f"{LEAST_ROUNDS} rounds their range. Grey ones are in doubt, and emulated cases have no speed."
+    "To the right of 1x is faster than the reference. Each stroke below a bar is one round, in a run of several "
+    "sessions of the last one: the further a precision's strokes lie from its reference's, compared with how wide they "
+    f"scatter, the surer is the difference. Whiskers are 99% intervals, of fewer than {LEAST_ROUNDS} rounds their "
+    "range. Grey ones are in doubt, and emulated cases have no speed."
 )
 
 
 @section("speedup", "Speed-up", 40, lead=_LEAD, repeats=True)
 def speedup_section(material: Material) -> Iterator[Element]:
-    cases = list(_cases(material))
-    yield from _charts([case for case in cases if speed_up(case.result) is not None])
-    yield from _scatters(cases)
+    yield from _draw_speeds(list(_find_cases(material)))
 
 
-def _cases(material: Material) -> Iterator[_Case]:
+def _find_cases(material: Material) -> Iterator[_Case]:
     for (entry, panel), (title, _) in zip(material.panels(), titled_panels(material), strict=True):
-        metric = "" if about_tensors(panel) else panel.error
         for group, result in () if about_tensors(panel) else panel.members:
-            error = value_of(result.record.measurement(metric)) if metric else None
-            yield _Case(f"{entry.label} {panel.case.device}", title, panel.reference or "the reference",
-                        group.place, result, metric, math.nan if error is None else error)  # fmt: skip
+            run = f"{entry.label} {panel.case.device}"
+            yield _Case(run, title, panel.reference or "the reference", group, result)
 
 
-def _charts(bars: Sequence[_Case]) -> Iterator[Bars]:
-    by_reference = together((bar.reference, bar) for bar in bars)
-    for number, cases in enumerate(by_reference.values(), 1):
-        by_title = together((bar.title, bar) for bar in cases)
-        yield _chart(f"speed-up-{number}" if len(by_reference) > 1 else "speed-up", by_title)
+def _draw_speeds(cases: Sequence[_Case]) -> Iterator[Bars]:
+    """Yields a chart for each reference: of every group with a speed the reference and the cases that have one."""
+    timed = {id(case.group) for case in cases if speed_up(case.result) is not None}
+    shown = [case for case in cases if id(case.group) in timed and case.speed is not None]
+    by_reference = together((case.reference, case) for case in shown)
+    for number, members in enumerate(by_reference.values(), 1):
+        yield _draw_chart(f"speed-up-{number}" if len(by_reference) > 1 else "speed-up", members)
 
 
-def _chart(name: str, by_title: Mapping[str, Sequence[_Case]]) -> Bars:
-    groups = [
-        (" ".join(filter(None, (suite if len(by_title) > 1 else "", heading))), marks)
-        for suite, bars in by_title.items()
-        for heading, marks in _by_setting(bars[0].reference, [(bar.setting, _mark(bar)) for bar in bars])
-    ]
-    bars = [bar for members in by_title.values() for bar in members]
-    own = " of its run" if len({bar.run for bar in bars}) > 1 else ""
-    title = f"Speed-up over {bars[0].reference}{own}: {listed(list(by_title), len(by_title))}"
-    axis = ChartAxis(f"speed-up over {bars[0].reference}", "x")
-    return Bars(name, title, _description(bars), axis, tuple(groups))
+def _draw_chart(name: str, cases: Sequence[_Case]) -> Bars:
+    suites = list(dict.fromkeys(case.title for case in cases))
+    by_group: dict[tuple[str, str], list[Mark]] = {}
+    for case in cases:
+        suite = case.title if len(suites) > 1 else ""
+        by_group.setdefault((suite, case.group.place), []).append(_mark(case))
+    groups = tuple((" ".join(filter(None, heading)), tuple(marks)) for heading, marks in by_group.items())
+    of_run = " of its run" if len({case.run for case in cases}) > 1 else ""
+    title = f"Speed-up over {cases[0].reference}{of_run}: {listed(suites, len(suites))}"
+    axis = ChartAxis(f"speed-up over {cases[0].reference}", "x", show=units.speed_up)
+    return Bars(name, title, _description([case for case in cases if case.speed is not _REFERENCE]), axis, groups)
 
 
-def _by_setting(reference: str, marks: Sequence[tuple[str, Mark]]) -> tuple[tuple[str, tuple[Mark, ...]], ...]:
-    """Groups of marks that are named by precision; with one precision in several groups, one heading for all."""
-    groups, modes = together(marks), {mark.label for _, mark in marks}
-    if len(modes) > 1 or len(groups) == 1:
-        return tuple((heading, tuple(members)) for heading, members in groups.items())
-    return ((f"{modes.pop()} over {reference}", tuple(replace(mark, label=heading) for heading, mark in marks)),)
+def _mark(case: _Case) -> Mark:
+    """Returns its speed-up with a sample for each round, over the middle round of the reference it was held against."""
+    result, speed = case.result, case.speed or _REFERENCE
+    record, lead = _timed(result), case.group.lead
+    against = record.paired_with or (lead.record.timing if lead is not None else None)
+    seconds = step_samples(record.timing) if record.timing is not None else ()
+    middle = statistics.median((against and step_samples(against)) or [math.nan])
+    samples = tuple(middle / second for second in seconds if second > 0 and middle > 0)
+    words = [f"{result.mode} {units.speed_up(speed.point)} as fast as {case.reference}"]
+    if speed is _REFERENCE:
+        words = [f"{result.mode}, the reference"]
+    words += doubts(result)
+    if samples:
+        words.append(f"{many(len(seconds), 'round')}, {units.span(seconds, units.seconds)}")
+    low, high = (
+        bound if speed is not _REFERENCE and math.isfinite(bound) else None for bound in (speed.low, speed.high)
+    )
+    return Mark(result.mode, speed.point, low, high, tone_of(result), "; ".join(words), samples=samples)
 
 
-def _mark(bar: _Case) -> Mark:
-    speed = bar.speed or _REFERENCE
-    low, high = (bound if math.isfinite(bound) else None for bound in (speed.low, speed.high))
-    tone = tone_of(bar.result)
-    shown = f"{bar.result.mode} {units.speed_up(speed.point)} as fast as {bar.reference}"
-    why = "; ".join(doubts(bar.result))
-    return Mark(bar.result.mode, speed.point, low, high, tone, f"{shown}; {why}" if why else shown)
+def _timed(result: Result) -> Record:
+    """Returns the record with the rounds of its verdict: those after the choice where it was the fastest of several."""
+    record, fresh = result.record, result.record.fresh
+    return record if fresh is None else replace(record, timing=fresh.timing, paired_with=fresh.reference)
 
 
 def _description(bars: Sequence[_Case]) -> str:
@@ -138,48 +145,6 @@ def _description(bars: Sequence[_Case]) -> str:
     sentences += [f"The most is {units.speed_up(speed)}: {name}." for speed, name in sorted(good)[-1:]]
     sentences += [f"The least is {units.speed_up(speed)}: {name}." for speed, name in sorted(bad)[:1]]
     return " ".join(sentences)
-
-
-def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:
-    """A chart for each error metric and reference of a run, because neither errors nor speeds share an axis.
-
-    None if only references and emulations were measured.
-    """
-    by_axes = together(
-        ((case.metric, case.run, case.reference), case)
-        for case in cases
-        if 0 < case.error < math.inf and (case.speed is not None or standing(case.result) is Standing.EMULATED)
-    )
-    numbers = count(1)
-    for (metric, *_), spots in by_axes.items():
-        if any(speed_up(spot.result) is not None for spot in spots):
-            yield _scatter(f"trade-off-{next(numbers)}", metric, spots)
-
-
-def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
-    titles = list(dict.fromkeys(spot.title for spot in spots))
-    by_mode = together((spot.result.mode, spot.error) for spot in spots)
-    ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in by_mode.items()]
-    error = metric.replace("_", " ")
-    return Scatter(
-        name, f"Speed-up against {error}: {listed(titles)}",
-        f"{many(len(spots), 'case')}, further down is more exact. {error}: {listed(ranges, 12)}.",
-        ChartAxis(f"speed-up over {spots[0].reference}", "x"), ChartAxis(error, units.RATIO, log=True),
-        tuple(_point(spot, len(titles) > 1) for spot in spots),
-        "emulated: no speed" if any(spot.speed is None for spot in spots) else "",
-    )  # fmt: skip
-
-
-def _point(spot: _Case, titled: bool) -> ChartPoint:
-    label = " ".join(part for part in (spot.title if titled else "", spot.setting) if part) or spot.result.mode
-    x = spot.speed.point if spot.speed is not None else None
-    speed = f"{units.speed_up(x)}, " if x is not None else ""
-    words = [f"{speed}error {units.relative_error(spot.error)}"]
-    words += ["emulated: no speed"] if x is None else doubts(spot.result)
-    low, high = (spot.speed.low, spot.speed.high) if spot.speed is not None else (None, None)
-    return ChartPoint(
-        spot.result.mode, label, x, spot.error, tone_of(spot.result), "; ".join(words), x_low=low, x_high=high
-    )
 
 
 @section("sustained", "Sustained", 96)

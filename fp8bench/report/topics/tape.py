@@ -107,14 +107,14 @@ def _count_cols(declared: Callable[[Any], float | None]) -> Iterator[Col[Any]]:
     )
     yield Col(
         "unknown",
-        lambda row: row[1].unknown,
+        lambda row: row[1].unknown or None,
         number=True,
         show=str,
         hint="calls of operators that have no formula, in no sum of FLOPs",
     )
     words = "the share of FLOPs that multiply elements so wide"
     for bits in _WIDTHS:
-        share = partial(lambda bits, row: share_of(row[1], bits) if isinstance(row[1], Tape) else None, bits)
+        share = partial(lambda bits, row: (share_of(row[1], bits) or None) if isinstance(row[1], Tape) else None, bits)
         yield Col(f"{bits} bits", share, number=True, show=units.percent, hint=words)
 
 
@@ -159,9 +159,15 @@ def tape_section(material: Material) -> Iterator[Element]:
         *_count_cols(lambda case: case.result.record.work.flops),
     ]  # fmt: skip
     for title, panel in titled_panels(material):
-        cases = [(case, case.result.record.tape) for case in panel.members]
-        taped = [(case, tape) for case, tape in cases if tape is not None and tape.phases]
-        rows = [(case.name, [(case, tape), *((case, phase) for phase in tape.phases)]) for case, tape in taped]
+        taped, rows = [], []
+        for case in panel.members:
+            tape = case.result.record.tape
+            if tape is None or not tape.phases:
+                continue
+            counts: list[Tape | PhaseCount] = [tape]
+            counts += [phase for phase in tape.phases if phase.flops or phase.bytes or phase.launches or phase.unknown]
+            taped.append((case, tape))
+            rows.append((case.name, [(case, count) for count in counts]))
         name, words = f"tape-{panel.case.workload}", "counts of a step, by phase"
         yield from table_of_cases(name, title, words, cols, rows, "The CSV has them.")
         said = tuple(map(Text, _remarks_of((case.name, tape) for case, tape in taped)))

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from fp8bench import units
 from fp8bench.analysis.labels import load_of
@@ -29,7 +30,7 @@ from fp8bench.report.case_status import (
 from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import NamedCase, Panel, Result, together
-from fp8bench.report.topics.answers import find_answer
+from fp8bench.report.topics.answers import find_answer, verdict_word
 from fp8bench.report.topics.energy import ratio_against
 from fp8bench.report.topics.memory import share_of
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
@@ -57,7 +58,7 @@ _NO_CLAIM = Field("no claim", tone=Tone.DOUBT, hint="emulated")
 
 
 def cases_of(panels: Iterable[Panel]) -> list[NamedCase]:
-    return [case for panel in panels for case in panel.members]
+    return list(chain.from_iterable(panel.members for panel in panels))
 
 
 def missed(cases: Sequence[NamedCase], status: Standing, word: str) -> list[str]:
@@ -114,7 +115,7 @@ def by_chance(entry: Entry) -> Iterator[Text]:
 
 
 def _lead(material: Material) -> str:
-    results = [result for _, panel in timed_panels(material) for result in panel.results]
+    results = list(chain.from_iterable(panel.results for _, panel in timed_panels(material)))
     speeds = [speed for result in results if (speed := speed_up(result))]
     said = f"[low, high]: {words}." if (words := what_intervals_hold(results)) else ""
     ranges = f"{legend.RANGE}." if any(speed.level == 0 for speed in speeds) else ""
@@ -124,10 +125,13 @@ def _lead(material: Material) -> str:
 @section("verdict", "Verdict", 10, lead=_lead)
 def verdict_section(material: Material) -> Iterator[Element]:
     several = len({suites_of(entry.run) for entry in material.entries}) > 1
-    rows = tuple(row for entry in material.entries for row in _rows(entry, several))
-    strip = [Verdicts(("speed", "error", "memory", "energy"), rows[:_MOST])] if rows else []
-    told = [element for entry in material.entries for element in _entry(entry, material.alone)]
-    yield from [*strip, *told] or [Text("There is no run.")]
+    rows = tuple(chain.from_iterable(_rows(entry, several) for entry in material.entries))
+    if rows:
+        yield Verdicts(("speed", "error", "memory", "energy"), rows[:_MOST])
+    sentences = list(chain.from_iterable(_entry(entry, material.alone) for entry in material.entries))
+    yield from sentences
+    if not rows and not sentences:
+        yield Text("There is no run.")
 
 
 def _rows(entry: Entry, name_suites: bool) -> Iterator[tuple[str, tuple[Field, ...]]]:
@@ -148,7 +152,7 @@ def _rows(entry: Entry, name_suites: bool) -> Iterator[tuple[str, tuple[Field, .
 
 def _speed(cases: Sequence[NamedCase]) -> Field:
     """Its verdict if all cases have the same; 'mostly faster' if most have."""
-    words = Counter(status_words(result).replace(units.NONE, "not timed") for _, result in cases)
+    words = Counter(verdict_word(result) for _, result in cases)
     (word, number), *others = words.most_common()
     speeds = [speed for _, result in cases if (speed := speed_up(result))]
     points = [speed.point for speed in speeds]
@@ -186,9 +190,12 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
     yield from losses(entry)
     yield from sitting(entry)
     several = len({panel.case.device for panel in entry.panels}) > 1
-    timed = [panel for panel in entry.panels if not about_tensors(panel)]
-    sentences = [text for panel in timed for text in comparisons(panel, panel.case.device if several else "")]
-    sentences += [Text(text) for panel in entry.panels if about_tensors(panel) for text in best_by_width(panel)]
+    sentences: list[Text] = []
+    for panel in entry.panels:
+        if not about_tensors(panel):
+            sentences += comparisons(panel, panel.case.device if several else "")
+    for panel in filter(about_tensors, entry.panels):
+        sentences += map(Text, best_by_width(panel))
     cases = cases_of(entry.panels)
     sentences += [Text(text, Tone.DOUBT) for text in (*emulations(cases), *skips(cases))]
     sentences += by_chance(entry)
@@ -253,7 +260,7 @@ def _comparison(panel: Panel, cases: Sequence[NamedCase], where: str) -> Text:
 
 
 def _because(results: Sequence[Result]) -> str:
-    reasons = dict.fromkeys(reason for result in results for reason in _reasons(result))
+    reasons = dict.fromkeys(chain.from_iterable(map(_reasons, results)))
     return f"; {listed(list(reasons), _MOST_REASONS)}" if reasons else ""
 
 
@@ -264,7 +271,9 @@ def verdicts_in(results: Sequence[Result], reference: str, of: str = "") -> str:
     where = f" in {number} of {len(results)} cases{of}" if others or of else ""
     link = " than " if first.endswith(("faster", "slower")) else " as " if first.endswith("same") else ""
     against = f"{link}{reference}" if link else ""
-    return f"{first.replace('same', 'as fast')}{against}{where}" + "".join(f", {word} in {n}" for word, n in others)
+    return f"{first.replace('same', 'as fast')}{against}{where}" + "".join(
+        f", {word.replace(Standing.UNSURE, 'cannot tell')} in {n}" for word, n in others
+    )
 
 
 def span(speeds: Sequence[float]) -> str:

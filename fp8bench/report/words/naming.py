@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from fp8bench import units
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Phase, Record, Run, Status
+from fp8bench.model.specs import METRICS
 from fp8bench.protocols.axes import CACHE, CACHE_TIMES, COLD, HOT
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import ResultGroup, show_params
@@ -168,6 +169,15 @@ def phase_order(phase: str) -> tuple[float, str]:
     """Sorts our phases in their order, then others, and unattributed time last."""
     last = CELL_PHASES.index(UNATTRIBUTED)
     return float(CELL_PHASES.index(phase)) if phase in CELL_PHASES else last - 0.5, phase
+
+
+def figure_words(name: str) -> str:
+    """'gradient_error' -> 'gradient error', 'time_gemm' -> 'time of matmul'; the heading of a figure that has one."""
+    spec = METRICS.get(name)
+    if spec is not None and spec.heading:
+        return spec.heading
+    phase = name.removeprefix("time_")
+    return f"time of {phase_words(phase)}" if phase in CELL_PHASES else name.replace("_", " ")
 
 
 # The share of cases that makes "most".

@@ -28,7 +28,7 @@ from fp8bench.features.train.verdicts.summary import figures_of
 from fp8bench.features.train.view import page_of as text_of
 from fp8bench.model import MemoryUse, PhaseMemory
 from fp8bench.report.data.plain import csv_text
-from fp8bench.report.elements import Chart, Lines, Page, Scatter, Sparks, Stacks, Table
+from fp8bench.report.elements import Chart, Lines, Page, Scatter, Stacks, Table
 from fp8bench.report.page import html, markdown
 from fp8bench.report.page.drawing.draw import draw
 from tests.counts import for_each
@@ -156,19 +156,16 @@ def test_memory_of_arms_is_compared_at_one_moment() -> None:
     assert "Memory by what" not in markdown.render(page())
 
 
-def test_lines_show_magnitudes_and_scales_by_layer() -> None:
-    """A row for each layer, a cell for each role, two lines in it; a missing reading leaves a gap."""
+def test_lines_show_scaled_magnitudes_by_layer() -> None:
+    """A chart for each role, those layers first that move most; a missing reading leaves a gap."""
     head = [reading(step, amax, scale=2.0) for step, amax in ((0, 1.0), (10, 2.0), (20, 8.0))]
-    first = [reading(step, amax, "first", scale=amax) for step, amax in ((0, 4.0), (20, 1.0))]
-    chart = element(page(*head, *first, reading(10, 0.5, "first", "weight", scale=4.0)), "tensors-1", Sparks)
-    assert (chart.places, chart.columns, chart.folded) == (("0", "10", "20"), ("inputs", "weights"), False)
-    none = (None, None, None)
-    assert dict(chart.rows) == {
-        "head": (((1.0, 2.0, 8.0), (2.0, 2.0, 2.0)), (none, none)),
-        "first": (((4.0, None, 1.0), (4.0, None, 1.0)), ((None, 0.5, None), (None, 4.0, None))),
-    }
-    plain = element(page(*(replace(line, scale=1.0) for line in head)), "tensors-1", Sparks)
-    assert plain.series == ("largest magnitude",)
+    first = [reading(step, amax, "first", scale=4.0 / amax) for step, amax in ((0, 4.0), (20, 1.0))]
+    made = page(*first, *head, reading(10, 0.5, "first", "weight", scale=4.0))
+    chart = element(made, "tensors-1-inputs", Lines)
+    octaves = {layer: [mark and mark.value for mark in marks] for layer, marks in chart.series}
+    assert chart.places == ("0", "10", "20") and octaves == {"head": [-1, 0, 2], "first": [0, None, 0]}
+    assert [*octaves] == ["head", "first"]
+    assert [layer for layer, _ in element(made, "tensors-1-weights", Lines).series] == ["first"]
 
 
 def test_a_training_without_steps_has_a_page() -> None:

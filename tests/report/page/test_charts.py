@@ -33,6 +33,6 @@ def test_numbers_of_charts() -> Told:
 
 def test_what_is_worth_drawing() -> None:
     """Three points, in more than one column."""
-    assert [worth_drawing(chart) for chart in charts()] == [True, True, True, False, True]
+    assert [worth_drawing(chart) for chart in charts()] == [True, True, True, False]
     two = bars().groups[0][1][:2]
     assert not worth_drawing(replace(bars(), groups=(("", two),)))

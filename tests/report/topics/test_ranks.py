@@ -97,7 +97,7 @@ def test_bandwidth_over_size_has_a_line_a_way_between_what_rounds_leave() -> Non
     run = run_of(records)
     charts = of_kind(part("ranks", (run, findings(run))), Scatter)
     (chart,) = [chart for chart in charts if chart.name.startswith("busbw")]
-    assert chart.joined == ("fp32", "bf16", "fp8 fp8_ring", "fp8 fp8_gather") and chart.x.log and chart.y.log
+    assert chart.joined == ("fp32", "bf16", "fp8 fp8-ring", "fp8 fp8-gather") and chart.x.log and chart.y.log
     assert len(chart.points) == 8
     points = {(point.series, point.x): point for point in chart.points}
     for elements in (1000, 4000):
@@ -105,7 +105,7 @@ def test_bandwidth_over_size_has_a_line_a_way_between_what_rounds_leave() -> Non
         assert (of_bf16.low, of_bf16.y, of_bf16.high) == pytest.approx(
             [3.0 * elements / (ms / 1000) for ms in (8, 4, 2)]
         )
-    assert {point.series for point in chart.points if point.tone is Tone.DOUBT} == {"fp8 fp8_ring", "fp8 fp8_gather"}
+    assert {point.series for point in chart.points if point.tone is Tone.DOUBT} == {"fp8 fp8-ring", "fp8 fp8-gather"}
     alone = run_of(records[:6])
     charts = of_kind(part("ranks", (alone, findings(alone))), Scatter)
     assert not any(chart.name.startswith("busbw") for chart in charts)

@@ -21,9 +21,13 @@ from tests.told_before import Told, as_before
 FASTER = (Verdict.FASTER, 0.5)
 
 
-def table(*made: Made) -> Table:
-    (only_table,) = of_kind(part("results", *made), Table)
-    return only_table
+def tables(*made: Made) -> list[Table]:
+    return of_kind(part("results", *made), Table)
+
+
+def details(*made: Made) -> Table:
+    _, table = tables(*made)
+    return table
 
 
 @as_before
@@ -32,7 +36,7 @@ def test_results() -> Told:
     run, findings = emulated_with_a_ratio()
     yield "not even where a finding carries one", part("results", (run, findings))
     alone = (replace(run.records[2], is_reference=True),)
-    yield "an emulated reference is called so", table((replace(run, records=alone), findings))
+    yield "an emulated reference is called so", tables((replace(run, records=alone), findings))
     for verdict in Verdict:
         if verdict not in (Verdict.REFERENCE, Verdict.EMULATED):
             yield f"colour follows the verdict: {verdict}", part("results", judged((verdict, 0.5)))
@@ -42,10 +46,10 @@ def test_results() -> Told:
     run, findings = judged(FASTER)
     moved = replace(run.records[1], case=replace(run.records[1].case, device="cuda:0"))
     both = replace(run, records=(run.records[0], moved)), findings
-    yield "so have devices where there are several", table(both)
+    yield "so have devices where there are several", tables(both)
     case = run.records[1].case.id
     findings[case] = replace(findings[case], ratio=Interval(0.5, 0.0, math.inf, 0.99))
-    yield "a ratio without an interval says so", table((run, findings))
+    yield "a ratio without an interval says so", tables((run, findings))
     yield "without cases it says so", part("results", nothing())
     run, findings = gemm()
     alone_run = replace(run, id="alone", records=run.records[:4])
@@ -57,11 +61,17 @@ def test_a_number_of_a_suite_is_not_taken_for_the_steps_own() -> None:
     run, findings = gemm()
     own = tuple(Measurement(name, "J", (7.0,)) for name in ("time", "energy", "flops_per_second", "tokens_per_second"))
     records = tuple(replace(record, measurements=(*record.measurements, *own)) for record in run.records)
-    assert table((replace(run, records=records), findings)) == table(gemm())
+    assert details((replace(run, records=records), findings)) == details(gemm())
 
 
 def test_what_is_no_number_sorts_by_nothing() -> None:
-    values = [field.value for fields in table(strange()).rows for field in fields if field.value is not None]
+    values = [
+        field.value
+        for table in tables(strange())
+        for fields in table.rows
+        for field in fields
+        if field.value is not None
+    ]
     assert values and not any(math.isnan(value) for value in values)
 
 
@@ -81,6 +91,6 @@ def test_no_rate_is_told_of_work_that_nobody_saw(labels: tuple[Label, ...], tape
     place = next(place for place, known in enumerate(run.records) if known.case.mode == "bf16")
     record = replace(run.records[place], tape=tape)
     findings[record.case.id] = replace(findings[record.case.id], labels=labels)
-    shown = table((replace(run, records=(*run.records[:place], record, *run.records[place + 1 :])), findings))
+    shown = details((replace(run, records=(*run.records[:place], record, *run.records[place + 1 :])), findings))
     column = [column.title for column in shown.columns].index("throughput")
     assert (shown.rows[place][column] != Field("-")) == told

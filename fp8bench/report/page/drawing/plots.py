@@ -193,7 +193,7 @@ def _series(
     many = len(marks) > _FAINT_FROM[sheet.narrow]
     for place, mark in _evenly(every, POINTED[sheet.narrow] // min(SERIES, len(chart.series))):
         tone = f" {mark.tone.value}" if mark.tone is not Tone.PLAIN else " faint" if many else ""
-        words = hint(mark, chart.axis.unit, name, places[place])
+        words = hint(mark, chart.axis, name, places[place])
         sheet.dot(f"mark point {style}{tone}", shape, x.at(place), y.at(mark.value), 8.0, words)
 
 

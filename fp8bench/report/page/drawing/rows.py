@@ -6,8 +6,9 @@ In a window labels stand left of the rows; on a telephone each stands above its 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from fp8bench import units
@@ -27,6 +28,7 @@ from fp8bench.report.page.drawing.scale import (
     shortened,
     shown,
     worded,
+    written,
 )
 from fp8bench.report.page.drawing.sheet import Sheet
 from fp8bench.report.panels import together
@@ -63,10 +65,11 @@ class Rows:
 
 def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0) -> Rows:
     """Writes headings and labels, and returns where the rows are; `height` is that of a row without its label."""
-    labels = [label for _, group in groups for label in group]
     headed = any(heading for heading, _ in groups)
     room = sheet.width if sheet.narrow else _LABELS_SHARE * sheet.width
-    texts = [shortened(label, room, sheet.size) for label in labels]
+    texts: list[str] = []
+    for _, labels in groups:
+        texts += [shortened(label, room, sheet.size) for label in labels]
     widest = max(map(sheet.measure, texts), default=0.0)
     left = 0.0 if sheet.narrow else widest + _LABEL_GAP
     rows: list[Row] = []
@@ -130,21 +133,26 @@ def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> f
 
 
 _THICK = 14.0
+# The height of a stroke for a single value below a bar.
+_STROKES = 10.0
 _CAP = 3.5
 # The width of a bar that ends where it starts.
 _THINNEST = 2.0
 
 
 def draw_bars(sheet: Sheet, chart: Bars) -> float:
-    every = [((place, heading), mark) for place, (heading, own) in enumerate(chart.groups) for mark in own]
+    every: list[tuple[tuple[int, str], Mark]] = []
+    for place, (heading, marks_of_group) in enumerate(chart.groups):
+        every += [((place, heading), mark) for mark in marks_of_group]
     placed = [(group, mark) for group, mark in every if drawable(mark.value, log=True)]
     marks = [mark for _, mark in placed[:BARS]]
     sheet.omit(placeless(numbers_of(mark for _, mark in every), log=True), len(placed) - BARS)
     if not marks:
         return 0.0
     by_group = together((group, mark.label) for group, mark in placed[:BARS])
-    labels = [(heading, own) for (_, heading), own in by_group.items()]
-    rows = arranged(sheet, labels, 22.0 if sheet.narrow else 28.0)
+    labels = [(heading, names) for (_, heading), names in by_group.items()]
+    strokes = _STROKES * any(mark.samples for mark in marks)
+    rows = arranged(sheet, labels, strokes + (22.0 if sheet.narrow else 28.0))
     scale = _scale(chart, marks, sheet, rows.left)
     end = foot(sheet, scale, chart.axis, rows)
     for mark, row in zip(marks, rows.rows, strict=True):
@@ -156,17 +164,19 @@ def draw_bars(sheet: Sheet, chart: Bars) -> float:
 
 def _scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
     """Ratios stand on a logarithmic axis, so that 2x and 0.5x are equally far from 1x."""
-    values = [1.0, *(value for mark in marks for value in (mark.value, *ends(mark, log=True)))]
+    values = [1.0]
+    for mark in marks:
+        values += [mark.value, *ends(mark, log=True), *_samples(mark)]
     room = {True: 0.0, False: 0.0}
     for mark in marks:
         below = mark.value < 1
-        room[below] = max(room[below], sheet.measure(shown(mark.value, chart.axis.unit)) + _GAP + 2)
+        room[below] = max(room[below], sheet.measure(written(mark.value, chart.axis)) + _GAP + 2)
     return fitted(values, left + room[True] + 2, sheet.width - room[False] - 2, log=True, unit=chart.axis.unit)
 
 
 def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
     if narrow:
-        return [(row.y - 12, row.y + 12) for row in rows.rows]
+        return [(row.y - 12, row.top + row.height + 1) for row in rows.rows]
     spans: list[tuple[float, float]] = []
     for row in rows.rows:
         together = bool(spans) and spans[-1][1] == row.top
@@ -174,9 +184,18 @@ def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
     return spans
 
 
+def _samples(mark: Mark) -> list[float]:
+    return [value for value in mark.samples if drawable(value, log=True)]
+
+
 def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale) -> None:
-    unit, style = chart.axis.unit, mark.tone.value
-    sheet.box("mark band", 0, row.top, sheet.width, row.height, layer=1, hint=hint(mark, unit))
+    style = mark.tone.value
+    sheet.box("mark band", 0, row.top, sheet.width, row.height, layer=1, hint=hint(mark, chart.axis))
+    places = [scale.at(value) for value in _samples(mark)]
+    if places:
+        row = replace(row, y=row.y - _STROKES / 2)
+        top = row.y + _THICK / 2 + 2
+        sheet.lines(f"samples {style}", [[(x, top), (x, top + _STROKES)] for x in places])
     origin, end = scale.at(1.0), scale.at(mark.value)
     is_below = mark.value < 1
     thick = max(_THINNEST, abs(end - origin))
@@ -187,7 +206,7 @@ def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale) -> None:
         caps = [[(x, row.y - _CAP), (x, row.y + _CAP)] for x in (low, high)]
         sheet.lines("whisker", [[(low, row.y), (high, row.y)], *caps])
     x = min(reach) - _GAP if is_below else max(reach) + _GAP
-    sheet.text(x, row.y, shown(mark.value, unit), f"value {style}", anchor="end" if is_below else "start")
+    sheet.text(x, row.y, written(mark.value, chart.axis), f"value {style}", anchor="end" if is_below else "start")
 
 
 _STACKED = 18.0
@@ -195,6 +214,7 @@ _STACKED = 18.0
 _LEAST_SHARE = 0.03
 # Rests are hatched.
 _RESTS = ("other", "the rest")
+Pieces = Sequence[tuple[int, float]]
 # Phases of products first: most charts have no others.
 _PHASES = {
     word: place
@@ -205,23 +225,31 @@ _PHASES = {
 
 
 def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
-    rows = [row for row in chart.rows if any(map(part_drawable, row[1]))]
-    sheet.omit(placeless((value for _, values in chart.rows for value in values if value), log=True), len(rows) - ROWS)
+    every: list[float] = []
+    rows = []
+    for number, (label, values) in enumerate(chart.rows):
+        every += filter(None, values)
+        pieces = chart.pieces[number] if chart.pieces else enumerate(values)
+        drawn = [(part, value) for part, value in pieces if part_drawable(value)]
+        if drawn:
+            rows.append((label, drawn, sum(value for _, value in drawn)))
+    sheet.omit(placeless(every, log=True), len(rows) - ROWS)
     rows = rows[:ROWS]
     if not rows:
         return 0.0
-    styles = _styles(chart)
+    styles, unit = _styles(chart), chart.axis.unit
     keys = [("hatch" if chart.parts[n] in _RESTS else "box", styles[n], chart.parts[n]) for n in chart.present]
     top = legend(sheet, keys, 0.0)
-    sums = [sum(value for value in values if part_drawable(value)) for _, values in rows]
-    places = arranged(sheet, [("", [label for label, _ in rows])], 26.0 if sheet.narrow else 30.0, top)
-    unit = chart.axis.unit
-    room = max(sheet.measure(_written(total, unit)) for total in sums) + _GAP
-    scale = Scale(0.0, max(sums), places.left, sheet.width - room, unit=unit)
+    places = arranged(sheet, [("", [label for label, *_ in rows])], 26.0 if sheet.narrow else 30.0, top)
+    totals = ["" if chart.pieces else _written(whole, unit) for *_, whole in rows]
+    room = max(map(sheet.measure, totals)) + _GAP
+    scale = Scale(0.0, max(whole for *_, whole in rows), places.left, sheet.width - room, unit=unit)
     end = foot(sheet, scale, chart.axis, places)
-    for row, place, whole in zip(rows, places.rows, sums, strict=True):
-        _stack(sheet, chart, styles, row, place, scale)
-        sheet.text(scale.at(whole) + _GAP, place.y, _written(whole, unit), "value")
+    for (label, drawn, whole), place, total in zip(rows, places.rows, totals, strict=True):
+        _stack(sheet, chart, styles, (label, drawn), place, scale)
+        sheet.text(scale.at(whole) + _GAP, place.y, total, "value")
+    if chart.pieces:
+        sheet.zoom = scale
     return end
 
 
@@ -240,22 +268,30 @@ def _styles(chart: Stacks) -> list[str]:
 
 
 def _stack(
-    sheet: Sheet, chart: Stacks, styles: Sequence[str], row: tuple[str, tuple[float, ...]], place: Row, scale: Scale
+    sheet: Sheet, chart: Stacks, styles: Sequence[str], row: tuple[str, Pieces], place: Row, scale: Scale
 ) -> None:
-    label, values = row
-    whole, before = sum(value for value in values if part_drawable(value)), 0.0
+    """Draws each part of a row as one shape, which in a timeline has many pieces."""
+    label, pieces = row
+    whole, spans = 0.0, defaultdict[int, list[tuple[float, float]]](list)
+    for part, value in pieces:
+        spans[part].append((whole, value))
+        whole += value
     top, unit = place.y - _STACKED / 2, chart.axis.unit
-    for part, style, value in zip(chart.parts, styles, values, strict=True):
-        if not part_drawable(value):
+    bottom = top + _STACKED
+    for part, of_part in spans.items():
+        name, size = chart.parts[part], sum(value for _, value in of_part)
+        words = shown(size, unit)
+        words += "" if unit == "%" else f" ({units.percent(size / whole)})"
+        words += f" in {len(of_part)} pieces" if len(of_part) > 1 else ""
+        ends = [(scale.at(start), scale.at(start + value)) for start, value in of_part]
+        boxes = [[(x, top), (end, top), (end, bottom), (x, bottom)] for x, end in ends]
+        style = f"mark {styles[part]}" + " piece" * bool(chart.pieces)
+        sheet.lines(style, boxes, hint=worded(f"{label}, {name}", words), closed=True)
+        if chart.pieces:
             continue
-        x, end = scale.at(before), scale.at(before + value)
-        before += value
-        said = shown(value, unit)
-        said += "" if unit == "%" else f" ({units.percent(value / whole)})"
-        hint = worded(f"{label}, {part}", said)
-        sheet.box(f"mark {style}", x, top, end - x, _STACKED, hint=hint)
-        text = units.percent(value / whole, 0)
-        if part in _RESTS:
+        x, end = ends[0]
+        text = units.percent(size / whole, 0)
+        if name in _RESTS:
             sheet.hatch(x, top, end - x, _STACKED, layer=2)
-        elif value / whole >= _LEAST_SHARE and sheet.measure(text, bold=True) + 6 <= end - x:
+        elif size / whole >= _LEAST_SHARE and sheet.measure(text, bold=True) + 6 <= end - x:
             sheet.text((x + end) / 2, place.y, text, "inside", anchor="middle")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from fp8bench import units
-from fp8bench.report.elements import ChartPoint, Mark
+from fp8bench.report.elements import ChartAxis, ChartPoint, Mark
 
 # Values closer than this, relative to their size, count as equal: ticks between them would read alike.
 _ALIKE = 1e-9
@@ -82,6 +82,10 @@ def fitted(
 
 def _bounded(logarithm: float) -> float:
     return math.exp(min(max(logarithm, -700.0), 700.0))
+
+
+def written(value: float, axis: ChartAxis) -> str:
+    return axis.show(value) if axis.show is not None else shown(value, axis.unit)
 
 
 def shown(value: float, unit: str) -> str:
@@ -278,11 +282,11 @@ def _drawable_ends(bounds: Sequence[float | None], log: bool) -> list[float]:
     return sorted(known) if len(known) == 2 else []
 
 
-def hint(mark: Mark, unit: str, *names: str) -> Hint:
+def hint(mark: Mark, axis: ChartAxis, *names: str) -> Hint:
     """'name, label: 0.512x [0.508x, 0.515x]', then the mark's own hint on another line."""
-    text = shown(mark.value, unit)
+    text = written(mark.value, axis)
     if mark.low is not None and mark.high is not None and math.isfinite(mark.low) and math.isfinite(mark.high):
-        text += f" [{shown(mark.low, unit)}, {shown(mark.high, unit)}]"
+        text += f" [{written(mark.low, axis)}, {written(mark.high, axis)}]"
     return worded(", ".join(dict.fromkeys(name for name in (*names, mark.label) if name)), text, mark.hint)
 
 

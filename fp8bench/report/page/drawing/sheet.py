@@ -11,7 +11,7 @@ from functools import cache
 from itertools import count, takewhile
 
 from fp8bench.report.elements import Chart
-from fp8bench.report.page.drawing.scale import SERIES, Hint, escaped, width
+from fp8bench.report.page.drawing.scale import SERIES, Hint, Scale, escaped, width
 
 WIDE, NARROW = 880.0, 340.0
 # Letters in pixels, as in charts.css.
@@ -55,6 +55,7 @@ class Sheet:
         self._markers: dict[str, str] = {}  # ids by their paths
         self._role = "img"
         self._omitted: list[str] = []  # what is said of what is not drawn
+        self.zoom: Scale | None = None  # the axis along which a reader can zoom
 
     def lines(
         self, style: str, lines: Sequence[Line], layer: int = 1, hint: Hint | None = None, closed: bool = False
@@ -112,10 +113,11 @@ class Sheet:
         content += [element for _, element in sorted(self._drawn, key=lambda drawn: drawn[0])]
         form = "narrow" if self.narrow else "wide"
         lines = "\n".join(content)
+        zoom = f' data-zoom="{self.zoom.start:.2f} {self.zoom.end:.2f} {self.zoom.high:.6g}"' if self.zoom else ""
         return (
             f'<svg class="of-{type(self._chart).__name__.lower()} {form}" id="{self._name}" role="{self._role}"'
             f' aria-labelledby="{self._name}-title" aria-describedby="{self._name}-desc"'
-            f' viewBox="0 0 {self.width:.0f} {height:.0f}">\n'
+            f' viewBox="0 0 {self.width:.0f} {height:.0f}"{zoom}>\n'
             f'<title id="{self._name}-title">{escaped(self._chart.title)}</title>\n'
             f'<desc id="{self._name}-desc">{escaped(self.description)}</desc>\n'
             f"{lines}\n</svg>"

@@ -1,0 +1,43 @@
+"""What a case took in the last runs before one, for a sentence of its report."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from fp8bench.analysis.findings import findings
+from fp8bench.errors import StoreError
+from fp8bench.model import Run
+from fp8bench.store.runs.listing import listing
+from fp8bench.store.runs.run_file import load_head, load_run
+
+# The most earlier runs that are read, and the most files that are looked at to find them.
+_MOST_RUNS, _MOST_FILES = 5, 50
+
+
+def find_earlier_steps(run: Run, store: Path) -> dict[str, list[float]]:
+    """Returns the best case of each case's step, in seconds, in the last runs before this one, newest first.
+
+    Runs of the same request's suite on the same machine count, whatever their commit.
+    """
+    steps: dict[str, list[float]] = {}
+    for earlier in _find_runs(run, store):
+        for case, finding in findings(earlier).items():
+            if finding.best_seconds is not None:
+                steps.setdefault(case, []).append(finding.best_seconds)
+    return steps
+
+
+def _find_runs(run: Run, store: Path) -> Iterator[Run]:
+    found = 0
+    for path in listing(store).files[:_MOST_FILES]:
+        with contextlib.suppress(StoreError):
+            if found < _MOST_RUNS and _is_earlier(load_head(path), run):
+                yield load_run(path)
+                found += 1
+
+
+def _is_earlier(other: Run, run: Run) -> bool:
+    same_machine = other.environment.get("machine") == run.environment.get("machine")
+    return same_machine and other.request.suite == run.request.suite and other.started < run.started

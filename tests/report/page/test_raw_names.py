@@ -1,0 +1,46 @@
+"""No name of the code is seen on a page: figures, phases and kinds of data have words."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from fp8bench.analysis.findings import findings
+from fp8bench.report.page.html import render
+from fp8bench.report.page.section import material_of, page_of
+from fp8bench.store.runs.run_file import load_run
+
+ROOT = Path(__file__).resolve().parents[3]
+RUNS = [
+    "reports/sample/run.jsonl",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/golden/stores").glob("*/runs/*box/*.jsonl")),
+]
+# What is typed (a setting, the name of a case), and names that others gave: of a file, a system, a kernel, an operator,
+# a module of a model.
+TYPED = re.compile(r"\w+\[[^\]]*\]@\S+|[\w-]+=[\w:.,-]+")
+OF_OTHERS = re.compile(r"[\w./-]*/[\w./-]+|\w+::\w+|\w+\.\w+(?:\.\w+)*|Linux-\S+|nvjet_\w+|\S*…\S*")
+
+
+def visible_text(page: str) -> str:
+    body = page.partition("<body>")[2]
+    body = re.sub(r"<(script|style|code|pre|desc|title)\b.*?</\1>", " ", body, flags=re.DOTALL)
+    return unescape(re.sub(r"<[^>]+>", " ", body))
+
+
+def find_raw_names(text: str) -> set[str]:
+    return set(re.findall(r"\w*[a-z0-9]_[a-z0-9]\w*", OF_OTHERS.sub(" ", TYPED.sub(" ", text))))
+
+
+def test_raw_names_are_found() -> None:
+    page = "<body><td>gradient_error</td> micro_batches=2 blocks.0.norm_attn <code>loss_error</code><p title='a_b'>x"
+    assert find_raw_names(visible_text(page)) == {"gradient_error"}
+
+
+@pytest.mark.parametrize("path", RUNS)
+def test_a_page_shows_no_raw_name(path: str) -> None:
+    """Of the figures and phases that these runs have, such as gradient_error, product_error and data_load."""
+    run = load_run(ROOT / path)
+    assert not find_raw_names(visible_text(render(page_of(material_of([run], [findings(run)])))))
