@@ -1,11 +1,12 @@
-"""How many times as fast as the reference each case is, round by round; and what it sustains."""
+"""How many times as fast as the reference each case is, beside its error; and what it sustains."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from fp8bench import units
 from fp8bench.analysis.samples import Sustained, step_samples, sustained_figures, sustained_ratio
@@ -13,11 +14,11 @@ from fp8bench.model import Interval, Record
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.case_status import Standing, doubts, inverse, show_speed, speed_up, standing, tone_of
 from fp8bench.report.columns import Col, case_cols, table, with_figures
-from fp8bench.report.elements import Bars, ChartAxis, Element, Mark, Table, Tone
+from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Element, Mark, Scatter, Table, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Panel, Result, ResultGroup, together
+from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
-from fp8bench.report.words.naming import listed, many
+from fp8bench.report.words.naming import figure_words, listed, many
 
 _REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
 
@@ -53,13 +54,15 @@ def sustained(panel: Panel) -> Iterator[Table]:
 
 @dataclass(frozen=True)
 class _Case:
-    """A case with its run, title and reference."""
+    """A case with its run, title, setting and reference; `error` is NaN if there is none."""
 
     run: str
     title: str
     reference: str
     group: ResultGroup
     result: Result
+    metric: str
+    error: float
 
     @property
     def speed(self) -> Interval | None:
@@ -80,14 +83,18 @@ _LEAD = (
 
 @section("speedup", "Speed-up", 40, lead=_LEAD, repeats=True)
 def speedup_section(material: Material) -> Iterator[Element]:
-    yield from _draw_speeds(list(_find_cases(material)))
+    cases = list(_find_cases(material))
+    yield from _draw_speeds(cases)
+    yield from _scatters(cases)
 
 
 def _find_cases(material: Material) -> Iterator[_Case]:
     for (entry, panel), (title, _) in zip(material.panels(), titled_panels(material), strict=True):
+        metric = "" if about_tensors(panel) else panel.error
         for group, result in () if about_tensors(panel) else panel.members:
-            run = f"{entry.label} {panel.case.device}"
-            yield _Case(run, title, panel.reference or "the reference", group, result)
+            error = value_of(result.record.measurement(metric)) if metric else None
+            yield _Case(f"{entry.label} {panel.case.device}", title, panel.reference or "the reference",
+                        group, result, metric, math.nan if error is None else error)  # fmt: skip
 
 
 def _draw_speeds(cases: Sequence[_Case]) -> Iterator[Bars]:
@@ -145,6 +152,48 @@ def _description(bars: Sequence[_Case]) -> str:
     sentences += [f"The most is {units.speed_up(speed)}: {name}." for speed, name in sorted(good)[-1:]]
     sentences += [f"The least is {units.speed_up(speed)}: {name}." for speed, name in sorted(bad)[:1]]
     return " ".join(sentences)
+
+
+def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:
+    """A chart for each error metric and reference of a run, because neither errors nor speeds share an axis.
+
+    None if only references and emulations were measured.
+    """
+    by_axes = together(
+        ((case.metric, case.run, case.reference), case)
+        for case in cases
+        if 0 < case.error < math.inf and (case.speed is not None or standing(case.result) is Standing.EMULATED)
+    )
+    numbers = count(1)
+    for (metric, *_), spots in by_axes.items():
+        if any(speed_up(spot.result) is not None for spot in spots):
+            yield _scatter(f"trade-off-{next(numbers)}", metric, spots)
+
+
+def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
+    titles = list(dict.fromkeys(spot.title for spot in spots))
+    by_mode = together((spot.result.mode, spot.error) for spot in spots)
+    ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in by_mode.items()]
+    error = figure_words(metric)
+    return Scatter(
+        name, f"Speed-up against {error}: {listed(titles)}",
+        f"{many(len(spots), 'case')}, further down is more exact. {error}: {listed(ranges, 12)}.",
+        ChartAxis(f"speed-up over {spots[0].reference}", "x"), ChartAxis(error, units.RATIO, log=True),
+        tuple(_point(spot, len(titles) > 1) for spot in spots),
+        "emulated: no speed" if any(spot.speed is None for spot in spots) else "",
+    )  # fmt: skip
+
+
+def _point(spot: _Case, titled: bool) -> ChartPoint:
+    label = " ".join(part for part in (spot.title if titled else "", spot.group.place) if part) or spot.result.mode
+    x = spot.speed.point if spot.speed is not None else None
+    speed = f"{units.speed_up(x)}, " if x is not None else ""
+    words = [f"{speed}error {units.relative_error(spot.error)}"]
+    words += ["emulated: no speed"] if x is None else doubts(spot.result)
+    low, high = (spot.speed.low, spot.speed.high) if spot.speed is not None else (None, None)
+    return ChartPoint(
+        spot.result.mode, label, x, spot.error, tone_of(spot.result), "; ".join(words), x_low=low, x_high=high
+    )
 
 
 @section("sustained", "Sustained", 96)
