@@ -70,10 +70,8 @@ def _ask_for_source() -> str:
     """Asks a person once; returns '' where nobody answers."""
     if not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
         return ""
-    say(
-        "This fp8bench is from a folder of this machine, which a build elsewhere cannot reach. What shall the workflow\n"
-    )
-    say("install: git+https://HOST/OWNER/fp8bench@COMMIT, or a path in this project? Enter decides it later: ")
+    say("This fp8bench is from a folder of this machine, which a build elsewhere cannot reach. What shall be\n")
+    say("installed there: git+https://HOST/OWNER/fp8bench@COMMIT, or a path in this project? Enter decides it later: ")
     return sys.stdin.readline().strip()
 
 
