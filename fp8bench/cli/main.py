@@ -205,14 +205,11 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
 
 def _joined(parser: Parser, words: Sequence[str], surplus: str) -> list[str]:
     """Returns the command line with commas for blanks where a list of names was given as several words; else []."""
-    place = list(words).index(surplus)
+    place = max(place for place, word in enumerate(words) if word == surplus)
     options = [place for place, word in enumerate(words[:place]) if word.startswith("-")]
-    if surplus.startswith("-") or not options:
-        taking = [action for action in parser._actions if not action.option_strings][-1:]
-        first = place - 1
-    else:
-        first = options[-1] + 1
-        taking = [action for action in parser._actions if words[options[-1]] in action.option_strings]
+    option = words[options[-1]] if options else ""
+    first = options[-1] + 1 if options else place - 1
+    taking = [action for action in parser._actions if option in (action.option_strings or [""])]
     takes_several = any("," in str(action.metavar) or "commas" in str(action.help) for action in taking)
     if surplus.startswith("-") or first == place or not takes_several:
         return []

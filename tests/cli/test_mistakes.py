@@ -40,6 +40,7 @@ suite net.py | net.py registers no suite | suite --help
 suite net.py:make | `fp8bench profile net.py:make` and `fp8bench train net.py:make` take it |
 suite gemm attention --quick | go with commas between | suite gemm,attention --quick
 suite gemm --dtypes bf16 fp8 | go with commas between | suite gemm --dtypes bf16,fp8
+suite fp8 --dtypes bf16 fp8 | go with commas between | suite fp8 --dtypes bf16,fp8
 suite gemm --dtypes bf16 fp8 --seed 3 | go with commas between | suite gemm --dtypes bf16,fp8 --seed 3
 suite gemm --dtypes float8 | unknown dtype 'float8'. Did you mean 'fp8'? | suite gemm --dtypes fp8
 suite gemm --dtypes bf16,torch.float8_e4m3fn | Did you mean 'fp8-e4m3'? | suite gemm --dtypes bf16,fp8-e4m3

@@ -10,7 +10,6 @@ which sentences beside them name.
 from __future__ import annotations
 
 import difflib
-import os
 import re
 import shlex
 import subprocess
@@ -31,6 +30,8 @@ NEEDS = {"advise": ("profile", "train"), "gate": ("init",)}
 _BLOCK = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"^```python\n# (\S+\.py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _DOTS = "..."
+# A shorter line has not been folded.
+_FOLDED_FROM = 80
 
 _NUMBER = re.compile(
     r"(?<![\w.])[+-]*\d[\d,.]*(?:e[+-]?\d+)?"
@@ -101,12 +102,12 @@ class Project:
         if command == "gate":
             self._commit_twice()
         words = [self._runs.get("profile", word) if _RUN.fullmatch(word) else word for word in block.words]
-        settings = {name: "" for name in os.environ if name.startswith("FP8BENCH_")}
-        whole = environment(COLUMNS="100", NO_COLOR="1", GIT_CEILING_DIRECTORIES=str(self.folder.parent))
+        plain = environment(COLUMNS="100", NO_COLOR="1", GIT_CEILING_DIRECTORIES=str(self.folder.parent))
+        for name in [name for name in plain if name.startswith("FP8BENCH_")]:  # those of the tests
+            del plain[name]
         done = subprocess.run(
-            [*PROGRAM, *words], cwd=self.folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
-            env={name: value for name, value in whole.items() if name not in settings},
-        )  # fmt: skip
+            [*PROGRAM, *words], cwd=self.folder, env=plain, capture_output=True, text=True, check=False
+        )
         assert done.returncode in (0, 1, 4), f"{shlex.join(words)} ended with {done.returncode}: {done.stderr[-2000:]}"
         if kept := re.search(r"-([0-9a-f]{8})/report\.html", done.stdout + done.stderr):
             self._runs[command] = kept[1]
@@ -125,6 +126,29 @@ def shape_of(text: str) -> str:
     """Returns the words of a text, with a sign for each figure, run, machine and verdict."""
     text = _RUN.sub("RUN", _MACHINE.sub("MACHINE ", text))
     return " ".join(_VERDICT.sub("VERDICT", _NUMBER.sub("N", text)).split())
+
+
+def heads_of(lines: Sequence[str]) -> list[str]:
+    """Returns the first word of each line that does not go on with a folded one."""
+    heads, before = [], ""
+    for line in lines:
+        goes_on = len(before) > _FOLDED_FROM and _indent(line) > _indent(before)
+        if line.strip() and not goes_on:
+            heads.append(shape_of(line).split(" ")[0])
+        before = line
+    return heads
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def missing_head(printed: str, shown: Sequence[str]) -> str:
+    """Returns the first word with which no line of the output begins behind those of the shown lines before it; '' if
+    there is none. What a command measures decides on more than its figures: which words stand in a line."""
+    rest = iter(heads_of(printed.splitlines()))
+    heads = (head for piece in pieces_of(shown) for head in heads_of(piece))
+    return next((head for head in heads if head not in rest), "")
 
 
 def pieces_of(shown: Sequence[str]) -> list[list[str]]:

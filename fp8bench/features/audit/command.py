@@ -41,7 +41,6 @@ from fp8bench.features.audit.values import (
 )
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.jobs.profile import function_named
 from fp8bench.measure.ceilings import measure_ceilings
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
@@ -106,6 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
+    from fp8bench.jobs.profile import function_named  # heavy
+
     check_files({"--junit": arguments.junit})
     settings = Settings(threads=arguments.threads, seed=arguments.seed)
     if arguments.precision is not None:
