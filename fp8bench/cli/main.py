@@ -254,7 +254,7 @@ def _remedy(words: Sequence[str], error: Fp8benchError) -> Sequence[str]:
     """Returns a command line to paste after wrong usage: the one that was meant, or else one that explains more."""
     if error.nearest and (corrected := _corrected(words, error.given, error.nearest)):
         return ("fp8bench", *corrected)
-    if error.instead or not isinstance(error, UsageError) or "`fp8bench " in str(error):
+    if error.instead or not isinstance(error, UsageError) or re.search("[`:] ?fp8bench |\n", str(error)):
         return error.instead
     command = [word for word in words if word in COMMANDS][:1]
     return ("fp8bench", *command, "--help")
