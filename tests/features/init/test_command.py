@@ -109,6 +109,9 @@ def test_the_workflow_has_no_fault(store: Path, fp8bench: Say) -> None:
         ('{"url": "https://a.b:8443/x.whl", "archive_info": {}}', "https://a.b:8443/x.whl"),
         ('{"url": "file:///tmp/x.whl", "archive_info": {}}', ""),
         ('{"url": "file:///nowhere/at%20all", "dir_info": {"editable": true}}', ""),
+        ("{", ""),
+        ("[]", ""),
+        ('{"url": "https://a.b:x/c.git", "vcs_info": {"commit_id": "12ab"}}', ""),
     ],
 )
 def test_the_workflow_installs_what_this_installation_is_from(recorded: str, named: str) -> None:
