@@ -170,12 +170,6 @@ def test_an_unknown_name_of_the_package_has_the_nearest_one() -> None:
         fp8bench.gat  # type: ignore[attr-defined]  # noqa: B018
 
 
-@for_each("name", ["suite", "train", "profile"])
-def test_a_keyword_that_is_none_has_the_nearest_one(name: str) -> None:
-    with pytest.raises(UnknownName, match=rf"unknown argument of {name.replace('suite', 'run')} 'stor'.*'store'"):
-        getattr(fp8bench, name)(stor="x")
-
-
 @pytest.mark.slow
 def test_a_result_says_what_the_command_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command_line: Say
