@@ -53,9 +53,11 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module("fp8bench.cli.calls").command_call(name)
     elif name in _HOME:
         value = getattr(importlib.import_module(f"fp8bench.{_HOME[name]}"), name)
+        if _HOME[name].endswith("api") and not isinstance(value, type):
+            importlib.import_module("fp8bench.cli.calls").explain_arguments(value.__name__, value)
     else:
-        near = importlib.import_module("difflib").get_close_matches(name, __all__, n=1)
-        hint = f". Did you mean {near[0]!r}?" if near and not name.startswith("_") else ""
+        near = importlib.import_module("fp8bench.suggestions").meant_name("call", name, __all__)
+        hint = f". Did you mean {near!r}?" if near and not name.startswith("_") else ""
         raise AttributeError(f"module 'fp8bench' has no attribute {name!r}{hint}")
     globals()[name] = value
     return value

@@ -89,11 +89,11 @@ def run(
 ) -> Run:
     """Plans, measures and keeps a suite; returns the Run.
 
-    Arguments are the command line's options with its defaults (`fp8bench suite --help` explains them). `set` maps an
-    axis to a value or a list of values. With `isolation=False` everything runs in this process, so that workloads
-    defined in a notebook can be measured; a crash then ends this process. `sessions` may be '3@10m': ten
-    minutes apart. `log` is what --log takes. Progress goes to stderr unless `progress` is False, or to your `observer`.
-    Raises Fp8benchError with a sentence for what cannot be done; failed cases are records.
+    `run.verdicts` is the terminal's answer as a pandas frame, a row for each case but references: its verdict, speed-up
+    with interval, error, memory, energy and the reason. `run.results` are the rows of --csv as a frame, and
+    `fp8bench.table(run)` is what the terminal prints. Raises Fp8benchError with a sentence for what cannot be done;
+    failed cases are records. With `isolation=False` workloads that a notebook defines can be measured, and a crash ends
+    this process.
     """
     request = Request(suite, **request_fields(Request, options))
     request = replace(request, imports=(*request.imports, *files_of(suite)))
@@ -163,10 +163,12 @@ def profile(
 ) -> Run:
     """Measures a model as it came beside copies whose products are in other precisions; returns the Run.
 
-    `model` is 'module:function' as for `fp8bench profile`, or a live model with a `batch` that its forward takes and,
-    unless the forward returns a loss, a `loss` function of its output. The model is not changed: copies are measured,
-    in other processes if it can be sent there. `how` are options of `run`: devices, quick, budget, rounds, seed,
-    threads, imports, case_timeout, backend, trace, energy, energy_of, sustained, tape.
+    The model is not changed: copies are measured, in other processes if it can be sent there.
+    `run.verdicts` and `run.results` are pandas frames, as for `fp8bench.run`.
+
+    model: 'module:function' as for `fp8bench profile`, or a live model
+    batch: what the forward of a live model takes
+    loss: of a live model whose forward returns no loss: a function of its output
     """
     live = not isinstance(model, str)
     if live == (batch is None) or (loss is not None and not live):
@@ -190,6 +192,8 @@ def resume(
 
     What to measure, and how, is taken from the run. Raises Fp8benchError if its second half would not be measured like
     its first.
+
+    run: the run, its id, a file's stem, a path, or 'last'
     """
     if isinstance(run, model.Run) and not run.path:
         raise UsageError(f"the run {run.id} was not stored. Give a stored run, its id, its file, or 'last'.")
@@ -207,7 +211,7 @@ def _shown(run: model.Run) -> Run:
 
 
 def load(run: str | Path | model.Run, store: str | Path = DEFAULT_STORE) -> Run:
-    """A stored run by its id, file stem or path, or 'last'. Its `.results` are the rows of --csv."""
+    """Returns a stored run; its `.results` are the rows of --csv, its `.verdicts` those of the terminal's answer."""
     return _shown(run if isinstance(run, model.Run) else load_named(str(run), folder("store", store)))
 
 
@@ -215,12 +219,18 @@ def findings(run: model.Run) -> Findings:
     """Verdicts, ratios, best-case times and labels, computed from the run's raw samples.
 
     Keys are short names that tell its cases apart ('bf16 shape=64'); a case's id works as well.
+
+    run: the Run that a call returned
     """
     return Findings(findings_of(run))
 
 
 def table(run: model.Run | KeptTraining | CommandResult, width: int = 100) -> str:
-    """A run, or another kept thing or result, as the table that the command line prints."""
+    """Returns a run, or another kept thing or result, as the table that the command line prints.
+
+    run: what a call returned
+    width: the most letters in a line
+    """
     if isinstance(run, CommandResult):
         return layout.render(run.page(), width)
     for kind in kinds():

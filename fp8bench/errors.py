@@ -6,8 +6,9 @@ verdicts of a gate, not errors.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from fp8bench.suggestions import meant_name, where_explained
 
 EXIT_OK = 0
 EXIT_REGRESSION = 1
@@ -18,9 +19,19 @@ EXIT_INTERRUPTED = 130
 
 
 class Fp8benchError(Exception):
-    """Base of all errors whose text is meant for the user."""
+    """Base of all errors whose text is meant for the user.
+
+    `given` is the word at fault, and `nearest` what was probably meant; `instead` is a whole command line: the one that
+    was meant, or one that says what can be given. The command line prints it to be pasted.
+    """
 
     exit_code = EXIT_USAGE
+
+    def __init__(self, message: str, given: str = "", nearest: str | None = None, instead: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.given = given
+        self.nearest = nearest
+        self.instead = tuple(instead)
 
 
 class UsageError(Fp8benchError):
@@ -32,12 +43,11 @@ class UnknownName(UsageError):
 
     def __init__(self, kind: str, given: str, known: Iterable[str], shown: str = "") -> None:
         names = sorted(known)
-        near = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.6)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        super().__init__(f"unknown {kind} {given!r}.{hint} Known: {shown or ', '.join(names) or 'none'}.")
-        self.given = given
+        near = meant_name(kind, given, names)
+        hint = f" Did you mean {near!r}?" if near else ""
+        message = f"unknown {kind} {given!r}.{hint} Known: {shown or ', '.join(names) or 'none'}."
+        super().__init__(message, given, near, where_explained(kind).split())
         self.known = names
-        self.nearest = near[0] if near else None
 
 
 class NotRepeatable(Fp8benchError):
@@ -82,6 +92,9 @@ class NotKept(StoreError):
 
 class RunNotFound(StoreError):
     """No run by that id, file stem or path."""
+
+    def __init__(self, message: str, given: str = "", nearest: str | None = None) -> None:
+        super().__init__(message, given, nearest, where_explained("run").split())
 
 
 class AsvFileError(StoreError):

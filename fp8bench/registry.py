@@ -140,22 +140,6 @@ class Registry(Generic[T]):
 # The backend that lets fp8bench choose.
 AUTO = "auto"
 _BACKEND = "backend="
-# What torch, NumPy and papers call a format, and the dtype that it is here.
-_NAMES_ELSEWHERE = {
-    "float": "fp32",
-    "float32": "fp32",
-    "single": "fp32",
-    "half": "fp16",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float8": "fp8",
-    "float8_e4m3fn": "fp8-e4m3",
-    "float8_e5m2": "fp8-e5m2",
-    "e4m3": "fp8-e4m3",
-    "e5m2": "fp8-e5m2",
-    "float4": "fp4",
-    "e2m1": "fp4",
-}
 _EXACT = frozenset({"fp64", "float64", "double"})
 
 
@@ -179,14 +163,10 @@ class PrecisionRegistry(Registry[Precision]):
                 f"{level} is one of MS-AMP's levels, an arm of a training and no precision: fp8bench train --dtypes "
                 f"bf16,{level}, without options. Elsewhere choose fp8:scale=pow2, in which it multiplies."
             )
-        elsewhere = level.removeprefix("torch.")
         is_registered = word in self._leaves or word in self._aliases
-        if elsewhere in _EXACT and not is_registered:
-            raise UsageError(
-                f"{word} is no dtype to compare: every error here is against fp64 already. The usual reference is fp32."
-            )
-        if elsewhere in _NAMES_ELSEWHERE and not is_registered:
-            raise UsageError(f"unknown dtype {word!r}: it is called {_NAMES_ELSEWHERE[elsewhere]} here.")
+        if level.removeprefix("torch.") in _EXACT and not is_registered:
+            message = f"{word} is no dtype to compare: every error here is against fp64 already."
+            raise UsageError(f"{message} The usual reference is fp32.", word, "fp32")
         return super().canonical(word)
 
     def get(self, word: str) -> Precision:

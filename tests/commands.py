@@ -25,6 +25,13 @@ def unfolded(err: str) -> str:
     return re.sub(r"\n {4}", " ", err)
 
 
+def only_sentence(err: str) -> str:
+    """The one sentence on stderr, without the command line that may stand below it to be pasted."""
+    sentence, *pasted = unfolded(err).splitlines()
+    assert all(line.startswith("  fp8bench ") for line in pasted) and len(pasted) <= 1, err
+    return sentence
+
+
 def unfolding(fp8bench: Say, *command: str) -> Say:
     """A command, run with more words; what it says on stderr is unfolded."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.main import build_parser, command_module, commands_of, import_own, parse
+from fp8bench.cli.main import COMMANDS, build_parser, command_module, commands_of, import_own, parse
 from fp8bench.cli.option_types import names, texts
 from fp8bench.cli.outputs import CommandResult, write_outputs
 from fp8bench.cli.progress import SILENT, TERMINAL
@@ -37,7 +37,7 @@ def command_call(name: str) -> Callable[..., CommandResult]:
     def call(*words: Any, progress: bool = True, **given: Any) -> CommandResult:
         for keyword in given:
             if keyword not in options:
-                raise UnknownName(f"argument of {name}", keyword, (*options, "progress"))
+                raise _unknown_argument(name, keyword, (*options, "progress"))
         typed = [
             word
             for option in options.values()
@@ -53,9 +53,15 @@ def command_call(name: str) -> Callable[..., CommandResult]:
             return result
 
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{parser.description}\n\n{help_of(options.values())}"
+    call.__doc__ = parser.description
     vars(call)["__signature__"] = signature
+    explain_arguments(name, call)
     return call
+
+
+def _unknown_argument(name: str, keyword: str, known: Iterable[str]) -> UnknownName:
+    listed = f"{', '.join(sorted(known))}; help(fp8bench.{name}) explains them"
+    return UnknownName(f"argument of {name}", keyword, known, listed)
 
 
 def _signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:
@@ -152,7 +158,7 @@ def takes_options_of(*kinds: type, without: Iterable[str] = ()) -> Callable[[F],
         def call(*values: Any, **given: Any) -> Any:
             for word in given:
                 if word not in own:
-                    raise UnknownName(f"argument of {function.__name__}", word, own)
+                    raise _unknown_argument(function.__name__, word, own)
             return function(*values, **given)
 
         vars(call)["__signature__"] = signature.replace(parameters=list(own.values()))
@@ -219,9 +225,35 @@ def _parsed_as(action: argparse.Action) -> str:
     return str(returned.removeprefix("Callable[[str], ").removesuffix("]") if returned.startswith("Call") else returned)
 
 
-def help_of(actions: Iterable[argparse.Action]) -> str:
-    """A line for each option, as in the command line's help; if it turns something off, what False does."""
-    return "\n".join(
-        f"{keyword_of(action)}: {'False: ' if action.const is False else ''}{(action.help or '').replace('%%', '%')}"
-        for action in actions
-    )
+# The commands whose options a call has, where that is not the command of its name.
+_COMMANDS = {
+    "run": ("suite",),
+    "profile": ("profile", "suite"),
+    "resume": ("show", "suite"),
+    "load": ("show",),
+    "resume_training": ("train",),
+    "load_training": ("train",),
+    "compare_streams": ("train",),
+}
+_FOR_ALL = {
+    "progress": "False: nothing on stderr about how far it has come",
+    "observer": "an object that is told instead of stderr how far it has come",
+}
+
+
+def explain_arguments(name: str, call: Callable[..., Any]) -> None:
+    """Ends a call's help with a line for each argument: that of its docstring, or else that of the command's option."""
+    parameters = inspect.signature(call).parameters
+    words, prose = dict(_FOR_ALL), []
+    for command in _COMMANDS.get(name, (name,) if name in COMMANDS else ()):
+        for action in commands_of(build_parser([command]))[command]._actions:
+            text = f"{'False: ' if action.const is False else ''}{(action.help or '').replace('%%', '%')}"
+            words |= {word: text for word in (action.dest, keyword_of(action)) if word not in words}
+    for line in (inspect.getdoc(call) or "").splitlines():
+        word, _, text = line.partition(": ")
+        if text and word in parameters:
+            words[word] = text
+        else:
+            prose.append(line)
+    lines = (f"{parameter}: {words.get(parameter, '')}" for parameter in parameters)
+    call.__doc__ = "\n".join(("\n".join(prose).rstrip(), "", *lines))

@@ -7,10 +7,10 @@ named, so that a mistyped name costs a tenth of a second and not two.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -25,6 +25,7 @@ from fp8bench.cli.streams import complain, make_usable, say, silence
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, OpenStore, UnknownName, UsageError
 from fp8bench.feature_list import feature_help, feature_names
 from fp8bench.measure.interrupts import ends_are_interrupts
+from fp8bench.suggestions import meant_name
 
 DEFAULT_STORE = ".fp8bench"
 # The help groups commands by these verbs, with which each command's description begins.
@@ -91,7 +92,16 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{_nearest(self, message)} See `{self.prog} --help`.")
+        chosen = re.match(r"argument \S+: invalid choice: (['\"])(.*)\1 \(choose from (.*)\)", message, re.DOTALL)
+        given, nearest = "", None
+        if chosen:
+            given, choices = chosen[2], chosen[3].replace("'", "").split(", ")
+            nearest = meant_name("choice", given, choices)
+            if len(choices) == 1:  # the word that was left out, as in `duel suite gemm`
+                nearest = f"{choices[0]} {given}"
+        example = "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
+        words = f"{_explained(self, message)} See `{self.prog} --help`."
+        raise UsageError(words, given, nearest, shlex.split(example))
 
     def show_first(self, examples: Sequence[str], options: str) -> None:
         self.examples, self.first = examples, options
@@ -148,16 +158,12 @@ def _by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, list[ar
     yield from verbs.items()
 
 
-def _nearest(parser: argparse.ArgumentParser, message: str) -> str:
-    given = re.match(r"unrecognized arguments: (\S+)", message)
-    if given:
-        known = sorted(_options(parser))
-        near = difflib.get_close_matches(given[1].partition("=")[0], known, n=1)
-        return f"unknown argument {given[1]!r}." + (f" Did you mean {near[0]}?" if near else "")
+def _explained(parser: argparse.ArgumentParser, message: str) -> str:
     command = re.match(r"argument COMMAND: invalid choice: (['\"])(.*)\1 \(choose from ", message, re.DOTALL)
     if command:
         # With options before the command, an option's value looks like the command.
-        return f"{UnknownName('command', command[2][:80], commands_of(parser))} Options stand behind the command."
+        error = UnknownName("command", command[2][:80], commands_of(parser))
+        return f"{error} Options stand behind the command."
     lacking = re.match(r"the following arguments are required: (.*)|argument (\S+): expected .* argument", message)
     words = "; ".join(_meant(parser, *re.split(r"[,/] ?", lacking[1] or lacking[2]))) if lacking else ""
     return message[:1].lower() + message[1:].rstrip(".") + f"{f' ({words})' if words else ''}."
@@ -185,9 +191,30 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     """Parses the words; an unknown argument is reported by the command that it was given to."""
     arguments, others = parser.parse_known_args(words)
-    if others:
-        meant_by(parser, arguments).error(f"unrecognized arguments: {others[0]}")
-    return arguments
+    if not others:
+        return arguments
+    command = meant_by(parser, arguments)
+    assert isinstance(command, Parser)
+    joined = _joined(command, words, others[0])
+    if joined:
+        raise UsageError(
+            f"unknown argument {others[0]!r:.80}. Several names go with commas between, without blanks.", instead=joined
+        )
+    raise UnknownName("argument", others[0].partition("=")[0], _options(command), f"those of `{command.prog} --help`")
+
+
+def _joined(parser: Parser, words: Sequence[str], surplus: str) -> list[str]:
+    """Returns the command line with commas for blanks where a list of names was given as several words; else []."""
+    place = max(place for place, word in enumerate(words) if word == surplus)
+    options = [place for place, word in enumerate(words[:place]) if word.startswith("-")]
+    option = words[options[-1]] if options else ""
+    first = options[-1] + 1 if options else place - 1
+    taking = [action for action in parser._actions if option in (action.option_strings or [""])]
+    takes_several = any("," in str(action.metavar) or "commas" in str(action.help) for action in taking)
+    if surplus.startswith("-") or first == place or not takes_several:
+        return []
+    end = next((place for place in range(first, len(words)) if words[place].startswith("-")), len(words))
+    return ["fp8bench", *words[:first], ",".join(words[first:end]), *words[end:]]
 
 
 def meant_by(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> argparse.ArgumentParser:
@@ -203,7 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ends_are_interrupts(), _exits_told(), _open_stores_told():
             return _run(words)
     except Fp8benchError as error:
-        complain(str(error))
+        remedy = _remedy(words, error)
+        complain(f"{error}\n  {shlex.join(remedy)}" if remedy else str(error))
         return error.exit_code
     except ModuleNotFoundError as error:
         if (name := (error.name or "").partition(".")[0]) in ("", "fp8bench"):
@@ -220,6 +248,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         silence()  # the reader of our output has left
         return EXIT_OK
+
+
+def _remedy(words: Sequence[str], error: Fp8benchError) -> Sequence[str]:
+    """Returns a command line to paste after wrong usage: the one that was meant, or else one that explains more."""
+    if error.nearest and (corrected := _corrected(words, error.given, error.nearest)):
+        return ("fp8bench", *corrected)
+    if error.instead or not isinstance(error, UsageError) or re.search("[`:] ?fp8bench |\n", str(error)):
+        return error.instead
+    command = [word for word in words if word in COMMANDS][:1]
+    return ("fp8bench", *command, "--help")
+
+
+def _corrected(words: Sequence[str], given: str, meant: str) -> list[str]:
+    """Returns the words with what was meant in place of what was given; [] if no word has it."""
+    before: list[str] = []
+    for place, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        following = list(words[place + 1 :])
+        if meant.endswith("=") and option == given:
+            value = value if equals or not following else following.pop(0)
+            return [*before, *f"{meant}{value}".split(), *following]
+        if word == given:
+            return [*before, *meant.split(), *following]
+        part = re.compile(rf"(?<![\w.-]){re.escape(given)}(?![\w.-])")
+        if part.search(word):
+            return [*before, part.sub(lambda _: meant, word, count=1), *following]
+        before.append(word)
+    return []
 
 
 @contextmanager
@@ -257,6 +313,13 @@ def _exits_told() -> Iterator[None]:
 
 def _run(words: list[str]) -> int:
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        from fp8bench.plan.asked_suites import known_suites
+
+        if words[0] in known_suites() or words[0].endswith(".py"):
+            raise UsageError(
+                f"{words[0]!r:.80} is a suite, and the command before it is missing.",
+                instead=("fp8bench", "suite", *words),
+            )
         raise UnknownName("command", words[0], COMMANDS)
     parser = build_parser([word for word in words if word in COMMANDS][:1])
     arguments = parse(parser, words)

@@ -47,25 +47,36 @@ def profile_axes(
 
 def function_named(target: str) -> str:
     """Checks that the target names a function; a worker finds out whether it exists."""
-    if ":" not in target:
-        if target.endswith(".py"):
-            raise UsageError(f"{target!r:.200} names no function. Give {target}:make.{_functions_in(target)}")
+    place, _, name = target.rpartition(":")
+    if place and name:
+        return target
+    file = target if target.endswith(".py") else f"{target}.py"
+    if file == target or Path(file).is_file():
+        names = _functions_in(file)
+        meant = f"{file}:{names[0] if names and 'make' not in names else 'make'}"
+        others = f" Callables in it: {', '.join(names)}." if names else " There is nothing to call in it."
         raise UsageError(
-            f"{target!r:.200} is no model that fp8bench has, and no function. Give FILE.py:FUNCTION or "
-            "MODULE:FUNCTION, where the function returns your model."
+            f"{target!r:.200} names no function. Give {meant}.{'' if names is None else others}", target, meant
         )
-    return target
+    if target and Path(target).is_dir():
+        raise UsageError(f"{target!r:.200} is a directory. Give FILE.py:FUNCTION, a function in one of its files.")
+    module, _, name = target.rpartition(".")
+    if module and name:
+        meant = f"{module}:{name}"
+        raise UsageError(f"{target!r:.200} names no function. A colon stands before it: {meant}.", target, meant)
+    raise UsageError(
+        f"{target!r:.200} is no model that fp8bench has, and no function. Give FILE.py:FUNCTION or MODULE:FUNCTION."
+    )
 
 
-def _functions_in(target: str) -> str:
-    """Names callables of a file without running it; '' if it cannot be read."""
+def _functions_in(file: str) -> list[str] | None:
+    """Names callables of a file without running it; None if it cannot be read."""
     try:
-        body = ast.parse(read_file(Path(target))).body
+        body = ast.parse(read_file(Path(file))).body
     except (OSError, ValueError, SyntaxError):
-        return ""
+        return None
     named = (node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef))
-    names = [node.name for node in named if node.name[0] != "_"]
-    return f" Callables in it: {', '.join(names)}." if names else " There is nothing to call in it."
+    return [node.name for node in named if node.name[0] != "_"]
 
 
 def profile(request: Request, store: Path, observer: Observer, command: str, note: str = "") -> Run:

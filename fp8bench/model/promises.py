@@ -29,13 +29,22 @@ class Takes(StrEnum):
     CODES = "codes"
 
 
+# What each field of a signature says, for `fp8bench audit --help` and help(fp8bench.audited).
+SIGNATURE_WORDS = {
+    "kind": "product: a times b transposed; linear: x times a weight, with gradients; attention: of queries, keys and "
+    "values; model: a function that returns a converted model; default taken from @fp8bench.audited",
+    "precision": "the precision it promises, as in suite --dtypes: fp8, mxfp8, ...; row-wise scales of amax / 448 are "
+    "fp8-rowwise:scale=exact, and powers of two fp8-rowwise",
+    "takes": "what a product is given: values, or codes with the scales that decode them; default values",
+    "second": "how a product's second operand lies: (N, K) or (K, N); default nk",
+    "multiple": "sizes that are no multiples of it may be refused; default 1",
+    "causal": "of attention: no place sees a later one",
+}
+
+
 @dataclass(frozen=True)
 class Signature:
-    """What a callable promises: its kind, and the precision whose casts it has, options included.
-
-    `second` is the layout of a product's second operand: 'nk' is (N, K), 'kn' is (K, N). Sizes that are no multiples of
-    `multiple` may be refused. In `causal` attention no place sees a later one.
-    """
+    """What a callable promises: its kind, the precision whose casts it has, options included, and SIGNATURE_WORDS."""
 
     kind: AuditKind
     precision: str

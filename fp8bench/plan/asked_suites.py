@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Request
@@ -58,13 +59,17 @@ def _suites(word: str) -> Sequence[str]:
             )
         return names
     if word not in workloads.names(hidden=True) or word.startswith("_"):
-        if "/" in word:
-            raise UsageError(f"the suite {word!r} is a path. Give a name, or a file that ends in .py.")
         if ":" in word:
             raise UsageError(
                 f"the suite {word!r} looks like a model: `fp8bench profile {word}` and `fp8bench train {word}` "
                 "take models. Give a suite's name, or a file that ends in .py."
             )
+        file = f"{word}.py"
+        if "/" in word or Path(word).exists() or Path(file).is_file():
+            raise UsageError(
+                f"the suite {word!r} is a path. Give a name, or a file that ends in .py.",
+                word, file if Path(file).is_file() else None,
+            )  # fmt: skip
         known = sorted([*known_suites(), ALL])
         raise UnknownName("suite", word, known, f"{', '.join(known)}; or a .py file with your suites")
     return [word]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fp8bench.errors import UsageError
 from fp8bench.model import Scalar
+from fp8bench.suggestions import meant_name
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def auto_or(parse: Callable[[str], Scalar]) -> Callable[[str], Scalar]:
 def one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
-            near = difflib.get_close_matches(text, choices, n=1)
-            hint = f"; the nearest is '{near[0]}'" if near else ""
+            near = meant_name("choice", text, choices)
+            hint = f"; the nearest is {near!r}" if near else ""
             raise ValueError(f"expected one of {', '.join(choices)}{hint}")
         return text
 

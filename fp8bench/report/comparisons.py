@@ -45,7 +45,7 @@ _HOW_VERDICT = (
 )
 COLUMNS = (
     "case", "suite", "metric", "unit", "direction", "evidence", "before", "after", "ratio", "low", "high", "level",
-    "p_value", "labels", "why", "since", "until", "failed",
+    "p_value", "labels", "why", "failed",
 )  # fmt: skip
 
 

@@ -38,7 +38,10 @@ def _import(name: str, watched: Sequence[Switch]) -> None:
     before = values_of(watched)
     try:
         with _stdout_to_stderr():
-            _import_file(Path(name)) if name.endswith(".py") else importlib.import_module(name)
+            if name.endswith(".py"):
+                _import_file(Path(name))
+            elif getattr(importlib.import_module(name), "__file__", None) is None:
+                raise IsADirectoryError(f"{name} is a directory without a module")
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # foreign code may raise anything

@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any, TypeVar
 
 from fp8bench.errors import ImportFailed, UsageError
-from fp8bench.model.promises import AuditKind, Signature, Takes
+from fp8bench.model.promises import SIGNATURE_WORDS, AuditKind, Signature, Takes
 from fp8bench.user_code import import_user_modules, user_module
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,12 +26,7 @@ def audited(
     multiple: int = 1,
     causal: bool = False,
 ) -> Callable[[F], F]:
-    """Declares what a kernel promises, for `fp8bench audit module:function`. The function itself is unchanged.
-
-    `kind` is product, linear or attention (`causal` or not); `precision` is one of fp8bench's, options included. A
-    product takes 'values', which it casts itself, or 'codes' with the scales that decode them; its `second` operand is
-    (N, K) or, with 'kn', (K, N). It may refuse sizes that are no multiples of `multiple`.
-    """
+    """Declares what a kernel promises, for `fp8bench audit module:function`. The function itself is unchanged."""
     signature = signed(kind, precision, takes, second, multiple, causal)
 
     def declare(function: F) -> F:
@@ -39,6 +34,9 @@ def audited(
         return function
 
     return declare
+
+
+audited.__doc__ = "\n".join((f"{audited.__doc__}\n", *map(": ".join, SIGNATURE_WORDS.items())))
 
 
 def signed(kind: str, precision: str, *how: Any, **named: Any) -> Signature:
@@ -69,9 +67,7 @@ def named(target: str) -> Callable[..., Any]:
     ImportFailed or UsageError."""
     place, _, name = target.rpartition(":")
     if not place or not name:
-        module_name, _, function = target.rpartition(".")
-        example = f"{module_name}:{function}" if module_name and function != "py" else "module:function"
-        raise UsageError(f"{target!r:.200} names no callable. Give {example}, or file.py:function.")
+        raise UsageError(f"{target!r:.200} names no function. Give module:function, or file.py:function.")
     import_user_modules([place])
     module = sys.modules[user_module(place)] if place.endswith(".py") else importlib.import_module(place)
     try:

@@ -18,7 +18,7 @@ from fp8bench.errors import UsageError
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Plan, Request, Run
 from fp8bench.protocols import Observer
-from tests.commands import Say, unfolded
+from tests.commands import Say, only_sentence, unfolded
 from tests.counts import counts, for_each
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text()
@@ -56,7 +56,8 @@ def refused(store: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
         shown = capsys.readouterr()
         assert not shown.out
         err = unfolded(shown.err)
-        assert err.startswith("fp8bench: ") and err.endswith(".\n") and err.count("\n") == 1 and len(err) < 1000
+        told = only_sentence(err)
+        assert told.startswith("fp8bench: ") and told.endswith(".") and len(err) < 1000
         return err.removeprefix("fp8bench: ").rstrip("\n")
 
     return refuse
@@ -274,7 +275,7 @@ def test_a_file_that_cannot_be_read(path: str, store: Path, capsys: pytest.Captu
     assert main(["suite", "gemm", "--config", path]) == 2
     said = unfolded(capsys.readouterr().err)
     assert any(words in said for words in ("cannot be read (", "an empty text is no path", "store: expected one value"))
-    assert said.count("\n") == 1 and not Path("runs").exists()
+    assert only_sentence(said) and not Path("runs").exists()
 
 
 def test_it_does_not_go_with_resume(refused: Callable[..., str]) -> None:

@@ -28,7 +28,7 @@ from fp8bench.plan.make import check_names, make_plan
 from fp8bench.protocols import Observer
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run, start_run
-from tests.commands import PROGRAM, Say, environment, unfolded, unfolding
+from tests.commands import PROGRAM, Say, environment, only_sentence, unfolded, unfolding
 from tests.counts import for_each
 from tests.facts import CPU
 
@@ -52,13 +52,13 @@ def test_what_only_informs_ends_well(words: list[str], capsys: pytest.CaptureFix
 # What is typed, and what is said of it.
 REFUSED = """
 siute | Did you mean 'suite'
-suite gemm --dtype fp8 | Did you mean --dtypes
+suite gemm --dtype fp8 | Did you mean '--dtypes'
 history shwo | unknown command 'shwo'. Did you mean 'show'? Known: ack, ceilings, list
 --store x show last | Options stand behind the command. See `fp8be
 history --store x list | unknown command 'x'. Known: ack, ceilings, list, merge
 history list --grid | unknown argument '--grid'.
-history list --run | Did you mean --runs? See
-history show a b | unknown argument 'b'. See `fp8bench history show --help`.
+history list --run | Did you mean '--runs'?
+history show a b | unknown argument 'b'. Known: those of `fp8bench history show --help`.
 suite | no suite was named. Give one of
 suite gem | Did you mean 'gemm'
 suite _planted | unknown suite '_planted'
@@ -171,7 +171,8 @@ def test_bad_input_is_one_sentence_and_code_2(
     Path("failing.py").write_text("raise ValueError('no')")
     code, out, err = unfolding(fp8bench)(*words)
     assert (code, out) == (2, "") and sentence in err and "Traceback" not in err and not list(run_files(store))
-    assert err.startswith("fp8bench: ") and err.count("\n") == 1 and err.endswith(".\n")
+    told = only_sentence(err)
+    assert told.startswith("fp8bench: ") and told.endswith(".")
 
 
 @for_each("columns", ["40", "80", "160"])
@@ -182,7 +183,9 @@ def test_sentences_on_stderr_end_where_the_terminal_does(
     words = ("suite", "gemm", "--set", "shape=0,no-shape", "--dtypes", "bf17")
     monkeypatch.setenv("COLUMNS", columns)
     code, _, folded = fp8bench(*words)
-    assert code == 2 and folded.count("\n") > 1 and max(map(len, folded.splitlines())) <= int(columns)
+    *sentence, pasted = folded.splitlines()
+    assert code == 2 and len(sentence) > 1 and max(map(len, sentence)) <= int(columns)
+    assert pasted.startswith("  fp8bench suite")  # to be copied, and so not folded
     monkeypatch.delenv("COLUMNS")
     assert fp8bench(*words) == (2, "", unfolded(folded))
 

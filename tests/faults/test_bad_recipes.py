@@ -16,15 +16,15 @@ from fp8bench.formats import scaled
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, Overflow
 from fp8bench.formats.quantise import round_to
 from fp8bench.formats.recipes import MX, NVFP4, TENSOR
-from tests.commands import unfolded
+from tests.commands import only_sentence
 from tests.counts import for_each
 
 # What stands behind --dtypes, and what the sentence must say.
 MODES = [
     ("fp9", "unknown dtype 'fp9'. Did you mean 'fp8'"),
-    ("float8_e4m3fn", "unknown dtype 'float8_e4m3fn': it is called fp8-e4m3 here"),
-    ("torch.half", "it is called fp16 here"),
-    ("bfloat16", "it is called bf16 here"),
+    ("float8_e4m3fn", "unknown dtype 'float8_e4m3fn'. Did you mean 'fp8-e4m3'?"),
+    ("torch.half", "Did you mean 'fp16'?"),
+    ("bfloat16", "Did you mean 'bf16'?"),
     ("fp64", "every error here is against fp64 already. The usual reference is fp32"),
     ("fp8-dealyed", "Did you mean 'fp8-delayed'"),
     ("fp8-delayed:hsitory=3", "unknown option of dtype fp8-delayed 'hsitory'. Did you mean 'history'"),
@@ -71,8 +71,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert main(list(words)) == 2
     shown = capsys.readouterr()
     assert not shown.out
-    (line,) = unfolded(shown.err).splitlines()
-    return line
+    return only_sentence(shown.err)
 
 
 @for_each(("mode", "said"), MODES, ids=[mode for mode, _ in MODES])

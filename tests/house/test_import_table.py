@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.counts import for_each
 from tests.house.sources import FILES, PACKAGE, children, tree_of
 
-FLOOR = frozenset({"errors", "files", "model", "units"})
+FLOOR = frozenset({"errors", "files", "model", "suggestions", "units"})
 ANYONE = frozenset({"*"})
 TENSORS = frozenset({"formats", "nn", "numerics"})
 NAMES = frozenset({"protocols", "registry"})
@@ -22,7 +22,8 @@ PARENT = FLOOR | NAMES | {"analysis", "measure", "plan", "report", "store", "use
 # Room -> the rooms it may import; a room is a module or package directly under fp8bench. Modules of a room may import
 # each other, except leaves (LEAVES): workloads, precisions and devices never lean on their neighbours.
 TABLE: dict[str, frozenset[str]] = {
-    "errors": frozenset(),
+    "suggestions": frozenset(),
+    "errors": frozenset({"suggestions"}),
     "units": frozenset(),
     "model": frozenset({"errors", "units"}),
     "files": frozenset({"errors", "model", "units"}),
@@ -85,7 +86,7 @@ DOORS = frozenset({"command", "progress", "api"})
 LEAVES = frozenset({"backends", "precisions", "devices", "workloads"})
 OUTSIDE = frozenset({"suites", "reports", "tests"})
 # Rooms that every reader knows, and the page leaves out of its table.
-OUTERMOST = frozenset({"__init__", "__main__", "errors", "files", "units"})
+OUTERMOST = frozenset({"__init__", "__main__", "errors", "files", "suggestions", "units"})
 LOOSE = OUTERMOST | {"api", "asv_bridge", "feature_list", "pipeline", "registry", "suites"}
 MOST_ROOMS = 22
 

@@ -46,7 +46,7 @@ from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.model import Ceilings, DeviceFacts, Level
 from fp8bench.model.codec import encode
-from fp8bench.model.promises import AuditKind, Signature
+from fp8bench.model.promises import SIGNATURE_WORDS, AuditKind, Signature
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import device_named
 from fp8bench.plan.resolve import switches_of
@@ -80,39 +80,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 PASS, 1 FAIL, 2 wrong usage, 4 CANNOT TELL."
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="the callable; file.py:function, too")
-    kinds = [kind.value for kind in AuditKind]
-    parser.add_argument(
-        "--kind",
-        choices=kinds,
-        help="product: a times b transposed; linear: x times a weight, with gradients; attention: of queries, keys and "
-        "values; model: a function that returns a converted model; default taken from @fp8bench.audited",
-    )
-    parser.add_argument(
-        "--precision",
-        metavar="DTYPE",
-        help="the precision it promises, as in suite --dtypes: fp8, mxfp8, ...; row-wise scales of amax / 448 are "
-        "fp8-rowwise:scale=exact, and powers of two fp8-rowwise",
-    )
-    parser.add_argument(
-        "--takes",
-        choices=("values", "codes"),
-        default="values",
-        help="what a product is given: values, or codes with the scales that decode them; default values",
-    )
-    parser.add_argument(
-        "--second",
-        choices=("nk", "kn"),
-        default="nk",
-        help="how a product's second operand lies: (N, K) or (K, N); default nk",
-    )
-    parser.add_argument(
-        "--multiple",
-        type=int,
-        default=1,
-        metavar="N",
-        help="sizes that are no multiples of it may be refused; default 1",
-    )
-    parser.add_argument("--causal", action="store_true", help="of attention: no place sees a later one")
+    how: dict[str, dict[str, Any]] = {
+        "kind": {"choices": [kind.value for kind in AuditKind]},
+        "precision": {"metavar": "DTYPE"},
+        "takes": {"choices": ("values", "codes"), "default": "values"},
+        "second": {"choices": ("nk", "kn"), "default": "nk"},
+        "multiple": {"type": int, "default": 1, "metavar": "N"},
+        "causal": {"action": "store_true"},
+    }
+    for name, words in SIGNATURE_WORDS.items():
+        parser.add_argument(f"--{name}", help=words, **how[name])
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     shared(parser, "--seed", help="for the data; default 0")
     shared(parser, "--threads", "--store")
@@ -128,9 +105,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
+    from fp8bench.jobs.profile import function_named  # heavy
+
     check_files({"--junit": arguments.junit})
     settings = Settings(threads=arguments.threads, seed=arguments.seed)
-    facts, done = audit(arguments.target, _signature(arguments), arguments.device, settings, arguments.store, observer)
+    if arguments.precision is not None:
+        precisions.canonical(arguments.precision)  # here, so that a word that cannot be starts no worker
+    facts, done = audit(
+        function_named(arguments.target), _signature(arguments), arguments.device, settings, arguments.store, observer
+    )
     document = {"device": encode(facts), "outcome": done.outcome.value, **encode(done)}
     files = {"--junit": (arguments.junit, as_junit(done))}
     page, whole = partial(page_of, facts, done, arguments.all), partial(page_of, facts, done)
@@ -178,7 +161,8 @@ def audit(
         if signature is None:
             raise UsageError(
                 f"{target} says nowhere what it promises. Give --kind and --precision, or declare it with "
-                '@fp8bench.audited("product", "fp8").'
+                '@fp8bench.audited("product", "fp8").',
+                instead=("fp8bench", "audit", target, "--kind", "product", "--precision", "fp8"),
             )
         signature = sound(signature, facts)
         ceilings = None if signature.kind is AuditKind.MODEL else _ceilings(worker, facts, settings.threads, store)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8bench.errors import Fp8benchError, WorkerFault, WorkerHung, WorkerLost
+from fp8bench.errors import Fp8benchError, UsageError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork, fail
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature
@@ -362,12 +362,24 @@ def _copied(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
+def _check_kernel(target: str, function: Callable[..., Any]) -> None:
+    if isinstance(function, type):
+        name = function.__name__
+        raise UsageError(
+            f"{target} is a class, and a kernel is a function. Make an object of it in its file, as in "
+            f"`kernel = {name}()`, and give that name."
+        )
+
+
 class KernelBench(Bench):
     """The kernel's process. What is audited is imported here and nowhere else."""
 
     def declared(self, target: str) -> Signature | None:
         with aside():
-            return declared_of(named(target))
+            function = named(target)
+            if not (isinstance(function, type) and issubclass(function, torch.nn.Module)):
+                _check_kernel(target, function)
+            return declared_of(function)
 
     def audit_model(self, target: str, signature: Signature, facts: DeviceFacts) -> Audit:
         # Not at the top: a kernel's process has none of the judge's modules.
@@ -381,7 +393,9 @@ class KernelBench(Bench):
     def load(self, target: str, signature: Signature, facts: DeviceFacts) -> None:
         self._selected(facts)
         with aside():
-            self._host = KernelHost(named(target), signature, facts)
+            function = named(target)
+            _check_kernel(target, function)
+            self._host = KernelHost(function, signature, facts)
 
     def kernel(self, request: str, *arguments: Any) -> Any:
         """Passes a request on to the kernel's host."""

@@ -282,8 +282,13 @@ def audited_model(target: str, model: nn.Module, batch: Any, signature: Signatur
 
 def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Audit:
     """Audits a live model that Accelerate, torchao or another converter has been through. Converted layers are checked
-    as the model calls them on the `batch`, and by themselves, without and with gradients; `precision` is what they
-    should be in, '' for any low one. The model stays as it was; scales that remember earlier casts see these calls."""
+    as the model calls them, and by themselves, without and with gradients. The model stays as it was; scales that
+    remember earlier casts see these calls.
+
+    model: the converted model
+    batch: what its forward takes; without one layers are checked by themselves alone
+    precision: what converted layers should be in; '' for any low precision
+    """
     facts = next(device for device in devices.get("cpu").available())
     signature = signed("model", precisions.canonical(precision) if precision else "")
     return audited_model(type(model).__name__, model, batch, signature, facts)

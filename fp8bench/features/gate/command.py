@@ -93,7 +93,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--comment",
         type=types.path,
         metavar="PATH",
-        help="of a duel: also write a comment for a pull request there, 25 lines with one of seven words",
+        help="of a duel: also write a comment for a pull request there, 25 lines that begin with one of seven outcomes",
     )
     shared(where, "--explain")
 
@@ -141,8 +141,8 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     code, text = verdict.exit_code, ""
     if arguments.comment is not None and source.duel is not None:
         reviewed = review(verdict, source.duel)
-        (code, meaning), text = WORDS[reviewed.status], comment(reviewed, verdict, source.duel, command_line())
-        observer.note(f"{arguments.comment} says: {reviewed.status} (exit code {code}). {meaning}")
+        code, text = WORDS[reviewed.status][0], comment(reviewed, verdict, source.duel, command_line())
+        observer.note(f"{arguments.comment} says: {reviewed.headline} (exit code {code})")
     files = {
         "--junit": (arguments.junit, as_junit(verdict)),
         "--md": (arguments.md, markdown.render(page_of(verdict, every=True))),

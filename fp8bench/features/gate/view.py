@@ -13,7 +13,15 @@ from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.duel.run import IDLE
 from fp8bench.features.duel.values import CaseResult, Duel
-from fp8bench.features.gate.judging import POWER, GateOutcome, GateVerdict, JudgedFigure, Key, Sight
+from fp8bench.features.gate.judging import (
+    NOT_TESTED,
+    POWER,
+    GateOutcome,
+    GateVerdict,
+    JudgedFigure,
+    Key,
+    Sight,
+)
 from fp8bench.model import Comparison, Status
 from fp8bench.model.specs import spec_of
 from fp8bench.report.columns import Col, table
@@ -191,27 +199,27 @@ _MOST_ROWS, _MOST_WHYS = 7, 3
 
 
 class ReviewStatus(StrEnum):
-    """The first words of a comment; of several that apply, the first one here."""
+    """The words that a comment begins with; of several that apply, the first one here."""
 
     QUALITY = "quality blocked"
     REGRESSION = "regression"
     INFRASTRUCTURE = "infrastructure error"
     MISMATCH = "recipe mismatch"
     SUSPECTED = "suspected"
-    CANNOT_TELL = "cannot tell"
-    PASS = "pass"
+    CANNOT_TELL = "CANNOT TELL"
+    PASS = "no regression"
 
 
-# The exit code of each status, and what it means.
+# The exit code of each status, and what follows its words in the headline; {threshold} is the largest of a time.
 WORDS = {
-    ReviewStatus.QUALITY: (EXIT_REGRESSION, "Numbers became worse, or a case fails on head alone"),
-    ReviewStatus.REGRESSION: (EXIT_REGRESSION, "Head is worse than base beyond a threshold"),
-    ReviewStatus.INFRASTRUCTURE: (EXIT_FAILED, "This says nothing about the change: it could not be measured"),
-    ReviewStatus.MISMATCH: (EXIT_BASELINE, "Base and head do not do the same work: their figures do not compare"),
-    ReviewStatus.SUSPECTED: (EXIT_BASELINE, "Head may be worse: neither confirmed nor shown to be absent"),
-    ReviewStatus.CANNOT_TELL: (EXIT_BASELINE, "Head may be slower than base by a threshold, unseen in this noise"),
-    ReviewStatus.PASS: (EXIT_OK, "Nothing is worse by its threshold, and a slower time would have been found"),
-}  # fmt: skip
+    ReviewStatus.QUALITY: (EXIT_REGRESSION, ": numbers became worse, or a case fails on head alone"),
+    ReviewStatus.REGRESSION: (EXIT_REGRESSION, ": head is worse than base beyond a threshold"),
+    ReviewStatus.INFRASTRUCTURE: (EXIT_FAILED, ": the change could not be measured, and this says nothing about it"),
+    ReviewStatus.MISMATCH: (EXIT_BASELINE, ": base and head do not do the same work, so that figures do not compare"),
+    ReviewStatus.SUSPECTED: (EXIT_BASELINE, ": head may be worse, which is neither confirmed nor shown to be absent"),
+    ReviewStatus.CANNOT_TELL: (EXIT_BASELINE, ": head may be slower by {threshold}, unseen in this noise"),
+    ReviewStatus.PASS: (EXIT_OK, " above {threshold}"),
+}
 
 
 @dataclass(frozen=True)
@@ -220,6 +228,11 @@ class Review:
 
     status: ReviewStatus
     whys: tuple[str, ...] = ()
+    threshold: str = ""
+
+    @property
+    def headline(self) -> str:
+        return f"{self.status}{WORDS[self.status][1].format(threshold=self.threshold)}"
 
 
 def review(verdict: GateVerdict, duel: Duel) -> Review:
@@ -242,8 +255,15 @@ def review(verdict: GateVerdict, duel: Duel) -> Review:
         (GateOutcome.CANNOT_TELL, ReviewStatus.CANNOT_TELL),
     ):
         whys[status] += [f"{_change(figure)}: {figure.why}" for figure in verdict.of(outcome)]
-    reviews = (Review(status, tuple(reasons)) for status, reasons in whys.items() if reasons)
-    return next(reviews, Review(ReviewStatus.PASS))
+    status = next((status for status, reasons in whys.items() if reasons), ReviewStatus.PASS)
+    return Review(status, tuple(whys[status]), _largest_threshold(verdict))
+
+
+def _largest_threshold(verdict: GateVerdict) -> str:
+    """Returns the largest share by which a time may be slower and pass; of all figures where there is no time."""
+    shares = [sight.threshold for sight in verdict.sights]
+    shares = shares or [figure.threshold.relative for figure in verdict.judged if figure.outcome not in NOT_TESTED]
+    return f"{100 * max(shares, default=0.0):.3g}%"
 
 
 def _unlike(result: CaseResult) -> ReviewStatus | None:
@@ -263,12 +283,18 @@ def _change(figure: JudgedFigure) -> str:
 
 
 def comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, again: str) -> str:
+    """Returns Markdown: the outcome, the figure that it rests on, the table, then what else there is to say."""
     whys = [shortened(why, 300) for why in reviewed.whys[:_MOST_WHYS]]
-    whys += [f"and {len(reviewed.whys) - len(whys)} more"] if len(reviewed.whys) > len(whys) else []
-    elements: list[Element] = [Text(f"{WORDS[reviewed.status][1]}."), Items(tuple(map(Text, whys)))]
+    more = len(reviewed.whys) - len(whys)
+    elements: list[Element] = [Text(why) for why in whys[:1]]
+    if verdict is not None and verdict.sights and not whys:
+        elements.append(Text(f"{_SMALLEST} that would have been found: {summary(verdict.sights)}"))
     if duel is not None and verdict is not None:
-        elements += [_figures(verdict), Text(f"{verdict.counts}. {_sides(duel)}")]
-    return markdown.render(Page(f"fp8bench: {reviewed.status}", "", (Part("review", "", (*elements, Code(again))),)))
+        elements.append(_figures(verdict))
+    elements.append(Items(tuple(map(Text, (*whys[1:], *([f"and {more} more"] if more > 0 else []))))))
+    if duel is not None and verdict is not None:
+        elements.append(Text(f"{verdict.counts}. {_sides(duel)}"))
+    return markdown.render(Page(f"fp8bench: {reviewed.headline}", "", (Part("review", "", (*elements, Code(again))),)))
 
 
 def _sides(duel: Duel) -> str:

@@ -27,24 +27,27 @@ Hold it against a commit, as {_WORKFLOW} does for pull requests:
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        f"Writes {_CONFIG} (options in six lines), {_SUITE} (a workload that runs) and "
+        f"Writes {_CONFIG} (five options), {_SUITE} (a workload that runs) and "
         f"{_WORKFLOW} (base against head of each pull request), and has git ignore the store. Writes over nothing."
     )
     parser.epilog = "Exit codes: 0 written, 2 wrong usage, or one of the files is there already."
     parser.add_argument("folder", nargs="?", type=types.path, default=Path(), metavar="DIR", help="where; default here")
-    words = "what the workflow's pip installs: a version, a wheel, git+https://...; default what this fp8bench is from"
+    words = (
+        "what the workflow's pip installs: git+https://HOST/OWNER/fp8bench@COMMIT, a path in the project, a version; "
+        "default what this fp8bench was installed from, asked once if a build cannot reach that"
+    )
     parser.add_argument("--install", metavar="WHAT", help=words)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    source = arguments.install or find_source() or _ask_for_source()
-    workflow = _template("workflow").replace("{install}", json.dumps(source or f"fp8bench=={__version__}"))
-    texts = {_CONFIG: _template("config"), _SUITE: _template("workload"), _WORKFLOW: workflow}
-    files = {arguments.folder / name: text for name, text in texts.items()}
-    for file in files:
+    files = {name: arguments.folder / name for name in (_CONFIG, _SUITE, _WORKFLOW)}
+    for file in files.values():
         if file.exists() or file.is_symlink():
             raise UsageError(f"{file} is there already, and init writes over nothing. Move it, or give another folder.")
-    for file, text in files.items():
+    source = arguments.install or find_source() or _ask_for_source()
+    installed = source or f"fp8bench=={__version__}"
+    workflow = _template("workflow").replace("{install}", json.dumps(installed))
+    for file, text in zip(files.values(), (_template("config"), _template("workload"), workflow), strict=True):
         _write(file, text, "x")
     ignore = arguments.folder / ".gitignore"
     known = ignore.read_text(encoding="utf-8", errors="replace") if ignore.is_file() else ""
@@ -53,22 +56,35 @@ def run(arguments: argparse.Namespace) -> int:
         _write(ignore, f"{begins}{_IGNORED}\n", "a")
     here = arguments.folder.resolve() == Path.cwd()
     go_there = "" if here else f"Go there:           cd {shlex.quote(str(arguments.folder))}\n"
-    say(f"\n{go_there}{_NEXT}")
-    if not source:
+    say(f"\n{go_there}{_NEXT}Builds install:     {installed}\n")
+    if problem := _install_problem(source, arguments.folder):
         say(
-            f"Before you push:    write into {_WORKFLOW} where a build gets fp8bench, such as\n"
-            "                    git+https://HOST/OWNER/fp8bench@COMMIT: this one is from a folder of this machine.\n"
+            f"Before you push:    {problem}.\n"
+            f"                    Write after FP8BENCH: in {_WORKFLOW}\n"
+            "                    git+https://HOST/OWNER/fp8bench@COMMIT, or a path in this project: ./wheels/NAME.whl\n"
         )
     return EXIT_OK
 
 
 def _ask_for_source() -> str:
     """Asks a person once; returns '' where nobody answers."""
-    if not (sys.stdin and sys.stdin.isatty()):
+    if not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
         return ""
-    say("This fp8bench was installed from a folder of this machine, which a build elsewhere cannot reach.\n")
-    say("What shall the workflow install (git+https://HOST/OWNER/fp8bench@COMMIT)? Enter for later: ")
+    say("This fp8bench is from a folder of this machine, which a build elsewhere cannot reach. What shall be\n")
+    say("installed there: git+https://HOST/OWNER/fp8bench@COMMIT, or a path in this project? Enter decides it later: ")
     return sys.stdin.readline().strip()
+
+
+def _install_problem(source: str, folder: Path) -> str:
+    """Says why a build elsewhere may not be able to install the source; '' if nothing speaks against it."""
+    if not source:
+        return "this fp8bench is from a folder of this machine, and perhaps in no index"
+    is_path = "/" in source and not types.is_address(source.removeprefix("git+"))
+    if not is_path or " @ " in source:
+        return ""
+    if Path(source).is_absolute():
+        return f"a build elsewhere has no {source}"
+    return "" if (folder / source).exists() else f"this project has no {source}"
 
 
 def _write(file: Path, text: str, mode: str) -> None:

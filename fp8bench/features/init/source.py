@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 from importlib import metadata
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from fp8bench import __version__
@@ -26,8 +27,14 @@ def find_source() -> str:
 
 
 def name_source(recorded: str) -> str:
-    """The same from what pip recorded of an installation from an address (PEP 610)."""
-    origin = json.loads(recorded)
+    """The same from what pip recorded of an installation from an address (PEP 610); '' if that cannot be read."""
+    try:
+        return _name_origin(json.loads(recorded))
+    except (ValueError, AttributeError):  # no JSON, no mapping, or no port
+        return ""
+
+
+def _name_origin(origin: dict[str, Any]) -> str:
     address = str(origin.get("url", ""))
     if commit := origin.get("vcs_info", {}).get("commit_id"):
         named, below = _name_commit(address, commit), origin.get("subdirectory")

@@ -113,12 +113,10 @@ def train(
 ) -> TrainingResult:
     """Train the same model in several precisions side by side; returns what was kept.
 
-    Arguments are the command line's options (`help(fp8bench.train)` lists them), and the settings of the model and of
-    how it learns (`model`, `rate`, `loss_scale`). `sweep` maps a setting, or an option of the dtypes, to values.
-    `margin` is in percent. `make` returns a model of your own with its batches: 'module:function', or the function; one
-    that a worker cannot import is trained in this process. `live` is a file for its page while it trains, `on_alarm` a
-    shell command, `log` what --log takes. Progress is shown on stderr unless `progress` is False. Raises Fp8benchError
-    for what cannot be done; what happens in a step is an event.
+    A `make` that a worker cannot import is trained in this process. Raises Fp8benchError for what cannot be done; what
+    happens in a step is an event. `training.results` are the rows of --csv as a pandas frame.
+
+    make: a function that returns a model of your own with its batches, or 'module:function'
     """
     name = make if isinstance(make, str) else name_of_maker(make)
     here = not isinstance(make, str) and ":" not in name
@@ -167,7 +165,10 @@ def resume_training(
     training: str | Path | KeptTraining, *, store: str | Path = DEFAULT_STORE, progress: bool = True,
     observer: TrainingObserver | None = None,
 ) -> TrainingResult:  # fmt: skip
-    """Resume a training that was cut off, from its newest checkpoint; a finished one is returned."""
+    """Resume a training that was cut off, from its newest checkpoint; a finished one is returned.
+
+    training: the training, its id, its folder, or 'last'
+    """
     kept = folder("store", store)
     path = training_named(training.path if isinstance(training, KeptTraining) else str(training), kept)
     with _observing(observer, progress) as outer:
@@ -175,7 +176,10 @@ def resume_training(
 
 
 def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAULT_STORE) -> TrainingResult:
-    """A training: a KeptTraining, or a stored one by id, folder, or 'last'. Its `.results` are the rows of --csv."""
+    """Returns a stored training; its `.results` are the rows of --csv.
+
+    training: its id, its folder, or 'last'; a KeptTraining is returned as it is
+    """
     if not isinstance(training, KeptTraining):
         training = read_training(training_named(str(training), folder("store", store)))
     return _shown(training)
@@ -198,11 +202,19 @@ def watch(
     """Watch a training loop of your own in a `with` block: a row for each step, and the whole module every `stride`
     steps.
 
-    Lines go to a new file at `path` and to `told`. Alarms of the health rules are among them, and go to stderr without
-    `told`. A step ends when the optimizer takes one. The loss is what the module returns (a number, or what is called
-    `loss`), else the number that backward begins with; or give it by `loss(value)` of the block's object. `tokens` is
-    the number in a step, `scaler` a GradScaler. `precision` is what the module is trained in, which decides the
-    remedies.
+    A step ends when the optimizer takes one. The loss is what the module returns (a number, or what is called `loss`),
+    else the number that backward begins with; or give it by `loss(value)` of the block's object.
+
+    module: what is trained
+    optimizer: what updates it
+    path: a new file for the lines of the training
+    told: a function that gets the lines; without it alarms go to stderr
+    name: what the loop is called where it is compared
+    stride: the whole module is looked at every so many steps
+    tokens: the tokens of a step, for tokens per second
+    scaler: the GradScaler of the loop
+    precision: what the module is trained in, which decides what alarms advise
+    health: False: no rules look at the lines, so that there are no alarms
     """
     from fp8bench.features.train.lab.own_loop import OwnLoop
 
@@ -258,8 +270,13 @@ class _LoopCallback:
 
 
 def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any:
-    """A callback for transformers' Trainer that watches what it trains; options are those of `watch`. If a training
-    raises, its hooks are removed by the next one, or by `on_train_end`."""
+    """Returns a callback for transformers' Trainer that watches what it trains.
+
+    If a training raises, its hooks are removed by the next one, or by `on_train_end`.
+
+    path: a new file for the lines of the training
+    options: those of `fp8bench.watch`
+    """
     base: Any = _package("transformers").TrainerCallback
 
     class WatchCallback(_LoopCallback, base):  # type: ignore[misc]
@@ -277,8 +294,12 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
 
 
 def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
-    """A callback for Lightning's Trainer that watches what it trains; options are those of `watch`. The loss is the one
-    that backward begins with."""
+    """Returns a callback for Lightning's Trainer that watches what it trains. The loss is the one that backward begins
+    with.
+
+    path: a new file for the lines of the training
+    options: those of `fp8bench.watch`
+    """
     base: Any = _package("lightning.pytorch", "pytorch_lightning").Callback
 
     class WatchCallback(_LoopCallback, base):  # type: ignore[misc]
@@ -315,9 +336,12 @@ def _package(*names: str) -> Any:
 def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> CommandResult:
     """Verdicts on how your own loops learned compared with a reference's, from streams of `fp8bench.watch`.
 
-    For several seeds, give a list of files for each, in the same order. The held-out loss counts where loops gave one
-    (`loop.held_out`, or the callbacks). `margin` is in percent. Speed is not compared, since it is unknown what else
-    ran. A stream does not show whether two loops had the same initial weights and batches: that is assumed.
+    The held-out loss counts where loops gave one (`loop.held_out`, or the callbacks). Speed is not compared, since it
+    is unknown what else ran. A stream does not show whether two loops had the same initial weights and batches: that is
+    assumed.
+
+    reference: the file of the loop that the others are compared with; of several seeds a list of files
+    others: a file for each other loop; of several seeds a list of files in the same order
     """
     if not others:
         raise UsageError("compare_streams was given one stream. Give a reference's, and at least one more.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.lab.models import (
@@ -27,6 +28,7 @@ from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.make import check_limit, device_named
 from fp8bench.plan.precision_map import check_keys, check_mixed
 from fp8bench.registry import precisions
+from fp8bench.suggestions import meant_name
 from fp8bench.units import number_or_text_of, size
 from fp8bench.workloads.model import LIVE
 
@@ -116,7 +118,15 @@ def _check_own(request: TrainingRequest) -> None:
 
     settings, usual, name = request.settings, TrainerSettings(), request.settings.make
     if name in SIZES:
-        raise UsageError(f"{name} is a built-in model, and a function was expected here. Give --model {name}.")
+        raise UsageError(
+            f"{name} is a built-in model, and a function was expected here. Give --model {name}.",
+            name,
+            f"--model {name}",
+        )
+    near = meant_name("model", name, SIZES)
+    if near and ":" not in name and not Path(f"{name}.py").is_file():
+        message = f"{name!r:.80} is no model that fp8bench has. Did you mean --model {near}?"
+        raise UsageError(f"{message} Give one of your own as FILE.py:FUNCTION.", name, f"--model {near}")
     if name not in LIVE:
         function_named(name)
     swept = {axis.replace("-", "_") for axis, _ in request.sweep}

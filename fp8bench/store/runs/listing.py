@@ -24,6 +24,7 @@ from fp8bench.model import Request, Run
 from fp8bench.model.request import KnownScales
 from fp8bench.store.kept_lines import fitting
 from fp8bench.store.runs.run_file import file_name, folder_name, load_head, load_run
+from fp8bench.suggestions import meant_name
 
 COPIED = "they are copies of runs, or the beginnings of runs, that count"
 REFUSED = "their ids are those of other files, so that none counts; `fp8bench history verify` names them"
@@ -246,7 +247,8 @@ def find_run(word: str, store: Path) -> Path:
         names = ", ".join(path.stem for path in meant[:5])
         raise RunNotFound(f"{word!r} fits {len(meant)} runs ({names}). Give more of the name.")
     newest = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
-    raise RunNotFound(f"no run {word!r:.200} in {store}.{newest} Give an id, a file's stem, a path, or 'last'.")
+    message = f"no run {word!r:.200} in {store}.{newest} Give an id, a file's stem, a path, or 'last'."
+    raise RunNotFound(message, word, meant_name("run", word, ["last"]) if files else None)
 
 
 def running_beside(own: Path) -> list[str]:

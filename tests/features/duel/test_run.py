@@ -233,7 +233,7 @@ def dies_at_start(project: Path, python: Path, suite: Sequence[str]) -> None:
         (["suite", "gemm", "--dtypes", "fb8"], "unknown dtype 'fb8'"),
         (["suite", "gemm", "--against", "HEAD"], "wants a git repository"),
         (["suite", "gemm", "--sessions", "0"], "a whole number from 1"),
-        (["suite", "gemm", "--pythona", "x"], "Did you mean --python-a"),
+        (["suite", "gemm", "--pythona", "x"], "Did you mean '--python-a'"),
         (["suite", "gemm", "--python-a", "bare"], "cannot import torch (ModuleNotFoundError"),
     ],
 )

@@ -14,7 +14,7 @@ from fp8bench.features.gate import stored_runs as sides_source
 from fp8bench.features.gate.judging import SecondLook
 from fp8bench.model import Record, Run, Scalar, Status
 from fp8bench.store.runs.listing import run_files
-from tests.commands import Say, git, unfolding
+from tests.commands import Say, git, only_sentence, unfolding
 from tests.counts import SLOW, for_each
 from tests.features.gate.paced import PacedFolder
 from tests.histories import commit, history, keep, records, run_at, tree
@@ -197,7 +197,7 @@ def test_refused(store: Path, say: Say, words: list[str], expected: str) -> None
     if not store.exists():
         history(store, 1.0, 1.5)
     code, out, err = say(*words)
-    assert code == 2 and not out and expected in err and err.count("\n") == 1
+    assert code == 2 and not out and expected in only_sentence(err)
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
-"""The comment of a duel: which of seven words, and at most 25 lines; then the action's own shell, on commits."""
+"""The comment of a duel: which of seven outcomes, and at most 25 lines; then the action's own shell, on commits."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -84,15 +85,29 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
 
 
 @for_each("name", CASES)
-def test_the_word(name: str) -> None:
-    """With a reason for each word but pass, in 25 lines."""
+def test_the_outcome(name: str) -> None:
+    """It is the first thing said, with its figure next; a reason for each but no regression; in 25 lines."""
     results, notes, expected = CASES[name]
     verdict, duel = verdict_of(results, notes)
     reviewed = review(verdict, duel)
     assert reviewed.status is expected, reviewed
     assert bool(reviewed.whys) is (expected is not ReviewStatus.PASS)
     text = comment(reviewed, verdict, duel, "fp8bench gate")
-    assert text.splitlines()[0] == f"# fp8bench: {expected}" and text.count("\n") <= 25
+    heading, _, figure = text.splitlines()[:3]
+    assert heading.startswith(f"# fp8bench: {expected}") and text.count("\n") <= 25
+    assert ("5%" in heading) is (expected in (ReviewStatus.PASS, ReviewStatus.CANNOT_TELL)), heading
+    if expected is ReviewStatus.PASS:
+        assert heading == "# fp8bench: no regression above 5%"
+        assert figure.startswith("smallest slow-down that would have been found: +")
+    else:
+        assert markdown_free(reviewed.whys[0])[:40] in markdown_free(figure)
+    action = ["sed", "-nE", re.search(r"sed -nE '(.*)'", STEPS["compare"]["run"])[1]]  # type: ignore[index]
+    word = subprocess.run(action, input=text, capture_output=True, text=True, check=True).stdout
+    assert word == f"status={expected}\n"
+
+
+def markdown_free(text: str) -> str:
+    return re.sub(r"[\\`]", "", text)
 
 
 def test_a_case_that_was_cut_off() -> None:
@@ -106,7 +121,9 @@ def test_a_case_that_was_cut_off() -> None:
 def test_what_the_table_says() -> None:
     """Changes with intervals, and the smallest slow-down that would have been found; counts are exact."""
     verdict, duel = verdict_of([case(1.3), case(precision="fp8")])
-    rows = [line for line in comment(review(verdict, duel), verdict, duel, "x").splitlines() if line.startswith("| ")]
+    text = comment(review(verdict, duel), verdict, duel, "x")
+    assert re.match(r"# fp8bench: regression: .*\n\ngemm.*bf16 time: \+30", text.replace("\\", ""))
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
     assert ";".join(cells[0]) == "figure;base;head;change, 99% interval;smallest slow-down;worse is;verdict"
     figure, _, _, change, smallest, _, word = cells[2]
@@ -187,7 +204,7 @@ def test_the_action_on_two_commits(job: Job, slow: object) -> None:
     job.repository.commit(60_000)
     outputs, text = job.compared(base)
     assert outputs == {"code": "1", "status": "regression"}, text
-    assert text.startswith("# fp8bench: regression\n") and text.count("\n") <= 25 and base[:8] in text
+    assert text.startswith("# fp8bench: regression: ") and text.count("\n") <= 25 and base[:8] in text
     assert "bf16 time" in text and "%" in text and (job.temp / "summary").read_text().endswith(text)
     assert job.step("verdict", CODE=outputs["code"], STATUS=outputs["status"]).returncode == 1
 
@@ -238,7 +255,7 @@ def test_the_check_and_the_verdict_of_the_action(
 
 def test_the_comment_of_the_action_replaces_its_own(job: Job) -> None:
     """Known by its beginning; without the right to write, the job goes on."""
-    (job.temp / "comment.md").write_text("# fp8bench: pass\n")
+    (job.temp / "comment.md").write_text("# fp8bench: no regression above 5%\n")
     calls = job.temp / "calls"
     for mine, expected in (("", "--method POST issue"), ("17", "--method PATCH comments/17")):
         calls.write_text("")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from fp8bench import pipeline
+from fp8bench import __version__, pipeline
 from fp8bench.cli.config_file import read_config
-from fp8bench.cli.main import build_parser, commands_of
+from fp8bench.cli.main import build_parser, commands_of, main
 from fp8bench.features.init import command, source
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
-from tests.commands import Say, unfolding
+from tests.commands import ROOT, Say, unfolding
 from tests.counts import for_each
 from tests.own_suites import forgotten
 from tests.workflows import commands, faults, load
@@ -33,9 +36,28 @@ def test_the_commands_it_names_run_where_its_files_are(store: Path, fp8bench: Sa
     assert "cd " not in fp8bench("init")[1]
 
 
-def test_what_it_writes_runs(written: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every precision comes to a time and an error."""
+# A line of the configuration that gives an option, or would without its #.
+OPTION = re.compile(r"^(?:# )?(\w+): ", re.MULTILINE)
+
+
+def test_the_configuration_shows_five_options_and_where_the_others_are(written: Path) -> None:
+    text = Path("fp8bench.yaml").read_text()
+    assert OPTION.findall(text) == ["suite", "dtypes", "devices", "set", "budget"]
+    assert "fp8bench suite --help-all" in text and (ROOT / "docs" / "commands.md").is_file() and "docs/commands" in text
+
+
+@for_each("every", [False, True])
+def test_what_it_writes_runs(
+    every: bool, written: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As it is, and with every option that it shows taken: each precision comes to a time and an error."""
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
+    shutil.rmtree(".fp8bench", ignore_errors=True)
+    if every:
+        taken = OPTION.sub(lambda match: f"{match[1]}: ", Path("fp8bench.yaml").read_text())
+        Path("fp8bench.yaml").write_text(taken)
+        values = read_config(Path("fp8bench.yaml"), commands_of(build_parser(("suite",)))["suite"])
+        assert (values["devices"], values["axes"], values["budget"]) == (("cpu",), [("tokens", ("64", "1024"))], 60)
     with forgotten(Path.cwd()):
         code, out, err = fp8bench("suite", "--config", "fp8bench.yaml", "--quick", "--set", "tokens=64", "--no-report")
     assert code == 0, out + err
@@ -44,12 +66,6 @@ def test_what_it_writes_runs(written: Path, fp8bench: Say, monkeypatch: pytest.M
     assert run.ok and {record.case.precision for record in run.records} == {"fp32", "bf16", "fp8"}
     errors = {record.case.precision: record.measurement("softmax_error") for record in run.records}
     assert all(error is not None and 0 <= error.samples[0] < 0.2 for error in errors.values())
-
-
-def test_the_configuration_is_read_back(written: Path) -> None:
-    command = commands_of(build_parser(("suite",)))["suite"]
-    values = read_config(Path("fp8bench.yaml"), command)
-    assert values == {"suite": "./fp8bench_suite.py", "dtypes": ("fp32", "bf16", "fp8")}
 
 
 @for_each(("before", "after"), [
@@ -86,6 +102,9 @@ def test_the_workflow_has_no_fault(store: Path, fp8bench: Say) -> None:
         ('{"url": "https://a.b:8443/x.whl", "archive_info": {}}', "https://a.b:8443/x.whl"),
         ('{"url": "file:///tmp/x.whl", "archive_info": {}}', ""),
         ('{"url": "file:///nowhere/at%20all", "dir_info": {"editable": true}}', ""),
+        ("{", ""),
+        ("[]", ""),
+        ('{"url": "https://a.b:x/c.git", "vcs_info": {"commit_id": "12ab"}}', ""),
     ],
 )
 def test_the_workflow_installs_what_this_installation_is_from(recorded: str, named: str) -> None:
@@ -115,10 +134,57 @@ def test_a_checkout_is_named_by_its_public_address(
     assert source.name_source('{"url": "file:///a/b", "dir_info": {}}') == named
 
 
-def test_a_folder_that_no_build_can_reach_is_said(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+class Terminal(io.StringIO):
+    """A stream that a person answers at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def installs(folder: str) -> str:
+    """What the workflow of a project hands to pip."""
+    environment = load(Path(folder) / FILES[2])["jobs"]["compare"]["steps"][2]["env"]
+    return str(environment["FP8BENCH"])
+
+
+@for_each(
+    ("answer", "installed", "problem"),
+    [
+        ("git+https://a.b/o/fp8bench@12ab\n", "git+https://a.b/o/fp8bench@12ab", ""),
+        ("./wheels/own.whl\n", "./wheels/own.whl", ""),
+        ("./no.whl\n", "./no.whl", "this project has no ./no.whl"),
+        ("/tmp/fp8bench\n", "/tmp/fp8bench", "a build elsewhere has no /tmp/fp8bench"),
+        ("\n", f"fp8bench=={__version__}", "from a folder of this machine"),
+        ("", f"fp8bench=={__version__}", "from a folder of this machine"),
+    ],
+)
+def test_a_person_is_asked_once_where_no_build_can_reach_this_fp8bench(
+    answer: str, installed: str, problem: str, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question that is not answered leaves the version of an index, and says that this may not do."""
+    shutil.rmtree("project", ignore_errors=True)
+    Path("project/wheels").mkdir(parents=True)
+    Path("project/wheels/own.whl").touch()
+    terminal = Terminal()
     monkeypatch.setattr(command, "find_source", lambda: "")
-    code, out, _ = fp8bench("init")
-    assert code == 0 and "Before you push:" in out
+    monkeypatch.setattr(command.sys, "stdin", Terminal(answer))
+    monkeypatch.setattr(command.sys, "stdout", terminal)
+    assert main(["init", "project"]) == 0
+    said = terminal.getvalue()
+    assert said.count("?") == 1 and installs("project") == installed
+    assert f"Builds install:     {installed}\n" in said and problem in said and ("push:" in said) is bool(problem)
+
+
+@for_each("known", ["git+https://a.b/o/fp8bench@12ab", ""])
+def test_without_a_terminal_nobody_is_asked(
+    known: str, store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "find_source", lambda: known)
+    folder = f"project{bool(known)}"
+    code, out, _ = fp8bench("init", folder)
+    installed = known or f"fp8bench=={__version__}"
+    assert code == 0 and "?" not in out and f"Builds install:     {installed}\n" in out
+    assert installs(folder) == installed and ("Before you push:" in out) is not bool(known)
 
 
 @for_each("there", FILES)

@@ -18,7 +18,7 @@ from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS
 from fp8bench.registry import precisions, workloads
-from tests.commands import Say, unfolding
+from tests.commands import Say, only_sentence, unfolding
 from tests.counts import for_each
 
 
@@ -54,7 +54,7 @@ def test_what_fits_and_what_does_not_is_told(say: Say, words: str, code: int, sa
 )
 def test_bad_usage_is_one_sentence(say: Say, words: str, said: str) -> None:
     code, out, err = say(*words.split())
-    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+    assert (code, out) == (2, "") and said in only_sentence(err)
 
 
 NET = """

@@ -12,7 +12,7 @@ import pytest
 from fp8bench import pipeline
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.worker.bench import Bench
-from tests.commands import Say, complaints, unfolding
+from tests.commands import Say, complaints, only_sentence, unfolding
 from tests.counts import for_each
 
 NET = """
@@ -58,7 +58,7 @@ def say(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
 )
 def test_what_cannot_be_meant_is_one_sentence(words: str, said: str, say: Say) -> None:
     code, out, err = say(*words.split())
-    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+    assert (code, out) == (2, "") and said in only_sentence(err)
 
 
 def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from fp8bench.analysis.findings import findings
 from fp8bench.model import Finding, Interval, Level, Measurement, Run, Verdict
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.model.specs import STEP
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.data.run import TidyRow, rows, run_rows, run_value
+from fp8bench.report.data.run import TidyRow, columns_of, rows, run_rows, run_value
+from fp8bench.store.runs.run_file import load_run
+from tests.commands import ROOT
 from tests.counts import for_each
 from tests.runs import gemm, measured, transformer, wild_runs
 
@@ -65,6 +68,21 @@ def test_columns_do_not_depend_on_what_became_of_a_run() -> None:
     nothing = replace(RUN, records=())
     assert run_rows([(nothing, {})]) == (tuple(name for name in first if "param_" not in name), [])
     assert {row["run"] for row in rows(replace(RUN, path=""), FINDINGS)} == {RUN.id}
+
+
+# Stored runs that fill all columns together: sweep, ranks, tensors' statistics, energy, a refused case.
+FILLING = ("gpu/runs/gpubox/*-9a000002", "runs/runs/box/*-503e8537", "gpu/runs/gpubox/*-9a000003",
+           "gpu/runs/gpubox/*-9a000001", "runs/runs/box/*-e12db2de")  # fmt: skip
+
+
+def test_every_column_is_filled_by_some_run() -> None:
+    """A failed rank's columns by tests/report/topics/test_ranks.py."""
+    filled = {"failed_rank", "failed_phase"}
+    for pattern in FILLING:
+        (path,) = (ROOT / "tests" / "golden" / "stores").glob(f"{pattern}.jsonl")
+        run = load_run(path)
+        filled |= {name for row in rows(run, findings(run)) for name, cell in row.items() if cell is not None}
+    assert set(columns_of()) - filled == set()
 
 
 def test_runs_stand_below_each_other() -> None:

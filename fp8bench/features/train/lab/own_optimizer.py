@@ -126,8 +126,12 @@ def _made(
 
 class HighAccumulation(torch.optim.Optimizer):
     """`trained` are the model's parameters and `masters` their float32 copies in the same order: clip and read the
-    gradients of `masters`. `updates` is the format to which each update is rounded: fp8 (E4M3, scaled by tensor), bf16,
-    or fp32 for none."""
+    gradients of `masters`.
+
+    parameters: the model's
+    make: a function of the copies that returns their optimizer
+    updates: the format to which each update is rounded: fp8 (E4M3, scaled by tensor), bf16, or fp32 for none
+    """
 
     def __init__(
         self,

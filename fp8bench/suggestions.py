@@ -1,0 +1,108 @@
+"""Which of the known names somebody meant: the one that another tool calls so, or else the nearest spelling."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+
+# By kind: fp8bench's name, and what other tools, papers and people call it. An option that ends in "=" takes the value
+# that was given to the other one.
+_ELSEWHERE: dict[str, dict[str, str]] = {
+    "command": {
+        "suite": "bench benchmark measure run test",
+        "train": "finetune fine-tune fit",
+        "infer": "eval generate serve",
+        "show": "cat open print view",
+        "report": "export html plot",
+        "compare": "diff",
+        "history": "log ls runs",
+        "doctor": "check env info status",
+        "store": "clean gc prune rm",
+        "init": "create new",
+        "audit": "kernel verify",
+    },
+    "argument": {
+        "--dtypes": "--dtype --precision --types",
+        "--precision": "--dtype --dtypes",
+        "--devices": "--cuda --device --gpu --gpus",
+        "--device": "--cuda --devices --gpu --gpus",
+        "--rounds": "--iter --iterations --iters --repeat --repeats --reps --runs --samples -n",
+        "--budget": "--duration --max-time --min-run-time --seconds --time --timeout --warmup",
+        "--steps": "--epochs --iterations --iters --max-steps --num-steps -n",
+        "--rate": "--learning-rate --lr",
+        "--batch": "--batch-size --bs -b",
+        "--set batch=": "--batch-size --bs -b",
+        "--set shape=": "--m --n --k --shape --shapes --size --sizes",
+        "--csv": "--export --out --output --save -o",
+        "--all": "--details --full --verbose -v",
+        "--quick": "--fast --short --smoke -q",
+        "--threads": "--cpus --jobs --num-threads -j",
+        "--import": "--file --module",
+        "--store": "--cache --dir --folder",
+    },
+    "suite": {
+        "gemm": "bmm dense gemv linear matmul mm",
+        "transformer": "bert gpt gpt2 llama llama3 llm model t5",
+        "attention": "flash flash-attention sdpa",
+        "vision": "resnet resnet50 vit",
+        "conv": "cnn conv2d convolution",
+        "decode": "generate inference kv-cache serve",
+        "norm_act": "activation gelu layernorm norm rmsnorm softmax",
+        "optimizer": "adam adamw sgd",
+        "collective": "allreduce nccl",
+        "diffusion": "dit sd unet",
+        "cast": "quant quantize quantization",
+    },
+    "dtype": {
+        "fp32": "f32 float float32 single",
+        "tf32": "tensorfloat32",
+        "bf16": "amp autocast bfloat bfloat16 mixed",
+        "fp16": "f16 float16 half",
+        "fp8": "f8 float8 int8 w8a8",
+        "fp8-e4m3": "e4m3 e4m3fn float8_e4m3fn",
+        "fp8-e5m2": "e5m2 float8_e5m2",
+        "fp4": "e2m1 float4 float4_e2m1fn_x2 int4 nf4 w4a4",
+        "mxfp8": "mx mx8",
+        "mxfp6": "fp6 mx6",
+        "mxfp4": "mx4",
+    },
+    "device": {"cuda": "gpu nvidia rocm"},
+    "model": {
+        "nano": "bert gpt tiny transformer",
+        "gpt2-124m": "gpt2 gpt2-small",
+        "llama-1b": "llama llama2 llama3",
+    },
+    "run": {"last": "latest newest recent"},
+    "thing to list": {"suites": "benchmarks models workloads", "devices": "gpu gpus hardware", "dtypes": "formats"},
+    "choice": {"product": "gemm matmul mm"},
+}
+# Where a kind's names are explained, for a word that is like none of them.
+_EXPLAINED = {
+    "suite": "fp8bench list suites",
+    "dtype": "fp8bench list dtypes",
+    "backend": "fp8bench list backends",
+    "run": "fp8bench history list --runs",
+    "device": "fp8bench doctor",
+    "device on this machine": "fp8bench doctor",
+}
+
+
+def meant_name(kind: str, given: str, known: Collection[str]) -> str | None:
+    """Returns one of the known names, or an option of them with the beginning of its value; None if none is near."""
+    if kind == "key" or kind.startswith("argument of "):
+        options = {f"--{name.replace('_', '-')}": name for name in known}
+        return options.get(meant_name("argument", f"--{given.replace('_', '-')}", options) or "")
+    word = given.lower().removeprefix("torch.")
+    if kind == "argument":
+        word = word.replace("_", "-")
+    for name, others in _ELSEWHERE.get(kind, {}).items():
+        if word in others.split() and name.partition(" ")[0] in known:
+            return name
+    bare = {name.lstrip("-"): name for name in sorted(known)}
+    near = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.6)
+    return bare[near[0]] if near else None
+
+
+def where_explained(kind: str) -> str:
+    """Returns the command that lists the names of a kind; '' if there is none."""
+    return _EXPLAINED.get(kind, "")
