@@ -161,16 +161,29 @@ def test_beside_emulated_candidates_the_control_is_the_question() -> None:
     session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("fp8", EMULATED)])
     worker, why = sit({"fp32": lasting(10), "fp32'": lasting(10.000001)}, session, judge=judge)
     assert questions == [(10 * MS + 1, None)] * 2 and why == "answered after 24 rounds"
-    assert [len(worker.slots(label)) for label in ("fp32", "fp32'", "fp8")] == [24, 24, 8]
+    assert [len(worker.slots(label)) for label in ("fp32", "fp32'", "fp8")] == [24, 24, 4]
 
 
 @for_each("rule", [FOREVER, StoppingRule(fixed=30), StoppingRule(least=16, budget=0.0, ceiling=1e9)])
-def test_emulated_arms_get_eight_rounds(rule: StoppingRule) -> None:
+def test_emulated_arms_get_four_rounds(rule: StoppingRule) -> None:
     scripts = {"bf16": lasting(11), "fp8": lasting(500)}
     session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp8", EMULATED)])
     worker, _ = sit(scripts, session, rule, after({11 * MS: 24}))
-    assert len(worker.slots("fp8")) == EMULATED_ROUNDS == 8
+    assert len(worker.slots("fp8")) == EMULATED_ROUNDS == 4
     assert len(worker.slots("bf16")) == {None: 24, 30: 30}[rule.fixed] - 8 * (rule.budget == 0)
+
+
+def test_emulations_take_no_rounds_from_an_open_question() -> None:
+    """Their 10 s count for the ceiling alone."""
+    slow = {label: lasting(500) for label in ("fp8", "mxfp8", "nvfp4", "mxfp4", "fp8-block")}
+    rule, ended = StoppingRule(least=16, budget=1.0), []
+    for emulated in ([], list(slow)):
+        candidates = [arm("bf16"), *(arm(label, EMULATED) for label in emulated)]
+        session = RoundSession(arm("fp32"), arm("fp32", control=True), candidates)
+        ended.append(sit(slow, session, rule)[1])
+    assert ended == ["time was up after 34 rounds"] * 2
+    session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp8", EMULATED)])
+    assert sit(slow, session, replace(rule, ceiling=0.9))[1] == "time was up after 2 rounds"
 
 
 @for_each(
@@ -178,9 +191,9 @@ def test_emulated_arms_get_eight_rounds(rule: StoppingRule) -> None:
     [
         (RoundSession(arm("fp32"), None, []), {"fp32": 32}),
         (RoundSession(None, None, [arm("bf16")]), {"bf16": 32}),
-        (RoundSession(None, None, [arm("fp8", EMULATED)]), {"fp8": 8}),
-        (RoundSession(arm("fp8", EMULATED), None, [arm("mxfp8", EMULATED)]), {"fp8": 8, "mxfp8": 8}),
-        (RoundSession(arm("fp8", EMULATED), None, [arm("bf16")]), {"fp8": 8, "bf16": 32}),
+        (RoundSession(None, None, [arm("fp8", EMULATED)]), {"fp8": 4}),
+        (RoundSession(arm("fp8", EMULATED), None, [arm("mxfp8", EMULATED)]), {"fp8": 4, "mxfp8": 4}),
+        (RoundSession(arm("fp8", EMULATED), None, [arm("bf16")]), {"fp8": 4, "bf16": 32}),
     ],
 )
 def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: RoundSession, counts: dict[str, int]) -> None:
