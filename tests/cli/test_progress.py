@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -251,4 +252,25 @@ def test_a_log_gets_a_line_at_least_every_30_seconds(clock: Clock) -> None:
     for _ in range(95):
         clock.now += 1
         groups.working(CASES[1], "measuring", 0.5)
-    assert lines == [f"after {spent}: measuring, bf16 of gemm" for spent in ("30 s", "1 min 00 s", "1 min 30 s")]
+    times = [re.fullmatch(r"after (.*), about .* left: measuring, bf16 of gemm.*", line) for line in lines]
+    assert [found and found[1] for found in times] == ["26 s", "52 s", "1 min 18 s"]
+
+
+@for_each("kind", [GroupLines, CountedLines])
+def test_a_long_call_is_told_by_a_thread_that_ends_with_the_job(
+    kind: type[GroupLines | CountedLines], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_BEAT_SECONDS", 0.001)
+    lines: list[str] = []
+    threads, told = threading.active_count(), threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        told.set()
+
+    observer = kind(say, clock)
+    with live.beating(observer.beat):
+        clock.now += 30
+        assert told.wait(60)
+    assert lines[0].startswith("after 30 s") and lines[0].endswith(": starting")
+    assert threading.active_count() == threads
