@@ -229,7 +229,7 @@ def _of_clocks(record: Record, standard: _Standard) -> Iterator[Labelled]:
     if record.is_reference or not record.paired or record.support.is_emulated or record.timing is None:
         return
     if standard.record is not None and standard.timing is not None and not standard.emulated:
-        entries = [timing for timing in (standard.timing, standard.control) if timing is not None]
+        entries = verdicts.entries_of(standard.timing, standard.control)
         yield from clock_offset(record.timing, entries, standard.record.case.mode)
 
 
@@ -247,7 +247,7 @@ def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | Non
     of_speed = not record.support.is_emulated and not standard.emulated and not record.is_reference
     if record.timing is None or standard.timing is None or not (of_speed and record.paired):
         return None
-    timings = [timing for timing in (record.timing, standard.timing, standard.control) if timing is not None]
+    timings = [record.timing, *verdicts.entries_of(standard.timing, standard.control)]
     held_up = record.case.device.startswith("cpu") and are_held_up(*timings)
     return verdicts.conclude(
         record.timing, standard.timing, standard.control, *_FINAL, reach_of(record.reruns), record.sessions, held_up
@@ -256,10 +256,11 @@ def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | Non
 
 def _phase_gains(record: Record, standard: _Standard, conclusion: verdicts.Conclusion | None) -> tuple[PhaseGain, ...]:
     """Returns what each phase gains; nothing where the step has no speed, or too few rounds for an interval."""
-    timings = [timing for timing in (record.timing, standard.timing, standard.control) if timing is not None]
-    timings = [timing for timing in timings if timing.slots]
+    if conclusion is None or record.timing is None or standard.timing is None:
+        return ()
+    timings = [record.timing, *verdicts.entries_of(standard.timing, standard.control)]
     rounds = verdicts.common_rounds(timings)
-    if conclusion is None or len(rounds) < LEAST_ROUNDS or set(timings[0].segments.phases) == {UNATTRIBUTED}:
+    if len(rounds) < LEAST_ROUNDS or set(timings[0].segments.phases) == {UNATTRIBUTED}:
         return ()
     unmarked = standard.record is not None and standard.record.case.precision == UNTOUCHED
     gains = find_phase_gains(timings, rounds, conclusion.whole, unmarked)

@@ -216,12 +216,7 @@ class RunProgress(_FollowedPlan, LiveLine):
         # What begins may take long, so a change is shown at once.
         if now - self._shown_at >= REDRAW_SECONDS or doing != self._doing:
             self._doing, self._shown_at = doing, now
-            head = f"{self._done}/{self._total} cases{self._left(now)}, {doing} "
-            name, room = self._name(case), self.room - len(head)
-            if len(name) > room:  # the middle is cut: the ends have the precision and the last parameter
-                tail = max(0, room - 3) // 2
-                name = f"{name[: max(0, room - 3) - tail]}...{name[len(name) - tail :]}"
-            self.show(head + name)
+            self.show(f"{self._done}/{self._total} cases{self._left(now)}, {doing} {self._name(case)}")
 
     def finished(self, record: Record) -> None:
         self._done += 1

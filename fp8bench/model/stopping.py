@@ -22,8 +22,8 @@ class StoppingRule:
     """From `least` rounds on, look now and then whether the question is answered; stop after `most`.
 
     After `budget` seconds, emulated steps not counted, measuring ends although nothing is decided, once `least` rounds
-    are done; `ceiling` ends it even before that. `fixed` rounds replace all of it but the ceiling. Seconds of measuring;
-    with `whole`, since the group was begun, preparing included.
+    are done; `ceiling` ends it even before that. `fixed` rounds replace all of it but the ceiling. Seconds are those of
+    measuring; with `whole`, since the group was begun, preparing included.
     """
 
     least: int = LEAST_ROUNDS

@@ -103,8 +103,6 @@ def test_progress_of_a_run(screen: Screen, clock: Clock) -> Told:
     yield "nor from too small a share", working(CASES[0], "measuring", 0.001, 20)
     odd = (-1.0, 0.0, 1.0, 7.0, float("nan"))
     yield "no harm of odd shares", [working(CASES[0], "measuring", share, 60) for share in odd]
-    observer = line(screen, clock, 41)
-    yield "both ends of a long id stay visible", working(CASES[0], "measuring", 0.5)
     lines: list[str] = []
     groups = GroupLines(lines.append, clock)
     groups.planned(Plan(PLAN.groups, ("memory: the largest case takes 3 GiB", "another note")))
@@ -127,7 +125,7 @@ def test_draws_at_most_five_times_a_second(screen: Screen, clock: Clock) -> None
 
 
 def test_never_wider_than_the_terminal(screen: Screen, clock: Clock) -> None:
-    """The last column stays free, and both ends of a long id stay visible."""
+    """The last column stays free."""
     for columns in range(1, 60):
         observer = line(screen, clock, columns)
         clock.now += 1
