@@ -47,6 +47,7 @@ from fp8bench.model import Ceilings, DeviceFacts, Group, Interval, Plan, Record,
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import Cell
 from fp8bench.model.stopping import rule_for
+from fp8bench.model.words import MEASURING_CEILINGS
 from fp8bench.plan.cells import cell_of, of_cell
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import has_reference_added, make_plan, searched_for_batches, with_batch
@@ -193,7 +194,7 @@ def _ceilings(run: Run, groups: Sequence[Group], store: Path, ready: Ready, obse
     first = {case.case.device: case.case for group in reversed(groups) for case in reversed(group.cases) if case.runs}
 
     def measured(device: DeviceFacts) -> Ceilings:
-        observer.working(first[device.key], "measuring what this machine can do, once a week", 0.0)
+        observer.working(first[device.key], MEASURING_CEILINGS, 0.0)
         return measure_ceilings(ready.timing, device)
 
     by_device = {}

@@ -229,7 +229,7 @@ def _of_clocks(record: Record, standard: _Standard) -> Iterator[Labelled]:
     if record.is_reference or not record.paired or record.support.is_emulated or record.timing is None:
         return
     if standard.record is not None and standard.timing is not None and not standard.emulated:
-        entries = [timing for timing in (standard.timing, standard.control) if timing is not None]
+        entries = verdicts.entries_of(standard.timing, standard.control)
         yield from clock_offset(record.timing, entries, standard.record.case.mode)
 
 
@@ -247,7 +247,7 @@ def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | Non
     of_speed = not record.support.is_emulated and not standard.emulated and not record.is_reference
     if record.timing is None or standard.timing is None or not (of_speed and record.paired):
         return None
-    timings = [timing for timing in (record.timing, standard.timing, standard.control) if timing is not None]
+    timings = [record.timing, *verdicts.entries_of(standard.timing, standard.control)]
     held_up = record.case.device.startswith("cpu") and are_held_up(*timings)
     return verdicts.conclude(
         record.timing, standard.timing, standard.control, *_FINAL, reach_of(record.reruns), record.sessions, held_up
@@ -256,10 +256,11 @@ def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | Non
 
 def _phase_gains(record: Record, standard: _Standard, conclusion: verdicts.Conclusion | None) -> tuple[PhaseGain, ...]:
     """Returns what each phase gains; nothing where the step has no speed, or too few rounds for an interval."""
-    timings = [timing for timing in (record.timing, standard.timing, standard.control) if timing is not None]
-    timings = [timing for timing in timings if timing.slots]
+    if conclusion is None or record.timing is None or standard.timing is None:
+        return ()
+    timings = [record.timing, *verdicts.entries_of(standard.timing, standard.control)]
     rounds = verdicts.common_rounds(timings)
-    if conclusion is None or len(rounds) < LEAST_ROUNDS or set(timings[0].segments.phases) == {UNATTRIBUTED}:
+    if len(rounds) < LEAST_ROUNDS or set(timings[0].segments.phases) == {UNATTRIBUTED}:
         return ()
     unmarked = standard.record is not None and standard.record.case.precision == UNTOUCHED
     gains = find_phase_gains(timings, rounds, conclusion.whole, unmarked)
@@ -281,7 +282,7 @@ def _with_verdict(
     if conclusion is None:
         return _unsure(finding, "no round has both it and the reference"), None
     aa, floor = conclusion.aa, _floor(conclusion.aa, standard)
-    why = _why_unsure(conclusion, record) if conclusion.verdict is Verdict.UNSURE else ""
+    why = _why_unsure(conclusion, record, floor) if conclusion.verdict is Verdict.UNSURE else ""
     whys = why, _wider_floor(conclusion, floor)
     return replace(
         finding,
@@ -310,7 +311,7 @@ def _unsure(finding: Finding, why: str) -> Finding:
     return replace(finding, verdict=Verdict.UNSURE, why=why)
 
 
-def _why_unsure(conclusion: verdicts.Conclusion, record: Record) -> str:
+def _why_unsure(conclusion: verdicts.Conclusion, record: Record, floor: float | None) -> str:
     assert record.timing is not None
     interval, rounds, reruns = conclusion.ratio, record.timing.num_rounds, record.reruns
     if rounds < verdicts.LEAST_FOR_VERDICT:
@@ -320,16 +321,30 @@ def _why_unsure(conclusion: verdicts.Conclusion, record: Record) -> str:
         return "the mean over all calls does not confirm it; give it more time (--budget)"
     if interval.low > 1 + verdicts.BAND or interval.high < 1 - verdicts.BAND:
         return "the reference differs from its own control by as much"
-    if interval.level == 0.0 and rounds >= LEAST_ROUNDS:
-        return "others took the processor in most rounds: a range, no interval; give it a quieter machine"
-    if interval.level == 0.0:
+    if rounds < LEAST_ROUNDS:
         return f"{rounds} rounds are a quick look, and they do not agree; give it {LEAST_ROUNDS} or more (no --quick)"
     if reruns is not None and interval.half_width <= reach_of(reruns) * (1 + _CLOSE):
         apart = units.percent(math.expm1(reach_of(reruns)))
         return (
             f"runs on this machine come out up to {apart} apart, by {reruns.runs} earlier ones: more rounds do not help"
         )
-    return "the interval is too wide to tell; give it more time (--budget), or a quieter machine"
+    grounds = [f"{rounds} rounds"]
+    grounds += ["others took the CPU in most of them"] if interval.level == 0.0 else []
+    grounds += [f"noise floor {units.percent(floor)} (A/A)"] if floor is not None else []
+    return f"{', '.join(grounds)}: {_describe_sight(interval, verdicts.band_of(conclusion.aa))}"
+
+
+# An interval of 99% lies beyond the band in nine of ten runs if its point lies so many half-widths from the band:
+# 1 + 1.2816 / 2.5758.
+_NINE_OF_TEN = 1.5
+
+
+def _describe_sight(interval: Interval, band: float) -> str:
+    """Says which difference rounds as many and as noisy would show in nine of ten runs."""
+    if math.isinf(interval.half_width):
+        return "no difference would have been seen"
+    least = math.expm1(math.log1p(band) + _NINE_OF_TEN * interval.half_width)
+    return f"a difference of {units.percent(least)} or more would have been seen"
 
 
 def _wider_floor(conclusion: verdicts.Conclusion, floor: float | None) -> str:

@@ -162,6 +162,11 @@ def _mean(slot: SlotSample) -> float:
     return (own if own > 0 else seconds) / len(slot.calls_ns)  # whatever the system says, calls took some time
 
 
+def entries_of(reference: Timing, control: Timing | None) -> list[Timing]:
+    """Returns what a reference was entered as: its own timing, and its control's where that ran."""
+    return [reference] if control is None or not control.slots else [reference, control]
+
+
 def noise(reference: Timing, control: Timing | None) -> Interval | None:
     """Returns the A/A interval; None without a control."""
     if control is None or not (rounds := common_rounds([control, reference])):
@@ -170,7 +175,7 @@ def noise(reference: Timing, control: Timing | None) -> Interval | None:
 
 
 def whole_steps(reference: Timing, control: Timing | None) -> bool:
-    entries = [reference] if control is None or not control.slots else [reference, control]
+    entries = entries_of(reference, control)
     rounds = common_rounds(entries)
     return bool(rounds) and _floor(entries, rounds)[1]
 
@@ -256,7 +261,7 @@ def conclude(
     fastest rounds, it also reaches to the mean over all calls less their waiting; without a `reach` it is then a range,
     and no interval.
     """
-    entries = [reference] if control is None or not control.slots else [reference, control]
+    entries = entries_of(reference, control)
     rounds = common_rounds([case, *entries])
     if not rounds:
         return None
@@ -284,7 +289,7 @@ def _hull(ratios: Sequence[Interval]) -> Interval:
 
 def best_log(case: Timing, reference: Timing, control: Timing | None) -> float | None:
     """Returns the logarithm of the ratio that a verdict would be on; None where rounds are too few for an interval."""
-    entries = [reference] if control is None or not control.slots else [reference, control]
+    entries = entries_of(reference, control)
     rounds = common_rounds([case, *entries])
     if len(rounds) < LEAST_ROUNDS:
         return None
@@ -329,7 +334,7 @@ def fastest_step_cells(timing: Timing, calls: int, rounds: Sequence[int] | None 
 
 def fastest(candidates: Sequence[Timing], reference: Timing, control: Timing | None) -> int | None:
     """Returns the index of the smallest ratio of best cases to the reference; None where none is faster."""
-    entries = [timing for timing in (reference, control) if timing is not None]
+    entries = entries_of(reference, control)
     ratios = {
         number: best_ratio([timing, *entries], rounds).point
         for number, timing in enumerate(candidates)

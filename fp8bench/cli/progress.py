@@ -1,7 +1,8 @@
 """What a user sees while a job runs: sentences, and on a terminal a line, or a block of lines, that changes in place.
 
-There are no threads: drawing happens when an observer is called. That is between slots, so observers do next to nothing
-most of the time, and a run's line is drawn at most five times a second while the same thing is done.
+A terminal's line is drawn when an observer is called. That is between slots, so observers do next to nothing most of
+the time, and a run's line is drawn at most five times a second while the same thing is done. A log gets its lines from
+a thread, too, because one call of a compiler or of a long pass may take minutes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -18,7 +20,7 @@ from fp8bench import units
 from fp8bench.cli.remaining_time import RemainingTime
 from fp8bench.cli.streams import columns_of, complain
 from fp8bench.jobs.observer import JobObserver, Tell
-from fp8bench.model import Case, Plan, Record
+from fp8bench.model import Case, Plan, Record, Scalar
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.elements import printable
 
@@ -31,8 +33,8 @@ REDRAW_SECONDS = 0.2
 _LEAST_SECONDS = 3.0
 _LEAST_SHARE = 0.05
 _LINE_SECONDS, _LINE_SHARE = 20.0, 0.1
-# A log without a new line for longer looks as if the run hung.
-_SILENT_SECONDS = 30.0
+# A log without a new line for 30 s looks as if the run hung. The thread looks this often.
+_SILENT_SECONDS, _BEAT_SECONDS = 26.0, 2.0
 _ERASE = "\r\x1b[2K"
 _FALLBACK_COLUMNS, _FALLBACK_LINES = 80, 24
 _NOT_DRAWN = (0, 0)
@@ -154,26 +156,59 @@ def is_watched(stream: TextIO | None, environ: Mapping[str, str]) -> bool:
     return not environ.get("CI") and environ.get("TERM") != "dumb"
 
 
-class RunProgress(LiveLine):
+class _FollowedPlan:
+    """How far a run is, and how its settings are called."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._begin(Plan(()))
+
+    def _begin(self, plan: Plan) -> None:
+        self._names = _short_names(plan)
+        self._remaining = RemainingTime(sum(any(planned.runs for planned in group.cases) for group in plan))
+        self._begun = self._clock()
+
+    def _name(self, case: Case) -> str:
+        return f"{case.mode} of {self._names.get(case.setting, case.workload)}"
+
+    def _left(self, now: float) -> str:
+        """', about 42 s left'; '' while it is too early to tell."""
+        early = now - self._begun < _LEAST_SECONDS
+        return "" if early else f", about {units.clock(self._remaining.predict(now))} left"
+
+
+def _short_names(plan: Plan) -> dict[str, str]:
+    """Returns for each setting its workload, and what tells it from the others of this workload: 'gemm m=256'."""
+    cases = [group.cases[0].case for group in plan]
+    values: dict[tuple[str, str], set[Scalar]] = {}
+    for case in cases:
+        for name, value in (*case.params, ("device", case.device)):
+            values.setdefault((case.workload, name), set()).add(value)
+    names = {}
+    for case in cases:
+        pairs = (*case.params, ("device", case.device))
+        telling = [f"{name}={value}" for name, value in pairs if len(values[case.workload, name]) > 1]
+        names[case.setting] = " ".join([case.workload, *telling])
+    return names
+
+
+class RunProgress(_FollowedPlan, LiveLine):
     """Observes a run and keeps one line up to date."""
 
     def __init__(
         self, stream: TextIO | None, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(stream, environ)
-        self._clock = clock
-        self._begun = clock()
+        _FollowedPlan.__init__(self, clock)
+        LiveLine.__init__(self, stream, environ)
         self._shown_at = -REDRAW_SECONDS
         self._doing = ""
-        self._remaining = RemainingTime(1)
         self._total = self._done = 0
 
     def planned(self, plan: Plan) -> None:
-        self._remaining = RemainingTime(sum(any(planned.runs for planned in group.cases) for group in plan))
         self._total, self._done = plan.num_cases, 0
         for note in plan.what_fits:
             self._write(f"{_ERASE}{printable(note)}\n")
-        self._begun = self._clock()
+        self._begin(plan)
 
     def working(self, case: Case, doing: str, share: float) -> None:
         now = self._clock()
@@ -181,64 +216,91 @@ class RunProgress(LiveLine):
         # What begins may take long, so a change is shown at once.
         if now - self._shown_at >= REDRAW_SECONDS or doing != self._doing:
             self._doing, self._shown_at = doing, now
-            early = now - self._begun < _LEAST_SECONDS
-            left = "" if early else f", about {units.clock(self._remaining.predict(now))} left"
-            head = f"{self._done}/{self._total} cases{left}, {doing} "
-            name, room = case.id, self.room - len(head)
-            if len(name) > room:  # the middle is cut: the ends have the workload and the precision
-                tail = max(0, room - 3) // 2
-                name = f"{name[: max(0, room - 3) - tail]}...{name[len(name) - tail :]}"
-            self.show(head + name)
+            self.show(f"{self._done}/{self._total} cases{self._left(now)}, {doing} {self._name(case)}")
 
     def finished(self, record: Record) -> None:
         self._done += 1
 
 
-class GroupLines(SilentObserver):
+class GroupLines(_FollowedPlan, SilentObserver):
     """Observes a run without a terminal: prints a line when one of several groups is done, and at least each 30 s."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
         self._say = say
-        self._clock = clock
-        self._begun = self._said_at = clock()
-        self._left: dict[str, int] = {}
+        self._said_at = self._begun
+        self._cases: dict[str, int] = {}
+        self._doing = "starting"
 
     def planned(self, plan: Plan) -> None:
-        self._left = {group.setting: len(group.cases) for group in plan}
+        self._begin(plan)
+        self._said_at = self._begun
+        self._cases = {group.setting: len(group.cases) for group in plan}
         for note in plan.what_fits:
             self._say(note)
-        self._begun = self._said_at = self._clock()
 
     def working(self, case: Case, doing: str, share: float) -> None:
+        self._remaining.follow(case.setting, doing, share, self._clock())
+        self._doing = f"{doing}, {self._name(case)}"
+        self.beat()
+
+    def beat(self) -> None:
         now = self._clock()
         if now - self._said_at >= _SILENT_SECONDS:
             self._said_at = now
-            self._say(f"after {units.clock(now - self._begun)}: {doing}, {case.mode} of {case.workload}")
+            self._say(f"after {units.clock(now - self._begun)}{self._left(now)}: {self._doing}")
 
     def finished(self, record: Record) -> None:
         setting = record.case.setting
-        self._left[setting] -= 1
-        groups = len(self._left)
-        if self._left[setting] == 0 and groups > 1:
-            done = sum(not cases for cases in self._left.values())
-            self._said_at = self._clock()
-            spent = units.clock(self._said_at - self._begun)
-            self._say(f"{done}/{groups} groups after {spent}: {setting}")
+        self._cases[setting] -= 1
+        groups = len(self._cases)
+        if self._cases[setting] == 0 and groups > 1:
+            done = sum(not cases for cases in self._cases.values())
+            self._said_at = now = self._clock()
+            left = self._left(now) if done < groups else ""
+            self._say(f"{done}/{groups} groups after {units.clock(now - self._begun)}{left}: {self._names[setting]}")
+
+
+@contextmanager
+def beating(beat: Callable[[], None]) -> Iterator[None]:
+    """Calls `beat` now and then from a thread, until the block ends."""
+    ended = threading.Event()
+
+    def call_until_ended() -> None:
+        while not ended.wait(_BEAT_SECONDS):
+            beat()
+
+    thread = threading.Thread(target=call_until_ended, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class CountedLines:
-    """Counts without a terminal: prints a line when a tenth more is done and 20 s have passed since the last."""
+    """Counts without a terminal: prints a line when a tenth more is done and 20 s have passed since the last, and at
+    least each 30 s."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
         self._begun = self._said_at = clock()
         self._share = -_LINE_SHARE
+        self._doing = "starting"
 
     def tell(self, done: int, total: int, things: str, doing: str) -> None:
         now, share = self._clock(), done / total
+        self._doing = f"{done}/{total} {things}, {doing}"
         if now - self._said_at >= _LINE_SECONDS and round(share - self._share, 6) >= _LINE_SHARE:
             self._said_at, self._share, spent = now, share, now - self._begun
             self._say(f"{done}/{total} {things} after {units.clock(spent)}{time_left(spent, share)}, {doing}")
+
+    def beat(self) -> None:
+        now = self._clock()
+        if now - self._said_at >= _SILENT_SECONDS:
+            self._said_at = now
+            self._say(f"after {units.clock(now - self._begun)}: {self._doing}")
 
 
 class TerminalJob:
@@ -250,7 +312,9 @@ class TerminalJob:
     @contextmanager
     def measuring(self) -> Iterator[Observer]:
         if not is_watched(sys.stderr, os.environ):
-            yield GroupLines(complain)
+            lines = GroupLines(complain)
+            with beating(lines.beat):
+                yield lines
             return
         with closing(RunProgress(sys.stderr, os.environ)) as observer:
             yield observer
@@ -258,7 +322,9 @@ class TerminalJob:
     @contextmanager
     def counting(self) -> Iterator[Tell]:
         if not is_watched(sys.stderr, os.environ):
-            yield CountedLines(complain).tell
+            lines = CountedLines(complain)
+            with beating(lines.beat):
+                yield lines.tell
             return
         line, begun = LiveLine(sys.stderr, os.environ), time.monotonic()
 

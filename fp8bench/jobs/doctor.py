@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.errors import UsageError, WorkerError
+from fp8bench.errors import UsageError, WorkerError, WorkerHung
 from fp8bench.jobs.device_units import describe_units
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
@@ -34,6 +34,8 @@ from fp8bench.report.words.naming import shortened
 from fp8bench.store.series import check_grid
 from fp8bench.units import percent, seconds, size
 
+# Compiling takes half a minute where torch has nothing in its cache; a doctor's answer should not.
+_COMPILER_SECONDS = 4.0
 _LOOP_STEPS = 4
 _LOOP_ROUNDS = 25
 
@@ -55,7 +57,7 @@ def examine(calibrate: bool) -> Iterator[str]:
         if not any(fact.accelerated for fact in facts):
             yield ""
             yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device; {driver_state()}"
-        yield f"compiler  {compiler_state(worker, facts)}"
+        yield f"compiler  {compiler_state(worker, facts, COMPILE_SECONDS if calibrate else _COMPILER_SECONDS)}"
         yield f"boards    {boards()}"
         if calibrate:
             yield ""
@@ -119,14 +121,18 @@ def by_rank() -> list[str]:
     return sorted(precisions.names(), key=lambda name: precisions.get(name).rank)
 
 
-def compiler_state(worker: Worker, facts: Sequence[DeviceFacts]) -> str:
-    """Whether quantisers compile on each device; those that do not compile run eagerly, and slowly."""
+def compiler_state(worker: Worker, facts: Sequence[DeviceFacts], limit: float) -> str:
+    """Says whether quantisers compile on each device, as far as that is known within so many seconds; those that do not
+    compile run eagerly, and slowly."""
     if why_eager := switches_of(os.environ).why_eager:
         return f"not tried: {why_eager}"
     states = []
     for fact in (fact for fact in facts if not fact.unusable):
         try:
-            states.append(f"{fact.key}: {worker.within(COMPILE_SECONDS).compiler(fact)}")
+            states.append(f"{fact.key}: {worker.within(limit).compiler(fact)}")
+        except WorkerHung:
+            waits = "the first run waits for it, as doctor --calibrate does"
+            states.append(f"{fact.key}: takes more than {limit:g} s, because torch's cache has no kernel yet; {waits}")
         except WorkerError as error:
             states.append(f"{fact.key}: compiling ended the worker: {error}")
     return "; ".join(states)

@@ -129,22 +129,24 @@ class RoundSession:
         """
         orders: Orders[MeasuredArm] = Orders(random.Random(seed))
         start = clock()
-        rounds = 0
+        rounds, emulating = 0, 0.0
         undecided = self._questions()
         while True:
             turn = self._arms_in_round(rounds, undecided, rule)
             if not turn:
                 return f"answered after {rounds} rounds"
             for place, arm in enumerate(orders.next(turn)):
-                tick(arm, self._share(rounds, clock() - start, rule))
+                tick(arm, self._share(rounds, clock() - start - emulating, rule))
                 with guarding(arm):
                     arm.run(worker, rounds, place)
+                if arm.emulated:
+                    emulating += arm.slots[-1].wall_seconds
                 if after is not None:
                     after(arm)
             rounds += 1
             if rule.looks(rounds):
                 undecided = [arm for arm in undecided if not self._decided(arm, judge)]
-            why = rule.ended(rounds, clock() - start)
+            why = rule.ended(rounds, clock() - start, emulating)
             if why:
                 return why
 

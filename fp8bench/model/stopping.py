@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, linear_regression
 
-EMULATED_ROUNDS = 8
+# An emulated step's time is only shown, so it needs no more rounds than a best case is the mean of, and one to spare.
+EMULATED_ROUNDS = 4
 LEAST_ROUNDS = 24
 QUICK_ROUNDS = 10
 BUDGET_SECONDS = 10.0
@@ -20,9 +21,9 @@ LEAST_CANDIDATES = 3
 class StoppingRule:
     """From `least` rounds on, look now and then whether the question is answered; stop after `most`.
 
-    After `budget` seconds measuring ends although nothing is decided, once `least` rounds are done; `ceiling` ends it
-    even before that. `fixed` rounds replace all of it but the ceiling. Seconds of measuring; with `whole`, since the
-    group was begun, preparing included.
+    After `budget` seconds, emulated steps not counted, measuring ends although nothing is decided, once `least` rounds
+    are done; `ceiling` ends it even before that. `fixed` rounds replace all of it but the ceiling. Seconds are those of
+    measuring; with `whole`, since the group was begun, preparing included.
     """
 
     least: int = LEAST_ROUNDS
@@ -49,13 +50,13 @@ class StoppingRule:
         stride = 8 if rounds <= 64 else 1 << (rounds.bit_length() - 4)
         return rounds % stride == 0
 
-    def ended(self, rounds: int, seconds: float) -> str:
-        """Why measuring must end now, '' if it need not."""
+    def ended(self, rounds: int, seconds: float, emulating: float = 0.0) -> str:
+        """Returns why measuring must end after so many seconds, of which some went to emulations; '' if it need not."""
         if self.fixed is not None and rounds >= self.fixed:
             return f"{_told(self.fixed)}, a fixed number"
         if self.fixed is None and rounds >= self.most:
             return f"{_told(rounds)}, the most a group gets"
-        enough = self.fixed is None and rounds >= self.least and seconds >= self.budget
+        enough = self.fixed is None and rounds >= self.least and seconds - emulating >= self.budget
         return f"time was up after {_told(rounds)}" if enough or (rounds and seconds >= self.ceiling) else ""
 
 

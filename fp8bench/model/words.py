@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+# What an observer is told while a device's ceilings are measured, which a run does once a week.
+MEASURING_CEILINGS = "measuring what this machine can do, once a week"
+
 
 class Phase(StrEnum):
     """What a stretch of a step is for. The set is closed, so that workloads compare."""

@@ -32,6 +32,7 @@ from fp8bench.model import (
     Verdict,
     Work,
 )
+from fp8bench.model.stopping import EMULATED_ROUNDS
 from tests.counts import counts, for_each, sampled
 from tests.fakes import MS, called, record, steady, timing
 from tests.runs import run_of
@@ -93,7 +94,7 @@ def test_time_that_grows_is_not_flat(share: float) -> None:
         (sized(64, 1e6, tokens=9), sized(128, 8e6, tokens=8)),
         (sized(64, 1e6, bytes=9.0), sized(128, 8e6, bytes=9.0)),
         (sized(64, 1e6, least_memory=9.0), sized(128, 8e6, least_memory=10.0)),  # more rows through the same weights
-        (sized(64, 1e6), sized(128, 8e6, steady(10 * MS, 7))),
+        (sized(64, 1e6), sized(128, 8e6, steady(10 * MS, EMULATED_ROUNDS - 1))),
         (sized(64, 1e6, products=None), sized(128, 8e6)),
         (sized(64, 1e6, products=replace(FEW, operators=400)), sized(128, 8e6)),  # 10 ms are what so many take anyway
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -102,8 +103,6 @@ def test_progress_of_a_run(screen: Screen, clock: Clock) -> Told:
     yield "nor from too small a share", working(CASES[0], "measuring", 0.001, 20)
     odd = (-1.0, 0.0, 1.0, 7.0, float("nan"))
     yield "no harm of odd shares", [working(CASES[0], "measuring", share, 60) for share in odd]
-    observer = line(screen, clock, 41)
-    yield "both ends of a long id stay visible", working(CASES[0], "measuring", 0.5)
     lines: list[str] = []
     groups = GroupLines(lines.append, clock)
     groups.planned(Plan(PLAN.groups, ("memory: the largest case takes 3 GiB", "another note")))
@@ -126,7 +125,7 @@ def test_draws_at_most_five_times_a_second(screen: Screen, clock: Clock) -> None
 
 
 def test_never_wider_than_the_terminal(screen: Screen, clock: Clock) -> None:
-    """The last column stays free, and both ends of a long id stay visible."""
+    """The last column stays free."""
     for columns in range(1, 60):
         observer = line(screen, clock, columns)
         clock.now += 1
@@ -251,4 +250,25 @@ def test_a_log_gets_a_line_at_least_every_30_seconds(clock: Clock) -> None:
     for _ in range(95):
         clock.now += 1
         groups.working(CASES[1], "measuring", 0.5)
-    assert lines == [f"after {spent}: measuring, bf16 of gemm" for spent in ("30 s", "1 min 00 s", "1 min 30 s")]
+    times = [re.fullmatch(r"after (.*), about .* left: measuring, bf16 of gemm.*", line) for line in lines]
+    assert [found and found[1] for found in times] == ["26 s", "52 s", "1 min 18 s"]
+
+
+@for_each("kind", [GroupLines, CountedLines])
+def test_a_long_call_is_told_by_a_thread_that_ends_with_the_job(
+    kind: type[GroupLines | CountedLines], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_BEAT_SECONDS", 0.001)
+    lines: list[str] = []
+    threads, told = threading.active_count(), threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        told.set()
+
+    observer = kind(say, clock)
+    with live.beating(observer.beat):
+        clock.now += 30
+        assert told.wait(60)
+    assert lines[0].startswith("after 30 s") and lines[0].endswith(": starting")
+    assert threading.active_count() == threads

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.errors import BackendMissing, WorkerLost
+from fp8bench.errors import BackendMissing, WorkerHung, WorkerLost
 from fp8bench.jobs import doctor, several_runs
 from fp8bench.jobs.doctor import by_rank, examine, listing
 from fp8bench.measure.handle import LocalWorker
@@ -43,18 +43,20 @@ def test_every_native_precision_has_a_line_and_emulated_ones_share_theirs() -> N
 
 
 def test_whether_quantisers_compile_is_tried_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that ends the worker is named, and ends nothing else."""
+    """A compiler that ends the worker is named, and ends nothing else; nobody waits for one that has nothing cached."""
     assert "compiler  not tried: FP8BENCH_QUANTISERS=eager compiles none" in examine(False)
 
     def ask(self: LocalWorker, limit: float, name: str, facts: DeviceFacts) -> str:
         if facts.accelerated:
-            raise WorkerLost("it crashed")
+            raise WorkerLost("it crashed") if limit > 5 else WorkerHung("it is silent")
         return "a quantiser compiles in 1.2 s"
 
     monkeypatch.delenv("FP8BENCH_QUANTISERS")
     monkeypatch.setattr(LocalWorker, "ask", ask)
     words = "cpu: a quantiser compiles in 1.2 s; cuda:0: compiling ended the worker: it crashed"
-    assert doctor.compiler_state(LocalWorker(Settings()), (CPU, H200)) == words
+    assert doctor.compiler_state(LocalWorker(Settings()), (CPU, H200), 300.0) == words
+    shown = doctor.compiler_state(LocalWorker(Settings()), (CPU, H200), 4.0)
+    assert "cuda:0: takes more than 4 s, because torch's cache has no kernel yet" in shown
 
 
 def test_what_takes_traces_and_figures_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

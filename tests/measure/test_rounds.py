@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections import Counter
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.analysis.verdicts import decided
+from fp8bench.analysis.verdicts import conclude, decided
 from fp8bench.measure.arm import STATES, MeasuredArm
 from fp8bench.measure.rounds import Judge, Orders, RoundSession
 from fp8bench.model import Level, SlotSample, Timing, Work
@@ -161,16 +162,29 @@ def test_beside_emulated_candidates_the_control_is_the_question() -> None:
     session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("fp8", EMULATED)])
     worker, why = sit({"fp32": lasting(10), "fp32'": lasting(10.000001)}, session, judge=judge)
     assert questions == [(10 * MS + 1, None)] * 2 and why == "answered after 24 rounds"
-    assert [len(worker.slots(label)) for label in ("fp32", "fp32'", "fp8")] == [24, 24, 8]
+    assert [len(worker.slots(label)) for label in ("fp32", "fp32'", "fp8")] == [24, 24, 4]
 
 
 @for_each("rule", [FOREVER, StoppingRule(fixed=30), StoppingRule(least=16, budget=0.0, ceiling=1e9)])
-def test_emulated_arms_get_eight_rounds(rule: StoppingRule) -> None:
+def test_emulated_arms_get_four_rounds(rule: StoppingRule) -> None:
     scripts = {"bf16": lasting(11), "fp8": lasting(500)}
     session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp8", EMULATED)])
     worker, _ = sit(scripts, session, rule, after({11 * MS: 24}))
-    assert len(worker.slots("fp8")) == EMULATED_ROUNDS == 8
+    assert len(worker.slots("fp8")) == EMULATED_ROUNDS == 4
     assert len(worker.slots("bf16")) == {None: 24, 30: 30}[rule.fixed] - 8 * (rule.budget == 0)
+
+
+def test_emulations_take_no_rounds_from_an_open_question() -> None:
+    """Their 10 s count for the ceiling alone."""
+    slow = {label: lasting(500) for label in ("fp8", "mxfp8", "nvfp4", "mxfp4", "fp8-block")}
+    rule, ended = StoppingRule(least=16, budget=1.0), []
+    for emulated in ([], list(slow)):
+        candidates = [arm("bf16"), *(arm(label, EMULATED) for label in emulated)]
+        session = RoundSession(arm("fp32"), arm("fp32", control=True), candidates)
+        ended.append(sit(slow, session, rule)[1])
+    assert ended == ["time was up after 34 rounds"] * 2
+    session = RoundSession(arm("fp32"), arm("fp32", control=True), [arm("bf16"), arm("fp8", EMULATED)])
+    assert sit(slow, session, replace(rule, ceiling=0.9))[1] == "time was up after 2 rounds"
 
 
 @for_each(
@@ -178,9 +192,9 @@ def test_emulated_arms_get_eight_rounds(rule: StoppingRule) -> None:
     [
         (RoundSession(arm("fp32"), None, []), {"fp32": 32}),
         (RoundSession(None, None, [arm("bf16")]), {"bf16": 32}),
-        (RoundSession(None, None, [arm("fp8", EMULATED)]), {"fp8": 8}),
-        (RoundSession(arm("fp8", EMULATED), None, [arm("mxfp8", EMULATED)]), {"fp8": 8, "mxfp8": 8}),
-        (RoundSession(arm("fp8", EMULATED), None, [arm("bf16")]), {"fp8": 8, "bf16": 32}),
+        (RoundSession(None, None, [arm("fp8", EMULATED)]), {"fp8": 4}),
+        (RoundSession(arm("fp8", EMULATED), None, [arm("mxfp8", EMULATED)]), {"fp8": 4, "mxfp8": 4}),
+        (RoundSession(arm("fp8", EMULATED), None, [arm("bf16")]), {"fp8": 4, "bf16": 32}),
     ],
 )
 def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: RoundSession, counts: dict[str, int]) -> None:
@@ -229,6 +243,36 @@ def test_the_real_judge_ends_what_is_clear_at_the_first_look(script: Script, rou
     3% else might be either; the cap ends it."""
     _, why = sit({"bf16": script}, three(), StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9), decided)
     assert f" {rounds} rounds" in f" {why}"
+
+
+def noisy(milliseconds: float, times: float, seed: int) -> Script:
+    """Steps as on a quiet machine: 0.8% either way, and one of ten is held up."""
+    draw = random.Random(f"{seed} {times}")
+
+    def step(call: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        held_up = draw.expovariate(5) if draw.random() < 0.1 else 0.0
+        return (GEMM,), (round(milliseconds * MS * times * math.exp(draw.gauss(0, 0.008)) * (1 + held_up)),)
+
+    return Script(step)
+
+
+@for_each("milliseconds", [0.3, 30])
+def test_three_percent_more_is_found_in_nine_of_ten_runs_and_nothing_in_none(milliseconds: float) -> None:
+    """In far less than the budget, beside an emulated case that takes six times as long."""
+    seen: dict[float, Counter[str]] = {1.0: Counter(), 1.03: Counter()}
+    for times, verdicts in seen.items():
+        for seed in range(10):
+            scripts = {
+                label: noisy(milliseconds, 1.0, seed + 10 * place) for place, label in enumerate(("fp32", "fp32'"))
+            }
+            scripts |= {"bf16": noisy(milliseconds, times, seed + 20), "fp8": lasting(6 * milliseconds)}
+            lead, control, candidate = arm("fp32"), arm("fp32", control=True), arm("bf16")
+            session = RoundSession(lead, control, [candidate, arm("fp8", EMULATED)])
+            worker, _ = sit(scripts, session, StoppingRule(), decided, seed)
+            concluded = conclude(candidate.timing(), lead.timing(), control.timing())
+            assert concluded is not None and worker.clock() < 12
+            verdicts[concluded.verdict.value] += 1
+    assert seen[1.03]["slower"] >= 9 and not seen[1.0]["slower"] + seen[1.0]["faster"]
 
 
 @for_each("slow", range(4))

@@ -48,6 +48,10 @@ from fp8bench.report.terminal.layout import render
 from fp8bench.report.words.naming import many
 
 _OUT, _STOPPED = "out", "stopped"
+# At the end of a seed each arm reads the held-out text, which takes nano about as long as so many steps.
+_HELD_OUT_STEPS = 30
+# A log gets a line at least this often.
+_SILENT_SECONDS = 25.0
 
 
 class _Watching(TrainingObserver):
@@ -91,7 +95,10 @@ class _Watching(TrainingObserver):
         """'seed 2/5, step 120/300, about 40 s left'."""
         request = self._training.request
         place, turns = self._turn
-        done = (place + step / request.steps) / turns
+        shown = self._shown if step >= request.steps else []
+        held_out = sum(now.held_out is not None for now in shown) / max(1, len(shown))
+        steps = (step + _HELD_OUT_STEPS * held_out) / (request.steps + _HELD_OUT_STEPS)
+        done = (place + steps) / turns
         if self._done_before is None:
             self._done_before = done  # of a resumed training
         left = ""
@@ -122,13 +129,16 @@ class TrainingLines(_Watching):
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(say, clock)
         self._told: tuple[int, int] | None = None
+        self._said_at = self._begun
 
     def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
         super().trained(number, step, lines)
         where = self._where(number, step)
         losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._shown)
-        if losses and self._told != (number, step) and any(isinstance(line, Validation) for line in lines):
-            self._told = number, step
+        validated = any(isinstance(line, Validation) for line in lines)
+        silent = self._clock() - self._said_at >= _SILENT_SECONDS
+        if losses and self._told != (number, step) and (validated or silent):
+            self._told, self._said_at = (number, step), self._clock()
             self._say(f"{where}: {losses}")
 
 

@@ -80,8 +80,8 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     goes_on(0, 10, LOOK, seconds=30)
     goes_on(0, 10, LOOK)
     (line,) = logged
-    assert re.fullmatch(r"seed 1/2, step 10/20, about 1 min 30 s left: bf16 \d\.\d{3}, fp8 \d\.\d{3}", line)
-    assert "about 1 min 30 s left" in last_board(screen)
+    assert re.fullmatch(r"seed 1/2, step 10/20, about 4 min 30 s left: bf16 \d\.\d{3}, fp8 \d\.\d{3}", line)
+    assert "about 4 min 30 s left" in last_board(screen)
     assert re.search(r"bf16 +1\.\d{4} +3\.2500 +64\.0 +no alarm +[▁▂▃▄▅▆▇█]{10}\n", last_board(screen))
     goes_on(0, 15, alarm(12))
     assert logged[1:] == said == ["seed 0, step 12, fp8: scales fall"]
@@ -105,16 +105,16 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
 
 
 def test_the_time_left_is_of_all_pairs_of_a_seed_also_when_resumed(clock: Clock) -> None:
-    """Resumed in the middle of the second of four turns; half a turn takes ten seconds."""
+    """Resumed in the middle of the second of four turns. Ten steps take 10 s, reading the held-out text 30 s."""
     said = list[str]()
     log = TrainingLines(said.append, clock)
     log.begun(training())
     for turn, seed, step in ((1, 0, 10), (1, 0, 20), (2, 1, 10), (2, 1, 20), (3, 1, 10), (3, 1, 20)):
         log.turn(turn, 4)
-        log.trained(seed, step, [row_of("fp8", seed, step), replace(LOOK, seed=seed, step=step)])
-        clock.now += 10
+        log.trained(seed, step, [row_of("fp8", seed, step), replace(LOOK, arm="fp8", seed=seed, step=step)])
+        clock.now += 40 if step == 10 else 10
     left = [re.search("about (.*) left", line) for line in said]
-    assert [found and found[1] for found in left] == [None, "40 s", "30 s", "20 s", "10 s", None]
+    assert [found and found[1] for found in left] == [None, "1 min 40 s", "1 min 30 s", "50 s", "40 s", None]
 
 
 @for_each("size", [(20, 5), (41, 8), (80, 24), (150, 40)])
@@ -286,3 +286,13 @@ def test_the_inner_observer_still_gets_everything(tmp_path: Path) -> None:
         several.trained(0, 1, [alarm(1)])
     assert told.notes[0] == "a word" and "ended with 3" in told.notes[1] and file.read_text()
     assert not (tmp_path / "live.html").exists()  # the store has no such training
+
+
+def test_a_log_is_never_silent_for_long(clock: Clock) -> None:
+    said = list[str]()
+    log = TrainingLines(said.append, clock)
+    log.begun(training())
+    for step in range(1, 11):
+        log.trained(0, step, [row_of("fp8", 0, step)])
+        clock.now += 10
+    assert [line.partition(", about")[0] for line in said] == [f"seed 1/2, step {step}/20" for step in (4, 7, 10)]
