@@ -42,6 +42,7 @@ def phases_table(panel: Panel, rates: bool = False) -> Iterator[Table]:
         return
     present = {name for _, result in measured for name, seconds in phases_of(result) if seconds or name == UNATTRIBUTED}
     names = sorted(present, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES))
+    names = [] if names == [UNATTRIBUTED] else names
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         *case_cols(),
         # An emulation's time must not be read as a speed.
