@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.errors import UsageError
 from fp8bench.features.bench.values import DTYPE, DTYPES, INPUTS, SHAPE, TENSOR_FILES, parse_shapes, show_shapes
 from fp8bench.nn.own_model import seeded
 from fp8bench.numerics.norms import relative_frobenius
@@ -58,15 +58,9 @@ def make_inputs(setup: Setup) -> CallInputs:
         return draw_inputs(parse_shapes(str(params[SHAPE])), str(params[DTYPE]), device, setup.seed)
     source = str(params[INPUTS])
     given = _load(source) if source.endswith(TENSOR_FILES) else _inputs_of_function(source, setup)
-    match given:
-        case Tensor():
-            inputs = CallInputs((given,), {})
-        case Mapping() if all(isinstance(name, str) for name in given):
-            inputs = CallInputs((), dict(given))
-        case tuple() | list():
-            inputs = CallInputs(tuple(given), {})
-        case _:
-            inputs = CallInputs((), {})
+    given = (given,) if isinstance(given, Tensor) else given
+    names = given if isinstance(given, Mapping) else {}
+    inputs = CallInputs(given if isinstance(given, tuple | list) else (), names)
     if not inputs.tensors:
         raise UsageError(
             f"{source} gives {type(given).__name__} without tensors; expected a tensor, a tuple or list of arguments, "
@@ -76,12 +70,10 @@ def make_inputs(setup: Setup) -> CallInputs:
 
 
 def draw_inputs(shapes: Sequence[Sequence[int]], dtype: str, device: str, seed: int) -> CallInputs:
-    """Draws normal numbers in float32 (or float64), so that all dtypes round the same ones."""
-    wanted: torch.dtype = getattr(torch, DTYPES[dtype])
-    drawn = wanted if wanted is torch.float64 else torch.float32
+    """Draws normal numbers in float32, so that all dtypes round the same ones."""
     random = torch.Generator(device).manual_seed(seed)
-    tensors = [torch.randn(tuple(shape), generator=random, device=device, dtype=drawn) for shape in shapes]
-    return CallInputs([tensor.to(wanted) for tensor in tensors], {})
+    tensors = (torch.randn(tuple(shape), generator=random, device=device) for shape in shapes)
+    return CallInputs([tensor.to(getattr(torch, DTYPES[dtype])) for tensor in tensors], {})
 
 
 def _load(file: str) -> Any:
@@ -107,8 +99,9 @@ def _inputs_of_function(source: str, setup: Setup) -> Any:
     except Exception as error:
         if is_exhausted(error):
             raise
-        raise UsageError(f"{source}({setup.facts.key!r}, {setup.seed}), which makes the inputs, fails: "
-                         f"{own_words(error)}.") from error  # fmt: skip
+        raise UsageError(
+            f"{source}({setup.facts.key!r}, {setup.seed}), which makes the inputs, fails: {own_words(error)}."
+        ) from error
 
 
 def call(target: str, inputs: CallInputs) -> list[Tensor]:
@@ -128,16 +121,16 @@ def call(target: str, inputs: CallInputs) -> list[Tensor]:
     try:
         with silent_step(), unchanged():
             answer = function(*inputs.places, **inputs.names)
+        after = list(map(digest, tensors))  # a device reports here what was wrong with the call
     except (StepPrinted, LeftRunning, SwitchesChanged) as error:
         raise UsageError(f"{target} cannot be measured: {error}") from error
     except Exception as error:
-        if is_exhausted(error) or isinstance(error, Fp8benchError):
+        if is_exhausted(error):
             raise
         raise UsageError(f"{target} cannot be measured with {describe(tensors)}: {own_words(error)}.") from error
-    if changed := [number + 1 for number, tensor in enumerate(tensors) if digest(tensor) != before[number]]:
+    if before != after:
         raise UsageError(
-            f"{target} changes its inputs (number {', '.join(map(str, changed))}): the next call would get other ones. "
-            "Let it copy what it changes, with .clone()."
+            f"{target} changes its inputs: the next call would get other ones. Let it change copies (.clone())."
         )
     results = tensors_in(answer)
     if not results:
@@ -154,10 +147,10 @@ def _check_arguments(target: str, function: Callable[..., Any], inputs: CallInpu
     try:
         signature.bind(*inputs.places, **inputs.names)
     except TypeError as error:
-        by_name = f" and {', '.join(inputs.names)} by name" if inputs.names else ""
+        given = ", ".join((f"{len(inputs.places)} arguments", *inputs.names))
         raise UsageError(
-            f"{target}{signature} is called with {len(inputs.places)} arguments{by_name}: {error}. Give the arguments "
-            "that it takes: a shape for each in --shape, or all of them by inputs(device, seed)."
+            f"{target}{signature} is called with {given}: {error}. Give the arguments that it takes: a shape for each "
+            "in --shape, or all of them by inputs(device, seed)."
         ) from None
 
 

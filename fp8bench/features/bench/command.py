@@ -31,15 +31,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("targets", metavar="CALLABLE", nargs="+", help=words)
     add("--against", required=True, metavar="CALLABLE", help="the reference that they are compared with")
     add(
-        "--shape", action="append", default=[], metavar="AxB,C",
+        "--shape",
+        action="append",
+        default=[],
+        metavar="AxB,C",
         help="shapes of the tensors that they are called with, drawn from --seed: 1024x4096,4096x1024; repeatable",
-    )  # fmt: skip
+    )
     add("--dtype", choices=DTYPES, metavar="NAME", help=f"of these tensors: {', '.join(DTYPES)}; default fp32")
     add(
-        "--inputs", metavar="SOURCE",
+        "--inputs",
+        metavar="SOURCE",
         help="what they are called with instead: file.py:function, which is given the device and the seed, or a .pt or "
         ".safetensors file of tensors; default the function `inputs` of a callable's file",
-    )  # fmt: skip
+    )
     shared(parser, "--devices")
     words = f"what the last cache holds when a call begins: {HOT} (default), {COLD} or {ROTATING} (other copies)"
     add("--cache", choices=(HOT, COLD, ROTATING), default=HOT, metavar="STATE", help=words)

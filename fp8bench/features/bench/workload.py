@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.features.bench.values import AGAINST, DTYPE, DTYPES, INPUTS, SHAPE, parse_shapes, show_shapes
-from fp8bench.formats.hardware import native, refused
+from fp8bench.formats.hardware import native
 from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.model.run import BENCH
 from fp8bench.nn.shared_precisions import PlainPrecision
-from fp8bench.protocols import Phases, Precision, Setup, Workload
+from fp8bench.protocols import Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of
 from fp8bench.registry import precisions, workloads
 from fp8bench.user_code.named import named
@@ -45,8 +45,7 @@ class CallablePrecision(PlainPrecision):
         return self._target
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Refused; the workload `bench` alone overrides that."""
-        return refused("a callable is compared by `fp8bench bench` alone")
+        return native("a callable as it is")
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -94,11 +93,6 @@ class Bench(Workload):
     def work(self, params: Scalars) -> Work:
         """Declares no FLOPs, which the tape counts."""
         return Work()
-
-    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        if isinstance(precision, CallablePrecision):
-            return native("a callable as it is")
-        return refused("fp8bench bench compares callables: give module:function or file.py:function")
 
     def examine(self, setup: Setup) -> Sequence[str]:
         from fp8bench.features.bench.checks import examine

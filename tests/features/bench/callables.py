@@ -43,6 +43,23 @@ def drifts(a, b):
     return a @ b * (1 + 1e-6 * torch.rand(()))
 
 
+def drops(a, b):
+    return torch.nn.functional.dropout(a @ b)
+
+
+def factor(a):
+    return torch.linalg.cholesky(a)
+
+
+def factor_too(a):
+    return torch.linalg.cholesky(a)
+
+
+def positive_definite(device, seed):
+    a = torch.randn(16, 16, device=device)
+    return a @ a.T + torch.eye(16)
+
+
 def slowed(a, b):
     """Does half as much work again."""
     a[: a.shape[0] // 2] @ b

@@ -50,7 +50,7 @@ REFUSED = [
     ("one", "is called with 2 arguments: too many positional arguments. Give the arguments that it takes"),
     ("transposed", "returns 64x128 float32, and torch:matmul 128x64 float32: they do not do the same work"),
     ("halves", "returns 128x64 float16, and torch:matmul 128x64 float32"),
-    ("in_place", "changes its inputs (number 1): the next call would get other ones. Let it copy"),
+    ("in_place", "changes its inputs: the next call would get other ones. Let it change copies"),
     ("nothing", "returns nothing, so that results cannot be compared"),
     ("word", "returns str without a tensor"),
     ("raises", "cannot be measured with 128x32 float32, 32x64 float32: ValueError: no such kernel (mine.py, line"),
@@ -80,11 +80,14 @@ def test_an_honest_callable_gets_no_remark(name: str, file: str) -> None:
 
 def test_remarks_on_what_a_run_cannot_show(file: str) -> None:
     (wrong,) = remarks_on(f"{file}:tiled", shape="192x32,32x64")
-    assert wrong.startswith("at 96x16,16x32 ") and "off torch:matmul: it is wrong at other shapes" in wrong
+    assert wrong.startswith("at 96x16,16x32 ") and " from torch:matmul: it is wrong at other shapes" in wrong
     (refused,) = remarks_on(f"{file}:even_rows", shape="64x32,32x64")
     assert "at 32x16,16x32 torch:matmul works, and" in refused and "rows must be a multiple of 64" in refused
     (hidden,) = remarks_on(f"{file}:clean")
     assert hidden.startswith("a NaN in the input does not reach the result of")
+    (random,) = remarks_on(f"{file}:drops", shape="64x32,32x64")
+    assert "differs from itself by " in random, "drawing numbers is not remembering"
+    assert remarks_on(f"{file}:factor", f"{file}:factor_too", inputs=f"{file}:positive_definite") == []
     (drifting,) = remarks_on(f"{file}:drifts")
     assert "differs from itself by " in drifting and "with equal inputs" in drifting
 
@@ -146,8 +149,8 @@ def test_differences_of_odd_results() -> None:
 
 
 def test_names_and_inputs_are_checked_before_a_worker_starts(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("raise SystemExit  # the parent reads this file, and never runs it\n"
-                                      "def inputs(device, seed): ...\n")  # fmt: skip
+    unrunnable = "raise SystemExit  # the parent reads this file, and never runs it\ndef inputs(device, seed): ...\n"
+    (tmp_path / "mine.py").write_text(unrunnable)
     mine = f"{tmp_path / 'mine.py'}:f"
     assert check_targets([mine], "torch:relu") == ("torch:relu", mine)
     axes = dict(choose_axes(("torch:relu", mine), (), None, None, "hot"))
@@ -179,7 +182,6 @@ def test_shapes() -> None:
 
 
 def test_a_callable_is_no_precision_of_suites() -> None:
-    assert not precisions.get("torch:relu").support(CPU).is_native
     assert precisions.get("fp8-delayed:history=16").mode == "fp8-delayed:history=16"
-    assert not workloads.get("bench").support({}, precisions.get("bf16"), CPU).is_native
+    assert precisions.get("torch:relu").mode == "torch:relu"
     assert "bench" not in workloads.names()
