@@ -32,7 +32,7 @@ def examine(setup: Setup, target: str, against: str) -> list[str]:
         if not _is_same(inputs.tensors, make_inputs(setup).tensors):
             raise UsageError(
                 f"{setup.params[INPUTS]} gives other inputs when it is called again with the same seed, so that "
-                "callables would get different ones. Draw them by torch, random or numpy.random, which are seeded for it."
+                "callables would get different ones. Draw them by torch, random or numpy.random, which are seeded."
             )
         return [*_differs_from_itself(setup, target, call(target, inputs))]
     wanted, results = call(against, inputs), call(target, inputs)

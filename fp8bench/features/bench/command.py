@@ -13,7 +13,7 @@ from fp8bench.features.bench.values import DTYPES
 from fp8bench.model.run import BENCH
 from fp8bench.protocols.axes import COLD, HOT, ROTATING
 
-_OUTPUTS = ("--explain", "--json", "--csv", "--html", "--no-report")
+_OUTPUTS = ("--explain", "--json", "--no-report")
 EXAMPLES = (
     "fp8bench bench mine.py:gelu --against torch.nn.functional:gelu --shape 4096x4096 --dtype bf16",
     "fp8bench bench mine.py:fast mine.py:small --against ref.py:attention  # inputs(device, seed) in mine.py",
