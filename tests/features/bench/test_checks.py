@@ -16,8 +16,11 @@ from fp8bench.features.bench.job import check_targets, choose_axes
 from fp8bench.features.bench.values import parse_shapes
 from fp8bench.features.bench.workload import Bench
 from fp8bench.model import Case
+from fp8bench.model.raw import Settings
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions, workloads
+from fp8bench.report.comparisons import setting_of
+from fp8bench.worker.bench import Bench as WorkerBench
 from tests.facts import CPU
 from tests.features.bench.callables import SOURCE
 
@@ -185,3 +188,20 @@ def test_a_callable_is_no_precision_of_suites() -> None:
     assert precisions.get("fp8-delayed:history=16").mode == "fp8-delayed:history=16"
     assert precisions.get("torch:relu").mode == "torch:relu"
     assert "bench" not in workloads.names()
+
+
+def test_slashes_of_paths_are_no_end_of_a_setting() -> None:
+    case = Case("bench", (("inputs", "data/a.py:inputs"), ("against", "b/ref.py:f")), "c/mine.py:g", "cpu")
+    assert setting_of(case.id) == (case.setting, case.mode)
+    assert setting_of("gemm[m=8]@cuda:1/fp8") == ("gemm[m=8]@cuda:1", "fp8") and setting_of("a/b/c") == ("a/b", "c")
+
+
+def test_what_returns_its_input_does_no_work(tmp_path: Path) -> None:
+    (tmp_path / "lazy.py").write_text("def same(a, b):\n    return a\n")
+    case = setup_of(f"{tmp_path / 'lazy.py'}:same", "torch:add", shape="8x8,8x8").case
+    worker = WorkerBench(Settings())
+    try:
+        assert worker.effect(case, CPU).changes is False
+        assert worker.effect(setup_of("torch:add", "torch:add", shape="8x8,8x8").case, CPU).changes
+    finally:
+        worker.close()
