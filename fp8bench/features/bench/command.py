@@ -16,7 +16,7 @@ from fp8bench.protocols.axes import COLD, HOT, ROTATING
 _OUTPUTS = ("--explain", "--json", "--no-report")
 EXAMPLES = (
     "fp8bench bench mine.py:gelu --against torch.nn.functional:gelu --shape 4096x4096 --dtype bf16",
-    "fp8bench bench mine.py:fast mine.py:small --against ref.py:attention  # inputs(device, seed) in mine.py",
+    "fp8bench bench mine.py:fast --against ref.py:attention  # inputs(device, seed) in mine.py",
 )
 
 
