@@ -13,6 +13,7 @@ from fp8bench.features.bench.values import AGAINST, DTYPE, DTYPES, INPUTS, SHAPE
 from fp8bench.formats.hardware import native
 from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.model.run import BENCH
+from fp8bench.model.specs import DIFFERENCE_ERROR, OUTPUT_ERROR
 from fp8bench.nn.shared_precisions import PlainPrecision
 from fp8bench.protocols import Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of
@@ -68,7 +69,7 @@ precisions.add_maker(precision_of)
 
 
 @workloads.register(BENCH)
-class Bench(Workload):
+class Callables(Workload):
     """Calls a callable on the inputs that every other callable of its group gets too."""
 
     name = BENCH
@@ -120,7 +121,7 @@ class Bench(Workload):
             return exact_results(against, make_inputs(setup), setup.seed)
 
         exact = setup.shared(make_exact) if setup.shared is not None else make_exact()
-        errors = {} if exact is None else {"output_error": difference(results, exact)}
+        errors = {} if exact is None else {OUTPUT_ERROR: difference(results, exact)}
         if setup.case.precision != against:
-            errors["difference_error"] = difference(results, call(against, make_inputs(setup)))
+            errors[DIFFERENCE_ERROR] = difference(results, call(against, make_inputs(setup)))
         return errors

@@ -15,6 +15,7 @@ from fp8bench.analysis.verdicts import BAND, SAME
 from fp8bench.errors import UsageError
 from fp8bench.model import UNATTRIBUTED, Interval, Label, Phase, PhaseGain, Verdict
 from fp8bench.model.run import BENCH
+from fp8bench.model.specs import DIFFERENCE_ERROR, OUTPUT_ERROR
 from fp8bench.registry import precisions
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing, status_words, tone_of
 from fp8bench.report.elements import Tone
@@ -27,8 +28,6 @@ QUESTION = "Does low precision pay here?"
 QUESTION_OF_CALLABLES = "Is it faster, and as exact?"
 # Beyond this ratio the smaller of two errors is nearer to float64.
 _NEARER = 1.05
-# The errors of a callable: against the reference in float64, and against its usual results.
-_EXACT, _APART = "output_error", "difference_error"
 # Longer runs than this are not proposed.
 _MOST_SECONDS = 900
 # Commands with these measure what another command planned.
@@ -143,12 +142,12 @@ def _accuracy_of_callable(case: NamedCase) -> str:
     """'accuracy: 2.9e-03 from torch:matmul (small); from float64 2.9e-03, torch:matmul 2.9e-07: torch:matmul is
     nearer'."""
     own, mode, lead = case.result.record, case.group.reference, case.group.lead
-    apart, exact = value_of(own.measurement(_APART)), value_of(own.measurement(_EXACT))
-    theirs = value_of(lead.record.measurement(_EXACT)) if lead is not None else None
+    apart, exact = value_of(own.measurement(DIFFERENCE_ERROR)), value_of(own.measurement(OUTPUT_ERROR))
+    theirs = value_of(lead.record.measurement(OUTPUT_ERROR)) if lead is not None else None
     if apart is None:
         return ""
     shown = units.relative_error
-    words = f"accuracy: {shown(apart)} from {mode} ({error_word([(_APART, apart)])})"
+    words = f"accuracy: {shown(apart)} from {mode} ({error_word([(DIFFERENCE_ERROR, apart)])})"
     words = words if apart else f"accuracy: equal to {mode}"
     if exact is None or theirs is None:
         return f"{words}; from float64 unknown, in which {mode} does not compute"

@@ -14,13 +14,13 @@ from fp8bench.features.bench.calls import call, difference, draw_inputs, exact_r
 from fp8bench.features.bench.checks import examine
 from fp8bench.features.bench.job import check_targets, choose_axes
 from fp8bench.features.bench.values import parse_shapes
-from fp8bench.features.bench.workload import Bench
+from fp8bench.features.bench.workload import Callables
 from fp8bench.model import Case
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions, workloads
 from fp8bench.report.comparisons import setting_of
-from fp8bench.worker.bench import Bench as WorkerBench
+from fp8bench.worker.bench import Bench
 from tests.facts import CPU
 from tests.features.bench.callables import SOURCE
 
@@ -118,21 +118,23 @@ def test_errors_are_those_of_an_independent_computation(file: str) -> None:
 
     inputs = draw_inputs(parse_shapes(SHAPE), "fp32", "cpu", 5)
     own, theirs = call(f"{file}:low", inputs)[0], call("torch:matmul", inputs)[0]
-    errors = Bench().error(setup_of(f"{file}:low"))
+    errors = Callables().error(setup_of(f"{file}:low"))
     assert errors == {
         "output_error": pytest.approx(apart(own, exact), rel=1e-9),
         "difference_error": pytest.approx(apart(own, theirs.double()), rel=1e-9),
     }
     assert 1e-3 < errors["output_error"] < 1e-2
-    assert Bench().error(setup_of(f"{file}:twin"))["difference_error"] == 0
-    assert Bench().error(setup_of("torch:matmul")) == {"output_error": pytest.approx(apart(theirs, exact), rel=1e-9)}
+    assert Callables().error(setup_of(f"{file}:twin"))["difference_error"] == 0
+    assert Callables().error(setup_of("torch:matmul")) == {
+        "output_error": pytest.approx(apart(theirs, exact), rel=1e-9)
+    }
 
 
 def test_a_reference_that_rounds_inside_is_no_float64(file: str) -> None:
     inputs = draw_inputs(parse_shapes(SHAPE), "fp32", "cpu", 5)
     for name in ("rounds_inside", "refuses_fp64", "low"):
         assert exact_results(f"{file}:{name}", inputs, 0) is None, name
-        assert {*Bench().error(setup_of(f"{file}:product", f"{file}:{name}"))} == {"difference_error"}
+        assert {*Callables().error(setup_of(f"{file}:product", f"{file}:{name}"))} == {"difference_error"}
     relu = exact_results("torch:relu", draw_inputs([(8, 8)], "bf16", "cpu", 5), 0)
     assert relu is not None and relu[0].dtype is torch.float64
 
@@ -199,7 +201,7 @@ def test_slashes_of_paths_are_no_end_of_a_setting() -> None:
 def test_what_returns_its_input_does_no_work(tmp_path: Path) -> None:
     (tmp_path / "lazy.py").write_text("def same(a, b):\n    return a\n")
     case = setup_of(f"{tmp_path / 'lazy.py'}:same", "torch:add", shape="8x8,8x8").case
-    worker = WorkerBench(Settings())
+    worker = Bench(Settings())
     try:
         assert worker.effect(case, CPU).changes is False
         assert worker.effect(setup_of("torch:add", "torch:add", shape="8x8,8x8").case, CPU).changes
