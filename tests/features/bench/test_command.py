@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from fp8bench.analysis.findings import findings
+from fp8bench.model import Verdict
+from fp8bench.store.runs.run_file import load_run
 from fp8bench.user_code import user_module
 from tests.commands import Say, unfolded
 from tests.features.bench.callables import SOURCE
@@ -88,14 +90,14 @@ def test_what_cannot_be_compared_is_a_sentence(words: list[str], sentence: str, 
 @pytest.mark.slow
 def test_a_planted_cost_is_decided_and_a_twin_is_no_faster(fp8bench: Say, store: Path) -> None:
     """The planted one does half as much work again; the twin calls the same kernel under another name."""
-    words = ("--shape", "512x512,512x512", "--against", "torch:matmul", "--no-report", "--json", "--budget", "20")
+    words = ("--shape", "512x512,512x512", "--against", "torch:matmul", "--no-report", "--budget", "20")
     code, out, err = fp8bench("bench", "mine.py:slowed", "mine.py:twin", *words)
-    run = json.loads(out)
     assert code == 0, err
-    findings = {finding["case"]["precision"]: finding for finding in run["findings"]}
-    slowed, twin = findings["mine.py:slowed"], findings["mine.py:twin"]
-    assert slowed["verdict"] == "slower" and slowed["ratio"]["low"] > 1, slowed
-    assert twin["verdict"] in ("same", "unsure"), twin
+    by_name = {finding.case.precision: finding for finding in findings(load_run(next(store.rglob("*.jsonl"))))}
+    slowed, twin = by_name["mine.py:slowed"], by_name["mine.py:twin"]
+    assert slowed.verdict is Verdict.SLOWER and slowed.ratio is not None and slowed.ratio.low > 1, out
+    assert twin.verdict in (Verdict.SAME, Verdict.UNSURE), out
+    assert "accuracy: equal to torch:matmul; both " in " ".join(out.split())
 
 
 @pytest.mark.slow
