@@ -150,7 +150,7 @@ def _accuracy_of_callable(case: NamedCase) -> str:
     words = f"accuracy: {shown(apart)} from {mode} ({error_word([(DIFFERENCE_ERROR, apart)])})"
     words = words if apart else f"accuracy: equal to {mode}"
     if exact is None or theirs is None:
-        return f"{words}; from float64 unknown, in which {mode} does not compute"
+        return f"{words}; not known from float64, in which {mode} does not compute"
     if max(exact, theirs) <= _NEARER * min(exact, theirs):
         return f"{words}; both {shown(exact)} from float64"
     nearer = case.result.mode if exact < theirs else mode
@@ -250,9 +250,9 @@ def _propose_runs(panel: Panel, command: str, under_load: bool, budget: float | 
 
 def _audit(panel: Panel) -> Iterator[str]:
     """Proposes the full check of the first callable."""
-    target = next(case.result.mode for case in panel.members if case.result.mode != panel.reference)
     words = "check a kernel in full, by its own kind and precision"
-    yield f"{words}: fp8bench audit {target} --kind product --precision fp8"
+    for target in [case.result.mode for case in panel.members if case.result.mode != panel.reference][:1]:
+        yield f"{words}: fp8bench audit {target} --kind product --precision fp8"
 
 
 def _is_spoilt(case: NamedCase) -> bool:

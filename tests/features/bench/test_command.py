@@ -28,7 +28,7 @@ def _short(short_slots: None) -> None:
 
 
 def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> None:
-    names = ("mine.py:low", "mine.py:clean")
+    names = ("mine.py:low", "mine.py:clean", "mine.py:wide")
     code, out, err = fp8bench(
         "bench", *names, "--against", "torch:matmul", "--shape", "64x32,32x64", "--quick", "--no-report"
     )
@@ -40,6 +40,7 @@ def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> Non
     far = r"accuracy: 2\.\de-03 from torch:matmul \(small\); from float64 2\.\de-03, torch:matmul \d\.\de-07: "
     assert re.search(f"{far}torch:matmul is nearer; memory ", shown)
     assert re.search(r"accuracy: equal to torch:matmul; both \d\.\de-07 from float64; memory ", shown)
+    assert re.search(r"from float64 \d\.\de-08, torch:matmul \d\.\de-07: mine.py:wide is nearer", shown)
     assert "how sure: noise floor (A/A): " in shown
     assert "do this: check a kernel in full, by its own kind and precision: fp8bench audit mine.py:low " in shown
     assert "note: a NaN in the input does not reach the result of mine.py:clean, as it does" in shown
@@ -55,6 +56,14 @@ def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> Non
     assert "mine.py:low" in page and "torch:matmul is nearer" in page and "When to use FP8" not in page
     code, _, err = fp8bench("advise", run_id)
     assert code == 2 and "compares callables, and advice is on precisions" in unfolded(err)
+
+
+def test_without_float64_an_answer_says_so(fp8bench: Say, store: Path) -> None:
+    words = ("--against", "mine.py:refuses_fp64", "--shape", "64x32,32x64", "--quick", "--no-report")
+    code, out, err = fp8bench("bench", "mine.py:product", *words)
+    assert code == 0, err
+    equal = "accuracy: equal to mine.py:refuses_fp64; not known from float64, in which mine.py:refuses_fp64 does not"
+    assert equal in " ".join(out.split()), out
 
 
 def test_several_shapes_make_a_table(fp8bench: Say, store: Path) -> None:
