@@ -193,7 +193,7 @@ def difference(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 def _difference_of_one(result: Tensor, wanted: Tensor) -> float:
     if result.is_complex() or wanted.is_complex():
-        result, wanted = torch.view_as_real(result.cdouble()), torch.view_as_real(wanted.cdouble())
+        result, wanted = (torch.view_as_real(one.to(torch.complex128)) for one in (result, wanted))
     if not result.is_floating_point() and not wanted.is_floating_point():
         return float((result != wanted).double().mean()) if result.numel() else 0.0
     result, wanted = _readable(result), _readable(wanted)
