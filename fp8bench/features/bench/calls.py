@@ -99,9 +99,7 @@ def _inputs_of_function(source: str, setup: Setup) -> Any:
     except Exception as error:
         if is_exhausted(error):
             raise
-        raise UsageError(
-            f"{source}({setup.facts.key!r}, {setup.seed}), which makes the inputs, fails: {own_words(error)}."
-        ) from error
+        raise UsageError(f"{source}(device, seed), which makes the inputs, fails: {own_words(error)}.") from error
 
 
 def call(target: str, inputs: CallInputs) -> list[Tensor]:
@@ -147,7 +145,7 @@ def _check_arguments(target: str, function: Callable[..., Any], inputs: CallInpu
     try:
         signature.bind(*inputs.places, **inputs.names)
     except TypeError as error:
-        given = ", ".join((f"{len(inputs.places)} arguments", *inputs.names))
+        given = f"{len(inputs.places) + len(inputs.names)} arguments"
         raise UsageError(
             f"{target}{signature} is called with {given}: {error}. Give the arguments that it takes: a shape for each "
             "in --shape, or all of them by inputs(device, seed)."

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.features.bench.values import AGAINST, DTYPE, DTYPES, INPUTS, SHAPE, parse_shapes, show_shapes
-from fp8bench.formats.hardware import native
+from fp8bench.formats.hardware import native, refused
 from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.model.run import BENCH
 from fp8bench.model.specs import DIFFERENCE_ERROR, OUTPUT_ERROR
 from fp8bench.nn.shared_precisions import PlainPrecision
-from fp8bench.protocols import Phases, Setup, Workload
+from fp8bench.protocols import Phases, Precision, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of
 from fp8bench.registry import precisions, workloads
 from fp8bench.user_code.named import named
@@ -46,7 +46,8 @@ class CallablePrecision(PlainPrecision):
         return self._target
 
     def support(self, facts: DeviceFacts) -> Support:
-        return native("a callable as it is")
+        """Refused; the workload `bench` alone overrides that."""
+        return refused("a callable is compared by `fp8bench bench` alone")
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -94,6 +95,9 @@ class Callables(Workload):
     def work(self, params: Scalars) -> Work:
         """Declares no FLOPs, which the tape counts."""
         return Work()
+
+    def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
+        return native("a callable as it is")
 
     def examine(self, setup: Setup) -> Sequence[str]:
         from fp8bench.features.bench.checks import examine

@@ -15,7 +15,7 @@ from fp8bench.features.bench.checks import examine
 from fp8bench.features.bench.job import check_targets, choose_axes
 from fp8bench.features.bench.values import parse_shapes
 from fp8bench.features.bench.workload import Callables
-from fp8bench.model import Case
+from fp8bench.model import Case, Level
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions, workloads
@@ -189,6 +189,7 @@ def test_shapes() -> None:
 def test_a_callable_is_no_precision_of_suites() -> None:
     assert precisions.get("fp8-delayed:history=16").mode == "fp8-delayed:history=16"
     assert precisions.get("torch:relu").mode == "torch:relu"
+    assert precisions.get("torch:relu").support(CPU).level is Level.REFUSED
     assert "bench" not in workloads.names()
 
 
