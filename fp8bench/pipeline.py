@@ -85,8 +85,8 @@ def execute(
             run = replace(run, plan=of_cell(run.plan, cell[1]), cell=cell[0])
         observer.planned(run.plan)
         writer = start_run(run, store)
-        if note:
-            writer.note(note)
+        for words in filter(None, (note, *run.notes)):
+            writer.note(words)
         run = replace(run, path=str(writer.path))
         return _measure(run, run.plan.groups, store, writer, ready, meters, observer, start, sessions)
 
@@ -271,7 +271,7 @@ def _opened(
     worker = ready.timing
     facts = worker.probe()
     plan = make_plan(request, facts, ready.text, compares)
-    examine(plan, facts, worker, Limits(request.case_timeout))
+    remarks = examine(plan, facts, worker, Limits(request.case_timeout))
     used = {planned.case.device for group in plan for planned in group.cases if planned.runs}
     environment = gather(worker.software(), __version__, request.threads, request.imports, folder=folder)
     for fact in facts:
@@ -286,16 +286,20 @@ def _opened(
         environment=environment,
         devices=facts,
         overheads=tuple((fact.key, worker.within(START_SECONDS).overheads(fact)) for fact in facts if fact.key in used),
+        notes=tuple(dict.fromkeys(remarks)),
     )
 
 
-def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> None:
-    """Raise for cases of which only the worker can tell that they cannot be, before anything is kept."""
-    devices = {fact.key: fact for fact in facts}
+def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> list[str]:
+    """Raise for cases of which only the worker can tell that they cannot be, before anything is kept. Return remarks
+    on the others."""
+    devices, remarks = {fact.key: fact for fact in facts}, list[str]()
     for planned in (case for group in plan for case in group.cases if case.runs):
         if workloads.get(planned.case.workload).examined:
             try:
-                worker.within(limits.numbers(planned.work)).examine(planned.case, devices[planned.case.device])
+                remarks += worker.within(limits.numbers(planned.work)).examine(
+                    planned.case, devices[planned.case.device]
+                )
             except WorkerFault as fault:
                 if fault.out_of_memory:
                     raise UsageError(
@@ -303,6 +307,7 @@ def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Li
                         "Choose a smaller one."
                     ) from None
                 raise as_usage(fault) from None
+    return remarks
 
 
 def now() -> str:

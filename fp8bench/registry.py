@@ -36,6 +36,7 @@ class Registry(Generic[T]):
         self._words = words
         self._leaves: dict[str, type[T]] = {}
         self._aliases: dict[str, str] = {}
+        self._makers: list[Callable[[str], T | None]] = []
         self._walked = False
         self._walking = threading.RLock()
 
@@ -146,6 +147,11 @@ _EXACT = frozenset({"fp64", "float64", "double"})
 class PrecisionRegistry(Registry[Precision]):
     """Precisions by name, with options behind it: `fp8-delayed:history=16:margin=1`."""
 
+    def add_maker(self, make: Callable[[str], Precision | None]) -> None:
+        """Adds a function that makes the precision of a name that nobody could register, such as that of a callable. It
+        is asked first, and returns None for other names."""
+        self._makers.append(make)
+
     def canonical(self, word: str) -> str:
         """The one spelling of a mode: its own name, options in their own order, without defaults."""
         return self.get(word).mode if ":" in word else self._name(word)
@@ -171,6 +177,9 @@ class PrecisionRegistry(Registry[Precision]):
 
     def get(self, word: str) -> Precision:
         """A precision with the options of the word; raises UsageError for options it does not take."""
+        for make in self._makers:
+            if (made := make(word)) is not None:
+                return made
         name, *pairs = word.split(":")
         leaf = self._leaves[self._name(name)]
         chosen = [pair.removeprefix(_BACKEND) for pair in pairs if pair.startswith(_BACKEND)]

@@ -20,6 +20,7 @@ from fp8bench.formats.grids import FORMATS
 from fp8bench.formats.hardware import foreign_kernel
 from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.model import Ceiling, Label, Record, Tape
+from fp8bench.model.run import BENCH
 from fp8bench.model.specs import LOSS_ERROR, PEAKS
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols.axes import VALUES
@@ -115,8 +116,11 @@ def _differ(flops: float, others: float) -> bool:
 
 
 def _other_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
-    """Compares its products with those of the reference's step, whatever both declare."""
+    """Compares its products with those of the reference's step, whatever both declare. Callables may reach the same
+    results by other products."""
     own, base = record.tape, reference.tape if reference is not None and reference is not record else None
+    if record.case.workload == BENCH:
+        return
     if own is None or base is None or not (own.operators or base.operators):
         return
     if not (own.complete and base.complete):
@@ -296,8 +300,12 @@ def _of_products(record: Record) -> str:
 
 
 def _in_fp64(record: Record, reference: Record | None) -> str:
-    """Describes products in fp64; any precision is fast beside a reference with them. A model may come with them."""
-    if UNTOUCHED in (record.case.precision, reference.case.precision if reference is not None else ""):
+    """Describes products in fp64; any precision is fast beside a reference with them. Models and callables may come
+    with them."""
+    if record.case.workload == BENCH or UNTOUCHED in (
+        record.case.precision,
+        reference.case.precision if reference is not None else "",
+    ):
         return ""
     flops = record.tape.by_path.get("fp64", 0) if record.tape is not None else 0
     if record.tape is None or flops <= _OTHER * record.tape.flops:

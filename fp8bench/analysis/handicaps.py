@@ -19,6 +19,7 @@ from fp8bench.analysis.roofline import bounds_of, kind_of_path
 from fp8bench.analysis.tapes import bits_of, product_work
 from fp8bench.errors import UsageError
 from fp8bench.model import GivenTensors, Label, Level, Phase, Record, Tape, Timing
+from fp8bench.model.run import BENCH
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.registry import precisions
 
@@ -50,11 +51,13 @@ _MORE_PIECES = 3
 
 def handicaps_of(record: Record, reference: Record | None, threads: int = 1) -> Iterator[Labelled]:
     """Yields labels of a case for its reference. Hard: other inputs, by size or subnormals, and a reference that
-    sleeps."""
+    sleeps. A callable is compared with another one as that is."""
     if reference is None or reference is record:
         return
     yield from _other_inputs(record, reference)
     if Level.EMULATED in (record.support.level, reference.support.level) or not record.paired:
+        return
+    if record.case.workload == BENCH:
         return
     alone = record.case.device == "cpu" and record.case.ranks < 2
     asleep = [*_sleeps(record, reference)] if alone else []

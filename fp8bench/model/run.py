@@ -15,6 +15,8 @@ from fp8bench.model.words import OF_ANOTHER_KIND, Label, Status, Verdict
 
 # The origin of runs of a user's model.
 PROFILE = "profile"
+# The origin, and the workload, of runs that compare callables.
+BENCH = "bench"
 
 CEILINGS = "ceilings"
 # An effect this many times the floor outweighs labels of disturbances.

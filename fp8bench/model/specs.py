@@ -349,6 +349,8 @@ SHARE_VANISHING = _row("share_vanishing_*", units.RATIO, "those that are not zer
 _OF_WORKLOADS: dict[str, Any] = {"rank": _MAIN, "of_workload": True}
 RELATIVE_LOSS = "relative_loss"
 LOSS_ERROR = "loss_error"
+# Of a callable: against its reference in float64, and against that as it is.
+OUTPUT_ERROR, DIFFERENCE_ERROR = "output_error", "difference_error"
 # Values near 1, where a thousandth matters. A gate's threshold is above the least change of the history.
 _row(
     f"*{RELATIVE_LOSS}", "x", "the mean loss of a small training over bf16's, of `learning`", show="{:.5f}x".format,

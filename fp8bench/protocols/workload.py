@@ -255,8 +255,10 @@ class Workload(ABC):
         """Layers without products that a precision map may name, too: embeddings, norms."""
         return ()
 
-    def examine(self, setup: Setup) -> None:
-        """Raises UsageError for an impossible case; called in a worker before anything is kept, where `examined`."""
+    def examine(self, setup: Setup) -> Sequence[str]:
+        """Raises UsageError for an impossible case; called in a worker before anything is kept, where `examined`. What
+        it returns becomes notes of the run."""
+        return ()
 
     def covered(self, setup: Setup) -> Covered | None:
         """What coverage is counted from, where a case converts layers of a user's model."""

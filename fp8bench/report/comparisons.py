@@ -73,8 +73,9 @@ def direction(comparison: Comparison) -> str:
 
 def setting_of(case: str) -> tuple[str, str]:
     """What a case shares with its neighbours, and its mode: 'gemm[m=512]@cpu' and 'bf16'."""
-    setting, _, mode = case.rpartition("/")
-    return setting, mode
+    device = case.rfind("]@")  # parameters and callables may be paths, which have slashes too
+    end = case.find("/", device) if device >= 0 else case.rfind("/")
+    return case[: max(end, 0)], case[end + 1 :]
 
 
 def counted(comparisons: Iterable[Comparison]) -> str:

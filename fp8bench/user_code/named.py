@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Callable
@@ -62,20 +63,28 @@ def declared_of(function: Callable[..., Any]) -> Signature | None:
     return signature if isinstance(signature, Signature) else None
 
 
-def named(target: str) -> Callable[..., Any]:
-    """Returns the callable that 'package.module:name' or 'file.py:name' names; the name may have dots. Raises
-    ImportFailed or UsageError."""
+def split_target(target: str) -> tuple[str, str]:
+    """Splits 'module:name' or 'file.py:name'; raises UsageError where either part is missing."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise UsageError(f"{target!r:.200} names no function. Give module:function, or file.py:function.")
+    return place, name
+
+
+def named(target: str) -> Callable[..., Any]:
+    """Returns the callable that 'package.module:name' or 'file.py:name' names; the name may have dots. Raises
+    ImportFailed or UsageError."""
+    place, name = split_target(target)
     import_user_modules([place])
     module = sys.modules[user_module(place)] if place.endswith(".py") else importlib.import_module(place)
     try:
         value = reduce(getattr, name.split("."), module)
     except AttributeError:
         known = [word for word, member in vars(module).items() if callable(member) and not word.startswith("_")]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ImportFailed(
-            f"{place} has no {name!r:.80}. Callables in it: {', '.join(known[:12]) or 'none'}."
+            f"{place} has no {name!r:.80}.{hint} Callables in it: {', '.join(known[:12]) or 'none'}."
         ) from None
     if not callable(value):
         raise UsageError(f"{target} is {type(value).__name__}, and cannot be called. Give a function.")

@@ -59,10 +59,10 @@ class UntimedPasses:
         # False for ranks: these must take the same number of steps, and looking for leaks takes as many as it needs.
         self._alone = True
 
-    def examine(self, case: Case, facts: DeviceFacts) -> None:
-        """Raises for a case that is impossible, where only the workload itself can tell."""
+    def examine(self, case: Case, facts: DeviceFacts) -> tuple[str, ...]:
+        """Raises for a case that is impossible, where only the workload itself can tell; returns its remarks."""
         with self._apart(case, facts) as (workload, _, setup):
-            workload.examine(setup())
+            return tuple(workload.examine(setup()) or ())
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
         kept = self._exact

@@ -100,7 +100,7 @@ class Model(Workload):
         whole = precision.prepares(facts) is not None
         return precision.support(facts) if whole else self.support(params, precision, facts)
 
-    def examine(self, setup: Setup) -> None:
+    def examine(self, setup: Setup) -> tuple[str, ...]:
         """Takes one step of a copy, uncompiled; raises UsageError with the user's error if it fails."""
         state = _own(setup, compiles=False)
         try:
@@ -108,9 +108,10 @@ class Model(Workload):
         except Fp8benchError:
             raise
         except Exception as error:
-            if not _exhausted(error):
+            if not is_exhausted(error):
                 raise UsageError(f"{_name(setup)}: its model fails in {state.doing}: {own_words(error)}.") from error
             raise
+        return ()
 
     def prepare(self, setup: Setup) -> OwnModel:
         return _own(setup)
@@ -221,7 +222,7 @@ def copied(name: str, seed: int, facts: DeviceFacts) -> Given:
         model, batch, loss = copy.deepcopy((given.model, given.batch, given.loss))
         return given._replace(model=model.to(facts.key), batch=batch, loss=loss)
     except Exception as error:
-        if _exhausted(error):
+        if is_exhausted(error):
             raise
         raise UsageError(
             f"{name}: its model cannot be copied, and every arm is a copy: {own_words(error)}. Keep what cannot be "
@@ -258,11 +259,11 @@ def _called(name: str) -> Any:
     try:
         return function()
     except Exception as error:
-        if isinstance(error, NotSent) or _exhausted(error):
+        if isinstance(error, NotSent) or is_exhausted(error):
             raise
         raise UsageError(f"{name} fails: {own_words(error)}.") from error
 
 
-def _exhausted(error: BaseException) -> bool:
+def is_exhausted(error: BaseException) -> bool:
     """Tells whether memory ran out, which the worker reports for any case alike."""
     return any(devices.get(kind).is_out_of_memory(error) for kind in devices.names())

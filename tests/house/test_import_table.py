@@ -128,6 +128,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.tape.", frozenset({"torch"})),
     *((f"fp8bench.worker.{name}", frozenset({"torch"})) for name in ONCE_ASKED),
     *((f"fp8bench.features.audit.{name}", frozenset({"torch"})) for name in AUDITING),
+    *((f"fp8bench.features.bench.{name}", frozenset({"torch"})) for name in ("calls", "checks")),
     ("fp8bench.features.infer.quality", frozenset({"numpy", "torch"})),
     ("fp8bench.features.", frozenset({"numpy"})),
     ("fp8bench.report.page.drawing.pictures", frozenset({"matplotlib"})),

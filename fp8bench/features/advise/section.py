@@ -8,6 +8,7 @@ from dataclasses import replace
 from fp8bench.features.advise.basis import Basis
 from fp8bench.features.advise.decide import advised
 from fp8bench.features.advise.view import question_tables, sentences
+from fp8bench.model.run import BENCH
 from fp8bench.report.elements import Element, Text, Tone
 from fp8bench.report.page.section import Material, section
 
@@ -18,6 +19,8 @@ def advice_section(material: Material) -> Iterator[Element]:
     figure of another machine is used. fp8bench advise RUN adds studies and trainings of the store.
     """
     for number, entry in enumerate(material.entries):
+        if entry.run.request.suite == BENCH:  # of callables, not of precisions
+            continue
         advice = advised(Basis(entry.run, entry.findings))
         if not advice.answers:
             continue

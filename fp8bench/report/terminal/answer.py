@@ -14,6 +14,7 @@ from fp8bench import units
 from fp8bench.model import Run
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
+from fp8bench.model.run import BENCH
 from fp8bench.model.words import OF_ANOTHER_KIND
 from fp8bench.report.case_status import (
     Standing,
@@ -39,7 +40,14 @@ from fp8bench.report.panels import (
     together,
 )
 from fp8bench.report.topics import roofline
-from fp8bench.report.topics.answers import QUESTION, Answer, find_answers, propose, verdict_word
+from fp8bench.report.topics.answers import (
+    QUESTION,
+    QUESTION_OF_CALLABLES,
+    Answer,
+    find_answers,
+    propose,
+    verdict_word,
+)
 from fp8bench.report.topics.break_even import break_even_table, swept
 from fp8bench.report.topics.energy import absences, energy_of_phases
 from fp8bench.report.topics.memory import capacity, share_of
@@ -122,7 +130,7 @@ def _next(entry: Entry, options: str) -> Iterator[Text]:
         threads = f" --threads {entry.run.request.threads}" if entry.run.request.threads != 1 else ""
         yield Text(f"fp8bench doctor --ceilings{threads}{options}: later runs say what bounds each phase")
     of_speed = (result for panel in entry.panels if not about_tensors(panel) for result in panel.results)
-    if any(speed_up(result) is not None for result in of_speed):
+    if entry.run.request.suite != BENCH and any(speed_up(result) is not None for result in of_speed):
         yield Text(f"fp8bench advise {entry.run.id}{options}: what to do about it")
     details = "--memory, --data, --numbers, --energy, --notes"
     yield Text(f"fp8bench show {entry.run.id}{options} --all: the rest; in parts with {details}")
@@ -141,7 +149,8 @@ def _of_group(panel: Panel, entry: Entry) -> Part:
     elements: list[Element] = [*_device(panel, entry.run)]
     answers = find_answers(panel)
     if answers:
-        elements.append(_answers(answers, panel.reference))
+        question = QUESTION_OF_CALLABLES if panel.case.workload == BENCH else QUESTION
+        elements.append(_answers(answers, f"{question} (compared with {panel.reference})"))
     for modes, coverage in coverages(panel):
         elements += map(Text, (f"{coverage_sentence(modes, coverage)}.", *shape_remarks(coverage)))
     proposals = [*propose(panel, entry.run.command, any(sitting(entry)), entry.run.request.budget)][:_MOST_PROPOSALS]
@@ -150,7 +159,7 @@ def _of_group(panel: Panel, entry: Entry) -> Part:
     return Part("answer", _heading(panel, entry.run), (*elements, *phases_table(panel, rates=True)))
 
 
-def _answers(answers: Sequence[Answer], reference: str) -> Table:
+def _answers(answers: Sequence[Answer], caption: str) -> Table:
     cols: list[Col[Answer]] = [
         Col("", lambda answer: answer.mode),
         Col("", lambda answer: Field(answer.verdict, tone=answer.tone)),
@@ -158,7 +167,7 @@ def _answers(answers: Sequence[Answer], reference: str) -> Table:
         Col("", lambda answer: "; ".join(answer.costs), below=True),
         Col("", lambda answer: answer.reason, below=True),
     ]
-    return table("answers", f"{QUESTION} (compared with {reference})", cols, answers)
+    return table("answers", caption, cols, answers)
 
 
 def _heading(panel: Panel, run: Run) -> str:

@@ -14,15 +14,20 @@ from fp8bench.analysis.phase_gains import Cause, Reason, find_reason
 from fp8bench.analysis.verdicts import BAND, SAME
 from fp8bench.errors import UsageError
 from fp8bench.model import UNATTRIBUTED, Interval, Label, Phase, PhaseGain, Verdict
+from fp8bench.model.run import BENCH
+from fp8bench.model.specs import DIFFERENCE_ERROR, OUTPUT_ERROR
 from fp8bench.registry import precisions
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing, status_words, tone_of
 from fp8bench.report.elements import Tone
-from fp8bench.report.panels import NamedCase, Panel, Result
+from fp8bench.report.panels import NamedCase, Panel, Result, value_of
 from fp8bench.report.topics.energy import ratio_against
 from fp8bench.report.topics.memory import device_share_of, share_of
 from fp8bench.report.words.legend import error_word
 
 QUESTION = "Does low precision pay here?"
+QUESTION_OF_CALLABLES = "Is it faster, and as exact?"
+# Beyond this ratio the smaller of two errors is nearer to float64.
+_NEARER = 1.05
 # Longer runs than this are not proposed.
 _MOST_SECONDS = 900
 # Commands with these measure what another command planned.
@@ -71,7 +76,8 @@ def find_answers(panel: Panel) -> list[Answer]:
 def find_answer(case: NamedCase) -> Answer:
     result = case.result
     speed = speed_up(result)
-    costs = tuple(filter(None, (_accuracy(case), _memory(case), _energy(case))))
+    accuracy = _accuracy_of_callable(case) if case.suite == BENCH else _accuracy(case)
+    costs = tuple(filter(None, (accuracy, _memory(case), _energy(case))))
     words = describe_speed(speed) if speed is not None else _why_no_speed(result)
     return Answer(result.mode, verdict_word(result), tone_of(result), words, costs, describe_reason(case))
 
@@ -130,6 +136,25 @@ def _accuracy(case: NamedCase) -> str:
         return f"accuracy: {measured} not finite"
     word = error_word([(case.group.error, case.error)])
     return f"accuracy: {measured} {units.percentage(100 * case.error)} off ({word})"
+
+
+def _accuracy_of_callable(case: NamedCase) -> str:
+    """'accuracy: 2.9e-03 from torch:matmul (small); from float64 2.9e-03, torch:matmul 2.9e-07: torch:matmul is
+    nearer'."""
+    own, mode, lead = case.result.record, case.group.reference, case.group.lead
+    apart, exact = value_of(own.measurement(DIFFERENCE_ERROR)), value_of(own.measurement(OUTPUT_ERROR))
+    theirs = value_of(lead.record.measurement(OUTPUT_ERROR)) if lead is not None else None
+    if apart is None:
+        return ""
+    shown = units.relative_error
+    words = f"accuracy: {shown(apart)} from {mode} ({error_word([(DIFFERENCE_ERROR, apart)])})"
+    words = words if apart else f"accuracy: equal to {mode}"
+    if exact is None or theirs is None:
+        return f"{words}; not known from float64, in which {mode} does not compute"
+    if max(exact, theirs) <= _NEARER * min(exact, theirs):
+        return f"{words}; both {shown(exact)} from float64"
+    nearer = case.result.mode if exact < theirs else mode
+    return f"{words}; from float64 {shown(exact)}, {mode} {shown(theirs)}: {nearer} is nearer"
 
 
 def _memory(case: NamedCase) -> str:
@@ -203,16 +228,31 @@ def _describe_gain(gain: PhaseGain) -> str:
 
 
 def propose(panel: Panel, command: str, under_load: bool = False, budget: float | None = None) -> Iterator[str]:
-    """Yields what would settle open verdicts, then what would change the reason, each with the command to type.
+    """Yields what would settle open verdicts, then what would change the reason, or check a callable further, each with
+    the command to type.
 
     `command` and `budget` are those of the run. More time is no remedy for what was measured `under_load`.
     """
-    if "fp8bench suite " not in command or any(f" {option}" in command for option in _OF_ANOTHER_PLAN):
+    yield from _propose_runs(panel, command, under_load, budget)
+    if panel.case.workload == BENCH:
+        yield from _audit(panel)
+
+
+def _propose_runs(panel: Panel, command: str, under_load: bool, budget: float | None) -> Iterator[str]:
+    measures = any(f"fp8bench {word} " in command for word in ("suite", BENCH))
+    if not measures or any(f" {option}" in command for option in _OF_ANOTHER_PLAN):
         return
     unsettled = [case for case in panel.members if standing(case.result) is Standing.UNSURE]
     if not under_load:
         yield from _settle([case for case in unsettled if not _is_spoilt(case)], command, budget or _GROUP_SECONDS)
     yield from dict.fromkeys(words for case in panel.members for words in _change(case, command))
+
+
+def _audit(panel: Panel) -> Iterator[str]:
+    """Proposes the full check of the first callable."""
+    words = "check a kernel in full, by its own kind and precision"
+    for target in [case.result.mode for case in panel.members if case.result.mode != panel.reference][:1]:
+        yield f"{words}: fp8bench audit {target} --kind product --precision fp8"
 
 
 def _is_spoilt(case: NamedCase) -> bool:

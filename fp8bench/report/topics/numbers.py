@@ -162,10 +162,10 @@ def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measureme
 def _summary(mode: str) -> str:
     """'' for a map, and for what this version does not know."""
     try:
-        summary = precisions.get(mode).summary
+        precision = precisions.get(mode)
     except UsageError:
         return ""
-    _, *options = mode.split(":")
+    options, summary = mode.split(":")[1:] if precision.options else [], precision.summary
     return f"{summary} Here with {', '.join(options)}." if options else summary
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, PhaseGain, Timing
+from fp8bench.model.run import BENCH
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, case_cols, table
 from fp8bench.report.elements import ChartAxis, Element, Field, Stacks, Table, Text, Tone
@@ -45,6 +46,8 @@ def phases_table(panel: Panel, rates: bool = False) -> Iterator[Table]:
     for _, result in measured:
         present |= {name for name, seconds in phases_of(result) if seconds or name == UNATTRIBUTED}
     names = sorted(present, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES))
+    if panel.case.workload == BENCH:  # callables have neither phases nor a declared amount of work
+        names, rates = [], False
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         *case_cols(),
         # An emulation's time must not be read as a speed.

@@ -1,0 +1,37 @@
+"""Where the inputs of callables come from, as options say it and cases keep it. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+# What drawn inputs may be of, and torch's name for it.
+DTYPES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp64": "float64",
+    "fp8-e4m3": "float8_e4m3fn",
+    "fp8-e5m2": "float8_e5m2",
+}
+SHAPE, DTYPE, INPUTS, AGAINST = "shape", "dtype", "inputs", "against"
+TENSOR_FILES = (".pt", ".pth", ".safetensors")
+_MOST_ELEMENTS = 1 << 40
+
+
+def parse_shapes(text: str) -> tuple[tuple[int, ...], ...]:
+    """Parses '1024x4096,4096x1024', the shape of one tensor behind each comma. Raises ValueError."""
+    shapes = []
+    for part in text.split(","):
+        sides = part.strip().split("x")
+        if not all(side.isascii() and side.isdigit() for side in sides):
+            raise ValueError(f"{part!r} is not a shape; expected sizes with x between, like 1024x4096")
+        shape = tuple(map(int, sides))
+        if not 0 < math.prod(shape) <= _MOST_ELEMENTS:
+            raise ValueError(f"{part!r} has {math.prod(shape):,} elements; expected from 1 to {_MOST_ELEMENTS:,}")
+        shapes.append(shape)
+    return tuple(shapes)
+
+
+def show_shapes(shapes: Sequence[Sequence[int]]) -> str:
+    return ",".join("x".join(map(str, shape)) for shape in shapes)

@@ -1,0 +1,121 @@
+"""`fp8bench bench` from words to the answer, the stored run, and the commands that read it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8bench.analysis.findings import findings
+from fp8bench.model import Verdict
+from fp8bench.store.runs.run_file import load_run
+from fp8bench.user_code import user_module
+from tests.commands import Say, unfolded
+from tests.features.bench.callables import SOURCE
+
+
+@pytest.fixture(autouse=True)
+def _mine(store: Path) -> None:
+    """Puts the file of callables into the working directory."""
+    Path("mine.py").write_text(SOURCE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short(short_slots: None) -> None:
+    """Times are of no matter here."""
+
+
+def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> None:
+    names = ("mine.py:low", "mine.py:clean", "mine.py:wide")
+    code, out, err = fp8bench(
+        "bench", *names, "--against", "torch:matmul", "--shape", "64x32,32x64", "--quick", "--no-report"
+    )
+    shown = " ".join(out.split())
+    assert code == 0, err
+    assert user_module("mine.py") not in sys.modules, "imported in the parent"
+    assert "bench shape=64x32,32x64 dtype=fp32 against=torch:matmul on cpu" in shown
+    assert "Is it faster, and as exact? (compared with torch:matmul) mine.py:low " in shown
+    far = r"accuracy: 2\.\de-03 from torch:matmul \(small\); from float64 2\.\de-03, torch:matmul \d\.\de-07: "
+    assert re.search(f"{far}torch:matmul is nearer; memory ", shown)
+    assert re.search(r"accuracy: equal to torch:matmul; both \d\.\de-07 from float64; memory ", shown)
+    assert re.search(r"from float64 \d\.\de-08, torch:matmul \d\.\de-07: mine.py:wide is nearer", shown)
+    assert "how sure: noise floor (A/A): " in shown
+    assert "do this: check a kernel in full, by its own kind and precision: fp8bench audit mine.py:low " in shown
+    assert "note: a NaN in the input does not reach the result of mine.py:clean, as it does" in shown
+    assert "advise" not in out
+
+    run_id = re.findall(r"fp8bench show (\w+)", out)[0]
+    assert fp8bench("show", run_id)[1] == out
+    whole = fp8bench("show", run_id, "--all")[1]
+    assert "difference_error: mine.py:low 2." in " ".join(whole.split()), whole
+    assert fp8bench("history", "list", "--runs")[1].count(" bench ") == 2  # as the command, and as the suite
+    assert fp8bench("report", run_id, "--html", "page.html")[0] == 0
+    page = Path("page.html").read_text()
+    assert "mine.py:low" in page and "torch:matmul is nearer" in page and "When to use FP8" not in page
+    code, _, err = fp8bench("advise", run_id)
+    assert code == 2 and "compares callables, and advice is on precisions" in unfolded(err)
+
+
+def test_without_float64_an_answer_says_so(fp8bench: Say, store: Path) -> None:
+    words = ("--against", "mine.py:refuses_fp64", "--shape", "64x32,32x64", "--quick", "--no-report")
+    code, out, err = fp8bench("bench", "mine.py:product", *words)
+    assert code == 0, err
+    equal = "accuracy: equal to mine.py:refuses_fp64; not known from float64, in which mine.py:refuses_fp64 does not"
+    assert equal in " ".join(out.split()), out
+
+
+def test_several_shapes_make_a_table(fp8bench: Say, store: Path) -> None:
+    words = ("--against", "torch:matmul", "--shape", "64x32,32x64", "--shape", "32x8,8x32", "--dtype", "bf16")
+    code, out, err = fp8bench("bench", "mine.py:twin", *words, "--quick", "--no-report")
+    shown = " ".join(out.split())
+    assert code == 0, err
+    assert "bench dtype=bf16 against=torch:matmul on cpu" in shown
+    assert re.search(r"shape=64x32,32x64 .* shape=32x8,8x32 ", shown)
+    assert "error small" in shown
+
+
+# Words behind the callable, and what is said.
+WRONG = [
+    (["mine.py:prodct", "--shape", "8x8,8x8"], "mine.py has no 'prodct'. Did you mean 'product'?"),
+    (["mine.py:product", "--shape", "8x8,4x4"], "torch:matmul cannot be measured with 8x8 float32, 4x4 float32"),
+    (["mine.py:product", "--shape", "8y8"], "'8y8' is not a shape; expected sizes with x between"),
+    (["mine.py:product", "--inputs", "mine.py:no_inputs"], "mine.py:no_inputs gives int without tensors"),
+    (["torch:mm"], "there is nothing to call torch:mm with. Give a shape for each argument"),
+    (["absent.py:f", "--shape", "8x8"], "absent.py:f: there is no file 'absent.py' here"),
+    (["mine.py:talks", "--shape", "8x8,8x8"], "mine.py:talks cannot be measured: a step printed 'hello"),
+    (["mine.py:crashes", "--shape", "8x8,8x8"], "the worker crashed during 'examine'"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_what_cannot_be_compared_is_a_sentence(words: list[str], sentence: str, fp8bench: Say, store: Path) -> None:
+    code, out, err = fp8bench("bench", *words, "--against", "torch:matmul", "--quick")
+    assert code == (3 if "crashed" in sentence else 2) and sentence in unfolded(err), err
+    assert not out and not [*store.rglob("*.jsonl")], "something was kept"
+
+
+@pytest.mark.slow
+def test_a_planted_cost_is_decided_and_a_twin_is_no_faster(fp8bench: Say, store: Path) -> None:
+    """The planted one does half as much work again; the twin calls the same kernel under another name."""
+    words = ("--shape", "512x512,512x512", "--against", "torch:matmul", "--no-report", "--budget", "20")
+    code, out, err = fp8bench("bench", "mine.py:slowed", "mine.py:twin", *words)
+    assert code == 0, err
+    by_name = {finding.case.precision: finding for finding in findings(load_run(next(store.rglob("*.jsonl")))).values()}
+    slowed, twin = by_name["mine.py:slowed"], by_name["mine.py:twin"]
+    assert slowed.verdict is Verdict.SLOWER and slowed.ratio is not None and slowed.ratio.low > 1, out
+    assert twin.verdict in (Verdict.SAME, Verdict.UNSURE), out
+    assert "accuracy: equal to torch:matmul; both " in " ".join(out.split())
+
+
+@pytest.mark.slow
+def test_a_gate_measures_a_kernel_again_that_became_slower(fp8bench: Say, store: Path) -> None:
+    words = ("mine.py:product", "--against", "torch:matmul", "--shape", "256x256,256x256", "--no-report")
+    assert fp8bench("bench", *words, "--budget", "6")[0] == 0
+    (before,) = store.rglob("*.jsonl")
+    Path("mine.py").write_text(SOURCE.replace("return a @ b", "return [a @ b for _ in range(3)][0]", 1))
+    assert fp8bench("bench", *words, "--budget", "6")[0] == 0
+    code, out, err = fp8bench("gate", before.stem, "last")
+    assert code == 1, out + err
+    assert "mine.py:product" in out and "worse" in out
