@@ -9,7 +9,7 @@ from collections.abc import Collection
 # that was given to the other one.
 _ELSEWHERE: dict[str, dict[str, str]] = {
     "command": {
-        "suite": "bench benchmark measure run test",
+        "suite": "benchmark measure run test",
         "train": "finetune fine-tune fit",
         "infer": "eval generate serve",
         "show": "cat open print view",

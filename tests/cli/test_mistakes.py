@@ -20,7 +20,7 @@ from tests.counts import for_each
 # What is typed | what the sentence says | the line to paste, without its first word; '' where the sentence has it.
 MISTAKES = """
 suit transformer | unknown command 'suit'. Did you mean 'suite'? | suite transformer
-bench gemm | Did you mean 'suite'? | suite gemm
+benchmark gemm | Did you mean 'suite'? | suite gemm
 gemm --dtypes bf16 | 'gemm' is a suite, and the command before it is missing | suite gemm --dtypes bf16
 mine.py --quick | the command before it is missing | suite mine.py --quick
 diff HEAD~1 HEAD | Did you mean 'compare'? | compare 'HEAD~1' HEAD
@@ -31,7 +31,7 @@ suite bert | Did you mean 'transformer'? | suite transformer
 suite matmul --quick | Did you mean 'gemm'? | suite gemm --quick
 suite flash-attention | Did you mean 'attention'? | suite attention
 suite norm-act | Did you mean 'norm_act'? | suite norm_act
-suite nonsense | or a .py file with suites of your own | list suites
+suite nonsense | or a .py file with your suites | list suites
 suite '' | the suite '' has an empty name | suite --help
 suite folder | the suite 'folder' is a path | suite --help
 suite notes.txt | the suite 'notes.txt' is a path. Give a name, or a file that ends in .py | suite --help
