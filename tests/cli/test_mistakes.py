@@ -37,7 +37,7 @@ suite folder | the suite 'folder' is a path | suite --help
 suite notes.txt | the suite 'notes.txt' is a path. Give a name, or a file that ends in .py | suite --help
 suite net | the suite 'net' is a path | suite net.py
 suite net.py | net.py registers no suite | suite --help
-suite net.py:make | `fp8bench profile net.py:make` and `fp8bench train net.py:make` take it |
+suite net.py:make | `fp8bench profile net.py:make` and `fp8bench train net.py:make` take models |
 suite gemm attention --quick | go with commas between | suite gemm,attention --quick
 suite gemm --dtypes bf16 fp8 | go with commas between | suite gemm --dtypes bf16,fp8
 suite fp8 --dtypes bf16 fp8 | go with commas between | suite fp8 --dtypes bf16,fp8
