@@ -16,6 +16,7 @@ from fp8bench.registry import precisions, workloads
 from fp8bench.worker import tape_pass
 from fp8bench.worker.bench import Bench
 from tests.counts import sampled
+from tests.facts import CPU
 from tests.own_suites import suite_file
 
 
@@ -43,6 +44,11 @@ def test_products_are_what_their_suite_declares(bench: Bench, corpus: Corpus) ->
     emulated = found[2].tape
     assert emulated is not None and [phase.phase for phase in emulated.phases] == ["cast", "gemm"]
     assert emulated.by_path == {"fp32": 2 * 64**3} and not mismatches(found)
+
+
+def test_a_suite_without_a_model_has_no_coverage(bench: Bench, corpus: Corpus) -> None:
+    (planned, *_) = make_plan(Request("gemm", ("bf16",), ("cpu",)), (CPU,), corpus.identity).groups[0].cases
+    assert bench.coverage(planned.case, CPU) is None
 
 
 def test_a_training_step_is_its_linear_layers_and_attention(bench: Bench, corpus: Corpus) -> None:
