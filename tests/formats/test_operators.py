@@ -158,6 +158,7 @@ def assert_fused(
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process in which no kernel was asked for yet."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
+    monkeypatch.setattr(vector_width, "widths", lambda device: ())
 
 
 @pytest.mark.slow
