@@ -24,7 +24,7 @@ from fp8bench.store.asv.files import (
 )
 from fp8bench.store.asv.rows import AsvRow, cell
 from tests.counts import counts
-from tests.faults.damage import Mutation, cut, flip, replace_value
+from tests.faults import damage
 
 COMMIT = "66fd6b5c" + "0123456789abcdef" * 2
 NAME = f"{COMMIT[:8]}-existing-py_python.json"
@@ -45,11 +45,11 @@ def overwrite(chance: random.Random, content: bytes) -> bytes:
 
 def replace_values(chance: random.Random, content: bytes) -> bytes:
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        content = replace_value(chance, content)
+        content = damage.replace_value(chance, content)
     return content
 
 
-MUTATIONS: Sequence[Mutation] = (flip, cut, insert, overwrite, *[replace_values] * 6)
+MUTATIONS: Sequence[damage.Mutation] = (damage.flip, damage.cut, insert, overwrite, *[replace_values] * 6)
 
 
 def read_results(path: Path) -> None:

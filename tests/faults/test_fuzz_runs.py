@@ -17,7 +17,7 @@ from fp8bench.report.data.run import run_rows, run_value
 from fp8bench.report.terminal import run as text
 from fp8bench.store.runs.run_file import load_run, missing_groups, start_run
 from tests.counts import counts
-from tests.faults.damage import Mutation, cut, flip, replace_value
+from tests.faults import damage
 from tests.older import without_sums
 from tests.runs import measured
 
@@ -44,11 +44,11 @@ def replace_values(chance: random.Random, content: bytes) -> bytes:
     lines = content.splitlines()
     for _ in range(chance.randint(1, 3)):
         number = chance.randrange(len(lines))
-        lines[number] = replace_value(chance, lines[number])
+        lines[number] = damage.replace_value(chance, lines[number])
     return b"\n".join(lines) + b"\n"
 
 
-MUTATIONS: tuple[Mutation, ...] = (flip, cut, shuffle, replace_values, replace_values)
+MUTATIONS: tuple[damage.Mutation, ...] = (damage.flip, damage.cut, shuffle, replace_values, replace_values)
 
 
 @counts(80, 2000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import signal
 
 from fp8bench.measure.process import how_it_ended, last_words
 from tests.counts import for_each
@@ -27,6 +26,6 @@ def test_the_telling_line_of_a_log(log: bytes, words: str) -> None:
 
 def test_an_exit_status_in_words() -> None:
     assert how_it_ended(0) == "exited with status 0"
-    assert how_it_ended(-signal.SIGSEGV) == "was ended by SIGSEGV"
+    assert how_it_ended(-11) == "was ended by SIGSEGV"
     assert how_it_ended(-64) in ("was ended by SIGRTMAX", "was ended by signal 64")
-    assert how_it_ended(-signal.SIGKILL).endswith("when memory runs out)")
+    assert how_it_ended(-9).endswith("when memory runs out)")

@@ -16,7 +16,6 @@ from fp8bench.registry import precisions, workloads
 from fp8bench.worker import tape_pass
 from fp8bench.worker.bench import Bench
 from tests.counts import sampled
-from tests.facts import CPU
 from tests.own_suites import suite_file
 
 
@@ -47,8 +46,9 @@ def test_products_are_what_their_suite_declares(bench: Bench, corpus: Corpus) ->
 
 
 def test_a_suite_without_a_model_has_no_coverage(bench: Bench, corpus: Corpus) -> None:
-    (planned, *_) = make_plan(Request("gemm", ("bf16",), ("cpu",)), (CPU,), corpus.identity).groups[0].cases
-    assert bench.coverage(planned.case, CPU) is None
+    (record,) = records(bench, corpus, "gemm", "fp32", shape="64")
+    (facts,) = (device for device in bench.probe() if device.key == "cpu")
+    assert bench.coverage(record.case, facts) is None
 
 
 def test_a_training_step_is_its_linear_layers_and_attention(bench: Bench, corpus: Corpus) -> None:
