@@ -97,10 +97,10 @@ class {title}(asv_bridge.Suite):
         return self.measure()
 '''
 # Each combination costs asv a process: no more than the tests look at.
-FIRST = r"adding.*track_time\(|(adding|taking).*track_size_error\(.*50000"
-AGAIN = r"adding.*track_time\(.*50000|gemm.*track_product_error\(.*'512'\)"
-SECOND = r"(adding|taking).*track_time\(.*50000"
-THIRD = r"taking.*track_time\(.*50000"
+FIRST = r"adding.*track_time\('fp32'|(adding|taking).*track_size_error\(.*50000"
+AGAIN = r"adding.*track_time\('fp32', 50000|gemm.*track_product_error\(.*'512'\)"
+SECOND = r"(adding|taking).*track_time\('fp32', 50000"
+THIRD = r"taking.*track_time\('fp32', 50000"
 FP32, BF16 = ("'fp32'", "50000"), ("'bf16'", "50000")
 
 

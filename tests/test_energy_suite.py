@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -65,21 +64,16 @@ def energies(run: Run) -> list[EnergyUse]:
 def test_a_suite_measures_energy_where_there_is_a_counter(simulation: Simulation, tmp_path: Path) -> None:
     """At a constant power every window is that power times its length; the state of the device is there too.
 
-    JSON has the raw windows.
+    Turns of seconds stand beside the slots, in the record and the table, at the clock and the power of the device.
     """
     quick_counter(simulation).reasons = 0x4
-    words = [*GEMM, "--quick", "--json"]
-    run, text = ran(simulation, tmp_path, *words, warming_up=True)
+    run, text = ran(simulation, tmp_path, *GEMM, "--quick", "--sustained", "1", warming_up=True)
     assert len(energies(run)) == 2
-    printed = [record["energy"]["windows"] for record in json.loads(text)["records"]]
-    assert [[window["joules"] for window in windows] for windows in printed] == [
-        [window.joules for window in use.windows] for use in energies(run)
-    ]
     for use in energies(run):
-        (window,) = use.windows
-        assert use.source == "counter" and use.why == ""
-        assert window.joules / window.seconds == pytest.approx(300.0, rel=0.01) and window.steps > 1
-        assert window.intervals >= 10 and window.throttle == 0x4 and window.sm_clock == 1755e6
+        assert use.source == "counter" and use.why == "" and len(use.windows) == 3
+        for window in use.windows:
+            assert window.joules / window.seconds == pytest.approx(300.0, rel=0.01) and window.steps > 1
+            assert window.intervals >= 10 and window.throttle == 0x4 and window.sm_clock == 1755e6
         assert use.idle_before == pytest.approx(300.0, rel=0.01) and use.idle_after == pytest.approx(300.0, rel=0.01)
     for record in run.records:
         assert record.watch is not None and record.watch.throttle == 0x4 and record.watch.looks >= 1
@@ -89,6 +83,14 @@ def test_a_suite_measures_energy_where_there_is_a_counter(simulation: Simulation
         assert settled_in_time(record.watch.warm_up) and record.watch.warm_up.limit == 5.0
         assert record.timing is not None
         assert all(slot.thread_seconds and slot.preemptions is not None for slot in record.timing.slots)
+    for record in run.records:
+        assert len(record.sustained) == 3
+        for turn in record.sustained:
+            assert sum(turn.seconds) >= 1 and settled_in_time(turn.settling)
+            assert turn.clock == 1755e6 and turn.watts == pytest.approx(300.0, rel=0.01)
+        settled = sum(turn.settling is not None and turn.settling.settled for turn in record.sustained)
+        assert f"3, {settled} settled" in text
+    assert "sustained: a step in turns of seconds" in text and "1.75 GHz" in text
 
 
 @pytest.mark.slow
@@ -99,22 +101,6 @@ def test_without_energy_the_device_is_watched_all_the_same(simulation: Simulatio
     run, _ = ran(simulation, tmp_path, *GEMM, "--quick", "--no-energy")
     assert not energies(run)
     assert all(record.watch is not None and record.watch.throttle == 0x40 for record in run.records)
-
-
-@pytest.mark.slow
-def test_turns_of_seconds_stand_beside_the_slots(simulation: Simulation, tmp_path: Path) -> None:
-    """In the record and the table, at the clock and the power that the device tells."""
-    quick_counter(simulation)
-    words = [*GEMM, "--quick", "--sustained", "1"]
-    run, text = ran(simulation, tmp_path, *words)
-    for record in run.records:
-        assert len(record.sustained) == 3 and record.energy is not None and len(record.energy.windows) == 3
-        for turn in record.sustained:
-            assert sum(turn.seconds) >= 1 and settled_in_time(turn.settling)
-            assert turn.clock == 1755e6 and turn.watts == pytest.approx(300.0, rel=0.01)
-        settled = sum(turn.settling is not None and turn.settling.settled for turn in record.sustained)
-        assert f"3, {settled} settled" in text
-    assert "sustained: a step in turns of seconds" in text and "1.75 GHz" in text
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench import files
@@ -301,7 +301,6 @@ def test_what_is_lost_is_made_up_for() -> None:
 
 
 @given(WORDS, WORDS, WORDS, WORDS)
-@settings(max_examples=200, deadline=None)
 def test_any_words_are_one_part_of_a_path(workload: str, name: str, value: str, precision: str) -> None:
     for part in (name_of(Case(workload, ((name, value),), precision, "cpu")), safe(value) or "_"):
         assert Path(part).name == part and part not in (".", "..") and part[0] not in ".-" and len(part) < 200
@@ -309,7 +308,6 @@ def test_any_words_are_one_part_of_a_path(workload: str, name: str, value: str, 
 
 
 @given(WORDS, WORDS)
-@settings(max_examples=200, deadline=None)
 def test_different_words_have_different_names(first: str, other: str) -> None:
     assert (safe(first).lower() == safe(other).lower()) == (first == other)
 

@@ -327,7 +327,9 @@ def test_the_window(show: Open) -> None:
         assert tab.run("getComputedStyle(document.documentElement).scrollBehavior") == expected
 
 
-@pytest.mark.parametrize("name", ["whole", "hostile", "many", "sample"])
+@pytest.mark.parametrize(
+    "name", ["whole", "hostile", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("many", "sample"))]
+)
 def test_a_page_stands_alone_and_fits(
     show: Open, shot: Callable[[Tab, str], None], name: str, record_property: Callable[[str, object], None]
 ) -> None:

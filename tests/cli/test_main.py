@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench import pipeline
@@ -391,7 +391,6 @@ def _fake_execute(request: Request, store: Path, observer: Observer, command: st
     return Run("abc", "2026-01-01T00:00:00+00:00", command, request, plan, Environment({}), (CPU,), finished=True)
 
 
-@settings(max_examples=300, deadline=None)
 @given(STARTS, st.lists(WORDS | RANDOM, max_size=6))
 def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest: list[str]) -> None:
     """Only measuring is left out; parsing, planning and printing are real."""

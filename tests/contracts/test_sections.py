@@ -98,7 +98,7 @@ def test_many_cases_build(count: int) -> None:
         assert sum(isinstance(element, Chart) for element in part.elements) <= 4
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(made=wild_runs())
 def test_whatever_a_run_holds_the_page_stands(made: tuple[Run, dict[str, Finding]]) -> None:
     check(made)

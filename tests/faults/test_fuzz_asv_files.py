@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from asv.results import Results
@@ -27,29 +24,13 @@ from fp8bench.store.asv.files import (
 )
 from fp8bench.store.asv.rows import AsvRow, cell
 from tests.counts import counts
+from tests.faults import damage
 
 COMMIT = "66fd6b5c" + "0123456789abcdef" * 2
 NAME = f"{COMMIT[:8]}-existing-py_python.json"
-VALUES = (
-    None, True, False, -1, 0, 1, 3, 10**400, -(10**20), 0.5, 1e308, float("nan"), float("inf"), "", "x", "µ", "\ud800",
-    "2", [], [[]], [None], {}, [1, 2], [[1, 2]], ["a"], [["a"] * 9] * 9, {"a": 1}, {"a": []}, "result", "machine",
-)  # fmt: skip
 WORDS = (b"\xef\xbb\xbf", b"\xff", b"\xc3", b"\x00", b"[" * 2000, b'{"a":' * 2000, b"9" * 5000, b"1e999", b"-NaN",
          b"//", b'"version": 2,', b'"results": {},', b"\\ud800", b"\\u12", b"null", b"{}")  # fmt: skip
-Mutation = Callable[[random.Random, bytes], bytes]
 Again = Callable[[Path], object]
-
-
-def flip(chance: random.Random, content: bytes) -> bytes:
-    changed = bytearray(content)
-    for _ in range(chance.randint(1, 8)):
-        changed[chance.randrange(len(changed))] = chance.choice((chance.randrange(256), *b'0129,:[]{}"'))
-    return bytes(changed)
-
-
-def cut(chance: random.Random, content: bytes) -> bytes:
-    start, end = sorted(chance.randrange(len(content) + 1) for _ in range(2))
-    return content[:start] + content[end:] if chance.random() < 0.5 else content[:end]
 
 
 def insert(chance: random.Random, content: bytes) -> bytes:
@@ -62,34 +43,13 @@ def overwrite(chance: random.Random, content: bytes) -> bytes:
     return content + content[place:] if chance.random() < 0.5 else content[:place] + content
 
 
-def places(value: object, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [here, *(path for key, one in inside for path in places(one, (*here, key)))]
-
-
 def replace_values(chance: random.Random, content: bytes) -> bytes:
-    """It is JSON still, with values of another kind, too large, gone, or under another name."""
-    whole = json.loads(content)
     for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        path = chance.choice(places(whole)[1:] or [()])
-        if not path:
-            break
-        holder = whole
-        for key in path[:-1]:
-            holder = holder[key]
-        what = chance.random()
-        if what < 0.15:
-            del holder[path[-1]]
-        elif what < 0.25 and isinstance(holder, dict):
-            holder[chance.choice(("version", "a", "\ud800", ""))] = holder.pop(path[-1])
-        elif what < 0.35 and isinstance(holder, list):
-            holder.append(copy.deepcopy(chance.choice(VALUES)))
-        else:
-            holder[path[-1]] = copy.deepcopy(chance.choice(VALUES))
-    return json.dumps(whole).encode()
+        content = damage.replace_value(chance, content)
+    return content
 
 
-MUTATIONS: Sequence[Mutation] = (flip, cut, insert, overwrite, *[replace_values] * 6)
+MUTATIONS: Sequence[damage.Mutation] = (damage.flip, damage.cut, insert, overwrite, *[replace_values] * 6)
 
 
 def read_results(path: Path) -> None:

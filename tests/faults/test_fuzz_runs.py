@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,9 @@ from fp8bench.report.data.run import run_rows, run_value
 from fp8bench.report.terminal import run as text
 from fp8bench.store.runs.run_file import load_run, missing_groups, start_run
 from tests.counts import counts
+from tests.faults import damage
 from tests.older import without_sums
 from tests.runs import measured
-
-VALUES = (
-    None, True, -1, 0, 1, 10**400, -(10**20), 0.5, 1e308, "nan", "inf", "-inf", "", "x", "\ud800", [], [[]], {}, [1, 2],
-    {"a": 1}, "ok", "failed", "native", "refused", "gemm", "cpu",
-)  # fmt: skip
-Mutation = Callable[[random.Random, bytes], bytes]
 
 
 @pytest.fixture(scope="module")
@@ -40,49 +34,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return without_sums(writer.path.read_bytes())  # what has them is refused before it is looked at
 
 
-def flip(chance: random.Random, content: bytes) -> bytes:
-    changed = bytearray(content)
-    for _ in range(chance.randint(1, 20)):
-        changed[chance.randrange(len(changed))] = chance.randrange(256)
-    return bytes(changed)
-
-
-def cut(chance: random.Random, content: bytes) -> bytes:
-    start, end = sorted(chance.randrange(len(content) + 1) for _ in range(2))
-    return content[:start] + content[end:] if chance.random() < 0.5 else content[:end]
-
-
 def shuffle(chance: random.Random, content: bytes) -> bytes:
     """Lines in another order, twice, or missing."""
     lines = content.splitlines(keepends=True)
     return b"".join(chance.choices(lines, k=chance.randint(0, 2 * len(lines))))
 
 
-def places(value: object, here: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [here, *(path for key, one in inside for path in places(one, (*here, key)))]
-
-
 def replace_values(chance: random.Random, content: bytes) -> bytes:
-    """Lines that are JSON still, with values of another kind, too large, or gone."""
     lines = content.splitlines()
     for _ in range(chance.randint(1, 3)):
         number = chance.randrange(len(lines))
-        line = json.loads(lines[number])
-        path = chance.choice(places(line)[1:] or [()])
-        if path:
-            holder = line
-            for key in path[:-1]:
-                holder = holder[key]  # type: ignore[index]
-            if chance.random() < 0.2:
-                del holder[path[-1]]  # type: ignore[arg-type]
-            else:
-                holder[path[-1]] = chance.choice(VALUES)  # type: ignore[index]
-        lines[number] = json.dumps(line).encode()
+        lines[number] = damage.replace_value(chance, lines[number])
     return b"\n".join(lines) + b"\n"
 
 
-MUTATIONS: tuple[Mutation, ...] = (flip, cut, shuffle, replace_values, replace_values)
+MUTATIONS: tuple[damage.Mutation, ...] = (damage.flip, damage.cut, shuffle, replace_values, replace_values)
 
 
 @counts(80, 2000)

@@ -82,13 +82,13 @@ def nap(*places: int) -> tuple[str, ...]:
 
 @contextmanager
 def endless(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """A run of 40 groups that does not come to its end in the body, however late it is interrupted."""
-    (folder / "hold 39").touch()
-    with started(folder, *nap(*range(40)), *words) as process:
+    """A run of 12 groups that does not come to its end in the body, however late it is interrupted."""
+    (folder / "hold 11").touch()
+    with started(folder, *nap(*range(12)), *words) as process:
         try:
             yield process
         finally:
-            (folder / "hold 39").unlink()
+            (folder / "hold 11").unlink()
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 240.0) -> None:
@@ -119,7 +119,7 @@ def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> Non
     assert process.returncode == 0 and err.endswith(NO_HISTORY)
     (path,) = run_files(folder / ".fp8bench")
     run = load_run(path)
-    assert run.finished and not missing_groups(run) and len(run.records) == 80 and len(run.resumptions) == 1
+    assert run.finished and not missing_groups(run) and len(run.records) == 24 and len(run.resumptions) == 1
     with started(folder, *told[1].split()) as process:
         _, err = process.communicate(timeout=240)
     assert process.returncode == 0 and err == f"fp8bench: run {run.id} is finished; nothing was missing\n"
@@ -206,9 +206,9 @@ def test_a_terminal_that_is_closed(folder: Path, ignored: bool) -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 
-    command = [sys.executable, "-m", "fp8bench", *nap(*range(24))]
+    command = [sys.executable, "-m", "fp8bench", *nap(*range(12))]
     if not ignored:
-        (folder / "hold 23").touch()
+        (folder / "hold 11").touch()
     with subprocess.Popen(
         command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=terminal, stdout=terminal,
         stderr=terminal, preexec_fn=begin,  # noqa: PLW1509 - this process has no threads that hold locks
@@ -219,7 +219,7 @@ def test_a_terminal_that_is_closed(folder: Path, ignored: bool) -> None:
             os.close(master)
             process.wait(240)
         finally:
-            (folder / "hold 23").unlink(missing_ok=True)
+            (folder / "hold 11").unlink(missing_ok=True)
     (path,) = run_files(folder / ".fp8bench")
     run = load_run(path)
     assert run.finished is ignored and not run.troubles and len(run.records) >= 4

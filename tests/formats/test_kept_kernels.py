@@ -68,6 +68,11 @@ def bits() -> int | None:
     return None if read is None else read[1]
 
 
+def test_what_is_kept_is_not_compiled_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_compiled", lambda kernel: pytest.fail("it was compiled"))
+    assert compiling.compiled(KERNEL).bits == 7
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("others", [0o020, 0o002])
 def test_what_others_may_have_written_is_not_run(place: int, others: int, kept: Path) -> None:

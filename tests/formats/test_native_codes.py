@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats import operators, vector_width
+from fp8bench.formats.code_kernels import CodesKernel
 from fp8bench.formats.codes import DTYPES
 from fp8bench.formats.compiling import PairKernel
 from fp8bench.formats.grids import E4M3, E5M2, FP16, Format
@@ -258,3 +259,10 @@ def test_in_a_graph_that_is_compiled_casts_are_plain_operations() -> None:
     torch.compiler.reset()
     assert all(same(one.contiguous(), other.contiguous()) for one, other in zip(found, step(x), strict=True))
     assert not any("fp8bench" in str(node.target) for graph in graphs for node in graph.graph.nodes)
+
+
+@for_each(("straight", "turned", "scaled"), [(True, False, False), (False, True, True), (True, True, True)])
+def test_sizes_of_every_argument_of_a_kernel_are_free(straight: bool, turned: bool, scaled: bool) -> None:
+    kernel = CodesKernel(E4M3, F32, "cpu", 16, straight, turned, scaled, by_square=scaled)
+    free = dict(zip(kernel.examples(), kernel.free(), strict=True))
+    assert len(free) == 1 + straight + turned + scaled and set(free.values()) == {(0, 2)}

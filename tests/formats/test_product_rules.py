@@ -123,8 +123,9 @@ def test_every_scaled_product_wants_sixteens(device: DeviceClass) -> None:
 
 
 def test_one_objection_a_side_and_the_widest() -> None:
-    (found,) = objections(product(64, 64, 40, E2M1, NVFP4), B200)
-    assert found.multiples == (1, 1, 32)
+    for fmt, scaling in ((E2M1, NVFP4), (E4M3, MX)):
+        sides = [one.multiples for one in objections(product(33, 33, 40, fmt, scaling), B200)]
+        assert sides == [(1, 16, 1), (1, 1, 32)]
     sides = [one.multiples for one in objections(product(40, 40, 40, E4M3, MX), MI350X)]
     assert sides == [(32, 1, 1), (1, 32, 1), (1, 1, 128)]
 

@@ -167,7 +167,7 @@ def test_e2m1_codes_without_a_scale_are_those_of_ml_dtypes() -> None:
 
 
 @pytest.mark.slow
-@for_each("source", [F32, BF16])
+@pytest.mark.parametrize("source", sampled([BF16], [F32, BF16]), ids=str)
 def test_compiled_codes_without_a_scale_are_eager_ones(source: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_fused(monkeypatch, unscaled, [*pieces(source)], same)
 

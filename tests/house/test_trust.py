@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.house.sources import ROOT, tree_of
+
 MODULES = {
     "pickle", "marshal", "shelve", "dill", "cloudpickle", "socket", "socketserver", "http.server", "asyncio", "mmap",
     "tempfile", "multiprocessing", "multiprocessing.connection", "multiprocessing.shared_memory",
@@ -35,7 +35,7 @@ def test_the_table_names_every_place() -> None:
     for top in ("fp8bench", "suites"):
         for path in (ROOT / top).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix().removeprefix("fp8bench/")
-            if uses(ast.parse(path.read_text())):
+            if uses(tree_of(path)):
                 used.add(name)
     rows = [line for line in (ROOT / "docs" / "run-format.md").read_text().splitlines() if line.startswith("| ")]
     named = {name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row)}

@@ -16,9 +16,11 @@ from fp8bench.measure import group as group_module
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.passes import TraceFolder
 from fp8bench.model import (
+    Case,
     DeviceFacts,
     Label,
     Level,
+    Measurement,
     OperatorTime,
     PlannedCase,
     Provenance,
@@ -187,6 +189,22 @@ def test_what_a_pass_cannot_say_fails_nobody(name: str, what: str, error: Except
     }
     assert found == {one: one != name for one in found}
     assert (records["fp32"].measurement("peak_memory") is not None) == found["memory"]
+
+
+def test_allocations_are_counted_by_a_worker_that_is_not_timed() -> None:
+    class Counting(FakeWorker):
+        why = "there is no probe"
+
+        def _counters(self, case: Case, facts: DeviceFacts, unprobed: str) -> tuple[Any, Any]:
+            return (Measurement("peak_memory", "B", (3.0,)),), (f"no bytes: {unprobed}", "no calls")
+
+    method = Method(rule=TEN, judge=decided, seed=0, traces=None)
+    grouped = group(*native("fp32", "bf16"))
+    for record in GroupMeasurement(
+        grouped, {"cpu": CPU}, FakeWorker({}), SilentObserver(), method, _counting=Counting({})
+    ).run():
+        assert record.measurements[-1].samples == (3.0,)
+        assert record.detail.endswith("; no bytes: there is no probe; no calls")
 
 
 def test_traces_come_after_all_else_where_they_are_asked_for() -> None:

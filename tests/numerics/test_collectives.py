@@ -21,6 +21,7 @@ from fp8bench.numerics.collectives import (
     WAYS,
     AutoScale,
     InFP8,
+    Pieces,
     SelfCheckFailed,
     check_ones,
     expected,
@@ -31,6 +32,7 @@ from fp8bench.numerics.collectives import (
     ring,
     saturated,
     signal_values,
+    tensors_transported,
 )
 from fp8bench.numerics.collectives import Plain as PlainCall
 from fp8bench.numerics.rank_programs import AllGather, Counted, Program, Shift, simulated
@@ -249,3 +251,11 @@ def test_ranks_that_end_early_are_noticed() -> None:
 
     with pytest.raises(RuntimeError, match="1 of 2 ranks have ended, and the others wait"):
         simulated([leaves(0), leaves(1)])
+
+
+def test_each_tensor_travels_with_its_own_scale() -> None:
+    """Ranks own unequal numbers of tensors. Powers of two are exact in E4M3 if their tensor's own scale is used."""
+    pieces = [Pieces((3, 2), 2), Pieces((4,), 2)]
+    owned = [torch.tensor([1.0, 2.0, -0.5, 2.0**15, -(2.0**14)]), torch.tensor([2.0**-20, -(2.0**-19), 0.0, 2.0**-21])]
+    results = simulated([tensors_transported(values, rank, pieces) for rank, values in enumerate(owned)])
+    assert all(torch.equal(result, torch.cat(owned)) for result in results)

@@ -14,6 +14,7 @@ from fp8bench.numerics.distributions import (
     GRADIENT_MEDIAN,
     OUTLIER_FACTOR,
     GradientSource,
+    drawn,
 )
 from tests.counts import for_each
 
@@ -76,3 +77,18 @@ def test_rows_and_tensors_have_magnitudes_of_their_own() -> None:
     assert 3 < spread.median(1).values.max() - spread.median(1).values.min() < 5
     standard = torch.cat([gradient / scale for gradient, scale in zip(drawn, gradients.scales, strict=True)])
     assert abs(standard.mean()) < 0.01 and abs(standard.std() - 1) < 0.01
+
+
+@for_each(
+    ("kind", "deviation", "most"),
+    [
+        ("normal", 1.0, 8.0),
+        ("uniform", 1 / math.sqrt(3), 1.0),
+        ("integers", math.sqrt(20 / 3), 4.0),
+        ("ones", 0.0, 1.0),
+    ],
+)
+def test_operands_are_of_the_kind_that_was_asked_for(kind: str, deviation: float, most: float) -> None:
+    x = drawn({"values": kind}, SHAPE, torch.Generator().manual_seed(0))
+    assert float(x.std()) == pytest.approx(deviation, rel=0.01) and float(x.abs().max()) <= most
+    assert (kind == "integers") == (len(x.unique()) == 9)

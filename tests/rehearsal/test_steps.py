@@ -86,7 +86,7 @@ def modes_of(level: Level, facts: DeviceFacts) -> list[str]:
 
 def cases() -> Iterator[ParameterSet]:
     """Has single products by the rules of every GPU; other suites and whole models on the first GPU with the precision.
-    By default all of the MLP's, and every sixth of the others; one of vision's, which take seconds."""
+    By default all of the MLP's, and every tenth of the others; one of vision's, which take seconds."""
     seen: set[tuple[str, str]] = set()
     for gpu, facts in GPUS.items():
         for mode in modes_of(Level.NATIVE, facts):
@@ -94,7 +94,7 @@ def cases() -> Iterator[ParameterSet]:
                 dear = workload in ("learning", "transformer", "vision", *SERVED) and mode not in precisions.names()
                 if (workload in PRODUCTS or (workload, mode) not in seen) and not dear and not leaves(workload, mode):
                     seen.add((workload, mode))
-                    few = workload == "mlp" or ([*AXES].index(workload) + MODES.index(mode)) % 6 == 0
+                    few = workload == "mlp" or ([*AXES].index(workload) + MODES.index(mode)) % 10 == 0
                     few = mode == "fp8-e4m3" if workload == "vision" else few
                     yield pytest.param(gpu, workload, mode, marks=() if few else pytest.mark.nightly)
 

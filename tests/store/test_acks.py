@@ -94,7 +94,7 @@ LINES = st.lists(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LINES, st.integers(0, 1000))
 def test_the_order_of_lines_means_nothing(tmp_path: Path, lines: list[Ack | Undo], seed: int) -> None:
     acks_of(tmp_path).unlink(missing_ok=True)

@@ -162,7 +162,7 @@ RUN_PLAIN = encode(RUN)
 RUN_PLACES = places(RUN_PLAIN)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(RUN_PLACES), anything, st.booleans())
 def test_whatever_is_changed_it_decodes_or_is_malformed(place: tuple[Any, ...], value: Any, remove: bool) -> None:
     plain = copy.deepcopy(RUN_PLAIN)
@@ -177,7 +177,6 @@ def test_whatever_is_changed_it_decodes_or_is_malformed(place: tuple[Any, ...], 
         assert isinstance(decode(Run, plain), Run)
 
 
-@settings(max_examples=100, deadline=None)
 @given(anything)
 def test_anything_decodes_as_a_run_or_is_malformed(plain: Any) -> None:
     with pytest.raises(Malformed, match=r"^Run"):

@@ -138,11 +138,11 @@ def test_the_worker_finds_what_the_parent_finds(tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
-@pytest.mark.slow
 def test_modules_of_a_folder_by_where_they_really_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     top = tmp_path / "project"
     (top / "src").mkdir(parents=True)
     (tmp_path / "link").symlink_to(top)
+    modules = {}
     for name, file in {
         "a_library": top / "src" / "a_library.py",
         "a_library.part": tmp_path / "link" / "src" / "part.py",
@@ -153,9 +153,9 @@ def test_modules_of_a_folder_by_where_they_really_are(tmp_path: Path, monkeypatc
         "made_up": "_classes.py",
         "built_in": None,
     }.items():
-        module = ModuleType(name)
-        module.__file__ = None if file is None else str(file)
-        monkeypatch.setitem(sys.modules, name, module)
+        modules[name] = ModuleType(name)
+        modules[name].__file__ = None if file is None else str(file)
     monkeypatch.chdir(top)
+    monkeypatch.setattr(sys, "modules", modules)
     assert modules_under(top) == ("a_library", "a_library.part", "fp8bench_user_suite")
     assert modules_under(tmp_path / "link") == modules_under(top) and modules_under(tmp_path / "nowhere") == ()

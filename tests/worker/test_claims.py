@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +14,10 @@ from fp8bench.model import Case, Label, Products, Run, Verdict
 from fp8bench.plan.resolve import CEILINGS_VARIABLE as VARIABLE
 from fp8bench.plan.resolve import TAPE_VARIABLE as TAPE
 from fp8bench.worker.bench import Bench
-from tests.counts import for_each
+from tests.counts import SLOW, for_each
 from tests.facts import CPU
 from tests.fakes import Listener
-from tests.own_suites import suite_run
+from tests.own_suites import suite_file, suite_run
 
 pytestmark = pytest.mark.usefixtures("short_slots")
 
@@ -89,7 +90,7 @@ def told() -> Listener:
     return Listener()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=SLOW)
 def run(tmp_path_factory: pytest.TempPathFactory, told: Listener) -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "measured")
@@ -112,12 +113,10 @@ def reasons(run: Run, how: str) -> dict[str, dict[Label, str]]:
     }
 
 
-@pytest.mark.slow
 def test_what_is_honest_has_no_label(run: Run) -> None:
     assert reasons(run, "grows") == {mode: {} for mode in ("fp32", *LOW)}
 
 
-@pytest.mark.slow
 def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
     for found in reasons(run, "boasts").values():
         assert list(found) == [Label.ABOVE_CEILING, Label.WORK_MISMATCH]
@@ -178,8 +177,9 @@ def test_the_machine_is_measured_once_and_it_is_said(run: Run, told: Listener) -
         ("adds", "fp8", Products(0, False, (), 1)),
     ],
 )
-def test_what_a_step_runs(how: str, precision: str, products: Products, run: Run, bench: Bench) -> None:
-    found = bench.products(Case("claims", (("how", how), ("n", 64)), precision, "cpu"), CPU)
+def test_what_a_step_runs(how: str, precision: str, products: Products, tmp_path: Path, bench: Bench) -> None:
+    with suite_file(tmp_path, SUITE):
+        found = bench.products(Case("claims", (("how", how), ("n", 64)), precision, "cpu"), CPU)
     assert replace(found, given=()) == products
 
 

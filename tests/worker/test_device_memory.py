@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,9 +16,8 @@ from fp8bench.plan.make import make_plan
 from fp8bench.profiler.allocations import Begun, Event, Live, Sized, course
 from fp8bench.protocols import Arithmetic, MemoryMeter, Operand, Phases, Role, Setup
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.worker import device_layout
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.device_layout import DeviceLedger, LaidOutArithmetic
+from fp8bench.worker.device_layout import DeviceLedger
 from fp8bench.worker.memory_pass import _second_step, of_workload
 from tests.counts import for_each, sampled
 from tests.worker.device_codes import RealCodes
@@ -91,49 +89,6 @@ def test_a_perceptron_by_hand(precision: str, bench: Bench, script: Script) -> N
     shapes = [(TOKENS, HIDDEN), (HIDDEN, TOKENS), (WIDTH, TOKENS)][precision == "fp8" :]
     expected = by_hand(code, sum(scales_of(*shape) for shape in shapes))
     assert derived(bench, script(Perceptron, precision=precision)) == expected
-
-
-def _scales_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Operand, "tensors", property(lambda own: [own.data]))
-
-
-def _two_views_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts what shares memory in hardware twice."""
-    made = LaidOutArithmetic._made
-
-    def apart(own: LaidOutArithmetic, *given: Any) -> Any:
-        found = made(own, *given)
-        numbers = iter(range(100))
-        sizes = [one.untyped_storage().nbytes() for operand in found.operands if operand for one in operand.tensors]
-        parts = tuple(tuple(next(numbers) for _ in operand.tensors) if operand else () for operand in found.operands)
-        return found._replace(parts=parts, sizes=tuple(sizes))
-
-    monkeypatch.setattr(LaidOutArithmetic, "_made", apart)
-
-
-def _master_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes the wide source of a cast for its copy."""
-    laid = LaidOutArithmetic._laid
-
-    def replacing(own: LaidOutArithmetic, name: str, source: Any, *given: Any, **more: Any) -> Any:
-        own._ledger.meter.note(Laid(-1, -source.untyped_storage().nbytes()))
-        return laid(own, name, source, *given, **more)
-
-    monkeypatch.setattr(LaidOutArithmetic, "_laid", replacing)
-
-
-def _temporaries_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts the temporaries of an emulated cast and product as a device's."""
-    monkeypatch.setattr(device_layout, "Emulating", lambda: Begun("unattributed"))
-
-
-@pytest.mark.parametrize("plant", [_scales_forgotten, _two_views_counted, _master_forgotten, _temporaries_counted])
-def test_a_planted_mistake_is_seen(
-    plant: Callable[[pytest.MonkeyPatch], None], bench: Bench, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    use = bench.memory(script(Perceptron, precision="fp8"), CPU)
-    assert isinstance(use, MemoryUse) and use.on_device != by_hand(1, 4 + 4)
 
 
 def with_codes(bench: Bench, case: Case) -> int:

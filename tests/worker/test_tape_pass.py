@@ -45,6 +45,12 @@ def test_products_are_what_their_suite_declares(bench: Bench, corpus: Corpus) ->
     assert emulated.by_path == {"fp32": 2 * 64**3} and not mismatches(found)
 
 
+def test_a_suite_without_a_model_has_no_coverage(bench: Bench, corpus: Corpus) -> None:
+    (record,) = records(bench, corpus, "gemm", "fp32", shape="64")
+    (facts,) = (device for device in bench.probe() if device.key == "cpu")
+    assert bench.coverage(record.case, facts) is None
+
+
 def test_a_training_step_is_its_linear_layers_and_attention(bench: Bench, corpus: Corpus) -> None:
     """Attention has a seventh product, because backward computes the scores again."""
     (found,) = records(bench, corpus, "transformer", "bf16", size="nano")

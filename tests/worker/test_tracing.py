@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench import files
@@ -261,7 +261,6 @@ def nested(draw: st.DrawFn, name: str, cat: str) -> list[Event]:
 
 
 @given(nested("aten::op", "cpu_op"), nested("fp8bench.gemm", "user_annotation"))
-@settings(max_examples=100, deadline=None)
 def test_overlaps_are_cut_and_the_whole_step_is_counted(operators: list[Event], phases: list[Event]) -> None:
     before = [step(0, 1000), *operators, *phases]
     after = mended(before)

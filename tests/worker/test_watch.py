@@ -96,7 +96,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isolation", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("isolation", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path, isolation: bool) -> None:
     """Set in a step or a pass, they are named by the culprit's failure; gemm and a witness find them as they were. Also
     in one process, where no worker ends with its culprit."""

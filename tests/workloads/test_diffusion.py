@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -214,27 +214,6 @@ def test_sampling_is_what_plain_loops_compute(denoiser: str, guidance: str) -> N
     state = exact_of(denoiser, guidance=guidance)
     assert isinstance(state, Sampling) and GUIDANCE == 4
     assert agree(denoiser, state, guidance)
-
-
-def _skipping(function: Callable[[Sampling, SilentPhases], Iterator[Tensor]]) -> Callable[..., Iterator[Tensor]]:
-    def latents(self: Sampling, phase: SilentPhases) -> Iterator[Tensor]:
-        latent = self.inputs[0]
-        for step in range(self.plan.steps):
-            latent = latent if step == 2 else self.after(latent, step, phase)
-            yield latent
-
-    return latents
-
-
-@DENOISERS
-def test_a_step_that_the_sampler_skips_is_found(denoiser: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = tape_in_phases(state_of(denoiser, "bf16").step)
-    monkeypatch.setattr(Sampling, "latents", _skipping(Sampling.latents))
-    state = exact_of(denoiser)
-    assert isinstance(state, Sampling) and not agree(denoiser, state)
-    fewer = tape_in_phases(state_of(denoiser).step)
-    assert fewer.flops == whole.flops * 3 / 4
-    assert mismatched(fewer, whole)
 
 
 @for_each("order", [0, 1])

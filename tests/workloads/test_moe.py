@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import ml_dtypes
@@ -17,9 +16,8 @@ from fp8bench.analysis.tapes import product_work
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Scalar
 from fp8bench.nn.exercise import Exercise
-from fp8bench.nn.experts import LoadedExperts, Mixture, disagreements, draw_load, load_figures, transported
+from fp8bench.nn.experts import Mixture, disagreements, draw_load, load_figures, transported
 from fp8bench.nn.sizes import MoeSizes
-from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.moe import Moe, load_word
 from tests.counts import for_each
@@ -71,27 +69,6 @@ def agree(state: Exercise, load: str) -> bool:
 @for_each("load", LOADS)
 def test_it_is_what_plain_loops_compute(load: str) -> None:
     assert agree(state_of(load=load), load)
-
-
-def _skip(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    def each(self: LoadedExperts, parts: tuple[Tensor, ...], counts: Tensor, phase: SilentPhases) -> list[Tensor]:
-        outputs = function(self, parts, counts, phase)
-        last = max(number for number, part in enumerate(parts) if len(part))
-        return [y * (number != last) for number, y in enumerate(outputs)]
-
-    return each
-
-
-@for_each("load", ["uniform", "router"])
-def test_an_expert_that_is_skipped_is_found(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LoadedExperts, "_each", _skip(LoadedExperts._each))
-    assert not agree(state_of(load=load), load)
-
-
-def test_wrong_weights_of_the_combination_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    softmax = Tensor.softmax
-    monkeypatch.setattr(Tensor, "softmax", lambda x, dim: softmax(x * 0, dim))
-    assert not agree(state_of(load="uniform"), "uniform")
 
 
 def rows_of(state: Exercise) -> list[int]:

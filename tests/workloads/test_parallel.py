@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from fp8bench import pipeline
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.ranks.worker import RanksWorker
-from fp8bench.model import Case, Request, Status
+from fp8bench.model import Case, DeviceFacts, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.nn.experts import draw_load
 from fp8bench.nn.parallel.exchanges import owners
@@ -66,28 +68,52 @@ IN_BLOCKS = CONFIG.layers * CONFIG.block_weights + NORMS
 AROUND = (2 * CONFIG.vocabulary + CONFIG.sequence + 1) * CONFIG.width
 TENSORS = 6 * CONFIG.layers + 4
 Bytes = dict[tuple[str, str], float]
+Ranks = tuple[RanksWorker, DeviceFacts]
+
+
+@contextmanager
+def ranks(size: int, folder: Path) -> Iterator[Ranks]:
+    tokens = folder / "tokens"
+    np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)
+    settings = Settings(threads=1, corpus=str(tokens), imports=(str(Path(planted_ways.__file__)),))
+    with RanksWorker(settings, size) as worker:
+        (facts,) = (one for one in worker.probe() if one.kind == "cpu")
+        yield worker, facts
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    with ranks(2, tmp_path_factory.mktemp("two")) as both:
+        yield both
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", sampled([2], [2, 4]))
-def test_ways_that_divide_data_train_what_one_rank_does(tmp_path: Path, size: int) -> None:
-    """Runs DDP, FSDP2 and ZeRO in one launch of 2 ranks, in every wire format."""
-    tokens = tmp_path / "tokens"
-    np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)
-    axes = (("way", ("ddp", "fsdp2", "zero")), ("wire", ("auto" if size == 2 else "usual",)))
-    with RanksWorker(Settings(threads=1, corpus=str(tokens)), size) as worker:
-        (facts,) = (one for one in worker.probe() if one.kind == "cpu")
-        plan = make_plan(Request("parallel", dtypes=("fp32", "fp8"), axes=axes, quick=True, ranks=size), (facts,))
-        first = [next(one.case for one in group.cases if one.runs) for group in plan]
-        assert len(first) == (11 if size == 2 else 3)
-        for case in first:
-            gaps = worker.within(60).error(case, facts)
-            sent, overlap, scaling = worker.ask(60, "step_parts", case, facts)
-            assert all(min(times) > 0 for times in (scaling.whole, scaling.share, overlap.communication))
-            assert 6 <= len(overlap.both) == len(overlap.in_turn) <= 15
-            each = [{(one.operation, one.dtype): one.bytes for one in sent if one.rank == rank} for rank in range(size)]
-            _as_one_rank(case, gaps)
-            _by_formula(case, each, (size - 1) / size)
+def test_ways_that_divide_data_train_what_one_rank_does(two: Ranks) -> None:
+    """Runs DDP, FSDP2 and ZeRO in every wire format."""
+    assert _divided_data(two, 2, "auto") == 11
+
+
+@pytest.mark.nightly
+def test_four_ranks_that_divide_data_do_so_too(tmp_path: Path) -> None:
+    with ranks(4, tmp_path) as four:
+        assert _divided_data(four, 4, "usual") == 3
+
+
+def _divided_data(group: Ranks, size: int, wires: str) -> int:
+    """Holds a case of each way and wire against one rank, and returns their number."""
+    worker, facts = group
+    axes = (("way", ("ddp", "fsdp2", "zero")), ("wire", (wires,)))
+    plan = make_plan(Request("parallel", dtypes=("fp32", "fp8"), axes=axes, quick=True, ranks=size), (facts,))
+    for planned_group in plan.groups:
+        case = next(one.case for one in planned_group.cases if one.runs)
+        gaps = worker.within(60).error(case, facts)
+        sent, overlap, scaling = worker.ask(60, "step_parts", case, facts)
+        assert all(min(times) > 0 for times in (scaling.whole, scaling.share, overlap.communication))
+        assert 6 <= len(overlap.both) == len(overlap.in_turn) <= 15
+        each = [{(one.operation, one.dtype): one.bytes for one in sent if one.rank == rank} for rank in range(size)]
+        _as_one_rank(case, gaps)
+        _by_formula(case, each, (size - 1) / size)
+    return len(plan.groups)
 
 
 def _as_one_rank(case: Case, gaps: dict[str, float]) -> None:
@@ -133,6 +159,7 @@ def _by_formula(case: Case, each: list[Bytes], share: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_slots")
 def test_a_run_tells_scaling_and_bytes(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text(TEXT)
@@ -145,27 +172,24 @@ def test_a_run_tells_scaling_and_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_experts_by_ranks_train_what_one_rank_does(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)
+def test_experts_by_ranks_train_what_one_rank_does(two: Ranks) -> None:
     axes = (("way", ("ep",)), ("wire", ("auto",)), ("load", ("zipf:1",)))
-    with RanksWorker(Settings(threads=1, corpus=str(tokens)), 2) as worker:
-        (facts,) = (one for one in worker.probe() if one.kind == "cpu")
-        plan = make_plan(Request("parallel", dtypes=("fp32", "fp8"), axes=axes, quick=True, ranks=2), (facts,))
-        cases = [one.case for group in plan for one in group.cases]
-        assert len(cases) == 3 * 2
-        for case in cases:
-            gaps = worker.within(60).error(case, facts)
-            exact = case.precision == "fp32" and case.param("wire") == "stream"
-            assert gaps["update_error"] < (1e-5 if exact else 0.5) and (exact or gaps["update_error"] > 1e-4), case.id
-            rows = [gaps[f"rank{rank}_rows"] for rank in range(2)]
-            assert sum(rows) == CONFIG.layers * 2 * 4 * CONFIG.sequence
-            assert rows[0] > 1.5 * rows[1]
-            if case.precision == "fp32":
-                sent, _, _ = worker.ask(60, "step_parts", case, facts)
-                for rank in range(2):
-                    of_rank = {(one.operation, one.dtype): one.bytes for one in sent if one.rank == rank}
-                    assert of_rank == {key: pytest.approx(value) for key, value in _of_experts(case, rank).items()}
+    worker, facts = two
+    plan = make_plan(Request("parallel", dtypes=("fp32", "fp8"), axes=axes, quick=True, ranks=2), (facts,))
+    cases = [one.case for group in plan for one in group.cases]
+    assert len(cases) == 3 * 2
+    for case in cases:
+        gaps = worker.within(60).error(case, facts)
+        exact = case.precision == "fp32" and case.param("wire") == "stream"
+        assert gaps["update_error"] < (1e-5 if exact else 0.5) and (exact or gaps["update_error"] > 1e-4), case.id
+        rows = [gaps[f"rank{rank}_rows"] for rank in range(2)]
+        assert sum(rows) == CONFIG.layers * 2 * 4 * CONFIG.sequence
+        assert rows[0] > 1.5 * rows[1]
+        if case.precision == "fp32":
+            sent, _, _ = worker.ask(60, "step_parts", case, facts)
+            for rank in range(2):
+                of_rank = {(one.operation, one.dtype): one.bytes for one in sent if one.rank == rank}
+                assert of_rank == {key: pytest.approx(value) for key, value in _of_experts(case, rank).items()}
 
 
 def _of_experts(case: Case, rank: int) -> Bytes:
@@ -192,13 +216,9 @@ def _of_experts(case: Case, rank: int) -> Bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", sampled(["ep_turned"], ["ep_turned", "ep_alone"]))
-def test_mistakes_of_experts_by_ranks_are_found(mistake: str, tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens"
-    np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint16).tofile(tokens)
+def test_mistakes_of_experts_by_ranks_are_found(mistake: str, two: Ranks) -> None:
+    worker, facts = two
     params = {"size": "nano", "batch": 4, "sequence": 32, "wire": "stream", "load": "uniform", "way": mistake}
     case = Case("parallel", tuple(params.items()), "fp8", "cpu", ranks=2)
-    settings = Settings(threads=1, corpus=str(tokens), imports=(str(Path(planted_ways.__file__)),))
-    with RanksWorker(settings, 2) as worker:
-        (facts,) = (one for one in worker.probe() if one.kind == "cpu")
-        with pytest.raises(WorkerFault, match="change weights differently from one rank"):
-            worker.within(60).error(case, facts)
+    with pytest.raises(WorkerFault, match="change weights differently from one rank"):
+        worker.within(60).error(case, facts)

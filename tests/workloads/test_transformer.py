@@ -20,7 +20,6 @@ from fp8bench.nn.gpt import GPT, compiled
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.nn.training_step import TrainingState
-from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.numerics.norms import joint_relative_frobenius
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
@@ -258,23 +257,6 @@ def casts_seen(setup: Setup) -> tuple[Setup, list[Role]]:
     seen: list[Role] = []
     watched = WatchedArithmetic(setup.arithmetic, lambda operand, source, role, before: seen.append(role))
     return replace(setup, arithmetic=watched), seen
-
-
-def test_a_cache_that_forgets_to_cast_again_would_be_seen(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trained on the first step's weights, the second step has other gradients."""
-    inner = CachedWeights._cast
-
-    def forgetting(self: CachedWeights) -> None:
-        if not hasattr(self, "first"):
-            inner(self)
-            self.first = [layer.operands for layer in self._layers]  # type: ignore[attr-defined]
-        for layer, operands in zip(self._layers, self.first, strict=True):  # type: ignore[attr-defined]
-            layer.operands = operands
-
-    monkeypatch.setattr(CachedWeights, "_cast", forgetting)
-    for steps, alike in ((1, True), (2, False)):
-        cached, recast = (stepped(one, steps) for one in both_ways(corpus, "fp8"))
-        assert torch.equal(cached.buffers[-1], recast.buffers[-1]) is alike
 
 
 @for_each("rule", [StaticScales(2), StaticScales(2, refresh=2), StaticScales(2, bound=0.01)])

@@ -31,14 +31,13 @@ BY_NAME = {check.name: check for check in CHECKS}
 UNTIMED = tuple(check for check in CHECKS if check.name not in ("speed", "sizes"))
 TIMED = ("nothing beyond a size", "no product of zeros", "emulated fp8")
 QUICK = (
-    "no tail of the contraction", "NaN of zeros", "a NaN that is lost", "rows are taken to follow one another",
-    "a NaN beyond the first rows is zero", "an infinity of the second operand is zero",
+    "no tail of the contraction", "rows are taken to follow one another", "an infinity of the second operand is zero",
 )  # fmt: skip
 
 
 def marked(kernels: Sequence[Kernel]) -> list[ParameterSet]:
-    """Marks every eighth as slow and the others as nightly, but for the quick ones."""
-    slow = [kernel.name for kernel in kernels if kernel.name not in QUICK][::8]
+    """Marks every twelfth as slow and the others as nightly, but for the quick ones."""
+    slow = [kernel.name for kernel in kernels if kernel.name not in QUICK][::12]
     marks = {True: pytest.mark.slow, False: pytest.mark.nightly}
     return [
         pytest.param(kernel, marks=() if kernel.name in QUICK else marks[kernel.name in slow], id=kernel.name)

@@ -171,13 +171,12 @@ def test_a_broken_conversion_fails(name: str) -> None:
     assert failures(audited(network(0, BROKEN[name]), 0))
 
 
-@for_each("place", [0, 1, 2])
-def test_one_broken_layer_of_three_alike_fails(place: int) -> None:
-    for name in ("halved", "in bf16", "weight gradient doubled"):
-        how = [BROKEN[name] if row == place else None for row in range(3)]
-        audit = audited(network(0, *how), 0)
-        wrong = [bool(layer.code) or layer.runs != "fp8" for layer in audit.layers]
-        assert failures(audit) and wrong == [row == place for row in range(3)]
+@for_each(("place", "name"), enumerate(("halved", "in bf16", "weight gradient doubled")))
+def test_one_broken_layer_of_three_alike_fails(place: int, name: str) -> None:
+    how = [BROKEN[name] if row == place else None for row in range(3)]
+    audit = audited(network(0, *how), 0)
+    wrong = [bool(layer.code) or layer.runs != "fp8" for layer in audit.layers]
+    assert failures(audit) and wrong == [row == place for row in range(3)]
 
 
 @for_each(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from fp8bench import units
@@ -133,7 +133,6 @@ def test_a_pipeline_idles_less_in_more_pieces() -> None:
     shards=some.sampled_from([1, 2, 4, 8]), tensor=some.sampled_from([1, 2]), pipeline=some.sampled_from([1, 2, 4]),
     level=some.sampled_from(list(Checkpointing)), count=some.sampled_from([1, 2, 4, 8]),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
 def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpointing, count: int) -> None:
     """All states lie somewhere once; computing again takes time and gives memory; FP8 takes no more time."""
     layout, load = ParallelLayout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)

@@ -28,40 +28,40 @@ from tests.measure.ranks.test_worker import SUITE, gone, left_behind
 _LISTENING = "0A"
 COMMANDS = {
     "suite": ("suite", SUITE, "--ranks", "2", "--quick", "--set", "fault=none", "--rounds", "20"),
-    "collective": ("suite", "collective", "--ranks", "2", "--quick", "--set", "collective=all_reduce"),
+    "collective": (
+        "suite", "collective", "--ranks", "2", "--quick", "--set", "collective=all_reduce", "--set", "fp8=fp8_twoshot",
+        "--set", "scaling=ms_amp",
+    ),
     "parallel": ("suite", "parallel", "--ranks", "2", "--quick", "--set", "way=pp_1f1b,tp"),
-    "train": ("train", "--ranks", "2", "--parallel", "ddp", "--steps", "20", "--dtypes", "fp32,bf16", "--seeds", "1"),
-}
+    "train": ("train", "--ranks", "2", "--parallel", "ddp", "--steps", "6", "--dtypes", "fp32,bf16", "--seeds", "1"),
+}  # fmt: skip
 
 
-def ours() -> list[Path]:
-    """Processes that this test has started: in /proc."""
-    found = []
+def sockets_of_test() -> set[str]:
+    """The sockets of processes that this test has started, as /proc names them."""
+    found = set()
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):
             if os.environ["PYTEST_CURRENT_TEST"].encode() in (folder / "environ").read_bytes():
-                found.append(folder)
-        except OSError:
-            continue
+                found |= {str(file.readlink()) for file in (folder / "fd").iterdir()}
     return found
 
 
-def ports() -> dict[int, str]:
-    """The ports that they listen on, and the address of each in hexadecimal digits."""
-    sockets = set()
-    for process in ours():
-        try:
-            sockets |= {str(file.readlink()) for file in (process / "fd").iterdir()}
-        except OSError:
-            continue
-    found = {}
+def new_ports(known: set[str]) -> dict[int, str]:
+    """The ports that they began to listen on, and the address of each in hexadecimal digits.
+
+    Sockets that listen become `known`: only a new one is worth a look at all processes.
+    """
+    listening = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             words = line.split()
-            if words[3] == _LISTENING and f"socket:[{words[9]}]" in sockets:
+            if words[3] == _LISTENING and words[9] not in known:
                 address, _, port = words[1].partition(":")
-                found[int(port, 16)] = address
-    return found
+                listening[words[9]] = int(port, 16), address
+    known |= listening.keys()
+    own = sockets_of_test() if listening else set()
+    return dict(where for inode, where in listening.items() if f"socket:[{inode}]" in own)
 
 
 def is_loopback(address: str) -> bool:
@@ -76,6 +76,7 @@ def run_watched(
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": "somewhere", "MASTER_PORT": "29500"}
     said: list[str] = []
     seen: dict[int, str] = {}
+    known: set[str] = set()
     with subprocess.Popen(
         [sys.executable, "-m", "fp8bench", *COMMANDS[name], "--store", str(store)], stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, env=environment,
@@ -84,10 +85,9 @@ def run_watched(
             reading = threading.Thread(target=lambda: said.append(running.communicate(timeout=540)[0]))
             reading.start()
             while reading.is_alive():
-                for port, address in ports().items():
-                    if port not in seen:
-                        seen[port] = address
-                        meet(port)
+                for port, address in new_ports(known).items():
+                    seen[port] = address
+                    meet(port)
                 time.sleep(pause)
         finally:
             running.kill()

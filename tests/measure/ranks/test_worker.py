@@ -137,8 +137,8 @@ def measured(
         return list(pipeline.execute(request, store, SilentObserver(), "").records)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", sampled(["SIGSEGV"], REASONS))
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", REASONS)
 def test_a_fault_leaves_nobody(fault: str, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (record,) = measured([fault], tmp_path, monkeypatch)
     assert record.status is Status.FAILED and REASONS[fault] in record.reason, record.reason
@@ -210,12 +210,12 @@ def test_a_run_goes_on_after_each_fault(temporary: Path, tmp_path: Path, monkeyp
     sums that differ nobody can tell which is wrong."""
     strike(tmp_path, list(BEGINNINGS), "SIGKILL", monkeypatch)
     started, opened, ended, sums, whole = measured(
-        ["hang", "raise", "exit", "sums", "none"], tmp_path / "store", monkeypatch
+        ["hang", "raise", "SIGSEGV", "sums", "none"], tmp_path / "store", monkeypatch
     )
     for record, request, reason in (
         (started, "start", "the ranks could not be started: rank 1 of 2, in 'start', was ended by SIGKILL"),
         (opened, "open", "the worker crashed during 'open': rank 1 of 2, in 'open', was ended by SIGKILL"),
-        (ended, "slot", REASONS["exit"]),
+        (ended, "slot", REASONS["SIGSEGV"]),
     ):
         assert record.status is Status.FAILED and reason in record.reason, record.reason
         assert (where := record.failed_rank) is not None and (where.rank, where.ranks, where.request) == (1, 2, request)

@@ -81,6 +81,7 @@ def trained(size: str, ways: tuple[str, ...], folder: Path) -> tuple[dict[str, R
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_slots")
 def test_four_ranks_that_cut_products_train_what_one_does(tmp_path: Path) -> None:
     """They also send what formulas say. Without casts there are no amax groups to choose from."""
     records, skipped = trained("nano", CUT, tmp_path)

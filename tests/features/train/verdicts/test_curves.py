@@ -251,7 +251,11 @@ def test_what_differs_by_nothing_is_seldom_called_and_what_was_planted_is_found(
 
 @pytest.mark.parametrize(
     ("name", "studies"),
-    [("spikes", 25), *(pytest.param(name, 200, marks=pytest.mark.slow) for name in noises())],
+    [
+        ("spikes", 25),
+        pytest.param("heavy tails", 200, marks=pytest.mark.slow),
+        *(pytest.param(name, 200, marks=pytest.mark.nightly) for name in noises() if name != "heavy tails"),
+    ],
 )
 def test_no_verdict_turns_on_the_last_step(name: str, studies: int) -> None:
     """Studies, always the same, that end at any of their last ten steps: 96 of 100 and more have one verdict. By means
