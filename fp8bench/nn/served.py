@@ -258,13 +258,13 @@ def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, exp
     layer, by default the expected one."""
     wide, weights = CARRIERS[arm.carrier], 0.0
     read = (model.chosen(batch) if experts is None else experts) / model.experts if model.experts else 1.0
-    kept = arm.weight_format
+    weight_format = arm.weight_format
     for name, shape in model.shapes:
         part = name.partition(".")[0]
         if part in ("embedding", "positions"):
             weights += (batch if part == "embedding" else 1) * shape[-1] * wide
         elif part == "blocks" and len(shape) == 2 and not name.endswith(ROUTER):
-            stored = (int4_format(shape[1]) if kept == "int4" else WEIGHT_FORMATS[kept]).bytes(*shape)
+            stored = (int4_format(shape[1]) if weight_format == "int4" else WEIGHT_FORMATS[weight_format]).bytes(*shape)
             weights += stored * (read if EXPERTS in name else 1)
         else:
             weights += prod(shape) * wide
@@ -282,9 +282,9 @@ def served_memory(model: ServedShape, batch: int, context: int) -> float:
 def forward_flops(model: ServedShape, batch: int, new: int, context: int) -> float:
     """Two FLOPs a weight and token (for the head, one token a sequence), and attention's two products."""
     linear = 2.0 * batch * (new * model.active + model.weights("head"))
-    seen = new * (context - new) + new * (new + 1) / 2
-    return linear + attention_flops(model, batch, seen)
+    pairs = new * (context - new) + new * (new + 1) / 2
+    return linear + attention_flops(model, batch, pairs)
 
 
-def attention_flops(model: ServedShape, batch: int, seen: float) -> float:
-    return 4.0 * batch * model.layers * model.heads * model.head_width * seen
+def attention_flops(model: ServedShape, batch: int, pairs: float) -> float:
+    return 4.0 * batch * model.layers * model.heads * model.head_width * pairs
