@@ -27,7 +27,7 @@ from fp8bench.nn.block import Block, build_blocks
 from fp8bench.nn.experts import Experts, ServedExperts
 from fp8bench.nn.kept import KeptHeads, KeptWeight, draw_cached_values
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parts import Norm
+from fp8bench.nn.parts import Norm, normalise
 from fp8bench.nn.served import ROUTER, served_shapes
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases, Role
@@ -85,12 +85,13 @@ class ServedNorm:
     """A norm whose weight was cast once; the result is in the carrier."""
 
     def __init__(self, norm: Norm, weight: Tensor, arithmetic: Arithmetic | None, carrier: torch.dtype) -> None:
-        self.normalise, self.weight, self.arithmetic, self.carrier = norm.normalise, weight, arithmetic, carrier
+        self.weight, self.arithmetic, self.carrier = weight, arithmetic, carrier
+        self.form = norm.root_mean_square, norm.epsilon
         self.dtype = wide_dtype(carrier) if arithmetic is None else weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = cast_to(x, self.arithmetic).to(self.dtype)
-        return self.normalise(wide, self.weight.to(self.dtype)).to(self.carrier)
+        return normalise(wide, self.weight.to(self.dtype), *self.form).to(self.carrier)
 
 
 class Decoder(nn.Module):
@@ -129,7 +130,7 @@ class Decoder(nn.Module):
         self.norms: list[ServedNorm] = []
         self.experts: list[ServedExperts] = []
         with torch.device("meta"):
-            self.blocks = build_blocks(config, lambda name: PlainArithmetic(carrier), FusedCore())
+            self.blocks = build_blocks(config, lambda name: PlainArithmetic(carrier), FusedCore())  # type: ignore[assignment]
             norm = Norm(config.width, config.modern)
         for path, module in list(self.named_modules()):
             self._serve(path, module)

@@ -141,6 +141,7 @@ def take_blocks(model: GPT, heads: int) -> None:
     """Let a backend compute each block as one layer, where it can."""
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
+        assert isinstance(block.norm_attn, Norm) and isinstance(block.norm_mlp, Norm)
         weights = (block.attn.qkv.weight, block.attn.out.weight, block.mlp.up.weight, block.mlp.down.weight)
         norms = (block.norm_attn.weight, block.norm_mlp.weight)
         layer = block.attn.qkv.arithmetic.fused(Fused(norms, weights, heads=heads))

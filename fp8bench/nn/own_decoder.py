@@ -121,12 +121,15 @@ class OwnDecoder:
         self._keep_keys(arm)
 
     def forward(self, tokens: Tensor, at: int, phase: Phases, every: bool = False) -> Tensor:
+        # 1. The cache begins at this position again: Hugging Face's layers count in a tensor, ours in a number.
         self.phase = phase
         for part in (self.cache, *self.cache.layers):
             if isinstance(length := getattr(part, "cumulative_length", None), Tensor):
                 length.fill_(at)
             elif hasattr(part, "at"):
                 part.at = at
+
+        # 2. Call the model with what its forward takes.
         named: dict[str, Any] = {_CACHE: self.cache, "use_cache": True, "logits_to_keep": 0 if every else 1}
         if "cache_position" in self._asks:
             named["cache_position"] = torch.arange(at, at + tokens.shape[1], device=tokens.device)
@@ -137,6 +140,8 @@ class OwnDecoder:
                 f"{self.name}: tokens at positions {at} to {at + tokens.shape[1] - 1} fail: {short_words(error)}. It "
                 "has fewer positions or ids: give shorter --contexts, and (model, token ids) with texts of its own."
             ) from error
+
+        # 3. Find the logits in what it gives.
         if isinstance(out, Mapping):
             if "logits" not in out:
                 raise UsageError(

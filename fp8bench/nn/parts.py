@@ -31,14 +31,14 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.unit is None else self.unit(self.weight)
         weight = cast_to(weight, self.arithmetic, Role.WEIGHT)
-        return self.normalise(cast_to(x, self.arithmetic), weight).to(x.dtype)
+        wide = cast_to(x, self.arithmetic).to(weight.dtype)
+        return normalise(wide, weight, self.root_mean_square, self.epsilon).to(x.dtype)
 
-    def normalise(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Normalise in the dtype of the weight."""
-        wide = x.to(weight.dtype)
-        if self.root_mean_square:
-            return F.rms_norm(wide, weight.shape, weight, self.epsilon)
-        return F.layer_norm(wide, weight.shape, weight, None, self.epsilon)
+
+def normalise(x: Tensor, weight: Tensor, root_mean_square: bool, epsilon: float) -> Tensor:
+    if root_mean_square:
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    return F.layer_norm(x, weight.shape, weight, None, epsilon)
 
 
 class FeedForward(nn.Module):

@@ -195,8 +195,7 @@ class VisionSizes:
     def around(self) -> tuple[Layer, ...]:
         """A vision transformer's positions count as its embedding; a ResNet has none."""
         if self.model == "resnet":
-            norms = self._convolutions("norms.")
-            return layers_around(("norm", *norms), "residual", "logits")
+            return layers_around(("norm", *self._convolutions("norms.")), "residual", "logits")
         norms = [layer.name for layer in gpt_around(self.layers) if layer.kind == "norm"]
         image = [f"image.{name}" for name in norms] if self.model == "two-input" else []
         return layers_around((*image, *norms), *_BESIDE_NORMS)
