@@ -102,7 +102,6 @@ class Decoder(nn.Module):
     """
 
     blocks: Iterable[Block]
-    calibrates = False
 
     def __init__(
         self,
@@ -142,6 +141,7 @@ class Decoder(nn.Module):
         del self._weight, self._keep
 
         # 3. An empty cache.
+        self.calibrates = False
         shape = (sizes[0], config.key_heads, sizes[1], config.head_width)
         self.cache = [
             LayerCache(KeptHeads(kv, shape, carrier, device), KeptHeads(kv, shape, carrier, device))
