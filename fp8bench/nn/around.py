@@ -22,18 +22,23 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, arithmetic: Arithmetic, role: Role) -> Tensor:
         ctx.arithmetic = arithmetic
-        return cast_and_restored(x, arithmetic, role)
+        return round_values(x, arithmetic, role)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return cast_and_restored(gradients[0], ctx.arithmetic, Role.GRADIENT), None, None
+        return round_values(gradients[0], ctx.arithmetic, Role.GRADIENT), None, None
 
 
-def cast_and_restored(x: Tensor, arithmetic: Arithmetic, role: Role) -> Tensor:
+def round_values(x: Tensor, arithmetic: Arithmetic, role: Role) -> Tensor:
     """The values that a cast leaves of a tensor, in the tensor's dtype."""
     flat = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
     y = arithmetic.restore(arithmetic.cast(flat, role), x.dtype).view(x.shape)
     return y if x.is_contiguous() else torch.empty_like(x).copy_(y)  # an image keeps its strides
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype itself, or fp32 where that is wider."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def cast_to(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -> Tensor:
@@ -71,23 +76,23 @@ def set_around(model: Any, chosen: Mapping[str, Arithmetic]) -> None:
 
 def rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
     """A forward pass for any embedding or norm that computes in an arithmetic and returns the usual dtype."""
-    own = copy.copy(module)  # shares the tensors, and keeps its forward pass when the module's is replaced
+    shared = copy.copy(module)  # shares the tensors, and keeps its forward pass when the module's is replaced
 
-    def forward(x: Tensor, *more: Any, **named: Any) -> Any:
-        own.training = module.training
-        kept = {
+    def forward(x: Tensor, *more_inputs: Any, **named: Any) -> Any:
+        shared.training = module.training
+        tensors = {
             word: cast_to(parameter, arithmetic, Role.WEIGHT)
             for word, parameter in module.named_parameters(recurse=False)
         }
         statistics = {
             word: tensor for word, tensor in module.named_buffers(recurse=False) if tensor.is_floating_point()
         }
-        kept |= {word: cast_to(tensor, arithmetic).clone() for word, tensor in statistics.items()}
-        given = cast_to(x, arithmetic) if x.is_floating_point() else x
-        y = torch.func.functional_call(own, kept, (given, *more), named)
+        tensors |= {word: cast_to(tensor, arithmetic).clone() for word, tensor in statistics.items()}
+        inputs = cast_to(x, arithmetic) if x.is_floating_point() else x
+        y = torch.func.functional_call(shared, tensors, (inputs, *more_inputs), named)
         with torch.no_grad():
-            for word, statistic in statistics.items() if own.training else ():
-                statistic.copy_(cast_to(kept[word], arithmetic))
+            for word, statistic in statistics.items() if shared.training else ():
+                statistic.copy_(cast_to(tensors[word], arithmetic))
         dtype = x.dtype if x.is_floating_point() else next(module.parameters()).dtype
         return y.to(dtype) if isinstance(y, Tensor) else y
 
@@ -95,10 +100,10 @@ def rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., 
 
 
 def rounded_head(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
-    before = module.forward
+    usual_forward = module.forward
 
-    def forward(*given: Any, **named: Any) -> Any:
-        y = before(*given, **named)
+    def forward(*inputs: Any, **named: Any) -> Any:
+        y = usual_forward(*inputs, **named)
         return cast_to(y, arithmetic).to(y.dtype)
 
     return forward

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,15 @@ from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Cache(Protocol):
+    """Keys and values of all tokens so far, and the core that attends to them, for one layer in one pass."""
+
+    def store(self, k: Tensor, v: Tensor, phase: Phases) -> tuple[Tensor, Tensor]:
+        """Add keys and values of new tokens; return those of all tokens, as the cache keeps them."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 def attention_by(name: str) -> AbstractContextManager[None]:
@@ -85,13 +94,13 @@ class _Recomputed(torch.autograd.Function):
         return None, *(leaf.grad for leaf in inputs)
 
 
-def recomputed(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def recompute(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Returns run(*inputs), keeping only the inputs for backward, which runs it again. Nothing in `run` may be random.
 
     For references, which nobody times: torch's checkpoints, which timed steps take, import the compiler.
     """
-    made: Tensor = _Recomputed.apply(run, *inputs)  # type: ignore[no-untyped-call]
-    return made
+    y: Tensor = _Recomputed.apply(run, *inputs)  # type: ignore[no-untyped-call]
+    return y
 
 
 @dataclass(frozen=True)
@@ -105,16 +114,13 @@ class HeadwiseCore:
     inner: Core
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        group = q.shape[1] // k.shape[1]
-        mixed = [
-            recomputed(
-                self.inner,
-                q[i : i + 1, j : j + 1],
-                *(tensor[i : i + 1, j // group : j // group + 1] for tensor in (k, v)),
-            )
-            for i in range(q.shape[0])
-            for j in range(q.shape[1])
-        ]
+        group, mixed = q.shape[1] // k.shape[1], []
+        for i in range(q.shape[0]):
+            for j in range(q.shape[1]):
+                head, key_head = slice(j, j + 1), slice(j // group, j // group + 1)
+                sequence = slice(i, i + 1)
+                parts = q[sequence, head], k[sequence, key_head], v[sequence, key_head]
+                mixed.append(recompute(self.inner, *parts))
         return torch.cat(mixed).view(q.shape)
 
 
@@ -142,25 +148,25 @@ class EmulatedCore:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         factor = 1 / math.sqrt(q.shape[-1])
-        scores = self._rounded(self.scores(q, k), "scores", scaled=False)
+        scores = self._round(self.scores(q, k), "scores", scaled=False)
         if not self.prescaled:
             scores = scores * factor
         if self.causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(hidden, -math.inf)
-        probabilities = self._rounded(scores.softmax(-1), "probabilities")
-        values = self._rounded(v.transpose(-1, -2), "values")
-        mixed = _grouped(probabilities, values) @ values.transpose(-1, -2)
+        probabilities = self._round(scores.softmax(-1), "probabilities")
+        values = self._round(v.transpose(-1, -2), "values")
+        mixed = _join_heads(probabilities, values) @ values.transpose(-1, -2)
         return mixed.view(q.shape).to(q.dtype)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """The product of queries and keys in fp32, not yet rounded, masked entries included."""
         if self.prescaled:
             q = q.to(torch.float32) / math.sqrt(q.shape[-1])
-        queries, keys = self._rounded(q, "queries"), self._rounded(k, "keys")
-        return (_grouped(queries, keys) @ keys.transpose(-1, -2)).view(*q.shape[:-1], k.shape[-2])
+        queries, keys = self._round(q, "queries"), self._round(k, "keys")
+        return (_join_heads(queries, keys) @ keys.transpose(-1, -2)).view(*q.shape[:-1], k.shape[-2])
 
-    def _rounded(self, x: Tensor, part: str, scaled: bool = True) -> Tensor:
+    def _round(self, x: Tensor, part: str, scaled: bool = True) -> Tensor:
         arithmetic = self.parts[part]
         cast = arithmetic.cast if scaled else arithmetic.unscaled
         rounded: Tensor = _StraightThrough.apply(x, arithmetic, cast)  # type: ignore[no-untyped-call]
@@ -181,7 +187,7 @@ class _StraightThrough(torch.autograd.Function):
         return gradients[0].to(ctx.dtype), None, None
 
 
-def _grouped(x: Tensor, shared: Tensor) -> Tensor:
+def _join_heads(x: Tensor, shared: Tensor) -> Tensor:
     """(batch, heads, tokens, n) with the heads that share a key head joined along the tokens."""
     return x.reshape(*shared.shape[:2], -1, x.shape[-1])
 
@@ -208,12 +214,14 @@ class SelfAttention(nn.Module):
         self.qkv = Linear(width, sum(self.sizes), choose("qkv"))
         self.out = Linear(width, width, choose("out"), gain)
 
-    def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         q, k, v = self.heads(x, phase)
         if rotation is not None:
-            own = rotation.to(q.dtype)  # the stream's dtype may differ from the model's
-            q, k = rotate(q, own), rotate(k, own)
-        mixed = region(phase.attention, self.core, q, k, v)
+            rotation = rotation.to(q.dtype)  # the stream's dtype may differ from the model's
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        if cache is not None:
+            k, v = cache.store(k, v, phase)
+        mixed = region(phase.attention, cache or self.core, q, k, v)
         y: Tensor = self.out(mixed.transpose(1, 2).flatten(2), phase)
         return y.to(x.dtype)
 

@@ -51,22 +51,22 @@ class TokenLoader:
     def next(self) -> tuple[Tensor, Tensor]:
         """Tokens and the tokens that follow them, (batch, length) each, on the device. Takes turns through the batches
         that were loaded ahead, if any were."""
-        ids = next(self._turns) if self._ahead else self._moved(self._drawn())
+        ids = next(self._turns) if self._ahead else self._to_device(self._draw())
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def load_ahead(self, batches: int) -> None:
         """Loads so many batches, each into the memory of the one before in its place; `next` then takes turns."""
         for place in range(batches):
-            host = self._drawn()
+            host = self._draw()
             if place == len(self._ahead):
                 self._ahead.append(torch.empty_like(host, device=self._device))
             self._ahead[place].copy_(host.pin_memory() if self._pin else host, non_blocking=self._pin)
         self._turns = cycle(self._ahead)
 
-    def _moved(self, host: Tensor) -> Tensor:
+    def _to_device(self, host: Tensor) -> Tensor:
         return host.pin_memory().to(self._device, non_blocking=True) if self._pin else host
 
-    def _drawn(self) -> Tensor:
+    def _draw(self) -> Tensor:
         size = self._length + self._span
         starts = self._random.integers(0, len(self._tokens) - size + 1, self._batch)
         ids = np.stack([self._tokens[start : start + size] for start in starts]).astype(np.int64)
@@ -93,7 +93,7 @@ def text_records(path: str, count: int, size: int, random: np.random.Generator) 
     return np.stack([tokens[start : start + size] for start in starts]).astype(np.uint8)
 
 
-def normalised(values: Bytes, dtype: np.dtype[np.floating] = SINGLE) -> NDArray[np.floating]:
+def normalise_bytes(values: Bytes, dtype: np.dtype[np.floating] = SINGLE) -> NDArray[np.floating]:
     result = values.astype(dtype)
     result -= _MEAN
     result /= _DEVIATION
@@ -132,7 +132,7 @@ class DecodedRecords:
     """Records kept decoded in memory."""
 
     def __init__(self, records: Bytes) -> None:
-        self._values = torch.from_numpy(normalised(records))
+        self._values = torch.from_numpy(normalise_bytes(records))
 
     def batch(self, indices: Indices) -> Tensor:
         return self._values.index_select(0, torch.from_numpy(indices))

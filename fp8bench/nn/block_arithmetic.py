@@ -47,7 +47,7 @@ class BlockArithmetic(RecipeArithmetic):
                 else row_codes(tensor, treatment.fmt, rounding, _BLOCK)
             )
             return Operand(*made, role is Role.GRADIENT)
-        return self._tiled(tensor, role, again)
+        return self._tile(tensor, role, again)
 
     def unscaled(self, tensor: Tensor, role: Role) -> Operand:
         fmt = self.treatments[role].fmt
@@ -57,7 +57,7 @@ class BlockArithmetic(RecipeArithmetic):
         if not self._rotates(role) or not self._in_tiles(role):
             return super().turned(source, role)
         rotated = rotation(source, self._signs)
-        return self._tiled(rotated.values, role, again=False, amaxes=rotated.amaxes)
+        return self._tile(rotated.values, role, again=False, amaxes=rotated.amaxes)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
@@ -71,12 +71,12 @@ class BlockArithmetic(RecipeArithmetic):
             straight, turned = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding, _BLOCK)
         return Operand(*straight, role is Role.GRADIENT), Operand(*turned, role is Role.GRADIENT)
 
-    def _tiled(self, tensor: Tensor, role: Role, again: bool, amaxes: Tensor | None = None) -> Operand:
+    def _tile(self, tensor: Tensor, role: Role, again: bool, amaxes: Tensor | None = None) -> Operand:
         treatment = self.treatments[role]
         assert treatment.scaling is not None
         draw = self._draws[role].draw(tensor.device, 1, again) if role in self._draws else None
-        made = tiled_codes(tensor, treatment.fmt, treatment.scaling, draw, amaxes)
-        return Operand(*made, role is Role.GRADIENT, tensor.shape[1])
+        codes_and_scale = tiled_codes(tensor, treatment.fmt, treatment.scaling, draw, amaxes)
+        return Operand(*codes_and_scale, role is Role.GRADIENT, tensor.shape[1])
 
     def _tiled_both(self, tensor: Tensor, role: Role, amax: Tensor | None) -> tuple[Operand, Operand]:
         treatment = self.treatments[role]

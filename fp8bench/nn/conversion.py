@@ -25,7 +25,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.around import rounded_forward, rounded_head
-from fp8bench.nn.convolution import Windows, convolved
+from fp8bench.nn.convolution import Windows, convolve
 from fp8bench.nn.holders import (
     EXPERTS,
     LINEAR,
@@ -268,7 +268,7 @@ class LayerProducts:
             pixels = x.permute(0, 2, 3, 1)
             rows = self._master(weight).permute(0, 2, 3, 1).flatten(1)
             parts = [
-                convolved(part, own, geometry, self.arithmetic, self._phase())
+                convolve(part, own, geometry, self.arithmetic, self._phase())
                 for part, own in zip(pixels.chunk(groups, -1), rows.chunk(groups), strict=True)
             ]
             y = (parts[0] if groups == 1 else torch.cat(parts, -1)).permute(0, 3, 1, 2).to(dtype)

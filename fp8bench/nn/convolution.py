@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.around import cast_to
-from fp8bench.nn.gpt import Norm
+from fp8bench.nn.around import cast_to, wide_dtype
 from fp8bench.nn.linear import Both, Choose, cast_marker, let_go, linear, refuse_twice, region
+from fp8bench.nn.parts import Norm
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 Sides = tuple[int, int]
@@ -53,10 +53,6 @@ def casts_whole(arithmetic: Arithmetic, layout: Layout) -> bool:
     return arithmetic.plain and layout == torch.contiguous_format
 
 
-def _values(operand: Operand, arithmetic: Arithmetic) -> Tensor:
-    return operand.data if operand.scale is None else arithmetic.restore(operand, torch.float32)
-
-
 def _images(matrix: Tensor, shape: Sequence[int], layout: Layout) -> Tensor:
     """Rows of pixels as torch's images, (batch, channels, height, width), with the strides of `layout`."""
     images = matrix.reshape(*shape[:3], -1).permute(0, 3, 1, 2)
@@ -69,40 +65,66 @@ def _windows(matrix: Tensor, size: Sides, layout: Layout = torch.channels_last) 
 
 
 def in_layout(images: Tensor, layout: Layout) -> Tensor:
+    """Torch's images with channels last, in the order of memory that the layout says."""
     if layout == torch.contiguous_format:
         return images.contiguous().permute(0, 2, 3, 1)
     return images.permute(0, 2, 3, 1).contiguous()
 
 
-def _gradient(g: Tensor, images: Tensor, windows: Tensor, geometry: Windows, wanted: int) -> Tensor:
-    """The gradient of a convolution by its images (wanted=0) or its windows (1), channels as its last dimension.
+class _Form(NamedTuple):
+    """How a convolution's operands are cast and laid out."""
 
-    Of the wanted one only the shape is used.
-    """
-    gradient: Tensor = torch.ops.aten.convolution_backward(
-        g, images, windows, None, geometry.stride, geometry.padding, geometry.dilation, False, [0, 0], 1,
-        [wanted == 0, wanted == 1, False],
-    )[wanted]  # fmt: skip
-    return gradient.permute(0, 2, 3, 1)
+    arithmetic: Arithmetic
+    geometry: Windows
+    layout: Layout
+
+    @property
+    def casts_whole(self) -> bool:
+        return casts_whole(self.arithmetic, self.layout)
+
+    def to_rows(self, images: Tensor) -> Tensor:
+        return images if self.casts_whole else images.reshape(-1, images.shape[-1])
+
+    def images(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
+        return _images(matrix, shape, self.layout)
+
+    def windows(self, matrix: Tensor) -> Tensor:
+        return _windows(matrix, self.geometry.size, self.layout)
+
+    def values(self, operand: Operand) -> Tensor:
+        return operand.data if operand.scale is None else self.arithmetic.restore(operand, torch.float32)
+
+    def turned_values(self, operand: Operand, source: Tensor, role: Role) -> Tensor:
+        if self.casts_whole:
+            return operand.data
+        return self.values(self.arithmetic.turn(operand, source, role)).t()
+
+    def gradient(self, g: Tensor, images: Tensor, windows: Tensor, by_windows: bool) -> Tensor:
+        """The gradient by images or windows, channels as its last dimension. Of that operand only the shape is used."""
+        stride, padding, dilation = self.geometry[1:]
+        mask = [not by_windows, by_windows, False]
+        gradients = torch.ops.aten.convolution_backward(
+            g, images, windows, None, stride, padding, dilation, False, [0, 0], 1, mask
+        )
+        gradient: Tensor = gradients[1 if by_windows else 0]
+        return gradient.permute(0, 2, 3, 1)
 
 
-def _written_out(x: Tensor, geometry: Windows) -> Tensor:
+def _write_out_windows(x: Tensor, geometry: Windows) -> Tensor:
     """The window of each output position of (B, H, W, I) as a row: (B, places up, places across, window x I).
 
     Copied in at least fp32: backward adds up all windows of a pixel in that dtype.
     """
     up, across = geometry.places(x.shape[1:3])
     (along_up, along_across), (top, side) = geometry.stride, geometry.padding
-    padded = F.pad(x.to(torch.promote_types(x.dtype, torch.float32)), (0, 0, side, side, top, top))
-    begins = [
-        (i * geometry.dilation[0], j * geometry.dilation[1])
-        for i in range(geometry.size[0])
-        for j in range(geometry.size[1])
-    ]
-    shifts = [
-        padded[:, i : i + along_up * (up - 1) + 1 : along_up, j : j + along_across * (across - 1) + 1 : along_across]
-        for i, j in begins
-    ]
+    padded = F.pad(x.to(wide_dtype(x.dtype)), (0, 0, side, side, top, top))
+    shifts = []
+    for row in range(geometry.size[0]):
+        for column in range(geometry.size[1]):
+            i, j = row * geometry.dilation[0], column * geometry.dilation[1]
+            rows = slice(i, i + along_up * (up - 1) + 1, along_up)
+            columns = slice(j, j + along_across * (across - 1) + 1, along_across)
+            shifts.append(padded[:, rows, columns])
     return torch.cat(shifts, dim=-1).to(x.dtype)
 
 
@@ -110,69 +132,65 @@ class _ConvolvedProduct(torch.autograd.Function):
     """Images (B, H, W, I) convolved with (O, window x I). It marks its backward, which may run on another thread."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, geometry: Windows, arithmetic: Arithmetic, phase: Phases, layout: Layout,
-        given: Both | None,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weight: Tensor, form: _Form, phase: Phases, operands: Both | None) -> Tensor:
+        arithmetic, geometry = form.arithmetic, form.geometry
         with cast_marker(arithmetic, phase):
-            pixels = x if casts_whole(arithmetic, layout) else x.reshape(-1, x.shape[-1])
-            a, b = arithmetic.cast(pixels, Role.INPUT), given[0] if given else arithmetic.cast(weight, Role.WEIGHT)
-            images = _images(_values(a, arithmetic), x.shape, layout)
-            windows = _windows(_values(b, arithmetic), geometry.size, layout)
+            pixels = form.to_rows(x)
+            a = arithmetic.cast(pixels, Role.INPUT)
+            b = operands[0] if operands else arithmetic.cast(weight, Role.WEIGHT)
+            images, windows = form.images(form.values(a), x.shape), form.windows(form.values(b))
         sources = (pixels, weight) if arithmetic.keeps_source else (None, None)
         ctx.save_for_backward(a.data, a.scale, b.data, b.scale, *sources)
-        ctx.arithmetic, ctx.phase, ctx.geometry, ctx.layout = arithmetic, phase, geometry, layout
-        ctx.shapes = x.shape, weight.shape
+        ctx.form, ctx.phase, ctx.shape, ctx.weight_shape = form, phase, x.shape, weight.shape
         with phase.gemm:
             y = F.conv2d(images, windows, None, geometry.stride, geometry.padding, geometry.dilation)
-            return in_layout(y.to(arithmetic.carrier), layout)
+            return in_layout(y.to(arithmetic.carrier), form.layout)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_twice()
-        arithmetic, phase, geometry, layout, (shape, weights) = (
-            ctx.arithmetic,
-            ctx.phase,
-            ctx.geometry,
-            ctx.layout,
-            ctx.shapes,
-        )
+        form, phase, arithmetic = ctx.form, ctx.phase, ctx.form.arithmetic
         a_data, a_scale, b_data, b_scale, pixels, weight = ctx.saved_tensors
         a, b = Operand(a_data, a_scale), Operand(b_data, b_scale)
-        casting, whole = cast_marker(arithmetic, phase), casts_whole(arithmetic, layout)
+        casting = cast_marker(arithmetic, phase)
 
-        def turned(operand: Operand, source: Tensor, role: Role) -> Tensor:
-            return operand.data if whole else _values(arithmetic.turn(operand, source, role), arithmetic).t()
-
+        # 1. Cast the incoming gradient, and restore what forward multiplied: its shapes are needed below.
         with casting:
-            places = gradients[0].shape
-            gradient = gradients[0] if whole else gradients[0].reshape(-1, places[-1])
+            places, gradient = gradients[0].shape, form.to_rows(gradients[0])
             g = arithmetic.cast(gradient, Role.GRADIENT)
-            images = _images(_values(a, arithmetic), shape, layout)
-            windows = _windows(_values(b, arithmetic), geometry.size, layout)
+            images, windows = form.images(form.values(a), ctx.shape), form.windows(form.values(b))
+
+        # 2. The input gradient contracts over output channels.
         input_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
             with casting:
-                b_turned = _windows(turned(b, weight, Role.WEIGHT), geometry.size, layout)
-                g_images = _images(_values(g, arithmetic), places, layout)
+                b_turned = form.windows(form.turned_values(b, weight, Role.WEIGHT))
+                g_images = form.images(form.values(g), places)
             with phase.gemm:
-                input_gradient = _gradient(g_images, images, b_turned, geometry, 0).to(arithmetic.carrier)
+                input_gradient = form.gradient(g_images, images, b_turned, False).to(arithmetic.carrier)
+
+        # 3. The weight gradient contracts over batch and positions.
         if ctx.needs_input_grad[1]:
             with casting:
-                g_turned = _images(turned(g, gradient, Role.GRADIENT), places, layout)
-                a_turned = _images(turned(a, pixels, Role.INPUT), shape, layout)
+                g_turned = form.images(form.turned_values(g, gradient, Role.GRADIENT), places)
+                a_turned = form.images(form.turned_values(a, pixels, Role.INPUT), ctx.shape)
             with phase.gemm:
                 like = windows.to(g_turned.dtype)
-                weight_gradient = _gradient(g_turned, a_turned, like, geometry, 1).reshape(weights)
+                weight_gradient = form.gradient(g_turned, a_turned, like, True).reshape(ctx.weight_shape)
             with casting:  # the master weight is fp32, and autograd would convert outside any phase
-                weight_gradient = weight_gradient.to(torch.promote_types(arithmetic.carrier, torch.float32))
-        return input_gradient, weight_gradient, None, None, None, None, None
+                weight_gradient = weight_gradient.to(wide_dtype(arithmetic.carrier))
+        return input_gradient, weight_gradient, None, None, None
 
 
-def convolved(
-    x: Tensor, weight: Tensor, geometry: Windows, arithmetic: Arithmetic, phase: Phases,
-    layout: Layout = torch.channels_last, operands: Both | None = None,
-) -> Tensor:  # fmt: skip
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    geometry: Windows,
+    arithmetic: Arithmetic,
+    phase: Phases,
+    layout: Layout = torch.channels_last,
+    operands: Both | None = None,
+) -> Tensor:
     """(B, H, W, I) convolved with windows (O, window x I), channels adjacent: (B, places up, places across, O).
 
     In the contiguous layout images come and go with torch's strides, and windows that are taken whole are
@@ -180,14 +198,15 @@ def convolved(
     """
     x = x.to(arithmetic.carrier)
     if not arithmetic.explicit:
-        y: Tensor = _ConvolvedProduct.apply(x, weight, geometry, arithmetic, phase, layout, operands)  # type: ignore[no-untyped-call]
+        form = _Form(arithmetic, geometry, layout)
+        y: Tensor = _ConvolvedProduct.apply(x, weight, form, phase, operands)  # type: ignore[no-untyped-call]
         return y
     # A product of a linear layer, with a row for each position.
     if x.requires_grad:
-        windows = region(phase.gemm, _written_out, x, geometry=geometry)
+        windows = region(phase.gemm, _write_out_windows, x, geometry=geometry)
     else:
         with phase.gemm:
-            windows = _written_out(x, geometry)
+            windows = _write_out_windows(x, geometry)
     places = linear(windows, weight, arithmetic, phase, operands)
     return places if layout == torch.channels_last else in_layout(places.permute(0, 3, 1, 2), layout)
 
@@ -199,9 +218,13 @@ class Convolution(nn.Module):
     """
 
     def __init__(
-        self, inputs: int, outputs: int, arithmetic: Arithmetic, geometry: Windows = _USUAL,
+        self,
+        inputs: int,
+        outputs: int,
+        arithmetic: Arithmetic,
+        geometry: Windows = _USUAL,
         layout: Layout = torch.channels_last,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.arithmetic, self.geometry, self.layout = arithmetic, geometry, layout
         self.operands: Both | None = None
@@ -210,7 +233,7 @@ class Convolution(nn.Module):
         self.weight = nn.Parameter(weight if layout == torch.channels_last else _windows(weight, geometry.size, layout))
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        return convolved(x, self.windows(), self.geometry, self.arithmetic, phase, self.layout, self.operands)
+        return convolve(x, self.windows(), self.geometry, self.arithmetic, phase, self.layout, self.operands)
 
     def cast_once(self) -> None:
         """Does for a convolution what `linear.cast_once` does."""
@@ -244,17 +267,18 @@ class BatchNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        own = self.arithmetic
-        weight, bias = (cast_to(parameter, own, Role.WEIGHT) for parameter in (self.weight, self.bias))
-        wide = cast_to(x, own).to(weight.dtype).permute(0, 3, 1, 2)
+        arithmetic = self.arithmetic
+        weight, bias = (cast_to(parameter, arithmetic, Role.WEIGHT) for parameter in (self.weight, self.bias))
+        wide = cast_to(x, arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
         mean, variance = self.running_mean, self.running_var
         by_batch = self.training or mean is None
-        if own is not None:  # backward keeps the tensors that it is given
-            mean, variance = (None if tensor is None else tensor.clone() for tensor in (mean, variance))
+        if arithmetic is not None and mean is not None and variance is not None:
+            mean, variance = mean.clone(), variance.clone()  # backward keeps the tensors that it is given
         y = F.batch_norm(wide, mean, variance, weight, bias, by_batch, momentum=0.1, eps=1e-5)
-        for name, statistic in (("running_mean", mean), ("running_var", variance)):
-            if own is not None and self.training and statistic is not None:
-                getattr(self, name).copy_(cast_to(statistic, own).detach())
+        if arithmetic is not None and self.training and mean is not None and variance is not None:
+            assert self.running_mean is not None and self.running_var is not None
+            self.running_mean.copy_(cast_to(mean, arithmetic).detach())
+            self.running_var.copy_(cast_to(variance, arithmetic).detach())
         return y.permute(0, 2, 3, 1).to(x.dtype)
 
 

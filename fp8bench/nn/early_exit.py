@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.nn.gpt import FeedForward
-from fp8bench.nn.linear import Choose
+from fp8bench.nn.linear import Choose, prefix_names
+from fp8bench.nn.parts import FeedForward
 from fp8bench.numerics.products import in_dtype
 from fp8bench.protocols import Phases, SilentPhases
 
@@ -40,25 +40,23 @@ class EarlyExit(nn.Module):
 
     def __init__(self, width: int, hidden: int, depth: int, classes: int, choose: Choose) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            FeedForward(width, hidden, False, 1.0, lambda kind, number=number: choose(f"blocks.{number}.{kind}"))  # type: ignore[misc]
-            for number in range(depth)
-        )
+        scopes = [prefix_names(choose, f"blocks.{number}") for number in range(depth)]
+        self.blocks = nn.ModuleList(FeedForward(width, hidden, False, 1.0, scope) for scope in scopes)
         self.head = nn.Parameter(_SHARPNESS * torch.randn(classes, width) * width**-0.5)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        every = x.new_zeros(len(x), len(self.head))
+        last_logits = x.new_zeros(len(x), len(self.head))
         for rows, logits in self.walk(x, phase):
-            every.index_copy_(0, rows, logits)
-        return every
+            last_logits.index_copy_(0, rows, logits)
+        return last_logits
 
     def walk(self, x: Tensor, phase: Phases) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the rows in each block, and their logits behind it."""
         rows = torch.arange(len(x), device=x.device)
         for number, block in enumerate(self.blocks):
-            x = x + in_dtype(block(_normed(x), phase), x.dtype)
+            x = x + in_dtype(block(_normalise(x), phase), x.dtype)
             with phase.gemm:
-                logits = _normed(x) @ in_dtype(self.head, x.dtype).t()
+                logits = _normalise(x) @ in_dtype(self.head, x.dtype).t()
             yield rows, logits
             if self.exits is None or number == len(self.blocks) - 1:
                 continue
@@ -81,7 +79,7 @@ class EarlyExit(nn.Module):
         return depths
 
 
-def _normed(x: Tensor) -> Tensor:
+def _normalise(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:])
 
 
@@ -93,25 +91,30 @@ def confidence(logits: Tensor) -> Tensor:
 def scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -> Exits:
     """Exits by schedule: as many rows stay behind a block as the next one has, drawn from the seed."""
     generator: torch.Generator = torch.Generator("cpu").manual_seed(seed)
-    pairs = itertools.pairwise(rows)
-    drawn = (torch.randperm(before, generator=generator)[:after].sort().values for before, after in pairs)
-    return Exits(staying=tuple(tensor.to(device) for tensor in drawn))
+    staying = []
+    for count, remaining in itertools.pairwise(rows):
+        places = torch.randperm(count, generator=generator)[:remaining].sort().values
+        staying.append(places.to(device))
+    return Exits(staying=tuple(staying))
 
 
 def threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Exits:
     """Exits by thresholds, with which the given numbers of rows stay in the exact pass."""
     thresholds: list[float] = []
-    here = torch.arange(len(x), device=x.device)
+    staying = torch.arange(len(x), device=x.device)
     with torch.no_grad():
-        for stays, (at, logits) in zip(rows[1:], exact.walk(x, SilentPhases()), strict=False):
-            sure = confidence(logits[torch.isin(at, here)])
+        for count, (row_numbers, logits) in zip(rows[1:], exact.walk(x, SilentPhases()), strict=False):
+            # 1. The exact pass walks all rows: look at those that thresholds so far let stay.
+            sure = confidence(logits[torch.isin(row_numbers, staying)])
             ordered = sure.sort().values
-            if stays and not ordered[stays - 1] < ordered[stays]:
+            if count and not ordered[count - 1] < ordered[count]:
                 raise UsageError(
                     "rows are equally sure, so that no threshold lets the asked share of them leave: "
                     "choose exits=held, or another width"
                 )
-            # Half-way between two rows, so that rounding either does not move it across.
-            thresholds.append(float(ordered[stays - 1] + ordered[stays]) / 2 if stays else 0.0)
-            here = here[sure < thresholds[-1]]
-    return Exits((*thresholds, *[math.inf] * (len(exact.blocks) - 1 - len(thresholds))))
+            # 2. A threshold half-way between two rows, so that rounding either does not move it across.
+            thresholds.append(float(ordered[count - 1] + ordered[count]) / 2 if count else 0.0)
+            staying = staying[sure < thresholds[-1]]
+    # 3. Behind blocks that no row reaches nothing may stay out.
+    unreached = len(exact.blocks) - 1 - len(thresholds)
+    return Exits((*thresholds, *[math.inf] * unreached))

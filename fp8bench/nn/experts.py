@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.around import cast_to, start_stream
-from fp8bench.nn.gpt import GPT, FeedForward, Norm
-from fp8bench.nn.linear import Choose, Linear, grouped_linear, linear, scoped
-from fp8bench.nn.sizes import CHOSEN, GPTConfig, MoeSizes
+from fp8bench.nn.around import cast_to, start_stream, wide_dtype
+from fp8bench.nn.linear import Choose, Linear, grouped_linear, linear, prefix_names
+from fp8bench.nn.parts import FeedForward, Norm
+from fp8bench.nn.sizes import CHOSEN, MoeSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
 
 # The weight of the balancing loss in Switch and Mixtral.
@@ -41,21 +41,38 @@ def counts_on_host(counts: Tensor) -> list[int]:
     return loads
 
 
-def routed(
-    x: Tensor, router: Tensor, top_k: int, path: str, through: Callable[[Tensor, str], Tensor]
-) -> tuple[Tensor, list[int]]:
-    """Experts of a served model: the weighed outputs of `through(rows, "path.N")`, and the tokens of each expert.
+def count_tokens(chosen: Tensor, experts: int) -> Tensor:
+    """The number of tokens of each expert, without bincount, which would make the host wait."""
+    numbers = torch.arange(experts, device=chosen.device)
+    return (chosen.view(-1, 1) == numbers).sum(0)
 
-    Experts run one after the other, whatever their weights' format, without padding, and only those that are chosen.
+
+def combine(rows: Tensor, scores: Tensor) -> Tensor:
+    """Sum each token's rows, (tokens, experts, width), weighed by the softmax of its experts' scores."""
+    weights = scores.softmax(-1)[..., None]
+    return (rows.to(weights.dtype) * weights).sum(1)
+
+
+class ServedExperts:
+    """A served model's experts, one after the other, whatever their weights' format; `loads` are their last tokens.
+
+    There is no padding, and only experts with tokens run.
     """
-    flat, wide = x.reshape(-1, x.shape[-1]), torch.promote_types(x.dtype, torch.float32)
-    best, chosen = F.linear(flat.to(wide), router.to(wide)).topk(top_k)
-    loads = counts_on_host((chosen.view(-1, 1) == torch.arange(len(router), device=x.device)).sum(0))
-    order = chosen.flatten().argsort(stable=True)
-    parts = enumerate(torch.split_with_sizes(flat[order // top_k], loads))
-    done = torch.cat([through(rows, f"{path}.{number}") for number, rows in parts if len(rows)])
-    back = done[order.argsort()].view(len(flat), top_k, -1)
-    return (back.to(wide) * best.softmax(-1)[..., None]).sum(1).to(x.dtype).view(x.shape), loads
+
+    def __init__(self, router: Tensor, experts: Sequence[Callable[..., Tensor]], top_k: int) -> None:
+        self.router, self.experts, self.top_k = router, experts, top_k
+        self.loads: list[int] = []
+
+    def __call__(self, x: Tensor, phase: Phases) -> Tensor:
+        flat, wide = x.reshape(-1, x.shape[-1]), wide_dtype(x.dtype)
+        scores, chosen = F.linear(flat.to(wide), self.router.to(wide)).topk(self.top_k)
+        self.loads = counts_on_host(count_tokens(chosen, len(self.router)))
+        order = chosen.flatten().argsort(stable=True)
+        parts = torch.split_with_sizes(flat[order // self.top_k], self.loads)
+        pairs = zip(self.experts, parts, strict=True)
+        outputs = torch.cat([expert(rows, phase) for expert, rows in pairs if len(rows)])
+        rows = outputs[order.argsort()].view(len(flat), self.top_k, -1)
+        return combine(rows, scores).to(x.dtype).view(x.shape)
 
 
 class Experts(nn.Module):
@@ -70,112 +87,105 @@ class Experts(nn.Module):
     ahead: Tensor | None = None
     ranks = 1
 
-    def __init__(self, width: int, count: int, expert: Callable[[Choose], FeedForward], choose: Choose) -> None:
+    def __init__(self, width: int, count: int, make: Callable[[Choose], FeedForward], choose: Choose) -> None:
         super().__init__()
         self.router = nn.Parameter(torch.randn(count, width) * 0.02)
-        made = [expert(scoped(choose, f"experts.{number}")) for number in range(count)]
-        self.experts = nn.ModuleList(made)  # type: ignore[assignment]
+        experts = [make(prefix_names(choose, f"experts.{number}")) for number in range(count)]
+        self.experts = nn.ModuleList(experts)  # type: ignore[assignment]
         self.count = count
         self.balance: Tensor | None = None
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        # 1. The router scores each token and chooses its experts, or a plan does.
         flat = x.reshape(-1, x.shape[-1])
         scores = F.linear(flat.to(self.router.dtype), self.router)
-        best, chosen = self._choice(scores)
-        every = torch.arange(self.count, device=x.device)
-        counts = (chosen.view(-1, 1) == every).sum(0)  # bincount would make the host wait
-        shares = self._counts_of_all_ranks(counts).to(scores.dtype) / (chosen.numel() * self.ranks)
+        chosen_scores, chosen = self._choose(scores)
+
+        # 2. Experts that get more tokens than others should become less likely.
+        counts = count_tokens(chosen, self.count)
+        shares = self._sum_over_ranks(counts).to(scores.dtype) / (chosen.numel() * self.ranks)
         self.balance = self.count * (shares * scores.softmax(-1).mean(0)).sum()
+
+        # 3. Tokens are sorted by expert, go through them, and come back in their own order.
         order = chosen.flatten().argsort(stable=True)
         rows = flat[:, None].expand(-1, CHOSEN, -1).reshape(-1, flat.shape[-1])[order]
-        rows_back = self._through_experts(rows, counts, phase)[order.argsort()].view(len(flat), CHOSEN, -1)
-        weights = best.softmax(-1)[..., None]
-        return (rows_back.to(weights.dtype) * weights).sum(1).to(x.dtype).view(x.shape)
+        outputs = self._run_experts(rows, counts, phase)[order.argsort()].view(len(flat), CHOSEN, -1)
+        return combine(outputs, chosen_scores).to(x.dtype).view(x.shape)
 
-    def _choice(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         if self.ahead is None:
             best, chosen = scores.topk(CHOSEN)
             return best, chosen
         chosen = self.ahead[: len(scores)]
         return scores.gather(1, chosen), chosen
 
-    def _counts_of_all_ranks(self, counts: Tensor) -> Tensor:
+    def _sum_over_ranks(self, counts: Tensor) -> Tensor:
         return counts
 
-    def _through_experts(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
-        return torch.cat(self._each(torch.split_with_sizes(rows, self._counts_on_host(counts)), counts, phase))
+    def _run_experts(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
+        parts = torch.split_with_sizes(rows, counts_on_host(counts))
+        return torch.cat(self._run_parts(parts, counts, phase))
 
-    _counts_on_host = staticmethod(counts_on_host)
-
-    def _each(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
-        grouped = self._can_be_grouped()
-        rows = self._rows(grouped)
-        least = rows if self.fills_empty else 0
-        sizes = [max(least, -(-len(part) // rows) * rows) for part in parts]
+    def _run_parts(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
+        """The outputs of each expert for its part of the rows."""
+        # 1. Fill each part up with zeros to what products contract in multiples of.
+        grouped = self._are_groupable()
+        multiple = self._row_multiple(grouped)
+        least = multiple if self.fills_empty else 0
+        sizes = [max(least, -(-len(part) // multiple) * multiple) for part in parts]
         filled = [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, sizes, strict=True)]
+
+        # 2. Multiply all parts in one grouped product, or expert by expert.
         if grouped:
             counts = counts.clamp(min=1) if self.fills_empty else counts
-            ends = ((counts + rows - 1) // rows * rows).cumsum(0).to(torch.int32)
-            outputs = torch.split_with_sizes(self._grouped(torch.cat(filled), sizes, ends, phase), sizes)
+            ends = ((counts + multiple - 1) // multiple * multiple).cumsum(0).to(torch.int32)
+            outputs = torch.split_with_sizes(self._multiply_at_once(torch.cat(filled), sizes, ends, phase), sizes)
         else:
             pairs = zip(self.experts, filled, strict=True)
-            outputs = tuple(expert(part, phase) if len(part) else _empty_pass(expert, part) for expert, part in pairs)
+            outputs = tuple(expert(part, phase) if len(part) else _pass_no_rows(expert, part) for expert, part in pairs)
         return [y[: len(part)] for y, part in zip(outputs, parts, strict=True)]
 
-    def _rows(self, grouped: bool) -> int:
+    def _row_multiple(self, grouped: bool) -> int:
         return self.experts[0].up.arithmetic.part_rows if grouped else ROWS
 
-    def _can_be_grouped(self) -> bool:
-        layers = [layer for expert in self.experts for layer in (expert.up, expert.down)]
-        common = layers[0].arithmetic
-        sides = (side for layer in layers[:2] for side in layer.weight.shape)
-        alike = all(layer.arithmetic is common for layer in layers)
-        return common.groups > 0 and alike and not any(side % common.groups for side in sides)
+    def _are_groupable(self) -> bool:
+        """Whether all experts share one arithmetic, which multiplies in groups and whose multiples their sides are."""
+        common = self.experts[0].up.arithmetic
+        if common.groups <= 0:
+            return False
+        for expert in self.experts:
+            for layer in (expert.up, expert.down):
+                if layer.arithmetic is not common:
+                    return False
+        first = self.experts[0]
+        return not any(side % common.groups for side in (*first.up.weight.shape, *first.down.weight.shape))
 
-    def _grouped(self, x: Tensor, sizes: list[int], ends: Tensor, phase: Phases) -> Tensor:
+    def _multiply_at_once(self, x: Tensor, sizes: list[int], ends: Tensor, phase: Phases) -> Tensor:
         arithmetic = self.experts[0].up.arithmetic
 
-        def through(x: Tensor, layers: list[Linear]) -> Tensor:
-            weights, given = [layer.weight for layer in layers], [layer.operands for layer in layers]
-            return grouped_linear(x, weights, sizes, ends, arithmetic, phase, given)
+        def multiply(x: Tensor, layers: list[Linear]) -> Tensor:
+            weights, operands = [layer.weight for layer in layers], [layer.operands for layer in layers]
+            return grouped_linear(x, weights, sizes, ends, arithmetic, phase, operands)
 
-        hidden = self.experts[0].between(through(x, [expert.up for expert in self.experts]))
-        return through(hidden, [expert.down for expert in self.experts])
+        hidden = self.experts[0].activate(multiply(x, [expert.up for expert in self.experts]))
+        return multiply(hidden, [expert.down for expert in self.experts])
 
 
-def _empty_pass(expert: FeedForward, part: Tensor) -> Tensor:
-    """Passes no rows through the weights all the same, so that they get gradients."""
+def _pass_no_rows(expert: FeedForward, part: Tensor) -> Tensor:
+    """Pass no rows through the weights, so that these get gradients."""
     wide = part.to(expert.up.weight.dtype)
-    return F.linear(expert.between(F.linear(wide, expert.up.weight)), expert.down.weight).to(part.dtype)
+    return F.linear(expert.activate(F.linear(wide, expert.up.weight)), expert.down.weight).to(part.dtype)
 
 
-class MixtureGPT(GPT):
-    """A GPT with experts for feed-forward blocks. The balancing loss enters the gradients, not the loss's value."""
-
-    leaves = True
-
-    def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, **options: Any) -> None:
-        super().__init__(config, choose, carrier, feed_forward=_experts, **options)
-
-    def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
-        loss = super().forward(tokens, targets, phase, reduction)
-        parts = [
-            module.balance for module in self.modules() if isinstance(module, Experts) and module.balance is not None
-        ]
-        for module in self.modules():
-            if isinstance(module, Experts):
-                module.balance = None
-        if reduction != "mean" or not self.training:
-            return loss
-        balance = BALANCE * torch.stack(parts).sum()
-        return loss + (balance - balance.detach())
-
-
-def _experts(config: GPTConfig, gain: float, choose: Choose) -> nn.Module:
-    def expert(own: Choose) -> FeedForward:
-        return FeedForward(config.width, config.hidden, config.modern, gain, own)
-
-    return Experts(config.width, config.experts, expert, choose)
+def add_balance(loss: Tensor, experts: Sequence[Experts], is_trained: bool) -> Tensor:
+    """Add the gradients of the balancing losses, which are forgotten, to a loss that is trained; keep its value."""
+    balances = [layer.balance for layer in experts if layer.balance is not None]
+    for layer in experts:
+        layer.balance = None
+    if not is_trained:
+        return loss
+    balance = BALANCE * torch.stack(balances).sum()
+    return loss + (balance - balance.detach())
 
 
 _BLOCK = 128
@@ -228,16 +238,16 @@ def set_load(model: nn.Module, load: str, tokens: int, seed: int) -> None:
         block.ahead = None if plan is None else plan.to(block.router.device)
 
 
-class _Transported(torch.autograd.Function):
+class _Transport(torch.autograd.Function):
     """Rows of x by number, in the format that they travel in; gradients return in their own dtype."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, numbers: Tensor, way: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, numbers: Tensor, wire: str) -> Tensor:
         ctx.save_for_backward(numbers)
         ctx.rows = len(x)
-        if way == "carrier":
+        if wire == "carrier":
             return x[numbers]
-        if way == "bf16":
+        if wire == "bf16":
             return x.to(torch.bfloat16)[numbers].to(x.dtype)
         codes, scale = encode_rows(x)
         return decode_rows(codes[numbers], scale[numbers], x.dtype)
@@ -249,8 +259,8 @@ class _Transported(torch.autograd.Function):
         return back.index_add_(0, numbers, gradients[0]), None, None
 
 
-def transported(x: Tensor, numbers: Tensor, way: str) -> Tensor:
-    rows: Tensor = _Transported.apply(x, numbers, way)  # type: ignore[no-untyped-call]
+def transport(x: Tensor, numbers: Tensor, wire: str) -> Tensor:
+    rows: Tensor = _Transport.apply(x, numbers, wire)  # type: ignore[no-untyped-call]
     return rows
 
 
@@ -261,37 +271,43 @@ class LoadedExperts(Experts):
     plan: Tensor | None
 
     def __init__(self, sizes: MoeSizes, plan: Tensor | None, travel: Travel, choose: Choose) -> None:
-        def expert(own: Choose) -> FeedForward:
-            return FeedForward(sizes.width, sizes.hidden, True, 1.0, own)
+        def make(scope: Choose) -> FeedForward:
+            return FeedForward(sizes.width, sizes.hidden, True, 1.0, scope)
 
-        super().__init__(sizes.width, sizes.experts, expert, choose)
+        super().__init__(sizes.width, sizes.experts, make, choose)
         # Scores of order one: smaller ones would weigh all experts alike.
         self.router = nn.Parameter(torch.randn(sizes.experts, sizes.width) / sizes.width**0.5)
         self.top_k, self.travel = sizes.top_k, travel
         self.register_buffer("plan", None if plan is None else plan.to(self.router.device))
-        self._planned = None if plan is None else plan.flatten().bincount(minlength=sizes.experts).tolist()
+        self._planned_sizes = None if plan is None else plan.flatten().bincount(minlength=sizes.experts).tolist()
         self.watched, self.seen = False, (torch.empty(0), list[int]())
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        # 1. The router scores each token and chooses its experts, or a plan does.
         scores = linear(x, self.router, self.travel.router, phase)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        scores = scores.to(wide_dtype(scores.dtype))
         chosen = scores.topk(self.top_k).indices if self.plan is None else self.plan
-        counts = (chosen.view(-1, 1) == torch.arange(len(self.experts), device=x.device)).sum(0)
-        sizes = self._planned if self._planned is not None else self._counts_on_host(counts)
+        counts = count_tokens(chosen, len(self.experts))
+        sizes = counts_on_host(counts) if self._planned_sizes is None else self._planned_sizes
         if self.watched:
             self.seen = scores.detach().topk(self.top_k).indices, sizes
-        order = chosen.flatten().argsort(stable=True)
-        rows = transported(x, order // self.top_k, self.travel.dispatch)
-        outputs = torch.cat(self._each(torch.split_with_sizes(rows, sizes), counts, phase))
-        back = transported(outputs, order.argsort(), self.travel.combine).view(len(x), self.top_k, -1)
-        weights = scores.gather(1, chosen).softmax(-1)[..., None]
-        return (back.to(weights.dtype) * weights).sum(1).to(x.dtype)
 
-    def _rows(self, grouped: bool) -> int:
+        # 2. Rows travel to their experts, sorted by these, and back.
+        order = chosen.flatten().argsort(stable=True)
+        rows = transport(x, order // self.top_k, self.travel.dispatch)
+        outputs = torch.cat(self._run_parts(torch.split_with_sizes(rows, sizes), counts, phase))
+        back = transport(outputs, order.argsort(), self.travel.combine).view(len(x), self.top_k, -1)
+        return combine(back, scores.gather(1, chosen)).to(x.dtype)
+
+    def _row_multiple(self, grouped: bool) -> int:
         arithmetic = self.experts[0].up.arithmetic
-        # Only the weight gradient contracts over rows: forward alone needs no multiple for plain products.
-        multiple = arithmetic.groups if torch.is_grad_enabled() else 1
-        least = 1 if not grouped else multiple if arithmetic.plain else arithmetic.part_rows
+        if not grouped:
+            least = 1
+        elif not arithmetic.plain:
+            least = arithmetic.part_rows
+        else:
+            # Only the weight gradient contracts over rows: forward alone needs no multiple for plain products.
+            least = arithmetic.groups if torch.is_grad_enabled() else 1
         return max(self.travel.rows, least)
 
 
@@ -300,56 +316,63 @@ class Mixture(nn.Module):
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("residual",))
 
-    def __init__(
-        self, sizes: MoeSizes, plans: Sequence[Tensor | None], travel: Travel, choose: Choose
-    ) -> None:  # fmt: skip
+    def __init__(self, sizes: MoeSizes, plans: Sequence[Tensor | None], travel: Travel, choose: Choose) -> None:
         super().__init__()
         self.norms = nn.ModuleList(Norm(sizes.width, True) for _ in plans)
-        self.blocks = nn.ModuleList(
-            LoadedExperts(sizes, plan, travel, scoped(choose, f"blocks.{number}")) for number, plan in enumerate(plans)
-        )
+        scopes = [prefix_names(choose, f"blocks.{number}") for number in range(len(plans))]
+        layers = [LoadedExperts(sizes, plan, travel, scope) for plan, scope in zip(plans, scopes, strict=True)]
+        self.blocks = nn.ModuleList(layers)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        given, residual = x.dtype, self.around["residual"]
-        x = start_stream(x, given, residual)
+        dtype, residual = x.dtype, self.around["residual"]
+        x = start_stream(x, dtype, residual)
         for norm, block in zip(self.norms, self.blocks, strict=True):
             x = cast_to(x + block(norm(x), phase).to(x.dtype), residual)
-        return x.to(given)
+        return x.to(dtype)
 
-    def bytes_each(self) -> int:
-        layers = [layer for layer in self.modules() if isinstance(layer, Linear)][:2]
-        operands = [
-            layer.operands[0] if layer.operands else layer.arithmetic.cast(layer.weight.detach(), Role.WEIGHT)
-            for layer in layers
-        ]
-        return sum(
-            tensor.nbytes for operand in operands for tensor in (operand.data, operand.scale) if tensor is not None
-        )
+    def expert_bytes(self) -> int:
+        """The bytes of one expert's weights as they are multiplied."""
+        expert = self._layers()[0].experts[0]
+        total = 0
+        for layer in (expert.up, expert.down):
+            cast = layer.operands or (layer.arithmetic.cast(layer.weight.detach(), Role.WEIGHT),)
+            total += sum(tensor.nbytes for tensor in cast[0].tensors)
+        return total
 
     def watch(self, run: Callable[[], object]) -> list[tuple[Tensor, list[int]]]:
         """Calls `run`; returns each layer's choices of its router, and the number of tokens of each expert."""
-        blocks = [block for block in self.blocks if isinstance(block, LoadedExperts)]
-        for block in blocks:
-            block.watched = True
+        layers = self._layers()
+        for layer in layers:
+            layer.watched = True
         run()
-        for block in blocks:
-            block.watched = False
-        return [block.seen for block in blocks]
+        for layer in layers:
+            layer.watched = False
+        return [layer.seen for layer in layers]
+
+    def _layers(self) -> list[LoadedExperts]:
+        return [block for block in self.blocks if isinstance(block, LoadedExperts)]
 
 
-def disagreements(seen: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
+def disagreements(choices: Sequence[Tensor], exact_choices: Sequence[Tensor]) -> list[float]:
     """For each layer the share of choices that the exact pass does not make, in any order."""
-    return [
-        float(1 - (ours[:, :, None] == theirs[:, None, :]).any(-1).double().mean())
-        for ours, theirs in zip(seen, exact, strict=True)
-    ]
+    shares = []
+    for chosen, exact in zip(choices, exact_choices, strict=True):
+        agrees = (chosen[:, :, None] == exact[:, None, :]).any(-1)
+        shares.append(float(1 - agrees.double().mean()))
+    return shares
 
 
 def load_figures(counts: Sequence[Sequence[int]], expert_bytes: int) -> dict[str, float]:
     """Over all layers: the unevenness, the experts with any token and their bytes, and rows per expert in use."""
-    used = [rows for layer in counts for rows in layer if rows]
+    used: list[int] = []
+    unevenness = 0.0
+    for layer in counts:
+        used += filter(None, layer)
+        unevenness = max(unevenness, max(layer) * len(layer) / sum(layer))
     return {
-        "load_ratio": max(max(layer) * len(layer) / sum(layer) for layer in counts),
-        "distinct_experts": float(len(used)), "expert_bytes": float(len(used) * expert_bytes),
-        "rows_least": float(min(used)), "rows_median": float(median(used)),
-    }  # fmt: skip
+        "load_ratio": unevenness,
+        "distinct_experts": float(len(used)),
+        "expert_bytes": float(len(used) * expert_bytes),
+        "rows_least": float(min(used)),
+        "rows_median": float(median(used)),
+    }

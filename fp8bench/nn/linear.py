@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
+from fp8bench.nn.around import wide_dtype
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 Marker = AbstractContextManager[None]
@@ -82,7 +83,7 @@ Choose = Callable[[str], Arithmetic]
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def scoped(choose: Choose, part: str) -> Choose:
+def prefix_names(choose: Choose, part: str) -> Choose:
     """`choose` for the layers of a part, which name themselves by their path inside it."""
     return lambda name: choose(f"{part}.{name}")
 
@@ -115,14 +116,21 @@ class _LinearProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, training: bool, given: Both | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        arithmetic: Arithmetic,
+        phase: Phases,
+        training: bool,
+        operands: Both | None,
     ) -> Tensor:
         for_x, for_weight = (training and needed for needed in ctx.needs_input_grad[:2])
         with cast_marker(arithmetic, phase):
             a, a_turned = _operands(arithmetic, x, Role.INPUT, for_weight)
-            b, b_turned = given or _operands(arithmetic, weight, Role.WEIGHT, for_x)
+            b, b_turned = operands or _operands(arithmetic, weight, Role.WEIGHT, for_x)
         ctx.save_for_backward(
-            *_kept(arithmetic, a, a_turned, x, for_weight), *_kept(arithmetic, b, b_turned, weight, for_x)
+            *_keep(arithmetic, a, a_turned, x, for_weight),
+            *_keep(arithmetic, b, b_turned, weight, for_x),
         )
         ctx.input_is_turned, ctx.weight_is_turned = a_turned is not None, b_turned is not None
         ctx.arithmetic, ctx.phase = arithmetic, phase
@@ -153,10 +161,9 @@ class _LinearProduct(torch.autograd.Function):
             assert g_turned is not None
             with phase.gemm:
                 weight_gradient = arithmetic.product(g_turned, a, arithmetic.carrier)
-            with cast_marker(
-                arithmetic, phase
-            ):  # to the fp32 master weight's dtype; autograd would convert outside phases
-                weight_gradient = weight_gradient.to(torch.promote_types(arithmetic.carrier, torch.float32))
+            # The master weight is fp32, and autograd would convert outside any phase.
+            with cast_marker(arithmetic, phase):
+                weight_gradient = weight_gradient.to(wide_dtype(arithmetic.carrier))
         return input_gradient, weight_gradient, None, None, None, None
 
 
@@ -164,7 +171,7 @@ def _operands(arithmetic: Arithmetic, tensor: Tensor, role: Role, both: bool) ->
     return arithmetic.cast_both(tensor, role) if both else (arithmetic.cast(tensor, role), None)
 
 
-def _kept(
+def _keep(
     arithmetic: Arithmetic, operand: Operand, turned: Operand | None, source: Tensor, needed: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if not needed:
@@ -183,7 +190,7 @@ def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, ope
 
 
 # Attributes that say what a layer multiplies by. A convolution has no `_whole`.
-_OF_A_LAYER = ("arithmetic", "operands", "_whole")
+_MULTIPLIER = ("arithmetic", "operands", "_whole")
 
 
 class Linear(nn.Module):
@@ -237,15 +244,17 @@ def let_go(weight: nn.Parameter) -> None:
 @contextmanager
 def multiplied_by(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> Iterator[None]:
     """Layers of a model, by path, multiply in other arithmetics in the body; each casts its own weight."""
-    layers = [model.get_submodule(name) for name in arithmetics]
-    before = [{name: vars(layer)[name] for name in _OF_A_LAYER if name in vars(layer)} for layer in layers]
+    usual: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
-        for layer, own, arithmetic in zip(layers, before, arithmetics.values(), strict=True):
-            vars(layer).update(dict.fromkeys(own), arithmetic=arithmetic)
+        for path, arithmetic in arithmetics.items():
+            layer = model.get_submodule(path)
+            multiplier = {name: vars(layer)[name] for name in _MULTIPLIER if name in vars(layer)}
+            usual.append((layer, multiplier))
+            vars(layer).update(dict.fromkeys(multiplier), arithmetic=arithmetic)
         yield
     finally:
-        for layer, own in zip(layers, before, strict=True):
-            vars(layer).update(own)
+        for layer, multiplier in usual:
+            vars(layer).update(multiplier)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -253,16 +262,24 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, arithmetic: Arithmetic, phase: Phases, sizes: Sequence[int], ends: Tensor,
-        given: Sequence[Both | None], *weights: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        arithmetic: Arithmetic,
+        phase: Phases,
+        sizes: Sequence[int],
+        ends: Tensor,
+        operands: Sequence[Both | None],
+        *weights: Tensor,
+    ) -> Tensor:
         with cast_marker(arithmetic, phase):
             a = arithmetic.cast(x, Role.INPUT)
-            both = [pair or cast_both_ways(arithmetic, weight) for pair, weight in zip(given, weights, strict=True)]
-            b = stacked([operand for operand, _ in both])
-        turned = [operand for _, operand in both]
-        kept = x if arithmetic.keeps_source else a.data
-        ctx.save_for_backward(kept, ends, *(part for operand in turned for part in (operand.data, operand.scale)))
+            both = [pair or cast_both_ways(arithmetic, weight) for pair, weight in zip(operands, weights, strict=True)]
+            b = stack_operands([operand for operand, _ in both])
+        turned_parts: list[Tensor | None] = []
+        for _, operand in both:
+            turned_parts += (operand.data, operand.scale)
+        source = x if arithmetic.keeps_source else a.data
+        ctx.save_for_backward(source, ends, *turned_parts)
         ctx.arithmetic, ctx.phase, ctx.sizes = arithmetic, phase, sizes
         with phase.gemm:
             return arithmetic.grouped(a, b, ends)
@@ -271,31 +288,38 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_twice()
         arithmetic, phase, (gradient,) = ctx.arithmetic, ctx.phase, gradients
-        kept, ends, *turned = ctx.saved_tensors
+        source, ends, *turned = ctx.saved_tensors
         casting = cast_marker(arithmetic, phase)
         with casting:
             g = arithmetic.cast(gradient, Role.GRADIENT)
-            b = stacked([Operand(*pair) for pair in zip(turned[::2], turned[1::2], strict=True)])
+            b = stack_operands([Operand(*pair) for pair in zip(turned[::2], turned[1::2], strict=True)])
             g_turned = turn_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
-            a_turned = turn_parts(arithmetic, Operand(kept), kept, Role.INPUT, ctx.sizes)
+            a_turned = turn_parts(arithmetic, Operand(source), source, Role.INPUT, ctx.sizes)
         with phase.gemm:
             input_gradient = arithmetic.grouped(g, b, ends)
             weight_gradients = arithmetic.grouped(g_turned, a_turned, ends)
-        with casting:  # as above
-            wide = weight_gradients.to(torch.promote_types(arithmetic.carrier, torch.float32))
+        with casting:  # as in a linear product
+            wide = weight_gradients.to(wide_dtype(arithmetic.carrier))
         return input_gradient, None, None, None, None, None, *wide.unbind()
 
 
 def grouped_linear(
-    x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int], ends: Tensor, arithmetic: Arithmetic, phase: Phases,
-    given: Sequence[Both | None],
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weights: Sequence[Tensor],
+    sizes: Sequence[int],
+    ends: Tensor,
+    arithmetic: Arithmetic,
+    phase: Phases,
+    operands: Sequence[Both | None],
+) -> Tensor:
     """x (T, I), its first sizes[0] rows times the first of the weights (O, I) transposed, and so on: (T, O).
 
     `ends` are the rows at which parts end, int32 on the device. Sides and parts must be multiples of what the
-    arithmetic `groups` by. `given` are operands of weights that were cast already.
+    arithmetic `groups` by. `operands` are operands of weights that were cast already.
     """
-    product: Tensor = _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, given, *weights)  # type: ignore[no-untyped-call]
+    product: Tensor = _GroupedProduct.apply(
+        x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, operands, *weights
+    )  # type: ignore[no-untyped-call]
     return product
 
 
@@ -304,7 +328,7 @@ def cast_both_ways(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None =
     return operand, turned or arithmetic.turn(operand, weight, Role.WEIGHT)
 
 
-def stacked(operands: Sequence[Operand]) -> Operand:
+def stack_operands(operands: Sequence[Operand]) -> Operand:
     scales = [operand.scale for operand in operands if operand.scale is not None]
     return Operand(torch.stack([operand.data for operand in operands]), torch.stack(scales) if scales else None)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
+from fp8bench.nn.around import wide_dtype
 
 # Returns the loss of an output, or of an output and its batch if it needs two arguments.
 Loss = Callable[..., Tensor]
@@ -41,26 +42,27 @@ def on_device(value: Any, device: torch.device | str, copy: bool = False) -> Any
     stands there twice stays one."""
     placed: dict[int, Tensor] = {}
 
-    def moved(part: Any) -> Any:
+    def move(part: Any) -> Any:
         if isinstance(part, Tensor):
             if id(part) not in placed:
                 placed[id(part)] = part.to(device, non_blocking=True, copy=copy)
             return placed[id(part)]
         if isinstance(part, Mapping):
-            own = shallow(part) if isinstance(part, MutableMapping) else {}  # a class of its own may have attributes
-            for name, each in part.items():
-                own[name] = moved(each)
-            return own
+            # A custom class may have attributes.
+            mapping = shallow(part) if isinstance(part, MutableMapping) else {}
+            for name, value in part.items():
+                mapping[name] = move(value)
+            return mapping
         if isinstance(part, tuple) and hasattr(part, "_fields"):
-            return type(part)(*map(moved, part))
+            return type(part)(*map(move, part))
         if is_dataclass(part) and not isinstance(part, type):
             filled = shallow(part)
             for field in fields(part):
-                object.__setattr__(filled, field.name, moved(getattr(part, field.name)))  # it may be frozen
+                object.__setattr__(filled, field.name, move(getattr(part, field.name)))  # it may be frozen
             return filled
-        return type(part)(map(moved, part)) if isinstance(part, list | tuple) else part
+        return type(part)(map(move, part)) if isinstance(part, list | tuple) else part
 
-    return moved(value)
+    return move(value)
 
 
 def call_of(model: nn.Module, batch: Any) -> Callable[[], Any]:
@@ -113,32 +115,32 @@ def way_of(model: nn.Module, batch: Any) -> Callable[[Any], Arguments]:
             "those of torch.jit are: give the module that it was made from"
         ) from None
     wrong = ""
-    for way in _ways(batch, len(signature.parameters) == 1):
-        places, named = way(batch)
+    for call in _ways(batch, len(signature.parameters) == 1):
+        places, named = call(batch)
         try:
             signature.bind(*places, **named)
         except TypeError as error:
             wrong = wrong or str(error)
         else:
-            return way
+            return call
     takes = (
         ", ".join(name for name, parameter in signature.parameters.items() if parameter.default is parameter.empty)
         or "nothing"
     )
     if not wrong:
         raise UsageError(f"a batch of type {type(batch).__name__} was given and {_name(model)} takes ({takes}): {_ASK}")
-    given = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"{len(batch)} things by place"
-    raise UsageError(f"forward of {_name(model)} takes ({takes}), and the batch has ({given}): {wrong}; {_ASK}")
+    brought = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"{len(batch)} things by place"
+    raise UsageError(f"forward of {_name(model)} takes ({takes}), and the batch has ({brought}): {wrong}; {_ASK}")
 
 
 def _ways(batch: Any, takes_one: bool) -> Iterator[Callable[[Any], Arguments]]:
     if isinstance(batch, Tensor):
-        yield lambda whole: ((whole,), {})
+        yield lambda batch: ((batch,), {})
     elif isinstance(batch, Mapping):
         if all(isinstance(name, str) for name in batch):
             yield lambda named: ((), dict(named))
         if takes_one:
-            yield lambda whole: ((whole,), {})
+            yield lambda batch: ((batch,), {})
     elif isinstance(batch, list | tuple):
         both = len(batch) == 2 and isinstance(batch[0], list | tuple) and isinstance(batch[1], Mapping)
         yield (lambda pair: (tuple(pair[0]), dict(pair[1]))) if both else (lambda places: (tuple(places), {}))
@@ -177,7 +179,11 @@ def _takes_batch(loss: Loss) -> bool:
     except (TypeError, ValueError):  # a C function without a signature
         return False
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [each for each in signature.parameters.values() if each.kind in by_place and each.default is each.empty]
+    needed = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.kind in by_place and parameter.default is parameter.empty
+    ]
     return len(needed) > 1
 
 
@@ -196,7 +202,7 @@ def _guessed_loss(model: nn.Module, output: Any) -> tuple[Tensor, str]:
         )
     name, value = floating[0]
     shown = f"{name + ', ' if name else ''}{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}]"
-    wide = value.to(torch.promote_types(value.dtype, torch.float32))
+    wide = value.to(wide_dtype(value.dtype))
     return wide.square().mean(), f"the mean of squares of forward's first floating output ({shown})"
 
 

@@ -90,8 +90,8 @@ def storages(arithmetic: Arithmetic, same: bool) -> tuple[Storage, Storage]:
     """
     if arithmetic.plain and arithmetic.carrier is torch.float16:
         return scaled(FP16), scaled(FP16)
-    own = in_arithmetic(arithmetic)
-    return own, own if same or arithmetic.plain else scaled(FP16)
+    storage = in_arithmetic(arithmetic)
+    return storage, storage if same or arithmetic.plain else scaled(FP16)
 
 
 class Bucket:
@@ -113,10 +113,9 @@ class Bucket:
         self.gradients = gradients
         self.plain = None if any(storage.casts for storage in storages) else (first, second)
         self._fused = fused
-        self._storages = [
-            [storage.named(f"moment.{order}.{index}") for index in range(len(parameters))]
-            for order, storage in zip(("first", "second"), storages, strict=True)
-        ]
+        indices = range(len(parameters))
+        self._first = [storages[0].named(f"moment.first.{index}") for index in indices]
+        self._second = [storages[1].named(f"moment.second.{index}") for index in indices]
         self._kept: tuple[list[Operand], list[Operand]] = ([], [])
         # torch reads the count of an unfused step on the host, and of a fused one on the device.
         place = parameters[0].device if fused else torch.device("cpu")
@@ -136,24 +135,17 @@ class Bucket:
     def restored(self) -> tuple[list[Tensor], list[Tensor]]:
         if self.plain is not None:
             return self.plain
-        first, second = (
-            [storage.restore(operand) for storage, operand in zip(storages, kept, strict=True)]
-            for storages, kept in zip(self._storages, self._kept, strict=True)
-        )
-        return first, second
+        first, second = self._kept
+        return _restore_all(self._first, first), _restore_all(self._second, second)
 
     def keep(self, first: list[Tensor], second: list[Tensor]) -> None:
-        first_kept, second_kept = (
-            [storage.keep(moment) for storage, moment in zip(storages, moments, strict=True)]
-            for storages, moments in zip(self._storages, (first, second), strict=True)
-        )
-        self._kept = first_kept, second_kept
+        self._kept = _keep_all(self._first, first), _keep_all(self._second, second)
 
     def kept(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         if self.plain is not None:
             return *self.plain, self._steps
-        first, second = ([part for operand in some for part in operand.tensors] for some in self._kept)
-        return first, second, self._steps
+        first, second = self._kept
+        return _tensors_of(first), _tensors_of(second), self._steps
 
     def update(self, first: list[Tensor], second: list[Tensor], how: Update = Update()) -> None:
         """One step of torch's AdamW, which writes weights and both moments in place.
@@ -161,10 +153,38 @@ class Bucket:
         Unfused, torch takes whole lists (foreach) on a GPU, and tensor by tensor on a CPU.
         """
         adamw(
-            self.parameters, self.gradients, first, second, [], self._steps, fused=True if self._fused else None,
-            amsgrad=False, beta1=how.betas[0], beta2=how.betas[1], lr=how.rate, weight_decay=how.decay,
-            eps=how.epsilon, maximize=False, grad_scale=how.divisor, found_inf=how.skip,
-        )  # fmt: skip
+            self.parameters,
+            self.gradients,
+            first,
+            second,
+            [],
+            self._steps,
+            fused=True if self._fused else None,
+            amsgrad=False,
+            beta1=how.betas[0],
+            beta2=how.betas[1],
+            lr=how.rate,
+            weight_decay=how.decay,
+            eps=how.epsilon,
+            maximize=False,
+            grad_scale=how.divisor,
+            found_inf=how.skip,
+        )
+
+
+def _keep_all(storages: list[Storage], moments: list[Tensor]) -> list[Operand]:
+    return [storage.keep(moment) for storage, moment in zip(storages, moments, strict=True)]
+
+
+def _restore_all(storages: list[Storage], operands: list[Operand]) -> list[Tensor]:
+    return [storage.restore(operand) for storage, operand in zip(storages, operands, strict=True)]
+
+
+def _tensors_of(operands: list[Operand]) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    for operand in operands:
+        tensors += operand.tensors
+    return tensors
 
 
 def bucketed(elements: Sequence[int], most: int) -> Iterator[slice]:

@@ -45,14 +45,14 @@ class Given(NamedTuple):
 def parse_given(name: str, answer: object, seed: int = 0) -> Given:
     match answer:
         case (nn.Module() as model, batch):
-            return _given(name, seed, model=model, **_one_or_many(batch))
+            return _make_given(name, seed, model=model, **_one_or_many(batch))
         case (nn.Module() as model, batch, loss) if callable(loss):
-            return _given(name, seed, model=model, loss=loss, **_one_or_many(batch))
+            return _make_given(name, seed, model=model, loss=loss, **_one_or_many(batch))
         case Mapping() if isinstance(answer.get("model"), nn.Module) and {"batch", "batches"} & answer.keys():
             for word in answer:
                 if word not in Given._fields:
                     raise UnknownName(f"name in what {name} gives", str(word), Given._fields)
-            return _given(name, seed, **answer)
+            return _make_given(name, seed, **answer)
     words = (
         f"({', '.join(type(part).__name__ for part in answer)})" if isinstance(answer, tuple) else type(answer).__name__
     )
@@ -70,27 +70,27 @@ def _one_or_many(batch: Any) -> dict[str, Any]:
     return {"batches" if several else "batch": batch}
 
 
-def _given(name: str, seed: int, **known: Any) -> Given:
+def _make_given(name: str, seed: int, **parts: Any) -> Given:
     for word in ("loss", "optimizer", "schedule"):
-        if known.get(word) is not None and not callable(known[word]):
-            raise UsageError(f"{name}: its {word} is {shown_type(known[word])}. Give a function.")
-    if known.get("schedule") is not None and known.get("optimizer") is None:
+        if parts.get(word) is not None and not callable(parts[word]):
+            raise UsageError(f"{name}: its {word} is {shown_type(parts[word])}. Give a function.")
+    if parts.get("schedule") is not None and parts.get("optimizer") is None:
         raise UsageError(f"{name} gives a schedule and no optimizer that it could be of. Give both.")
-    if "batch" in known:
-        return Given(**known)
-    batches = known["batches"]
+    if "batch" in parts:
+        return Given(**parts)
+    batches = parts["batches"]
     try:
-        return Given(batch=batches(0, seed) if callable(batches) else next(iter(batches)), **known)
+        return Given(batch=batches(0, seed) if callable(batches) else next(iter(batches)), **parts)
     except Exception as error:
-        why = "there is none" if isinstance(error, StopIteration) else short_words(error)
-        raise UsageError(f"{name}: its batches give no first one: {why}.") from error
+        reason = "there is none" if isinstance(error, StopIteration) else short_words(error)
+        raise UsageError(f"{name}: its batches give no first one: {reason}.") from error
 
 
 @contextmanager
 def seeded(seed: int, facts: DeviceFacts) -> Iterator[None]:
     """Seeds all random generators for the body, and restores the process's own states afterwards."""
     numpy = sys.modules.get("numpy")
-    before = random.getstate(), numpy and numpy.random.get_state()
+    states = random.getstate(), numpy and numpy.random.get_state()
     gpus = [facts.index] if facts.accelerated else []
     with torch.random.fork_rng(gpus, device_type=facts.kind):
         torch.manual_seed(seed)
@@ -100,9 +100,9 @@ def seeded(seed: int, facts: DeviceFacts) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(before[0])
+            random.setstate(states[0])
             if numpy is not None:
-                numpy.random.set_state(before[1])
+                numpy.random.set_state(states[1])
 
 
 Call = Callable[[nn.Module, Any, Any], Any]
@@ -129,9 +129,15 @@ class OwnModel:
     """
 
     def __init__(
-        self, given: Given, setup: Setup, multiples: tuple[int, int] = (1, 1), *, compiles: bool = True,
-        converts: bool = True, draws_alike: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        given: Given,
+        setup: Setup,
+        multiples: tuple[int, int] = (1, 1),
+        *,
+        compiles: bool = True,
+        converts: bool = True,
+        draws_alike: bool = False,
+    ) -> None:
         params = setup.params
         self.model, batch, self._loss = given[:3]
         self._batch = batch
@@ -163,7 +169,7 @@ class OwnModel:
             self.parameters = _trained_in(self.model)
         self._call: Call = call_model
         if compiles and params["compile"] == "yes":
-            self._call = self._compiled(draws_alike)
+            self._call = self._compile(draws_alike)
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {MemoryRole.WEIGHTS: list(self.model.parameters()), MemoryRole.DATA: self._batch}
@@ -212,8 +218,8 @@ class OwnModel:
             loss = self._loss_of(output, batch)
             (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
         gradients = {  # zeros of what a step did not reach, as an expert without tokens: a copy's step may reach it
-            name: torch.zeros_like(own) if own.grad is None else own.grad / self._loss_scale
-            for name, own in self.parameters.items()
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / self._loss_scale
+            for name, parameter in self.parameters.items()
         }
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -227,23 +233,23 @@ class OwnModel:
         if self.conversion is not None:
             self.conversion.phase = phase if self._call is call_model else SilentPhases()
 
-    def _compiled(self, draws_alike: bool) -> Call:
+    def _compile(self, draws_alike: bool) -> Call:
         """The call as a compiled function, by a first step. Its code object is a copy: see `nn.gpt.compiled`."""
         # Imported here, because they bring the compiler.
         from torch._dynamo.utils import counters
         from torch._inductor import config
 
-        own = FunctionType(
+        copied = FunctionType(
             call_model.__code__.replace(), call_model.__globals__, call_model.__name__, call_model.__defaults__
         )
-        graph: Call = torch.compile(own)
-        before = counters["stats"]["unique_graphs"]
+        graph: Call = torch.compile(copied)
+        graphs = counters["stats"]["unique_graphs"]
         self._call = graph
         optimizer, self.optimizer = self.optimizer, None
         with config.patch(fallback_random=True) if draws_alike else nullcontext():
             self.step(SilentPhases())
         self.optimizer = optimizer
-        if counters["stats"]["unique_graphs"] == before:
+        if counters["stats"]["unique_graphs"] == graphs:
             raise RuntimeError(
                 "torch.compile compiled nothing of the model (0 frames), which would be timed as it is: is it switched "
                 "off (TORCH_COMPILE_DISABLE, torch.compiler.disable)? Leave --compile out"
@@ -253,8 +259,9 @@ class OwnModel:
 
 def errors_between(outcome: Outcome, reference: Outcome) -> dict[str, float]:
     errors = {}
-    given, wanted = ([tensor.shape for tensor in each.outputs] for each in (outcome, reference))
-    if given == wanted and wanted:  # other shapes, as of the rows above a threshold, cannot be compared
+    shapes = [tensor.shape for tensor in outcome.outputs]
+    expected_shapes = [tensor.shape for tensor in reference.outputs]
+    if shapes == expected_shapes and shapes:  # other shapes, as of the rows above a threshold, cannot be compared
         errors["output_error"] = joint_relative_frobenius(outcome.outputs, reference.outputs)
     if outcome.loss is not None and reference.loss is not None:
         errors["loss_error"] = relative_error(float(outcome.loss), float(reference.loss))

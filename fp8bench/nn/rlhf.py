@@ -16,8 +16,10 @@ from torch import Tensor
 
 from fp8bench.model import MemoryRole
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
-from fp8bench.nn.gpt import GPT, loss_of
+from fp8bench.nn.decoder import Decoder
+from fp8bench.nn.gpt import GPT
+from fp8bench.nn.kept import DTYPES, KeptWeight, OwnWeight, draw_weights, kept_weight
+from fp8bench.nn.parts import cross_entropy
 from fp8bench.nn.served import served_shapes
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.nn.training_step import Loader, TrainingState
@@ -62,7 +64,8 @@ class FourModels:
             with phase.elementwise, torch.no_grad():
                 logits = (model.forward(tokens, 0, phase, every=True) for tokens, _ in batches)
                 self.scores[name] = [
-                    -loss_of(tensor, targets, "none") for tensor, (_, targets) in zip(logits, batches, strict=True)
+                    -cross_entropy(tensor, targets, "none")
+                    for tensor, (_, targets) in zip(logits, batches, strict=True)
                 ]
         self.actor.step(phase)
         self.critic.step(phase)
@@ -73,8 +76,7 @@ class FourModels:
         return self.actor.losses(steps)
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        parts = [model.weights_and_cache() for model in self.frozen.values()]
-        weights, caches = ([part[place] for part in parts] for place in (0, 1))
+        weights, caches = zip(*(model.weights_and_cache() for model in self.frozen.values()), strict=True)
         return {MemoryRole.WEIGHTS: weights, MemoryRole.ACTIVATIONS: (caches, self.scores)}
 
     def figures(self) -> dict[str, float]:
@@ -85,26 +87,26 @@ class FourModels:
 
 
 def _trained_bytes(state: TrainingState) -> int:
-    kept = (tensor for kept in state.optimizer.state.values() for tensor in kept.values() if isinstance(tensor, Tensor))
-    moments = [tensor for tensor in kept if tensor.dim()]  # leaves out the step counts
-    return sum(
-        parameter.numel() * parameter.element_size() for parameter in (*state.parameters, *state.buffers, *moments)
-    )
+    tensors = [*state.parameters, *state.buffers]
+    for moments in state.optimizer.state.values():
+        # A step count has no dimension.
+        tensors += [tensor for tensor in moments.values() if isinstance(tensor, Tensor) and tensor.dim()]
+    return sum(tensor.nbytes for tensor in tensors)
 
 
-def frozen_models(actor: GPT, config: GPTConfig, batch: int, kept: str, seed: int) -> dict[str, Decoder]:
-    carrier = DTYPES.get(kept, torch.bfloat16)
-    begun = {name: parameter.detach() for name, parameter in actor.named_parameters()}
-    other = drawn_weights(served_shapes(config), seed + 1, str(next(iter(begun.values())).device))
+def frozen_models(actor: GPT, config: GPTConfig, batch: int, weight_format: str, seed: int) -> dict[str, Decoder]:
+    carrier = DTYPES.get(weight_format, torch.bfloat16)
+    initial = {name: parameter.detach() for name, parameter in actor.named_parameters()}
+    reward = draw_weights(served_shapes(config), seed + 1, str(next(iter(initial.values())).device))
 
     def keep(name: str, weight: Tensor) -> KeptWeight:
-        if kept in DTYPES or name == "head":
+        if weight_format in DTYPES or name == "head":
             return OwnWeight(weight, PlainArithmetic(carrier))
-        return kept_weight(weight, kept, False)
+        return kept_weight(weight, weight_format, False)
 
     def model(weight: Callable[[str], Tensor]) -> Decoder:
         kv = "fp32" if carrier is torch.float32 else "bf16"
         return Decoder(config, weight, keep, kv, carrier, (batch, config.sequence))
 
     with torch.no_grad():
-        return {"reference": model(lambda name: begun[name].clone()), "reward": model(other)}
+        return {"reference": model(lambda name: initial[name].clone()), "reward": model(reward)}

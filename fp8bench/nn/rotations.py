@@ -38,7 +38,7 @@ def rotated(x: Tensor, seed: int) -> Tensor:
     The last dimension is padded with zeros to a multiple of 16. The result keeps that length, which a product needs to
     be unchanged. Infinities and NaN make NaN of all 16 elements of their run.
     """
-    filled, matrix = _filled(x), _matrix(seed, x.device)
+    filled, matrix = _fill_up(x), _matrix(seed, x.device)
     if not _by_kernel(x):
         return _times(filled, matrix)
     out = torch.empty(filled.shape, dtype=torch.float32, device=x.device)
@@ -56,7 +56,7 @@ class RotatedTensor(NamedTuple):
 
 def rotation(x: Tensor, seed: int) -> RotatedTensor:
     """Rotates a matrix and finds the largest magnitudes that a cast of it begins with. Keeps its order in memory."""
-    filled, matrix = _filled(x), _matrix(seed, x.device)
+    filled, matrix = _fill_up(x), _matrix(seed, x.device)
     if not _by_kernel(x):
         values = _times(filled, matrix)
         return RotatedTensor(values, largest_magnitude(values), largest_magnitude(x))
@@ -68,7 +68,7 @@ def rotation(x: Tensor, seed: int) -> RotatedTensor:
     return RotatedTensor(out.t() if turned else out, amaxes, before)
 
 
-def _filled(x: Tensor) -> Tensor:
+def _fill_up(x: Tensor) -> Tensor:
     check_input(x)
     if not x.dim():
         raise ValueError("a tensor without dimensions has none that could be rotated")
@@ -158,19 +158,21 @@ def _runs(memory: Tensor, turned: bool) -> Tensor:
     return memory.view(len(memory), -1, SIZE)
 
 
-def _run_rotated(x: Tensor, matrix: Tensor, out: Tensor) -> None:
+def _run_rotation(x: Tensor, matrix: Tensor, out: Tensor) -> None:
     memory, turned = laid(x)
     call(RotationKernel(x.dtype, str(x.device), turned), _runs(memory, turned), matrix, _runs(out, False))
 
 
-def _run_looking(x: Tensor, matrix: Tensor, out: Tensor, amaxes: Tensor, before: Tensor, turned: bool) -> None:
-    seen, written = (tensor.view(-1, SIZE, tensor.shape[1]) if turned else _runs(tensor, False) for tensor in (x, out))
-    call(LookingRotationKernel(x.dtype, str(x.device), turned), seen, matrix, written, amaxes, before)
+def _run_looking(x: Tensor, matrix: Tensor, out: Tensor, amaxes: Tensor, magnitudes: Tensor, turned: bool) -> None:
+    blocks, written = (
+        tensor.view(-1, SIZE, tensor.shape[1]) if turned else _runs(tensor, False) for tensor in (x, out)
+    )
+    call(LookingRotationKernel(x.dtype, str(x.device), turned), blocks, matrix, written, amaxes, magnitudes)
 
 
 _LOOKING = "Tensor x, Tensor matrix, Tensor(a!) out, Tensor(b!) amaxes, Tensor(c!) before, bool turned"
 operators.define("rotated_and_looked_at", f"({_LOOKING}) -> ()", _run_looking)
-operators.define("rotated", "(Tensor x, Tensor matrix, Tensor(a!) out) -> ()", _run_rotated)
+operators.define("rotated", "(Tensor x, Tensor matrix, Tensor(a!) out) -> ()", _run_rotation)
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:

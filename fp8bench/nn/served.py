@@ -150,26 +150,31 @@ Shapes = dict[str, tuple[tuple[int, ...], float]]
 
 
 def served_shapes(config: GPTConfig) -> Shapes:
-    width, gain = config.width, (2 * config.layers) ** -0.5
+    """All weights of a model in the order of its parameters."""
+    width, vocabulary = config.width, config.vocabulary
     heads = (config.heads + 2 * config.key_heads) * config.head_width
     up = config.hidden * (2 if config.modern else 1)
-    shapes: Shapes = {"embedding": ((config.vocabulary, width), 0.02)}
+    # Weights that end a branch begin smaller, as in training.
+    gain = (2 * config.layers) ** -0.5
+    into, out_of = width**-0.5, gain * config.hidden**-0.5
+
+    shapes: Shapes = {"embedding": ((vocabulary, width), 0.02)}
     if not config.modern:
         shapes["positions"] = ((config.sequence, width), 0.01)
-    for block in range(config.layers):
-        shapes |= {
-            f"blocks.{block}.norm_attn.weight": ((width,), 0.0),
-            f"blocks.{block}.norm_mlp.weight": ((width,), 0.0),
-            f"blocks.{block}.attn.qkv.weight": ((heads, width), width**-0.5),
-            f"blocks.{block}.attn.out.weight": ((width, width), gain * width**-0.5),
-        }
+    for number in range(config.layers):
+        block = f"blocks.{number}"
+        shapes[f"{block}.norm_attn.weight"] = shapes[f"{block}.norm_mlp.weight"] = ((width,), 0.0)
+        shapes[f"{block}.attn.qkv.weight"] = ((heads, width), into)
+        shapes[f"{block}.attn.out.weight"] = ((width, width), gain * into)
         if config.experts:  # scores of order one: smaller ones would weigh all experts alike
-            shapes[f"blocks.{block}.{ROUTER}"] = ((config.experts, width), width**-0.5)
-        feed = {"up": ((up, width), width**-0.5), "down": ((width, config.hidden), gain * config.hidden**-0.5)}
-        parts = feed_parts(config.experts)
-        shapes |= {f"blocks.{block}.{part}.weight": feed[part.rpartition(".")[2]] for part in parts}
+            shapes[f"{block}.{ROUTER}"] = ((config.experts, width), into)
+        for part in feed_parts(config.experts):
+            is_up = part.endswith("up")
+            shapes[f"{block}.{part}.weight"] = ((up, width), into) if is_up else ((width, config.hidden), out_of)
     shapes["norm.weight"] = ((width,), 0.0)
-    return shapes if config.tied else {**shapes, "head.weight": ((config.vocabulary, width), width**-0.5)}
+    if not config.tied:
+        shapes["head.weight"] = ((vocabulary, width), into)
+    return shapes
 
 
 @dataclass(frozen=True)
@@ -256,18 +261,25 @@ class StepBytes:
 def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, experts: float | None = None) -> StepBytes:
     """Counts the bytes for weights in this module's formats, not in `own` ones. `experts` is the mean number read in a
     layer, by default the expected one."""
-    wide, weights = CARRIERS[arm.carrier], 0.0
-    read = (model.chosen(batch) if experts is None else experts) / model.experts if model.experts else 1.0
-    kept = arm.weight_format
+    # 1. Weights: an embedding's rows of the batch, matrices of blocks in the arm's format, all else in the carrier.
+    carrier_bytes, weights = CARRIERS[arm.carrier], 0.0
+    read_share = 1.0
+    if model.experts:
+        read_share = (model.chosen(batch) if experts is None else experts) / model.experts
     for name, shape in model.shapes:
         part = name.partition(".")[0]
-        if part in ("embedding", "positions"):
-            weights += (batch if part == "embedding" else 1) * shape[-1] * wide
+        if part == "embedding":
+            weights += batch * shape[-1] * carrier_bytes
+        elif part == "positions":
+            weights += shape[-1] * carrier_bytes
         elif part == "blocks" and len(shape) == 2 and not name.endswith(ROUTER):
-            stored = (int4_format(shape[1]) if kept == "int4" else WEIGHT_FORMATS[kept]).bytes(*shape)
-            weights += stored * (read if EXPERTS in name else 1)
+            is_int4 = arm.weight_format == "int4"
+            number_format = int4_format(shape[1]) if is_int4 else WEIGHT_FORMATS[arm.weight_format]
+            weights += number_format.bytes(*shape) * (read_share if EXPERTS in name else 1)
         else:
-            weights += prod(shape) * wide
+            weights += prod(shape) * carrier_bytes
+
+    # 2. Keys and values of the whole context.
     rows = batch * model.key_heads * context
     heads = KV_FORMATS[arm.kv_format].bytes(rows, model.head_width, model.key_heads)
     return StepBytes(round(weights), 2 * model.layers * heads)
@@ -282,9 +294,9 @@ def served_memory(model: ServedShape, batch: int, context: int) -> float:
 def forward_flops(model: ServedShape, batch: int, new: int, context: int) -> float:
     """Two FLOPs a weight and token (for the head, one token a sequence), and attention's two products."""
     linear = 2.0 * batch * (new * model.active + model.weights("head"))
-    seen = new * (context - new) + new * (new + 1) / 2
-    return linear + attention_flops(model, batch, seen)
+    pairs = new * (context - new) + new * (new + 1) / 2
+    return linear + attention_flops(model, batch, pairs)
 
 
-def attention_flops(model: ServedShape, batch: int, seen: float) -> float:
-    return 4.0 * batch * model.layers * model.heads * model.head_width * seen
+def attention_flops(model: ServedShape, batch: int, pairs: float) -> float:
+    return 4.0 * batch * model.layers * model.heads * model.head_width * pairs

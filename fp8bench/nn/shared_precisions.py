@@ -27,9 +27,12 @@ from fp8bench.protocols import Arithmetic, Precision, TensorScale
 from fp8bench.protocols.axes import Option, one_of
 
 HIGH_WEIGHT_GRADIENT = Option(
-    "weight-gradient", "low, or bf16: the product of gradients and inputs is left in bf16", "low",
-    one_of("low", "bf16"), ("gw",),
-)  # fmt: skip
+    "weight-gradient",
+    "low, or bf16: the product of gradients and inputs is left in bf16",
+    "low",
+    one_of("low", "bf16"),
+    ("gw",),
+)
 
 
 def _accumulator(text: str) -> str:
@@ -43,14 +46,17 @@ def _accumulator(text: str) -> str:
 
 
 ACCUMULATOR = Option(
-    "accumulator", "fp32, short: 14 bits as Hopper sums, or so many; promoted: short, added to fp32 every 128 elements",
-    "fp32", _accumulator,
-)  # fmt: skip
+    "accumulator",
+    "fp32, short: 14 bits as Hopper sums, or so many; promoted: short, added to fp32 every 128 elements",
+    "fp32",
+    _accumulator,
+)
 MX_SCALE = Option(
-    "scale", "rceil: up, nothing saturates; floor: OCP's; even: after rounding the amax; ceil: the amax up to a power",
+    "scale",
+    "rceil: up, nothing saturates; floor: OCP's; even: after rounding the amax; ceil: the amax up to a power",
     ScaleRounding.RCEIL.value,
     one_of(ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL),
-)  # fmt: skip
+)
 
 
 def formats_option(default: str) -> Option:
@@ -168,12 +174,15 @@ class RecipePrecision(Precision):
         given, weight, gradient = treatments
         sums = str(self.chosen.get("accumulator", Accumulator.FP32))
         return Recipe(
-            given, weight, gradient, delayed,
+            given,
+            weight,
+            gradient,
+            delayed,
             hadamard=self.chosen.get("hadamard") == "on",
             high_weight_gradient=self.chosen.get("weight-gradient") == "bf16",
             accumulator=Accumulator.SHORT if sums.isdigit() else Accumulator(sums),
             accumulator_bits=int(sums) if sums.isdigit() else HOPPER_BITS,
-        )  # fmt: skip
+        )
 
     @property
     def formats(self) -> tuple[Format, Format, Format]:
@@ -188,10 +197,10 @@ def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
     from fp8bench.nn.arithmetics import ScaledArithmetic, WideScaledArithmetic
     from fp8bench.nn.block_arithmetic import BlockArithmetic
 
-    own = on_device(recipe, facts)
+    device_recipe = on_device(recipe, facts)
     of_rows = WideScaledArithmetic if rows_give_float32(facts) else ScaledArithmetic
-    arithmetic = (BlockArithmetic if own.in_blocks else of_rows)(own)
-    arithmetic.groups = grouped_multiple(own.products, facts)
+    arithmetic = (BlockArithmetic if device_recipe.in_blocks else of_rows)(device_recipe)
+    arithmetic.groups = grouped_multiple(device_recipe.products, facts)
     return arithmetic
 
 
@@ -200,7 +209,7 @@ def recipe_of(precision: Precision) -> Recipe:
     return precision.recipe
 
 
-def wrong_pairing(backend: str, precision: Precision, known: Iterable[str]) -> Support:
-    modes = list(known)
-    near = precision.name if precision.name in modes else difflib.get_close_matches(precision.name, modes, 1, 0.0)[0]
-    return refused(f"{backend} has no recipe {precision.plain_mode}, only {', '.join(modes)}: the nearest is {near}")
+def wrong_pairing(backend: str, precision: Precision, modes_of_backend: Iterable[str]) -> Support:
+    modes = list(modes_of_backend)
+    nearest = precision.name if precision.name in modes else difflib.get_close_matches(precision.name, modes, 1, 0.0)[0]
+    return refused(f"{backend} has no recipe {precision.plain_mode}, only {', '.join(modes)}: the nearest is {nearest}")

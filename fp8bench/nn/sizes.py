@@ -37,6 +37,12 @@ class DenoiserSizes(NamedTuple):
     width: int
     layers: int
 
+    @property
+    def blocks(self) -> GPTConfig:
+        """A DiT's blocks."""
+        heads, tokens = heads_of(self.width), (self.image // PATCH) ** 2
+        return GPTConfig(0, self.width, self.layers, heads, heads, 4 * self.width, self.batch, tokens)
+
 
 def heads_of(width: int) -> int:
     return 1 if width % HEAD_WIDTH else width // HEAD_WIDTH
@@ -118,14 +124,18 @@ class GPTConfig:
 
 
 def feed_parts(experts: int) -> tuple[str, ...]:
-    owners = [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]
-    return tuple(f"{owner}.{part}" for owner in owners for part in ("up", "down"))
+    parts: list[str] = []
+    for owner in [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]:
+        parts += (f"{owner}.up", f"{owner}.down")
+    return tuple(parts)
 
 
 def gpt_layers(blocks: int, experts: int = 0) -> tuple[Layer, ...]:
-    parts = (("attn.qkv", "attn"), ("attn.out", "attn"), *((part, "mlp") for part in feed_parts(experts)))
-    own = (Layer(f"blocks.{block}.{part}", kind) for block in range(blocks) for part, kind in parts)
-    return (*own, Layer("head", "head", high=True))
+    layers = []
+    for block in range(blocks):
+        layers += [Layer(f"blocks.{block}.{part}", "attn") for part in ("attn.qkv", "attn.out")]
+        layers += [Layer(f"blocks.{block}.{part}", "mlp") for part in feed_parts(experts)]
+    return (*layers, Layer("head", "head", high=True))
 
 
 CLASSES = 1000
@@ -185,19 +195,23 @@ class VisionSizes:
     def around(self) -> tuple[Layer, ...]:
         """A vision transformer's positions count as its embedding; a ResNet has none."""
         if self.model == "resnet":
-            shortcut = ("blocks.0.norms.shortcut",)
-            parts = (f"blocks.{n}.norms.{part}" for n in range(self.layers) for part in ("reduce", "spatial", "expand"))
-            return layers_around(("norm", *shortcut, *parts), "residual", "logits")
+            return layers_around(("norm", *self._convolutions("norms.")), "residual", "logits")
         norms = [layer.name for layer in gpt_around(self.layers) if layer.kind == "norm"]
         image = [f"image.{name}" for name in norms] if self.model == "two-input" else []
         return layers_around((*image, *norms), *_BESIDE_NORMS)
 
     def low_layers(self) -> tuple[str, ...]:
-        blocks = tuple(layer.name for layer in gpt_layers(self.layers) if not layer.high)
         if self.model == "resnet":
-            parts = ("reduce", "spatial", "expand")
-            return ("blocks.0.shortcut", *(f"blocks.{block}.{part}" for block in range(self.layers) for part in parts))
+            return self._convolutions()
+        blocks = tuple(layer.name for layer in gpt_layers(self.layers) if not layer.high)
         return blocks if self.model == "vit" else (*(f"image.{name}" for name in blocks), "project", *blocks)
+
+    def _convolutions(self, before_name: str = "") -> tuple[str, ...]:
+        """A ResNet's convolutions by path; the first block has one more, as its shortcut."""
+        paths = [f"blocks.0.{before_name}shortcut"]
+        for block in range(self.layers):
+            paths += [f"blocks.{block}.{before_name}{part}" for part in ("reduce", "spatial", "expand")]
+        return tuple(paths)
 
 
 _BESIDE_NORMS = {"embedding": "embed", "residual": "residual", "logits": "logits"}
@@ -213,7 +227,10 @@ def around(norms: Iterable[str]) -> tuple[Layer, ...]:
 
 
 def gpt_around(blocks: int) -> tuple[Layer, ...]:
-    return around(f"blocks.{block}.{norm}" for block in range(blocks) for norm in ("norm_attn", "norm_mlp"))
+    norms: list[str] = []
+    for block in range(blocks):
+        norms += (f"blocks.{block}.norm_attn", f"blocks.{block}.norm_mlp")
+    return around(norms)
 
 
 # Tokens that an MLP sees before the predicted one, and tokens in a line of a convolved text.
@@ -330,25 +347,22 @@ class CapturedTensor:
     columns: int
 
 
-def _captured() -> dict[str, CapturedTensor]:
+def _list_captured_tensors() -> dict[str, CapturedTensor]:
     config = SIZES[TRAINED_SIZE]
-    tokens, last = TRAINED_BATCH * config.sequence, f"blocks.{config.layers - 1}"
+    tokens, block = TRAINED_BATCH * config.sequence, f"blocks.{config.layers - 1}"
     # For each kind the layer whose input is most typical: attention behind a norm, feed-forward behind the activation.
     layers = (
-        ("attn", f"{last}.attn.qkv", config.width, 3 * config.width),
-        ("mlp", f"{last}.mlp.down", config.hidden, config.width),
+        ("attn", f"{block}.attn.qkv", config.width, 3 * config.width),
+        ("mlp", f"{block}.mlp.down", config.hidden, config.width),
         ("head", "head", config.width, config.vocabulary),
     )
-    return {
-        f"{kind}-{role}": CapturedTensor(kind, name, role, rows, columns)
-        for kind, name, inputs, outputs in layers
-        for role, rows, columns in (
-            (Role.INPUT, tokens, inputs),
-            (Role.WEIGHT, outputs, inputs),
-            (Role.GRADIENT, tokens, outputs),
-        )
-    }
+    captured = {}
+    for kind, name, inputs, outputs in layers:
+        captured[f"{kind}-{Role.INPUT}"] = CapturedTensor(kind, name, Role.INPUT, tokens, inputs)
+        captured[f"{kind}-{Role.WEIGHT}"] = CapturedTensor(kind, name, Role.WEIGHT, outputs, inputs)
+        captured[f"{kind}-{Role.GRADIENT}"] = CapturedTensor(kind, name, Role.GRADIENT, tokens, outputs)
+    return captured
 
 
 # 'attn-input' and so on.
-CAPTURED = _captured()
+CAPTURED = _list_captured_tensors()

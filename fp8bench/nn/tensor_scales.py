@@ -162,7 +162,7 @@ class StaticScale:
         """Makes the scale of that largest magnitude; the first time is no renewal."""
         self._entered = None
         if self._scale is None:
-            self._amax, self._scale = amax, _inverted(self._factor(amax))
+            self._amax, self._scale = amax, _invert(self._factor(amax))
             self._renewals = torch.zeros((), dtype=torch.int64, device=amax.device)
         else:
             self._renew(amax, torch.ones_like(amax, dtype=torch.bool))
@@ -180,18 +180,18 @@ class StaticScale:
         if not waits or too_many:
             self._renew(amax, too_many)
 
-    def _renew(self, amax: Tensor, wanted: Tensor) -> None:
+    def _renew(self, amax: Tensor, due: Tensor) -> None:
         assert self._amax is not None and self._scale is not None and self._renewals is not None
-        renew = wanted & amax.isfinite() & (amax > 0)
+        renew = due & amax.isfinite() & (amax > 0)
         self._amax = torch.where(renew, amax, self._amax)
-        self._scale = _inverted(torch.where(renew, self._factor(amax), self._scale.scale))
+        self._scale = _invert(torch.where(renew, self._factor(amax), self._scale.scale))
         self._renewals = self._renewals + renew
 
     def _factor(self, amax: Tensor) -> Tensor:
         return float_factor(amax, self._fmt, self._rounding)
 
 
-def _inverted(scale: Tensor) -> ScalePair:
+def _invert(scale: Tensor) -> ScalePair:
     return ScalePair(scale, scale.reciprocal())
 
 
@@ -215,7 +215,7 @@ def view_of(precision: Precision, role: Role, x: Tensor, before: Sequence[Tensor
     steps, memory = [*reversed(before), x], DelayedScale(recipe.delayed, treatment.fmt)
     scales = [memory.next(step) for step in steps]
     # The first step's scale comes from nothing, so it is not part of the course.
-    told = slice(1, None) if before else slice(None)
-    amaxes = [float(step.abs().max()) for step in steps[told]]
-    course = scale_course([float(pair.scale) for pair in scales[told]], amaxes, treatment.fmt)
+    places = slice(1, None) if before else slice(None)
+    amaxes = [float(step.abs().max()) for step in steps[places]]
+    course = scale_course([float(pair.scale) for pair in scales[places]], amaxes, treatment.fmt)
     return RecipeView(treatment.fmt, factors_of(x, treatment.fmt, treatment.scaling, scales[-1].scale), course)

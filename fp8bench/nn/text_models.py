@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from fp8bench.nn.around import cast_to
 from fp8bench.nn.convolution import Convolution, ResidualBlock
-from fp8bench.nn.gpt import FeedForward, LanguageModel, Norm, dropped
-from fp8bench.nn.linear import Choose, Linear, scoped
+from fp8bench.nn.gpt import LanguageModel
+from fp8bench.nn.linear import Choose, Linear, prefix_names
+from fp8bench.nn.parts import FeedForward, Norm, drop
 from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
 
@@ -30,7 +31,7 @@ class WindowMLP(LanguageModel):
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
         self.window = Linear(CONTEXT * config.width, config.width, choose("window"))
         gain = config.layers**-0.5
-        parts = [scoped(choose, f"blocks.{number}") for number in range(config.layers)]
+        parts = [prefix_names(choose, f"blocks.{number}") for number in range(config.layers)]
         self.norms = nn.ModuleList(Norm(config.width, config.modern) for _ in parts)
         self.blocks = nn.ModuleList(
             FeedForward(config.width, config.hidden, config.modern, gain, part) for part in parts
@@ -40,12 +41,12 @@ class WindowMLP(LanguageModel):
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         share = self.dropout if self.training else 0.0
-        x = self.looked_up(tokens, self.embedding)
-        before = F.pad(x, (0, 0, CONTEXT - 1, 0)).unfold(1, CONTEXT, 1).transpose(2, 3).flatten(2)
+        x = self.look_up(tokens, self.embedding)
+        windows = F.pad(x, (0, 0, CONTEXT - 1, 0)).unfold(1, CONTEXT, 1).transpose(2, 3).flatten(2)
         residual = self.around["residual"]
-        x = cast_to(dropped(self.window(before, phase).to(x.dtype), share), residual)
+        x = cast_to(drop(self.window(windows, phase).to(x.dtype), share), residual)
         for norm, block in zip(self.norms, self.blocks, strict=True):
-            x = cast_to(x + dropped(block(norm(x), phase), share).to(x.dtype), residual)
+            x = cast_to(x + drop(block(norm(x), phase), share).to(x.dtype), residual)
         y: Tensor = self.head(self.norm(x), phase)
         return y
 
@@ -65,14 +66,14 @@ class CausalBlock(ResidualBlock):
         nn.init.constant_(self.norm_second.weight, _EMBEDDING)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        hidden = F.relu(self.norm_first(causal(self.first, x, phase)))
-        return cast_to(x + self.norm_second(causal(self.second, hidden, phase)).to(x.dtype), self.residual)
+        hidden = F.relu(self.norm_first(convolve_causally(self.first, x, phase)))
+        return cast_to(x + self.norm_second(convolve_causally(self.second, hidden, phase)).to(x.dtype), self.residual)
 
 
-def causal(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
+def convolve_causally(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
     """A 3x3 convolution of (batch, lines, places, channels) that sees only what came before."""
-    moved = F.pad(x, (0, 0, 1, 0, 1, 0)).contiguous()
-    y: Tensor = convolution(moved, phase)[:, :-1, :-1]
+    shifted = F.pad(x, (0, 0, 1, 0, 1, 0)).contiguous()
+    y: Tensor = convolution(shifted, phase)[:, :-1, :-1]
     return y
 
 
@@ -83,15 +84,15 @@ class TextCNN(LanguageModel):
         super().__init__()
         self.carrier, self.dropout = carrier, dropout
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * _EMBEDDING)
-        parts = [scoped(choose, f"blocks.{number}") for number in range(config.layers)]
+        parts = [prefix_names(choose, f"blocks.{number}") for number in range(config.layers)]
         self.blocks = nn.ModuleList(CausalBlock(config.width, part) for part in parts)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         share = self.dropout if self.training else 0.0
-        x = self.looked_up(tokens.reshape(len(tokens), -1, LINE), self.embedding)
+        x = self.look_up(tokens.reshape(len(tokens), -1, LINE), self.embedding)
         for block in self.blocks:
-            x = dropped(block(x, phase), share)
+            x = drop(block(x, phase), share)
         y: Tensor = self.head(self.norm(x).flatten(1, 2), phase)
         return y

@@ -1,15 +1,12 @@
-"""A training step of a GPT: micro-batches forward and backward, their gradients added up, the optimizer.
-
-Also the weights, activations and gradients of a small GPT in training, as its linear layers cast them.
-"""
+"""A training step: micro-batches forward and backward, their gradients added up, the optimizer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from inspect import unwrap
 from typing import Any, Protocol
 
@@ -17,12 +14,8 @@ import torch
 from torch import Tensor
 
 from fp8bench.model import DeviceFacts, MemoryRole
-from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import attention_by
-from fp8bench.nn.batches import TokenLoader
-from fp8bench.nn.gpt import GPT
-from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS, SIZES, TRAINED_BATCH, TRAINED_SIZE, TRAINING_STEPS
-from fp8bench.protocols import Arithmetic, Operand, Phases, Role, Setup, SilentPhases, float32_products, one_thread
+from fp8bench.protocols import Phases, Setup, SilentPhases
 
 # Opens a context in which layers multiply by weights that were cast once.
 Cast = Callable[[Phases], AbstractContextManager[None]]
@@ -63,8 +56,8 @@ def eager(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.O
     The first call of each wrapper imports the compiler: 1.4 s of a processor and 75 MB in every process. The class
     keeps its name, which traces show.
     """
-    own: dict[str, Any] = {name: unwrap(getattr(optimizer, name)) for name in ("step", *_WRAPPED)}
-    return type(optimizer.__name__, (optimizer,), {**own, "step": torch.no_grad()(own["step"])})
+    methods: dict[str, Any] = {name: unwrap(getattr(optimizer, name)) for name in ("step", *_WRAPPED)}
+    return type(optimizer.__name__, (optimizer,), {**methods, "step": torch.no_grad()(methods["step"])})
 
 
 def adamw(
@@ -112,29 +105,29 @@ class TrainingState:
     def losses(self, steps: int) -> list[float]:
         """The mean loss of each of the next steps, up to the first that is not finite."""
         inner = self.forward
-        seen: list[Tensor] = []
+        losses_of_step: list[Tensor] = []
         losses: list[float] = []
 
         def forward(tokens: Any, targets: Tensor, phase: Phases) -> Tensor:
             loss = inner(tokens, targets, phase)
-            seen.append(loss.detach())
+            losses_of_step.append(loss.detach())
             return loss
 
         self.forward = forward
         while len(losses) < steps and all(map(math.isfinite, losses[-1:])):
             self.step(SilentPhases())
-            losses.append(sum(map(float, seen)) / len(seen))
-            seen.clear()
+            losses.append(sum(map(float, losses_of_step)) / len(losses_of_step))
+            losses_of_step.clear()
         self.forward = inner
         return losses
 
     def _micro_batch(self, phase: Phases, first: bool) -> None:
         with phase.data_load:
             tokens, targets = self.loader.next()
-        rest = nullcontext() if self.compiled else phase.elementwise
-        with rest:
+        unmarked = nullcontext() if self.compiled else phase.elementwise
+        with unmarked:
             loss = self.forward(tokens, targets, phase) * self.loss_scale
-        with rest:
+        with unmarked:
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
         with phase.accumulate:
@@ -149,79 +142,31 @@ class TrainingState:
 
 
 def new_state(
-    setup: Setup, model: torch.nn.Module, loader: Loader, weights: Cast, *, attention: str = "auto",
-    rate: float = 3e-4, forward: Callable[[Any, Tensor, Phases], Tensor] | None = None, compiled: bool = False,
-    fused: bool = True, micro_batches: int = 1,
-) -> TrainingState:  # fmt: skip
+    setup: Setup,
+    model: torch.nn.Module,
+    loader: Loader,
+    weights: Cast,
+    *,
+    attention: str = "auto",
+    rate: float = 3e-4,
+    forward: Callable[[Any, Tensor, Phases], Tensor] | None = None,
+    compiled: bool = False,
+    fused: bool = True,
+    micro_batches: int = 1,
+) -> TrainingState:
     parameters = list(model.parameters())
     buffers = [torch.zeros_like(parameter) for parameter in parameters]
     optimizer = adamw(parameters, rate, setup.facts, fused)
     return TrainingState(
-        model, forward or model, compiled, attention, optimizer, parameters, buffers, loader, micro_batches,
-        setup.loss_scale, weights,
-    )  # fmt: skip
-
-
-Course = tuple[Tensor, ...]
-_LEARNING_RATE = 1e-3
-_DECAYS = (0.9, 0.99)
-
-
-class _Capturing(PlainArithmetic):
-    """fp32, keeping copies of what one layer casts for the roles that are in `kept`."""
-
-    def __init__(self, name: str, kept: dict[tuple[str, Role], list[Tensor]]) -> None:
-        super().__init__(torch.float32)
-        self._name, self._kept = name, kept
-
-    def cast(self, tensor: Tensor, role: Role) -> Operand:
-        if (course := self._kept.get((self._name, role))) is not None:
-            course.append(tensor.detach().clone())
-        return super().cast(tensor, role)
-
-
-class _Adam:
-    """Adam written out, because torch's own imports torch.compile, whose many objects slow down what follows."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._moments = [(torch.zeros_like(parameter), torch.zeros_like(parameter)) for parameter in parameters]
-        self._steps = 0
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self._steps += 1
-        first, second = (1 - decay**self._steps for decay in _DECAYS)
-        for parameter, (mean, square) in zip(self._parameters, self._moments, strict=True):
-            gradient = parameter.grad
-            assert gradient is not None
-            mean.lerp_(gradient, 1 - _DECAYS[0])
-            square.lerp_(gradient.square(), 1 - _DECAYS[1])
-            parameter.addcdiv_(mean, (square / second).sqrt_().add_(1e-8), value=-_LEARNING_RATE / first)
-            parameter.grad = None
-
-
-@lru_cache(maxsize=2)
-def captured(corpus: str, seed: int) -> Mapping[str, Course]:
-    """The tensors of the last steps of an fp32 training, by the names of `CAPTURED`, the newest last.
-
-    They depend on the text and the seed alone: the training runs on the CPU, whatever the case. It takes a second or
-    two, once a process.
-    """
-    kept: dict[tuple[str, Role], list[Tensor]] = {}
-    config = SIZES[TRAINED_SIZE]
-
-    def choose(name: str) -> Arithmetic:
-        return _Capturing(name, kept)
-
-    with one_thread(), torch.random.fork_rng(devices=[]), float32_products("highest"), torch.enable_grad():
-        torch.manual_seed(seed)
-        model = GPT(config, choose, torch.float32)
-        loader = TokenLoader(corpus, TRAINED_BATCH, config.sequence, "cpu", seed, config.vocabulary)
-        optimizer = _Adam(list(model.parameters()))
-        for step in range(TRAINING_STEPS):
-            if step == TRAINING_STEPS - CAPTURED_STEPS:
-                kept.update({(tensor.layer, tensor.role): [] for tensor in CAPTURED.values()})
-            model(*loader.next(), SilentPhases()).backward()
-            optimizer.step()
-    return {name: tuple(kept[tensor.layer, tensor.role]) for name, tensor in CAPTURED.items()}
+        model,
+        forward or model,
+        compiled,
+        attention,
+        optimizer,
+        parameters,
+        buffers,
+        loader,
+        micro_batches,
+        setup.loss_scale,
+        weights,
+    )

@@ -20,14 +20,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.nn.gpt import GPT, Block, FeedForward
+from fp8bench.nn.block import Block
+from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear, cast_marker, linear
+from fp8bench.nn.parts import FeedForward
 from fp8bench.protocols import Phases
 
 # The deviation of GELU and of Llama's gate for a Gaussian, and the root mean square of their slopes.
@@ -49,7 +51,7 @@ class _Rescaled(torch.autograd.Function):
         return gradients[0] if ctx.factor == 1.0 else gradients[0] * ctx.factor, None, None
 
 
-def rescaled(x: Tensor, forward: float, backward: float) -> Tensor:
+def rescale(x: Tensor, forward: float, backward: float) -> Tensor:
     """`forward` times x; its gradient is `backward` times that of the result."""
     if forward == backward == 1.0:
         return x
@@ -76,7 +78,7 @@ class UnitWeight:
     loss: LossGradient
 
     def __call__(self, weight: Tensor) -> Tensor:
-        return rescaled(weight, 1.0, 1 / (self.behind * self.loss.factor))
+        return rescale(weight, 1.0, 1 / (self.behind * self.loss.factor))
 
 
 @dataclass
@@ -90,16 +92,16 @@ class UnitProduct:
     def __call__(self, layer: Linear, x: Tensor, phase: Phases) -> Tensor:
         outputs, inputs = layer.weight.shape
         root = math.sqrt(inputs)
-        own = self.behind * root * self.loss.factor
+        total = self.behind * root * self.loss.factor
         # A weight that was cast already is not read again.
         ahead = 1.0 if layer.operands is not None else layer.factor
         with cast_marker(layer.arithmetic, phase):  # the phase of casting weights for all micro-batches, too
-            weight = rescaled(layer.weight, ahead, 1 / (self.deviation * own))
-        y = linear(rescaled(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
-        return rescaled(y, 1 / root, 1.0)
+            weight = rescale(layer.weight, ahead, 1 / (self.deviation * total))
+        y = linear(rescale(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
+        return rescale(y, 1 / root, 1.0)
 
 
-def _made_unit(layer: Linear, gain: float, behind: float, loss: LossGradient) -> float:
+def make_layer_unit(layer: Linear, gain: float, behind: float, loss: LossGradient) -> float:
     """Makes a layer's product unit-scaled; returns the factor of its input's gradient against the true one."""
     outputs, inputs = layer.weight.shape
     deviation = gain / math.sqrt(inputs)
@@ -117,15 +119,15 @@ class UnitFeed:
     leave: tuple[float, float] = (1.0, 1.0)
 
     def __call__(self, feed: FeedForward, x: Tensor, phase: Phases) -> Tensor:
-        hidden = rescaled(feed.up(rescaled(x, *self.enter), phase), 1.0, 1 / self.slope)
-        y: Tensor = feed.down(rescaled(feed.between(hidden), 1 / self.deviation, 1.0), phase)
-        return rescaled(y, *self.leave)
+        hidden = rescale(feed.up(rescale(x, *self.enter), phase), 1.0, 1 / self.slope)
+        y: Tensor = feed.down(rescale(feed.activate(hidden), 1 / self.deviation, 1.0), phase)
+        return rescale(y, *self.leave)
 
 
-def _made_unit_feed(feed: FeedForward, gain: float, behind: float, loss: LossGradient) -> float:
-    feed.unit = own = UnitFeed(GATED, GATED_SLOPE) if feed.gated else UnitFeed(GELU, GELU_SLOPE)
-    between = _made_unit(feed.down, gain, behind, loss) * own.deviation / own.slope
-    return _made_unit(feed.up, 1.0, between, loss)
+def make_feed_unit(feed: FeedForward, gain: float, behind: float, loss: LossGradient) -> float:
+    feed.unit = unit = UnitFeed(GATED, GATED_SLOPE) if feed.gated else UnitFeed(GELU, GELU_SLOPE)
+    between = make_layer_unit(feed.down, gain, behind, loss) * unit.deviation / unit.slope
+    return make_layer_unit(feed.up, 1.0, between, loss)
 
 
 @dataclass(frozen=True)
@@ -144,20 +146,26 @@ def attention_deviation(tokens: int) -> float:
     return math.sqrt(sum(1 / (1 + place / math.e) for place in range(tokens)) / tokens)
 
 
+class UnitSum(NamedTuple):
+    """The weights of stream and branch in one of a block's sums, and the factor that ends the branch's gradient."""
+
+    skip: float
+    branch: float
+    backward: float
+
+
 @dataclass(frozen=True)
 class UnitResidual:
-    """The weights of stream and branch in a block's two sums, and the factors that end the branches' gradients."""
+    """A unit-scaled block's pass: both sums."""
 
-    skips: tuple[float, float]
-    branches: tuple[float, float]
-    before: tuple[float, float]
+    attn: UnitSum
+    mlp: UnitSum
 
     def __call__(self, block: Block, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
-        (skip, other), (branch, other_branch), (attn, mlp) = self.skips, self.branches, self.before
-        added = block.added(block.attn, block.norm_attn(rescaled(x, 1.0, attn)), phase, rotation)
-        x = x * skip + rescaled(added, branch, 1.0)
-        added = block.added(block.mlp, block.norm_mlp(rescaled(x, 1.0, mlp)), phase)
-        return x * other + rescaled(added, other_branch, 1.0)
+        change = block.attn(block.norm_attn(rescale(x, 1.0, self.attn.backward)), phase, rotation)
+        x = x * self.attn.skip + rescale(block.in_stream(change, x.dtype), self.attn.branch, 1.0)
+        change = block.mlp(block.norm_mlp(rescale(x, 1.0, self.mlp.backward)), phase)
+        return x * self.mlp.skip + rescale(block.in_stream(change, x.dtype), self.mlp.branch, 1.0)
 
 
 @dataclass
@@ -172,11 +180,11 @@ class UnitStream:
     def begin(self, tokens: int) -> None:
         self.loss.begin(tokens)
 
-    def begun(self, x: Tensor) -> Tensor:
-        return rescaled(x, 1 / self.deviation, 1 / (self.deviation * self.behind * self.loss.factor))
+    def scale_embedding(self, x: Tensor) -> Tensor:
+        return rescale(x, 1 / self.deviation, 1 / (self.deviation * self.behind * self.loss.factor))
 
-    def read(self, logits: Tensor) -> Tensor:
-        return rescaled(logits, self.gain, self.loss.factor)
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        return rescale(logits, self.gain, self.loss.factor)
 
 
 def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
@@ -185,46 +193,47 @@ def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
     if type(model) is FeedForward:
         # Its inputs and incoming gradients have a deviation of 1 already.
         deviation = GATED if model.gated else GELU
-        before = _made_unit_feed(model, 1.0, 1 / deviation, LossGradient(2))
+        factor = make_feed_unit(model, 1.0, 1 / deviation, LossGradient(2))
         assert isinstance(model.unit, UnitFeed)
-        model.unit.enter, model.unit.leave = (1.0, 1 / before), (deviation, 1.0)
+        model.unit.enter, model.unit.leave = (1.0, 1 / factor), (deviation, 1.0)
     elif type(model) is GPT and all(type(block.mlp) is FeedForward for block in model.blocks):
         _scale_gpt(model, tokens)
     else:
+        name = "a GPT with experts" if type(model) is GPT else type(model).__name__
         raise UsageError(
-            f"unit scaling has constants for a GPT and for a feed-forward block, and none for {type(model).__name__}: "
+            f"unit scaling has constants for a GPT and for a feed-forward block, and none for {name}: "
             "choose fp8, whose scales come from the tensors."
         )
 
 
 def _scale_gpt(model: GPT, tokens: int) -> None:
+    # 1. The head; a tied one begins with the embedding's deviation.
     loss = LossGradient(model.head.weight.shape[0])
-    # A tied head begins with the embedding's deviation.
-    tied = model.head.weight is model.embedding
-    head = _EMBEDDING * math.sqrt(model.embedding.shape[1]) if tied else 1.0
-    behind = _made_unit(model.head, head, 1 / head, loss)
+    head = _EMBEDDING * math.sqrt(model.embedding.shape[1]) if model.head.weight is model.embedding else 1.0
+    behind = make_layer_unit(model.head, head, 1 / head, loss)
+
+    # 2. Both parts of each block. The stream grows by each: `size` is its deviation so far.
     gain = 1 / math.sqrt(2 * len(model.blocks))
-    size = first = _EMBEDDING if model.positions is None else math.hypot(_EMBEDDING, _PLACES)
-    mixed = attention_deviation(tokens)
+    first = _EMBEDDING if model.positions is None else math.hypot(_EMBEDDING, _PLACES)
+    size, mixed = first, attention_deviation(tokens)
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
-        skips: list[float] = []
-        branches: list[float] = []
-        before: list[float] = []
-        for added in (mixed, GATED if block.mlp.gated else GELU):
-            norm = block.norm_mlp if skips else block.norm_attn
-            after = math.hypot(size, gain * added)
-            skips.append(size / after)
-            branches.append(gain * added / after)
-            inside = behind / branches[-1]
+        feed_deviation = GATED if block.mlp.gated else GELU
+        sums = []
+        for norm, deviation in ((block.norm_attn, mixed), (block.norm_mlp, feed_deviation)):
+            next_size = math.hypot(size, gain * deviation)
+            skip, branch = size / next_size, gain * deviation / next_size
+            inside = behind / branch
             if norm is block.norm_mlp:
-                inside = _made_unit_feed(block.mlp, gain, inside, loss)
+                inside = make_feed_unit(block.mlp, gain, inside, loss)
             else:
-                inside = _made_unit(block.attn.qkv, 1.0, _made_unit(block.attn.out, gain, inside, loss), loss)
+                inside = make_layer_unit(block.attn.qkv, 1.0, make_layer_unit(block.attn.out, gain, inside, loss), loss)
             norm.unit, norm.epsilon = UnitWeight(inside, loss), _NORM_EPSILON / size**2
-            before.append(behind / inside)
-            size = after
+            sums.append(UnitSum(skip, branch, behind / inside))
+            size = next_size
         block.attn.core = UnitCore(block.attn.core, mixed)
-        block.unit = UnitResidual((skips[0], skips[1]), (branches[0], branches[1]), (before[0], before[1]))
+        block.unit = UnitResidual(*sums)
+
+    # 3. The last norm, and both ends of the stream.
     model.norm.unit, model.norm.epsilon = UnitWeight(behind, loss), _NORM_EPSILON / size**2
     model.unit = UnitStream(first, behind, loss, head)

@@ -1,176 +1,31 @@
-"""Models of images: ResNet's stem and first stage, a vision transformer, and a model of images and text.
+"""Batches of images and states of models that take them, and checks of a step's layouts and batch norms.
 
-Images are (batch, height, width, channels); their order in memory is the model's layout throughout its convolutions,
-which `fault_of` checks. Patches are embedded by a convolution. The model of two inputs puts the tokens that a vision
-transformer makes of an image before the text's, and predicts the text. Batch norm uses its batch in training, else
-statistics that were drawn with the weights.
+The order of images in memory is the model's layout throughout its convolutions, which `fault_of` checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.around import cast_to, start_stream
-from fp8bench.nn.attention import FusedCore
-from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, Windows, in_layout
-from fp8bench.nn.gpt import Block, Norm, loss_of
-from fp8bench.nn.linear import Choose, Linear, cast_once, scoped
+from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, in_layout
+from fp8bench.nn.image_models import ImageModel, Inputs
+from fp8bench.nn.linear import cast_once
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.nn.training_step import TrainingState
 from fp8bench.numerics.operands import OperatorWatch
-from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases
+from fp8bench.protocols import Phases, SilentPhases
 
 # The number of batches kept ready on the host.
 POOL = 4
-_POINT = Windows((1, 1), padding=(0, 0))
-_STEM = Windows((7, 7), (2, 2), (3, 3))
 # Means and deviations of the colours' bytes in ImageNet's images.
 MEANS, DEVIATIONS = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
-Inputs = Sequence[Tensor]
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, each with batch norm, and a shortcut, convolved where channels change."""
-
-    residual: Arithmetic | None = None
-
-    def __init__(self, inputs: int, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
-        super().__init__()
-        inner, width = sizes.inner, sizes.width
-        parts = {
-            "reduce": (inputs, inner, _POINT),
-            "spatial": (inner, inner, Windows()),
-            "expand": (inner, width, _POINT),
-        }
-        if inputs != width:
-            parts["shortcut"] = (inputs, width, _POINT)
-        self.norms = nn.ModuleDict({name: _batch_norm(outputs) for name, (_, outputs, _) in parts.items()})
-        for name, (channels, outputs, geometry) in parts.items():
-            self.add_module(name, Convolution(channels, outputs, choose(name), geometry, layout))
-
-    def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        hidden = F.relu(self._normed("reduce", x, phase))
-        hidden = F.relu(self._normed("spatial", hidden, phase))
-        shortcut = self._normed("shortcut", x, phase) if "shortcut" in self.norms else x
-        return cast_to(F.relu(shortcut + self._normed("expand", hidden, phase)), self.residual)
-
-    def _normed(self, name: str, x: Tensor, phase: Phases) -> Tensor:
-        y: Tensor = self.norms[name](self.get_submodule(name)(x, phase))
-        return y.to(x.dtype)
-
-
-def _batch_norm(channels: int) -> BatchNorm:
-    norm = BatchNorm(channels, running=True)
-    assert norm.running_mean is not None and norm.running_var is not None
-    norm.running_mean.normal_(std=0.1)
-    norm.running_var.uniform_(0.5, 2)
-    return norm
-
-
-class SeeingModel(nn.Module):
-    """Images, text if the model takes some, and targets in, mean loss out; `around` is as in LanguageModel."""
-
-    around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
-
-    def forward(self, inputs: Inputs, targets: Tensor, phase: Phases) -> Tensor:
-        return loss_of(self.logits(inputs, phase), targets)
-
-    def logits(self, inputs: Inputs, phase: Phases) -> Tensor:
-        return cast_to(self.given(inputs, phase), self.around["logits"])
-
-    def given(self, inputs: Inputs, phase: Phases) -> Tensor:
-        raise NotImplementedError
-
-    def placed(self, x: Tensor, positions: Tensor) -> Tensor:
-        return x + cast_to(positions, self.around["embedding"], Role.WEIGHT)
-
-
-class ResNet(SeeingModel):
-    """A 7x7 stem with pooling, a stage of bottlenecks, a mean over positions, a head."""
-
-    def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
-        super().__init__()
-        self.stem, self.norm = Convolution(3, sizes.inner, choose("stem"), _STEM, layout), _batch_norm(sizes.inner)
-        channels = [sizes.inner, *[sizes.width] * (sizes.layers - 1)]
-        parts = [scoped(choose, f"blocks.{number}") for number in range(sizes.layers)]
-        self.blocks = nn.ModuleList(
-            Bottleneck(inputs, sizes, part, layout) for inputs, part in zip(channels, parts, strict=True)
-        )
-        self.head = Linear(sizes.width, CLASSES, choose("head"))
-
-    def given(self, inputs: Inputs, phase: Phases) -> Tensor:
-        x = F.relu(self.norm(self.stem(inputs[0], phase)))
-        x = F.max_pool2d(x.permute(0, 3, 1, 2), 3, 2, 1).permute(0, 2, 3, 1)
-        x = start_stream(x, x.dtype, self.around["residual"])
-        for block in self.blocks:
-            x = block(x, phase)
-        y: Tensor = self.head(x.mean((1, 2)), phase)
-        return y
-
-
-class VisionTransformer(SeeingModel):
-    """Patches, blocks, a norm, and a head on the mean over tokens, unless another model takes the tokens."""
-
-    def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout, headed: bool = True) -> None:
-        super().__init__()
-        side = (sizes.patch, sizes.patch)
-        self.patches = Convolution(3, sizes.width, choose("patches"), Windows(side, side, (0, 0)), layout)
-        self.positions = nn.Parameter(torch.randn(sizes.patches, sizes.width) * 0.01)
-        self.blocks, self.norm = _blocks(sizes, choose, causal=False), Norm(sizes.width, False)
-        self.head = Linear(sizes.width, CLASSES, choose("head")) if headed else None
-
-    def tokens(self, images: Tensor, phase: Phases) -> Tensor:
-        x = self.placed(self.patches(images, phase).flatten(1, 2), self.positions)
-        x = start_stream(x, images.dtype, self.around["residual"])
-        for block in self.blocks:
-            x = block(x, phase, None)
-        y: Tensor = self.norm(x)
-        return y
-
-    def given(self, inputs: Inputs, phase: Phases) -> Tensor:
-        assert self.head is not None
-        y: Tensor = self.head(self.tokens(inputs[0], phase).mean(1), phase)
-        return y
-
-
-class TwoInput(SeeingModel):
-    """An image's projected tokens before a text's; causal blocks over both predict each next token of the text."""
-
-    def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
-        super().__init__()
-        self.image = VisionTransformer(sizes, scoped(choose, "image"), layout, headed=False)
-        self.project = Linear(sizes.width, sizes.width, choose("project"))
-        self.embedding = nn.Parameter(torch.randn(sizes.vocabulary, sizes.width) * 0.02)
-        self.positions = nn.Parameter(torch.randn(sizes.text, sizes.width) * 0.01)
-        self.blocks, self.norm = _blocks(sizes, choose, causal=True), Norm(sizes.width, False)
-        self.head = Linear(sizes.width, sizes.vocabulary, choose("head"))
-
-    def given(self, inputs: Inputs, phase: Phases) -> Tensor:
-        images, text = inputs
-        seen = self.project(self.image.tokens(images, phase), phase)
-        words = F.embedding(text, cast_to(self.embedding, self.around["embedding"], Role.WEIGHT))
-        x = torch.cat((seen, self.placed(words, self.positions)), 1)
-        x = start_stream(x, images.dtype, self.around["residual"])
-        for block in self.blocks:
-            x = block(x, phase, None)
-        y: Tensor = self.head(self.norm(x[:, -text.shape[1] :]), phase)
-        return y
-
-
-def _blocks(sizes: VisionSizes, choose: Choose, causal: bool) -> nn.ModuleList:
-    parts = [scoped(choose, f"blocks.{number}") for number in range(sizes.layers)]
-    return nn.ModuleList(Block(sizes.blocks, part, FusedCore(causal)) for part in parts)
-
-
-MODELS = {"resnet": ResNet, "vit": VisionTransformer, "two-input": TwoInput}
 
 
 class ImageLoader:
@@ -180,46 +35,50 @@ class ImageLoader:
 
     def __init__(
         self, sizes: VisionSizes, batch: int, layout: Layout, dtype: torch.dtype, device: str, seed: int
-    ) -> None:  # fmt: skip
+    ) -> None:
+        self._layout, self._dtype, self._device = layout, dtype, device
+        self._has_text, self._pin = sizes.text > 0, device != "cpu"
+
+        # 1. Draw the pool.
         generator = torch.Generator("cpu").manual_seed(seed)
+        sides = (POOL, batch, sizes.image, sizes.image, 3)
+        images = torch.randint(256, sides, generator=generator, dtype=torch.uint8, device="cpu")
+        high, length = (sizes.vocabulary, (sizes.text + 1,)) if self._has_text else (CLASSES, ())
+        words = torch.randint(high, (POOL, batch, *length), generator=generator, dtype=torch.int64, device="cpu")
 
-        def drawn(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.randint(high, (POOL, batch, *shape), generator=generator, dtype=dtype, device="cpu")
-
-        images = drawn(256, sizes.image, sizes.image, 3, dtype=torch.uint8)
-        words = drawn(sizes.vocabulary, sizes.text + 1) if sizes.text else drawn(CLASSES)
-        self._pin, self._device = device != "cpu", device
-        self._pool = cycle(zip(*(part.pin_memory() if self._pin else part for part in (images, words)), strict=True))
-        self._means, self._deviations = (torch.tensor(row, device=device) for row in (MEANS, DEVIATIONS))
-        self._layout, self._dtype, self._reads = layout, dtype, sizes.text > 0
+        # 2. Keep it where copies to the device are fast.
+        if self._pin:
+            images, words = images.pin_memory(), words.pin_memory()
+        self._pool = cycle(zip(images, words, strict=True))
+        self._means, self._deviations = torch.tensor(MEANS, device=device), torch.tensor(DEVIATIONS, device=device)
         self._ahead: list[tuple[Tensor, Tensor]] = []
         self._turns: Iterator[tuple[Tensor, Tensor]] = iter(())
 
     def next(self) -> tuple[Inputs, Tensor]:
-        images, words = next(self._turns) if self._ahead else self._moved()
+        images, words = next(self._turns) if self._ahead else self._next_on_device()
         images = images.to(torch.float32).sub_(self._means).div_(self._deviations).to(self._dtype)
         images = in_layout(images.permute(0, 3, 1, 2), self._layout)
-        return ((images, words[:, :-1]), words[:, 1:]) if self._reads else ((images,), words)
+        return ((images, words[:, :-1]), words[:, 1:]) if self._has_text else ((images,), words)
 
     def load_ahead(self, batches: int) -> None:
         for place in range(batches):
-            moved = self._moved()
+            images, words = self._next_on_device()
             if place == len(self._ahead):
-                self._ahead.append((moved[0].clone(), moved[1].clone()))  # on a CPU it is the pool's memory
-            for kept, part in zip(self._ahead[place], moved, strict=True):
-                kept.copy_(part)
+                self._ahead.append((images.clone(), words.clone()))  # on a CPU it is the pool's memory
+            self._ahead[place][0].copy_(images)
+            self._ahead[place][1].copy_(words)
         self._turns = cycle(self._ahead)
 
-    def _moved(self) -> tuple[Tensor, Tensor]:
-        images, words = (part.to(self._device, non_blocking=self._pin) for part in next(self._pool))
-        return images, words
+    def _next_on_device(self) -> tuple[Tensor, Tensor]:
+        images, words = next(self._pool)
+        return images.to(self._device, non_blocking=self._pin), words.to(self._device, non_blocking=self._pin)
 
 
 @dataclass
 class InferenceState:
     """A model in eval mode, its weights cast once."""
 
-    model: SeeingModel
+    model: ImageModel
     loader: ImageLoader
     micro_batches: int = 1
 
@@ -230,7 +89,7 @@ class InferenceState:
             self.model.logits(inputs, phase)
 
 
-def inference(model: SeeingModel, loader: ImageLoader) -> InferenceState:
+def inference(model: ImageModel, loader: ImageLoader) -> InferenceState:
     for layer in model.modules():
         if isinstance(layer, Convolution) and layer.arithmetic.casts:
             layer.cast_once()
@@ -261,20 +120,28 @@ def fault_of(state: TrainingState | InferenceState) -> str:
 
     Layouts do not matter where convolutions run on rounded values, which are put into rows and back.
     """
-    modules, training = dict(state.model.named_modules()), isinstance(state, TrainingState)
-    norms = {name: norm for name, norm in modules.items() if isinstance(norm, BatchNorm)}
-    convolutions = [layer for layer in modules.values() if isinstance(layer, Convolution)]
-    before = [norm.running_mean.clone() for norm in norms.values() if norm.running_mean is not None]
-    seen = _LayoutWatch(convolutions[0].layout)
-    hooks = [layer.register_forward_hook(seen.passed) for layer in (*convolutions, *norms.values())]
-    with seen:
+    # 1. Remember the statistics of batch norms, and watch the layout of every image.
+    training = isinstance(state, TrainingState)
+    convolutions = [layer for layer in state.model.modules() if isinstance(layer, Convolution)]
+    norms: dict[str, tuple[BatchNorm, Tensor]] = {}
+    for name, norm in state.model.named_modules():
+        if isinstance(norm, BatchNorm) and norm.running_mean is not None:
+            norms[name] = norm, norm.running_mean.clone()
+    watch = _LayoutWatch(convolutions[0].layout)
+    watched = [*convolutions, *(norm for norm, _ in norms.values())]
+    hooks = [layer.register_forward_hook(watch.look_at_layer) for layer in watched]
+
+    # 2. Take the step.
+    with watch:
         state.step(SilentPhases())
     for hook in hooks:
         hook.remove()
-    if seen.wrong and all(layer.arithmetic.plain for layer in convolutions):
-        return seen.wrong
-    for (name, norm), mean in zip(norms.items(), before, strict=True):
-        if norm.running_mean is not None and torch.equal(norm.running_mean, mean) == training:
+
+    # 3. Compare.
+    if watch.fault and all(layer.arithmetic.plain for layer in convolutions):
+        return watch.fault
+    for name, (norm, mean) in norms.items():
+        if torch.equal(norm.running_mean, mean) == training:  # type: ignore[arg-type]
             return f"batch norm {name} goes by {'kept statistics' if training else 'its batch'} in this pass"
     return ""
 
@@ -284,19 +151,22 @@ class _LayoutWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
-        self.layout, self.wrong = layout, ""
+        self.layout, self.fault = layout, ""
 
-    def passed(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def look_at_layer(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         self._look(type(layer).__name__, [image.permute(0, 3, 1, 2) for image in (inputs[0], output)])
 
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        given = super().see(func, args, named)
-        if "convolution" in (name := func.overloadpacket.__name__):
-            self._look(name, [*args, *(given if isinstance(given, tuple) else (given,))])
-        return given
+        result = super().see(func, args, named)
+        name = func.overloadpacket.__name__
+        if "convolution" in name:
+            self._look(name, [*args, *(result if isinstance(result, tuple) else (result,))])
+        return result
 
-    def _look(self, what: str, images: Sequence[object]) -> None:
+    def _look(self, source: str, images: Sequence[object]) -> None:
         for image in images:
             if isinstance(image, Tensor) and image.dim() == 4 and not image.is_contiguous(memory_format=self.layout):
-                wanted = next(name for name, layout in LAYOUTS.items() if layout == self.layout)
-                self.wrong = f"a tensor of {what} lies by strides {image.stride()}, and this case is layout={wanted}"
+                expected = next(name for name, layout in LAYOUTS.items() if layout == self.layout)
+                self.fault = (
+                    f"a tensor of {source} lies by strides {image.stride()}, and this case is layout={expected}"
+                )

@@ -72,35 +72,35 @@ class WholeLayers(Arithmetic):
             self._passed[0] = None
 
     def layer(self, name: str) -> Arithmetic:
-        other = copy.copy(self)  # shares _layers and _passed
-        other._name = name
-        return other
+        named = copy.copy(self)  # shares _layers and _passed
+        named._name = name
+        return named
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor]:
-        return self._kept(self._build(weight))
+        return self._remember(self._build(weight))
 
     def fused(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
-        return None if self._fuse is None else self._kept(self._fuse(layers))
+        return None if self._fuse is None else self._remember(self._fuse(layers))
 
-    def _kept(self, made: WholeLayer) -> Callable[[Tensor], Tensor]:
-        self._layers[self._name] = made
+    def _remember(self, layer: WholeLayer) -> Callable[[Tensor], Tensor]:
+        self._layers[self._name] = layer
 
         def multiply(x: Tensor) -> Tensor:  # a function: a module inside a module would list its weight twice
             passed = self._passed[0]
-            if made.in_step is None or passed is None:
-                return made.multiply(x)
-            first = id(made) not in passed
-            passed.add(id(made))
-            return made.in_step(x, first)
+            if layer.in_step is None or passed is None:
+                return layer.multiply(x)
+            first = id(layer) not in passed
+            passed.add(id(layer))
+            return layer.in_step(x, first)
 
         return multiply
 
     def layer_scales(self) -> tuple[LayerScale, ...]:
-        return tuple(
-            LayerScale(f"{name}.{part}" if part else name, role, amax, scale)
-            for name, made in self._layers.items()
-            for part, role, amax, scale in made.scales()
-        )
+        scales = []
+        for name, layer in self._layers.items():
+            for part, role, amax, scale in layer.scales():
+                scales.append(LayerScale(f"{name}.{part}" if part else name, role, amax, scale))
+        return tuple(scales)
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         raise TypeError(self._refusal)

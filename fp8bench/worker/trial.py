@@ -142,7 +142,7 @@ def _of_operands(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Te
 def _of_parts(
     arithmetic: Arithmetic, a: Operand, g: Operand, sources: tuple[Tensor, Tensor, Tensor]
 ) -> dict[str, float]:
-    from fp8bench.nn.linear import stacked, turn_parts
+    from fp8bench.nn.linear import stack_operands, turn_parts
 
     def exact(operand: Operand) -> Tensor:
         return arithmetic.restore(operand, torch.float64)
@@ -157,7 +157,7 @@ def _of_parts(
     both = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
     rows = zip(torch.split_with_sizes(exact(a), sizes), map(exact, both), strict=True)
     turned = zip(columns(gradient, Role.GRADIENT), columns(x, Role.INPUT), strict=True)
-    forward = torch.split_with_sizes(arithmetic.grouped(a, stacked(both), ends), sizes)
+    forward = torch.split_with_sizes(arithmetic.grouped(a, stack_operands(both), ends), sizes)
     gradients = arithmetic.grouped(
         turn_parts(arithmetic, g, gradient, Role.GRADIENT, sizes),
         turn_parts(arithmetic, a, x, Role.INPUT, sizes), ends,

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import emulated, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, TensorStatistics, Work
+from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.nn.shared_workloads import (
     BACKENDS,
     PASS,
     SCORES_BESIDE,
     SCORES_FORWARD,
     SCORES_KEPT,
-    LayerWorkload,
     carrier_bytes,
     is_training,
     misfit,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
-from fp8bench.nn.shared_workloads import PASS, ConvolvedWorkload, convolution_support, is_training, misfit
+from fp8bench.nn.layer_workloads import ConvolvedWorkload
+from fp8bench.nn.shared_workloads import PASS, convolution_support, is_training, misfit
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads

@@ -135,7 +135,7 @@ class Data(Workload):
         """Compares a batch in the case's precision with the same bytes normalised in fp64."""
         import torch
 
-        from fp8bench.nn.batches import DOUBLE, normalised
+        from fp8bench.nn.batches import DOUBLE, normalise_bytes
         from fp8bench.numerics.norms import relative_frobenius
 
         text, random = _text(setup)
@@ -144,7 +144,7 @@ class Data(Workload):
         if setup.arithmetic.settles:
             setup.arithmetic.cast(values, Role.INPUT)
         batch = setup.arithmetic.cast(values, Role.INPUT)
-        exact = torch.from_numpy(normalised(text[drawn], DOUBLE))
+        exact = torch.from_numpy(normalise_bytes(text[drawn], DOUBLE))
         return {"batch_error": relative_frobenius(setup.arithmetic.restore(batch, torch.float32).cpu(), exact)}
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:

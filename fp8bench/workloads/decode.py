@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Scalars, Support
 from fp8bench.nn.served import OWN, SERVED
-from fp8bench.nn.shared_workloads import ServedWorkload
+from fp8bench.nn.served_workloads import ServedWorkload
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.protocols import Grid, Precision, Setup
 from fp8bench.protocols.axes import Axis, one_of

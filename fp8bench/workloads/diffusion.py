@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
-from fp8bench.nn.shared_workloads import ConvolvedWorkload, is_training, misfit
+from fp8bench.nn.layer_workloads import ConvolvedWorkload
+from fp8bench.nn.shared_workloads import is_training, misfit
 from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number

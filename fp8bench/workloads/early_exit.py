@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Scalars, Support, Work
-from fp8bench.nn.shared_workloads import LayerWorkload, misfit, why_no_errors
+from fp8bench.nn.layer_workloads import LayerWorkload
+from fp8bench.nn.shared_workloads import misfit, why_no_errors
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads

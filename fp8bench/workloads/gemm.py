@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fp8bench.nn.decoder import KeptWeight
+    from fp8bench.nn.kept import KeptWeight
 
 LARGEST = 1 << 18
 _CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
@@ -181,7 +181,7 @@ class Gemm(Workload):
         if arithmetic.settles:
             low = cast(*carried)
         if (kept := _kept(setup, carried[1])) is not None:
-            product, values = kept.times(carried[0], SilentPhases()), (carried[0].float(), kept.restored())
+            product, values = kept.times(carried[0], SilentPhases()), (carried[0].float(), kept.restore())
         else:
             product = arithmetic.product(low[0], low[1], arithmetic.carrier)
             values = arithmetic.restore(low[0], torch.float32), arithmetic.restore(low[1], torch.float32)
@@ -286,7 +286,7 @@ def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
 
 def _kept(setup: Setup, b: Tensor) -> KeptWeight | None:
     """Returns the weight as inference keeps it, if the case's precision is an arm of that."""
-    from fp8bench.nn.decoder import kept_weight
+    from fp8bench.nn.kept import kept_weight
 
     mode = precisions.get(setup.case.precision)
     if mode.name != SERVED:

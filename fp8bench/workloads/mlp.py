@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Scalars, Support, Work
-from fp8bench.nn.shared_workloads import PASS, LayerWorkload, is_training, misfit
+from fp8bench.nn.layer_workloads import LayerWorkload
+from fp8bench.nn.shared_workloads import PASS, is_training, misfit
 from fp8bench.protocols import Grid, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import precisions, workloads
@@ -83,7 +84,7 @@ class Mlp(LayerWorkload):
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         from fp8bench.nn.exercise import exercise
-        from fp8bench.nn.gpt import FeedForward, NormedFeedForward
+        from fp8bench.nn.parts import FeedForward, NormedFeedForward
 
         params = setup.params
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))

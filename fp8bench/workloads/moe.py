@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import emulated, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
-from fp8bench.nn.shared_workloads import LayerWorkload, is_training, misfit
+from fp8bench.nn.layer_workloads import LayerWorkload
+from fp8bench.nn.shared_workloads import is_training, misfit
 from fp8bench.nn.sizes import MoeSizes, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
@@ -169,5 +170,5 @@ class Moe(LayerWorkload):
             **errors, "top_k_differs_percent": 100 * sum(shares) / len(shares),
             **(by_layer if len(shares) > 1 else {}),
             "layers_that_agree": float(differing),
-            **load_figures([counts for _, counts in seen], state.layer.bytes_each()),
+            **load_figures([counts for _, counts in seen], state.layer.expert_bytes()),
         }  # fmt: skip

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Scalars, Support, TensorStatistics, Work
-from fp8bench.nn.shared_workloads import PASS, LayerWorkload, is_training
+from fp8bench.nn.layer_workloads import LayerWorkload
+from fp8bench.nn.shared_workloads import PASS, is_training
 from fp8bench.protocols import Grid, Precision, Role, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
@@ -74,12 +75,12 @@ class NormAct(LayerWorkload):
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
         from fp8bench.nn.exercise import exercise
-        from fp8bench.nn.gpt import Between
+        from fp8bench.nn.parts import Operation
 
         params = setup.params
         operation, tokens, width = str(params["operation"]), int(params["tokens"]), int(params["width"])
         shapes = [(tokens, width)] * INPUTS[operation]
-        return exercise(setup, lambda: Between(operation, tokens, width), shapes, carrier, is_training(params))
+        return exercise(setup, lambda: Operation(operation, tokens, width), shapes, carrier, is_training(params))
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import statistics_of

@@ -149,7 +149,7 @@ def _plain_course(setup: Setup) -> Iterator[Tensor]:
 
     name = str(setup.case.param("tensor"))
     if name in CAPTURED:
-        from fp8bench.nn.training_step import captured
+        from fp8bench.nn.captured import captured
 
         if setup.corpus is None:
             raise ValueError("a captured tensor needs a token file to train on, and was given none")

@@ -117,7 +117,7 @@ class Parallel(Workload):
                 f"{precision.mode} brings its own layers, which cannot be divided among ranks: leave the backend out"
             )
         case = ParallelCase(_config(params), int(params["batch"]), facts.ranks, precision, options, facts)
-        why = way.refused(case)
+        why = way.refuse(case)
         return refused(why) if why else precision.support(facts)
 
     def prepare(self, setup: Setup) -> ParallelState:
@@ -126,38 +126,38 @@ class Parallel(Workload):
         return self._state(setup, dist.group.WORLD)
 
     def step(self, state: ParallelState, phase: Phases) -> None:
-        state.trained(phase)
+        state.train_step(phase)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares a few steps of plain gradient descent with one rank alone; raises NotTheSame if they differ too
         much."""
         import torch.distributed as dist
 
-        from fp8bench.nn.parallel.step import NotTheSame, agreement, most_apart
+        from fp8bench.nn.parallel.step import NotTheSame, agreement, limits_of
 
         state = self._state(setup, dist.group.WORLD, plain=True)
         apart = agreement(state, self._alone(setup, plain=True), _AGREEING_STEPS)
         made_in = (setup.case.precision, *(name for _, name in setup.case.precision_map))
         params = setup.params
-        limits = most_apart(map(precisions.get, made_in), str(params.get("wire", "")), str(params.get("load", "")))
-        if why := limits.why_not(apart):
+        limits = limits_of(map(precisions.get, made_in), str(params.get("wire", "")), str(params.get("load", "")))
+        if why := limits.describe_excess(apart):
             raise NotTheSame(f"{_AGREEING_STEPS} steps change weights differently from one rank alone: {why}")
         return {**apart.figures(), **state.model.figures()}
 
     def step_parts(self, setup: Setup) -> StepParts:
         import torch.distributed as dist
 
-        from fp8bench.nn.parallel.model import silent_group
+        from fp8bench.nn.parallel.division import silent_group
         from fp8bench.nn.parallel.wire import StepWire
 
         def stepping(state: ParallelState) -> Callable[[], object]:
-            return partial(state.trained, SilentPhases())
+            return partial(state.train_step, SilentPhases())
 
         together, size = self.prepare(setup), dist.get_world_size()
         for _ in range(_STEPS_BEFORE):
-            together.trained(SilentPhases())
+            together.train_step(SilentPhases())
         with StepWire(dist.get_rank()) as wire:
-            together.trained(SilentPhases())
+            together.train_step(SilentPhases())
         alone = stepping(self._alone(setup)), stepping(self._alone(setup, parts=size))
         silent = stepping(self._state(setup, silent_group()))
         return StepParts(silent, wire.send_again, stepping(together), wire.sent(dist.get_rank()), alone)
@@ -166,15 +166,15 @@ class Parallel(Workload):
         from fp8bench.nn.parallel.step import new_state
 
         assert group is not None
-        model = WAYS[str(setup.case.param("way"))].model(self._job(setup, group))
+        model = WAYS[str(setup.case.param("way"))].divide(self._job(setup, group))
         return new_state(model, _loader(setup), setup.facts, plain)
 
     def _alone(self, setup: Setup, plain: bool = False, parts: int = 1) -> ParallelState:
         """Returns the state of one rank with the whole batch, or with one of `parts` of it."""
-        from fp8bench.nn.parallel.model import AloneModel
+        from fp8bench.nn.parallel.division import Undivided
         from fp8bench.nn.parallel.step import new_state
 
-        model = AloneModel(self._made(setup), setup.loss_scale)
+        model = Undivided(self._made(setup), setup.loss_scale)
         return new_state(model, _loader(setup, parts), setup.facts, plain)
 
     def _job(self, setup: Setup, group: ProcessGroup) -> Job:
@@ -188,14 +188,14 @@ class Parallel(Workload):
 
     def _made(self, setup: Setup) -> GPT:
         from fp8bench.nn.around import set_around
-        from fp8bench.nn.experts import MixtureGPT, set_load
+        from fp8bench.nn.experts import set_load
         from fp8bench.nn.gpt import GPT
         from fp8bench.nn.training_step import seeded
 
         params = setup.params
         config = _config(params)
         with seeded(setup):
-            model = (MixtureGPT if config.experts else GPT)(config, self.arithmetics(setup), setup.arithmetic.carrier)
+            model = GPT(config, self.arithmetics(setup), setup.arithmetic.carrier)
         set_around(model, setup.around(self.around(params)))
         if config.experts:
             set_load(model, str(params["load"]), int(params["batch"]) * config.sequence, setup.seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8bench.nn.shared_workloads import ServedWorkload
+from fp8bench.nn.served_workloads import ServedWorkload
 from fp8bench.protocols import Grid, Precision, Setup
 from fp8bench.registry import precisions, workloads
 from fp8bench.user_code.named import named

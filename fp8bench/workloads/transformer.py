@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from fp8bench.nn.attention import Core
     from fp8bench.nn.batches import TokenLoader
-    from fp8bench.nn.gpt import GPT, Forward
+    from fp8bench.nn.compiling import Forward
+    from fp8bench.nn.gpt import GPT
     from fp8bench.nn.linear import Choose
     from fp8bench.nn.rlhf import FourModels
     from fp8bench.nn.training_step import Cast, Loader, TrainingState
@@ -362,7 +363,7 @@ def _forward(setup: Setup, model: GPT) -> Forward:
     calibrating = setup.scales is not None and setup.scales.watching
     if calibrating or _choice(setup.params, "compile") == "no":
         return model
-    from fp8bench.nn.gpt import compiled
+    from fp8bench.nn.compiling import compiled
 
     with _weights(setup, model)(SilentPhases()):
         return compiled(model, *_loader(setup).next())

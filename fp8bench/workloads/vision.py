@@ -165,8 +165,9 @@ def _state(setup: Setup, choose: Choose, carrier: torch.dtype) -> TrainingState 
     """Builds a case's model from its seed, with the same weights for every arithmetic and layout, and its batches."""
     import torch
 
+    from fp8bench.nn.image_models import MODELS
     from fp8bench.nn.training_step import new_state, seeded
-    from fp8bench.nn.vision import LAYOUTS, MODELS, ImageLoader, inference
+    from fp8bench.nn.vision import LAYOUTS, ImageLoader, inference
 
     params = setup.params
     sizes, layout = sizes_of(params), LAYOUTS[str(params["layout"])]

@@ -15,8 +15,8 @@ import torch
 from fp8bench.errors import BackendMissing
 from fp8bench.model import Case, DeviceFacts, Level, Request
 from fp8bench.nn.exercise import exercise
-from fp8bench.nn.gpt import FeedForward, NormedFeedForward
 from fp8bench.nn.linear import Linear
+from fp8bench.nn.parts import FeedForward, NormedFeedForward
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan

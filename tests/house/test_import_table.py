@@ -62,9 +62,16 @@ TABLE: dict[str, frozenset[str]] = {
 LIGHT_FORMATS = frozenset(
     f"fp8bench.formats.{name}" for name in ("grids", "hardware", "product_rules", "recipe_support", "recipes")
 )
-LIGHT_NN = frozenset(
-    f"fp8bench.nn.{name}" for name in ("parallel.ways", "served", "shared_workloads", "sizes", "shared_precisions")
+LIGHT_NN_NAMES = (
+    "layer_workloads",
+    "parallel.ways",
+    "served",
+    "served_workloads",
+    "shared_precisions",
+    "shared_workloads",
+    "sizes",
 )
+LIGHT_NN = frozenset(f"fp8bench.nn.{name}" for name in LIGHT_NN_NAMES)
 LIGHT = LIGHT_FORMATS | LIGHT_NN
 # Of some rooms others may import a part only: (importer's prefix, room) -> the modules.
 PARTS: dict[tuple[str, str], frozenset[str]] = {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,13 @@ from fp8bench.features.train.lab.models import around_of, built, config_of, laye
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.nn.around import cast_to, set_around
+from fp8bench.nn.block import ModulatedNorm
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.convolution import BatchNorm
-from fp8bench.nn.decoder import drawn_weights
-from fp8bench.nn.diffusion import GroupNorm, ModulatedNorm
-from fp8bench.nn.gpt import GPT, LanguageModel, Norm
+from fp8bench.nn.denoisers import GroupNorm
+from fp8bench.nn.gpt import GPT, LanguageModel
+from fp8bench.nn.kept import draw_weights
+from fp8bench.nn.parts import Norm
 from fp8bench.nn.served import served_shapes
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import workloads
@@ -217,10 +221,16 @@ def test_norms_of_a_suites_models_in_fp16_are_torchs_own_layers_bit_for_bit() ->
     assert torch.equal(modulated(x, shift, scale), plain(e4m3(x)) * (1 + scale) + shift)
 
 
+def _recorded(forward: Callable[..., torch.Tensor], seen: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def record(*given: Any, **named: Any) -> torch.Tensor:
+        seen.append(forward(*given, **named))
+        return seen[-1]
+
+    return record
+
+
 @pytest.mark.parametrize("size", ["nano", "nano-llama"])
-def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(
-    size: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) -> None:
     workload = workloads.get("prefill")
     params = (("size", size), ("batch", 2), ("context", 8), ("kv", "own"), ("weights", "own"))
     case = Case("prefill", params, "fp32", "cpu")
@@ -231,14 +241,15 @@ def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(
         state = workload.prepare(setup)
         config = state.model.config
         model = GPT(config, lambda name: arithmetic_of("fp32"), torch.float32).eval()
-        draw = drawn_weights(served_shapes(config), 0, "cpu")
+        draw = draw_weights(served_shapes(config), 0, "cpu")
         model.load_state_dict({name: draw(name) for name in served_shapes(config)}, strict=False)
         set_around(model, setup.around(workload.around(dict(case.params))))
         with torch.no_grad():
             wanted = cast_to(model.logits(state.tokens, SilentPhases()), taken.get("logits"))
             assert torch.equal(state.model.forward(state.tokens, 0, SilentPhases(), every=True), wanted), map_
     state.model.around = {"residual": arithmetic_of("fp16")}
-    block = state.model._block
-    monkeypatch.setattr(state.model, "_block", lambda *words: seen.append(block(*words)) or seen[-1])
+    for block in state.model.blocks:
+        block.residual = arithmetic_of("fp16")
+        block.forward = _recorded(block.forward, seen)
     state.model.forward(state.tokens, 0, SilentPhases())
     assert {x.dtype for x in seen} == {torch.float16} and len(seen) == config.layers

@@ -22,7 +22,7 @@ from fp8bench.nn.batches import (
     Destination,
     Records,
     TokenLoader,
-    normalised,
+    normalise_bytes,
     text_records,
 )
 from fp8bench.protocols import Operand
@@ -122,7 +122,7 @@ def test_a_batch_is_the_records_of_its_indices(tokens: str, kind: type[Records])
     indices = np.array([7, 0, 19, 7])
     batch = kind(text).batch(indices)  # type: ignore[call-arg]
     assert batch.dtype == torch.float32 and batch.shape == (4, 300)
-    assert torch.equal(batch, torch.from_numpy(normalised(text[indices])))
+    assert torch.equal(batch, torch.from_numpy(normalise_bytes(text[indices])))
 
 
 def mappings(folder: Path) -> list[str]:

@@ -11,9 +11,10 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.experts import BALANCE, ROWS, Experts, MixtureGPT
-from fp8bench.nn.gpt import FeedForward, gelu
+from fp8bench.nn.experts import BALANCE, ROWS, Experts
+from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Choose
+from fp8bench.nn.parts import FeedForward, gelu
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, WatchedArithmetic
@@ -123,9 +124,9 @@ def test_one_product_for_all_experts_is_the_same_as_one_for_each() -> None:
     )
 
 
-def mixture(checkpointing: bool = False, config: GPTConfig = CONFIG) -> MixtureGPT:
+def mixture(checkpointing: bool = False, config: GPTConfig = CONFIG) -> GPT:
     torch.manual_seed(3)
-    return MixtureGPT(config, lambda name: EXACT, EXACT.carrier, checkpointing=checkpointing).double()
+    return GPT(config, lambda name: EXACT, EXACT.carrier, checkpointing=checkpointing).double()
 
 
 def batch(config: GPTConfig = CONFIG) -> tuple[Tensor, Tensor]:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.decoder import Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
+from fp8bench.nn.decoder import Decoder
+from fp8bench.nn.kept import KeptWeight, OwnWeight, draw_weights, kept_weight
+from fp8bench.nn.own_decoder import OwnDecoder, make_model, shape_of_own
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.nn.served import check_groups, served_shapes, step_bytes
-from fp8bench.nn.serving import OwnDecoder, make_model, shape_of_own
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
 from tests.counts import for_each
@@ -32,12 +33,12 @@ def plainly_served(arm: Arm) -> Decoder:
             return OwnWeight(weight, PlainArithmetic(torch.float32))
         return kept_weight(weight, arm.weights, False)
 
-    drawn = drawn_weights(served_shapes(CONFIG), 3, "cpu")
+    drawn = draw_weights(served_shapes(CONFIG), 3, "cpu")
     return Decoder(CONFIG, drawn, keep, arm.kv_format, torch.float32, (2, 16))
 
 
 def of_the_same_weights() -> nn.Module:
-    drawn = drawn_weights(served_shapes(CONFIG), 3, "cpu")
+    drawn = draw_weights(served_shapes(CONFIG), 3, "cpu")
     state = {"model.embed_tokens.weight": drawn("embedding"), "model.norm.weight": drawn("norm.weight")}
     state["lm_head.weight"] = drawn("head.weight")
     for block in range(LAYERS):
@@ -116,7 +117,7 @@ def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
     decoder = OwnDecoder("own", make(), Arm("bf16", "", "int8"), (2, 12), "cpu")
     cached = sum(item.numel() for layer in decoder.cache.layers for item in (layer.keys, layer.values))
     assert counted.kv == 4 * cached and step_bytes(shape, Arm("bf16", "fp8"), 2, 12).kv == cached
-    assert 8.0 < 8 * decoder.weight_bytes() / decoder.parameters() < 16.0
+    assert 8.0 < 8 * decoder.weight_bytes() / decoder.weight_count() < 16.0
     assert OwnDecoder("own", make(), Arm("bf16"), (2, 12), "cpu").weight_bytes() == 2 * stored
 
 

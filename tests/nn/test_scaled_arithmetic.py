@@ -19,8 +19,8 @@ from fp8bench.formats.scaled import quantise, values
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.arithmetics import RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.experts import Experts
-from fp8bench.nn.gpt import FeedForward
 from fp8bench.nn.linear import Linear
+from fp8bench.nn.parts import FeedForward
 from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
@@ -241,7 +241,7 @@ def test_outputs_and_gradients_are_those_of_one_product_for_each(
 def test_sides_that_do_not_fit_are_multiplied_one_by_one(grouped_kernel: GroupedKernel) -> None:
     for mode, hidden in (("fp8-rowwise", 40), ("bf16", 48)):
         block = experts(precisions.get(mode).arithmetic(H200), gated=False, hidden=hidden)
-        assert block._can_be_grouped() is (mode == "bf16")
+        assert block._are_groupable() is (mode == "bf16")
     assert grouped_kernel.calls == 0
 
 

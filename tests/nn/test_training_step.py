@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8bench.nn.attention import recomputed
+from fp8bench.nn.attention import recompute
+from fp8bench.nn.captured import Course, captured
 from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS, SIZES, TRAINED_BATCH, TRAINED_SIZE
-from fp8bench.nn.training_step import Course, captured, eager
+from fp8bench.nn.training_step import eager
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Role
 
@@ -77,5 +78,5 @@ def test_what_is_computed_again_has_the_same_gradients() -> None:
         (inner.square().mean() / 7).backward()
         return [parameter.grad for parameter in (x, y, *layer.parameters()) if parameter.grad is not None]
 
-    plain, again = gradients(lambda run, *inputs: run(*inputs)), gradients(recomputed)
+    plain, again = gradients(lambda run, *inputs: run(*inputs)), gradients(recompute)
     assert len(plain) == 4 and all(map(torch.equal, plain, again))

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.experts import MixtureGPT
-from fp8bench.nn.gpt import GPT, FeedForward, compiled, gelu, silu_gate
+from fp8bench.nn.compiling import compiled
+from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
+from fp8bench.nn.parts import FeedForward, gelu, silu_gate
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.nn.text_models import TextCNN, WindowMLP
 from fp8bench.nn.unit_scaling import (
@@ -178,10 +179,11 @@ def test_casts_have_no_scale() -> None:
 
 def test_a_model_that_it_has_no_constants_for_is_refused() -> None:
     arithmetic, mixture = PlainArithmetic(torch.float32), replace(NANO, experts=4)
-    kinds = (MixtureGPT, mixture), (WindowMLP, NANO), (TextCNN, NANO)
+    kinds = (GPT, mixture), (WindowMLP, NANO), (TextCNN, NANO)
     models = [kind(config, lambda name: arithmetic, torch.float32) for kind, config in kinds]
     for model in (*models, nn.Sequential(nn.Linear(4, 4))):
-        with pytest.raises(UsageError, match=f"none for {type(model).__name__}"):
+        name = "a GPT with experts" if type(model) is GPT else type(model).__name__
+        with pytest.raises(UsageError, match=f"none for {name}"):
             scale_to_unit(model, 48)
         assert not any(
             module.unit is not None for module in model.modules() if isinstance(module, Linear | FeedForward)

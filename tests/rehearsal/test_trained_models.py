@@ -15,7 +15,8 @@ from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import TokenSpan
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level
-from fp8bench.nn.experts import CHOSEN, Experts
+from fp8bench.nn import experts
+from fp8bench.nn.experts import CHOSEN
 from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentPhases
@@ -42,7 +43,7 @@ def small_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
     def evenly(counts: torch.Tensor) -> list[int]:
         return [SIZE.batch * SIZE.sequence * CHOSEN // len(counts)] * len(counts)
 
-    monkeypatch.setattr(Experts, "_counts_on_host", staticmethod(evenly))
+    monkeypatch.setattr(experts, "counts_on_host", evenly)
     monkeypatch.setitem(SIZES, "micro", SIZE)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as functional
 
 from fp8bench.model import Level, Scalar
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.gpt import FeedForward
+from fp8bench.nn.parts import FeedForward
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.mlp import Mlp

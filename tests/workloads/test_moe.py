@@ -16,7 +16,7 @@ from fp8bench.analysis.tapes import product_work
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Scalar
 from fp8bench.nn.exercise import Exercise
-from fp8bench.nn.experts import Mixture, disagreements, draw_load, load_figures, transported
+from fp8bench.nn.experts import Mixture, disagreements, draw_load, load_figures, transport
 from fp8bench.nn.sizes import MoeSizes
 from fp8bench.registry import precisions
 from fp8bench.workloads.moe import Moe, load_word
@@ -121,7 +121,7 @@ def test_rows_travel_as_e4m3_with_a_scale_for_128_elements() -> None:
     torch.manual_seed(0)
     x = (torch.randn(5, 256) * torch.logspace(-3, 3, 5)[:, None]).requires_grad_(True)
     numbers = torch.tensor([4, 0, 0, 2])
-    rows = transported(x, numbers, "fp8")
+    rows = transport(x, numbers, "fp8")
     for row, number in zip(rows.detach().numpy(), numbers.tolist(), strict=True):
         for start in (0, 128):
             part = x.detach().numpy()[number, start : start + 128]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from fp8bench.model import DeviceFacts, Level, Scalar
+from fp8bench.nn.captured import captured
 from fp8bench.nn.sizes import CAPTURED
-from fp8bench.nn.training_step import captured
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Role, Setup
 from fp8bench.registry import precisions

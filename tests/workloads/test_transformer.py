@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.model import PHASES, UNATTRIBUTED, DeviceFacts, Level, Request, Scalar, StaticScales
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.gpt import GPT, compiled
+from fp8bench.nn.compiling import compiled
+from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.nn.training_step import TrainingState

@@ -14,8 +14,9 @@ from fp8bench.errors import UsageError
 from fp8bench.model import Level, Scalar
 from fp8bench.nn import convolution
 from fp8bench.nn.convolution import BatchNorm
+from fp8bench.nn.image_models import ResNet
 from fp8bench.nn.training_step import TrainingState
-from fp8bench.nn.vision import InferenceState, ResNet, outcome
+from fp8bench.nn.vision import InferenceState, outcome
 from fp8bench.numerics.norms import joint_relative_frobenius
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions

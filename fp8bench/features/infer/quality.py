@@ -25,9 +25,10 @@ from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, Rol
 from fp8bench.model import DeviceFacts, Interval
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import attention_by
-from fp8bench.nn.decoder import DTYPES, Decoder, KeptWeight, OwnWeight, drawn_weights, kept_weight
+from fp8bench.nn.decoder import Decoder
+from fp8bench.nn.kept import DTYPES, KeptWeight, OwnWeight, draw_weights, kept_weight
+from fp8bench.nn.own_decoder import OwnDecoder, make_model, served_positions, shape_of_own
 from fp8bench.nn.served import ServedArm, served_shapes
-from fp8bench.nn.serving import OwnDecoder, make_model, served_positions, shape_of_own
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
 from fp8bench.protocols.precision import float32_products
@@ -162,7 +163,7 @@ def _served(task: QualityTask) -> tuple[Serve, Tensor, str]:
     elif model.weights:
         weight = weights_in(Path(model.weights), model.config, device)
     else:
-        weight = drawn_weights(served_shapes(config), task.seed, device)
+        weight = draw_weights(served_shapes(config), task.seed, device)
 
     def serve(arm: ServedArm, sizes: tuple[int, int]) -> Decoder:
         return _decoder(config, weight, arm, sizes)
@@ -185,7 +186,7 @@ def _predicted(model: Decoder | OwnDecoder, text: Tensor) -> Predictions:
     logits = model.forward(text[:, :-1], 0, SilentPhases(), every=True)
     logs = F.log_softmax(logits.double(), -1)
     true = logs.gather(-1, text[:, 1:, None]).squeeze(-1)
-    return Predictions(logs, true, 8 * model.weight_bytes() / model.parameters())
+    return Predictions(logs, true, 8 * model.weight_bytes() / model.weight_count())
 
 
 def _compared(own: Predictions, reference: Predictions) -> ArmQuality:

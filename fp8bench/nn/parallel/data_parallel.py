@@ -18,30 +18,30 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear, region
+from fp8bench.nn.parallel.division import Division, Witness
 from fp8bench.nn.parallel.exchanges import FP8Wire, OwnedTensors, RankGroup, WireWitness, is_silent
-from fp8bench.nn.parallel.model import ParallelModel, Witness
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases, SilentPhases
 
 Hook = Callable[[GradBucket], Future[Tensor]]
 
 
-class DDPModel(ParallelModel):
+class DDPModel(Division):
     """torch's DistributedDataParallel, with hooks where gradients are sent in fewer bits."""
 
     def __init__(self, job: Job) -> None:
-        whole = job.make()
-        super().__init__(dict(whole.named_parameters()), job.loss_scale)
-        self.module, self.group, self.sharers = whole, job.group, job.group
+        model = job.make()
+        super().__init__(dict(model.named_parameters()), job.loss_scale)
+        self.module, self.group, self.sharers = model, job.group, job.group
         self._phase: Phases = SilentPhases()
         devices = [job.facts.index] if job.facts.accelerated else None
-        self._ddp = DistributedDataParallel(whole, devices, process_group=job.group, gradient_as_bucket_view=True)
+        self._ddp = DistributedDataParallel(model, devices, process_group=job.group, gradient_as_bucket_view=True)
         self._wire = job.options["wire"]
         self._fp8 = FP8Wire(job.group, self._wire)
         self._witness: WireWitness | None = None
         hook = self._hook(self._wire)
         if hook is not None:  # a lambda, because torch checks annotations, which are strings here
-            self._ddp.register_comm_hook(None, lambda state, bucket: self._sent(hook, bucket))
+            self._ddp.register_comm_hook(None, lambda state, bucket: self._send(hook, bucket))
 
     def witnesses(self) -> list[Witness]:
         witnesses = super().witnesses()
@@ -50,11 +50,11 @@ class DDPModel(ParallelModel):
             witnesses.append(self._witness)
         return witnesses
 
-    def _sent(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
+    def _send(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
         if self._witness is None:
             return hook(bucket)
-        own, done = bucket.buffer().clone(), hook(bucket)
-        self._witness.look(own, done.wait(), self._fp8.mean_of)
+        gradients, done = bucket.buffer().clone(), hook(bucket)
+        self._witness.look(gradients, done.wait(), self._fp8.mean_of)
         return done
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
@@ -71,18 +71,18 @@ class DDPModel(ParallelModel):
 
     def _in_bf16(self, bucket: GradBucket) -> Future[Tensor]:
         """torch's own hook for bf16 needs NCCL."""
-        whole = bucket.buffer()
+        gradients = bucket.buffer()
         with self._phase.cast:
-            sent = (whole / self.group.size()).to(torch.bfloat16)
+            sent = (gradients / self.group.size()).to(torch.bfloat16)
         work = dist.all_reduce(sent, group=self.group, async_op=True)
         assert work is not None
-        done: Future[Tensor] = work.get_future().then(lambda _: whole.copy_(sent))
+        done: Future[Tensor] = work.get_future().then(lambda _: gradients.copy_(sent))
         return done
 
     def _in_fp8(self, bucket: GradBucket) -> Future[Tensor]:
         """Sends codes of each rank's values and adds them up in float32: their scale leaves no room for sums."""
-        whole = bucket.buffer()
-        return _done(whole.copy_(self._fp8.mean(whole, self._phase)))
+        gradients = bucket.buffer()
+        return _done(gradients.copy_(self._fp8.mean(gradients, self._phase)))
 
 
 def _done(values: Tensor) -> Future[Tensor]:
@@ -91,7 +91,7 @@ def _done(values: Tensor) -> Future[Tensor]:
     return future
 
 
-class ZeroModel(ParallelModel):
+class ZeroModel(Division):
     """Each weight has one owner, which alone keeps its moments and updates it. Gradients go to the owners, and updated
     weights from there to all ranks.
 
@@ -110,7 +110,7 @@ class ZeroModel(ParallelModel):
         self.names, self.weights = self._owned.own(self.names), self._owned.own(self.weights)
         if job.options["wire"] != "fp32":
             self.weights = [weight.clone() for weight in self.weights]
-            self.updated(SilentPhases())
+            self.send_updates(SilentPhases())
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         loss = super().loss(tokens, targets, phase)
@@ -120,7 +120,7 @@ class ZeroModel(ParallelModel):
             parameter.grad = next(means) if owner == self.group.rank() else None
         return loss
 
-    def updated(self, phase: Phases) -> None:
+    def send_updates(self, phase: Phases) -> None:
         self._owned.put(self.weights, self._all_weights, phase)
 
     def full_weights(self) -> dict[str, Tensor]:
@@ -132,7 +132,7 @@ class ZeroModel(ParallelModel):
 _TORCHAO = "torchao_"
 
 
-class FSDPModel(ParallelModel):
+class FSDPModel(Division):
     """torch's fully_shard, a group for each block and one for the rest. Weights are gathered in the format `wire`,
     gradients reduced in float32."""
 
@@ -151,7 +151,7 @@ class FSDPModel(ParallelModel):
         if self._in_codes:
             self._compute_scales()
 
-    def updated(self, phase: Phases) -> None:
+    def send_updates(self, phase: Phases) -> None:
         if self._in_codes:
             with phase.communication:
                 self._compute_scales()
@@ -181,10 +181,10 @@ def take_torchao_layers(model: GPT, emulated: bool, in_codes: bool) -> None:
             # On meta it draws no random numbers.
             plain = nn.Linear(inputs, outputs, bias=False, device="meta")
             plain.weight = layer.weight
-            made = Float8Linear.from_float(plain, config)
-            made.forward = partial(_under_gemm, made.forward, layer.arithmetic.carrier)
+            layer8 = Float8Linear.from_float(plain, config)
+            layer8.forward = partial(_under_gemm, layer8.forward, layer.arithmetic.carrier)
             owner, _, name = path.rpartition(".")
-            setattr(model.blocks.get_submodule(owner), name, made)
+            setattr(model.blocks.get_submodule(owner), name, layer8)
 
 
 def _under_gemm(multiply: Callable[[Tensor], Tensor], carrier: torch.dtype, x: Tensor, phase: Phases) -> Tensor:

@@ -61,9 +61,9 @@ class RankGroup:
 
     def largest(self, x: Tensor) -> Tensor:
         with self.phase.communication:
-            whole = x.clone()
-            dist.all_reduce(whole, dist.ReduceOp.MAX, group=self.handle)
-            return whole
+            maximum = x.clone()
+            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.handle)
+            return maximum
 
     def all_of(self, x: Tensor) -> list[Tensor]:
         if self.silent:
@@ -87,9 +87,9 @@ class RankGroup:
 
     def own_part(self, parts: Tensor) -> Tensor:
         with self.phase.communication:
-            own = parts.new_empty(1, *parts.shape[1:])
-            newest("reduce_scatter_single", "reduce_scatter_tensor")(own, parts, group=self.handle)
-            return own[0]
+            part = parts.new_empty(1, *parts.shape[1:])
+            newest("reduce_scatter_single", "reduce_scatter_tensor")(part, parts, group=self.handle)
+            return part[0]
 
     def exchanged_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Sends so many rows of x to each rank, in their order; returns those that each has sent here."""
@@ -111,9 +111,9 @@ class RankGroup:
             _wait(dist.broadcast(tensor, group=self.handle, group_src=owner, async_op=True) for tensor, owner in pairs)
 
     def added_together(self, gradients: Sequence[Tensor]) -> None:
-        own = [gradient.view(-1) for gradient in gradients]
-        whole = self.added(torch.cat(own))
-        torch._foreach_copy_(own, list(torch.split(whole, [tensor.numel() for tensor in own])))
+        flat = [gradient.view(-1) for gradient in gradients]
+        total = self.added(torch.cat(flat))
+        torch._foreach_copy_(flat, list(torch.split(total, [tensor.numel() for tensor in flat])))
 
     def own(self, x: Tensor) -> Tensor:
         return x.chunk(self.size, _TOKENS)[self.rank]
@@ -137,13 +137,13 @@ class _Exchanged(torch.autograd.Function):
         return ctx.back(gradients[0]), None, None
 
 
-def exchanged(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
-    y: Tensor = _Exchanged.apply(x, there, back)  # type: ignore[no-untyped-call]
+def exchanged(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+    y: Tensor = _Exchanged.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return y
 
 
 def copied(x: Tensor, group: RankGroup) -> Tensor:
-    return exchanged(x, lambda whole: whole.view_as(whole), group.added)
+    return exchanged(x, lambda y: y.view_as(y), group.added)
 
 
 def added(x: Tensor, group: RankGroup) -> Tensor:
@@ -158,10 +158,10 @@ def scattered(x: Tensor, group: RankGroup) -> Tensor:
     return exchanged(x, group.scattered, group.gathered)
 
 
-def all_answers(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_answers(answer: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """What each rank of a group passes here, in their order; tuples become lists. As JSON, because torch would unpickle
     any other object that it is sent."""
-    text = json.dumps(own).encode()
+    text = json.dumps(answer).encode()
     size = dist.get_world_size(group)
     lengths = list(torch.zeros(size, 1, dtype=torch.int64))
     dist.all_gather(lengths, torch.tensor([len(text)]), group)
@@ -172,8 +172,10 @@ def all_answers(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def first_mistake(mistake: str, group: dist.ProcessGroup) -> str:
-    everybody = enumerate(all_answers(mistake, group))
-    return next((f"rank {rank} {said}" for rank, said in everybody if said), "")
+    for rank, answer in enumerate(all_answers(mistake, group)):
+        if answer:
+            return f"rank {rank} {answer}"
+    return ""
 
 
 # The program of one rank, from its values and its number.
@@ -199,7 +201,7 @@ class FP8Wire:
 
     def own_tensors_of_mean(self, values: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
         """The mean of this rank's tensors, with a scale each; `values` has all ranks' tensors in their order."""
-        return self._sent(lambda own, rank: mean_of_tensors(own, rank, pieces), values, phase)
+        return self._sent(lambda own_values, rank: mean_of_tensors(own_values, rank, pieces), values, phase)
 
     def joined_tensors(self, part: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
         return self._sent(lambda values, rank: tensors_transported(values, rank, pieces), part, phase)
@@ -221,11 +223,11 @@ class FP8Wire:
         joined = yield from transported(part)
         return joined.values
 
-    def _sent(self, program: OfRank, own: Tensor, phase: Phases) -> Tensor:
+    def _sent(self, program: OfRank, values: Tensor, phase: Phases) -> Tensor:
         with phase.cast:
-            got = self._result(program(own, self._rank), phase)
+            got = self._result(program(values, self._rank), phase)
         if self._witness is not None:
-            self._witness.look(own, got, program)
+            self._witness.look(values, got, program)
         return got
 
     def _result(self, program: Program[Tensor], phase: Phases) -> Tensor:
@@ -256,14 +258,14 @@ class WireWitness:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._wrong = group, ""
 
-    def look(self, own: Tensor, got: Tensor, program: OfRank) -> None:
+    def look(self, values: Tensor, got: Tensor, program: OfRank) -> None:
         """All ranks have to call this for every exchange, because they ask each other for their values."""
-        lengths = all_answers(len(own), self._group)  # vectors may differ in length
-        padded = torch.nn.functional.pad(own, (0, max(lengths) - len(own)))
+        lengths = all_answers(len(values), self._group)  # vectors may differ in length
+        padded = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
         all_padded = RankGroup(self._group).all_of(padded)
         everybody = [tensor[:length] for tensor, length in zip(all_padded, lengths, strict=True)]
-        wanted = simulated([program(tensor, rank) for rank, tensor in enumerate(everybody)])[self._group.rank()]
-        wrong = int((got != wanted).sum())
+        expected = simulated([program(tensor, rank) for rank, tensor in enumerate(everybody)])[self._group.rank()]
+        wrong = int((got != expected).sum())
         if wrong and not self._wrong:
             self._wrong = f"has got {wrong:,} of {got.numel():,} numbers in FP8 that are not those of all ranks' values"
 
@@ -308,26 +310,27 @@ class OwnedTensors:
         torch._foreach_div_(means, self._group.size)
         return means
 
-    def put(self, own: Sequence[Tensor], wholes: Sequence[Tensor], phase: Phases) -> None:
+    def put(self, owned: Sequence[Tensor], wholes: Sequence[Tensor], phase: Phases) -> None:
         """Copies each owner's tensors into `wholes` on every rank, the owner included, as they were sent."""
         if self.fp8 is not None:
-            every = self.fp8.joined_tensors(_row(own), self._pieces, phase)
+            every = self.fp8.joined_tensors(_row(owned), self._pieces, phase)
             for owner, row in enumerate(torch.split(every, [some.size for some in self._pieces])):
                 theirs = self.of(owner, wholes)
                 torch._foreach_copy_(theirs, _apart(row, theirs))
             return
         self._group.phase = phase
         with phase.cast:
-            sent = [tensor.to(self.sent_as) for tensor in self.newest(own, wholes)]
+            sent = [tensor.to(self.sent_as) for tensor in self.newest(owned, wholes)]
         self._group.from_owners(sent, self.owners)
-        pairs = [(whole, tensor) for whole, tensor in zip(wholes, sent, strict=True) if whole is not tensor]
+        pairs = [(weight, tensor) for weight, tensor in zip(wholes, sent, strict=True) if weight is not tensor]
         if pairs:
-            torch._foreach_copy_([whole for whole, _ in pairs], [tensor for _, tensor in pairs])
+            torch._foreach_copy_([weight for weight, _ in pairs], [tensor for _, tensor in pairs])
 
-    def newest(self, own: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Tensor]:
-        mine = iter(own)
+    def newest(self, owned: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Tensor]:
+        mine = iter(owned)
         return [
-            next(mine) if owner == self._group.rank else whole for owner, whole in zip(self.owners, wholes, strict=True)
+            next(mine) if owner == self._group.rank else weight
+            for owner, weight in zip(self.owners, wholes, strict=True)
         ]
 
 

@@ -8,15 +8,16 @@ with a scale for 128 elements; results, and all gradients, travel in bf16.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor, nn
 
+from fp8bench.nn.block import Block
 from fp8bench.nn.experts import Experts, decode_rows, encode_rows
-from fp8bench.nn.gpt import GPT, Block
+from fp8bench.nn.gpt import GPT
+from fp8bench.nn.parallel.division import Division
 from fp8bench.nn.parallel.exchanges import RankGroup, exchanged
-from fp8bench.nn.parallel.model import ParallelModel
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases
 
@@ -30,61 +31,73 @@ class RankedExperts(Experts):
         nn.Module.__init__(self)
         self.router, self.count, self.balance = whole.router, whole.count, None
         self.group, self.wire, self.ranks = group, wire, group.size
-        self.own = range(self.count // group.size * group.rank, self.count // group.size * (group.rank + 1))
+        share = whole.count // group.size
+        self.own = range(share * group.rank, share * (group.rank + 1))
         self.experts = nn.ModuleList(whole.experts[number] for number in self.own)  # type: ignore[assignment]
         self.ahead = None if whole.ahead is None else whole.ahead.chunk(group.size)[group.rank]
+        # For each rank the number of its tokens that go to each expert.
         self._tokens: list[list[int]] = []
         self.rows: list[int] = []
 
-    def _counts_of_all_ranks(self, counts: Tensor) -> Tensor:
+    def _sum_over_ranks(self, counts: Tensor) -> Tensor:
         table = torch.stack(self.group.all_of(counts))
         self._tokens = table.tolist()  # the host waits for the numbers of rows to send
-        self.rows = [sum(expert) for expert in table.view(self.ranks, self.ranks, -1).sum(0).tolist()]
+        by_rank = table.view(self.ranks, self.ranks, -1).sum((0, 2))
+        self.rows = by_rank.tolist()
         return table.sum(0)
 
-    def _through_experts(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
-        here = [tokens[self.own.start : self.own.stop] for tokens in self._tokens]
-        own_tokens = self._tokens[self.group.rank]
-        each = len(own_tokens) // self.ranks
-        sent = [sum(own_tokens[each * rank : each * (rank + 1)]) for rank in range(self.ranks)]
-        received = [sum(tokens) for tokens in here]
-        got = self._exchanged(rows, sent, received, self.wire)
-        numbers = torch.tensor(_by_expert(here), dtype=torch.int64, device=rows.device)
-        sizes = [sum(expert) for expert in zip(*here, strict=True)]
-        parts = torch.split_with_sizes(got[numbers], sizes)
-        made = torch.cat(self._each(parts, torch.tensor(sizes, device=rows.device), phase))
-        return self._exchanged(made[numbers.argsort()], received, sent, "bf16" if self.wire == "fp8" else self.wire)
+    def _run_experts(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
+        # 1. Send each row to the rank of its expert.
+        sent_tokens = self._tokens[self.group.rank]
+        share = len(sent_tokens) // self.ranks
+        sent = [sum(sent_tokens[first : first + share]) for first in range(0, len(sent_tokens), share)]
+        received_tokens = [tokens[self.own.start : self.own.stop] for tokens in self._tokens]
+        received = [sum(tokens) for tokens in received_tokens]
+        arrived = self._exchange(rows, sent, received, self.wire)
 
-    def _exchanged(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
-        back = "bf16" if wire == "fp8" else wire
+        # 2. Sort what came by rank into the order that experts have on one rank, and multiply.
+        order = torch.tensor(_order_by_expert(received_tokens), dtype=torch.int64, device=rows.device)
+        sizes = [sum(expert) for expert in zip(*received_tokens, strict=True)]
+        parts = torch.split_with_sizes(arrived[order], sizes)
+        outputs = torch.cat(self._run_parts(parts, torch.tensor(sizes, device=rows.device), phase))
+
+        # 3. Send the results back.
+        return self._exchange(outputs[order.argsort()], received, sent, _wire_back(self.wire))
+
+    def _exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
         return exchanged(
-            x, lambda y: self._sent(y, sent, received, wire), lambda y: self._sent(y, received, sent, back)
+            x,
+            lambda rows: self._send(rows, sent, received, wire),
+            lambda gradient: self._send(gradient, received, sent, _wire_back(wire)),
         )
 
-    def _sent(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
+    def _send(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
         if wire == "stream":
             return self.group.exchanged_rows(x, sent, received)
         with self.group.phase.cast:
-            words = encode_rows(x) if wire == "fp8" else (x.to(torch.bfloat16),)
-        got = [self.group.exchanged_rows(word, sent, received) for word in words]
+            encoded = encode_rows(x) if wire == "fp8" else (x.to(torch.bfloat16),)
+        arrived = [self.group.exchanged_rows(part, sent, received) for part in encoded]
         with self.group.phase.cast:
-            return decode_rows(got[0], got[1], x.dtype) if wire == "fp8" else got[0].to(x.dtype)
+            return decode_rows(arrived[0], arrived[1], x.dtype) if wire == "fp8" else arrived[0].to(x.dtype)
 
 
-def _by_expert(tokens: Sequence[Sequence[int]]) -> list[int]:
+def _wire_back(wire: str) -> str:
+    return "bf16" if wire == "fp8" else wire
+
+
+def _order_by_expert(tokens: Sequence[Sequence[int]]) -> list[int]:
     """Places of rows that came by rank, and within each rank by expert, in the order of experts."""
-    flat = [count for of_rank in tokens for count in of_rank]
-    begins = [0, *accumulate(flat)]
     experts = len(tokens[0])
-    return [
-        place
-        for expert in range(experts)
-        for part in range(expert, len(flat), experts)
-        for place in range(begins[part], begins[part + 1])
-    ]
+    counts = list(chain.from_iterable(tokens))
+    ends = list(accumulate(counts))
+    order: list[int] = []
+    for expert in range(experts):
+        for part in range(expert, len(counts), experts):
+            order += range(ends[part] - counts[part], ends[part])
+    return order
 
 
-class ExpertsByRanks(ParallelModel):
+class ExpertsByRanks(Division):
     """A rank's experts, and all else of the model, which reads the rank's share of a batch."""
 
     module: GPT
@@ -95,33 +108,34 @@ class ExpertsByRanks(ParallelModel):
         for block in self.module.blocks:
             assert isinstance(block, Block) and isinstance(block.mlp, Experts)
             block.mlp = RankedExperts(block.mlp, self._shared, job.options["wire"])
-        self._each = job.config.experts // self._shared.size
-        named = {
-            self._numbered(name, self._shared.rank): parameter for name, parameter in self.module.named_parameters()
-        }
+        self._experts_each = job.config.experts // self._shared.size
+        named = {self._whole_name(name, self._shared.rank): part for name, part in self.module.named_parameters()}
         super().__init__(named, job.loss_scale)
 
-    def _numbered(self, name: str, rank: int) -> str:
-        front, experts, rest = name.partition(_EXPERTS)
-        number, _, layer = rest.partition(".")
-        return f"{front}{experts}{int(number) % self._each + rank * self._each}.{layer}" if experts else name
+    def _whole_name(self, name: str, rank: int) -> str:
+        """The name in the whole model of a rank's parameter."""
+        block, experts, layer = name.partition(_EXPERTS)
+        if not experts:
+            return name
+        number, _, weight = layer.partition(".")
+        return f"{block}{experts}{int(number) % self._experts_each + rank * self._experts_each}.{weight}"
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self._shared.phase = phase
         with phase.elementwise:
-            loss = self.forward(self.own_share(tokens), self.own_share(targets), phase)
+            loss = self.forward(self.share_of(tokens), self.share_of(targets), phase)
             (loss * (self.loss_scale / self._shared.size)).backward()  # type: ignore[no-untyped-call]
             pairs = zip(self.names, self.parameters, strict=True)
-            self._shared.added_together(
-                [parameter.grad for name, parameter in pairs if parameter.grad is not None and _EXPERTS not in name]
-            )
+            common = [part.grad for name, part in pairs if part.grad is not None and _EXPERTS not in name]
+            self._shared.added_together(common)
         return loss.detach()
 
     def full_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
         for name, weight in zip(self.names, self.weights, strict=True):
             shares = self._shared.all_of(weight) if _EXPERTS in name else [weight]
-            weights |= {self._numbered(name, rank): share for rank, share in enumerate(shares)}
+            for rank, share in enumerate(shares):
+                weights[self._whole_name(name, rank)] = share
         return weights
 
     def figures(self) -> dict[str, float]:

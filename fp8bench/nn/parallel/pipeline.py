@@ -11,8 +11,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from fp8bench.nn.gpt import GPT
+from fp8bench.nn.parallel.division import Division
 from fp8bench.nn.parallel.exchanges import all_answers, is_silent
-from fp8bench.nn.parallel.model import ParallelModel
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases, SilentPhases
 
@@ -22,11 +22,11 @@ class Stage(nn.Module):
 
     def __init__(self, model: GPT, rank: int, ranks: int) -> None:
         super().__init__()
-        each = len(model.blocks) // ranks
-        self.first, self.last, self.before = rank == 0, rank == ranks - 1, rank * each
+        share = len(model.blocks) // ranks
+        self.first, self.last, self.before = rank == 0, rank == ranks - 1, rank * share
         # The first and the last rank have a copy of a tied head's weight each.
         self.tied = ranks > 1 and (self.first or self.last) and model.head.weight is model.embedding
-        model.blocks = model.blocks[self.before : self.before + each]
+        model.blocks = model.blocks[self.before : self.before + share]
         if not self.first:
             del model.embedding, model.positions
         if not self.last:
@@ -37,11 +37,11 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
         if self.first:
-            x = self.model.embedded(x)
-        x = self.model.through(x, self.phase, length)
-        return self.model.read(x, self.phase) if self.last else x
+            x = self.model.embed(x)
+        x = self.model.run_blocks(x, self.phase, length)
+        return self.model.read_logits(x, self.phase) if self.last else x
 
-    def named(self) -> dict[str, nn.Parameter]:
+    def named_weights(self) -> dict[str, nn.Parameter]:
         parameters = {}
         for name, parameter in self.model.named_parameters():
             words = name.split(".")
@@ -58,13 +58,13 @@ class MarkedStage(PipelineStage):
     All stages know the shapes that come and go, so that a group that sends nothing need not be asked for votes.
     """
 
-    def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
+    def forward_one_chunk(self, *inputs: Any, **named: Any) -> Any:
         with self._phase.elementwise:
-            return super().forward_one_chunk(*given, **named)
+            return super().forward_one_chunk(*inputs, **named)
 
-    def backward_one_chunk(self, *given: Any, **named: Any) -> None:
+    def backward_one_chunk(self, *inputs: Any, **named: Any) -> None:
         with self._phase.elementwise:
-            super().backward_one_chunk(*given, **named)
+            super().backward_one_chunk(*inputs, **named)
 
     @property
     def _phase(self) -> Phases:
@@ -85,7 +85,7 @@ class MarkedStage(PipelineStage):
         return super()._warmup_backward_result(received_result)
 
 
-class GPipe(ParallelModel):
+class GPipe(Division):
     """One stage of a pipeline. Only the last rank knows the loss."""
 
     module: Stage
@@ -96,7 +96,7 @@ class GPipe(ParallelModel):
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         rank, ranks = job.group.rank(), job.group.size()
         self.module = Stage(model, rank, ranks)
-        super().__init__(self.module.named(), job.loss_scale)
+        super().__init__(self.module.named_weights(), job.loss_scale)
         self.group = job.group
         self._parts = int(job.options["microbatches"])
         device = torch.device(job.facts.key)
@@ -107,45 +107,46 @@ class GPipe(ParallelModel):
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self.module.phase = phase
         losses: list[Tensor] = []
-        given = (tokens,) if self.module.first else ()
+        inputs = (tokens,) if self.module.first else ()
         with phase.communication:
-            self._schedule.step(*given, target=targets, losses=losses, return_outputs=False)
+            self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
             if self.module.tied:
-                self._sum_tied(self.parameters[self.names.index("embedding")])
+                self._sum_head_and_embedding(self.parameters[self.names.index("embedding")])
         if not self.module.last:
             return torch.zeros((), device=tokens.device)
         return torch.stack(losses).mean().detach() / self.loss_scale
 
-    def _sum_tied(self, weight: nn.Parameter) -> None:
+    def _sum_head_and_embedding(self, weight: nn.Parameter) -> None:
         """Adds what the last rank's head and the first one's embedding do to the weight that both have."""
         assert weight.grad is not None
-        other = torch.zeros_like(weight.grad)
+        gradient_there = torch.zeros_like(weight.grad)
         peer = dist.get_global_rank(self.group, 0 if self.module.last else self.group.size() - 1)
-        sends = [dist.P2POp(dist.isend, weight.grad, peer, self.group), dist.P2POp(dist.irecv, other, peer, self.group)]
-        for work in dist.batch_isend_irecv(sends):
+        send = dist.P2POp(dist.isend, weight.grad, peer, self.group)
+        receive = dist.P2POp(dist.irecv, gradient_there, peer, self.group)
+        for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
-        weight.grad += other
+        weight.grad += gradient_there
 
     def whole_loss(self, loss: Tensor) -> Tensor:
-        whole = loss.clone()
-        dist.broadcast(whole, group=self.group, group_src=self.group.size() - 1)
-        return whole
+        mean = loss.clone()
+        dist.broadcast(mean, group=self.group, group_src=self.group.size() - 1)
+        return mean
 
     def full_weights(self) -> dict[str, Tensor]:
         """Each weight is broadcast by its rank; first all ranks learn who has which."""
-        own = dict(zip(self.names, self.weights, strict=True))
+        own_weights = dict(zip(self.names, self.weights, strict=True))
         weights: dict[str, Tensor] = {}
         for rank, names in enumerate(all_answers(self.names, self.group)):
             for name in names:
-                weight = own.get(name)
-                whole = self.weights[0].new_empty(self._shapes[name]) if weight is None else weight.clone()
-                dist.broadcast(whole, group=self.group, group_src=rank)
-                weights[name] = whole
+                weight = own_weights.get(name)
+                weight_of_all = self.weights[0].new_empty(self._shapes[name]) if weight is None else weight.clone()
+                dist.broadcast(weight_of_all, group=self.group, group_src=rank)
+                weights[name] = weight_of_all
         return {name: weights[name] for name in self._shapes}
 
     def _lost(self, logits: Tensor, targets: Tensor) -> Tensor:
         with self.module.phase.elementwise:
-            return self.module.model.lost(logits, targets) * self.loss_scale
+            return self.module.model.loss_of(logits, targets) * self.loss_scale
 
     def _ends(self, job: Job) -> tuple[Tensor, Tensor]:
         model = self.module.model

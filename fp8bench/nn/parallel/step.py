@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.batches import TokenLoader
-from fp8bench.nn.parallel.model import ParallelModel
+from fp8bench.nn.parallel.division import Division
 from fp8bench.nn.training_step import adamw, eager
 from fp8bench.protocols import Phases, Precision, SilentPhases
 
@@ -80,61 +80,63 @@ class Apart:
 
     def figures(self) -> dict[str, float]:
         return {
-            "loss_gap": self.loss, "weight_gap": self.weight, "update_error": self.update.error,
-            "furthest_error": self.furthest[1].error, "gain_error": abs(self.update.gain - 1),
-        }  # fmt: skip
+            "loss_gap": self.loss,
+            "weight_gap": self.weight,
+            "update_error": self.update.error,
+            "furthest_error": self.furthest[1].error,
+            "gain_error": abs(self.update.gain - 1),
+        }
 
 
-class MostApart(NamedTuple):
+class Limits(NamedTuple):
     """Limits of the relative distance over all weights, of that of the furthest weight, and of the gain from 1."""
 
     update: float
     furthest: float
     gain: float
 
-    def and_of(self, other: MostApart) -> MostApart:
+    def combined_with(self, other: Limits) -> Limits:
         """Limits for two independent roundings: distances add by their squares, gains linearly."""
         distances = math.hypot(self.update, other.update), math.hypot(self.furthest, other.furthest)
-        return MostApart(*distances, self.gain + other.gain)
+        return Limits(*distances, self.gain + other.gain)
 
-    def why_not(self, apart: Apart) -> str:
+    def describe_excess(self, apart: Apart) -> str:
         name, furthest = apart.furthest
         update = apart.update
-        held = (
+        figures = (
             ("the relative distance of all weights' changes", update.error, self.update),
             (f"the relative distance of the change of {name}", furthest.error, self.furthest),
             (f"the distance from 1 of their gain {update.gain:.3g}", abs(update.gain - 1), self.gain),
         )
-        told = [
-            f"{what} is {value:.3g}, and at most {most:g} of it may be rounding"
-            for what, value, most in held
-            if not value <= most
-        ]
-        return "; ".join(told)
+        sentences = []
+        for figure, value, limit in figures:
+            if not value <= limit:  # NaN is in excess, too
+                sentences.append(f"{figure} is {value:.3g}, and at most {limit:g} of it may be rounding")
+        return "; ".join(sentences)
 
 
-_EXACT, _IN_16_BITS, _NARROWER = MostApart(1e-3, 1e-3, 1e-3), MostApart(0.03, 0.04, 0.01), MostApart(0.65, 0.9, 0.21)
-_FP8_SENT, _FP8_BY_BLOCKS = MostApart(0.12, 0.15, 0.01), MostApart(0.2, 0.25, 0.02)
-_FP8_TOKENS_SENT, _FP8_BY_TENSORS = _FP8_BY_BLOCKS, MostApart(0.4, 0.5, 0.08)
-_CHOSEN_OTHERWISE = MostApart(0.4, 0.9, 0.1)
+_EXACT, _IN_16_BITS, _NARROWER = Limits(1e-3, 1e-3, 1e-3), Limits(0.03, 0.04, 0.01), Limits(0.65, 0.9, 0.21)
+_FP8_SENT, _FP8_BY_BLOCKS = Limits(0.12, 0.15, 0.01), Limits(0.2, 0.25, 0.02)
+_FP8_TOKENS_SENT, _FP8_BY_TENSORS = _FP8_BY_BLOCKS, Limits(0.4, 0.5, 0.08)
+_CHOSEN_OTHERWISE = Limits(0.4, 0.9, 0.1)
 _BYTE = 8
 
 
-def most_apart(precisions: Iterable[Precision], wire: str, load: str = "") -> MostApart:
+def limits_of(precisions: Iterable[Precision], wire: str, load: str = "") -> Limits:
     """The limits of a case with products in these precisions, exchanges in the format `wire` ('' without a choice), and
     that load of experts."""
-    made = max(map(_of_products, precisions))
-    limits = made.and_of(_FP8_TOKENS_SENT) if wire == "fp8" else max(made, _of_wire(wire))
-    return limits.and_of(_CHOSEN_OTHERWISE) if load == "router" and limits > _EXACT else limits
+    products = max(map(_of_products, precisions))
+    limits = products.combined_with(_FP8_TOKENS_SENT) if wire == "fp8" else max(products, _of_wire(wire))
+    return limits.combined_with(_CHOSEN_OTHERWISE) if load == "router" and limits > _EXACT else limits
 
 
-def _of_wire(wire: str) -> MostApart:
+def _of_wire(wire: str) -> Limits:
     if wire in ("", "fp32", "stream", "torchao_fp32"):
         return _EXACT
     return _IN_16_BITS if wire == "bf16" else _FP8_SENT
 
 
-def _of_products(precision: Precision) -> MostApart:
+def _of_products(precision: Precision) -> Limits:
     recipe = getattr(precision, "recipe", None)
     if recipe is None:
         return _EXACT if precision.name == "fp32" else _IN_16_BITS
@@ -151,7 +153,7 @@ class NotTheSame(RuntimeError):
 class ParallelState:
     """All that one rank trains: its part, the optimizer, and the text, which every rank reads whole."""
 
-    model: ParallelModel
+    model: Division
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
     loader: TokenLoader
@@ -159,7 +161,7 @@ class ParallelState:
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {**self.model.memory_roles(), MemoryRole.OPTIMIZER: list(self.optimizer.state.values())}
 
-    def trained(self, phase: Phases) -> Tensor:
+    def train_step(self, phase: Phases) -> Tensor:
         with phase.data_load:
             tokens, targets = self.loader.next()
         loss = self.model.loss(tokens, targets, phase)
@@ -169,12 +171,12 @@ class ParallelState:
             self.optimizer.step()
             for parameter in self.parameters:
                 parameter.grad = None
-        self.model.updated(phase)
-        self.model.forget()
+        self.model.send_updates(phase)
+        self.model.drop_gradients()
         return loss
 
 
-def new_state(model: ParallelModel, loader: TokenLoader, facts: DeviceFacts, plain: bool = False) -> ParallelState:
+def new_state(model: Division, loader: TokenLoader, facts: DeviceFacts, plain: bool = False) -> ParallelState:
     parameters = [torch.nn.Parameter(weight) for weight in model.weights]
     optimizer = eager(torch.optim.SGD)(parameters, lr=_PLAIN_RATE) if plain else adamw(parameters, _RATE, facts)
     return ParallelState(model, optimizer, parameters, loader)
@@ -183,25 +185,31 @@ def new_state(model: ParallelModel, loader: TokenLoader, facts: DeviceFacts, pla
 def agreement(together: ParallelState, alone: ParallelState, steps: int) -> Apart:
     """Compares so many steps with those of one rank. Raises NotTheSame where a rank's scales or exchanges are wrong:
     much of that would be less than rounding."""
+    # 1. Train both, and watch what ranks exchange.
     witnesses = together.model.witnesses()
-    before = {name: weight.clone() for name, weight in alone.model.full_weights().items()}
+    initial = {name: weight.clone() for name, weight in alone.model.full_weights().items()}
     phase, gaps = SilentPhases(), []
     for _ in range(steps):
-        loss = together.model.whole_loss(together.trained(phase))
-        gaps.append((loss.double() - alone.trained(phase).double()).abs().max())
-    for mistake in [witness.mistake() for witness in witnesses]:
-        if mistake:
-            raise NotTheSame(mistake)
+        loss = together.model.whole_loss(together.train_step(phase))
+        gaps.append((loss.double() - alone.train_step(phase).double()).abs().max())
+
+    # 2. All ranks have to ask every witness, whatever the ones before it say.
+    mistakes = [witness.mistake() for witness in witnesses]
+    for mistake in filter(None, mistakes):
+        raise NotTheSame(mistake)
+
+    # 3. Compare the weights, and what the steps have changed in them.
     weights, reference = together.model.full_weights(), alone.model.full_weights()
     if weights.keys() != reference.keys():
         raise NotTheSame(f"of the weights {sorted(weights.keys() ^ reference.keys())} one side has none")
-    largest = max((weights[name].double() - reference[name].double()).abs().max() for name in reference)
-    updates = {
-        name: (weights[name].double() - tensor, reference[name].double() - tensor) for name, tensor in before.items()
-    }
-    return Apart(float(max(gaps)), float(largest), {name: _update(*both) for name, both in updates.items()})
+    distances, updates = [], {}
+    for name, tensor in initial.items():
+        weight, exact = weights[name].double(), reference[name].double()
+        distances.append((weight - exact).abs().max())
+        updates[name] = _update(weight - tensor, exact - tensor)
+    return Apart(float(max(gaps)), float(max(distances)), updates)
 
 
-def _update(change: Tensor, wanted: Tensor) -> WeightUpdate:
-    squared = (change - wanted).square().sum(), wanted.square().sum(), (change * wanted).sum()
+def _update(change: Tensor, exact: Tensor) -> WeightUpdate:
+    squared = (change - exact).square().sum(), exact.square().sum(), (change * exact).sum()
     return WeightUpdate(*map(float, squared))

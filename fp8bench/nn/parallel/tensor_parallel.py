@@ -2,14 +2,11 @@
 
 With sequence parallelism a rank has only its tokens of the stream, for which it computes norms, residuals, head and
 loss. The parts that are cut gather all tokens, and of their sums each rank gets its own tokens.
-
-No rank knows the largest magnitude of a tensor that is cut. `own` scales each share by its own; `group` asks all ranks
-for the largest before every cast, so that codes are those of one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 
@@ -19,72 +16,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8bench.formats.native_codes import current_scale
-from fp8bench.formats.recipes import Delayed, Treatment
-from fp8bench.formats.scaled import largest_magnitude
-from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.attention import SelfAttention
-from fp8bench.nn.gpt import GPT, Block
+from fp8bench.nn.block import Block
+from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parallel.data_parallel import shard
+from fp8bench.nn.parallel.division import Division, Witness
 from fp8bench.nn.parallel.exchanges import FP8Group, RankGroup, added, copied, gathered, scattered
-from fp8bench.nn.parallel.model import ParallelModel, ScaleWitness, Witness
-from fp8bench.nn.parallel.ways import OF_GROUP, OUTPUTS, OWN, Cut, Job, cut_of, cuts
+from fp8bench.nn.parallel.group_scales import cut_roles, scaled_together
+from fp8bench.nn.parallel.ways import OF_GROUP, OWN, Job, cut_of, cuts
+from fp8bench.nn.parallel.witnesses import ScaleWitness
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
-from fp8bench.protocols import Arithmetic, Phases, Role
-
-# Turns one rank's largest magnitude, a float32 scalar tensor, into that of all ranks.
-Largest = Callable[[Tensor], Tensor]
-
-
-class CurrentOfGroup:
-    """Scales by a tensor's largest magnitude over all ranks."""
-
-    def __init__(self, largest: Largest, treatment: Treatment) -> None:
-        self._largest, self._treatment = largest, treatment
-        self.last: ScalePair | None = None
-
-    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        if again and self.last is not None:
-            return self.last
-        scaling = self._treatment.scaling
-        assert scaling is not None
-        amax = self._largest(largest_magnitude(x) if amax is None else amax)
-        self.last = ScalePair(*current_scale(amax, self._treatment.fmt, scaling.rounding))
-        return self.last
-
-
-class DelayedOfGroup(DelayedScale):
-    """A delayed scale with the history of the whole tensor."""
-
-    def __init__(self, largest: Largest, delayed: Delayed, treatment: Treatment) -> None:
-        super().__init__(delayed, treatment.fmt)
-        self._largest = largest
-
-    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        if again and self.last is not None:
-            return self.last
-        return super().next(x, again, self._largest(largest_magnitude(x) if amax is None else amax))
-
-
-def cut_roles(cut: Cut) -> tuple[Role, ...]:
-    """The operands of which each rank has a share; the rest of a product is the same on all of them."""
-    return (Role.WEIGHT, Role.GRADIENT if cut.dim == OUTPUTS else Role.INPUT)
-
-
-def scaled_together(arithmetic: Arithmetic, roles: Iterable[Role], largest: Largest) -> Arithmetic:
-    """`arithmetic` with scales by the largest magnitudes of all ranks for these roles; itself where no tensor has one
-    scale. Ranks have to cast in the same order."""
-    if not (isinstance(arithmetic, RecipeArithmetic) and arithmetic.recipe.per_tensor):
-        return arithmetic
-    delayed = arithmetic.recipe.delayed
-    scales: dict[Role, NextScale] = dict(arithmetic.scales)
-    for role in roles:
-        treatment = arithmetic.treatments[role]
-        scales[role] = DelayedOfGroup(largest, delayed, treatment) if delayed else CurrentOfGroup(largest, treatment)
-    return type(arithmetic)(arithmetic.recipe, arithmetic.carrier, arithmetic.name, scales)
-
+from fp8bench.protocols import Phases, Role
 
 Exchange = Callable[[Tensor, RankGroup], Tensor]
 
@@ -105,11 +48,11 @@ def share_blocks(
         queries, keys, values = (size // group.size for size in block.attn.sizes)
         block.attn.sizes = (queries, keys, values)
         for part in (block.attn, block.mlp):
-            part.register_forward_pre_hook(lambda _, given: (enter(given[0], group), *given[1:]))
-            part.register_forward_hook(lambda _, given, y: leave(y, group))
+            part.register_forward_pre_hook(lambda _, inputs: (enter(inputs[0], group), *inputs[1:]))
+            part.register_forward_hook(lambda _, inputs, y: leave(y, group))
 
 
-class TensorCut(ParallelModel):
+class TensorCut(Division):
     """A rank's share of a model; all ranks read the whole batch."""
 
     enter: Exchange = staticmethod(copied)
@@ -137,10 +80,12 @@ class TensorCut(ParallelModel):
         return cut_roles(cut) if cut is not None and self._amax == OF_GROUP else ()
 
     def full_weights(self) -> dict[str, Tensor]:
-        parts = zip(self.names, self._own(), self._cuts, strict=True)
-        return {name: own if cut is None else cut.joined(self._shared.all_of(own)) for name, own, cut in parts}
+        weights: dict[str, Tensor] = {}
+        for name, share, cut in zip(self.names, self._shares(), self._cuts, strict=True):
+            weights[name] = share if cut is None else cut.join(self._shared.all_of(share))
+        return weights
 
-    def _own(self) -> list[Tensor]:
+    def _shares(self) -> list[Tensor]:
         return self.weights
 
 
@@ -161,11 +106,12 @@ class SequenceCut(TensorCut):
         group = self._shared
         group.phase = phase
         with phase.elementwise:
-            stream = self.module.through(group.own(self.module.embedded(tokens)), phase, tokens.shape[1])
-            loss = self.module.lost(self.module.read(stream, phase), group.own(targets))
+            stream = self.module.run_blocks(group.own(self.module.embed(tokens)), phase, tokens.shape[1])
+            loss = self.module.loss_of(self.module.read_logits(stream, phase), group.own(targets))
             (loss * (self.loss_scale / group.size)).backward()  # type: ignore[no-untyped-call]
-            common = [parameter.grad for parameter, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
-            group.added_together([tensor for tensor in common if tensor is not None])
+            pairs = zip(self.parameters, self._cuts, strict=True)
+            common = [parameter.grad for parameter, cut in pairs if cut is None and parameter.grad is not None]
+            group.added_together(common)
         return loss.detach()
 
 
@@ -178,26 +124,29 @@ class TensorFSDP(TensorCut):
         self._pair, self.sharers = mesh.get_group("tensor"), mesh.get_group("data")
         super().__init__(replace(job, group=self._pair))
         shard(self.module, mesh["data"], "fp32")
-        ParallelModel.__init__(self, dict(self.module.named_parameters()), job.loss_scale)
+        Division.__init__(self, dict(self.module.named_parameters()), job.loss_scale)
         self.group = job.group
 
     def witnesses(self) -> list[Witness]:
         pair = dist.get_process_group_ranks(self._pair)
         return [ScaleWitness(self.layers(), self.shared_roles, self.group, pair)]
 
-    def _own(self) -> list[Tensor]:
-        wholes = [parameter.detach() for parameter in self.parameters]
-        return [whole.full_tensor() if isinstance(whole, DTensor) else whole for whole in wholes]
+    def _shares(self) -> list[Tensor]:
+        shards = [parameter.detach() for parameter in self.parameters]
+        return [shard.full_tensor() if isinstance(shard, DTensor) else shard for shard in shards]
 
 
 @cache
 def _pairs(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
     """The mesh (data, tensor), in which neighbouring ranks share tensors. Its groups have the backend of the whole
     group, which may send nothing."""
-    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, 2)
-    backend, here = dist.get_backend(group), group.rank()
+    all_ranks = dist.get_process_group_ranks(group)
+    mesh, this_rank = torch.tensor(all_ranks).view(-1, 2), all_ranks[group.rank()]
+    backend = dist.get_backend(group)
     groups = {}
-    for name, sets in (("data", ranks.t().tolist()), ("tensor", ranks.tolist())):
-        made = {tuple(pair): dist.new_group(pair, backend=backend) for pair in sets}
-        groups[name] = next(group for members, group in made.items() if ranks.view(-1)[here] in members)
-    return DeviceMesh.from_group(list(groups.values()), kind, mesh=ranks, mesh_dim_names=tuple(groups))
+    for name, sets in (("data", mesh.t().tolist()), ("tensor", mesh.tolist())):
+        for members in sets:  # every rank has to make every group
+            new = dist.new_group(members, backend=backend)
+            if this_rank in members:
+                groups[name] = new
+    return DeviceMesh.from_group(list(groups.values()), kind, mesh=mesh, mesh_dim_names=tuple(groups))

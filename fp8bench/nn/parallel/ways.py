@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from fp8bench.nn.gpt import GPT
-    from fp8bench.nn.parallel.model import ParallelModel
+    from fp8bench.nn.parallel.division import Division
 
 
 OUTPUTS, INPUTS = 0, 1
@@ -72,17 +72,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Way:
-    """A way of training one model on several ranks.
+    """A way of dividing one model among several ranks.
 
-    `refused` says why a case is impossible, '' if it is not. `model` makes this rank's part; all ranks call it at once.
-    `options` are the way's axes, of OPTIONS, with all their values. With `experts` the model has so many in each
-    feed-forward block, each half as wide.
+    `refuse` says why a case is impossible, '' if it is not. `divide` makes this rank's part of the model; all ranks
+    call it at once. `options` are the way's axes, of OPTIONS, with all their values. `experts` is the number of experts
+    in each feed-forward block, each half as wide; 0 for none.
     """
 
     name: str
     summary: str
-    refused: Callable[[ParallelCase], str]
-    model: Callable[[Job], ParallelModel]
+    refuse: Callable[[ParallelCase], str]
+    divide: Callable[[Job], Division]
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     least_ranks: int = 2
     experts: int = 0
@@ -95,19 +95,19 @@ class Cut:
     dim: int
     parts: tuple[int, ...]
 
-    def share(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+    def share(self, weight: Tensor, rank: int, ranks: int) -> Tensor:
         import torch
 
-        return torch.cat(
-            [word.chunk(ranks, self.dim)[rank] for word in torch.split(whole, list(self.parts), self.dim)], self.dim
-        )
+        parts = torch.split(weight, list(self.parts), self.dim)
+        return torch.cat([part.chunk(ranks, self.dim)[rank] for part in parts], self.dim)
 
-    def joined(self, shares: Sequence[Tensor]) -> Tensor:
+    def join(self, shares: Sequence[Tensor]) -> Tensor:
         import torch
 
         sizes = [size // len(shares) for size in self.parts]
-        by_part = zip(*(torch.split(share, sizes, self.dim) for share in shares), strict=True)
-        return torch.cat([piece for part in by_part for piece in part], self.dim)
+        pieces = [torch.split(share, sizes, self.dim) for share in shares]
+        parts = [torch.cat(of_ranks, self.dim) for of_ranks in zip(*pieces, strict=True)]
+        return torch.cat(parts, self.dim)
 
 
 def cuts(config: GPTConfig) -> dict[str, Cut]:
@@ -127,92 +127,101 @@ def cut_of(parameter: str, config: GPTConfig) -> Cut | None:
 
 
 def uncuttable(config: GPTConfig, ranks: int) -> str:
-    numbers = {"heads": config.heads, "heads of keys": config.key_heads, "hidden features": config.hidden}
-    for what, number in numbers.items():
-        if number % ranks:
-            return f"{number} {what} have no equal share for each of {ranks} ranks: choose another size"
+    """Why blocks cannot be cut into equal shares; '' if they can."""
+    sizes = {"heads": config.heads, "heads of keys": config.key_heads, "hidden features": config.hidden}
+    for name, size in sizes.items():
+        if size % ranks:
+            return f"{size} {name} have no equal share for each of {ranks} ranks: choose another size"
     return "experts are not cut here: choose a size without them" if config.experts else ""
 
 
-def _made_by(kind: str) -> Callable[[Job], ParallelModel]:
-    """Makes a model by a class of another module here, which is imported late because it needs torch."""
+def _divide_by(path: str) -> Callable[[Job], Division]:
+    """Divides a model by a class of another module here, which is imported late because it needs torch."""
 
-    def model(job: Job) -> ParallelModel:
-        made: ParallelModel = resolve_name(f"{__package__}.{kind}")(job)
-        return made
+    def divide(job: Job) -> Division:
+        division: Division = resolve_name(f"{__package__}.{path}")(job)
+        return division
 
-    return model
+    return divide
 
 
-def _unshared(asked: ParallelCase) -> str:
-    if asked.batch % asked.ranks:
+def refuse_batch(case: ParallelCase) -> str:
+    if case.batch % case.ranks:
         return (
-            f"{asked.batch} sequences are no equal share for each of {asked.ranks} ranks: choose a multiple of "
-            f"{asked.ranks}"
+            f"{case.batch} sequences are no equal share for each of {case.ranks} ranks: choose a multiple of "
+            f"{case.ranks}"
         )
     return ""
 
 
-def _unequal_rows(asked: ParallelCase) -> str:
-    config, ranks, wire = asked.config, asked.ranks, asked.options["wire"]
+def refuse_rows(case: ParallelCase) -> str:
+    config, ranks, wire = case.config, case.ranks, case.options["wire"]
     rows = {"the vocabulary": config.vocabulary, "the width": config.width, "the hidden width": config.hidden}
     if not config.modern:
         rows["the sequence"] = config.sequence
-    uneven = next((name for name, count in rows.items() if count % ranks), None)
-    if uneven is not None:
-        return (
-            f"{uneven} ({rows[uneven]}) has no equal part for each of {ranks} ranks, and parts of unequal size are "
-            "padded, or fail with float8: choose another number of ranks"
-        )
-    if wire in _TORCHAO and asked.precision.mode != "fp8":
+    for name, count in rows.items():
+        if count % ranks:
+            return (
+                f"{name} ({count}) has no equal part for each of {ranks} ranks, and parts of unequal size are padded, "
+                "or fail with float8: choose another number of ranks"
+            )
+    if wire in _TORCHAO and case.precision.mode != "fp8":
         return f"wire={wire} has torchao's layers, which multiply in fp8: choose dtype fp8, or wire=fp32"
-    if wire in _TORCHAO and asked.facts.version_of("torchao") is None:
+    if wire in _TORCHAO and case.facts.version_of("torchao") is None:
         return f"wire={wire} needs the package torchao: pip install torchao"
-    return _unshared(asked)
+    return refuse_batch(case)
 
 
-def _unowned(asked: ParallelCase) -> str:
-    tensors = 6 * asked.config.layers
-    if asked.ranks > tensors:
-        return f"{asked.ranks} ranks have no weight each: the blocks of this model have {tensors}"
-    return _unshared(asked)
+def refuse_owners(case: ParallelCase) -> str:
+    weights = 6 * case.config.layers
+    if case.ranks > weights:
+        return f"{case.ranks} ranks have no weight each: the blocks of this model have {weights}"
+    return refuse_batch(case)
 
 
-def _unstaged(asked: ParallelCase, fewest: int = 1) -> str:
-    parts = int(asked.options["microbatches"])
-    if asked.config.layers % asked.ranks:
-        return f"{asked.config.layers} layers have no equal share for each of {asked.ranks} ranks: choose another size"
-    if asked.batch % parts:
-        return f"{asked.batch} sequences cannot be cut into {parts} equal microbatches: choose another batch"
+def refuse_stages(case: ParallelCase, fewest: int = 1) -> str:
+    layers, ranks, parts = case.config.layers, case.ranks, int(case.options["microbatches"])
+    if layers % ranks:
+        return f"{layers} layers have no equal share for each of {ranks} ranks: choose another size"
+    if case.batch % parts:
+        return f"{case.batch} sequences cannot be cut into {parts} equal microbatches: choose another batch"
     if parts < fewest:
         return f"{parts} microbatches do not fill {fewest} stages by this schedule: choose {fewest} or more"
     return ""
 
 
-def _unrouted(asked: ParallelCase) -> str:
-    if asked.config.experts % asked.ranks:
-        return f"{asked.config.experts} experts have no equal share for each of {asked.ranks} ranks"
-    return _unshared(asked)
+def refuse_full_stages(case: ParallelCase) -> str:
+    return refuse_stages(case, case.ranks)
 
 
-def _uncut(asked: ParallelCase, ranks: int) -> str:
-    if asked.options["amax"] == OF_GROUP and asked.precision.tensor_scale is TensorScale.NONE:
-        return f"{asked.precision.name} has no scale of a tensor that ranks could share: choose amax=own"
-    return uncuttable(asked.config, ranks)
+def refuse_experts(case: ParallelCase) -> str:
+    if case.config.experts % case.ranks:
+        return f"{case.config.experts} experts have no equal share for each of {case.ranks} ranks"
+    return refuse_batch(case)
 
 
-def _uncut_tokens(asked: ParallelCase) -> str:
-    tokens = asked.config.sequence
-    if tokens % asked.ranks:
-        return f"{tokens} tokens have no equal share for each of {asked.ranks} ranks"
-    return _uncut(asked, asked.ranks)
+def refuse_cut(case: ParallelCase) -> str:
+    return _refuse_cut_among(case, case.ranks)
 
 
-def _unpaired(asked: ParallelCase) -> str:
-    pairs, left = divmod(asked.ranks, 2)
-    if left or asked.batch % pairs:
-        return f"{asked.batch} sequences have no equal share for each pair of {asked.ranks} ranks"
-    return _uncut(asked, 2)
+def _refuse_cut_among(case: ParallelCase, ranks: int) -> str:
+    if case.options["amax"] == OF_GROUP and case.precision.tensor_scale is TensorScale.NONE:
+        return f"{case.precision.name} has no scale of a tensor that ranks could share: choose amax=own"
+    return uncuttable(case.config, ranks)
+
+
+def refuse_token_cut(case: ParallelCase) -> str:
+    tokens = case.config.sequence
+    if tokens % case.ranks:
+        return f"{tokens} tokens have no equal share for each of {case.ranks} ranks"
+    return refuse_cut(case)
+
+
+def refuse_pairs(case: ParallelCase) -> str:
+    pairs, remainder = divmod(case.ranks, 2)
+    if remainder or case.batch % pairs:
+        return f"{case.batch} sequences have no equal share for each pair of {case.ranks} ranks"
+    return _refuse_cut_among(case, 2)
 
 
 class ScaleTraffic(NamedTuple):
@@ -232,29 +241,75 @@ def scale_traffic_of_cuts(blocks: int, ranks: int) -> ScaleTraffic:
 WAYS = {
     way.name: way
     for way in (
-        Way("ddp", "the whole model on every rank, torch's DistributedDataParallel; the mean of gradients is sent",
-            _unshared, _made_by("data_parallel:DDPModel"), {"wire": ("fp32", "bf16", "fp8_gather", "fp8_twoshot")}),
-        Way("ep", "experts by ranks: tokens are sent to the ranks of theirs and back; all else is on every rank",
-            _unrouted, _made_by("expert_parallel:ExpertsByRanks"),
-            {"wire": ("stream", "bf16", "fp8"), "load": ("uniform", "zipf:1", "router")}, experts=8),
-        Way("fsdp2", "weights, gradients and moments cut into equal rows, torch's fully_shard",
-            _unequal_rows, _made_by("data_parallel:FSDPModel"), {"wire": ("fp32", "bf16", *_TORCHAO)}),
+        Way(
+            "ddp",
+            "the whole model on every rank, torch's DistributedDataParallel; the mean of gradients is sent",
+            refuse_batch,
+            _divide_by("data_parallel:DDPModel"),
+            {"wire": ("fp32", "bf16", "fp8_gather", "fp8_twoshot")},
+        ),
+        Way(
+            "ep",
+            "experts by ranks: tokens are sent to the ranks of theirs and back; all else is on every rank",
+            refuse_experts,
+            _divide_by("expert_parallel:ExpertsByRanks"),
+            {"wire": ("stream", "bf16", "fp8"), "load": ("uniform", "zipf:1", "router")},
+            experts=8,
+        ),
+        Way(
+            "fsdp2",
+            "weights, gradients and moments cut into equal rows, torch's fully_shard",
+            refuse_rows,
+            _divide_by("data_parallel:FSDPModel"),
+            {"wire": ("fp32", "bf16", *_TORCHAO)},
+        ),
         # The same losses and wait as pp_gpipe, but it keeps the activations of at most as many microbatches as stages.
-        Way("pp_1f1b", "blocks cut into stages; each microbatch goes backward as soon as it can",
-            lambda asked: _unstaged(asked, asked.ranks), _made_by("pipeline:OneForwardOneBackward"), _MICROBATCHES),
+        Way(
+            "pp_1f1b",
+            "blocks cut into stages; each microbatch goes backward as soon as it can",
+            refuse_full_stages,
+            _divide_by("pipeline:OneForwardOneBackward"),
+            _MICROBATCHES,
+        ),
         # Keeps the activations of all microbatches.
-        Way("pp_gpipe", "blocks cut into stages; all microbatches go forward, then all backward",
-            _unstaged, _made_by("pipeline:GPipe"), _MICROBATCHES),
+        Way(
+            "pp_gpipe",
+            "blocks cut into stages; all microbatches go forward, then all backward",
+            refuse_stages,
+            _divide_by("pipeline:GPipe"),
+            _MICROBATCHES,
+        ),
         # As many bytes as tp, but less memory: what lies between the parts of a block is divided, too.
-        Way("sp", "tp, and of what lies between a block's parts a rank has its tokens only: gathered before, scattered "
-            "after", _uncut_tokens, _made_by("tensor_parallel:SequenceCut"), {"wire": ("stream", "fp8"), **_AMAX}),
+        Way(
+            "sp",
+            "tp, and of what lies between a block's parts a rank has its tokens only: gathered before, scattered after",
+            refuse_token_cut,
+            _divide_by("tensor_parallel:SequenceCut"),
+            {"wire": ("stream", "fp8"), **_AMAX},
+        ),
         # Megatron-LM's exchanges: a sum after attention and after feed-forward, and in backward one before each.
-        Way("tp", "heads and hidden features cut; what blocks make is added up, amax groups are a choice",
-            lambda asked: _uncut(asked, asked.ranks), _made_by("tensor_parallel:TensorCut"), _AMAX),
+        Way(
+            "tp",
+            "heads and hidden features cut; what blocks make is added up, amax groups are a choice",
+            refuse_cut,
+            _divide_by("tensor_parallel:TensorCut"),
+            _AMAX,
+        ),
         # For large trainings: tensors within a machine, FSDP between machines.
-        Way("tp_fsdp", "pairs of ranks share tensors as tp does, and FSDP2 shards what a pair has over all pairs",
-            _unpaired, _made_by("tensor_parallel:TensorFSDP"), _AMAX, least_ranks=4),
-        Way("zero", "ZeRO-1: each weight has one owner, which gets its gradient, updates it and sends it to all",
-            _unowned, _made_by("data_parallel:ZeroModel"), {"wire": ("fp32", "bf16", "fp8")}),
+        Way(
+            "tp_fsdp",
+            "pairs of ranks share tensors as tp does, and FSDP2 shards what a pair has over all pairs",
+            refuse_pairs,
+            _divide_by("tensor_parallel:TensorFSDP"),
+            _AMAX,
+            least_ranks=4,
+        ),
+        Way(
+            "zero",
+            "ZeRO-1: each weight has one owner, which gets its gradient, updates it and sends it to all",
+            refuse_owners,
+            _divide_by("data_parallel:ZeroModel"),
+            {"wire": ("fp32", "bf16", "fp8")},
+        ),
     )
-}  # fmt: skip
+}

@@ -50,8 +50,10 @@ _OPERATIONS = {
 _RECEIVES = "c10d::recv_"
 _FROM_TO = {"c10d::send", _RECEIVES}
 _SENDS_NOTHING = {
-    "c10d::barrier", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd",
-}  # fmt: skip
+    "c10d::barrier",
+    "_c10d_functional::wait_tensor",
+    "_c10d_functional::_wrap_tensor_autograd",
+}
 
 
 class NotCounted(RuntimeError):
@@ -82,11 +84,8 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         return func(*args, **named)
 
     def sent(self, rank: int) -> tuple[Sent, ...]:
-        ordered = sorted(self._bytes, key=lambda key: (-self._bytes[key], key))
-        return tuple(
-            Sent(rank, operation, dtype, self._calls[operation, dtype], self._bytes[operation, dtype])
-            for operation, dtype in ordered
-        )
+        most_first = sorted(self._bytes, key=lambda key: (-self._bytes[key], key))
+        return tuple(Sent(rank, *key, self._calls[key], self._bytes[key]) for key in most_first)
 
     def send_again(self) -> None:
         """The same operations on zeros, each waited for; sends and receives are waited for together at the end."""

@@ -13,18 +13,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fp8bench.nn.parallel.data_parallel import DDPModel
-    from fp8bench.nn.parallel.model import ParallelModel
+    from fp8bench.nn.parallel.division import Division
 
 WIRES, AMAX = {"wire": ("fp32", "bf16", "fp8_gather", "fp8_twoshot")}, {"amax": AMAX_GROUPS}
 
 
-def plant(name: str, model: Callable[[Job], ParallelModel], options: Mapping[str, tuple[str, ...]]) -> None:
+def plant(name: str, model: Callable[[Job], Division], options: Mapping[str, tuple[str, ...]]) -> None:
     WAYS[name] = Way(name, "a way with a mistake", lambda asked: "", model, options)
 
 
 def ddp(name: str, body: Callable[[type[DDPModel]], type[DDPModel]]) -> None:
 
-    def model(job: Job) -> ParallelModel:
+    def model(job: Job) -> Division:
         from fp8bench.nn.parallel.data_parallel import DDPModel
 
         return body(DDPModel)(job)
@@ -61,11 +61,11 @@ def heavier(times: float) -> Callable[[type[DDPModel]], type[DDPModel]]:
     return body
 
 
-def other_scale(times: float) -> Callable[[Job], ParallelModel]:
+def other_scale(times: float) -> Callable[[Job], Division]:
     """Of tensors that are cut rank 1 takes so many `times` the largest magnitude of all ranks, and casts by that; of
     four ranks each second one, in its pair."""
 
-    def model(job: Job) -> ParallelModel:
+    def model(job: Job) -> Division:
         from fp8bench.nn.parallel import tensor_parallel
         from fp8bench.nn.parallel.exchanges import RankGroup
         from fp8bench.nn.parallel.tensor_parallel import TensorFSDP
@@ -83,7 +83,7 @@ def other_scale(times: float) -> Callable[[Job], ParallelModel]:
     return model
 
 
-def nobody_asked(job: Job) -> ParallelModel:
+def nobody_asked(job: Job) -> Division:
     from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
     model = TensorCut(job)
@@ -94,7 +94,7 @@ def nobody_asked(job: Job) -> ParallelModel:
     return model
 
 
-def one_sum_forgotten(job: Job) -> ParallelModel:
+def one_sum_forgotten(job: Job) -> Division:
     from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
     model = TensorCut(job)
@@ -102,10 +102,10 @@ def one_sum_forgotten(job: Job) -> ParallelModel:
     return model
 
 
-def other_wire_scale(way: Way) -> Callable[[Job], ParallelModel]:
+def other_wire_scale(way: Way) -> Callable[[Job], Division]:
 
-    def model(job: Job) -> ParallelModel:
-        made: Any = way.model(job)
+    def model(job: Job) -> Division:
+        made: Any = way.divide(job)
         wire = made.fp8_wire
         own, result = collectives.largest_scale, wire._result
 
@@ -118,17 +118,17 @@ def other_wire_scale(way: Way) -> Callable[[Job], ParallelModel]:
 
         if job.group.rank() == 1:
             wire._result = wrong
-        found: ParallelModel = made
+        found: Division = made
         return found
 
     return model
 
 
-def expert_mistake(kind: str) -> Callable[[Job], ParallelModel]:
+def expert_mistake(kind: str) -> Callable[[Job], Division]:
     """Rank 1 gives rows back in another order; or the router's gradients, and all else that is no expert's, are each
     rank's own."""
 
-    def model(job: Job) -> ParallelModel:
+    def model(job: Job) -> Division:
         from fp8bench.nn.parallel.exchanges import RankGroup
         from fp8bench.nn.parallel.expert_parallel import ExpertsByRanks, RankedExperts
 
@@ -154,7 +154,7 @@ def expert_mistake(kind: str) -> Callable[[Job], ParallelModel]:
 def seen_twice(kind: type[DDPModel]) -> type[DDPModel]:
 
     class Model(kind):  # type: ignore[misc, valid-type]
-        def own_share(self, batch: Tensor) -> Tensor:
+        def share_of(self, batch: Tensor) -> Tensor:
             return batch.chunk(2)[0]
 
     return Model
@@ -225,6 +225,6 @@ for word, made in {
 }.items():  # fmt: skip
     plant(word, made, AMAX)
 for word in ("turned", "alone"):
-    WAYS[f"ep_{word}"] = replace(WAYS["ep"], name=f"ep_{word}", model=expert_mistake(word))
+    WAYS[f"ep_{word}"] = replace(WAYS["ep"], name=f"ep_{word}", divide=expert_mistake(word))
 for word in ("sp", "zero"):
     plant(f"{word}_wire", other_wire_scale(WAYS[word]), WAYS[word].options)

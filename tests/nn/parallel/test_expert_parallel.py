@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fp8bench.nn.experts import Experts, draw_load
-from fp8bench.nn.gpt import FeedForward
 from fp8bench.nn.parallel import expert_parallel
 from fp8bench.nn.parallel.expert_parallel import RankedExperts
+from fp8bench.nn.parts import FeedForward
 from fp8bench.nn.sizes import MoeSizes
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
@@ -140,7 +140,7 @@ def test_rows_travel_in_the_bits_that_the_wire_says() -> None:
         def one(place: Place) -> Tensor:
             group = ThreadedGroup(place)  # type: ignore[arg-type]
             made = RankedExperts(blocks[place.number], group, wire)
-            return made._exchanged(x.chunk(2)[place.number], [10, 10], [10, 10], wire)
+            return made._exchange(x.chunk(2)[place.number], [10, 10], [10, 10], wire)
 
         return torch.cat(on_ranks(2, one))
 
@@ -155,13 +155,14 @@ def test_rows_travel_in_the_bits_that_the_wire_says() -> None:
 
 
 def test_planted_mistakes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    handed, of_all = RankedExperts._exchanged, RankedExperts._counts_of_all_ranks
+    handed, of_all = RankedExperts._exchange, RankedExperts._sum_over_ranks
     for owner, name, wrong, load, seen in (
-        (expert_parallel, "_by_expert", lambda here: [*range(sum(map(sum, here)))], "zipf:1", {"output", "input"}),
-        (RankedExperts, "_exchanged", lambda self, x, *given: handed(self, x, *given).flip(0), "uniform", {"output"}),
-        (RankedExperts, "_exchanged", lambda self, x, *given: handed(self, x.detach(), *given), "uniform",
+        (expert_parallel, "_order_by_expert", lambda here: [*range(sum(map(sum, here)))], "zipf:1",
+         {"output", "input"}),
+        (RankedExperts, "_exchange", lambda self, x, *given: handed(self, x, *given).flip(0), "uniform", {"output"}),
+        (RankedExperts, "_exchange", lambda self, x, *given: handed(self, x.detach(), *given), "uniform",
          {"experts.5.up.weight"}),
-        (RankedExperts, "_counts_of_all_ranks", lambda self, counts: of_all(self, counts) * 0 + counts * 2, "zipf:1",
+        (RankedExperts, "_sum_over_ranks", lambda self, counts: of_all(self, counts) * 0 + counts * 2, "zipf:1",
          {"balance"}),
     ):  # fmt: skip
         with monkeypatch.context() as patch:

@@ -20,7 +20,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.exchanges import owners
-from fp8bench.nn.parallel.step import most_apart
+from fp8bench.nn.parallel.step import limits_of
 from fp8bench.nn.parallel.ways import ScaleTraffic, scale_traffic_of_cuts
 from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import SilentObserver
@@ -187,7 +187,7 @@ def test_mistakes_are_further_away_than_rounding(two: Ranks, first: int) -> None
     """One of two real ranks makes each mistake: not much above the limit of what rounds there."""
     for item in HONEST[first::4]:
         result = two.worker.within(60).error(item, two.facts)
-        limits = most_apart([precisions.get(item.precision)], str(dict(item.params).get("wire", "")))
+        limits = limits_of([precisions.get(item.precision)], str(dict(item.params).get("wire", "")))
         assert isinstance(result, dict), (item.id, result)
         held = result["update_error"], result["furthest_error"], result["gain_error"]
         assert all(value < 0.8 * most for value, most in zip(held, limits, strict=True)), (item.id, result)

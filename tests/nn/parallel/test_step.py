@@ -13,8 +13,8 @@ from torch import Tensor
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.model import AloneModel
-from fp8bench.nn.parallel.step import Apart, ParallelState, WeightUpdate, agreement, most_apart, new_state
+from fp8bench.nn.parallel.division import Undivided
+from fp8bench.nn.parallel.step import Apart, ParallelState, WeightUpdate, agreement, limits_of, new_state
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.registry import precisions
 from tests.counts import for_each
@@ -23,14 +23,14 @@ from tests.facts import CPU
 CONFIG = GPTConfig(256, 32, 1, 2, 2, 64, batch=2, sequence=8)
 
 
-class Twice(AloneModel):
+class Twice(Undivided):
     """Sums gradients where it should take their mean, which AdamW would hide."""
 
     def gradients(self) -> list[Tensor]:
         return [gradient * 2 for gradient in super().gradients()]
 
 
-def state(folder: Path, kind: type[AloneModel]) -> ParallelState:
+def state(folder: Path, kind: type[Undivided]) -> ParallelState:
     tokens = folder / "tokens"
     np.random.default_rng(0).integers(0, 256, 500).astype(np.uint16).tofile(tokens)
     with torch.random.fork_rng():
@@ -41,12 +41,12 @@ def state(folder: Path, kind: type[AloneModel]) -> ParallelState:
 
 
 def test_the_same_model_agrees_bit_for_bit(tmp_path: Path) -> None:
-    result = agreement(state(tmp_path, AloneModel), state(tmp_path, AloneModel), 2)
+    result = agreement(state(tmp_path, Undivided), state(tmp_path, Undivided), 2)
     assert set(result.figures().values()) == {0.0} and result.update.gain == 1.0
 
 
 def test_sums_in_place_of_means_are_seen(tmp_path: Path) -> None:
-    result = agreement(state(tmp_path, Twice), state(tmp_path, AloneModel), 2)
+    result = agreement(state(tmp_path, Twice), state(tmp_path, Undivided), 2)
     assert 0.9 < result.update.error < 1.1 and 1.9 < result.update.gain < 2.1 and result.weight > 0
 
 
@@ -62,19 +62,21 @@ def test_sums_in_place_of_means_are_seen(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_limits_are_those_of_what_rounds_most(modes: tuple[str, ...], wire: str, limit: float) -> None:
-    assert most_apart(map(precisions.get, modes), wire).update == pytest.approx(limit, rel=1e-3)
+    assert limits_of(map(precisions.get, modes), wire).update == pytest.approx(limit, rel=1e-3)
 
 
 def test_each_limit_is_held_and_named() -> None:
     """Noise shortens a gain by half its square."""
-    limits = most_apart([precisions.get("fp8")], "fp32")
+    limits = limits_of([precisions.get("fp8")], "fp32")
     updates = {"a": WeightUpdate(1.0, 100.0, 100.0), "b": WeightUpdate(0.01, 1.0, 1.0)}
-    assert limits.why_not(Apart(0.0, 0.0, updates)) == ""
-    one = limits.why_not(Apart(0.0, 0.0, updates | {"b": WeightUpdate(0.36, 1.0, 1.0)}))
+    assert limits.describe_excess(Apart(0.0, 0.0, updates)) == ""
+    one = limits.describe_excess(Apart(0.0, 0.0, updates | {"b": WeightUpdate(0.36, 1.0, 1.0)}))
     assert "of the change of b is 0.6, and at most 0.5" in one
-    every = limits.why_not(Apart(0.0, 0.0, {"a": WeightUpdate(1.0, 100.0, 110.0)}))
+    every = limits.describe_excess(Apart(0.0, 0.0, {"a": WeightUpdate(1.0, 100.0, 110.0)}))
     assert "their gain 1.1 is 0.1, and at most 0.08" in every
-    assert "all weights' changes is 0.5," in limits.why_not(Apart(0.0, 0.0, {"a": WeightUpdate(25.0, 100.0, 100.0)}))
-    assert limits.why_not(Apart(0.0, 0.0, {"a": WeightUpdate(math.nan, 1.0, 1.0)}))
-    for known in (most_apart([precisions.get(mode)], "") for mode in ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")):
+    assert "all weights' changes is 0.5," in limits.describe_excess(
+        Apart(0.0, 0.0, {"a": WeightUpdate(25.0, 100.0, 100.0)})
+    )
+    assert limits.describe_excess(Apart(0.0, 0.0, {"a": WeightUpdate(math.nan, 1.0, 1.0)}))
+    for known in (limits_of([precisions.get(mode)], "") for mode in ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")):
         assert known.gain > 0.99 * known.update**2 / 2 and known.update <= known.furthest

@@ -85,7 +85,7 @@ def trained_by(
             loss = model.loss(tokens, targets, SilentPhases())
             losses.append(float(torch.stack(model._shared.all_of(loss)).mean()))
             torch._foreach_sub_(model.weights, model.gradients(), alpha=RATE)
-            model.forget()
+            model.drop_gradients()
         return losses, {name: tensor - before[name] for name, tensor in model.full_weights().items()}
 
     return on_ranks(ranks, run)
@@ -211,14 +211,14 @@ def test_shares_make_up_the_whole(config: GPTConfig, ranks: int) -> None:
         outputs, inputs = features_in(config)[path.split(".")[1]]
         whole = torch.arange(outputs * inputs).view(outputs, inputs)
         shares = [cut.share(whole, rank, ranks) for rank in range(ranks)]
-        assert torch.equal(cut.joined(shares), whole)
+        assert torch.equal(cut.join(shares), whole)
         assert {item.numel() for item in shares} == {whole.numel() // ranks}
 
 
 def refusal(
     way: str, mode: str = "fp32", ranks: int = 2, config: GPTConfig = NANO, batch: int = 8, **options: str
 ) -> str:
-    return WAYS[way].refused(ParallelCase(config, batch, ranks, precisions.get(mode), options, CPU))
+    return WAYS[way].refuse(ParallelCase(config, batch, ranks, precisions.get(mode), options, CPU))
 
 
 def test_what_cannot_be_cut_is_refused_with_the_number() -> None:

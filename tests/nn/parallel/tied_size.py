@@ -9,12 +9,12 @@ from fp8bench.nn.parallel.ways import WAYS, Job
 from fp8bench.nn.sizes import SIZES
 
 if TYPE_CHECKING:
-    from fp8bench.nn.parallel.model import ParallelModel
+    from fp8bench.nn.parallel.division import Division
 
 SIZES["tied"] = replace(SIZES["nano"], tied=True)
 
 
-def _forgetting(job: Job) -> ParallelModel:
+def _forgetting(job: Job) -> Division:
     from fp8bench.nn.parallel.pipeline import OneForwardOneBackward
 
     model = OneForwardOneBackward(job)
@@ -22,4 +22,4 @@ def _forgetting(job: Job) -> ParallelModel:
     return model
 
 
-WAYS["pp_forgets_tie"] = replace(WAYS["pp_1f1b"], name="pp_forgets_tie", model=_forgetting)
+WAYS["pp_forgets_tie"] = replace(WAYS["pp_1f1b"], name="pp_forgets_tie", divide=_forgetting)

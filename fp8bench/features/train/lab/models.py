@@ -240,7 +240,6 @@ def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
 
 def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:
     """The model, with weights drawn in float32 by torch's current generator on its current device."""
-    from fp8bench.nn.experts import MixtureGPT
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.text_models import TextCNN, WindowMLP
     from fp8bench.nn.whole_layers import surround
@@ -249,7 +248,7 @@ def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier:
         made: type[LanguageModel] = WindowMLP if settings.arch == "mlp" else TextCNN
         model = made(config, choose, carrier, settings.dropout)
     else:
-        model = (MixtureGPT if settings.arch == "moe" else GPT)(
+        model = GPT(
             config, choose, carrier, checkpointing=settings.checkpointing == "blocks", dropout=settings.dropout
         )
     surround(model)

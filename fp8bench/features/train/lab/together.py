@@ -19,7 +19,8 @@ from fp8bench.features.train.lab.optimizer import Gradients, gradient_of
 from fp8bench.nn.gpt import GPT, LanguageModel
 from fp8bench.nn.moments import bucketed
 from fp8bench.nn.parallel.exchanges import RankGroup
-from fp8bench.nn.parallel.tensor_parallel import cut_roles, scaled_together, share_blocks
+from fp8bench.nn.parallel.group_scales import cut_roles, scaled_together
+from fp8bench.nn.parallel.tensor_parallel import share_blocks
 from fp8bench.nn.parallel.ways import cut_of
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases

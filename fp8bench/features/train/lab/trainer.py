@@ -36,7 +36,8 @@ from fp8bench.features.train.values import (
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.around import set_around
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
-from fp8bench.nn.gpt import Forward, LanguageModel, compiled
+from fp8bench.nn.compiling import Forward, compiled
+from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.parallel.wire import StepWire
 from fp8bench.nn.unit_scaling import scale_to_unit
 from fp8bench.nn.whole_layers import CachedWeights

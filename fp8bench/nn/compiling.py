@@ -1,0 +1,43 @@
+"""A model through torch.compile, as one graph forward and one backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType, MethodType
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.protocols import Phases, SilentPhases
+
+Forward = Callable[[Tensor, Tensor, Phases], Tensor]
+
+
+def compiled(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
+    """The model's loss, compiled forward and backward by a first call with tensors like these.
+
+    A compiled graph gets no phases: the parts of a step are fused and reordered inside. Raises where the model does
+    not become one graph, or torch.compile is switched off.
+    """
+    from torch._dynamo.utils import counters  # imports the compiler, so not at the top
+
+    # 1. Copy the code object: torch keeps graphs by it, for at most eight models, and silently shares or replaces them.
+    method = type(model).forward
+    assert isinstance(method, FunctionType) and method.__closure__ is None
+    copied = FunctionType(method.__code__.replace(), method.__globals__, method.__name__, method.__defaults__)
+    graph = torch.compile(MethodType(copied, model), fullgraph=True, dynamic=False)
+
+    # 2. Compile by one pass, and leave no gradients of it.
+    unmarked = SilentPhases()  # torch.compile can trace its null contexts
+    graphs = counters["stats"]["unique_graphs"]
+    graph(tokens, targets, unmarked).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    if counters["stats"]["unique_graphs"] != graphs + 1:
+        raise RuntimeError("torch.compile compiled nothing: is it switched off by TORCH_COMPILE_DISABLE?")
+
+    def forward(tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
+        loss: Tensor = graph(tokens, targets, unmarked)
+        return loss
+
+    return forward

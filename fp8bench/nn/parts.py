@@ -1,0 +1,144 @@
+"""Parts that many models share: norms, the feed-forward part, the loss, and single operations between two products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8bench.nn.around import cast_to, wide_dtype
+from fp8bench.nn.linear import Choose, Linear, region
+from fp8bench.protocols import Arithmetic, Fused, Phases, Role
+
+
+class Norm(nn.Module):
+    """Layer norm or RMS norm in at least fp32, unless an arithmetic says otherwise; the result has x's dtype.
+
+    `unit` rescales the weight of a unit-scaled model.
+    """
+
+    arithmetic: Arithmetic | None = None
+    epsilon = 1e-5
+    unit: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, width: int, root_mean_square: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.root_mean_square = root_mean_square
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.unit is None else self.unit(self.weight)
+        weight = cast_to(weight, self.arithmetic, Role.WEIGHT)
+        wide = cast_to(x, self.arithmetic).to(weight.dtype)
+        return normalise(wide, weight, self.root_mean_square, self.epsilon).to(x.dtype)
+
+
+def normalise(x: Tensor, weight: Tensor, root_mean_square: bool, epsilon: float) -> Tensor:
+    if root_mean_square:
+        return F.rms_norm(x, weight.shape, weight, epsilon)
+    return F.layer_norm(x, weight.shape, weight, None, epsilon)
+
+
+class FeedForward(nn.Module):
+    """GELU between two products, or Llama's gated form. `unit` replaces the pass of a unit-scaled block."""
+
+    unit: Callable[[FeedForward, Tensor, Phases], Tensor] | None = None
+
+    def __init__(self, width: int, hidden: int, gated: bool, gain: float, choose: Choose) -> None:
+        super().__init__()
+        self.gated = gated
+        self.up = Linear(width, hidden * (2 if gated else 1), choose("up"))
+        self.down = Linear(hidden, width, choose("down"), gain)
+
+    def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        if self.unit is not None:
+            return self.unit(self, x, phase)
+        y: Tensor = self.down(self.activate(self.up(x, phase)), phase)
+        return y
+
+    def activate(self, hidden: Tensor) -> Tensor:
+        return silu_gate(*hidden.chunk(2, dim=-1)) if self.gated else gelu(hidden)
+
+
+class NormedFeedForward(nn.Module):
+    """RMS norm, up, activation, down. Where the arithmetic can, norm and up are one layer, or (`whole`) all of it."""
+
+    def __init__(self, width: int, hidden: int, gated: bool, choose: Choose, whole: bool) -> None:
+        super().__init__()
+        self.norm = Norm(width, root_mean_square=True)
+        self.block = FeedForward(width, hidden, gated, 1.0, choose)
+        up, down = self.block.up, self.block.down
+        weights = (up.weight, down.weight) if whole else (up.weight,)
+        self._whole = whole
+        self._fused = up.arithmetic.fused(Fused((self.norm.weight,), weights, gated))
+
+    def forward(self, x: Tensor, phase: Phases) -> Tensor:
+        if self._fused is None:
+            whole: Tensor = self.block(self.norm(x), phase)
+            return whole
+        product = region(phase.gemm, self._fused, x)
+        if self._whole:
+            return product
+        y: Tensor = self.block.down(self.block.activate(product), phase)
+        return y
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    """The loss of (batch, tokens, vocabulary), computed in at least fp32."""
+    wide = logits.reshape(-1, logits.shape[-1]).to(wide_dtype(logits.dtype))
+    return F.cross_entropy(wide, targets.reshape(-1), reduction=reduction)
+
+
+def drop(x: Tensor, share: float) -> Tensor:
+    return F.dropout(x, share) if share else x
+
+
+def gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def silu_gate(gate: Tensor, value: Tensor) -> Tensor:
+    return F.silu(gate) * value
+
+
+def softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1, dtype=wide_dtype(x.dtype)).to(x.dtype)
+
+
+class SummedCrossEntropy(nn.Module):
+    """Cross entropy with random targets; summed, because the gradients of a mean would vanish in fp16."""
+
+    targets: Tensor
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.register_buffer("targets", torch.randint(width, (tokens,)))
+
+    def forward(self, logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits.to(wide_dtype(logits.dtype)), self.targets, reduction="sum")
+
+
+# Each makes its operation for inputs of (tokens, width).
+OPERATIONS: dict[str, Callable[[int, int], Callable[..., Tensor]]] = {
+    "layer_norm": lambda tokens, width: Norm(width, root_mean_square=False),
+    "rms_norm": lambda tokens, width: Norm(width, root_mean_square=True),
+    "gelu": lambda tokens, width: gelu,
+    "silu_gate": lambda tokens, width: silu_gate,
+    "softmax": lambda tokens, width: softmax,
+    "residual": lambda tokens, width: torch.add,
+    "cross_entropy": SummedCrossEntropy,
+}
+
+
+class Operation(nn.Module):
+    """One of `OPERATIONS` as a layer, which accepts a phase recorder and records nothing."""
+
+    def __init__(self, name: str, tokens: int, width: int) -> None:
+        super().__init__()
+        self.function = OPERATIONS[name](tokens, width)
+
+    def forward(self, *inputs_and_phase: Tensor | Phases) -> Tensor:
+        *inputs, _ = inputs_and_phase
+        return self.function(*inputs)
