@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from fp8bench import units
-from fp8bench.model import Run
+from fp8bench.model import Label, Run
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.words import OF_ANOTHER_KIND
@@ -177,9 +177,10 @@ def _doubts(panels: Sequence[Panel], entry: Entry) -> Iterator[str]:
     for panel in panels:
         if not any(result.record.is_reference for result in panel.results):
             yield f"there is no reference ({panel.reference or 'none planned'} was not measured)"
-    if load := doubt_of_load(entry):
+    on_cpu = any(panel.case.device.startswith("cpu") for panel in panels)
+    if load := doubt_of_load(entry) if on_cpu else "":
         yield load
-    if entry.run.request.ranks and any(panel.case.device == "cpu" for panel in panels):
+    if entry.run.request.ranks and on_cpu:
         yield FUNCTIONAL.removesuffix(".")
     told = ((case.result, words) for case in cases_of(panels) for words in _doubts_of(case.result, bool(load)))
     by_reason = together((words, result.mode) for result, words in told)
@@ -192,15 +193,16 @@ def _doubts(panels: Sequence[Panel], entry: Entry) -> Iterator[str]:
 
 def _doubts_of(result: Result, under_load: bool) -> Iterator[str]:
     """Under load only what the load does not explain."""
-    if emulated(result) or not result.record.is_ok:
+    if emulated(result) or not result.record.is_ok or result.finding is None:
         return
+    explained = under_load and not {*result.finding.hard} - {Label.CONTENDED}
     labels = [label for label in result.labels if standing(result) is Standing.DOUBTED and label.casts_doubt]
     if others := [label for label in labels if label in OF_ANOTHER_KIND]:
         meaning, _, remedy = LABELS[others[0]]
         yield f"{result.reason(others[0]) or meaning}. What to do: {remedy}"
-    elif not under_load and result.finding and (why := result.finding.why):
-        yield why
-    elif not under_load and labels:
+    elif not explained and result.finding.why:
+        yield result.finding.why
+    elif not explained and labels:
         yield LABELS[labels[0]].meaning
     if result.record.detail and result.best:
         yield result.record.detail

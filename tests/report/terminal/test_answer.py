@@ -147,3 +147,12 @@ def test_any_run_has_an_answer_that_fits(made: tuple[Run, dict[str, Finding]]) -
     run, findings = made
     for width in (40, 80, 120):
         assert all(len(line) <= width for line in render(run, findings, width).splitlines())
+
+
+def test_a_load_stands_for_noise_and_hides_no_other_reason() -> None:
+    """Throttling took the verdict away; contention is what a load is."""
+    run, findings = two_precisions()
+    fp16 = run.records[1].case.id
+    for hard, shown in (((), False), ((Label.CONTENDED,), False), ((Label.THROTTLED,), True)):
+        told = words(run, {**findings, fp16: replace(findings[fp16], labels=hard, hard=hard, why="too hot")})
+        assert "measured under load 4 on 2 cores" in told and ("fp16: too hot" in told) is shown
