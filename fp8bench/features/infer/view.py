@@ -40,7 +40,10 @@ _LEGEND = (
     "effective: the share of samples that these ratios leave, by token, and by text with their product",
 )  # fmt: skip
 
-_SURE = {(True, True): ("faster", Tone.GOOD), (False, False): ("slower", Tone.BAD)}
+_SURE: dict[tuple[bool | None, bool | None], tuple[str, Tone]] = {
+    (True, True): ("faster", Tone.GOOD),
+    (False, False): ("slower", Tone.BAD),
+}
 
 
 def page_of(answer: ServingAnswer, whole: bool = False) -> Page:
