@@ -89,6 +89,10 @@ class Kind(ABC, Generic[K]):
     def view(self, kept: K) -> View:
         """What `show` prints."""
 
+    def whole_view(self, kept: K) -> View:
+        """What `show --all` prints."""
+        return self.view(kept)
+
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         """Functions for the lines of `history list --runs`, newest first; they raise StoreError for damaged files."""
         yield from ()

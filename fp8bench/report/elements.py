@@ -242,12 +242,16 @@ Element = Text | Items | Facts | Code | Table | Verdicts | AnyChart
 
 @dataclass(frozen=True)
 class Part:
-    """A section as it was built: an anchor, a heading, elements, and a `lead` under the heading."""
+    """A section as it was built: an anchor, a heading, elements, and a `lead` under the heading.
+
+    A terminal prints a `tight` part without blank lines.
+    """
 
     name: str
     title: str
     elements: tuple[Element, ...]
     lead: str = ""
+    tight: bool = False
 
 
 @dataclass(frozen=True)

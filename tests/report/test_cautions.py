@@ -49,7 +49,7 @@ def test_under_load_intervals_are_said_to_be_of_this_sitting(facts: dict[str, Sc
         assert f"measured under load {facts['load_1min']:g} on 2 cores" in text
         assert "intervals cover this sitting only, and another one may differ by more" in text
         assert "measure again: fp8bench suite gemm --store kept" in text
-    assert texts(run)[0].startswith("measured under load")
+    assert "Why not sure: measured under load" in texts(run)[0]
 
 
 def test_a_quiet_machine_or_one_that_knows_its_reruns_says_nothing_of_sittings() -> None:
@@ -64,7 +64,7 @@ def test_a_quiet_machine_or_one_that_knows_its_reruns_says_nothing_of_sittings()
 
 @for_each(("count", "expected"), [(1, ""), (12, "12 cases, each judged by itself: if none differed, up to 0.12 of")])
 def test_several_cases_say_how_many_verdicts_to_expect_by_chance(count: int, expected: str) -> None:
-    for text in texts(settings(count)):
+    for text in texts(settings(count))[1:]:
         assert expected in text and ("by chance" in text) is bool(expected)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fp8bench.analysis.tapes import parts_of, refuse_none
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import check_outputs, print_run, stdout_look, tell
+from fp8bench.cli.outputs import check_outputs, in_store, print_run, stdout_look, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
 from fp8bench.jobs.kinds import KeptTable, Kind, View, feature_tables, meant_by
@@ -28,7 +28,7 @@ _DETAILS = {
     "numbers": "every error and other figure",
     "energy": "energy of a step and of its phases, or why there is none",
     "notes": "what was noted, skipped, doubted or not checked",
-    "all": "everything a terminal can say of it",
+    "all": "everything a terminal can say of it; of a training, too",
 }
 
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     word, store = arguments.run, arguments.store
     wanted = [table for table in _tables() if getattr(arguments, table.name)]
-    meant = meant_by(word, store, only_runs=bool(wanted))
+    meant = meant_by(word, store, only_runs=any(table.name != "all" for table in wanted))
     if not meant:
         with noting_ignored() as ignored:
             measured = load_named(word, store)
@@ -64,10 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         kind, path = meant[0]
         _check_meant(word, meant, store)
-        _refuse(arguments, repr(word), kind.name, [*(table.name for table in wanted), *kind.refused])
+        tables = [table.name for table in wanted if table.name != "all"]
+        _refuse(arguments, repr(word), kind.name, [*tables, *kind.refused])
         with noting_ignored() as ignored:
             kept = kind.load(path)
-        tell(arguments, *kind.view(kept))
+        tell(arguments, *(kind.whole_view(kept) if arguments.all else kind.view(kept)))
         told = log_kept(kind, kept, arguments.log, complain)
     if ignored:
         complain(
@@ -121,7 +122,7 @@ def _detail(name: str, run: Run, store: Path) -> View:
     from fp8bench.report.terminal.run import detail_of
 
     results = findings(run)
-    page = partial(detail_of, name, run, results, stdout_look()[0], place_of_report(run))
+    page = partial(detail_of, name, run, results, stdout_look()[0], place_of_report(run), in_store(run))
     return View(page, partial(run_value, run, results), partial(run_rows, [(run, results)]))
 
 

@@ -13,7 +13,6 @@ from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
 from fp8bench.features.infer.values import LEAST_CONTEXTS, ServedModel, ServingQuestion, arm_in_words
-from fp8bench.features.infer.view import page_of, rows_of, value_of
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import whole_number
 from fp8bench.nn.served import CARRIERS, ServedArm
@@ -24,7 +23,9 @@ _ARMS = "bf16,kv=fp8,weights=int8,kv=fp8+weights=int8"
 _TOKENS = {False: 8192, True: 2048}
 _BATCHES = {False: (1, 8, 16, 32, 64, 128, 256, 512, 4096), True: (1, 16, 128, 1024)}
 EXAMPLES = ("fp8bench infer --quick", "fp8bench infer my_package:make", "fp8bench infer --from last --arms kv=fp8")
-FIRST_OPTIONS = "--size --from --arms --reference --batch --contexts --sweep --rollout --quick --json --csv --explain"
+FIRST_OPTIONS = (
+    "--size --from --arms --reference --batch --contexts --sweep --rollout --quick --all --json --csv --explain"
+)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -82,6 +83,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     shared(parser, "--threads")
     add("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     shared(parser, "--store", help="as in suite")
+    add("--all", action="store_true", help="also print the bytes and every figure of quality of each arm")
     shared(parser, "--explain")
     shared(parser, "--json", help="print all of it as JSON instead of the table")
     shared(parser, "--csv", help="also write a row for each arm there; '-' prints them instead of the table")
@@ -90,13 +92,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """After an interrupt, shows what was measured until then."""
     from fp8bench.features.infer.job import answer_question
+    from fp8bench.features.infer.view import page_of, rows_of, value_of
 
     check_outputs(arguments)
     question, trained = _question(arguments)
     command = shlex.join(["fp8bench", *sys.argv[1:]])
     with only_once():
         answer = answer_question(question, arguments.store, command, TERMINAL, trained)
-        tell(arguments, partial(page_of, answer), partial(value_of, answer), partial(rows_of, answer))
+        tell(arguments, partial(page_of, answer, arguments.all), partial(value_of, answer), partial(rows_of, answer))
     return EXIT_OK if answer.finished else EXIT_INTERRUPTED
 
 

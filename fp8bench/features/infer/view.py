@@ -1,4 +1,4 @@
-"""Shows the answer in at most 20 lines: a row an arm, where arms pay, and their quality beside its floor."""
+"""Shows the answer of `infer`: a line for each arm with where it pays, and tables of times, bytes and quality."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from fp8bench.features.infer.values import (
     ServingAnswer,
     word_of,
 )
-from fp8bench.model import Interval
+from fp8bench.model import Interval, Label
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.nn.served import ServedArm, attention_flops, forward_flops, served_shape
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Element, Page, Part, Table, Text
+from fp8bench.report.elements import Element, Page, Table, Text, Tone
+from fp8bench.report.terminal.short_answer import Answer, short_answer
+from fp8bench.report.words.legend import LABELS
 
 _LEGEND = (
-    "TTFT: a prompt at once, no queue, tokeniser and sampler; in tok/s: its tokens over that (SGLang's one-batch)",
-    "TPOT: a decode step at a fixed context, vLLM's (latency - TTFT) / (tokens - 1) alone; out tok/s: batch / TPOT",
+    "prompt: all at once (TTFT), no queue, tokeniser and sampler; tokens/s in: its tokens over that (SGLang's)",
+    "a token: a decode step at a context (TPOT), vLLM's (latency - TTFT) / (tokens - 1); tokens/s out: batch / TPOT",
     "TPOT = a + b x context: a is weights and overhead, b the cache's traffic; 95% of this run, by resampled rounds",
     "W, kv: bytes that a step reads at the longest context, by count; of the embedding only its tokens' rows",
     "of copy: these bytes over TPOT, of the copy that was measured here; cached: above that, so a cache had them",
@@ -38,23 +40,77 @@ _LEGEND = (
     "effective: the share of samples that these ratios leave, by token, and by text with their product",
 )  # fmt: skip
 
+_SURE: dict[tuple[bool | None, bool | None], tuple[str, Tone]] = {
+    (True, True): ("faster", Tone.GOOD),
+    (False, False): ("slower", Tone.BAD),
+}
 
-def page_of(answer: ServingAnswer) -> Page:
+
+def page_of(answer: ServingAnswer, whole: bool = False) -> Page:
+    """The short answer; the `whole` also has the bytes and the quality of each arm."""
     question = answer.question
-    title = f"inference of {question.size} on {answer.device}, batch {question.batch}, "
-    title += f"context {question.contexts[0]} to {question.contexts[-1]}, eager, static cache"
-    parts: list[list[Element]] = [[Text(words) for words in (*_crossings(answer), *_quality(answer))]]
-    if any(time.tpot for time in answer.times):
-        parts.append([_times(answer)])
-    parts.append([_costs(answer)])
+    contexts = f"contexts of {question.contexts[0]} to {question.contexts[-1]} tokens"
+    sweep = [Text(words) for words in _sweep(answer)]
+    tables: list[Element] = [*sweep, *([_times(answer, whole)] if any(time.tpot for time in answer.times) else [])]
     if answer.quality is not None and answer.quality.rollouts:
-        parts.append([_rollouts(answer, answer.quality.rollouts)])
-    parts[-1] += [Text(words) for words in _stored(answer)]
-    made = tuple(Part(f"part-{number}", "", tuple(elements)) for number, elements in enumerate(parts) if elements)
-    return Page(title, "", made, _LEGEND)
+        tables.append(_rollouts(answer, answer.quality.rollouts))
+    if whole:
+        tables += [_costs(answer), *map(Text, _quality(answer))]
+    stored = [f"stored as runs {', '.join(answer.runs)}"] if answer.runs else []
+    part = short_answer(
+        f"inference of {question.size} on {answer.device}, batch {question.batch}, {contexts} (eager, static cache)",
+        f"Does low precision pay when generating? (compared with {word_of(question.arms[0])})",
+        _answers(answer),
+        doubts=[answer.quality.caution] if answer.quality is not None and answer.quality.caution else (),
+        tables=tables,
+        more=(("More", "; ".join(["--all has the bytes and the quality of each arm", *stored])),),
+    )
+    return Page("", "", (part,), _LEGEND)
 
 
-def _times(answer: ServingAnswer) -> Table:
+def _answers(answer: ServingAnswer) -> list[Answer]:
+    lead = answer.question.arms[0]
+    times = {time.arm: time for time in answer.times}
+    slowest = answer.tpot(times.get(lead, ArmTimes(lead)))
+    told = []
+    for arm in answer.question.arms[1:]:
+        time, quality = times.get(arm, ArmTimes(arm)), answer.quality_of(arm)
+        verdict, tone, reason = _verdict(time)
+        tpot, gain = answer.tpot(time), f"{_derived(answer, arm)} by its bytes"
+        if tpot is None or slowest is None:
+            figure = f"at most {gain}" if not time.kernel and time.why else ""
+        else:
+            figure = f"{units.seconds(tpot)} a token ({units.speed_up(slowest / tpot)})"
+        moved = units.change(answer.moved(arm).total / answer.moved(lead).total)
+        same = "" if quality is None else f"same next token {units.percent(quality.same_top)}"
+        told.append(Answer(word_of(arm), verdict, tone, figure, (same, f"bytes read {moved}"), reason))
+    return told
+
+
+def _verdict(time: ArmTimes) -> tuple[str, Tone, str]:
+    """Returns where an arm pays in words, their tone, and what speaks against them; labels withhold a verdict."""
+    crossing = time.crossing
+    if crossing is None:
+        if time.why and not time.kernel:
+            return "no speed here", Tone.DOUBT, ""
+        return "not timed", Tone.DOUBT, time.why
+    notes = [LABELS[Label(doubt)].meaning for doubt in time.doubts]
+    if crossing.contrary:
+        again = "slower" if crossing.faster[1] == (crossing.contrary[-1] > (crossing.at or 0)) else "faster"
+        notes.append(f"measured {again} at {', '.join(map(str, crossing.contrary))}")
+    if time.line is not None and time.line.off > 0.1:
+        notes.append(f"measured times are up to {units.percent(time.line.off, 0)} off the line through them")
+    if crossing.at is not None:
+        place = f"a context of {crossing.at:.0f} ({crossing.low:.0f} to {crossing.high:.0f})"
+        if time.doubts:
+            return "cannot tell", Tone.DOUBT, "; ".join([f"times cross at {place}", *notes])
+        return f"{'pays from' if crossing.faster[1] else 'pays up to'} {place}", Tone.GOOD, "; ".join(notes)
+    if time.doubts or crossing.faster not in _SURE:
+        return "cannot tell", Tone.DOUBT, "; ".join([_ends(crossing.faster), *notes])
+    return *_SURE[crossing.faster], "; ".join(notes)
+
+
+def _times(answer: ServingAnswer, whole: bool) -> Table:
     batch = answer.question.batch
 
     def rate(count: int, seconds: float | None) -> float | None:
@@ -62,12 +118,14 @@ def _times(answer: ServingAnswer) -> Table:
 
     cols: list[Col[ArmTimes]] = [
         Col("arm", lambda times: word_of(times.arm)),
-        Col(f"TTFT of {answer.prompt}", lambda times: times.ttft, number=True, unit="s"),
-        Col("in tok/s", lambda times: rate(batch * answer.prompt, times.ttft), number=True, show=units.count),
-        Col(f"TPOT at {answer.question.contexts[-1]}", answer.tpot, number=True, unit="s"),
-        Col("out tok/s", lambda times: rate(batch, answer.tpot(times)), number=True, show=units.count),
-        Col("a", lambda times: _seconds(times.line.a if times.line else None), number=True),
-        Col("b a 1k tokens", lambda times: _seconds(times.line.b if times.line else None, 1000), number=True),
+        Col(f"prompt of {answer.prompt}", lambda times: times.ttft, number=True, unit="s"),
+        Col("tokens/s in", lambda times: rate(batch * answer.prompt, times.ttft), number=True, show=units.count),
+        Col(f"a token at {answer.question.contexts[-1]}", answer.tpot, number=True, unit="s"),
+        Col("tokens/s out", lambda times: rate(batch, answer.tpot(times)), number=True, show=units.count),
+        Col("a", lambda times: _seconds(times.line.a if times.line else None), number=True, when=whole),
+        Col("b a 1k tokens", lambda times: _seconds(times.line.b if times.line else None, 1000), number=True,
+            when=whole),
+        Col("multiplied by", lambda times: times.kernel, below=True, when=whole),
         Col("J a token in, out", lambda times: f"{_joules(times.joules[0])}, {_joules(times.joules[1])}",
             when=any(joules is not None for time in answer.times for joules in time.joules)),
     ]  # fmt: skip
@@ -161,42 +219,12 @@ def _seconds(interval: Interval | None, times: int = 1) -> str:
     return f"{units.seconds(interval.point * times)} +-{units.seconds(reach, 2)}"
 
 
-def _crossings(answer: ServingAnswer) -> Iterator[str]:
+def _sweep(answer: ServingAnswer) -> Iterator[str]:
     if answer.sweep is not None:
         yield from sweep_words(answer.sweep)
         swept = {gain.arm for gain in answer.sweep.gains}
         if others := [word_of(arm) for arm in answer.question.arms[1:] if arm not in swept]:
             yield f"without a product that could be timed: {', '.join(others)}"
-    reference = word_of(answer.question.arms[0])
-    for time in answer.times:
-        name, crossing = word_of(time.arm), time.crossing
-        kernel = time.kernel.removeprefix("torch's ")
-        name += f" ({kernel})" if kernel.startswith("_") else ""
-        off = f" ({units.percent(time.line.off, 0)} off its line)" if time.line and time.line.off > 0.1 else ""
-        doubt = f"; doubtful: {', '.join(time.doubts)}" if time.doubts else ""
-        if crossing is not None and crossing.at is not None:
-            words = "pays from" if crossing.faster[1] else "pays up to"
-            place = f"a context of {crossing.at:.0f} ({crossing.low:.0f} to {crossing.high:.0f})"
-            if crossing.contrary:
-                again = "slower" if crossing.faster[1] == (crossing.contrary[-1] > crossing.at) else "faster"
-                off = f", and measured {again} at {', '.join(map(str, crossing.contrary))}{off}"
-            if time.doubts:  # such labels withhold a verdict, here too
-                yield f"{name} against {reference}: not told; lines cross at {place}{off}{doubt}"
-            else:
-                yield f"{name} {words} {place} against {reference}{off}"
-        elif crossing is not None:
-            yield f"{name}: no crossing with {reference}; {_ends(crossing.faster)}{off}{doubt}"
-        elif time.why and time.kernel:
-            yield f"{name}: not timed, {time.why}"
-    without = [time for time in answer.times if time.why and not time.kernel]
-    if without:
-        gains = ", ".join(f"{word_of(arm.arm)} {_derived(answer, arm.arm)}" for arm in without)
-        yield f"no kernel, not timed; derived from bytes, no crossing: at most {gains}"
-    shape = served_shape(answer.question.size)
-    if shape.experts and answer.times:
-        chance, read = shape.chosen(answer.question.batch), answer.experts
-        words = "" if read is None else f"{read:.3g} of {shape.experts} experts a layer, "
-        yield f"a step reads {words}by chance {chance:.3g}: bytes are theirs alone"
 
 
 def sweep_words(sweep: BatchSweep) -> Iterator[str]:
@@ -222,6 +250,11 @@ def _derived(answer: ServingAnswer, arm: ServedArm) -> str:
 
 
 def _quality(answer: ServingAnswer) -> Iterator[str]:
+    shape = served_shape(answer.question.size)
+    if shape.experts and answer.times:
+        chance, read = shape.chosen(answer.question.batch), answer.experts
+        words = "" if read is None else f"{read:.3g} of {shape.experts} experts a layer, "
+        yield f"a step reads {words}by chance {chance:.3g}: bytes are theirs alone"
     quality = answer.quality
     if quality is None:
         return
@@ -250,11 +283,6 @@ def _most(value: float) -> str:
 
 def _with_nan_last(value: float) -> tuple[bool, float]:
     return math.isnan(value), value
-
-
-def _stored(answer: ServingAnswer) -> Iterator[str]:
-    if answer.runs:
-        yield f"stored as runs {', '.join(answer.runs)}; token ids straight in: no tokeniser, sampler or server"
 
 
 def value_of(answer: ServingAnswer) -> dict[str, Any]:

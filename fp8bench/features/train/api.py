@@ -41,7 +41,7 @@ from fp8bench.features.train.values import (
 from fp8bench.features.train.verdicts.curves import Curve, Key, curves_of
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, mean_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_on
-from fp8bench.features.train.view import answers, arms_table
+from fp8bench.features.train.view import arms_table, find_answers
 from fp8bench.files import append, read_file
 from fp8bench.jobs.report_files import PAGE, folder_of_kept, short_path
 from fp8bench.measure.environment import command_line
@@ -51,6 +51,7 @@ from fp8bench.report.data.plain import results_frame
 from fp8bench.report.elements import Items, Page, Part
 from fp8bench.report.notebook import as_html
 from fp8bench.report.terminal import layout
+from fp8bench.report.terminal.short_answer import as_sentence
 from fp8bench.report.words.naming import many
 from fp8bench.user_code.named import named
 from fp8bench.workloads.model import LIVE, MADE
@@ -434,9 +435,9 @@ def _loops_page(verdicts: TrainingVerdicts, loops: Sequence[ArmSummary], steps: 
             "no loop gave a held-out loss, and the training loss alone decides: loop.held_out(value) gives one"
         )
     notes += [f"{arm.arm.name}: {note}" for arm in verdicts.arms for note in words.notes(arm)]
-    arms = arms_table(verdicts, loops, without=("how",))
+    answers = Items(tuple(map(as_sentence, find_answers(loops, verdicts))))
     parts = [
-        Part("verdict", "Does it still learn?", (Items(tuple(answers(verdicts))), arms)),
+        Part("verdict", "Does it still learn?", (answers, arms_table(loops, without=("how",)))),
         *layout.list_of("notes", "Notes", notes),
     ]
     title = f"{many(len(loops), 'loop')} of {many(steps, 'step')} in {many(len(verdicts.seeds), 'seed')}"

@@ -283,6 +283,12 @@ class TrainingKind(Kind[KeptTraining]):
         judged = JudgedTraining(kept)
         return View(partial(page_of, judged), partial(value_of, judged), partial(rows_of, judged))
 
+    def whole_view(self, kept: KeptTraining) -> View:
+        from fp8bench.features.train.verdicts.summary import JudgedTraining
+        from fp8bench.features.train.view import whole_page
+
+        return self.view(kept)._replace(page=partial(whole_page, JudgedTraining(kept)))
+
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         return (partial(_line, path) for path in self.files(store))
 

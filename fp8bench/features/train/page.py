@@ -47,7 +47,7 @@ _MOST_EVENTS = 300
 
 def page_of(judged: JudgedTraining) -> Page:
     """The terminal's page, with charts behind its tables."""
-    kept, training, text = judged.kept, judged.training, view.page_of(judged, _MOST_EVENTS)
+    kept, training, text = judged.kept, judged.training, view.whole_page(judged, _MOST_EVENTS)
     parts = (
         *(part for part in text.parts if part.name != "ending"),
         Part("curves", "Losses", (*curve_charts.losses(judged), *curve_charts.loss_by_place(kept))),

@@ -36,7 +36,9 @@ from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.naming import listed, many
+from fp8bench.report.terminal.short_answer import Answer, as_sentence, short_answer
+from fp8bench.report.topics.answers import without_option
+from fp8bench.report.words.naming import describe_devices, listed, many
 
 # Stands under the hints of the arms' columns.
 _LEGEND = (
@@ -45,16 +47,94 @@ _LEGEND = (
     "a verdict is of this model, text and number of steps: it does not transfer to a model of another size",
 )
 _SHOWN_EVENTS = 12
+_ONLY_IN_WHOLE = ("how", "B/param", "on a device", "events", "to the same loss")
 POSITION = "position:"
 _LOOKS = "After the last step, on text that was never trained on"
 # Less than this a parameter is not shown, such as the count of steps for each tensor.
 _LEAST_BYTES = 0.001
 
 
-def page_of(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page:
+def page_of(judged: JudgedTraining) -> Page:
+    """The short answer; `whole_page` has the rest."""
     training, kept, verdicts = judged.training, judged.kept, judged.verdicts
-    arms = arms_table(verdicts, judged.summaries)
-    answer = Items(tuple(answers(verdicts)))
+    rows = [summary for summary in judged.summaries if not summary.arm.is_band and not summary.arm.skip]
+    arms = replace(arms_table(rows, _ONLY_IN_WHOLE), caption="")
+    store = shlex.quote(str(Path(kept.path).parent.parent.parent))
+    spent = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
+    part = short_answer(
+        f"{title_of(training, settings_of(training.request))} on {describe_devices([training.device])}: {spent}",
+        f"Does it learn as well as {verdicts.reference}?",
+        find_answers(judged.summaries, verdicts),
+        warnings=_warnings(kept),
+        action=_propose(judged, store),
+        tables=(arms,),
+        more=(
+            ("Page", f"fp8bench report {training.id} --store {store}"),
+            ("More", f"fp8bench show {training.id} --store {store} --all"),
+        ),
+    )
+    return Page("", "", (part,), _legend(arms))
+
+
+def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) -> list[Answer]:
+    """Returns an answer for each arm that is compared with the reference, and for each that was not trained."""
+    peaks = {summary.arm.name: summary.peak_memory for summary in summaries}
+    told = []
+    for summary in summaries:
+        arm, own = summary.arm, summary.verdict
+        if arm.skip:
+            told.append(Answer(arm.name, "not trained", Tone.DOUBT, reason=arm.skip))
+        elif own is not None and own.judged.why is not Why.OTHER_RATE:
+            costs = (_speed_of(summary), _memory_of(summary, peaks.get(verdicts.reference)))
+            word, gap = words.VERDICTS[own.judged.learned], words.describe_gap(own.judged.gap)
+            told.append(Answer(arm.name, word, tone_of(own.judged), gap, costs, words.reason(own, verdicts)))
+    return told
+
+
+def _speed_of(summary: ArmSummary) -> str:
+    speed = summary.verdict.speed if summary.verdict else None
+    if not summary.arm.native:
+        return "no speed here (emulated)"
+    return f"steps {units.ratio(speed.raw.point)} as fast" if speed is not None else ""
+
+
+def _memory_of(summary: ArmSummary, peak_of_reference: int | None) -> str:
+    """For an emulated arm what a device with its formats would take, which is an estimate."""
+    native = summary.arm.native
+    peak = summary.peak_memory if native else summary.device_peak_memory
+    if not peak or not peak_of_reference:
+        return ""
+    return f"memory {units.change(peak / peak_of_reference)}{'' if native else ' (est.)'}"
+
+
+def _warnings(kept: KeptTraining) -> Iterator[Text]:
+    yield from _cut_off(kept)
+    events = [event for event in kept.of(TrainingEvent) if event.kind != COVERAGE]
+    if events:
+        rest = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
+        yield Text(f"{event_words(events[0])}{rest}", Tone.BAD)
+    yield from (Text(trouble, Tone.DOUBT) for trouble in kept.troubles)
+
+
+def _propose(judged: JudgedTraining, store: str) -> str:
+    """The command that ends the training, or trains as many seeds as open verdicts need; '' where none would help."""
+    request, command = judged.training.request, judged.training.command
+    if not judged.kept.finished:
+        return f"train the rest: fp8bench train --resume {judged.training.id} --store {store}"
+    more = max((arm.judged.more_seeds or 0 for arm in judged.verdicts.arms if not arm.arm.skip), default=0)
+    if not more or "fp8bench train" not in command:
+        return ""
+    seeds = request.seeds + more
+    seconds = seeds / request.seeds * math.fsum(row.seconds for row in judged.kept.of(StepRow))
+    spent = f" in about {units.clock(seconds)}" if seconds else ""
+    command = f"{without_option(command, '--seeds')} --seeds {seeds}"
+    return f"train {seeds} seeds{spent}, probably enough for a verdict: {command}"
+
+
+def whole_page(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page:
+    training, kept, verdicts = judged.training, judged.kept, judged.verdicts
+    arms = arms_table(judged.summaries)
+    answer = Items(tuple(map(as_sentence, find_answers(judged.summaries, verdicts))))
     parts = [
         Part("verdict", "Does it still learn?", (answer, arms, *wire_table(judged))),
         *list_of("notes", "Notes", (*bands_of(verdicts), *notes_of(judged))),
@@ -62,14 +142,11 @@ def page_of(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page:
         Part("health", "What happened", tuple(_events(kept, most_events))),
         Part("ending", "", tuple(map(Text, _ending(kept)))),
     ]  # fmt: skip
-    hints = (f"{column.title}: {column.hint}" for column in arms.columns if column.hint)
-    return Page(title_of(training), "", tuple(parts), (*hints, *_LEGEND), tuple(facts_of(training)))
+    return Page(title_of(training), "", tuple(parts), _legend(arms), tuple(facts_of(training)))
 
 
-def answers(verdicts: TrainingVerdicts) -> Iterator[Text]:
-    for verdict in verdicts.arms:
-        if not verdict.arm.skip and verdict.judged.why is not Why.OTHER_RATE:
-            yield Text(f"{words.answer(verdict, verdicts)}.", tone_of(verdict.judged))
+def _legend(arms: Table) -> tuple[str, ...]:
+    return (*(f"{column.title}: {column.hint}" for column in arms.columns if column.hint), *_LEGEND)
 
 
 def wire_table(judged: JudgedTraining) -> Iterator[Table]:
@@ -118,10 +195,12 @@ def plan_page(
     return Page(title, "", (Part("arms", "", (arms,)), Part("ending", "", tuple(map(Text, ending)))))
 
 
-def title_of(training: Training) -> str:
+def title_of(training: Training, changed: str = "") -> str:
     settings = training.request.settings
-    kind = "" if settings.make else f"{settings.arch}, "
-    return f"training of {settings.called} ({kind}{units.count(training.parameters)} parameters)"
+    about = filter(
+        None, ("" if settings.make else settings.arch, f"{units.count(training.parameters)} parameters", changed)
+    )
+    return f"training of {settings.called} ({', '.join(about)})"
 
 
 def facts_of(training: Training) -> Iterator[tuple[str, str]]:
@@ -162,12 +241,7 @@ def on_a_device(summary: ArmSummary) -> int | None:
     return None if summary.arm.native else summary.device_peak_memory
 
 
-def arms_table(verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
-    def verdict(summary: ArmSummary) -> Field:
-        arm, own = summary.arm, summary.verdict
-        tone = tone_of(own.judged) if own and not arm.skip else Tone.PLAIN
-        return Field(words.of_arm(summary, verdicts), tone=tone)
-
+def arms_table(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
     cols: tuple[Col[ArmSummary], ...] = (
         Col("arm", lambda row: row.arm.name),
         Col("how", lambda row: _how(row.arm), hint="native: the device multiplies in it",
@@ -176,10 +250,6 @@ def arms_table(verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], without: 
             hint="training loss, the mean over seeds and the last tenth of the steps"),
         Col("held-out", lambda row: row.held_out, number=True, show=_four_digits,
             hint="the loss on text that was never trained on"),
-        Col("gap", lambda row: words.gap(row.verdict.judged.gap) if row.verdict else None,
-            hint="of the loss over the last third of steps, to the reference's in the same seed, which has the same "
-            "weights, batches and dropout"),
-        Col("verdict", verdict, hint="is there a difference, and does it matter; by the 99% interval", below=True),
         Col("tokens/s", lambda row: row.tokens_per_second, number=True, show=units.count,
             hint="by the median step; of native arms"),
         Col("J/step", lambda row: words.joules(row.energy), number=True, hint="by windows of steps of the arm alone"),
@@ -194,7 +264,7 @@ def arms_table(verdicts: TrainingVerdicts, rows: Sequence[ArmSummary], without: 
             hint="speed times steps: how much sooner a native arm is as good"),
     )  # fmt: skip
     shown = [col for col in cols if col.heading not in without]
-    return table("arms", "arms", shown, rows, main=True, kept=("loss", "gap", "verdict"))
+    return table("arms", "arms", shown, rows, main=True, kept=("loss",))
 
 
 def _four_digits(loss: float) -> str:
@@ -278,11 +348,15 @@ def event_words(event: TrainingEvent) -> str:
     return f"{who}: {event.words}{f' ({where})' if where else ''}{helps}"
 
 
-def _events(kept: KeptTraining, most: int) -> Iterator[Element]:
+def _cut_off(kept: KeptTraining) -> Iterator[Text]:
     if not kept.finished:
         seed, step = max(((row.seed, row.step) for row in kept.of(StepRow)), default=(kept.training.request.seed, -1))
         words = f"cut off in seed {seed} after {many(step + 1, 'step')}: all figures are of what was kept"
         yield Text(words, Tone.DOUBT)
+
+
+def _events(kept: KeptTraining, most: int) -> Iterator[Element]:
+    yield from _cut_off(kept)
     events = [event for event in kept.of(TrainingEvent) if event.kind != COVERAGE]
     if not events:
         yield Text("Nothing: no alarm, and all values were finite.")

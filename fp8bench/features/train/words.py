@@ -34,6 +34,14 @@ _ROLES = {
     ArmRole.OTHER_RATE: "the reference at another rate",
 }
 _SHOWN = 3
+VERDICTS = {
+    Learned.DIVERGED: "no: diverges",
+    Learned.DID_NOT_LEARN: "cannot tell",
+    Learned.WORSE: "learns worse",
+    Learned.WITHIN_NOISE: "as well",
+    Learned.BETTER: "learns better",
+    Learned.INCONCLUSIVE: "cannot tell",
+}
 
 
 def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
@@ -55,35 +63,33 @@ def of_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
     return f"{_ROLES[arm.role]}{' at its best rate, with which arms are compared' if best else ''}"
 
 
-def answer(arm: ArmVerdict, among: TrainingVerdicts) -> str:
-    """'fp8 learns as bf16 does: no difference is visible, and it is at most 0.24% worse (5 seeds)'."""
-    judged, name, reference = arm.judged, arm.arm.name, among.reference
+def reason(arm: ArmVerdict, among: TrainingVerdicts) -> str:
+    """'no difference is visible, and it is at most 0.24% worse (5 seeds)': what an arm's verdict rests on."""
+    judged, reference = arm.judged, among.reference
     if judged.learned is Learned.DIVERGED:
-        return f"{name} does not learn: it {verdict(arm, among)}, and {reference} does not"
+        return f"{verdict(arm, among)}, and {reference} does not"
     if judged.learned is Learned.DID_NOT_LEARN:
-        return f"whether {name} learns is not known: {reference} did not learn ({did_not_learn(among)})"
+        return f"{reference} did not learn: {did_not_learn(among)}"
     gap = judged.gap
     if judged.learned is Learned.INCONCLUSIVE or gap is None or gap.decides is None:
-        most = _bound_so_far(arm, among)
-        more = (
-            _narrowed(gap, gap.shown) if gap and gap.shown and judged.why is Why.FEW_PAIRS and not judged.void else ""
-        )
-        return f"whether {name} learns as {reference} does is open: {most}{inconclusive(judged)}{more}"
+        bound = _bound_so_far(arm, among)
+        few = gap is not None and judged.why is Why.FEW_PAIRS and not judged.void
+        more = _narrowed(gap, gap.shown) if few and gap is not None and gap.shown else ""
+        return f"{bound}{inconclusive(judged)}{more}"
     seeds = many(gap.pairs, "seed")
     if judged.learned is Learned.WITHIN_NOISE:
         if arm.same_bits:
-            return f"{name} learns as {reference} does, to the bit, as if it took no effect"
-        most, more = at_most(gap.decides), _narrowed(gap, gap.decides)
-        return f"{name} learns as {reference} does: no difference is visible, and it is {most} ({seeds}){more}"
+            return "the same to the bit, as if it took no effect"
+        return f"no difference is visible, and it is {at_most(gap.decides)} ({seeds}){_narrowed(gap, gap.decides)}"
     digits = _decimals(gap.decides)
     least, most = (f"{end:.{digits}f}%" for end in sorted(map(abs, _ends(gap.decides))))
     sign = "higher" if judged.learned is Learned.WORSE else "lower"
-    words = f"{name} learns {judged.learned} than {reference}: its loss is {100 * abs(gap.point):.{digits}f}% {sign}"
     tune = f"; tune {reference} first: another rate may be as good (--sweep rate)" if sign == "lower" else ""
     if among.rates > 1:
         tune = f"; both at the best of {many(among.rates, 'rate')}"
     meaning = describe_importance(judged.learned, judged.matters, among.margin)
-    return f"{words}, at least {least} and at most {most} ({seeds}): {meaning}{tune}"
+    words = f"its loss is {100 * abs(gap.point):.{digits}f}% {sign}, at least {least} and at most {most} ({seeds})"
+    return f"{words}: {meaning}{tune}"
 
 
 def _bound_so_far(arm: ArmVerdict, among: TrainingVerdicts) -> str:
@@ -207,12 +213,12 @@ def notes(arm: ArmVerdict) -> Iterator[str]:
         yield f"{_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
 
 
-def gap(difference: Gap | None) -> str:
-    """'+2.3% [+1.4%, +3.2%]' with the interval of 95%; '-' without pairs."""
+def describe_gap(difference: Gap | None) -> str:
+    """'loss +2.3%, could be +1.4% to +3.2%' with the interval of 95%; '' without pairs."""
     if difference is None:
-        return units.NONE
-    shown, point = difference.shown, units.change(1 + difference.point)
-    return f"{point} [{units.change(1 + shown.low)}, {units.change(1 + shown.high)}]" if shown else point
+        return ""
+    shown, point = difference.shown, f"loss {units.change(1 + difference.point)}"
+    return f"{point}, could be {units.change(1 + shown.low)} to {units.change(1 + shown.high)}" if shown else point
 
 
 def chance_of_all(among: TrainingVerdicts) -> str:

@@ -78,9 +78,9 @@ def render(page: Page, width: int = 100, color: bool = False, explain: bool = Tr
     head += [line for name, what in page.facts for line in wrap(f"{name}: {what}", width, INDENT, INDENT)]
     legend = list_of("legend", "how to read this", page.footer)
     last = [part for part in page.parts if part.name == "summary"]
-    hinted = bool(legend) and not explain
-    if hinted:
-        legend = [Part("legend", "", (Text(_EXPLAIN),))] if last else []
+    hinted = bool(legend) and not explain and not any(part.tight for part in page.parts)
+    if not explain:
+        legend = [Part("legend", "", (Text(_EXPLAIN),))] if hinted and last else []
     parts = [*(part for part in page.parts if part not in last), *legend, *last]
     paragraphs = [head, *(block for part in parts for block in _part(part, width, paint))]
     text = "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
@@ -89,14 +89,17 @@ def render(page: Page, width: int = 100, color: bool = False, explain: bool = Tr
 
 def _part(part: Part, width: int, paint: Paint) -> Iterator[list[str]]:
     block = [paint(line, Tone.STRONG) for line in wrap(part.title, width, hang=INDENT)] if part.title else []
-    indent = INDENT if part.title else ""
+    indent = INDENT if part.title and not part.tight else ""
     block += wrap(part.lead, width, indent, INDENT) if part.lead else []
     for place, element in enumerate(part.elements):
         if isinstance(element, Table):
-            if place or part.lead or element.caption:  # else it stands right under the heading
+            if not part.tight and (place or part.lead or element.caption):  # else it stands right under the heading
                 yield block
                 block = []
-            block += wrap(element.caption, width, hang=INDENT) if element.caption else []
+            tone = Tone.STRONG if part.tight else Tone.PLAIN
+            block += (
+                [paint(line, tone) for line in wrap(element.caption, width, hang=INDENT)] if element.caption else []
+            )
         block += _lines(element, width, paint, indent)
     yield block
 
@@ -108,7 +111,10 @@ def _lines(element: Element, width: int, paint: Paint, indent: str) -> list[str]
         case Items():
             return [paint(line, item.tone) for item in element.items for line in wrap(item.text, width, INDENT, INDENT)]
         case Facts():
-            return [line for name, what in element.pairs for line in wrap(f"{name}: {what}", width, INDENT, INDENT)]
+            pairs = [f"{name}: {what}" for name, what in element.pairs]
+            if not indent and len(in_one := GAP.join(pairs)) <= width:
+                pairs = [in_one]
+            return [line for pair in pairs for line in wrap(pair, width, indent, INDENT)]
         case Code():
             # Something to type, continued behind a backslash.
             *begun, last = wrap(element.text, width - 2, INDENT, INDENT)

@@ -23,7 +23,7 @@ from fp8bench.report.panels import (
     together,
 )
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.answer import answer, where_stored
+from fp8bench.report.terminal.answer import answer, device_state, next_commands, where_stored
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics import roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
@@ -59,7 +59,9 @@ def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str =
     return Page("", "", tuple(parts), _legend(entry.panels))
 
 
-def detail_of(name: str, run: Run, findings: Mapping[str, Finding], width: int, report: str = "") -> Page:
+def detail_of(
+    name: str, run: Run, findings: Mapping[str, Finding], width: int, report: str = "", options: str = ""
+) -> Page:
     width, panels = max(width, layout.MIN_WIDTH), panels_of(run, findings)
     parts = [part for panel in panels for part in _DETAILS[name](panel, run, width)]
     entry = Entry(run, findings)
@@ -69,7 +71,11 @@ def detail_of(name: str, run: Run, findings: Mapping[str, Finding], width: int, 
     if not panels:
         parts.insert(0, Part("nothing", "", (Text("Nothing was measured."),)))
     parts += [] if parts else [Part("nothing", "", (Text(f"This run has no {name}."),))]
-    parts += [Part("stored", "", (Text(where_stored(run.path, report)),))] if name == "all" else []
+    if name == "all":
+        parts += (
+            [Part("next", "next", (Items(commands),))] if (commands := tuple(next_commands(entry, options))) else []
+        )
+        parts.append(Part("stored", "", (Text(where_stored(run.path, report)),)))
     return Page("", "", tuple(parts), _legend(panels, name))
 
 
@@ -93,7 +99,8 @@ def _whole(panel: Panel, run: Run, width: int) -> Iterator[Part]:
 
 
 def _timed(panel: Panel, run: Run) -> Iterator[Part]:
-    elements: list[Element] = [main_table(panel), *phases_table(panel)]
+    elements: list[Element] = [*device_state(panel, run)]
+    elements += [main_table(panel), *phases_table(panel)]
     elements += [*sustained(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
     elements += [*other_tables(panel), *break_even_table(panel, swept(panel))]
     elements += [*ranks(panel), *capacity(panel), *data(panel)]
@@ -187,7 +194,7 @@ def _legend(panels: Sequence[Panel], name: str = "answer") -> list[str]:
         lines.append(("data all", legend.DATA))
     for label in Label:
         if any(label in result.labels for panel in timed for result in panel.results):
-            lines.append(("answer notes all" if label.casts_doubt else "notes all", explained(label)))
+            lines.append(("notes all", explained(label)))
     return [line for where, line in lines if name in where.split()]
 
 

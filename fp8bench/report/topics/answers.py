@@ -6,8 +6,8 @@ Terminal and page show the same sentences.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis.phase_gains import Cause, Reason, find_reason
@@ -18,20 +18,23 @@ from fp8bench.model.run import BENCH
 from fp8bench.model.specs import DIFFERENCE_ERROR, OUTPUT_ERROR
 from fp8bench.registry import precisions
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing, status_words, tone_of
-from fp8bench.report.elements import Tone
-from fp8bench.report.panels import NamedCase, Panel, Result, value_of
+from fp8bench.report.panels import NamedCase, Panel, Result, together, value_of
+from fp8bench.report.terminal.short_answer import Answer
 from fp8bench.report.topics.energy import ratio_against
 from fp8bench.report.topics.memory import device_share_of, share_of
-from fp8bench.report.words.legend import error_word
+from fp8bench.report.words.naming import common_tone, shortened
 
 QUESTION = "Does low precision pay here?"
 QUESTION_OF_CALLABLES = "Is it faster, and as exact?"
 # Beyond this ratio the smaller of two errors is nearer to float64.
 _NEARER = 1.05
+# In letters.
+LONGEST_REASON = 300
 # Longer runs than this are not proposed.
 _MOST_SECONDS = 900
 # Commands with these measure what another command planned.
 _OF_ANOTHER_PLAN = ("--plan", "--cell", "--resume")
+_WITH_VALUE = ("--budget", "--rounds", "--seeds")
 # A default run gives a group so many seconds.
 _GROUP_SECONDS = 10
 _MEASURED = {
@@ -40,6 +43,7 @@ _MEASURED = {
     "update_error": "updates",
     "output_error": "outputs",
     "loss_error": "loss",
+    "relative_error": "results",
 }
 # Phases in a sentence: the noun, and whether it is plural.
 _PHASE_NOUNS = {
@@ -56,36 +60,50 @@ _PHASE_NOUNS = {
 }
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a reader is told of one precision. `reason` is '' where the phases show none."""
-
-    mode: str
-    verdict: str
-    tone: Tone
-    speed: str
-    costs: tuple[str, ...]
-    reason: str
+def find_answers(cases: Iterable[NamedCase]) -> list[Answer]:
+    """Returns an answer for each precision, from all of its cases; references are left out."""
+    by_mode = together((case.result.mode, case) for case in cases if case.result.mode != case.group.reference)
+    return [find_answer(own) for own in by_mode.values()]
 
 
-def find_answers(panel: Panel) -> list[Answer]:
-    """Returns the answer for each case of a panel of one group, the reference apart."""
-    return [find_answer(case) for case in panel.members if not case.result.record.is_reference]
+def find_answer(cases: Sequence[NamedCase]) -> Answer:
+    """Returns the answer for one precision; several cases are summed up."""
+    results = [case.result for case in cases]
+    speeds = [speed for result in results if (speed := speed_up(result)) is not None]
+    reasons = list(dict.fromkeys(describe_reason(case) or case.result.record.reason for case in cases))
+    if len(speeds) == len(cases) == 1:
+        figure = describe_speed(speeds[0])
+    elif speeds:
+        figure = units.span((speed.point for speed in speeds), units.speed_up)
+    else:
+        figure = _why_no_speed(results)
+    return Answer(
+        results[0].mode,
+        _describe_verdicts(results),
+        common_tone(map(tone_of, results)),
+        figure,
+        (
+            _accuracy_of_callables(cases) if cases[0].suite == BENCH else _accuracy(cases),
+            _memory(cases),
+            _energy(cases),
+        ),
+        shortened(reasons[0], LONGEST_REASON) if len(reasons) == 1 else "",
+    )
 
 
-def find_answer(case: NamedCase) -> Answer:
-    result = case.result
-    speed = speed_up(result)
-    accuracy = _accuracy_of_callable(case) if case.suite == BENCH else _accuracy(case)
-    costs = tuple(filter(None, (accuracy, _memory(case), _energy(case))))
-    words = describe_speed(speed) if speed is not None else _why_no_speed(result)
-    return Answer(result.mode, verdict_word(result), tone_of(result), words, costs, describe_reason(case))
+def _describe_verdicts(results: Sequence[Result]) -> str:
+    """'faster', 'faster in 4 of 5, slower in 1'; failures come first."""
+    words = Counter(map(verdict_word, results))
+    (first, number), *others = sorted(words.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
+    return ", ".join(
+        [f"{first} in {number} of {len(results)}", *(f"{word} in {n}" for word, n in others)] if others else [first]
+    )
 
 
-def _why_no_speed(result: Result) -> str:
-    if result.record.reason or result.record.support.is_native:
-        return result.record.reason
-    return result.record.support.reason
+def _why_no_speed(results: Sequence[Result]) -> str:
+    """'no hardware for FP8': why a precision is emulated, without how; '' for native ones."""
+    reasons = dict.fromkeys(result.record.support.reason.partition(":")[0] for result in results if emulated(result))
+    return next(iter(reasons), "")
 
 
 VERDICT_COLUMNS = (
@@ -128,27 +146,35 @@ def describe_speed(speed: Interval) -> str:
     return f"{units.speed_up(speed.point)}, {verb} {units.speed_up(speed.low)} to {units.speed_up(speed.high)}"
 
 
-def _accuracy(case: NamedCase) -> str:
-    if case.error is None:
+def _accuracy(cases: Sequence[NamedCase]) -> str:
+    """'gradients 0.55% off', 'products up to 3.9% off': the largest error of the cases; NaN counts as the largest."""
+    errors = [(case.error, case.group.error) for case in cases if case.error is not None]
+    if not errors:
         return ""
-    measured = _MEASURED.get(case.group.error, case.group.error.removesuffix("_error").replace("_", " "))
-    if not math.isfinite(case.error):
-        return f"accuracy: {measured} not finite"
-    word = error_word([(case.group.error, case.error)])
-    return f"accuracy: {measured} {units.percentage(100 * case.error)} off ({word})"
+    worst, metric = max(errors, key=lambda pair: (math.isnan(pair[0]), abs(pair[0])))
+    measured = _MEASURED.get(metric, metric.removesuffix("_error").replace("_", " "))
+    if not math.isfinite(worst):
+        return f"{measured} not finite"
+    return f"{measured} {'up to ' if len(errors) > 1 else ''}{units.percentage(100 * worst)} off"
 
 
-def _accuracy_of_callable(case: NamedCase) -> str:
-    """'accuracy: 2.9e-03 from torch:matmul (small); from float64 2.9e-03, torch:matmul 2.9e-07: torch:matmul is
-    nearer'."""
-    own, mode, lead = case.result.record, case.group.reference, case.group.lead
-    apart, exact = value_of(own.measurement(DIFFERENCE_ERROR)), value_of(own.measurement(OUTPUT_ERROR))
+def _accuracy_of_callables(cases: Sequence[NamedCase]) -> str:
+    """'2.9e-03 from torch:matmul; from float64 2.9e-03, torch:matmul 2.9e-07: torch:matmul is nearer'.
+
+    Of several cases the one with the largest difference counts; '' where none has one.
+    """
+    differences = [
+        (apart, case)
+        for case in cases
+        if (apart := value_of(case.result.record.measurement(DIFFERENCE_ERROR))) is not None
+    ]
+    if not differences:
+        return ""
+    apart, case = max(differences, key=lambda pair: pair[0])
+    mode, lead, shown = case.group.reference, case.group.lead, units.relative_error
+    words = f"{'up to ' if len(differences) > 1 else ''}{shown(apart)} from {mode}" if apart else f"equal to {mode}"
+    exact = value_of(case.result.record.measurement(OUTPUT_ERROR))
     theirs = value_of(lead.record.measurement(OUTPUT_ERROR)) if lead is not None else None
-    if apart is None:
-        return ""
-    shown = units.relative_error
-    words = f"accuracy: {shown(apart)} from {mode} ({error_word([(DIFFERENCE_ERROR, apart)])})"
-    words = words if apart else f"accuracy: equal to {mode}"
     if exact is None or theirs is None:
         return f"{words}; not known from float64, in which {mode} does not compute"
     if max(exact, theirs) <= _NEARER * min(exact, theirs):
@@ -157,18 +183,18 @@ def _accuracy_of_callable(case: NamedCase) -> str:
     return f"{words}; from float64 {shown(exact)}, {mode} {shown(theirs)}: {nearer} is nearer"
 
 
-def _memory(case: NamedCase) -> str:
-    """'memory +1.1%'; for an emulated case what a device with its formats would take, which is an estimate."""
-    if emulated(case.result):
-        share = device_share_of(case.group, case.result)
-        return f"memory {units.change(share)} (estimate)" if share is not None else ""
-    share = share_of(case.group, case.result)
-    return f"memory {units.change(share)}" if share is not None else ""
+def _memory(cases: Sequence[NamedCase]) -> str:
+    """'memory +1.1%'; where all is emulated what a device with the formats would take, which is an estimate."""
+    native = [share for case in cases if not emulated(case.result) and (share := share_of(*case)) is not None]
+    derived = [share for case in cases if emulated(case.result) and (share := device_share_of(*case)) is not None]
+    words = f"memory {units.span(native or derived, units.change)}" if native or derived else ""
+    return f"{words} (est.)" if words and not native else words
 
 
-def _energy(case: NamedCase) -> str:
-    ratio = ratio_against(case.result, case.group.lead)
-    return f"energy {units.change(ratio.point)}" if ratio is not None and not emulated(case.result) else ""
+def _energy(cases: Sequence[NamedCase]) -> str:
+    native = [case for case in cases if not emulated(case.result)]
+    ratios = [ratio.point for case in native if (ratio := ratio_against(case.result, case.group.lead)) is not None]
+    return f"energy {units.span(ratios, units.change)}" if ratios else ""
 
 
 def describe_reason(case: NamedCase) -> str:
@@ -196,7 +222,7 @@ def reason_of(case: NamedCase) -> Reason | None:
 
 
 def describe(reason: Reason) -> str:
-    changes = ", ".join(map(_describe_gain, reason.gains))
+    changes = _describe_gains(reason.gains)
     saved = reason.reference_seconds - reason.step_seconds
     match reason.cause:
         case Cause.CANCEL:
@@ -210,49 +236,58 @@ def describe(reason: Reason) -> str:
             share = units.percent(first.reference_seconds / reason.reference_seconds, 0)
             return f"{changes}: {_PHASE_NOUNS[first.phase][0]} had only {share} of the step"
         case Cause.ONE_PHASE:
-            return f"{_describe_gain(reason.gains[0])}, which is nearly all of the gain"
+            return f"{_describe_gains(reason.gains[:1])}, which is nearly all of the gain"
         case _:
             return changes
 
 
-def _describe_gain(gain: PhaseGain) -> str:
-    noun, plural = _PHASE_NOUNS[gain.phase]
+def _describe_gains(gains: Sequence[PhaseGain]) -> str:
+    """'matmul saves 10.4 ms (2.70x), attention costs 8.10 ms (3.70x slower), casts 2.30 ms'."""
+    words, last = [], ""
+    for gain in gains:
+        noun, plural = _PHASE_NOUNS[gain.phase]
+        verb = "save" if gain.saved > 0 else "cost"
+        words.append(f"{noun} {'' if verb == last else verb + 's' * (not plural) + ' '}{_describe_seconds(gain)}")
+        last = verb
+    return ", ".join(words)
+
+
+def _describe_seconds(gain: PhaseGain) -> str:
     seconds = units.seconds(abs(gain.saved))
-    verb = "save" if gain.saved > 0 else "cost"
-    verb += "s" * (not plural)
     if min(gain.seconds, gain.reference_seconds) <= 0:
-        return f"{noun} {verb} {seconds}"
+        return seconds
     if gain.saved > 0:
-        return f"{noun} {verb} {seconds} ({units.speed_up(gain.reference_seconds / gain.seconds)})"
-    return f"{noun} {verb} {seconds} ({units.speed_up(gain.seconds / gain.reference_seconds)} slower)"
+        return f"{seconds} ({units.speed_up(gain.reference_seconds / gain.seconds)})"
+    return f"{seconds} ({units.speed_up(gain.seconds / gain.reference_seconds)} slower)"
 
 
-def propose(panel: Panel, command: str, under_load: bool = False, budget: float | None = None) -> Iterator[str]:
+def propose(
+    cases: Sequence[NamedCase], command: str, under_load: bool = False, budget: float | None = None
+) -> Iterator[str]:
     """Yields what would settle open verdicts, then what would change the reason, or check a callable further, each with
     the command to type.
 
     `command` and `budget` are those of the run. More time is no remedy for what was measured `under_load`.
     """
-    yield from _propose_runs(panel, command, under_load, budget)
-    if panel.case.workload == BENCH:
-        yield from _audit(panel)
+    yield from _propose_runs(cases, command, under_load, budget)
+    callables = [case.result.mode for case in cases if case.suite == BENCH and not case.result.record.is_reference]
+    if callables:
+        audit = f"fp8bench audit {callables[0]} --kind product --precision fp8"
+        yield f"check a kernel in full, by its own kind and precision: {audit}"
 
 
-def _propose_runs(panel: Panel, command: str, under_load: bool, budget: float | None) -> Iterator[str]:
+def _propose_runs(cases: Sequence[NamedCase], command: str, under_load: bool, budget: float | None) -> Iterator[str]:
+    in_full = without_option(without_option(command, "--quick"), "--rounds")
+    if under_load:
+        yield f"free the machine, and measure again: {in_full}"
     measures = any(f"fp8bench {word} " in command for word in ("suite", BENCH))
     if not measures or any(f" {option}" in command for option in _OF_ANOTHER_PLAN):
         return
-    unsettled = [case for case in panel.members if standing(case.result) is Standing.UNSURE]
+    unsettled = [case for case in cases if standing(case.result) is Standing.UNSURE and not _is_spoilt(case)]
     if not under_load:
-        yield from _settle([case for case in unsettled if not _is_spoilt(case)], command, budget or _GROUP_SECONDS)
-    yield from dict.fromkeys(words for case in panel.members for words in _change(case, command))
-
-
-def _audit(panel: Panel) -> Iterator[str]:
-    """Proposes the full check of the first callable."""
-    words = "check a kernel in full, by its own kind and precision"
-    for target in [case.result.mode for case in panel.members if case.result.mode != panel.reference][:1]:
-        yield f"{words}: fp8bench audit {target} --kind product --precision fp8"
+        usual = _GROUP_SECONDS * len({case.group.case.setting for case in cases})
+        yield from _settle(unsettled, command, budget or usual)
+    yield from dict.fromkeys(words for case in cases for words in _change(case, command))
 
 
 def _is_spoilt(case: NamedCase) -> bool:
@@ -264,14 +299,14 @@ def _settle(cases: Sequence[NamedCase], command: str, budget: float) -> Iterator
     speeds = [speed for case in cases if (speed := speed_up(case.result)) is not None]
     if not speeds:
         return
-    plain = _without(_without(command, "--quick"), "--rounds")
+    plain = without_option(without_option(command, "--quick"), "--rounds")
     if any(speed.level == 0 for speed in speeds):
         yield f"measure this again in full on a quiet machine: {plain}"
         return
     seconds = max(_seconds_to_settle(speed, budget) for speed in speeds)
     if seconds <= _MOST_SECONDS:
-        text = f"{_without(plain, '--budget')} --budget {seconds}"
-        yield f"tell such a difference from none in {units.clock(seconds)}: {text}"
+        text = f"{without_option(plain, '--budget')} --budget {seconds}"
+        yield f"measure for {units.clock(seconds)}, enough to tell this difference from none: {text}"
 
 
 def _seconds_to_settle(speed: Interval, budget: float) -> int:
@@ -306,12 +341,12 @@ def _remembers(case: NamedCase) -> bool:
         return True
 
 
-def _without(command: str, option: str) -> str:
+def without_option(command: str, option: str) -> str:
     """Drops an option, and the value of one that has a value."""
     words = iter(command.split(" "))
     kept = []
     for word in words:
-        if word == option and option in ("--budget", "--rounds"):
+        if word == option and option in _WITH_VALUE:
             next(words, None)
         elif word != option and not word.startswith(f"{option}="):
             kept.append(word)

@@ -18,7 +18,6 @@ from fp8bench.report.elements import ChartAxis, Element, Field, Stacks, Table, T
 from fp8bench.report.page.charts import has_time, phase_parts, stacked
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import (
-    Figures,
     NamedCase,
     Panel,
     Result,
@@ -38,8 +37,11 @@ COMPILED = (
 )
 
 
-def phases_table(panel: Panel, rates: bool = False) -> Iterator[Table]:
+def phases_table(panel: Panel, brief: bool = False) -> Iterator[Table]:
+    """Yields the time of each case by phase; a `brief` table leaves out emulated cases, whose time is no speed."""
     measured = [(group, result) for group, result in panel.members if result.best]
+    if brief:
+        measured = [row for row in measured if not emulated(row[1])]
     if not measured:
         return
     present: set[str] = set()
@@ -47,15 +49,14 @@ def phases_table(panel: Panel, rates: bool = False) -> Iterator[Table]:
         present |= {name for name, seconds in phases_of(result) if seconds or name == UNATTRIBUTED}
     names = sorted(present, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES))
     if panel.case.workload == BENCH:  # callables have neither phases nor a declared amount of work
-        names, rates = [], False
+        names = []
     cols: list[Col[tuple[ResultGroup, Result]]] = [
-        *case_cols(),
+        *((Col("Time of a step", lambda row: row[1].mode),) if brief else case_cols()),
         # An emulation's time must not be read as a speed.
         Col("total", lambda row: f"{Level.EMULATED} " * emulated(row[1]) + units.seconds(row[1].best), number=True),
         *(Col(PHASE_TITLES.get(name, name), partial(_share, name=name), number=True) for name in names),
-        Col("rate", lambda row: Figures(*row).rate.shown, number=True, when=rates),
     ]  # fmt: skip
-    yield table("phases", "time of a step", cols, measured)
+    yield table("phases", "" if brief else "time of a step", cols, measured)
 
 
 def _share(row: tuple[ResultGroup, Result], name: str) -> str:

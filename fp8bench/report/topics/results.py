@@ -24,9 +24,8 @@ from fp8bench.report.panels import (
     shared_params,
     show_params,
 )
-from fp8bench.report.topics.answers import find_answer, verdict_word
+from fp8bench.report.topics.answers import LONGEST_REASON, find_answer, verdict_word
 from fp8bench.report.topics.tensors import about_tensors
-from fp8bench.report.topics.verdict import LONGEST_REASON
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import attention_of, cache_of, figure_words, replays_of, shortened
 
@@ -206,8 +205,8 @@ def _explain(row: _ShownCase) -> str:
     labels = ", ".join(case_status.named_labels(row.result)) if record.is_ok else ""
     words = [f"labels: {labels}" if labels else "", finding.why if finding else "", record.detail * record.is_ok]
     if not record.is_reference or not record.is_ok:
-        answer = find_answer(row.case)
-        no_speed = "" if case_status.speed_up(row.result) is not None else answer.speed
+        answer = find_answer([row.case])
+        no_speed = "" if case_status.speed_up(row.result) is not None else answer.figure
         words = [answer.reason, no_speed, *answer.costs, *words]
     return shortened("; ".join(filter(None, words)), LONGEST_REASON)
 

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from fp8bench import units
@@ -23,14 +24,14 @@ from fp8bench.report.case_status import (
     show_speed,
     speed_up,
     standing,
-    status_words,
     tone_of,
     what_intervals_hold,
 )
 from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import NamedCase, Panel, Result, together
-from fp8bench.report.topics.answers import find_answer, verdict_word
+from fp8bench.report.terminal.short_answer import as_sentence
+from fp8bench.report.topics.answers import LONGEST_REASON, find_answer, verdict_word
 from fp8bench.report.topics.energy import ratio_against
 from fp8bench.report.topics.memory import share_of
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
@@ -47,7 +48,6 @@ from fp8bench.report.words.naming import (
     suites_of,
 )
 
-LONGEST_REASON = 300
 # The most sentences of one kind; the table has every case.
 _MOST = 12
 # Smaller differences of memory are called the same.
@@ -93,11 +93,16 @@ def emulations(cases: Sequence[NamedCase]) -> list[str]:
 
 
 def sitting(entry: Entry) -> Iterator[Text]:
+    if words := doubt_of_load(entry):
+        yield Text(f"{words}; free the machine, and measure again: {entry.run.command}", Tone.DOUBT)
+
+
+def doubt_of_load(entry: Entry) -> str:
     """Says of a run under load that its intervals are of this sitting, if no earlier runs say how far runs differ."""
     load = load_of(entry.run)
     if load and any(_is_of_one_sitting(case.result) for case in cases_of(entry.panels)):
-        words = f"measured under {load}: intervals cover this sitting only, and another one may differ by more"
-        yield Text(f"{words}; free the machine, and measure again: {entry.run.command}", Tone.DOUBT)
+        return f"measured under {load}: intervals cover this sitting only, and another one may differ by more"
+    return ""
 
 
 def _is_of_one_sitting(result: Result) -> bool:
@@ -234,52 +239,19 @@ def comparisons(panel: Panel, device: str = "") -> list[Text]:
     return [_comparison(panel, cases, where) for cases in by_mode.values()] or list(map(Text, _alone(panel, where)))
 
 
-def _answered(case: NamedCase, reference: str, where: str) -> Text:
-    """'bf16 against fp32 on gemm m=512: faster, 1.62x, could be 1.60x to 1.64x; memory +1.1%; matmul saves 3 ms'."""
-    answer = find_answer(case)
-    verdict = ", ".join(filter(None, (answer.verdict, answer.speed)))
-    words = "; ".join(filter(None, (verdict, *answer.costs, answer.reason)))
-    place = f"{case.suite} {setting_of(case.group)}".rstrip()
-    sentence = f"{answer.mode} against {reference or 'its reference'} on {place}{where}: {words}"
-    return Text(sentence + _labels([case.result]) + _because([case.result]), answer.tone)
-
-
 def _comparison(panel: Panel, cases: Sequence[NamedCase], where: str) -> Text:
-    """'bf16 is perhaps faster than fp32 in 4 of 5 cases of gemm, slower in 1: 0.94x to 2.10x (noisy)'."""
-    if len(cases) == 1:
-        return _answered(cases[0], panel.reference, where)
+    """'bf16 against fp32 on gemm m=512: faster, 1.62x, could be 1.60x to 1.64x; memory +1.1%; matmul saves 3 ms'."""
     results, suite = [case.result for case in cases], panel.case.workload
-    reference = panel.reference or "its reference"
-    claim = verdicts_in(results, reference, f" of {suite}{where}")
-    speeds = [speed.point for result in results if (speed := speed_up(result)) is not None]
-    said = span(speeds) if speeds else ""
-    if claim.startswith(Standing.UNSURE):
-        claim = f"not clearly faster or slower than {reference}{claim.removeprefix(Standing.UNSURE)}"
-    words = f"{results[0].mode} is {claim}{f': {said}' if said else ''}{_labels(results)}"
-    return Text(words + _because(results), common_tone(map(tone_of, results)))
+    place = f"{suite} {setting_of(cases[0].group)}".rstrip() if len(cases) == 1 else f"{len(cases)} cases of {suite}"
+    answer = find_answer(cases)
+    about = f"{answer.name} against {panel.reference or 'its reference'} on {place}{where}"
+    sentence = as_sentence(replace(answer, name=about)).text
+    return Text(sentence + _labels(results) + _because(results), answer.tone)
 
 
 def _because(results: Sequence[Result]) -> str:
     reasons = dict.fromkeys(chain.from_iterable(map(_reasons, results)))
     return f"; {listed(list(reasons), _MOST_REASONS)}" if reasons else ""
-
-
-def verdicts_in(results: Sequence[Result], reference: str, of: str = "") -> str:
-    """'perhaps faster than fp32', 'FAILED in 1 of 3 cases, emulated in 2'; `of` is what the cases are of."""
-    counts = Counter(status_words(result).replace(units.NONE, "not timed") for result in results)
-    (first, number), *others = sorted(counts.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
-    where = f" in {number} of {len(results)} cases{of}" if others or of else ""
-    link = " than " if first.endswith(("faster", "slower")) else " as " if first.endswith("same") else ""
-    against = f"{link}{reference}" if link else ""
-    return f"{first.replace('same', 'as fast')}{against}{where}" + "".join(
-        f", {word.replace(Standing.UNSURE, 'cannot tell')} in {n}" for word, n in others
-    )
-
-
-def span(speeds: Sequence[float]) -> str:
-    """'1.21x to 2.10x (median 1.84x)'; one number where all look alike."""
-    low, middle, high = (units.speed_up(value) for value in (min(speeds), statistics.median(speeds), max(speeds)))
-    return low if low == high else f"{low} to {high} (median {middle})"
 
 
 def _labels(results: Sequence[Result]) -> str:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from fp8bench import units
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Phase, Record, Run, Status
+from fp8bench.errors import UsageError
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Phase, Record, Run, Scalar, Status
 from fp8bench.model.specs import METRICS
 from fp8bench.protocols.axes import CACHE, CACHE_TIMES, COLD, HOT
+from fp8bench.registry import workloads
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import ResultGroup, show_params
 
 COMMIT_LETTERS = 8
+# Parameters whose value says what it is.
+_BY_VALUE = frozenset({"size", "make", "part", "operation", "limit", "collective"})
+# Values that only say that something is off or left to torch, and the parameter that names the texts.
+_OFF = frozenset({"no", "auto", "none"})
+_TEXTS = "data"
+# 'Intel(R) Xeon(R) CPU @ 2.20GHz' is an Intel Xeon.
+_TRADEMARKS = re.compile(r"\((?:R|TM|C)\)| (?:CPU|Processor)\b| @ .*")
 
 
 def suites_of(run: Run) -> tuple[str, ...]:
@@ -136,6 +146,38 @@ def missing_of(run: Run) -> str:
 def setting_of(group: ResultGroup) -> str:
     """'m=256 n=256 k=256', what tells a group from its neighbours; its sizes if it is alone."""
     return group.place or sizes(group.case)
+
+
+def describe_params(params: Iterable[tuple[str, Scalar]], usual: Mapping[str, Scalar]) -> str:
+    """'nano, 2 x 96 tokens', '256 x 256 x 64, cache cold': parameters in words, without those that are as usual."""
+    named = {name: value for name, value in params if name in _BY_VALUE or usual.get(name) != value}
+    words = [str(named.pop(name)) for name in list(named) if name in _BY_VALUE]
+    if {"m", "n", "k"} <= named.keys():
+        words.append(" x ".join(str(named.pop(name)) for name in ("m", "n", "k")))
+    if {"batch", "sequence"} <= named.keys():
+        words.append(f"{named.pop('batch')} x {named.pop('sequence')} tokens")
+    for name, value in named.items():
+        link = "=" if len(name) == 1 else " "
+        words.append(name if value == "yes" else f"{name}{link}{value}".replace("_", " "))
+    return ", ".join(words)
+
+
+def usual_params(case: Case, devices: Iterable[DeviceFacts]) -> dict[str, Scalar]:
+    """Returns the parameters of a case that are its suite's defaults, off, or left to torch."""
+    params = dict(case.params)
+    usual = {name: value for name, value in params.items() if name == _TEXTS or str(value) in _OFF}
+    facts = next((facts for facts in devices if facts.key == case.device), None)
+    try:
+        axes = workloads.get(case.workload).axes(facts) if facts is not None else ()
+    except UsageError:  # a suite that is not known here
+        return usual
+    defaults = {(axis.name, *known) for axis in axes for known in (axis.default, axis.quick)}
+    return usual | {name: value for name, value in params.items() if (name, str(value)) in defaults}
+
+
+def describe_devices(devices: Iterable[DeviceFacts]) -> str:
+    """'Intel Xeon', 'H200': names without trademarks, each once."""
+    return listed(list(dict.fromkeys(_TRADEMARKS.sub("", facts.name).strip() for facts in devices)))
 
 
 def sizes(case: Case) -> str:

@@ -81,8 +81,8 @@ def test_a_training_is_printed_kept_shown_and_exported(say: Say, fp8bench: Say, 
     assert code == 0 and "seed 1/1, step 4/4: bf16 " in err and "Traceback" not in err
     kept, told = newest(store), " ".join(out.split())
     key, name = kept.training.id, Path(kept.path).parent.name
-    assert kept.finished and not kept.troubles and re.search(r"\n  fp8 +emulated +\d\.\d{4} +\d\.\d{4} +[-+]\d", out)
-    assert "inconclusive: 1 seed counts" in told and "nondeterminism is zero" in told
+    assert kept.finished and not kept.troubles and re.search(r"\n  fp8 +cannot tell +loss [-+]\d", out)
+    assert "1 seed counts" in told and "nondeterminism is zero" in fp8bench("show", key, "--all")[1]
     rows = Path("rows.csv").read_text().splitlines()
     (loss,) = (row.split(",")[-1] for row in rows if re.match("fp8,fp8,candidate,0,3,StepRow,.*,loss,", row))
     document: dict[str, Any] = json.loads(fp8bench("show", key, "--json")[1])
@@ -218,7 +218,7 @@ def test_the_command_line_has_the_last_word_and_resume_takes_no_file(say: Say, m
     Path("my.yaml").write_text("max_grad_norm: 0.5\nrate: 2e-3\noptimizer: sgd\nbands: none\n")
     code, out, err = say("--config", "my.yaml", "--rate", "1e-3", *TINY)
     assert code == 0
-    assert "settings: batch 1, sequence 16, optimizer sgd, clip 0.5" in out
+    assert "batch 1, sequence 16, optimizer sgd, clip 0.5" in " ".join(out.split())
     code, out, err = say("--config", "my.yaml", "--resume", "last")
     assert (code, out) == (2, "") and "--config was given too" in err
 
@@ -228,7 +228,7 @@ def test_scales_of_a_training_are_taken_by_another(store: Path, local: None, say
     short = (*TINY, "--steps", "2", "--bands", "none")
     assert say(*short)[0] == 0
     code, out, _ = say(*short, "--scales-from", "last")
-    assert code == 0 and "scales-from last" in out
+    assert code == 0 and "scales-from last" in " ".join(out.split())
     newest, first = (load_training(path) for path in KIND.files(store))
     known = {(mode, layer, role): amax for mode, layer, role, amax in newest.training.request.settings.scales}
     amax = known["fp8", "blocks.0.mlp.up", "weight"]

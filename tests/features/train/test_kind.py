@@ -155,7 +155,7 @@ def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path, fp8ben
     assert run.id in fp8bench("report", "last", "--store", str(store))[1]
     start_training(replace(training(2), id="0000abcd", started="2096-01-05T12:00:00Z"), store).close()
     for words, said, code in (
-        (["report", "last"], "/20960105T", 0), (["show", "last"], "id: 0000abcd", 0),
+        (["report", "last"], "/20960105T", 0), (["show", "last"], "show 0000abcd", 0),
         (["show", "last", "--notes"], "nvfp4 skipped", 0),
         (["report", "last", "last"], "which has a report of its own", 2),
     ):  # fmt: skip

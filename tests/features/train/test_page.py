@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import pytest
 
 from fp8bench.features.train.curve_charts import ends_of
 from fp8bench.features.train.data import rows_of, value_of
+from fp8bench.features.train.kind import KIND
 from fp8bench.features.train.page import page_of
 from fp8bench.features.train.values import (
     WIRE_BYTES,
@@ -24,13 +26,15 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.curves import curves_of
-from fp8bench.features.train.verdicts.summary import figures_of
-from fp8bench.features.train.view import page_of as text_of
+from fp8bench.features.train.verdicts.summary import JudgedTraining, figures_of
+from fp8bench.features.train.view import page_of as short_page
+from fp8bench.features.train.view import whole_page as text_of
 from fp8bench.model import MemoryUse, PhaseMemory
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.elements import Chart, Lines, Page, Scatter, Stacks, Table
 from fp8bench.report.page import html, markdown
 from fp8bench.report.page.drawing.draw import draw
+from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, REPEAT, judged, lines, training
 
@@ -214,7 +218,42 @@ def test_an_own_optimizer_keeps_as_much_in_bands_as_in_the_reference_and_an_own_
     assert [{"looks", "perplexities"} & names for names in tables] == [{"looks", "perplexities"}, {"looks"}]
 
 
+def told(of: JudgedTraining) -> list[str]:
+    return render(short_page(of), 100, explain=False).splitlines()
+
+
+def test_a_training_answers_in_few_lines_and_names_the_command_that_would_settle_it() -> None:
+    other = replace(CANDIDATE, name="mxfp8", precision="mxfp8")
+    few = judged(lines({"fp8": [0.002, 0.003], "mxfp8": [0.03, 0.001]}), training(CANDIDATE, other, seeds=2))
+    said = told(few)
+    assert len(said) <= 14 and all(said) and said[1] == "Does it learn as well as bf16?"
+    assert re.match(r"  fp8 +cannot tell +loss \+0.2%, could be ", said[2])
+    (action,) = (line for line in said if line.startswith("Do this: "))
+    assert re.fullmatch(
+        r"Do this: train 5 seeds in about \d+ s, probably enough for a verdict: fp8bench train --seeds 5", action
+    )
+    settled = told(judged(lines(GAPS)))
+    assert re.match("  fp8  learns worse  loss ", settled[2]) and not [line for line in settled if "Do this" in line]
+
+
+def test_a_training_that_was_cut_off_or_ailed_says_so_first() -> None:
+    alarm = TrainingEvent("fp8", 0, 3, "alarm", "the loss is nan")
+    said = told(judged((*lines({"fp8": [0.02]}), alarm, replace(alarm, step=4)), finished=False))
+    assert said[1].startswith("cut off in seed 0 after 100 steps")
+    assert said[2] == "fp8, seed 0, step 3: the loss is nan (1 more: --all)"
+    assert "Do this: train the rest: fp8bench train --resume t1 --store store" in said
+
+
+def test_all_of_a_training_is_behind_all() -> None:
+    kept = judged(LINES, training(steps=STEPS)).kept
+    names = [[part.name for part in view.page().parts] for view in (KIND.view(kept), KIND.whole_view(kept))]
+    assert names[0] == ["answer"] and {"verdict", "notes", "texts", "health", "ending"} <= {*names[1]}
+
+
 def test_an_arm_that_was_not_trained_has_its_reason() -> None:
     skipped = judged((), training(replace(CANDIDATE, skip="no units")))
+    assert [line for line in told(skipped) if line.startswith("  fp8  not trained")] and "      no units" in told(
+        skipped
+    )
     assert "no units" in csv_text(*rows_of(skipped))
     assert value_of(skipped)["arms"]["fp8"]["verdict"] is None

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from hypothesis import given, settings
 
 from fp8bench.model import Environment, Finding, Interval, Label, PhaseGain, Record, Run, Status, Verdict
 from fp8bench.model.consumed import DeviceWatch, EnergyUse
-from fp8bench.report.terminal.run import detail_of, render
+from fp8bench.report.terminal import layout
+from fp8bench.report.terminal.run import detail_of, page_of, render
 from tests.counts import for_each
-from tests.runs import NATIVE, gemm, judged, transformer, wild_runs
+from tests.materials import recased
+from tests.runs import NATIVE, gemm, judged, run_of, transformer, wild_runs
 from tests.told_before import Told, as_before
 
 
 def words(run: Run, findings: dict[str, Finding], width: int = 100) -> str:
-    return render(run, findings, width).partition("next\n")[0]
+    return layout.render(page_of(run, findings, width), width, explain=False)
 
 
 @as_before
@@ -51,25 +54,14 @@ def test_a_doubt_of_another_kind_is_told_with_its_reason_and_remedy() -> None:
     run, findings = judged((Verdict.FASTER, 0.5, Label.HANDICAP))
     reasons = {case: replace(one, label_reasons=((Label.HANDICAP, "fp32 sorts"),)) for case, one in findings.items()}
     said = " ".join(words(run, reasons, 200).split())
-    assert "perhaps faster: handicap: fp32 sorts. What to do: make the reference as good as you can" in said
+    assert "Why not sure: bf16: fp32 sorts. What to do: make the reference as good as you can" in said
 
 
 def test_a_grid_of_the_reference_alone_has_no_speed_ups() -> None:
     run, findings = judged((Verdict.FASTER, 0.5), (Verdict.FASTER, 0.5))
-    assert "speed-up over fp32" in words(run, findings)
+    assert "Speed-up" in words(run, findings)
     alone = replace(run, records=tuple(record for record in run.records if record.is_reference))
-    assert "speed-up" not in words(alone, findings)
-
-
-def test_what_stands_in_brackets_is_told_by_the_brackets_that_stand_there() -> None:
-    """A grid shows no interval, and what others held up is a range."""
-    assert "could be: 99%" in words(*judged((Verdict.FASTER, 0.5)), width=200)
-    assert "intervals: 99%" in words(*judged((Verdict.FASTER, 0.5), (Verdict.FASTER, 0.5)), width=200)
-    run, findings = judged((Verdict.FASTER, 0.5))
-    twice = tuple(replace(record, sessions=(Interval(2.0, 1.9, 2.1, 0.0),)) for record in run.records)
-    ranges = {key: replace(finding, ratio=finding.ratio and replace(finding.ratio, level=0.0))
-              for key, finding in findings.items()}  # fmt: skip
-    assert "seen: hull of 2 sessions" in words(replace(run, records=twice), ranges, 200)
+    assert "Speed-up" not in words(alone, findings) and "Setting" in words(alone, findings)
 
 
 def test_energy_that_was_asked_for_and_is_not_there_is_told() -> None:
@@ -90,11 +82,51 @@ def test_the_table_of_suites_hides_no_loss_behind_a_gain() -> None:
     assert "0.500x to 2.00x" in words(run, {**known, **more})
 
 
-def test_how_many_times_the_noise_floor_an_effect_is() -> None:
-    """ln 2 is 7.3 times ln 1.1: half as fast and twice as fast are equally far."""
-    run, findings = judged((Verdict.FASTER, 0.5))
-    floors = {key: replace(finding, floor=0.1) for key, finding in findings.items()}
-    assert "bf16's difference is 7.3 times it" in " ".join(words(run, floors, 200).split())
+LOADED = Environment({"load_1min": 4.0, "cpu_count": 2, "busy_cores": 2.0})
+LOSSES = (
+    PhaseGain("gemm", 6e-3, 16.4e-3, 9e-3, 12e-3),
+    PhaseGain("attention", 11.1e-3, 3e-3, -9e-3, -7e-3),
+    PhaseGain("cast", 2.3e-3, 0.0, -3e-3, -2e-3),
+)
+
+
+def two_precisions() -> tuple[Run, dict[str, Finding]]:
+    """fp16 in doubt, with all that can be said of it: a reason, a load, and something to do; fp8 emulated."""
+    nano = (("size", "nano"), ("batch", 2), ("sequence", 96), ("micro_batches", 2), ("weights", "cached"))
+    run, findings = recased(transformer(), lambda case: replace(case, params=nano))
+    fp16 = run.records[1].case.id
+    findings[fp16] = replace(findings[fp16], gains=LOSSES, labels=tuple(Label), hard=())
+    command = "fp8bench suite transformer --dtypes fp16,fp8 --quick --store /tmp/somewhere/kept"
+    return run_of(list(run.records), environment=LOADED, command=command), findings
+
+
+def test_two_precisions_take_fourteen_lines() -> None:
+    told = words(*two_precisions()).splitlines()
+    assert len(told) <= 14 and all(told), told
+    assert told[0] == "transformer (nano, 2 x 96 tokens) on AMD EPYC 7B13, 1 thread, torch 2.13.0"
+    assert [line for line in told if line.startswith("  fp16  cannot tell    0.976x, could be 0.949x to 1.00x  grad")]
+    assert [line for line in told if line.startswith("  fp8   no speed here  no hardware for FP8 ")]
+    assert "casts 2.30 ms: they nearly cancel" in " ".join(" ".join(told).split())
+    assert [line.partition(":")[0] for line in told if not line.startswith(" ")][2:] == [
+        "Why not sure", "Do this", "This run was not stored."
+    ]  # fmt: skip
+
+
+def test_a_stranger_meets_no_label_no_axis_and_no_name_of_a_metric() -> None:
+    """With every label there is, and parameters that are as usual."""
+    told = words(*two_precisions())
+    assert not [label for label in Label if "-" in label and label.value in told]
+    assert "_" not in told.partition("Do this")[0] and "=" not in told
+    assert "gradients 0.04% off" in told
+
+
+def test_a_stored_run_names_what_differs_from_defaults() -> None:
+    assert re.match(
+        r"transformer \(layers 4, width 256, heads 4, context 256, batch 4\) on AMD EPYC 7B13, 1 thr",
+        words(*transformer()),
+    )
+    assert "\ngemm (product forward, operands cast; 3 settings) on AMD EPYC 7B13, 1 thread" in words(*gemm())
+    assert "\n  1 x 2048 x 2048 " in words(*gemm())
 
 
 @for_each("name", ["memory", "data", "numbers", "energy", "notes", "all"])
@@ -115,3 +147,12 @@ def test_any_run_has_an_answer_that_fits(made: tuple[Run, dict[str, Finding]]) -
     run, findings = made
     for width in (40, 80, 120):
         assert all(len(line) <= width for line in render(run, findings, width).splitlines())
+
+
+def test_a_load_stands_for_noise_and_hides_no_other_reason() -> None:
+    """Throttling took the verdict away; contention is what a load is."""
+    run, findings = two_precisions()
+    fp16 = run.records[1].case.id
+    for hard, shown in (((), False), ((Label.CONTENDED,), False), ((Label.THROTTLED,), True)):
+        told = words(run, {**findings, fp16: replace(findings[fp16], labels=hard, hard=hard, why="too hot")})
+        assert "measured under load 4 on 2 cores" in told and ("fp16: too hot" in told) is shown

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.analysis.phase_gains import find_reason
-from fp8bench.model import Finding, Interval, Label, PhaseGain, Run, Verdict
+from fp8bench.model import Finding, Interval, PhaseGain, Run, Verdict
 from fp8bench.report.panels import Panel, panels_of
-from fp8bench.report.topics.answers import VERDICT_COLUMNS, describe, find_answers, propose, verdict_rows
+from fp8bench.report.topics.answers import VERDICT_COLUMNS, describe, propose, verdict_rows
 from tests.counts import for_each
 from tests.runs import judged, transformer
 from tests.told_before import Told, as_before
@@ -42,19 +42,6 @@ def test_reasons() -> Told:
         yield claim, describe(reason)
 
 
-@as_before
-def test_what_a_reader_is_told() -> Told:
-    for claim, (run, findings) in (
-        ("three precisions", transformer()),
-        ("faster, in doubt", judged((Verdict.FASTER, 0.5, Label.CONTENDED))),
-    ):
-        (panel,) = panels_of(run, findings)
-        yield (
-            claim,
-            [f"{answer.mode}: {answer.verdict}; {answer.speed}; {answer.costs}" for answer in find_answers(panel)],
-        )
-
-
 def unsettled(low: float, point: float, high: float, level: float = 0.99, **params: str) -> Panel:
     """A panel of one case whose verdict is open."""
     run, findings = judged((Verdict.UNSURE, point))
@@ -82,25 +69,25 @@ def with_params(made: tuple[Run, dict[str, Finding]], params: dict[str, str]) ->
     ],
 )
 def test_time_that_settles_a_verdict(ratio: tuple[float, float, float], seconds: int) -> None:
-    (proposal,) = propose(unsettled(*ratio), COMMAND)
+    (proposal,) = propose(unsettled(*ratio).members, COMMAND)
     assert proposal.endswith(f"{COMMAND} --budget {seconds}")
 
 
 def test_a_verdict_that_no_time_settles_has_no_proposal() -> None:
-    assert not [*propose(unsettled(0.4, 0.995, 2.5), COMMAND)]
+    assert not [*propose(unsettled(0.4, 0.995, 2.5).members, COMMAND)]
 
 
 def test_an_earlier_budget_is_replaced_and_a_quick_look_is_measured_in_full() -> None:
-    (proposal,) = propose(unsettled(0.93, 0.96, 0.99), f"{COMMAND} --budget 100 --rounds 80", budget=100)
+    (proposal,) = propose(unsettled(0.93, 0.96, 0.99).members, f"{COMMAND} --budget 100 --rounds 80", budget=100)
     assert proposal.endswith(f"{COMMAND} --budget 200")
-    (proposal,) = propose(unsettled(0.93, 0.96, 0.99, level=0.0), f"{COMMAND} --quick --rounds 8")
+    (proposal,) = propose(unsettled(0.93, 0.96, 0.99, level=0.0).members, f"{COMMAND} --quick --rounds 8")
     assert proposal.endswith(f"quiet machine: {COMMAND}")
-    assert not [*propose(unsettled(0.97, 0.99, 1.01), f"{COMMAND} --budget 300", budget=300)]
+    assert not [*propose(unsettled(0.97, 0.99, 1.01).members, f"{COMMAND} --budget 300", budget=300)]
 
 
 @for_each("command", ["fp8bench profile ./model.py:make", "fp8bench suite --plan plan.json --cell 0"])
 def test_only_a_suite_is_measured_again(command: str) -> None:
-    assert not [*propose(unsettled(0.93, 0.96, 0.99), command)]
+    assert not [*propose(unsettled(0.93, 0.96, 0.99).members, command)]
 
 
 def test_what_loses_time_is_changed_by_an_option_that_was_not_used() -> None:
@@ -111,9 +98,9 @@ def test_what_loses_time_is_changed_by_an_option_that_was_not_used() -> None:
         replace(result, finding=result.finding and replace(result.finding, gains=losses)) for result in group.results
     )
     panel = Panel((replace(group, results=results),))
-    said = " ".join(propose(panel, COMMAND))
+    said = " ".join(propose(panel.members, COMMAND))
     assert "--set attention=auto,math" in said and "--set compile=yes" in said
-    assert "attention=auto,math" not in " ".join(propose(panel, f"{COMMAND} --set attention=flash"))
+    assert "attention=auto,math" not in " ".join(propose(panel.members, f"{COMMAND} --set attention=flash"))
 
 
 def test_rows_of_verdicts_are_those_of_the_terminal() -> None:

@@ -9,7 +9,7 @@ from fp8bench.model import Finding, Interval, Label, Run, Verdict
 from fp8bench.model.words import REMARKS
 from fp8bench.report.elements import Text, Tone
 from fp8bench.report.panels import panels_of
-from fp8bench.report.topics.verdict import comparisons, span
+from fp8bench.report.topics.verdict import comparisons
 from tests.counts import for_each
 from tests.runs import gemm, judged, phases, transformer
 from tests.told_before import Told, as_before
@@ -68,8 +68,3 @@ def test_comparisons() -> Told:
 def test_no_label_that_casts_doubt_goes_unsaid(verdict: tuple[Verdict, float], label: Label, number: int) -> None:
     (text,) = said(judged(*[(*verdict, label)] * number))
     assert "perhaps" in text.text and f"({label})" in text.text and text.tone is Tone.DOUBT
-
-
-def test_a_span_is_one_number_where_all_look_alike() -> None:
-    assert span([2.0, 2.001]) == "2.00x"
-    assert span([1.0, 3.0, 2.0]) == "1.00x to 3.00x (median 2.00x)"

@@ -65,7 +65,7 @@ def test_an_error_has_one_name_on_the_page_and_in_a_terminal(metric: str, errors
     (strip,) = of_kind(part("verdict", (replace(run, records=records), findings)), Verdicts)
     assert strip.rows[0][1][strip.questions.index("error")].text == word
     text = unfolded(render(replace(run, records=records), findings, width=200))
-    assert (f"error {word} (" in text or f"({word})" in text or f"products {word}" in text) and ERRORS in text
+    assert (" off" in text or f"products {word}" in text) and ERRORS in text
 
 
 def of(*records: Record) -> list[NamedCase]:

@@ -248,8 +248,6 @@ def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier:
         made: type[LanguageModel] = WindowMLP if settings.arch == "mlp" else TextCNN
         model = made(config, choose, carrier, settings.dropout)
     else:
-        model = GPT(
-            config, choose, carrier, checkpointing=settings.checkpointing == "blocks", dropout=settings.dropout
-        )
+        model = GPT(config, choose, carrier, checkpointing=settings.checkpointing == "blocks", dropout=settings.dropout)
     surround(model)
     return model
