@@ -21,7 +21,7 @@ from fp8bench.features.train.api import load_training as load_training
 from fp8bench.features.train.api import resume_training as resume_training
 from fp8bench.features.train.api import TrainingResult
 from fp8bench.features.train.api import watch as watch
-from fp8bench.features.train.lab.own_optimizer import HighAccumulation as HighAccumulation
+from fp8bench.features.train.lab.step_optimizer import HighAccumulation as HighAccumulation
 from fp8bench.features.train.values import TrainingObserver
 from fp8bench.model.measured import Record as Record
 from fp8bench.model.planned import Case as Case

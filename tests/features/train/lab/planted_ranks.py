@@ -43,7 +43,7 @@ def _planted_init(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
 
 @torch.no_grad()
 def _move(trainer: Trainer) -> None:
-    weight = next(iter(trainer._parameters.values())).view(-1)
+    weight = next(iter(trainer.parameters.values())).view(-1)
     weight[5] = torch.nextafter(weight[5], torch.tensor(9.0))
 
 
@@ -71,7 +71,7 @@ def _spoil_average(trainer: Trainer) -> None:
 
 
 def _advanced(self: Trainer, *arguments: Any, **named: Any) -> Iterator[StreamLine]:
-    planted = self._task.seed if _RANK == 1 and self.arm.role == "candidate" else 0
+    planted = self.task.seed if _RANK == 1 and self.arm.role == "candidate" else 0
     # A rank that is to die once leaves a mark that it has.
     died = Path(os.environ.get("PLANTED_RANKS", "")) / f"died-{planted}"
     if self.step == plants.KILLED_AT and planted == plants.KILLED and not died.exists():

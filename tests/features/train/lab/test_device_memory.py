@@ -11,7 +11,7 @@ import torch
 
 from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.lab import Lab, NotFinite, hardware_of_arm
-from fp8bench.features.train.lab.own_trainer import trainer_of
+from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import Arm, ArmCost
 from fp8bench.model import MemoryRole, MemoryUse
@@ -121,7 +121,7 @@ def test_against_codes_in_memory(mode: str, states: tuple[tuple[str, str], ...],
 
     def make(*_: object) -> Any:
         def prepare() -> PreparedMemory:
-            trainer = trainer_of(task, task.arms[0], None, beside)
+            trainer = Trainer(task, task.arms[0], None, beside)
             return PreparedMemory(trainer, lambda phase: list(trainer.advance(phase, watched=False)))
 
         return prepare
