@@ -243,10 +243,10 @@ def _with_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
         value = words.pop(key, default)
         if value == default or option not in words:
             continue
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        text = f"{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
         if key == "betas" and words[option] == "sgd":
-            key, text = "momentum", str(value[0])
-        words[option] = f"{words[option]}:{key}={text}"
+            text = f"momentum={value[0]}"
+        words[option] += f":{text}"
     return words
 
 

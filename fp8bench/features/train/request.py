@@ -257,7 +257,7 @@ class TrainerSettings:
     schedule: str = option(
         "cosine", Rule(f"one of {', '.join(SCHEDULES)}", _is_schedule),
         f"how the rate changes: {', '.join(SCHEDULES)}; keys: warmup, the share of the steps in which it rises, and "
-        "floor, the share of it at the end, 0.1 each; wsd falls in the last fifth of the steps; plateau is halved after "
+        "floor, the share of it at the end, 0.1 each; wsd falls in the last fifth of the steps, plateau halves after "
         "3 validations without a better held-out loss; default {default}",
         "NAME[:KEY=VALUE...]", LEARNING,
     )  # fmt: skip

@@ -167,8 +167,8 @@ def configured(*words: str) -> TrainingRequest:
 
 def test_a_file_of_options_equals_the_command_line(store: Path) -> None:
     wanted = TrainerSettings(
-        clip="0.5/kind", rate=2e-3, schedule="plateau", optimizer="adamw:betas=0.9,0.95:weight_decay=0.2", batch=4, micro_batches=2,
-        checkpointing="blocks", rates=(("attn", 0.5), ("blocks.0", 2.0)),
+        clip="0.5/kind", rate=2e-3, schedule="plateau", optimizer="adamw:betas=0.9,0.95:weight_decay=0.2",
+        batch=4, micro_batches=2, checkpointing="blocks", rates=(("attn", 0.5), ("blocks.0", 2.0)),
         precision_map=(("embed", "fp16"), ("attn", "fp8"), ("mlp", "fp8"), ("norm", "fp16"), ("output", "fp16")),
     )  # fmt: skip
     request = configured()

@@ -1,4 +1,4 @@
-"""Makes a built-in model in an arm's precision, alone or as one of several ranks, with windows of the training's text."""
+"""Makes a built-in model in an arm's precision, whole or a rank's part of it, with windows of the training's text."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from fp8bench.protocols.arithmetic import Watch as WatchCasts
 
 
 class BuiltInModel(MadeModel):
+    """One of the architectures of models.py. Ranks divide its batch or its weights (`together`)."""
+
     model: LanguageModel
 
     def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None, wrap: WrapArithmetic | None) -> None:

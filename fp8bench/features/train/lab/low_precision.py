@@ -1,5 +1,5 @@
-"""Gradients, weights and updates in low precision: kept from one micro-batch or step to the next in few kernels, without
-the host waiting."""
+"""Gradients, weights and updates in low precision: kept from one micro-batch or step to the next in few kernels,
+without the host waiting."""
 
 from __future__ import annotations
 
@@ -287,6 +287,8 @@ def stochastic_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
 MASTERS = {
     "fp32": Weights, "fp16-scaled": HalfWeights, "fp16-fp8": EightBitWeights, "bf16-stochastic": StochasticWeights,
 }  # fmt: skip
+
+
 def rounded_update(fmt: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None:
     """Returns a function that rounds how far weights have moved, and moves them by that instead; None for fp32."""
     if fmt == "fp32":

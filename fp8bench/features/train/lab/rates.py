@@ -42,7 +42,7 @@ class RateSchedule:
             self._plateau = ReduceLROnPlateau(self._optimizer, factor=0.5, patience=PATIENCE, min_lr=keys["floor"])
 
     def share(self, step: int) -> float:
-        """The share in a step, counted from 0. Steps only come in order; a step that is repeated gets the last share."""
+        """The share in a step, counted from 0. Steps come in order; a step that is repeated gets the last share."""
         while self._scheduler.last_epoch < step:
             self._optimizer.step()  # which changes nothing; torch warns where a schedule is ahead of its optimizer
             self._scheduler.step()

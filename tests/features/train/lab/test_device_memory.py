@@ -12,7 +12,6 @@ import torch
 from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.lab import Lab, NotFinite, hardware_of_arm
 from fp8bench.features.train.lab.trainer import Trainer
-from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import Arm, ArmCost
 from fp8bench.model import MemoryRole, MemoryUse
 from fp8bench.model.raw import Settings

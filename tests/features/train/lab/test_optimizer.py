@@ -395,7 +395,11 @@ def test_schedules_by_hand() -> None:
     assert stable[80:] == pytest.approx([(19 - step) / 20 for step in range(20)])
     assert shares(10, "constant:warmup=0") == [1.0] * 10
     roots = shares(100, "inverse-sqrt:floor=0")
-    assert roots[9] == pytest.approx(1) and roots[39] == pytest.approx(0.5) and roots[99] == pytest.approx((10 / 100) ** 0.5)
+    assert (
+        roots[9] == pytest.approx(1)
+        and roots[39] == pytest.approx(0.5)
+        and roots[99] == pytest.approx((10 / 100) ** 0.5)
+    )
 
 
 @for_each("schedule", SCHEDULES)
