@@ -56,8 +56,8 @@ class Gradients:
 
     def give(self, parameters: Sequence[Tensor]) -> None:
         """Put the gradients into the parameters' `grad` for an update."""
-        for parameter in parameters:
-            parameter.grad = gradient_of(parameter)
+        for parameter, gradient in zip(parameters, self.of(parameters), strict=True):
+            parameter.grad = gradient
 
     def take_back(self, parameters: Sequence[Tensor]) -> None:
         """Free what `give` has restored."""
@@ -102,10 +102,6 @@ class LowGradients(Gradients):
             self._sums[parameter].restored() if parameter in self._begun else torch.zeros_like(parameter)
             for parameter in parameters
         ]
-
-    def give(self, parameters: Sequence[Tensor]) -> None:
-        for parameter, gradient in zip(parameters, self.of(parameters), strict=True):
-            parameter.grad = gradient
 
     def take_back(self, parameters: Sequence[Tensor]) -> None:
         for parameter in parameters:

@@ -11,7 +11,7 @@ and copies the masters to the parameters in their dtypes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -127,16 +127,11 @@ class Bucket:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
-    def states(self) -> dict[str, list[Tensor]]:
-        """All tensors of the optimizer's states, by what reports call them."""
-        states: dict[str, list[Tensor]] = {}
+    def states(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """All tensors of the optimizer's states, by torch's names."""
         for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    states.setdefault(_STATE_NAMES.get(name, name.replace("_", " ")), []).append(value)
-        for (_, name), operand in self._stored.items():
-            states.setdefault(_STATE_NAMES.get(name, name.replace("_", " ")), []).extend(operand.tensors)
-        return states
+            yield from ((name, [value]) for name, value in state.items() if isinstance(value, Tensor))
+        yield from ((name, operand.tensors) for (_, name), operand in self._stored.items())
 
     def memory(self) -> dict[str, Any]:
         order = {parameter: number for number, parameter in enumerate(self.holders)}
@@ -211,8 +206,8 @@ class StepOptimizer:
         """All tensors that stay in memory between two steps, by purpose."""
         kept: dict[str, list[Tensor]] = {name: [] for name in _STATE_NAMES.values()}
         for bucket in self._buckets:
-            for name, tensors in bucket.states().items():
-                kept.setdefault(name, []).extend(tensors)
+            for name, tensors in bucket.states():
+                kept.setdefault(_STATE_NAMES.get(name, name.replace("_", " ")), []).extend(tensors)
         states = {name: tensors for name, tensors in kept.items() if tensors}
         return {"weights": self.weights.kept(), "gradients": self.gradients.kept(), **states}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.arms import LEVELS
-from fp8bench.features.train.lab import update_rules
+from fp8bench.features.train.lab import rates
 from fp8bench.features.train.lab.lab import Lab, NotFinite
 from fp8bench.features.train.lab.watched_step import Finder
 from fp8bench.features.train.values import FALLBACK, Arm, ArmRole, StepFigure, StreamLine, TrainingEvent
@@ -211,7 +211,7 @@ def test_lower_rate_halves_the_rate(corpus: Corpus) -> None:
 
 def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """No policy is applied, no step is repeated, and training goes on."""
-    monkeypatch.setattr(update_rules, "GROWTH", 3)
+    monkeypatch.setattr(rates, "GROWTH", 3)
     lab = lab_of(task_of(corpus, "fp16", loss_scale="dynamic", steps=30))
     lab._trainers["fp16"].loss_scale.scale = 2.0**32
     lines = lab.advance("fp16", 30)

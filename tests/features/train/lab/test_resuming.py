@@ -18,7 +18,7 @@ import torch
 
 from fp8bench.errors import StoreError
 from fp8bench.features.train.arms import LEVELS
-from fp8bench.features.train.lab import update_rules
+from fp8bench.features.train.lab import rates
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.models import config_of, layers_of
 from fp8bench.features.train.request import SCHEDULES
@@ -98,7 +98,7 @@ def test_every_setting_resumes_to_the_same_bits(
     ways: tuple[str, ...], corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Validations too: batch norm's statistics and the best loss of a plateau are part of a checkpoint."""
-    monkeypatch.setattr(update_rules, "PATIENCE", 0)
+    monkeypatch.setattr(rates, "PATIENCE", 0)
     assert sorted(way for ways in TOGETHER for way in ways) == sorted(WAYS)
     settings = {name: value for way in ways for name, value in WAYS[way].items()}
     assert len(settings) == sum(len(WAYS[way]) for way in ways)
