@@ -54,7 +54,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 # The least and the largest value of a key.
 _BOUNDS = {
-    "betas": (0, 1 - 1e-9), "momentum": (0, 1 - 1e-9), "eps": (0, 1), "weight_decay": (0, 10), "beta2_decay": (-10, 0),
+    "betas": (0, 0.999999), "momentum": (0, 0.999999), "eps": (0, 1), "weight_decay": (0, 10), "beta2_decay": (-10, 0),
     "d": (1, 1e6), "warmup": (0, 1), "floor": (0, 1),
 }  # fmt: skip
 # How several ranks train together.
@@ -114,7 +114,7 @@ def parse_optimizer(word: str) -> tuple[str, dict[str, Any]]:
     UsageError for what is not listed."""
     name, _, rest = word.partition(":")
     target, _, keys = rest.partition(":")
-    if target and "=" not in target:
+    if name not in OPTIMIZERS and target and "=" not in target:
         return f"{name}:{target}", {key: number_of(value) for key, value in _pairs(keys)}
     listed = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS for a torch optimizer of your own"
     if name not in OPTIMIZERS:
@@ -141,7 +141,7 @@ def _keys_of(option: str, name: str, given: str, defaults: Mapping[str, Any]) ->
     values = dict(defaults)
     for key, text in _pairs(given):
         if key not in defaults:
-            raise UsageError(f"{option} must be {name} with keys of {', '.join(defaults)}, got {key!r:.80}.")
+            raise UsageError(f"{option} must be {name} with only the keys {', '.join(defaults)}, got {key!r:.80}.")
         default = defaults[key] if isinstance(defaults[key], tuple) else (defaults[key],)
         numbers = tuple(number_of(part) for part in text.split(","))
         low, high = _BOUNDS[key]
@@ -149,7 +149,8 @@ def _keys_of(option: str, name: str, given: str, defaults: Mapping[str, Any]) ->
             what = "two numbers" if len(default) > 1 else "a number"
             usual = ",".join(map(str, default))
             raise UsageError(
-                f"{option} must be {name} with {key} {what} from {low} to {high:g}, like {usual}, got {text!r:.80}."
+                f"{option} must be {name} with {what} from {low} to {high:g} as {key}, like {key}={usual}, "
+                f"got {text!r:.80}."
             )
         values[key] = numbers if len(default) > 1 else numbers[0]
     return values

@@ -342,9 +342,9 @@ def test_an_optimizer_of_your_own_by_file_and_name(updates: str, tmp_path: Path)
     [
         ("muon", "got 'muon': it updates matrices only"), ("LBFGS", "computes the loss several times"),
         ("sparseadam", "takes sparse gradients"), ("lion", "one of adamw, sgd, adafactor, or FILE.py:CLASS"),
-        ("adamw:momentum=1", "adamw with keys of betas, eps, weight_decay"),
-        ("adamw:betas=0.9", "adamw with betas two numbers from 0 to 1, like 0.9,0.999"),
-        ("sgd:weight_decay=-1", "sgd with weight_decay a number from 0 to 10, like 0.1"),
+        ("adamw:momentum=1", "adamw with only the keys betas, eps, weight_decay"),
+        ("adamw:betas=0.9", "two numbers from 0 to 0.999999 as betas, like betas=0.9,0.999"),
+        ("sgd:weight_decay=-1", "a number from 0 to 10 as weight_decay, like weight_decay=0.1"),
     ],
 )  # fmt: skip
 def test_what_is_no_optimizer(word: str, message: str) -> None:
