@@ -6,19 +6,41 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.features.train.lab.made import SILENT
+from fp8bench.features.train.lab.own_model import OwnModel, check_batches
 from fp8bench.features.train.lab.rates import clippings_of, joint
 from fp8bench.features.train.lab.step_optimizer import seed_of
-from fp8bench.features.train.values import WATCHED_SECONDS, WIRE_BYTES, StepFigure, StepRow, StreamLine
+from fp8bench.features.train.lab.trainer import CastState, Trainer
+from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder
+from fp8bench.features.train.values import (
+    FALLBACK,
+    WATCHED_SECONDS,
+    WIRE_BYTES,
+    SeedTask,
+    StepFigure,
+    StepRow,
+    StreamLine,
+)
+from fp8bench.model.step import Coverage
 from fp8bench.nn.parallel.wire import StepWire
 from fp8bench.protocols import Phases
+from fp8bench.user_code import own_words
+from fp8bench.worker.products import product_like
 
-if TYPE_CHECKING:
-    from fp8bench.features.train.lab.trainer import Trainer
+
+def advance(trainer: Trainer, phase: Phases = SILENT, watched: bool = True) -> Iterator[StreamLine]:
+    """Take an arm's next step and yield its lines; none where the arm has stopped or is done."""
+    if trainer.stopped or trainer.step == trainer.task.steps:
+        return
+    if trainer.step == 0 and (other := product_like(trainer.precision, trainer.task.facts)):
+        words = f"the numbers of a product are those of {other}, not of {trainer.precision.mode}"
+        yield trainer.event(FALLBACK, words)
+    yield from take_step(trainer, phase, watched)
 
 
 def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[StreamLine]:
@@ -72,7 +94,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
             yield StepFigure(row.arm, row.seed, row.step, WIRE_BYTES, message.bytes, what)
 
     # 8. Adapt the loss scale; look for the first faulty tensor of a step that was not finite.
-    yield from trainer.end_step(row, casts)
+    yield from trainer.end_step(row, casts, lambda: find_faulty_tensor(trainer, scale, casts))
 
 
 def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, finding: bool = False) -> Tensor:
@@ -92,6 +114,16 @@ def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, finding:
         return trainer.together.mean(torch.stack(losses).mean())
 
 
+def find_faulty_tensor(trainer: Trainer, scale: float, casts: CastState) -> FaultyTensor | None:
+    """The first tensor of the step that was not finite, found by taking the step again without an update."""
+    trainer.recall_casts(casts)
+    finder = Finder()
+    with trainer.present(SILENT), finder.attached(trainer.model):
+        accumulate_gradients(trainer, scale, SILENT, finding=True)
+    trainer.recall_casts(CastState({}, casts.statistics))
+    return finder.place
+
+
 def _row(trainer: Trainer, figures: list[float], rate: float, scale: float, seconds: float) -> StepRow:
     loss, norm, clipping, moved, size = figures
     finite = math.isfinite(loss + norm)
@@ -100,3 +132,26 @@ def _row(trainer: Trainer, figures: list[float], rate: float, scale: float, seco
         trainer.arm.name, trainer.task.seed, trainer.step, loss, rate, norm, clipped, size, ratio, scale,
         trainer.tokens, seconds, skipped=not finite,
     )  # fmt: skip
+
+
+def examine_arms(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
+    """Take a step of each arm of a user's model; returns how much each converts. Raises UsageError for what cannot be
+    trained."""
+    coverages = []
+    for number, arm in enumerate(task.arms):
+        trainer = Trainer(task, arm)
+        assert isinstance(trainer.made, OwnModel)
+        if number == 0:
+            check_batches(task.settings.make, trainer.made.given, task.seed, task.facts)
+        try:
+            for _ in advance(trainer, watched=False):
+                pass
+            trainer.validate()
+        except (Fp8benchError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise UsageError(f"{task.settings.make}: a step of {arm.name} failed: {own_words(error)}.") from error
+        coverage = trainer.made.coverage()
+        if coverage is not None:
+            coverages.append((arm.name, coverage))
+    return tuple(coverages)

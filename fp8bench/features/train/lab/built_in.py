@@ -99,10 +99,10 @@ class BuiltInModel(MadeModel):
         return self.windows(step).drawn(self.task.seed, step, part, self._rows)
 
     def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
-        return (self.model if watched else self._forward)(*batch, phase)
+        forward: Forward = self.model if watched else self._forward
+        return forward(*batch, phase)
 
     def digest_batches(self, step: int) -> tuple[int, int]:
-        """Digests of the tokens that this rank reads in a step, and of those that all ranks read in it."""
         digest, shares, numbers = self.windows(step).digest, self.together.shares, range(self.settings.micro_batches)
         parts = [number * shares + self.together.share for number in numbers]
         rank_sum = sum(digest(self.task.seed, step, part, self._rows) for part in parts)

@@ -76,18 +76,13 @@ class MadeModel:
         """The loss of a batch. `watched`: hooks on modules have to be called, which a compiled graph does not do."""
         raise NotImplementedError
 
+    def digest_batches(self, step: int) -> tuple[int, int]:
+        """Digests of the tokens that this rank reads in a step, and of those that all ranks read in it."""
+        raise NotImplementedError
+
     def repeat_steps(self, count: int) -> None:
         """The last steps are taken again."""
 
     def validate(self, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
         """The held-out losses of an arm, a seed and a step; `last` adds what only a finished training gets."""
         raise NotImplementedError
-
-
-def make_model(
-    task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
-) -> MadeModel:
-    from fp8bench.features.train.lab.built_in import BuiltInModel
-    from fp8bench.features.train.lab.own_model import OwnModel
-
-    return (OwnModel if task.settings.make else BuiltInModel)(task, arm, watch, wrap)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.evaluate import Scores
 from fp8bench.features.train.lab.fine_tuning import apply_start, scaled
 from fp8bench.features.train.lab.made import SILENT, MadeModel, WrapArithmetic
@@ -172,32 +172,6 @@ class OwnModel(MadeModel):
 
         coverage = coverage_of(other.model, converted, step, multiple=multiple)
         return replace(coverage, loss=other.loss_words)
-
-
-def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
-    """Take a step of each arm; returns how much each converts. Raises UsageError for what cannot be trained."""
-    from fp8bench.features.train.lab.trainer import Trainer  # which makes such models
-
-    coverages = []
-    for number, arm in enumerate(task.arms):
-        trainer = Trainer(task, arm)
-        assert isinstance(trainer.made, OwnModel)
-        if number == 0:
-            check_batches(task.settings.make, trainer.made.given, task.seed, task.facts)
-        try:
-            for _ in trainer.advance(watched=False):
-                pass
-            trainer.validate()
-        except Fp8benchError:
-            raise
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise UsageError(f"{task.settings.make}: a step of {arm.name} failed: {own_words(error)}.") from error
-        coverage = trainer.made.coverage()
-        if coverage is not None:
-            coverages.append((arm.name, coverage))
-    return tuple(coverages)
 
 
 # At most so many held-out batches are read from an iterable, which may be endless, and so many from a function.

@@ -1,25 +1,25 @@
 """Trains one arm of a seed: its state from step to step, what it does after a step that was not finite, validations and
-checkpoints. What a step does is told in step.py."""
+checkpoints. The step itself is in features/train/step.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp8bench.features.train.lab.built_in import BuiltInModel
 from fp8bench.features.train.lab.fine_tuning import frozen_in
-from fp8bench.features.train.lab.made import SILENT, WrapArithmetic, make_model
+from fp8bench.features.train.lab.made import SILENT, MadeModel, WrapArithmetic
+from fp8bench.features.train.lab.own_model import OwnModel
 from fp8bench.features.train.lab.rates import RateSchedule, group_of, loss_scale_of
 from fp8bench.features.train.lab.together import digest_of
-from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder, ModelWatch, not_finite_words
+from fp8bench.features.train.lab.watched_step import FaultyTensor, ModelWatch, not_finite_words
 from fp8bench.features.train.request import clip_of
-from fp8bench.features.train.step import accumulate_gradients, take_step
 from fp8bench.features.train.values import (
-    FALLBACK,
     NOT_FINITE,
     Arm,
     ArmState,
@@ -33,7 +33,6 @@ from fp8bench.model import MemoryRole
 from fp8bench.protocols import Operand, Phases, Role
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
-from fp8bench.worker.products import product_like
 
 # An arm stops after this many steps in a row that were not finite.
 _MOST_SKIPPED = 20
@@ -57,7 +56,7 @@ class Trainer:
         self.precision = precisions.get(arm.precision)
         self.settings = settings = arm.taken(task.settings)
         self.step, self.stopped, self._skipped = 0, False, 0
-        self.made = make_model(task, arm, watch, wrap)
+        self.made: MadeModel = (OwnModel if task.settings.make else BuiltInModel)(task, arm, watch, wrap)
         self.model, self.together, self.arithmetics = self.made.model, self.made.together, self.made.arithmetics
         self.optimizer = self.made.make_optimizer()
         self.parameters = self.made.parameters
@@ -90,25 +89,18 @@ class Trainer:
         weights = [*kept["weights"], *frozen_in(self.model)]
         return {MemoryRole.WEIGHTS: weights, MemoryRole.GRADIENTS: kept["gradients"], MemoryRole.OPTIMIZER: moments}
 
-    def advance(self, phase: Phases = SILENT, watched: bool = True) -> Iterator[StreamLine]:
-        """Take one step and yield its lines; none where the arm has stopped or is done. Some steps are `watched`; in
-        one that never is, nothing is kept to measure with."""
-        if self.stopped or self.step == self.task.steps:
-            return
-        if self.step == 0 and (other := product_like(self.precision, self.task.facts)):
-            words = f"the numbers of a product are those of {other}, not of {self.precision.mode}"
-            yield self._event(FALLBACK, words)
-        yield from take_step(self, phase, watched)
-
     def rate_share(self) -> float:
         """The share of the optimizer's rates in the next step. A user's schedule has changed those already."""
         return self._lowered * (1.0 if self.made.has_own_rates else self._schedule.share(self.step))
 
-    def end_step(self, row: StepRow, before: CastState) -> Iterator[TrainingEvent]:
-        """Adapt the loss scale, and do what a step needs that was not finite."""
+    def end_step(
+        self, row: StepRow, before: CastState, find: Callable[[], FaultyTensor | None]
+    ) -> Iterator[TrainingEvent]:
+        """Adapt the loss scale. After a step that was not finite, `find` its first faulty tensor and do what --on-nan
+        says."""
         self.loss_scale.seen(not row.skipped)
         if row.skipped or not math.isfinite(row.parameter_norm):
-            yield from self._handle_not_finite(row, before)
+            yield from self._handle_not_finite(row, before, find)
         self._skipped = self._skipped + 1 if row.skipped else 0
         self.step += 1
 
@@ -140,13 +132,15 @@ class Trainer:
                     watch(Operand(parameter), parameter, Role.WEIGHT, None)
             yield
 
-    def _handle_not_finite(self, row: StepRow, before: CastState) -> Iterator[TrainingEvent]:
+    def _handle_not_finite(
+        self, row: StepRow, before: CastState, find: Callable[[], FaultyTensor | None]
+    ) -> Iterator[TrainingEvent]:
         """Halve the loss scale, or find the first faulty tensor and do what --on-nan says."""
         if row.skipped and math.isfinite(row.loss) and self.loss_scale.scale < row.loss_scale:
-            self._recall_casts(CastState({}, before.statistics))
-            yield self._event("scale-halved", f"gradients overflowed under a loss scale of {row.loss_scale:g}")
+            self.recall_casts(CastState({}, before.statistics))
+            yield self.event("scale-halved", f"gradients overflowed under a loss scale of {row.loss_scale:g}")
             return
-        place = self._place(row.loss_scale, before)
+        place = find()
         layer, tensor, values = (place.layer, place.tensor, place.values) if place is not None else ("", "", ())
         words = not_finite_words(place, row.loss, row.gradient_norm)
         values = (*values, ("loss_scale", row.loss_scale))
@@ -154,11 +148,11 @@ class Trainer:
         why = self._why_stopped(row)
         if why:
             self.stopped = True
-            yield self._event("stopped", f"the arm is stopped: {why}")
+            yield self.event("stopped", f"the arm is stopped: {why}")
         elif self.settings.on_nan == "lower-rate":
             self._lowered /= 2
             words = f"the learning rate is halved from here on, to {self._lowered:g} of its setting"
-            yield self._event("rate-lowered", words)
+            yield self.event("rate-lowered", words)
 
     def _why_stopped(self, row: StepRow) -> str:
         """'' where the arm goes on after a step that was not finite."""
@@ -168,23 +162,14 @@ class Trainer:
             return f"{_MOST_SKIPPED} steps in a row were not finite"
         return "as --on-nan stop says" if self.settings.on_nan == "stop" else ""
 
-    def _event(self, kind: str, words: str) -> TrainingEvent:
+    def event(self, kind: str, words: str) -> TrainingEvent:
         return TrainingEvent(self.arm.name, self.task.seed, self.step, kind, words)
-
-    def _place(self, scale: float, before: CastState) -> FaultyTensor | None:
-        """The first tensor of the step that was not finite, found by taking the step again without an update."""
-        self._recall_casts(before)
-        finder = Finder()
-        with self.present(SILENT), finder.attached(self.model):
-            accumulate_gradients(self, scale, SILENT, finding=True)
-        self._recall_casts(CastState({}, before.statistics))
-        return finder.place
 
     def remember_casts(self) -> CastState:
         arithmetics = {name: _copy(arithmetic.memory()) for name, arithmetic in self.arithmetics.items()}
         return CastState(arithmetics, _copy(dict(self.model.named_buffers())))
 
-    def _recall_casts(self, casts: CastState) -> None:
+    def recall_casts(self, casts: CastState) -> None:
         """Take over these tensors: the caller must not use them any more."""
         for name, memory in casts.arithmetics.items():
             self.arithmetics[name].recall({key: tensor.to(self.task.facts.key) for key, tensor in memory.items()})
@@ -208,7 +193,7 @@ class Trainer:
         finally:
             for module, mode in modes:
                 module.training = mode
-            self._recall_casts(before)
+            self.recall_casts(before)
 
     def memory(self) -> dict[str, Any]:
         return {
@@ -229,7 +214,7 @@ class Trainer:
         self._lowered, self._skipped = memory["lowered"], memory["skipped"]
         self._schedule.recall(memory["schedule"])
         self.optimizer.recall(memory["optimizer"])
-        self._recall_casts(CastState(**memory["casts"]))
+        self.recall_casts(CastState(**memory["casts"]))
         self.watch.scales = dict(memory["watched"])
 
 
