@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD
 from torch.optim.lr_scheduler import (
     ConstantLR,
@@ -35,7 +35,7 @@ class RateSchedule:
 
     def __init__(self, settings: TrainerSettings, steps: int) -> None:
         name, keys = parse_schedule(settings.schedule)
-        self._optimizer = SGD([nn.Parameter(torch.zeros(()))], lr=1.0)
+        self._optimizer = SGD([torch.empty(0)], lr=1.0)
         self._scheduler = _scheduler(self._optimizer, name, keys["warmup"], keys.get("floor", 0.0), steps)
         self._plateau: ReduceLROnPlateau | None = None
         if name == "plateau":

@@ -157,8 +157,10 @@ class StepOptimizer:
         self.gradients, self.weights = gradients, weights
         self._rate, self._schedule = rate, schedule
         self._round_updates = rounded_update(updates)
-        zeros = [parameter.new_zeros((), dtype=torch.float32) for parameter in parameters.values()]
-        self._norms = dict(zip(parameters.values(), zip(zeros, zeros, strict=True), strict=True))
+        self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        for parameter in parameters.values():
+            zero = parameter.new_zeros((), dtype=torch.float32)
+            self._norms[parameter] = zero, zero
 
     @property
     def rate(self) -> float:

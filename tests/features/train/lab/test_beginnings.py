@@ -50,7 +50,7 @@ def test_the_text_shifts_at_its_step(corpus: Corpus, tmp_path: Path) -> None:
     )
     assert looks["other-text"] < before["other-text"]
     from_begin = lab_of(with_other(corpus, tmp_path, shift=0.0))._trainers["bf16"]
-    assert (from_begin._windows(0).drawn(0, 0, 0, 2)[0] == 7).all()
+    assert (from_begin.made.windows(0).drawn(0, 0, 0, 2)[0] == 7).all()
 
 
 def test_the_held_out_part_of_the_other_text_is_not_trained_on(corpus: Corpus) -> None:
