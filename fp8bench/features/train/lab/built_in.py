@@ -100,7 +100,8 @@ class BuiltInModel(MadeModel):
 
     def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
         forward: Forward = self.model if watched else self._forward
-        return forward(*batch, phase)
+        tokens, targets = batch
+        return forward(tokens, targets, phase)
 
     def digest_batches(self, step: int) -> tuple[int, int]:
         digest, shares, numbers = self.windows(step).digest, self.together.shares, range(self.settings.micro_batches)
