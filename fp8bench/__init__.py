@@ -16,7 +16,7 @@ _HOME = {
     "CommandResult": "cli.outputs",
     "Finding": "model",
     "Fp8benchError": "errors",
-    "HighAccumulation": "features.train.lab.own_optimizer",
+    "HighAccumulation": "features.train.lab.step_optimizer",
     "Label": "model",
     "Phase": "model",
     "Record": "model",

@@ -21,7 +21,7 @@ from fp8bench.features.train.api import load_training as load_training
 from fp8bench.features.train.api import resume_training as resume_training
 from fp8bench.features.train.api import TrainingResult
 from fp8bench.features.train.api import watch as watch
-from fp8bench.features.train.lab.own_optimizer import HighAccumulation as HighAccumulation
+from fp8bench.features.train.lab.step_optimizer import HighAccumulation as HighAccumulation
 from fp8bench.features.train.values import TrainingObserver
 from fp8bench.model.measured import Record as Record
 from fp8bench.model.planned import Case as Case
@@ -118,20 +118,17 @@ def suite(
 def train(
     *, dtypes: str | Iterable[str] = ..., steps: int | None = None, seeds: int | None = None, quick: bool = False,
     margin: float = 1.0, precision_map: Mapping[str, str] | None = None, rates: Mapping[str, float] | None = None,
-    betas: Iterable[float] = ..., log: str | Iterable[str] = ..., live: str | Path | None = None,
-    on_alarm: str | None = None, store: str | Path = ".fp8bench", progress: bool = True,
-    observer: TrainingObserver | None = None, make: str | Callable[[], object] = "",
-    skip: str | Iterable[str] = ..., reference: str | None = None, seed: int = 0, bands: str | Iterable[str] = ...,
-    sweep: Mapping[str, object] = ..., device: str | None = None, threads: int = 1, data: str | None = None,
-    tokens: str = "bytes", stride: int = 10, evaluate: int = 50, keep: int = 50,
-    memory_limit: int | str | None = None, energy: bool = True, scales_from: str | None = None,
+    log: str | Iterable[str] = ..., live: str | Path | None = None, on_alarm: str | None = None,
+    store: str | Path = ".fp8bench", progress: bool = True, observer: TrainingObserver | None = None,
+    make: str | Callable[[], object] = "", skip: str | Iterable[str] = ..., reference: str | None = None,
+    seed: int = 0, bands: str | Iterable[str] = ..., sweep: Mapping[str, object] = ..., device: str | None = None,
+    threads: int = 1, data: str | None = None, tokens: str = "bytes", stride: int = 10, evaluate: int = 50,
+    keep: int = 50, memory_limit: int | str | None = None, energy: bool = True, scales_from: str | None = None,
     imports: str | Iterable[str] = ..., isolation: bool = True, ranks: int | None = None, model: str = "nano",
     arch: Literal["gpt", "mlp", "cnn", "moe"] = "gpt", batch: int = 0, sequence: int = 0, micro_batches: int = 1,
-    rate: float = 0.001, optimizer: Literal["adamw", "sgd", "lion", "adafactor"] = "adamw",
-    updates: Literal["fp32", "bf16", "fp8"] = "fp32",
-    schedule: Literal["cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau"] = "cosine",
-    warmup: float = 0.1, floor: float = 0.1, weight_decay: float = 0.1, clip: float | str = 1.0, shift: float = 1.0,
-    start: str = "", tasks: str | Iterable[str] = ..., metric: str | Iterable[str] = ..., dropout: float = 0.0,
+    rate: float = 0.001, optimizer: str = "adamw", updates: Literal["fp32", "bf16", "fp8"] = "fp32",
+    schedule: str = "cosine", clip: float | str = 1.0, shift: float = 1.0, start: str = "",
+    tasks: str | Iterable[str] = ..., metric: str | Iterable[str] = ..., dropout: float = 0.0,
     loss_scale: str = "auto", optimizer_states: Literal["fp32", "bf16", "fp8lm"] = "fp32",
     master: Literal["fp32", "fp16-scaled", "fp16-fp8", "bf16-stochastic"] = "fp32",
     gradients: Literal["fp32", "bf16", "fp8"] = "fp32", checkpointing: Literal["no", "blocks"] = "no",

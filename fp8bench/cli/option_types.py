@@ -112,10 +112,6 @@ def factors(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
     return lambda text: _held(rule, text, tuple((name, number_of(value)) for name, value in layers(text)))
 
 
-def numbers(rule: Rule) -> Callable[[str], tuple[float, ...]]:
-    return lambda text: _held(rule, text, tuple(map(number_of, text.split(","))))
-
-
 def size(text: str) -> int:
     try:
         value = bytes_of(text)

@@ -75,8 +75,6 @@ def _parser_of(kind: str, said: RequestOption) -> dict[str, Any]:
         return {"action": "append", "default": []}
     if said.parse == "axis":
         return {"action": "append", "default": [], "type": types.axis}
-    if said.parse == "numbers":
-        return {"type": types.numbers(said.rule)}
     if said.parse == "factors":
         return {"type": types.factors(said.rule)}
     if said.parse:

@@ -27,19 +27,6 @@ WEIGHT_DECAY = 0.1
 
 
 @dataclass(frozen=True)
-class Update:
-    """The hyperparameters of a step. A fused step also divides gradients by `divisor` and changes nothing where `skip`
-    is 1; both are tensors on the device."""
-
-    rate: float = LEARNING_RATE
-    decay: float = WEIGHT_DECAY
-    betas: tuple[float, float] = BETAS
-    epsilon: float = EPSILON
-    divisor: Tensor | None = None
-    skip: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Storage:
     """How a moment is kept between steps. `casts` is False where it stays the fp32 tensor that the step writes.
 
@@ -147,7 +134,7 @@ class Bucket:
         first, second = self._kept
         return _tensors_of(first), _tensors_of(second), self._steps
 
-    def update(self, first: list[Tensor], second: list[Tensor], how: Update = Update()) -> None:
+    def update(self, first: list[Tensor], second: list[Tensor]) -> None:
         """One step of torch's AdamW, which writes weights and both moments in place.
 
         Unfused, torch takes whole lists (foreach) on a GPU, and tensor by tensor on a CPU.
@@ -161,14 +148,12 @@ class Bucket:
             self._steps,
             fused=True if self._fused else None,
             amsgrad=False,
-            beta1=how.betas[0],
-            beta2=how.betas[1],
-            lr=how.rate,
-            weight_decay=how.decay,
-            eps=how.epsilon,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            lr=LEARNING_RATE,
+            weight_decay=WEIGHT_DECAY,
+            eps=EPSILON,
             maximize=False,
-            grad_scale=how.divisor,
-            found_inf=how.skip,
         )
 
 

@@ -55,4 +55,4 @@ def test_an_overflow_is_located(corpus: Corpus) -> None:
     lab = lab_of(task(corpus, Arm("fp16", "fp16"), loss_scale="4294967296", on_nan="skip"))
     row, event = lab.advance("fp16", 1)[0], lab.advance("fp16", 1)[-1]
     assert getattr(row, "skipped", False) and getattr(event, "layer", "")
-    assert all(bool(parameter.isfinite().all()) for parameter in lab._trainers["fp16"]._parameters.values())
+    assert all(bool(parameter.isfinite().all()) for parameter in lab._trainers["fp16"].parameters.values())

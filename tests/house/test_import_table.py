@@ -132,6 +132,7 @@ HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.nn.", frozenset({"numpy", "torch"})),
     *((f"fp8bench.features.train.lab.{light}", frozenset[str]()) for light in ("lab", "rank_lab")),
     ("fp8bench.features.train.lab.", frozenset({"numpy", "torch"})),
+    ("fp8bench.features.train.step", frozenset({"torch"})),
     ("fp8bench.tape.", frozenset({"torch"})),
     *((f"fp8bench.worker.{name}", frozenset({"torch"})) for name in ONCE_ASKED),
     *((f"fp8bench.features.audit.{name}", frozenset({"torch"})) for name in AUDITING),

@@ -101,7 +101,6 @@ def train(
     margin: float = 1.0,
     precision_map: Mapping[str, str] | None = None,
     rates: Mapping[str, float] | None = None,
-    betas: Iterable[float] = (),
     log: str | Iterable[str] = (),
     live: str | Path | None = None,
     on_alarm: str | None = None,
@@ -128,8 +127,7 @@ def train(
     request = request_with_defaults(
         quick, steps, seeds, names(dtypes), margin=margin / 100, **fields_given(TrainingRequest, own),
         settings=TrainerSettings(
-            **options, make=name, skip=names(skip), precision_map=pairs(precision_map), rates=pairs(rates),
-            betas=tuple(betas),
+            **options, make=name, skip=names(skip), precision_map=pairs(precision_map), rates=pairs(rates)
         ),
     )  # fmt: skip
     targets = log_targets(log)

@@ -35,7 +35,7 @@ from fp8bench.workloads.model import LIVE
 MOST_ARMS = 64
 # Settings that have to be the same in all arms, which share weights and batches, or that no sweep can express.
 _SHARED = {
-    "make", "skip", "model", "arch", "batch", "sequence", "rates", "betas", "precision_map", "scales", "parallel",
+    "make", "skip", "model", "arch", "batch", "sequence", "rates", "precision_map", "scales", "parallel",
     "shift", "start", "tasks", "metric",
 }  # fmt: skip
 _SWEPT: dict[str, Callable[[str], Scalar]] = {

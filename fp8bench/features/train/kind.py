@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.features.train.request import BANDS, SETTINGS_RULES
 from fp8bench.features.train.values import (
     ArmCost,
@@ -224,12 +224,37 @@ def _training_from(plain: Any) -> Training:
     ]  # fmt: skip
     request = plain["request"]
     bands = [band for band in request.get("bands", BANDS) if band in BANDS] or ["none"]
-    settings = {name: value for name, value in request.get("settings", {}).items() if not _is_of_others(name, value)}
+    settings = _with_keys(request.get("settings", {}))
+    settings = {name: value for name, value in settings.items() if not _is_of_others(name, value)}
     return decode(Training, {**plain, "arms": arms, "request": {**request, "bands": bands, "settings": settings}})
 
 
+# Settings of older headers, with their defaults, which are keys of the optimizer or the schedule now.
+_OLDER_KEYS: Mapping[str, tuple[str, object]] = {
+    "betas": ("optimizer", []), "weight_decay": ("optimizer", 0.1),
+    "warmup": ("schedule", 0.1), "floor": ("schedule", 0.1),
+}  # fmt: skip
+
+
+def _with_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a header; older ones have numbers of the optimizer and the schedule on their own."""
+    words = dict(settings)
+    for key, (option, default) in _OLDER_KEYS.items():
+        value = words.pop(key, default)
+        if value == default or option not in words:
+            continue
+        text = f"{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
+        if key == "betas" and words[option] == "sgd":
+            text = f"momentum={value[0]}"
+        words[option] += f":{text}"
+    return words
+
+
 def _is_of_others(name: str, value: object) -> bool:
-    return name in SETTINGS_RULES and isinstance(value, str) and not SETTINGS_RULES[name].holds(value)
+    try:
+        return name in SETTINGS_RULES and isinstance(value, str) and not SETTINGS_RULES[name].holds(value)
+    except UsageError:
+        return True
 
 
 def load_head(path: Path) -> Training:

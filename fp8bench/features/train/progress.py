@@ -16,10 +16,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TextIO
+from typing import TextIO
 
 from fp8bench import units
 from fp8bench.cli.progress import REDRAW_SECONDS, LiveBlock, is_watched, time_left
@@ -328,15 +329,40 @@ class LivePage(_Outward):
             self._failed = why
 
 
+def run_on_alarm(command: str, text: str, seconds: float) -> str:
+    """Run the user's command with sentences on its stdin; returns why it failed, or ''. After `seconds` it is killed
+    with everything that it has started."""
+    try:
+        # Files, not pipes: a command that does not read its stdin must not block.
+        with tempfile.TemporaryFile() as sentences, tempfile.TemporaryFile() as errors:
+            sentences.write(text.encode(errors="backslashreplace"))
+            sentences.seek(0)
+            process = subprocess.Popen(
+                command, shell=True, stdin=sentences, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            )
+            try:
+                code = process.wait(seconds)
+                why = f"ended with {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                why = f"did not end within {seconds:g} s"
+            errors.seek(0)
+            first = errors.read(300).strip().partition(b"\n")[0].decode(errors="replace")
+            return f"{why}: {first}" if why and first else why
+    except OSError as error:
+        return f"could not be started ({error.strerror})"
+
+
 class AlarmCommand(_Outward):
-    """Runs the user's command for alarms, one at a time, with a sentence a line on its stdin."""
+    """Runs the user's command for alarms, one at a time and without waiting for it, with a sentence a line."""
 
     def __init__(self, command: str, say: Say, seconds: float = COMMAND_SECONDS) -> None:
         self._command, self._say, self._seconds = command, say, seconds
         self._waiting: list[str] = []
-        self._process: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes] | None = None
-        self._end = 0.0
+        self._thread = ThreadPoolExecutor(1)
+        self._running: Future[str] | None = None
 
     def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
         if self._training is not None:
@@ -344,52 +370,20 @@ class AlarmCommand(_Outward):
             bands = {arm.name for arm in self._training.arms if arm.is_band}
             events = [line for line in lines if isinstance(line, TrainingEvent) and line.kind in _REPORTED]
             self._waiting += [f"{name}: {event_words(event)}\n" for event in events if event.arm not in bands]
-        self._go_on()
+        if self._running is None or self._running.done():
+            self._start_next()
 
     def close(self) -> None:
-        while self._process is not None or self._waiting:
-            self._go_on()
-            if self._process is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(max(0.0, self._end - time.monotonic()))
+        while self._running is not None or self._waiting:
+            self._start_next()
 
-    def _go_on(self) -> None:
-        if self._process is not None and self._process.poll() is None and time.monotonic() >= self._end:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._ended(f"did not end within {self._seconds:g} s")
-        elif self._process is not None and (code := self._process.poll()) is not None:
-            self._ended(f"ended with {code}" if code else "")
-        if self._process is None and self._waiting:
-            text, self._waiting = "".join(self._waiting), []
-            self._start(text)
-
-    def _start(self, text: str) -> None:
-        try:
-            # A file, not a pipe: a command that does not read it must not block the training.
-            with tempfile.TemporaryFile() as given:
-                given.write(text.encode(errors="backslashreplace"))
-                given.seek(0)
-                self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
-                self._process = subprocess.Popen(
-                    self._command, shell=True, stdin=given, stdout=subprocess.DEVNULL, stderr=self._errors,
-                    start_new_session=True,
-                )  # fmt: skip
-        except OSError as error:
-            self._ended(f"could not be started ({error.strerror})")
-        self._end = time.monotonic() + self._seconds
-
-    def _ended(self, why: str) -> None:
-        self._process, errors, self._errors = None, self._errors, None
-        first = b""
-        if errors is not None:
-            errors.seek(0)
-            first = errors.read(300).strip().partition(b"\n")[0]
-            errors.close()
-        if why:
-            message = f": {first.decode(errors='replace')}" if first else ""
-            self._say(f"--on-alarm {shlex.quote(self._command)} {why}{message}; the training goes on")
+    def _start_next(self) -> None:
+        """Report how the last command ended, once it has, and start one for the alarms since."""
+        if self._running is not None and (why := self._running.result()):
+            self._say(f"--on-alarm {shlex.quote(self._command)} {why}; the training goes on")
+        text, self._waiting, self._running = "".join(self._waiting), [], None
+        if text:
+            self._running = self._thread.submit(run_on_alarm, self._command, text, self._seconds)
 
 
 class LiveLog(_Outward):

@@ -32,8 +32,31 @@ CLIP_GROUPS = ("kind", "block", "tensor")
 LOSS_SCALES = ("auto", "dynamic")
 LARGEST_LOSS_SCALE = float(1 << 32)
 MOST_STEPS = 10_000_000
-OPTIMIZERS = ("adamw", "sgd", "lion", "adafactor")
-SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau")
+# Classes of torch.optim that --optimizer names, and the keys that may be set, with our defaults.
+OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
+    "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
+    "sgd": {"momentum": 0.9, "weight_decay": 0.1},
+    "adafactor": {"beta2_decay": -0.8, "d": 1.0, "weight_decay": 0.1},
+}
+# Why other classes of torch.optim cannot take these steps.
+NOT_STEPPED = {
+    "muon": "it updates matrices only, and a model also has norms and biases",
+    "sparseadam": "it takes sparse gradients, and these are dense",
+    "lbfgs": "it computes the loss several times in a step, and a step here computes it once",
+}
+_WARMUP: Mapping[str, Any] = {"warmup": 0.1}
+_WARMUP_AND_FLOOR: Mapping[str, Any] = {"warmup": 0.1, "floor": 0.1}
+# Schedules of torch.optim.lr_scheduler (wsd and inverse-sqrt by its LambdaLR). Both keys are shares: of the steps in
+# which the rate rises, and of the rate at the end.
+SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "cosine": _WARMUP_AND_FLOOR, "linear": _WARMUP_AND_FLOOR, "constant": _WARMUP, "wsd": _WARMUP_AND_FLOOR,
+    "one-cycle": _WARMUP_AND_FLOOR, "inverse-sqrt": _WARMUP_AND_FLOOR, "plateau": _WARMUP_AND_FLOOR,
+}  # fmt: skip
+# The least and the largest value of a key.
+_BOUNDS = {
+    "betas": (0, 0.999999), "momentum": (0, 0.999999), "eps": (0, 1), "weight_decay": (0, 10), "beta2_decay": (-10, 0),
+    "d": (1, 1e6), "warmup": (0, 1), "floor": (0, 1),
+}  # fmt: skip
 # How several ranks train together.
 PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
 # The formats they send, and the ways that have this choice.
@@ -86,8 +109,59 @@ def _is_clip(value: object) -> bool:
     return 0 <= most < math.inf and ("/" in str(value)) == (group in CLIP_GROUPS)
 
 
-def _are_betas(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) in (0, 2) and all(0 <= beta < 1 for beta in value)
+def parse_optimizer(word: str) -> tuple[str, dict[str, Any]]:
+    """The name and all keys in 'NAME[:key=value...]', or the class and the given keys in 'FILE.py:CLASS[:...]'. Raises
+    UsageError for what is not listed."""
+    name, _, rest = word.partition(":")
+    target, _, keys = rest.partition(":")
+    if name not in OPTIMIZERS and target and "=" not in target:
+        return f"{name}:{target}", {key: number_of(value) for key, value in _pairs(keys)}
+    listed = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS for a torch optimizer of your own"
+    if name not in OPTIMIZERS:
+        why = NOT_STEPPED.get(name.lower())
+        raise UsageError(f"{listed}, got {name!r:.80}{f': {why}' if why else ''}.")
+    return name, _keys_of("optimizer", name, rest, OPTIMIZERS[name])
+
+
+def parse_schedule(word: str) -> tuple[str, dict[str, Any]]:
+    """The name and all keys in 'NAME[:key=value...]'. Raises UsageError for what is not listed."""
+    name, _, keys = word.partition(":")
+    if name not in SCHEDULES:
+        raise UsageError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r:.80}.")
+    return name, _keys_of("schedule", name, keys, SCHEDULES[name])
+
+
+def _pairs(keys: str) -> list[tuple[str, str]]:
+    pairs = [pair.partition("=") for pair in keys.split(":") if pair]
+    return [(key, value) for key, _, value in pairs]
+
+
+def _keys_of(option: str, name: str, given: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults with the given keys; raises UsageError for others and for values out of bounds."""
+    values = dict(defaults)
+    for key, text in _pairs(given):
+        if key not in defaults:
+            raise UsageError(f"{option} must be {name} with only the keys {', '.join(defaults)}, got {key!r:.80}.")
+        default = defaults[key] if isinstance(defaults[key], tuple) else (defaults[key],)
+        numbers = tuple(number_of(part) for part in text.split(","))
+        low, high = _BOUNDS[key]
+        if len(numbers) != len(default) or not all(low <= number <= high for number in numbers):
+            what = "two numbers" if len(default) > 1 else "a number"
+            usual = ",".join(map(str, default))
+            raise UsageError(
+                f"{option} must be {name} with {what} from {low} to {high:g} as {key}, like {key}={usual}, "
+                f"got {text!r:.80}."
+            )
+        values[key] = numbers if len(default) > 1 else numbers[0]
+    return values
+
+
+def _is_optimizer(value: object) -> bool:
+    return isinstance(value, str) and bool(parse_optimizer(value))
+
+
+def _is_schedule(value: object) -> bool:
+    return isinstance(value, str) and bool(parse_schedule(value))
 
 
 WHAT, LENGTH, LEARNING = "what to train", "how long, and how sure", "how it learns"
@@ -172,25 +246,21 @@ class TrainerSettings:
         "factors of the rate: by kind of parameters or layers (attn, mlp), or the front of their path (blocks.0)",
         "NAME=FACTOR,...", LEARNING, parse="factors",
     )  # fmt: skip
-    optimizer: str = _choice("adamw", OPTIMIZERS, "what updates the weights; default {default}")
-    betas: tuple[float, ...] = option(
-        (), Rule("two numbers from 0 to below 1, like 0.9,0.95", _are_betas),
-        "decay of the first moment (sgd's momentum) and of the second; default adamw 0.9,0.999, sgd 0.9,0, lion "
-        "0.9,0.99", "NUMBER,NUMBER", LEARNING, parse="numbers",
+    optimizer: str = option(
+        "adamw", Rule(f"one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS", _is_optimizer),
+        "what updates the weights: adamw, sgd, adafactor, or FILE.py:CLASS, a torch optimizer of your own; keys as in "
+        "torch: adamw:betas=0.9,0.95, sgd:momentum=0.9; matrices decay by weight_decay, default 0.1; default {default}",
+        "NAME[:KEY=VALUE...]", LEARNING,
     )  # fmt: skip
     updates: str = _choice(
         "fp32", ("fp32", "bf16", "fp8"), "format of each update, also of your own optimizer; default {default}"
     )
-    schedule: str = _choice(
-        "cosine", SCHEDULES,
-        "how the rate changes after its warm-up; wsd: it falls in the last fifth of the steps; plateau: it is halved "
-        "after 3 validations without a better held-out loss; default {default}",
-    )  # fmt: skip
-    warmup: float = _share(0.1, "share of the steps in which the rate rises; default {default}")
-    floor: float = _share(0.1, "share of the rate at the end of the schedule; default {default}")
-    weight_decay: float = option(
-        0.1, number("a number from 0 to 10", lambda value: 0 <= value <= 10),
-        "weight decay of matrices; default {default}", "NUMBER", LEARNING,
+    schedule: str = option(
+        "cosine", Rule(f"one of {', '.join(SCHEDULES)}", _is_schedule),
+        f"how the rate changes: {', '.join(SCHEDULES)}; keys: warmup, the share of the steps in which it rises, and "
+        "floor, the share of it at the end, 0.1 each; wsd falls in the last fifth of the steps, plateau halves after "
+        "3 validations without a better held-out loss; default {default}",
+        "NAME[:KEY=VALUE...]", LEARNING,
     )  # fmt: skip
     clip: float | str = option(
         1.0, Rule(f"a number from 0, alone or as NUMBER/GROUP (groups: {', '.join(CLIP_GROUPS)})", _is_clip),

@@ -23,7 +23,7 @@ from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.lab.rank_lab import MERGES
 from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
-from fp8bench.features.train.request import TrainingRequest
+from fp8bench.features.train.request import TrainingRequest, parse_optimizer
 from fp8bench.features.train.seed import FIRST_SECONDS, SeedPace, SeedRun, TrainingRun, lab_of
 from fp8bench.features.train.values import (
     COVERAGE,
@@ -151,8 +151,9 @@ def no_text(make: str) -> TrainingText:
 def _plan(request: TrainingRequest, worker: Worker, text: TrainingText, command: str = "") -> Training:
     """The training as planned for the worker's machine; `parameters` is still 0."""
     device = device_of(request, worker.probe())
-    place, colon, _ = request.settings.make.rpartition(":")  # the environment includes the maker's module or file
-    imports = (*request.imports, *([place] if colon else []))
+    # The environment includes the modules or files of a user's maker and optimizer.
+    targets = request.settings.make, parse_optimizer(request.settings.optimizer)[0]
+    imports = (*request.imports, *(target.rpartition(":")[0] for target in targets if ":" in target))
     environment = gather(worker.software(), __version__, request.threads, imports)
     arms = make_arms(request, device)
     return Training(secrets.token_hex(4), now(), command, request, arms, device, environment, text, 0)

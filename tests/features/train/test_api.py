@@ -34,13 +34,14 @@ def text(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_arguments_equal_the_command_line(text: Path, store: Path) -> None:
     words = (
         "train --dtypes bf16,fp8-delayed --steps 6 --seeds 1 --margin 2 --sweep history=1 --sweep history=16 "
-        "--rate 0.01 --data text.txt --betas 0.9,0.95 --rates norm=0 --clip 0.5/kind --precision-map mlp=bf16 "
-        "--sequence 16"
+        "--rate 0.01 --data text.txt --optimizer adamw:betas=0.9,0.95 --rates norm=0 --clip 0.5/kind "
+        "--precision-map mlp=bf16 --sequence 16"
     )
     noted = NotedTraining()
     kept = fp8bench.train(
         dtypes=["bf16", "fp8-delayed"], steps=6, seeds=1, margin=2, sweep={"history": [1, 16]}, rate=0.01, data=text,
-        betas=[0.9, 0.95], rates={"norm": 0}, clip="0.5/kind", precision_map={"mlp": "bf16"}, sequence=16, store=store,
+        optimizer="adamw:betas=0.9,0.95", rates={"norm": 0}, clip="0.5/kind", precision_map={"mlp": "bf16"},
+        sequence=16, store=store,
         observer=noted,
     )  # fmt: skip
     assert kept.training.request == request_from(build_parser().parse_args(words.split()))

@@ -49,7 +49,8 @@ def newest(store: Path) -> KeptTraining:
     (["--seeds", "0"], "--seeds: expected"), (["--margin", "100"], "--margin: expected a percentage"),
     (["--rate", "0"], "--rate: expected a number above 0"),
     (["--loss-scale", "0.5"], "--loss-scale: expected auto, dynamic, or"),
-    (["--betas", "0.9"], "--betas: expected two numbers"), (["--tokens", "words"], "--tokens: expected bytes"),
+    (["--optimizer", "adamw:betas=0.9"], "two numbers from 0 to 0.999999 as betas"),
+    (["--tokens", "words"], "--tokens: expected bytes"),
     (["--device", "cuda:9"], "unknown device on this machine 'cuda:9'"),
     (["--data", "nowhere.txt"], "nowhere.txt cannot be read"), (["--wire", "fp8"], "--wire is for several ranks"),
     (["--json", "--csv", "-"], "both print on stdout"), (["--dry-run", "--csv", "-"], "--dry-run measures nothing"),
@@ -125,7 +126,7 @@ def test_where_no_arm_can_be_built_it_ends_at_once(say: Say, local: None, monkey
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(LocalWorker, "restart", lambda worker: pytest.fail("a fresh worker was tried"))
-    monkeypatch.setattr("fp8bench.features.train.lab.own_trainer.Trainer", full)
+    monkeypatch.setattr("fp8bench.features.train.lab.trainer.Trainer", full)
     code, out, err = say(*TINY)
     assert (code, out) == (3, "") and "Cannot allocate memory. Free some, or raise" in " ".join(err.split())
 
@@ -146,9 +147,8 @@ fp8_amax_compute_algo: max
 max_grad_norm: 0.5/kind
 rate: 2e-3
 schedule: plateau
-betas: [0.9, 0.95]
+optimizer: adamw:betas=0.9,0.95:weight_decay=0.2
 rates: {attn: 0.5, blocks.0: 2}
-weight_decay: 0.2
 max_batch_size: 4
 micro-batches: 2
 checkpointing: blocks
@@ -168,8 +168,8 @@ def configured(*words: str) -> TrainingRequest:
 
 def test_a_file_of_options_equals_the_command_line(store: Path) -> None:
     wanted = TrainerSettings(
-        clip="0.5/kind", rate=2e-3, schedule="plateau", betas=(0.9, 0.95), weight_decay=0.2, batch=4, micro_batches=2,
-        checkpointing="blocks", rates=(("attn", 0.5), ("blocks.0", 2.0)),
+        clip="0.5/kind", rate=2e-3, schedule="plateau", optimizer="adamw:betas=0.9,0.95:weight_decay=0.2",
+        batch=4, micro_batches=2, checkpointing="blocks", rates=(("attn", 0.5), ("blocks.0", 2.0)),
         precision_map=(("embed", "fp16"), ("attn", "fp8"), ("mlp", "fp8"), ("norm", "fp16"), ("output", "fp16")),
     )  # fmt: skip
     request = configured()
@@ -197,11 +197,9 @@ def test_fp8_keys_of_a_compiled_training_mean_the_fp8_that_compiles(store: Path)
     "max_grad_nrm: 1": "my.yaml: unknown key 'max_grad_nrm'. Did you mean 'max_grad_norm'?",
     "clip: 1\nmax_grad_norm: 2": "my.yaml: 'max_grad_norm' sets what another key sets",
     "use_flash_attention: false": "my.yaml: use_flash_attention: 'false' is not taken: attention is torch's own kernel",
-    "betas: [0.9, 0.9]\noptimizer: adafactor": "--betas has no effect",
     "rates: {atn: 2}": "unknown parameters of --rates 'atn'. Did you mean 'attn'?",
     "rates: {attn: fast}": "my.yaml: rates: expected kinds of parameters",
     "clip: 1/layer": "my.yaml: clip: expected a number from 0, alone or as NUMBER/GROUP",
-    "betas: big": "my.yaml: betas: expected two numbers",
     "num_epochs: 3": "num_epochs: '3' is not taken: write steps: N",
     "precision_map: {norm: tf32}": "--precision-map norm=tf32: tf32 rounds what products read",
 }.items())  # fmt: skip

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import RunNotFound, StoreError
+from fp8bench.features.train import kind
 from fp8bench.features.train.kind import (
     KIND,
     ResumePlace,
@@ -22,6 +23,7 @@ from fp8bench.features.train.kind import (
 )
 from fp8bench.features.train.values import ArmCost, LayerReading, StepFigure, StreamLine, TrainingEvent, Validation
 from fp8bench.model import MemoryUse
+from fp8bench.model.codec import encode
 from fp8bench.store.runs.run_file import start_run
 from tests.commands import Say
 from tests.older import as_older
@@ -161,3 +163,17 @@ def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path, fp8ben
     ):  # fmt: skip
         told = fp8bench(*words, "--store", str(store))
         assert told[0] == code and said in "".join(told[1:])
+
+
+def test_an_older_header_has_numbers_of_the_optimizer_and_schedule_on_their_own() -> None:
+    """They are read as keys; what is at its default is left out."""
+    older = {"betas": [0.8, 0.95], "weight_decay": 0.2, "warmup": 0.1, "floor": 0.0, "schedule": "linear"}
+    for optimizer, read in (
+        ("adamw", "adamw:betas=0.8,0.95:weight_decay=0.2"), ("sgd", "sgd:momentum=0.8:weight_decay=0.2"),
+        ("lion", "adamw"),
+    ):  # fmt: skip
+        settings = kind._with_keys(older | {"optimizer": optimizer})
+        assert settings == {"schedule": "linear:floor=0.0", "optimizer": settings["optimizer"]}
+        plain = encode(training())
+        plain["request"]["settings"] |= older | {"optimizer": optimizer}
+        assert kind._training_from(plain).request.settings.optimizer == read

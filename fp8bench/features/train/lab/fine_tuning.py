@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.checkpoint import weights
-from fp8bench.features.train.lab.optimizer import seed_of
+from fp8bench.features.train.lab.step_optimizer import seed_of
 from fp8bench.features.train.request import TrainerSettings, file_of
 from fp8bench.features.train.values import Arm, ArmRole
 from fp8bench.files import MEMORY_BYTES, open_file

@@ -53,13 +53,13 @@ class Lab(Bench):
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
         """Drop the previous seed and build every arm. An arm that cannot be built raises when it is used."""
-        from fp8bench.features.train.lab.own_trainer import trainer_of
+        from fp8bench.features.train.lab.trainer import Trainer
 
         self._start_over(task)
         for arm in task.arms:
             try:
                 with self._running():
-                    self._trainers[arm.name] = trainer_of(task, arm)
+                    self._trainers[arm.name] = Trainer(task, arm)
             except Exception as error:  # noqa: BLE001 - the other arms may fit, or have a sound plan
                 self._unbuilt[arm.name] = described(error)
         return tuple(trainer.state() for trainer in self._trainers.values())
@@ -76,11 +76,11 @@ class Lab(Bench):
 
     def examine(self, task: SeedTask) -> tuple[tuple[str, Coverage], ...]:  # type: ignore[override]
         """Take a step of every arm of a user's model; returns what each converts. Raises for what cannot be trained."""
-        from fp8bench.features.train.lab.own_trainer import examined
+        from fp8bench.features.train.step import examine_arms
 
         self._start_over(task)
         with self._running():
-            return examined(task)
+            return examine_arms(task)
 
     def alone(self, task: SeedTask) -> ArmCost:
         """Measure the memory of the task's only arm with no other arm loaded. Drops the previous seed."""
@@ -96,9 +96,11 @@ class Lab(Bench):
 
     def advance(self, arm: str, steps: int) -> tuple[StreamLine, ...]:
         """Take up to `steps` steps and return their lines. An arm that has stopped or is done returns none."""
+        from fp8bench.features.train import step
+
         trainer = self._trainer(arm)
         with self._running(trainer.precision):
-            return tuple(line for _ in range(steps) for line in trainer.advance(self._unmarked()))
+            return tuple(line for _ in range(steps) for line in step.advance(trainer, self._unmarked()))
 
     def loop(self, key: str, steps: int) -> float:
         """Returns the seconds of so many more steps, back to back. They change the arm and return no lines."""
@@ -180,8 +182,10 @@ class Lab(Bench):
 
 def another_step(trainer: Trainer, phase: Phases) -> None:
     """Take a step; an arm that is done repeats one of its last. Raises NotFinite."""
+    from fp8bench.features.train import step
+
     trainer.repeat(_REPEATED_STEPS)
-    for _ in trainer.advance(phase, watched=False):
+    for _ in step.advance(trainer, phase, watched=False):
         pass
     if trainer.stopped:
         raise NotFinite(f"it stopped at step {trainer.step}: its numbers were not finite")
@@ -204,7 +208,7 @@ def hardware_of_arm(task: SeedTask) -> Hardware:
 
 def made_alone(task: SeedTask, arm: Arm, hardware: Hardware) -> Make:
     """How an arm is made without readings of its tensors, which would take memory of their own."""
-    from fp8bench.features.train.lab.own_trainer import trainer_of
+    from fp8bench.features.train.lab.trainer import Trainer
 
     def make(listener: Told | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
         def with_hardware(mode: str, inner: Arithmetic) -> Arithmetic:
@@ -213,7 +217,7 @@ def made_alone(task: SeedTask, arm: Arm, hardware: Hardware) -> Make:
 
         def prepare() -> PreparedMemory:
             watch = None if listener is None else watch_of(listener)
-            trainer = trainer_of(task, arm, watch, None if ledger is None else with_hardware)
+            trainer = Trainer(task, arm, watch, None if ledger is None else with_hardware)
             return PreparedMemory(trainer, lambda phase: another_step(trainer, phase))
 
         return prepare

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.train.request import CUT, PARAMETER_KINDS, WIRED, TrainerSettings
+from fp8bench.features.train.request import CUT, PARAMETER_KINDS, WIRED, TrainerSettings, parse_optimizer
 from fp8bench.formats.hardware import emulated, native, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
@@ -90,7 +90,7 @@ def check(settings: TrainerSettings) -> None:
          f"--arch cnn reads a text in lines of {LINE} tokens: --sequence {config.sequence} is no multiple of {LINE}."),
         (settings.attention != "auto" and (not attends or compiled),
          f"--attention {settings.attention} is for --arch gpt and moe without --compile yes: choose these, or auto."),
-        (settings.optimizer == "adafactor" and settings.optimizer_states != "fp32",
+        (parse_optimizer(settings.optimizer)[0] == "adafactor" and settings.optimizer_states != "fp32",
          f"adafactor keeps means of rows and columns: leave --optimizer-states {settings.optimizer_states} out."),
         (compiled and settings.arch == "moe",
          "--compile yes does not work with --arch moe, whose experts get any number of tokens. Choose --compile no."),
@@ -111,7 +111,7 @@ def check(settings: TrainerSettings) -> None:
 
 # Settings that have an effect only with some values of another one.
 _ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "betas": ("optimizer", ("adamw", "sgd", "lion")), "wire": ("parallel", WIRED),
+    "wire": ("parallel", WIRED),
 }  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
          "experts cast on some ranks and not on others, so that ranks cannot share magnitudes. Choose --arch gpt"),
         (cut and given.master == "bf16-stochastic", f"--master {given.master}", way,
          "weights that all ranks share would be rounded differently on each. Choose another master"),
-        ((cut or sharded) and given.optimizer == "adafactor", "--optimizer adafactor", way,
+        ((cut or sharded) and parse_optimizer(given.optimizer)[0] == "adafactor", "--optimizer adafactor", way,
          "it needs means of a weight's rows and columns, and a rank has a part of them. Choose another one"),
         ((cut or sharded) and given.updates == "fp8", "--updates fp8", way,
          "its scale needs the update of a whole weight, and a rank has a part of it. Choose bf16"),

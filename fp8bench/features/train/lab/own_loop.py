@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.loop_figures import LoopHabits, listening, predictions_of, tensors_in
-from fp8bench.features.train.lab.optimizer import joint
+from fp8bench.features.train.lab.rates import joint
 from fp8bench.features.train.lab.readings import Figures, dense, read
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
 from fp8bench.features.train.values import UNSEEN, StepFigure, StepRow, StreamLine, TrainingEvent, Validation

@@ -59,7 +59,7 @@ class RankLab(RankBench, Lab):
         first = trainer.step
         lines = super().advance(arm, _advanced)
         looked_at = [step for step in range(first, trainer.step) if step % self._task.stride == 0]
-        batches = tuple((step, *trainer.read(step)) for step in looked_at)
+        batches = tuple((step, *trainer.made.digest_batches(step)) for step in looked_at)
         weights, faults = trainer.weights_digest()
         same = ("the _advanced done", trainer.step), ("the weights", weights), ("the scales", trainer.scales_digest())
         return RankLines(lines, same, batches, trainer.together.shares, faults)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.optimizer import Gradients, gradient_of
+from fp8bench.features.train.lab.low_precision import Gradients, gradient_of
 from fp8bench.nn.gpt import GPT, LanguageModel
 from fp8bench.nn.moments import bucketed
 from fp8bench.nn.parallel.exchanges import RankGroup

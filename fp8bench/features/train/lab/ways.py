@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.optimizer import Gradients, gradient_of
+from fp8bench.features.train.lab.low_precision import Gradients, gradient_of
 from fp8bench.features.train.lab.together import Alone, DataParallel, FullySharded, T, TensorParallel
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import DeviceFacts

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fp8bench.features.train import step
 from fp8bench.features.train.lab import evaluate
 from fp8bench.features.train.lab.together import DataParallel, FullySharded
 from fp8bench.features.train.lab.trainer import Trainer
@@ -20,7 +21,7 @@ from tests.features.train.lab import plants
 from tests.features.train.lab.labs import TINY, TINY_TIED
 
 _RANK = int(os.environ.get("RANK", "0"))
-_init, _advance = Trainer.__init__, Trainer.advance
+_init, _advance = Trainer.__init__, step.advance
 
 
 def _planted_init(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
@@ -43,7 +44,7 @@ def _planted_init(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
 
 @torch.no_grad()
 def _move(trainer: Trainer) -> None:
-    weight = next(iter(trainer._parameters.values())).view(-1)
+    weight = next(iter(trainer.parameters.values())).view(-1)
     weight[5] = torch.nextafter(weight[5], torch.tensor(9.0))
 
 
@@ -70,15 +71,15 @@ def _spoil_average(trainer: Trainer) -> None:
     together.average = forgotten
 
 
-def _advanced(self: Trainer, *arguments: Any, **named: Any) -> Iterator[StreamLine]:
-    planted = self._task.seed if _RANK == 1 and self.arm.role == "candidate" else 0
+def _advanced(trainer: Trainer, *arguments: Any, **named: Any) -> Iterator[StreamLine]:
+    planted = trainer.task.seed if _RANK == 1 and trainer.arm.role == "candidate" else 0
     # A rank that is to die once leaves a mark that it has.
     died = Path(os.environ.get("PLANTED_RANKS", "")) / f"died-{planted}"
-    if self.step == plants.KILLED_AT and planted == plants.KILLED and not died.exists():
+    if trainer.step == plants.KILLED_AT and planted == plants.KILLED and not died.exists():
         if "PLANTED_RANKS" in os.environ:
             died.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    yield from _advance(self, *arguments, **named)
+    yield from _advance(trainer, *arguments, **named)
 
 
 SIZES.setdefault(TINY, plants.SIZE)
@@ -86,4 +87,4 @@ SIZES.setdefault(TINY_TIED, replace(plants.SIZE, tied=True))
 if "RANK" in os.environ:
     evaluate._TOKENS = plants.LOOKED_AT
     Trainer.__init__ = _planted_init  # type: ignore[method-assign]
-    Trainer.advance = _advanced  # type: ignore[method-assign]
+    step.advance = _advanced

@@ -42,7 +42,7 @@ def test_the_text_shifts_at_its_step(corpus: Corpus, tmp_path: Path) -> None:
     usual, other = (rows(lab.advance("bf16", 10)) for lab in (plain, shifted))
     assert usual[:6] == other[:6] and all(a.loss != b.loss for a, b in zip(usual[6:], other[6:], strict=True))
     trainer = shifted._trainers["bf16"]
-    read = [trainer._windows(step).drawn(0, step, 0, 2)[0] for step in (5, 6)]
+    read = [trainer.made.windows(step).drawn(0, step, 0, 2)[0] for step in (5, 6)]
     assert not (read[0] == 7).all() and (read[1] == 7).all()
     looks, before = (
         {look.of: look.loss for look in lab.validate("bf16") if isinstance(look, Validation)}
@@ -50,7 +50,7 @@ def test_the_text_shifts_at_its_step(corpus: Corpus, tmp_path: Path) -> None:
     )
     assert looks["other-text"] < before["other-text"]
     from_begin = lab_of(with_other(corpus, tmp_path, shift=0.0))._trainers["bf16"]
-    assert (from_begin._windows(0).drawn(0, 0, 0, 2)[0] == 7).all()
+    assert (from_begin.made.windows(0).drawn(0, 0, 0, 2)[0] == 7).all()
 
 
 def test_the_held_out_part_of_the_other_text_is_not_trained_on(corpus: Corpus) -> None:
@@ -71,7 +71,7 @@ def test_arms_begin_with_the_weights_of_a_checkpoint(corpus: Corpus, tmp_path: P
     start = f"{tmp_path / 'kept'}::fp8"
     begun = lab_of(task_of(corpus, "bf16", "nvfp4", seed=3, start=start))
     for arm in ("bf16", "nvfp4"):
-        own, kept = (lab._trainers[name]._parameters for lab, name in ((begun, arm), (lab, "fp8")))
+        own, kept = (lab._trainers[name].parameters for lab, name in ((begun, arm), (lab, "fp8")))
         assert all(torch.equal(own[name], kept[name]) for name in kept)
     first = rows(begun.advance("bf16", 1))[0]
     assert first.loss < rows(lab_of(task_of(corpus, "bf16", seed=3)).advance("bf16", 1))[0].loss
@@ -119,7 +119,7 @@ def named(path: Path) -> str:
 
 
 def model_of(lab: Lab, arm: str = "bf16") -> nn.Module:
-    model: nn.Module = lab._trainers[arm]._model
+    model: nn.Module = lab._trainers[arm].model
     return model
 
 

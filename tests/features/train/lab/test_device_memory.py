@@ -11,8 +11,8 @@ import torch
 
 from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab.lab import Lab, NotFinite, hardware_of_arm
-from fp8bench.features.train.lab.own_trainer import trainer_of
 from fp8bench.features.train.lab.trainer import Trainer
+from fp8bench.features.train.step import advance
 from fp8bench.features.train.values import Arm, ArmCost
 from fp8bench.model import MemoryRole, MemoryUse
 from fp8bench.model.raw import Settings
@@ -54,7 +54,7 @@ def saved_for_backward(trainer: Trainer) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        list(trainer.advance())
+        list(advance(trainer))
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
@@ -66,7 +66,7 @@ def test_what_lies_at_the_highest_point_is_what_autograd_keeps(arm: str, corpus:
     roles = {MemoryRole(name): size for name, size in memory.roles}
     assert sum(roles.values()) == memory.peak
     trainer = Trainer(task_of(corpus, arm, batch=256), Arm(arm, arm))
-    list(trainer.advance())
+    list(advance(trainer))
     assert sum(roles.get(role, 0) for role in SAVED) == pytest.approx(saved_for_backward(trainer), abs=64)
     count = trainer.state().parameters
     assert roles[MemoryRole.WEIGHTS] == 4 * count and roles[MemoryRole.OPTIMIZER] == pytest.approx(8 * count, abs=64)
@@ -121,8 +121,8 @@ def test_against_codes_in_memory(mode: str, states: tuple[tuple[str, str], ...],
 
     def make(*_: object) -> Any:
         def prepare() -> PreparedMemory:
-            trainer = trainer_of(task, task.arms[0], None, beside)
-            return PreparedMemory(trainer, lambda phase: list(trainer.advance(phase, watched=False)))
+            trainer = Trainer(task, task.arms[0], None, beside)
+            return PreparedMemory(trainer, lambda phase: list(advance(trainer, phase, watched=False)))
 
         return prepare
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.arms import LEVELS
-from fp8bench.features.train.lab import update_rules
+from fp8bench.features.train.lab import rates
 from fp8bench.features.train.lab.lab import Lab, NotFinite
 from fp8bench.features.train.lab.watched_step import Finder
+from fp8bench.features.train.step import find_faulty_tensor
 from fp8bench.features.train.values import FALLBACK, Arm, ArmRole, StepFigure, StreamLine, TrainingEvent
 from fp8bench.model.raw import Settings
 from fp8bench.nn.arithmetics import PlainArithmetic
@@ -106,7 +107,7 @@ def test_attention_in_the_arms_precision(corpus: Corpus) -> None:
     for word in ("rounded", "prescaled"):
         lab = lab_of(task_of(corpus, "fp16", attention=word, on_nan="skip"))
         assert rows(lab.advance("fp16", 2))[0].loss < 7
-        parameter = lab._trainers["fp16"]._parameters["blocks.0.attn.qkv.weight"]
+        parameter = lab._trainers["fp16"].parameters["blocks.0.attn.qkv.weight"]
         parameter.detach()[:64].mul_(75)  # queries and keys: scores as large as 5,000 become 28 million
         assert rows(lab.advance("fp16", 1))[0].skipped is (word == "rounded")
 
@@ -130,7 +131,7 @@ def test_clipping_by_group_is_recorded_as_a_share_of_all_gradients(corpus: Corpu
     (whole,), (row,) = (rows(lab.advance("bf16", 1)) for lab in labs)
     assert whole.clipped == pytest.approx(1 - 1e-3 / row.gradient_norm, rel=1e-4)
     # Each tensor keeps a norm of at most 1e-3.
-    count = len(labs[1]._trainers["bf16"]._parameters)
+    count = len(labs[1]._trainers["bf16"].parameters)
     assert whole.clipped > row.clipped >= 1 - 1.001e-3 * count**0.5 / row.gradient_norm > 0.9
 
 
@@ -145,12 +146,12 @@ def test_a_table_that_collapses_is_seen_as_the_model_sees_it(corpus: Corpus) -> 
 
 
 def weights_of(lab: Lab, arm: str) -> dict[str, Tensor]:
-    return {name: weight.detach().clone() for name, weight in lab._trainers[arm]._parameters.items()}
+    return {name: weight.detach().clone() for name, weight in lab._trainers[arm].parameters.items()}
 
 
 def spoil(lab: Lab, arm: str, name: str, factor: float) -> None:
     with torch.no_grad():
-        lab._trainers[arm]._parameters[name].mul_(factor)
+        lab._trainers[arm].parameters[name].mul_(factor)
 
 
 def events(lines: tuple[StreamLine, ...]) -> list[TrainingEvent]:
@@ -199,8 +200,8 @@ def test_overflowing_gradients_are_found_in_backward(corpus: Corpus) -> None:
 
 
 def test_lower_rate_halves_the_rate(corpus: Corpus) -> None:
-    lab = lab_of(task_of(corpus, "fp16", on_nan="lower-rate", warmup=0.0, floor=1.0))
-    scale = lab._trainers["fp16"]._loss_scale
+    lab = lab_of(task_of(corpus, "fp16", on_nan="lower-rate", schedule="constant:warmup=0"))
+    scale = lab._trainers["fp16"].loss_scale
     scale.scale = 2.0**32
     (row,), (_, lowered) = rows(lines := lab.advance("fp16", 1)), events(lines)
     scale.scale = 1024.0
@@ -211,9 +212,9 @@ def test_lower_rate_halves_the_rate(corpus: Corpus) -> None:
 
 def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """No policy is applied, no step is repeated, and training goes on."""
-    monkeypatch.setattr(update_rules, "GROWTH", 3)
+    monkeypatch.setattr(rates, "GROWTH", 3)
     lab = lab_of(task_of(corpus, "fp16", loss_scale="dynamic", steps=30))
-    lab._trainers["fp16"]._loss_scale.scale = 2.0**32
+    lab._trainers["fp16"].loss_scale.scale = 2.0**32
     lines = lab.advance("fp16", 30)
     assert {event.kind for event in events(lines)} == {"scale-halved"}
     skipped = [row.skipped for row in rows(lines)]
@@ -238,12 +239,12 @@ def test_a_repeated_step_leaves_what_casts_remember(corpus: Corpus) -> None:
     lab = lab_of(task_of(corpus, "fp8-delayed:history=4", "nvfp4", rate=1e-30))
     for arm in ("fp8-delayed:history=4", "nvfp4"):
         trainer = lab._trainers[arm]
-        before = trainer._remembered()
+        before = trainer.remember_casts()
         lab.advance(arm, 1)
-        after = trainer._remembered().arithmetics
+        after = trainer.remember_casts().arithmetics
         trainer.step = 0
-        assert trainer._place(1.0, before) is None
-        again = trainer._remembered().arithmetics
+        assert find_faulty_tensor(trainer, 1.0, before) is None
+        again = trainer.remember_casts().arithmetics
         assert after.keys() == again.keys() and any(after.values())
         for name, kept in after.items():
             assert all(torch.equal(tensor, again[name][key]) for key, tensor in kept.items()), name
@@ -271,9 +272,9 @@ def test_a_skipped_step_leaves_running_statistics(corpus: Corpus) -> None:
     trainer = lab._trainers["fp16"]
     lab.advance("fp16", 1)
     spoil(lab, "fp16", "blocks.0.first.weight", 1e7)
-    before = trainer._remembered().statistics
+    before = trainer.remember_casts().statistics
     lines = lab.advance("fp16", 1)
     assert rows(lines)[0].skipped and events(lines)[0].layer.startswith("blocks.0.first")
-    after = trainer._remembered().statistics
+    after = trainer.remember_casts().statistics
     assert any("running" in name for name in before)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

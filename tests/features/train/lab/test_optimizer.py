@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,26 +16,21 @@ import torch
 from torch import Tensor, nn
 
 import fp8bench
+from fp8bench.errors import UsageError
 from fp8bench.features.train.arms import LEVELS
-from fp8bench.features.train.lab import update_rules
+from fp8bench.features.train.lab import rates
+from fp8bench.features.train.lab.low_precision import AutomaticScale, StochasticWeights, stochastic_bf16
 from fp8bench.features.train.lab.models import check
-from fp8bench.features.train.lab.optimizer import (
-    AutomaticScale,
-    LoopOptimizer,
-    StochasticWeights,
-    clippings_of,
-    joint,
-    stochastic_bf16,
-)
-from fp8bench.features.train.lab.own_optimizer import TorchOptimizer
-from fp8bench.features.train.lab.update_rules import (
+from fp8bench.features.train.lab.rates import (
     LossScale,
-    PlateauShare,
+    RateSchedule,
+    clippings_of,
     factor_of,
     group_of,
+    joint,
     loss_scale_of,
-    share_of_rate,
 )
+from fp8bench.features.train.lab.step_optimizer import StepOptimizer, make_step_optimizer, wrap_own_optimizer
 from fp8bench.features.train.request import SCHEDULES, TrainerSettings
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values
@@ -43,7 +39,7 @@ from tests.counts import for_each
 SHAPES = {
     "embedding": (24, 16), "blocks.0.norm.weight": (16,), "blocks.0.mlp.up.weight": (32, 16), "head.weight": (24, 16),
 }  # fmt: skip
-STEPS = 6
+STEPS, RATE = 6, 1e-2
 
 
 def drawn(seed: int) -> list[Tensor]:
@@ -63,19 +59,19 @@ def values_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in parameters]
 
 
-def made(**settings: Any) -> tuple[LoopOptimizer, list[nn.Parameter]]:
+def made(**settings: Any) -> tuple[StepOptimizer, list[nn.Parameter]]:
     own = parameters()
-    return LoopOptimizer(own, TrainerSettings(**settings)), list(own.values())
+    return make_step_optimizer(own, TrainerSettings(rate=RATE, **settings)), list(own.values())
 
 
-def backward(optimizer: LoopOptimizer, own: list[nn.Parameter], *micro_batches: list[Tensor]) -> None:
+def backward(optimizer: StepOptimizer, own: list[nn.Parameter], *micro_batches: list[Tensor]) -> None:
     optimizer.gradients.begin()
     for several in micro_batches:
         torch.stack([(weight * part).sum() for weight, part in zip(own, several, strict=True)]).sum().backward()
 
 
-def step(optimizer: LoopOptimizer, rate: float = 1e-2, divisor: float = 1.0, skip: bool = False) -> None:
-    optimizer.step(rate, [torch.tensor(float(divisor))] * len(SHAPES), torch.tensor(float(skip)))
+def step(optimizer: StepOptimizer, divisor: float = 1.0, skip: bool = False) -> None:
+    optimizer.step(1.0, [torch.tensor(float(divisor))] * len(SHAPES), torch.tensor(float(skip)))
 
 
 @for_each(
@@ -215,12 +211,12 @@ def test_updates_too_small_for_bf16_are_kept_on_average() -> None:
 def trained(skipped: int = -1, **settings: Any) -> list[list[Tensor]]:
     """The weights after every step, with gradients multiplied by 4 and divided again."""
     own = parameters()
-    optimizer = LoopOptimizer(own, TrainerSettings(weight_decay=0.1, **settings))
+    optimizer = make_step_optimizer(own, TrainerSettings(rate=RATE, **settings))
     weights = []
     for step in range(STEPS):
         for parameter, gradient in zip(own.values(), gradients(step), strict=True):
             parameter.grad = gradient * (torch.nan if step == skipped else 4.0)
-        optimizer.step(1e-2, [torch.tensor(4.0)] * len(own), torch.tensor(float(step == skipped)))
+        optimizer.step(1.0, [torch.tensor(4.0)] * len(own), torch.tensor(float(step == skipped)))
         weights.append(values_of(own.values()))
     return weights
 
@@ -234,7 +230,7 @@ def test_a_step_that_is_not_measured_changes_weights_alike(settings: dict[str, A
         optimizer, own = made(**settings)
         with optimizer.weights.present():
             backward(optimizer, own, gradients(0))
-            optimizer.step(1e-2, [torch.tensor(1.0)] * len(SHAPES), torch.tensor(0.0), measured)
+            optimizer.step(1.0, [torch.tensor(1.0)] * len(SHAPES), torch.tensor(0.0), measured)
             weights.append(values_of(own))
         assert bool(torch.stack(optimizer.update_norms).any()) == (measured or "updates" in settings)
         assert bool(torch.stack(optimizer.weight_norms).all())
@@ -262,19 +258,19 @@ SGD, ADAMW, ADAFACTOR = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafacto
 
 @for_each("skipped", [-1, 0, 2])
 @for_each(
-    ("settings", "make", "near"),
+    ("settings", "make"),
     [
-        ({"optimizer": "sgd"}, partial(SGD, lr=1e-2, momentum=0.9), 0.0),
-        *(({"optimizer": "sgd", "betas": (beta, 0)}, partial(SGD, lr=1e-2, momentum=beta), 0.0) for beta in (0.0, 0.5)),
-        ({}, partial(ADAMW, lr=1e-2, fused=True), 0.0),
-        ({"betas": (0.8, 0.95)}, partial(ADAMW, lr=1e-2, betas=(0.8, 0.95), fused=True), 0.0),
-        # But for numbers that it has on the host.
-        ({"optimizer": "adafactor"}, partial(ADAFACTOR, lr=1e-2, eps=(None, 1e-3)), 1e-6),
+        ({"optimizer": "sgd"}, partial(SGD, lr=1e-2, momentum=0.9)),
+        ({"optimizer": "sgd:momentum=0"}, partial(SGD, lr=1e-2)),
+        ({"optimizer": "sgd:momentum=0.5"}, partial(SGD, lr=1e-2, momentum=0.5)),
+        ({}, partial(ADAMW, lr=1e-2, fused=True)),
+        ({"optimizer": "adamw:betas=0.8,0.95"}, partial(ADAMW, lr=1e-2, betas=(0.8, 0.95), fused=True)),
+        ({"optimizer": "adafactor"}, partial(ADAFACTOR, lr=1e-2)),
     ],
 )  # fmt: skip
-def test_rules_are_torchs(settings: dict[str, Any], make: Any, near: float, skipped: int) -> None:
+def test_updates_are_torchs(settings: dict[str, Any], make: Any, skipped: int) -> None:
     for own, theirs in zip(trained(skipped, **settings), torchs(make, skipped), strict=True):
-        torch.testing.assert_close(own, theirs, rtol=near, atol=near / 10)
+        torch.testing.assert_close(own, theirs, rtol=0, atol=0)
 
 
 def test_factors_of_the_rate_are_those_of_torchs_groups() -> None:
@@ -294,20 +290,7 @@ def test_norms_are_those_of_updates_and_weights() -> None:
     torch.testing.assert_close(optimizer.weight_norms, [weight.detach().norm() for weight in own])
 
 
-def test_lion_is_that_of_the_paper() -> None:
-    """The oracle is the paper's algorithm 2 in double precision."""
-    weights = [weight.detach().double() for weight in parameters().values()]
-    moments = [torch.zeros_like(weight) for weight in weights]
-    for step, own in enumerate(trained(optimizer="lion")):
-        for weight, moment, gradient in zip(weights, moments, gradients(step), strict=True):
-            update = torch.sign(0.9 * moment + 0.1 * gradient.double())
-            decay = 0.1 if weight.ndim > 1 else 0.0
-            weight.sub_(1e-2 * (update + decay * weight))
-            moment.mul_(0.99).add_(0.01 * gradient.double())
-        torch.testing.assert_close([weight.double() for weight in own], weights, rtol=1e-6, atol=1e-6)
-
-
-@for_each("optimizer", ["adamw", "sgd", "lion"])
+@for_each("optimizer", ["adamw", "sgd"])
 def test_an_update_in_fp8_is_rounded_and_the_weights_are_not(optimizer: str) -> None:
     start = [weight.detach() for weight in parameters().values()]
     high, low = trained(optimizer=optimizer)[0], trained(optimizer=optimizer, updates="fp8")[0]
@@ -318,19 +301,67 @@ def test_an_update_in_fp8_is_rounded_and_the_weights_are_not(optimizer: str) -> 
     assert not torch.equal(high[0], low[0])
 
 
-def test_moments_of_other_rules() -> None:
-    for optimizer in ("sgd", "lion"):
-        low = trained(optimizer=optimizer, optimizer_states="fp8lm")
-        assert not torch.equal(low[-1][0], trained(optimizer=optimizer)[-1][0])
-        kept = made(optimizer=optimizer, optimizer_states="fp8lm")[0].kept()
-        assert kept["first moment"][0].dtype == torch.float8_e4m3fn
+def test_states_of_other_optimizers() -> None:
+    low = trained(optimizer="sgd", optimizer_states="fp8lm")
+    assert not torch.equal(low[-1][0], trained(optimizer="sgd")[-1][0])
+    kept = made(optimizer="sgd", optimizer_states="fp8lm")[0].kept()
+    assert kept["first moment"][0].dtype == torch.float8_e4m3fn and "second moment" not in kept
     kept = made(optimizer="adafactor")[0].kept()
     counts = [sum(tensor.numel() for tensor in kept[name]) for name in ("first moment", "second moment")]
     assert counts == [24 + 32 + 24, 16 * 4]
 
 
-def shares(steps: int, **settings: Any) -> list[float]:
-    return [share_of_rate(TrainerSettings(**settings), step, steps) for step in range(steps)]
+OWN = """
+import torch
+
+class Signs(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.sign_()
+        super().step()
+"""
+
+
+@for_each("updates", ["fp32", "fp8"])
+def test_an_optimizer_of_your_own_by_file_and_name(updates: str, tmp_path: Path) -> None:
+    """It takes the rate and the keys, and its states are stored in low precision as those of listed ones."""
+    (tmp_path / "signs.py").write_text(OWN)
+    word = f"{tmp_path / 'signs.py'}:Signs:momentum=0.9"
+    stored = made(optimizer=word, optimizer_states="bf16", updates=updates)[0]
+    own, plain = (trained(optimizer=word, updates=updates, **more) for more in ({}, {"optimizer_states": "bf16"}))
+    assert not torch.equal(own[-1][0], plain[-1][0]) and "first moment" not in stored.kept()
+    weights = parameters()
+    moved = [(after - before.detach()) for after, before in zip(own[0], weights.values(), strict=True)]
+    wanted = [-RATE * part.sign() for part in gradients(0)]
+    torch.testing.assert_close(moved, wanted, rtol=0.1 if updates == "fp8" else 1e-4, atol=0)
+
+
+@for_each(
+    ("word", "message"),
+    [
+        ("muon", "got 'muon': it updates matrices only"), ("LBFGS", "computes the loss several times"),
+        ("sparseadam", "takes sparse gradients"), ("lion", "one of adamw, sgd, adafactor, or FILE.py:CLASS"),
+        ("adamw:momentum=1", "adamw with only the keys betas, eps, weight_decay"),
+        ("adamw:betas=0.9", "two numbers from 0 to 0.999999 as betas, like betas=0.9,0.999"),
+        ("sgd:weight_decay=-1", "a number from 0 to 10 as weight_decay, like weight_decay=0.1"),
+    ],
+)  # fmt: skip
+def test_what_is_no_optimizer(word: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TrainerSettings(optimizer=word)
+
+
+def test_own_optimizers_that_cannot_be_stepped() -> None:
+    model = nn.Linear(4, 4)
+    for make, why in ((torch.optim.LBFGS, "several times"), (torch.optim.SparseAdam, "sparse gradients")):
+        with pytest.raises(UsageError, match=why):
+            wrap_own_optimizer("make", model, lambda model, make=make: make(list(model.parameters())), None)
+
+
+def shares(steps: int, schedule: str) -> list[float]:
+    rate_schedule = RateSchedule(TrainerSettings(schedule=schedule), steps)
+    return [rate_schedule.share(step) for step in range(steps)]
 
 
 def by_torch(steps: int, make: Callable[[torch.optim.Optimizer], Any]) -> list[float]:
@@ -348,50 +379,51 @@ def test_one_cycle_is_torchs(warmup: float) -> None:
     wanted = by_torch(50, lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 1.0, total_steps=50, pct_start=warmup, final_div_factor=1 / 25 / 0.1, cycle_momentum=False,
     ))  # fmt: skip
-    assert shares(50, schedule="one-cycle", warmup=warmup) == pytest.approx(wanted, rel=1e-6)
+    assert shares(50, f"one-cycle:warmup={warmup}") == pytest.approx(wanted, rel=1e-6)
 
 
-def test_linear_is_torchs_and_the_others_by_hand() -> None:
-    cosine = shares(101, warmup=0.1, floor=0.1)
+def test_schedules_by_hand() -> None:
+    cosine = shares(101, "cosine")
     assert cosine[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
-    assert cosine[10] == 1 and cosine[-1] == pytest.approx(0.1) and cosine[55] == pytest.approx(0.55)
-    assert all(share > later for share, later in pairwise(cosine[10:])) and shares(1, warmup=0.0) == [1.0]
+    assert cosine[10] == pytest.approx(1) and cosine[-1] == pytest.approx(0.1) and cosine[55] == pytest.approx(0.55)
+    assert all(share > later for share, later in pairwise(cosine[10:])) and shares(1, "cosine:warmup=0") == [1.0]
     wanted = by_torch(41, lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 40))
-    assert shares(41, schedule="linear", warmup=0.0) == pytest.approx(wanted)
-    stable = shares(100, schedule="wsd", floor=0.0)
+    assert shares(41, "linear:warmup=0") == pytest.approx(wanted)
+    stable = shares(100, "wsd:floor=0")
     assert stable[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert stable[10:80] == [1.0] * 70
+    assert stable[10:80] == pytest.approx([1.0] * 70)
     assert stable[80:] == pytest.approx([(19 - step) / 20 for step in range(20)])
-    assert shares(10, schedule="constant", warmup=0.0) == [1.0] * 10
-    roots = shares(100, schedule="inverse-sqrt", floor=0.0)
-    assert roots[9] == 1.0 and roots[39] == pytest.approx(0.5) and roots[99] == pytest.approx((10 / 100) ** 0.5)
+    assert shares(10, "constant:warmup=0") == [1.0] * 10
+    roots = shares(100, "inverse-sqrt:floor=0")
+    assert (
+        roots[9] == pytest.approx(1)
+        and roots[39] == pytest.approx(0.5)
+        and roots[99] == pytest.approx((10 / 100) ** 0.5)
+    )
 
 
 @for_each("schedule", SCHEDULES)
 @for_each("steps", [1, 2, 3, 10])
 @for_each("share", [0.0, 0.5, 1.0])
 def test_no_schedule_leaves_its_bounds(schedule: str, steps: int, share: float) -> None:
-    assert all(0 < part <= 1 for part in shares(steps, schedule=schedule, warmup=share, floor=0.1))
+    assert all(0 < part <= 1 + 1e-9 for part in shares(steps, f"{schedule}:warmup={share}"))
 
 
-def test_plateau_is_torchs() -> None:
+def test_plateau_halves_after_three_bad_losses_and_is_resumed() -> None:
     losses = [3.0, 2.5, 2.4999, 2.6, 2.7, 2.4, 2.4, 2.4, 2.4, 2.5, 2.6, 2.7, 2.8, 2.9, 3.0, 3.1, 1.0, 1.0]
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    theirs = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=2, min_lr=0.1)
-    plateau = PlateauShare(TrainerSettings(schedule="plateau"))
-    for number, loss in enumerate(losses):
-        theirs.step(loss)
-        plateau.seen(number, loss)
-        plateau.seen(number, 99.0)  # the same look once more
-        other = PlateauShare(TrainerSettings(schedule="plateau"))
-        other.recall(plateau.memory())
-        plateau = other
-        assert plateau.share == optimizer.param_groups[0]["lr"], number
-    assert plateau.share < 1
+    settings = TrainerSettings(schedule="plateau:warmup=0")
+    schedule, seen = RateSchedule(settings, 100), []
+    for step, loss in enumerate(losses):
+        schedule.share(step)
+        schedule.see_held_out(loss)
+        memory, schedule = schedule.memory(), RateSchedule(settings, 100)
+        schedule.recall(memory)
+        seen.append(schedule.share(step))
+    assert seen == [1.0] * 4 + [0.5] * 4 + [0.25] * 3 + [0.125] * 3 + [0.1] * 4
 
 
 def test_a_dynamic_loss_scale_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_rules, "GROWTH", 3)
+    monkeypatch.setattr(rates, "GROWTH", 3)
     scaler = torch.amp.GradScaler("cpu", growth_interval=3)
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
@@ -406,7 +438,7 @@ def test_a_dynamic_loss_scale_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_loss_scales_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_rules, "GROWTH", 2)
+    monkeypatch.setattr(rates, "GROWTH", 2)
     scale = LossScale(2.0**31, dynamic=True)
     seen = []
     for finite in (True, False, True, True, True, True, True, True):
@@ -421,15 +453,15 @@ def test_loss_scales_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_longest_name_gives_the_rate() -> None:
-    rates = (("attn", 2.0), ("blocks.0", 3.0), ("blocks.0.attn.out", 5.0), ("layer", 7.0), ("norm", 11.0))
+    factors = (("attn", 2.0), ("blocks.0", 3.0), ("blocks.0.attn.out", 5.0), ("layer", 7.0), ("norm", 11.0))
     wanted = {
         ("blocks.1.attn.qkv.weight", 2): 2.0, ("blocks.0.attn.qkv.weight", 2): 3.0,
         ("blocks.0.attn.out.weight", 2): 5.0, ("blocks.10.attn.out.weight", 2): 2.0,
         ("blocks.1.mlp.up.weight", 2): 7.0, ("blocks.1.norm_attn.weight", 1): 11.0,
         ("blocks.0.norm_attn.weight", 1): 3.0, ("norm.weight", 1): 11.0, ("head.weight", 2): 1.0, ("embedding", 2): 1.0,
     }  # fmt: skip
-    assert {key: factor_of(*key, rates) for key in wanted} == wanted
-    check(TrainerSettings(rates=rates))
+    assert {key: factor_of(*key, factors) for key in wanted} == wanted
+    check(TrainerSettings(rates=factors))
 
 
 def test_groups_of_clipping() -> None:
@@ -517,12 +549,12 @@ def test_high_accumulation_resumes_to_the_same_bits() -> None:
 
 def test_high_accumulation_clips_and_skips_by_its_masters() -> None:
     model, high = accumulating("fp32")
-    optimizer = TorchOptimizer("make", model, lambda model: high, None)
+    optimizer = wrap_own_optimizer("make", model, lambda model: high, None)
     start = model.weight.detach().clone()
     optimizer.gradients.begin()
     wanted = found_by_backward(model, 3)
     assert torch.equal(optimizer.gradients.norms()[0], wanted.norm())
-    optimizer.step(0.0, [torch.tensor(2.0)], torch.tensor(1.0))
+    optimizer.step(1.0, [torch.tensor(2.0)], torch.tensor(1.0))
     assert torch.equal(model.weight, start)
-    optimizer.step(0.0, [torch.tensor(2.0)], torch.tensor(0.0))
+    optimizer.step(1.0, [torch.tensor(2.0)], torch.tensor(0.0))
     assert torch.equal(model.weight.detach(), (start.float() - 0.1 * wanted / 2).bfloat16())

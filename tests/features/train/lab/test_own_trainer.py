@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.lab.own_trainer import OwnBatches, OwnTrainer
+from fp8bench.features.train.lab.own_model import OwnBatches, OwnModel
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.run import no_text
 from fp8bench.features.train.values import Arm, ArmRole, LayerReading, SeedTask, StreamLine, Validation
@@ -120,7 +120,7 @@ def trained(task: SeedTask, arm: str) -> list[StreamLine]:
 
 def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float]:
     """The losses of the same loop as anybody writes it, with the same draws."""
-    from fp8bench.features.train.lab.optimizer import seed_of
+    from fp8bench.features.train.lab.step_optimizer import seed_of
     from fp8bench.nn.own_model import seeded
 
     with seeded(seed, CPU):
@@ -281,21 +281,21 @@ def test_settings_of_the_built_in_optimizer_are_refused_with_an_own_one() -> Non
 def test_frozen_weights_are_counted_once_and_have_neither_gradients_nor_moments() -> None:
     lab = lab_of(task_of("half frozen", "bf16"))
     trainer = lab._trainers["bf16"]
-    frozen = [weight.detach().clone() for weight in trainer._model.first.parameters()]
+    frozen = [weight.detach().clone() for weight in trainer.model.first.parameters()]
     lab.advance("bf16", 3)
-    assert all(map(torch.equal, frozen, trainer._model.first.parameters()))
+    assert all(map(torch.equal, frozen, trainer.model.first.parameters()))
     sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in trainer._kept().items()}
-    trained_bytes = 4 * sum(weight.numel() for weight in trainer._model.parameters() if weight.requires_grad)
+    trained_bytes = 4 * sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
     assert sizes["frozen"] == 4 * sum(weight.numel() for weight in frozen)
     assert {sizes[name] for name in ("weights", "gradients", "first moment", "second moment")} == {trained_bytes}
 
 
 def test_other_seeds_have_other_weights_and_one_ulp_moves_them() -> None:
     task = task_of("single", "fp32")
-    own = OwnTrainer(task, Arm("fp32", "fp32"))
-    other = OwnTrainer(replace(task, seed=task.seed + 1), Arm("fp32", "fp32"))
-    ulp = OwnTrainer(task, Arm("ulp", "fp32", ArmRole.CHAOS))
-    weights, others, moved = (trainer._model.head.weight for trainer in (own, other, ulp))
+    own = OwnModel(task, Arm("fp32", "fp32"))
+    other = OwnModel(replace(task, seed=task.seed + 1), Arm("fp32", "fp32"))
+    ulp = OwnModel(task, Arm("ulp", "fp32", ArmRole.CHAOS))
+    weights, others, moved = (trainer.model.head.weight for trainer in (own, other, ulp))
     assert not torch.equal(weights, others) and not torch.equal(weights, moved)
     assert torch.allclose(weights, moved, rtol=1e-6)
 
@@ -308,11 +308,11 @@ def test_every_cast_uses_the_stored_scales(tmp_path: Path) -> None:
     lab, plain = lab_of(task), lab_of(usual)
     for arm in ("untouched", "fp8"):
         assert (rows(lab.advance(arm, 6)) == rows(plain.advance(arm, 6))) == (arm == "untouched")
-    arithmetics: Any = lab._trainers["fp8"]._arithmetics
+    arithmetics: Any = lab._trainers["fp8"].arithmetics
     for arithmetic in arithmetics.values():
         scales = {role.value: float(scale.last.scale) for role, scale in arithmetic.scales.items()}
         assert scales == {"input": 448 / 4, "weight": 448 / 0.5, "gradient": 57344 / 2}
     assert len(arithmetics) == 2
     other = replace(task, settings=replace(task.settings, scales=(("fp8", "elsewhere", "input", 1.0),)))
     with pytest.raises(UsageError, match="scales for elsewhere, and none for first"):
-        OwnTrainer(other, task.arms[1])
+        OwnModel(other, task.arms[1])

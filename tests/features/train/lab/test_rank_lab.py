@@ -169,7 +169,7 @@ def test_what_travels_in_fp8_has_half_the_bytes_and_goes_on_to_the_same_bits(
 def _of_zero(task: SeedTask) -> dict[str, dict[str, float]]:
     """Expected bytes of two ranks: half of all gradients and weights; scales and amaxes of the rank that has most
     tensors."""
-    sizes = [weight.numel() for weight in lab_of(replace(task, facts=CPU))._trainers["fp32"]._parameters.values()]
+    sizes = [weight.numel() for weight in lab_of(replace(task, facts=CPU))._trainers["fp32"].parameters.values()]
     whole, pieces = sum(sizes), max(Counter(owners(sizes, 2)).values())
     norms, loss = {"all_reduce float64": 3 * 8.0 * len(sizes)}, 4.0
     codes = {"all_to_all uint8": 1.0 * whole, "all_gather float32": 4.0 * pieces}
@@ -184,7 +184,7 @@ def _of_tokens(task: SeedTask) -> dict[str, dict[str, float]]:
     """Expected bytes of two ranks with a stream in bf16: four exchanges a layer, and the stream gathered at its end
     and, in backward, at its beginning; gradients of norms are summed."""
     layers, width = planted.SIZE.layers, planted.SIZE.width
-    sizes = list(lab_of(replace(task, facts=CPU))._trainers["fp32"]._parameters.values())
+    sizes = list(lab_of(replace(task, facts=CPU))._trainers["fp32"].parameters.values())
     half = 4 * planted.SIZE.sequence * width / 2
     gathers, sums, common = 4 * layers + 2, 4 * layers, 4.0 * 2 * layers * width
     norms = {"all_reduce float64": 3 * 8.0 * len(sizes)}

@@ -317,7 +317,7 @@ def test_nothing_stays_attached_whatever_happens(corpus: Corpus) -> None:
     assert {*ModelWatch(compiled).modules.values()} == {"", "1"}, "inside a graph nobody looks"
     lab = lab_of(replace(task_of(corpus, "fp8"), stride=1))
     lab.advance("fp8", 1)
-    built = lab._trainers["fp8"]._model
+    built = lab._trainers["fp8"].model
     assert hooks_of(built) == 0
     assert not any(isinstance(getattr(module, "arithmetic", None), WatchedArithmetic) for module in built.modules())
     assert all(

@@ -17,7 +17,9 @@ from fp8bench.errors import UsageError
 from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab import together as ranks_together
 from fp8bench.features.train.lab import ways
-from fp8bench.features.train.lab.optimizer import Gradients, LoopOptimizer, joint
+from fp8bench.features.train.lab.low_precision import Gradients
+from fp8bench.features.train.lab.rates import joint
+from fp8bench.features.train.lab.step_optimizer import StepOptimizer, make_step_optimizer
 from fp8bench.features.train.lab.together import FullySharded, TensorParallel, digest_of
 from fp8bench.features.train.lab.ways import BF16Group, NotedGroup, SequenceParallel, ZeroTensors
 from fp8bench.features.train.request import WIRES, TrainerSettings
@@ -96,16 +98,16 @@ class Learnt(NamedTuple):
     sizes: Mapping[str, int] = {}
 
 
-def update(optimizer: LoopOptimizer, norms: Callable[[list[Tensor]], list[Tensor]] = list) -> list[float]:
+def update(optimizer: StepOptimizer, norms: Callable[[list[Tensor]], list[Tensor]] = list) -> list[float]:
     own = [optimizer.gradients.norms()]
-    optimizer.step(1e-2, [torch.tensor(1.0)] * 99, torch.tensor(0.0))
+    optimizer.step(1.0, [torch.tensor(1.0)] * 99, torch.tensor(0.0))
     return [float(joint(norms(each))) for each in (*own, optimizer.update_norms, optimizer.weight_norms)]
 
 
 def alone(ranks: int, wire: str = "fp32", **settings: Any) -> Learnt:
     """The whole model with the average of all ranks' gradients; weights as they are sent."""
     own, norms = parameters(), list[float]()
-    optimizer = LoopOptimizer(own, TrainerSettings(**settings))
+    optimizer = make_step_optimizer(own, TrainerSettings(rate=1e-2, **settings))
     for step in range(STEPS):
         optimizer.gradients.begin()
         for parameter, *parts in zip(own.values(), *(gradients(step, rank) for rank in range(ranks)), strict=True):
@@ -127,7 +129,7 @@ def trained(
 ) -> list[Learnt]:
     def run(place: Place) -> Learnt:
         together, wholes, norms = make(exchanges(place)), parameters(), list[float]()
-        optimizer = LoopOptimizer(together.own(wholes), TrainerSettings(**settings))
+        optimizer = make_step_optimizer(together.own(wholes), TrainerSettings(rate=1e-2, **settings))
         sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in optimizer.kept().items()}
         plant(together, place.number)
         for step in range(STEPS):

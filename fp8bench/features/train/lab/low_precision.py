@@ -1,34 +1,22 @@
-"""What a step does with its gradients: keeps them from one micro-batch to the next, and updates an arm's weights, in
-few kernels and without the host waiting."""
+"""Gradients, weights and updates in low precision: kept from one micro-batch or step to the next in few kernels,
+without the host waiting."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.lab.readings import dense
-from fp8bench.features.train.lab.update_rules import RULES, factor_of, group_of, kind_of, states_for
-from fp8bench.features.train.request import TrainerSettings, clip_of
 from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.native_codes import codes, current_scale
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.moments import BETAS, EPSILON, Bucket, Storage, Update, bucketed, in_arithmetic, scaled
+from fp8bench.nn.moments import Storage, in_arithmetic, scaled
 from fp8bench.protocols import Operand
-from fp8bench.report.panels import together
-
-
-def seed_of(purpose: str, *numbers: int) -> int:
-    """A seed of 32 bits, the most that a CPU generator takes, different for each purpose and numbers."""
-    words = "/".join((purpose, *map(str, numbers)))
-    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big")
-
 
 # As in FP8-LM: a scale is halved where more values than this share saturate, else it doubles over 1000 steps.
 MOST_SATURATED = 1e-5
@@ -65,6 +53,14 @@ class Gradients:
 
     def norms(self) -> list[Tensor]:
         return list(torch._foreach_norm(list(map(dense, self.of(self._parameters)))))
+
+    def give(self, parameters: Sequence[Tensor]) -> None:
+        """Put the gradients into the parameters' `grad` for an update."""
+        for parameter, gradient in zip(parameters, self.of(parameters), strict=True):
+            parameter.grad = gradient
+
+    def take_back(self, parameters: Sequence[Tensor]) -> None:
+        """Free what `give` has restored."""
 
     def end(self) -> None:
         """Called when the weights are updated."""
@@ -106,6 +102,10 @@ class LowGradients(Gradients):
             self._sums[parameter].restored() if parameter in self._begun else torch.zeros_like(parameter)
             for parameter in parameters
         ]
+
+    def take_back(self, parameters: Sequence[Tensor]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
 
     def norms(self) -> list[Tensor]:
         return [self.of([parameter])[0].norm() for parameter in self._parameters]
@@ -167,25 +167,6 @@ class AutomaticScale:
         too_many = self._saturated > MOST_SATURATED * self._codes.numel() * self._micro_batches
         after = torch.where(too_many, self.share / 2, (self.share * _GROWTH).clamp(max=1.0))
         self.share = torch.where(self._inverse.isfinite(), after, self.share)
-
-
-def joint(norms: Sequence[Tensor]) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
-    return norm
-
-
-def clippings_of(
-    norms: list[Tensor], norm: Tensor, scale: float, most: float, groups: Sequence[str]
-) -> tuple[list[Tensor], Tensor]:
-    """What each gradient is divided by, and by how much all shrink. `groups` names the group of each parameter."""
-    each = together(zip(groups, norms, strict=True))
-    if not most or len(each) == 1:
-        clipping = (norm / most).clamp(min=1.0) if most else torch.ones_like(norm)
-        return [clipping] * len(norms), clipping
-    parts = {group: joint(some) / scale for group, some in each.items()}
-    by = {group: (part / most).clamp(min=1.0) for group, part in parts.items()}
-    after = joint([parts[group] / by[group] for group in parts])
-    return [by[group] for group in groups], (norm / after).clamp(min=1.0)
 
 
 class Weights:
@@ -299,138 +280,31 @@ def stochastic_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)
 
 
-_MASTERS = {
+MASTERS = {
     "fp32": Weights, "fp16-scaled": HalfWeights, "fp16-fp8": EightBitWeights, "bf16-stochastic": StochasticWeights,
 }  # fmt: skip
-# At most so many weights are updated at a time, because they are copied to compute how far they move. What is kept in
-# low precision is restored for an update, so that of such weights it is only a small part of the model at a time.
-_MOST_ELEMENTS, _LOW_PARTS = 1 << 24, 16
 
 
-class _Group(NamedTuple):
-    """Parameters with one rate, as a factor, and one weight decay. All are clipped as the one at place `first`."""
-
-    bucket: Bucket
-    rate: float
-    decay: float
-    first: int
-
-
-# The default betas of each optimizer; sgd's first is its momentum.
-_BETAS = {"adamw": BETAS, "sgd": (0.9, 0.0), "lion": (0.9, 0.99), "adafactor": (0.0, 0.0)}
-_EPSILONS = {"adafactor": 1e-3}
-
-
-class LoopOptimizer:
-    """Updates float32 weights. Norms are those of the last step, in the order of the model's parameters."""
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
-        self._parameters = list(parameters.values())
-        own, kept = self._parameters, settings.gradients
-        parts = 1 if settings.parallel == "zero" else settings.micro_batches  # an owner receives their mean, once
-        self.gradients = Gradients(own) if kept == "fp32" else LowGradients(own, parts, kept == "fp8")
-        self._groups = list(_groups(parameters, settings))
-        self._rule = RULES.get(settings.optimizer)
-        first, second = settings.betas or _BETAS[settings.optimizer]
-        self._betas = first, second
-        self._epsilon = _EPSILONS.get(settings.optimizer, EPSILON)
-        self._rounds, self._rounded = settings.updates != "fp32", rounded_update(settings.updates)
-        layers = [parameter for name, parameter in parameters.items() if kind_of(name, parameter.ndim) == "layer"]
-        self.weights = _MASTERS[settings.master](self._parameters, layers)
-        self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
-
-    def step(self, rate: float, divisors: Sequence[Tensor], skip: Tensor, measured: bool = True) -> None:
-        """Update by the gradients over `divisors`, one for each parameter. Where `skip` is 1 nothing changes. How far
-        weights move is 0 unless it is `measured`, which takes a copy of them."""
-        self.weights.raised()
-        for bucket, factor, decay, place in self._groups:
-            copied = bucket.parameters if measured or self._rounds else []
-            before = [parameter.detach().clone() for parameter in copied]
-            bucket.gradients = self.gradients.of(bucket.parameters)
-            first, second = bucket.restored()
-            how = Update(rate * factor, decay, self._betas, self._epsilon, divisors[place], skip)
-            if self._rule is None:
-                bucket.update(first, second, how)
-            else:
-                self._rule(bucket, first, second, how)
-            if self._rounds:
-                self._rounded(before, bucket.parameters)
-            if bucket.plain is None:
-                bucket.keep(first, second)
-            bucket.gradients = []
-            self.weights.round(bucket.parameters)
-            with torch.no_grad():
-                sizes = torch._foreach_norm(bucket.parameters)
-                moved = [torch.zeros_like(size) for size in sizes]
-                if before:
-                    torch._foreach_sub_(before, bucket.parameters)
-                    moved = list(torch._foreach_norm(before))
-            self._norms.update(zip(bucket.parameters, zip(moved, sizes, strict=True), strict=True))
-        self.gradients.end()
-
-    @property
-    def update_norms(self) -> list[Tensor]:
-        return [self._norms[parameter][0] for parameter in self._parameters]
-
-    @property
-    def weight_norms(self) -> list[Tensor]:
-        return [self._norms[parameter][1] for parameter in self._parameters]
-
-    def kept(self) -> dict[str, list[Tensor]]:
-        kept = [group.bucket.kept() for group in self._groups]
-        moments = {
-            name: [tensor for tensors in kept for tensor in tensors[order]]
-            for order, name in enumerate(("first moment", "second moment", "steps"))
-        }
-        return {"weights": self.weights.kept(), "gradients": self.gradients.kept(), **moments}
-
-    def memory(self) -> dict[str, list[Tensor]]:
-        """What the next step depends on. Gradients are computed anew, their scales are not."""
-        return self.kept() | {"gradients": self.gradients.memory()}
-
-    def recall(self, memory: Mapping[str, Sequence[Tensor]]) -> None:
-        for name, tensors in self.memory().items():
-            for tensor, kept in zip(tensors, memory[name], strict=True):
-                tensor.copy_(kept)
-
-
-def _groups(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> Iterator[_Group]:
-    alike: dict[tuple[float, float, str], list[tuple[int, Tensor]]] = {}
-    _, clip_group = clip_of(settings.clip)
-    for place, (name, parameter) in enumerate(parameters.items()):
-        factor = factor_of(name, parameter.ndim, settings.rates)
-        decay = settings.weight_decay if parameter.ndim > 1 else 0.0  # norms and biases do not decay
-        clipped = group_of(name, parameter.ndim, clip_group)
-        alike.setdefault((factor, decay, clipped), []).append((place, parameter))
-    most = _MOST_ELEMENTS
-    if (settings.optimizer_states, settings.gradients) != ("fp32", "fp32"):
-        most = min(most, sum(parameter.numel() for parameter in parameters.values()) // _LOW_PARTS)
-    for (factor, decay, _), placed in alike.items():
-        for part in bucketed([tensor.numel() for _, tensor in placed], most):
-            tensors = [tensor for _, tensor in placed[part]]
-            first, second = states_for(settings.optimizer, tensors)
-            storages = _storages(settings.optimizer_states)
-            if settings.optimizer in RULES:  # these have no second moments, or few
-                storages = storages[0], _storages("fp32")[1]
-            yield _Group(Bucket(tensors, [], first, second, storages, 0, True), factor, decay, placed[part][0][0])
-
-
-def rounded_update(kept: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None]:
-    """Returns a function that rounds how far weights have moved, and moves them by that instead."""
-    storage = {"fp32": None, "bf16": in_arithmetic(PlainArithmetic(torch.bfloat16)), "fp8": scaled(E4M3)}[kept]
+def rounded_update(fmt: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None:
+    """Returns a function that rounds how far weights have moved, and moves them by that instead; None for fp32."""
+    if fmt == "fp32":
+        return None
+    storage = scaled(E4M3) if fmt == "fp8" else in_arithmetic(PlainArithmetic(torch.bfloat16))
 
     @torch.no_grad()
-    def rounded(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-        for old, new in zip(before, after, strict=True) if storage is not None else ():
-            assert storage is not None
+    def round_updates(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        for old, new in zip(before, after, strict=True):
             update = storage.restore(storage.keep((new - old).to(torch.float32)))
             new.copy_(old + update.to(old.dtype))
 
-    return rounded
+    return round_updates
 
 
-def _storages(states: str) -> tuple[Storage, Storage]:
-    if states == "fp8lm":
+def state_storages(fmt: str) -> tuple[Storage, Storage] | None:
+    """How first moments, and second ones, are kept between steps; None for fp32. FP8-LM has E4M3 and scaled fp16."""
+    if fmt == "fp32":
+        return None
+    if fmt == "fp8lm":
         return scaled(E4M3), scaled(FP16)
-    plain = in_arithmetic(PlainArithmetic(torch.float32 if states == "fp32" else torch.bfloat16))
+    plain = in_arithmetic(PlainArithmetic(torch.bfloat16))
     return plain, plain

@@ -1,5 +1,5 @@
-"""Trains one arm with a user's own model: as its maker returned it, converted, with its batches and, where there is
-one, its optimizer.
+"""Makes a user's own model: as its maker returned it, converted, with its batches and, where there is one, its
+optimizer.
 
 Batches are the same for every arm of a seed, in whatever order arms ask for them, and after a resume. No position is
 kept: a function is called with the step, and an iterable is started again and read up to it.
@@ -8,6 +8,7 @@ kept: a function is called with the step, and an iterable is started again and r
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import count, islice
 from typing import Any
@@ -15,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.evaluate import Scores
 from fp8bench.features.train.lab.fine_tuning import apply_start, scaled
-from fp8bench.features.train.lab.optimizer import LoopOptimizer, seed_of
-from fp8bench.features.train.lab.own_optimizer import TorchOptimizer
+from fp8bench.features.train.lab.made import SILENT, MadeModel, WrapArithmetic
+from fp8bench.features.train.lab.step_optimizer import StepOptimizer, seed_of, wrap_own_optimizer
 from fp8bench.features.train.lab.together import Alone
-from fp8bench.features.train.lab.trainer import Trainer, WrapArithmetic
+from fp8bench.features.train.request import parse_schedule
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, Validation
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.step import Coverage
@@ -29,54 +30,46 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.model_calls import arguments_of, loss_of, on_device, tensors_in
 from fp8bench.nn.own_model import Given, call_model, seeded
-from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases, key_of
+from fp8bench.protocols import Arithmetic, Layer, Phases, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 from fp8bench.tape.coverage import coverage_of
 from fp8bench.user_code import own_words
 from fp8bench.workloads.model import copied
 
-_SILENT = SilentPhases()
 
+class OwnModel(MadeModel):
+    """A copy of what a user's maker returns. Batches are numbered by micro-batch; `tokens` are those of the last step,
+    or examples where a batch has no tokens."""
 
-def trainer_of(
-    task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
-) -> Trainer:
-    return (OwnTrainer if task.settings.make else Trainer)(task, arm, watch, wrap)
-
-
-class OwnTrainer(Trainer):
-    """Batches are numbered by micro-batch. Rates of the maker's optimizer are its own; the settings' are factors."""
-
-    # How many steps later the next batch is than the step that reads it.
-    _past = 0
-
-    def _build(self, task: SeedTask) -> nn.Module:
-        settings, facts = self._settings, task.facts
+    def __init__(
+        self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
+    ) -> None:
+        super().__init__(task, arm, watch, wrap)
+        settings, facts, self._name = self.settings, task.facts, self.settings.make
         self.together = Alone()
-        self._name = settings.make
-        self._given = given = copied(self._name, self._seed, facts)
-        model = given.model
+        self.given = given = copied(self._name, task.seed, facts)
+        self.model = model = given.model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(f"{self._name}: no parameter of its model requires a gradient: there is nothing to train.")
         if not model.training:  # as from_pretrained returns it
             model.train()
-        apply_start(model, settings, self.arm, self._seed)
-        self._batches = OwnBatches(self._name, given, self._seed, facts)
+        apply_start(model, settings, arm, task.seed)
+        self.batches = OwnBatches(self._name, given, task.seed, facts)
         self._held_out = held_out_of(self._name, given, facts)
-        self._evaluation: Any = self
-        self._scores = Scores(task, settings, [on_device(batch, facts.key, copy=True) for batch in self._held_out])
-        self._count = sum(parameter.numel() for parameter in model.parameters())
-        self._size = size_of(given.batch) * settings.micro_batches
+        self.scores = Scores(task, settings, [on_device(batch, facts.key, copy=True) for batch in self._held_out])
+        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
+        self.tokens = size_of(given.batch) * settings.micro_batches
+        self._steps_ahead = 0  # by which the next batch is later than the step that reads it
         self.loss_words = ""
         self.conversion = self._conversion(model)
         if self.conversion is not None:
             self.conversion.__enter__()  # for as long as this copy lives
-        return model
+        self.finish()
 
     def _conversion(self, model: nn.Module) -> Conversion | None:
         """None where nothing is converted."""
-        keys, facts = dict(self._settings.precision_map), self._task.facts
+        keys, seed = dict(self.settings.precision_map), self.task.seed
         if self.precision.name == UNTOUCHED and not keys:
             return None
 
@@ -85,95 +78,78 @@ class OwnTrainer(Trainer):
             mode = keys[key] if key is not None else self.precision.mode
             if mode == UNTOUCHED:
                 return None
-            drawn = self._arithmetic(mode, facts).layer(f"{self._seed}/{layer.name}")
-            own = scaled(drawn, self._settings, mode, layer.name)
-            self._arithmetics[layer.name] = watched = self._watched(own)
+            drawn = self.arithmetic(mode).layer(f"{seed}/{layer.name}")
+            self.arithmetics[layer.name] = watched = self.watched(scaled(drawn, self.settings, mode, layer.name))
             return watched
 
-        return Conversion(model, choose, skip=self._settings.skip, keys=keys, multiples=self._multiples(), shown=True)
+        return Conversion(model, choose, skip=self.settings.skip, keys=keys, multiples=self._multiples(), shown=True)
 
     def _multiples(self) -> tuple[int, int]:
         """What the sides of native products have to be multiples of; 1 where products are emulated, or on a CPU."""
-        facts, names = self._task.facts, (self.precision.mode, *dict(self._settings.precision_map).values())
+        facts, names = self.task.facts, (self.precision.mode, *dict(self.settings.precision_map).values())
         modes = [precisions.get(name) for name in names if name != UNTOUCHED]
         native = [mode.multiples for mode in modes if mode.support(facts).level is Level.NATIVE and facts.accelerated]
         return (max(pair[0] for pair in native), max(pair[1] for pair in native)) if native else (1, 1)
 
-    def _build_optimizer(self) -> Any:
-        given, settings = self._given, self._settings
+    @property
+    def has_own_rates(self) -> bool:
+        return self.given.optimizer is not None
+
+    def make_optimizer(self) -> StepOptimizer:
+        given, settings = self.given, self.settings
         if given.optimizer is not None:
-            self._optimizer = TorchOptimizer(self._name, self._model, given.optimizer, given.schedule, settings.updates)
             self._refuse_settings()
-            self._parameters = self._optimizer.parameters
-            return self._optimizer
-        for path, parameter in self._parameters.items():
+            optimizer = wrap_own_optimizer(self._name, self.model, given.optimizer, given.schedule, settings.updates)
+            self.parameters = optimizer.parameters
+            return optimizer
+        for path, parameter in self.parameters.items():
             if parameter.dtype != torch.float32:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 raise UsageError(
                     f"{self._name}: its parameter {path} is {dtype}. Make it float32, or give an optimizer."
                 )
-        if settings.schedule == "plateau" and not self._held_out:
+        if parse_schedule(settings.schedule)[0] == "plateau" and not self._held_out:
             raise UsageError(
                 f"--schedule plateau needs held_out batches of {self._name}. Give some, or choose another schedule."
             )
-        return LoopOptimizer(self._parameters, settings)
+        return super().make_optimizer()
 
     def _refuse_settings(self) -> None:
-        usual = type(self._settings)()
-        names = (
-            "rate", "warmup", "floor", "weight_decay", "optimizer_states", "master", "gradients", "schedule",
-            "optimizer", "betas",
-        )  # fmt: skip
-        for name in names:
-            if getattr(self._settings, name) != getattr(usual, name):
+        defaults = type(self.settings)()
+        for name in ("rate", "optimizer_states", "master", "gradients", "schedule", "optimizer"):
+            if getattr(self.settings, name) != getattr(defaults, name):
                 raise UsageError(
                     f"--{name.replace('_', '-')} is of the built-in optimizer, not {self._name}'s. Leave it out."
                 )
 
-    def _rate_now(self) -> float:
-        if not isinstance(self._optimizer, TorchOptimizer):
-            return super()._rate_now()
-        self._optimizer.factor = self._rate / self._settings.rate
-        return self._optimizer.rate
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the last step, or examples where a batch has no tokens."""
-        return self._size
-
-    def repeat(self, last: int) -> None:
+    def repeat_steps(self, count: int) -> None:
         """Repeated steps read the batches that come next."""
-        before = self.step
-        super().repeat(last)
-        self._past += before - self.step
+        self._steps_ahead += count
 
-    def _micro_batch(self, number: int, scale: float, phase: Phases) -> Tensor:
-        count = self._settings.micro_batches
-        place = (self.step + self._past) * count + number
-        with phase.data_load:
-            batch = self._batches.at(place)
-            self._size = size_of(batch) * count
-            placed = on_device(batch, self._task.facts.key, copy=True)
-        with seeded(seed_of("step", self._seed, self.step, number), self._task.facts):
-            loss = self._loss_on(placed, phase)
-            (loss * (scale / count)).backward()  # type: ignore[no-untyped-call]
-        return loss.detach().to(torch.float32).reshape(())
+    def read_batch(self, step: int, number: int) -> Any:
+        count = self.settings.micro_batches
+        batch = self.batches.at((step + self._steps_ahead) * count + number)
+        self.tokens = size_of(batch) * count
+        return on_device(batch, self.task.facts.key, copy=True)
 
-    def _loss_on(self, batch: Any, phase: Phases) -> Tensor:
+    def seeded(self, step: int, number: int) -> AbstractContextManager[None]:
+        return seeded(seed_of("step", self.task.seed, step, number), self.task.facts)
+
+    def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
         if self.conversion is not None:
             self.conversion.phase = phase
-        places, named = arguments_of(self._model, batch)
-        output = call_model(self._model, places, named)
-        loss, self.loss_words = loss_of(self._model, batch, output, self._given.loss)
+        places, named = arguments_of(self.model, batch)
+        output = call_model(self.model, places, named)
+        loss, self.loss_words = loss_of(self.model, batch, output, self.given.loss)
         return loss
 
-    def look(self, model: Any, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
+    def validate(self, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
         if not self._held_out:
             return
-        facts = self._task.facts
-        with seeded(seed_of("held-out", self._seed), facts):
+        facts = self.task.facts
+        with seeded(seed_of("held-out", self.task.seed), facts):
             copies = (on_device(batch, facts.key, copy=True) for batch in self._held_out)
-            losses = [float(self._loss_on(batch, _SILENT)) for batch in copies]
+            losses = [float(self.compute_loss(batch, SILENT)) for batch in copies]
         tokens = [size_of(batch) for batch in self._held_out]
         mean = sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
         yield Validation(*who, "held-out", mean, sum(tokens), None)
@@ -182,43 +158,20 @@ class OwnTrainer(Trainer):
         """How much is converted, counted in a step of an unconverted copy; None for the model as it came."""
         if self.conversion is None:
             return None
-        other = OwnTrainer(self._task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
+        other = OwnModel(self.task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
         converted = Conversion(
-            other._model, lambda layer: self._arithmetics.get(layer.name), skip=self._settings.skip,
-            keys=dict(self._settings.precision_map), multiples=self._multiples(),
+            other.model, lambda layer: self.arithmetics.get(layer.name), skip=self.settings.skip,
+            keys=dict(self.settings.precision_map), multiples=self._multiples(),
         ).held  # fmt: skip
         multiple = max(self.precision.multiples)
 
-        batch = on_device(other._batches.at(0), self._task.facts.key, copy=True)
+        batch = other.read_batch(0, 0)
 
         def step() -> None:
-            other._loss_on(batch, _SILENT).backward()  # type: ignore[no-untyped-call]
+            other.compute_loss(batch, SILENT).backward()  # type: ignore[no-untyped-call]
 
-        coverage = coverage_of(other._model, converted, step, multiple=multiple)
+        coverage = coverage_of(other.model, converted, step, multiple=multiple)
         return replace(coverage, loss=other.loss_words)
-
-
-def examined(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
-    """Take a step of each arm; returns how much each converts. Raises UsageError for what cannot be trained."""
-    coverages = []
-    for number, arm in enumerate(task.arms):
-        trainer = OwnTrainer(task, arm)
-        if number == 0:
-            check_batches(task.settings.make, trainer._given, trainer._seed, task.facts)
-        try:
-            for _ in trainer.advance(watched=False):
-                pass
-            trainer.validate()
-        except Fp8benchError:
-            raise
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise UsageError(f"{task.settings.make}: a step of {arm.name} failed: {own_words(error)}.") from error
-        coverage = trainer.coverage()
-        if coverage is not None:
-            coverages.append((arm.name, coverage))
-    return tuple(coverages)
 
 
 # At most so many held-out batches are read from an iterable, which may be endless, and so many from a function.

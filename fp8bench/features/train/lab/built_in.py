@@ -1,0 +1,116 @@
+"""Makes a built-in model in an arm's precision, whole or a rank's part of it, with windows of the training's text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8bench.features.train.lab import models
+from fp8bench.features.train.lab.evaluate import DIGESTS, Batch, Evaluation, Scores, windows_by_step
+from fp8bench.features.train.lab.fine_tuning import apply_start, scaled
+from fp8bench.features.train.lab.made import SILENT, MadeModel, WrapArithmetic
+from fp8bench.features.train.lab.step_optimizer import seed_of
+from fp8bench.features.train.lab.ways import together_of
+from fp8bench.features.train.values import Arm, SeedTask, Validation
+from fp8bench.nn.around import set_around
+from fp8bench.nn.attention import EmulatedCore, SelfAttention
+from fp8bench.nn.compiling import Forward, compiled
+from fp8bench.nn.gpt import LanguageModel
+from fp8bench.nn.unit_scaling import scale_to_unit
+from fp8bench.protocols import Arithmetic, Phases, key_of
+from fp8bench.protocols.arithmetic import Watch as WatchCasts
+
+
+class BuiltInModel(MadeModel):
+    """One of the architectures of models.py. Ranks divide its batch or its weights (`together`)."""
+
+    model: LanguageModel
+
+    def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None, wrap: WrapArithmetic | None) -> None:
+        super().__init__(task, arm, watch, wrap)
+        settings, facts = self.settings, task.facts
+        self._config = config = models.config_of(settings, task.text.vocabulary)
+        self._layers = models.layers_of(settings.arch, config)
+        self.together = together_of(settings, config, facts)
+        self.model = self._build()
+        self.together.take(self.model)
+        shape = config.sequence, facts.key, config.vocabulary
+        text, self.windows = windows_by_step(task.text, settings.shift, task.steps, *shape)
+        self._evaluation = Evaluation(text, config, self._layers, facts, self.together.scaled)
+        self.scores = Scores(task, settings, self._evaluation.held_out, config)
+        self.tokens = config.batch * config.sequence * settings.micro_batches
+        self.finish()
+        self._forward: Forward = self._compile() if settings.compile == "yes" else self.model
+
+    def _build(self) -> LanguageModel:
+        """Weights are drawn from the seed in float32 whatever the precision."""
+        settings, facts, seed = self.settings, self.task.facts, self.task.seed
+        keys = dict(settings.precision_map)
+        share = self.together.share
+        source = f"{seed}/rank-{share}" if share else f"{seed}"  # each rank rounds at random by itself
+        layers = {layer.name: layer for layer in self._layers}
+
+        def choose(name: str) -> Arithmetic:
+            key = key_of(layers[name], keys)
+            high = self.precision.carried_by if layers[name].high else ""
+            mode = keys[key] if key is not None else high or self.arm.precision
+            arithmetic = scaled(self.arithmetic(mode).layer(f"{source}/{name}"), settings, mode, name)
+            self.arithmetics[name] = watched = self.watched(self.together.scaled(name, arithmetic))
+            return watched
+
+        carrier = self.precision.arithmetic(facts).carrier
+        torch.manual_seed(seed_of("weights", seed))
+        with torch.device(facts.key):
+            model = models.built(settings, self._config, choose, carrier)
+        if self.precision.unit_scaled:
+            scale_to_unit(model, self._config.sequence)
+        around = {layer.name: key_of(layer, keys) for layer in models.around_of(settings.arch, self._config)}
+        set_around(model, {name: self.arithmetic(keys[key]) for name, key in around.items() if key})
+        if settings.attention != "auto":
+            self._round_attention(model)
+        apply_start(model, settings, self.arm, seed)
+        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
+        return model
+
+    def _round_attention(self, model: LanguageModel) -> None:
+        """Give the attention cores the arm's precision; each layer keeps its own scales."""
+        for path, module in model.named_modules():
+            if isinstance(module, SelfAttention):
+                prescaled = self.settings.attention == "prescaled"
+                module.core = core = EmulatedCore(self.precision.arithmetic(self.task.facts), prescaled=prescaled)
+                for part, arithmetic in core.parts.items():
+                    name = f"{path}.core.{part}"
+                    core.parts[part] = self.arithmetics[name] = self.watched(self.together.scaled(name, arithmetic))
+
+    def _compile(self) -> Forward:
+        """Compiles the model now, so that no timed step has to."""
+        with self.cached_weights.cast(SILENT):
+            return compiled(self.model, *self.read_batch(0, 0))
+
+    @property
+    def _rows(self) -> int:
+        """The sequences of a micro-batch that this rank reads."""
+        return self._config.batch // self.together.shares
+
+    def read_batch(self, step: int, number: int) -> Batch:
+        part = number * self.together.shares + self.together.share
+        return self.windows(step).drawn(self.task.seed, step, part, self._rows)
+
+    def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
+        forward: Forward = self.model if watched else self._forward
+        tokens, targets = batch
+        return forward(tokens, targets, phase)
+
+    def digest_batches(self, step: int) -> tuple[int, int]:
+        digest, shares, numbers = self.windows(step).digest, self.together.shares, range(self.settings.micro_batches)
+        parts = [number * shares + self.together.share for number in numbers]
+        rank_sum = sum(digest(self.task.seed, step, part, self._rows) for part in parts)
+        step_sum = sum(digest(self.task.seed, step, number, self._config.batch) for number in numbers)
+        return rank_sum % DIGESTS, step_sum % DIGESTS
+
+    def validate(self, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
+        """`last` adds losses by position, on other text, and with weights quantised after training."""
+        yield from self._evaluation.look(self.model, who, last)
