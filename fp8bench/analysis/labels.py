@@ -87,17 +87,17 @@ _BUSY, _BUSY_SHARE, _HELD_UP = 0.5, 0.25, 0.2
 
 
 def load_of(run: Run) -> str:
-    """Returns 'load 3.1 on 2 cores, 1.9 of them busy with other programs'; '' for a quiet machine, or none known."""
+    """Returns 'load 3.1 on 2 cores, 1.9 busy at the start'; '' for a quiet machine, or none known."""
     facts = run.environment.facts
     load, cores, busy = (known_number(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES))
     if not cores:
         return ""
     threads, told = run.request.threads, [f"load {load:g} on {cores:g} cores"]
-    told += [f"{busy:g} of them busy with other programs at the start"] if busy else []
+    told += [f"{busy:g} busy at the start"] if busy else []
     timings = [record.timing for record in run.records if record.timing and record.case.device.startswith("cpu")]
     slots = sum(len(timing.slots) for timing in timings)
     share = sum(disturbed_slots(timing, AHEAD) for timing in timings) / max(1, slots)
-    told += [f"others took the CPU in {units.percent(share, 0)} of the slots"] if share > _HELD_UP else []
+    told += [f"they took the CPU in {units.percent(share, 0)} of the slots"] if share > _HELD_UP else []
     is_loaded = load > max(threads, cores - threads) + _REST
     is_busy = busy >= max(_BUSY, _BUSY_SHARE * cores)
     return ", ".join(told) if is_loaded or is_busy or share > _HELD_UP else ""

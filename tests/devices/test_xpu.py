@@ -160,7 +160,7 @@ def test_suites_are_planned_for_it(suite: str) -> None:
 def test_a_tpu_is_refused_with_the_reason(word: str) -> None:
     from fp8bench.plan.make import check_names
 
-    with pytest.raises(UsageError, match="torch_xla, which collects a step and runs it as one graph later"):
+    with pytest.raises(UsageError, match="torch_xla collects a whole step and runs it later as one graph"):
         check_names(Request("gemm", devices=(word,)))
 
 
@@ -168,5 +168,5 @@ def test_a_tpu_is_refused_with_the_reason(word: str) -> None:
 def test_torch_s_name_for_an_amd_gpu_is_explained(word: str) -> None:
     from fp8bench.plan.make import check_names
 
-    with pytest.raises(UsageError, match=f"'{word}' is not measured: torch calls AMD's GPUs cuda: give that name"):
+    with pytest.raises(UsageError, match=f"'{word}' is not measured: torch calls AMD's GPUs cuda: use that name"):
         check_names(Request("gemm", devices=(word,)))

@@ -46,10 +46,10 @@ LOADS = ({"load_1min": 4.0}, {"load_1min": 0.4, "busy_cores": 1.0}, {"load_1min"
 def test_under_load_intervals_are_said_to_be_of_this_sitting(facts: dict[str, Scalar]) -> None:
     run = replace(settings(1), environment=Environment({**QUIET, **facts}))
     for text in texts(run):
-        assert f"measured under load {facts['load_1min']:g} on 2 cores" in text
-        assert "intervals cover this sitting only, and another one may differ by more" in text
+        assert f"measured beside other programs (load {facts['load_1min']:g} on 2 cores" in text
+        assert "intervals cover this sitting only, others may differ by more" in text
         assert "measure again: fp8bench suite gemm --store kept" in text
-    assert "Why not sure: measured under load" in texts(run)[0]
+    assert "Why not sure: measured beside other programs" in texts(run)[0]
 
 
 def test_a_quiet_machine_or_one_that_knows_its_reruns_says_nothing_of_sittings() -> None:

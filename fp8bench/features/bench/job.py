@@ -10,7 +10,6 @@ from fp8bench.errors import UsageError
 from fp8bench.features.bench.values import AGAINST, DTYPE, INPUTS, SHAPE, TENSOR_FILES
 from fp8bench.features.bench.workload import precision_of
 from fp8bench.files import read_file
-from fp8bench.jobs.profile import function_named
 from fp8bench.protocols.axes import CACHE
 from fp8bench.user_code.named import split_target
 
@@ -34,6 +33,8 @@ def check_targets(targets: Sequence[str], against: str) -> tuple[str, ...]:
 
 
 def _check_place(target: str) -> None:
+    from fp8bench.jobs.profile import function_named  # heavy
+
     place, _ = split_target(function_named(target))
     if place.endswith(".py") and not Path(place).is_file():
         raise UsageError(f"{target}: there is no file {place!r:.200} here. Give its path.")

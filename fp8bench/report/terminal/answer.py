@@ -33,7 +33,15 @@ from fp8bench.report.topics.speedup import sustained
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
 from fp8bench.report.topics.verdict import cases_of, doubt_of_load, losses
 from fp8bench.report.words.legend import LABELS
-from fp8bench.report.words.naming import common_tone, describe_devices, describe_params, listed, many, usual_params
+from fp8bench.report.words.naming import (
+    common_tone,
+    describe_devices,
+    describe_params,
+    listed,
+    many,
+    notes_of,
+    usual_params,
+)
 
 _MIXED = frozenset({Standing.FASTER, Standing.SLOWER})
 _NOT_CLEAR = frozenset({Standing.DOUBTED, Standing.UNSURE})
@@ -180,9 +188,12 @@ def _doubts(panels: Sequence[Panel], entry: Entry) -> Iterator[str]:
     for panel in panels:
         if not any(result.record.is_reference for result in panel.results):
             yield f"there is no reference ({panel.reference or 'none planned'} was not measured)"
+            yield from (f"{result.mode}: {result.record.reason}" for result in panel.results if result.record.reason)
     on_cpu = any(panel.case.device.startswith("cpu") for panel in panels)
     if load := doubt_of_load(entry) if on_cpu else "":
         yield load
+    if panels[0].case.workload == BENCH:
+        yield from notes_of(entry.run)
     if entry.run.request.ranks and on_cpu:
         yield FUNCTIONAL.removesuffix(".")
     told = ((case.result, words) for case in cases_of(panels) for words in _doubts_of(case.result, bool(load)))

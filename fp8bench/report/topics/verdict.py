@@ -101,7 +101,7 @@ def doubt_of_load(entry: Entry) -> str:
     """Says of a run under load that its intervals are of this sitting, if no earlier runs say how far runs differ."""
     load = load_of(entry.run)
     if load and any(_is_of_one_sitting(case.result) for case in cases_of(entry.panels)):
-        return f"measured under {load}: intervals cover this sitting only, and another one may differ by more"
+        return f"measured beside other programs ({load}): intervals cover this sitting only, others may differ by more"
     return ""
 
 

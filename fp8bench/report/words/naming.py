@@ -158,7 +158,8 @@ def describe_params(params: Iterable[tuple[str, Scalar]], usual: Mapping[str, Sc
         words.append(f"{named.pop('batch')} x {named.pop('sequence')} tokens")
     for name, value in named.items():
         link = "=" if len(name) == 1 else " "
-        words.append(name if value == "yes" else f"{name}{link}{value}".replace("_", " "))
+        label = name.replace("_", " ")
+        words.append(label if value == "yes" else f"{label}{link}{value}")
     return ", ".join(words)
 
 

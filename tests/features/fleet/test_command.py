@@ -12,7 +12,7 @@ from tests.older import changed_document
 
 
 def test_from_plan_to_status(plan: Path, fp8bench: Say) -> None:
-    for seen in ("gemm m=48", "is done: run"):
+    for seen in ("gemm (48 x 48 x 48", "is done: run"):
         code, out, err = fp8bench("suite", "--plan", str(plan), "--cell", "2", "--no-report")
         assert code == 0 and seen in out + err
     code, out, _ = fp8bench("fleet", "status", str(plan))

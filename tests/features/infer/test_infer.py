@@ -309,7 +309,7 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality)
         ("--size llama3-8b --batch 128 --contexts 1,2,3,131072", "Choose a smaller batch"),
         ("--size mixtral-8x7b --reference fp32 --quick", "takes 174 GiB"),
         (f"{MODELS}:own --size nano", "Leave --size and --from out"),
-        (MODELS, "and no function"),
+        (MODELS, "names no function"),
         ("--from last", "no training 'last'"),
     ],
 )

@@ -340,7 +340,7 @@ OTHERS: dict[str, Callable[[FakeLab], object]] = {
     "torch was 2.13.0 and is 2.14.0": lambda lab: setattr(lab, "facts", replace(lab.facts, torch="2.14.0")),
     "cpu was a processor and is another": lambda lab: setattr(lab, "facts", replace(lab.facts, name="another")),
     r"its text was text:.* and is text:": lambda lab: Path("text.txt").write_text("another text. " * 10_000),
-    r"there is no file text\.txt here, which it reads": lambda lab: Path("text.txt").unlink(),
+    r"it reads text\.txt, which does not exist here": lambda lab: Path("text.txt").unlink(),
 }  # fmt: skip
 
 

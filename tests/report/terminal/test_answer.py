@@ -155,4 +155,4 @@ def test_a_load_stands_for_noise_and_hides_no_other_reason() -> None:
     fp16 = run.records[1].case.id
     for hard, shown in (((), False), ((Label.CONTENDED,), False), ((Label.THROTTLED,), True)):
         told = words(run, {**findings, fp16: replace(findings[fp16], labels=hard, hard=hard, why="too hot")})
-        assert "measured under load 4 on 2 cores" in told and ("fp16: too hot" in told) is shown
+        assert "measured beside other programs (load 4 on 2 cores" in told and ("fp16: too hot" in told) is shown
