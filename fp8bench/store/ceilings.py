@@ -28,7 +28,7 @@ _FACTS = (
     "machine", "torch", "env_ONEDNN_MAX_CPU_ISA", "env_NVIDIA_TF32_OVERRIDE", "threads", SWITCHES_SET, "cpu_governor",
     "cpu_turbo_off", "cgroup_cpu_max",
 )  # fmt: skip
-_OF_DEVICE = ("driver", "power_cap", "sm_clock_max", "memory_clock_max", "mig", "partition")
+_OF_DEVICE = ("driver", "power_cap", "sm_clock_max", "memory_clock_max", "mig")
 
 
 def current_ceilings(

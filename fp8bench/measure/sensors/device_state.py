@@ -21,7 +21,7 @@ from fp8bench.model.readings import NoReading, Reading, Unavailable, reasons_of
 # Facts of the driver that are kept; names of devices are known already.
 _FACTS = (
     "driver", "cuda_driver", "uuid", "pci", "vbios", "power_cap", "power_cap_default", "sm_clock_max",
-    "memory_clock_max", "persistence", "ecc", "mig", "partition",
+    "memory_clock_max", "persistence", "ecc", "mig",
 )  # fmt: skip
 
 # The doctor's lines: title -> value -> its words.
@@ -37,7 +37,6 @@ _TOLD: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
         "sm_clock_max": lambda known: f"clock up to {units.count(known['sm_clock_max'], 'Hz')}",
         "ecc": lambda known: f"ECC {known['ecc']}",
         "mig": lambda known: f"MIG {known['mig']}",
-        "partition": lambda known: f"compute partition {known['partition']}",
         "persistence": lambda known: f"persistence mode {known['persistence']}",
     },
     "now": {

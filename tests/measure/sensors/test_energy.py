@@ -20,7 +20,7 @@ from fp8bench.measure.sensors.meter import Meter, nvml_meter
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model.readings import Reading, Unavailable
-from tests.measure.sensors.nvml.library import SINE, SQUARE, Simulation
+from tests.measure.sensors.nvml.library import SINE, SQUARE, Simulation, uuid_of
 from tests.measure.sensors.test_nvml_library import left_behind
 from tests.measure.sensors.virtual import VirtualClock
 
@@ -90,7 +90,7 @@ def test_a_swinging_power(nvml: Simulation, opened: Opened, clock: VirtualClock,
 def test_never_a_number_from_few_intervals(nvml: Simulation, library: Library, milliseconds: int, phase: int) -> None:
     nvml.reset()
     clock = VirtualClock(nvml.state)
-    meter = nvml_meter(DeviceIdentity(0), {}, clock, library)
+    meter = nvml_meter(DeviceIdentity(uuid_of(1)), clock, library)
     nvml.state.now_ns += phase * 1_000_000
     energy, start, end = run(meter, clock, milliseconds / 1000)
     meter.close()
@@ -233,7 +233,7 @@ def test_a_thread_that_breaks_off_has_measured_nothing(
     with meter.window() as window:
         start = clock.now()
         clock.wait(lambda: clock.now() >= start + 1.5)
-        monkeypatch.setattr(meter.device, "library", None)
+        monkeypatch.setattr(meter.device, "_library", None)
         clock.wait(lambda: bool(told))
     assert len(told) == 1
     assert reason(window.energy) == "the sampler's thread broke off"
@@ -243,7 +243,7 @@ def test_a_thread_that_breaks_off_has_measured_nothing(
 @pytest.mark.slow
 def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
     nvml.state.device[0].period_ns = 5_000_000
-    meter = nvml_meter(DeviceIdentity(0), {}, library=Library(timeout=0.4))
+    meter = nvml_meter(DeviceIdentity(uuid_of(1)), library=Library(timeout=0.4))
     calls = nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"]
     nvml.fail("nvmlDeviceGetTotalEnergyConsumption", first=calls + 2, delay=1.2)
     with meter.window(cap=0.1) as window:
@@ -273,7 +273,7 @@ def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: V
 @pytest.mark.slow
 def test_in_real_time(nvml: Simulation) -> None:
     nvml.state.device[0].period_ns = 10_000_000
-    with nvml_meter(DeviceIdentity(0), {}, library=Library()) as meter, meter.window(cap=60.0) as window:
+    with nvml_meter(DeviceIdentity(uuid_of(1)), library=Library()) as meter, meter.window(cap=60.0) as window:
         while not window.enough:
             sum(range(1000))
     energy = window.energy

@@ -31,19 +31,16 @@ def test_facts(device: NvmlDevice) -> None:
     assert values(device.facts()) == {
         "driver": ("570.00.1", ""),
         "cuda_driver": ("12.8", ""),
-        "name": ("Test GPU", ""),
         "uuid": (uuid_of(1), ""),
         "pci": (pci_of(1), ""),
         "vbios": ("96.00.00.00.01", ""),
         "power_cap": (650.0, "W"),
-        "power_cap_set": (700.0, "W"),
         "power_cap_default": (700.0, "W"),
         "sm_clock_max": (1.98e9, "Hz"),
         "memory_clock_max": (2.619e9, "Hz"),
         "persistence": ("on", ""),
         "ecc": ("on", ""),
         "mig": ("off", ""),
-        "memory_total": (80 * GIGABYTE, "B"),
     }
 
 
@@ -83,12 +80,12 @@ def test_a_device_that_is_lost(nvml: Simulation, device: NvmlDevice) -> None:
 def test_a_lost_neighbour_does_not_hide_a_device(nvml: Simulation, library: Library) -> None:
     nvml.add("Second GPU", 2)
     nvml.state.device[0].lost_at_ns = 0
-    device = NvmlDevice(DeviceIdentity(0, uuid=uuid_of(2)), {}, library)
-    assert values(device.facts())["name"] == ("Second GPU", "")
+    device = NvmlDevice(DeviceIdentity(uuid=uuid_of(2)), library)
+    assert values(device.facts())["uuid"] == (uuid_of(2), "")
     device.close()
     nvml.state.device[1].lost_at_ns = 0
     with pytest.raises(NoReading, match="the GPU is lost"):
-        NvmlDevice(DeviceIdentity(0, uuid=uuid_of(2)), {}, library)
+        NvmlDevice(DeviceIdentity(uuid=uuid_of(2)), library)
     assert nvml.state.inits == nvml.state.shutdowns == 2
 
 
@@ -129,10 +126,10 @@ def test_a_mig_instance(nvml: Simulation, library: Library) -> None:
     gpu = nvml.state.device[0]
     nvml.split(gpu, 3)
     uuid = gpu.instance[1].uuid.decode()
-    device = NvmlDevice(DeviceIdentity(0, uuid=uuid), {}, library)
+    device = NvmlDevice(DeviceIdentity(uuid=uuid), library)
     assert device.shared_by == 3
     facts, state = values(device.facts()), values(device.state())
-    assert (facts["uuid"], facts["mig"], facts["memory_total"]) == ((uuid, ""), ("on", ""), (10 * GIGABYTE, "B"))
+    assert (facts["uuid"], facts["mig"]) == ((uuid, ""), ("on", ""))
     assert facts["power_cap"] == (650.0, "W")
     assert (state["memory_used"], state["power"]) == ((GIGABYTE, "B"), (300.0, "W"))
     device.close()
@@ -143,7 +140,7 @@ def test_an_old_driver(nvml: Simulation, old_driver: Path) -> None:
         "import json\n"
         "from fp8bench.measure.sensors.nvml_match import DeviceIdentity\n"
         "from fp8bench.measure.sensors.nvml import NvmlDevice\n"
-        "device = NvmlDevice(DeviceIdentity(0), {})\n"
+        f"device = NvmlDevice(DeviceIdentity({uuid_of(1)!r}))\n"
         "reads = {**device.facts(), **device.state(), **device.violations(), 'process': device.process_memory()}\n"
         "device.close()\n"
         "print(json.dumps({name: getattr(read, 'source', None) or read.reason for name, read in reads.items()}))\n"
@@ -156,7 +153,7 @@ def test_an_old_driver(nvml: Simulation, old_driver: Path) -> None:
     said = json.loads(done.stdout)
     assert said["throttle"] == "nvmlDeviceGetCurrentClocksThrottleReasons"
     assert said["temperature"] == "nvmlDeviceGetTemperature"
-    assert said["memory_used"] == said["memory_total"] == "nvmlDeviceGetMemoryInfo"
+    assert said["memory_used"] == "nvmlDeviceGetMemoryInfo"
     assert said["power"] == "nvmlDeviceGetPowerUsage"
     assert said["process"].startswith("this driver's NVML lacks the function")
     assert "not among the 1 that NVML lists" in said["process"]
