@@ -361,7 +361,8 @@ class Record:
     the group, None means the samples in the reference's own record. `stopped` says why measuring ended. `statistics`
     describe the data, with the reference only, because they do not depend on the precision. `trace` is the file of a
     trace within the folder that was asked for. `scales` came from data. `not_finite` is the share of the state's
-    numbers that are not finite after timing, where the workload allows that. `ceiling` is the most that it can do, `products` what its products ran on, `effect` whether its steps do
+    numbers that are not finite after timing, where the workload allows that.
+    `ceiling` is the most that it can do, `products` what its products ran on, `effect` whether its steps do
     anything. `sustained` are its turns of seconds: the n-th turns of a group are one round. `fresh` are the rounds of
     the fastest of several, which its ratio is computed from; `timing` remains what it was chosen by. `rotation` is
     there where calls use several states, `replays` where a device may do a step again in one launch. `tape` are the
