@@ -66,7 +66,6 @@ def device_state_of(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None
         state["unknown"] = "; ".join(reasons_of(read)) or None
     state["energy_source"] = meter.kind.value
     state["energy_period"] = _period(meter)
-    state["energy_call"] = meter.call_seconds
     state["energy_why"] = meter.why or None
     return {f"{facts.key} {name}": value for name, value in state.items()}
 
@@ -97,12 +96,11 @@ def driver_state(library: Library = LIBRARY) -> str:
 
 
 def energy_source(meter: Meter) -> str:
-    """For example 'counter, changes every 100 ms; one look takes 1.2 us', or why there is none."""
+    """For example 'counter, changes every 100 ms', or why there is none."""
     if meter.kind is SourceKind.NONE:
         return f"cannot be measured: {meter.why}"
-    period, call = _period(meter), meter.call_seconds
+    period = _period(meter)
     parts = [meter.kind.value + (f", changes every {units.seconds(period)}" if period else "")]
-    parts += [f"one look takes {units.seconds(call)}"] if call else []
     parts += [f"no better one: {meter.why}"] if meter.why else []
     return "; ".join(parts)
 

@@ -136,8 +136,7 @@ _SPARE = 1.5
 class Sampler:
     """What one thread sees. The thread writes; others may read `enough` at any time, the rest after it has ended.
 
-    `failure` says why the source failed, '' if it did not; `ended` is true once the thread has ended normally;
-    `call_seconds` is what the fastest call took.
+    `failure` says why the source failed, '' if it did not; `ended` is true once the thread has ended normally.
     """
 
     def __init__(
@@ -150,10 +149,7 @@ class Sampler:
         self.ticks: list[Tick] = []
         self.samples: list[PowerSample] = []
         self.looks: list[Readings] = []
-        self.polls = 0
-        self.call_seconds = math.inf
         self.begun = 0.0
-        self.cpu_seconds = 0.0
         self.failure = ""
         self.enough = False
         self.ended = False
@@ -195,7 +191,6 @@ class Sampler:
             self.failure = failure.reason
             self.ended = True
         finally:
-            self.cpu_seconds = self._clock.cpu() - self._cpu_before
             self.enough = True
 
     def _follow_counter(self) -> None:
@@ -221,7 +216,7 @@ class Sampler:
                     self.ticks.append(tick)
                     # Right after a tick nothing is missed while the state is looked at.
                     self._look_around(seen)
-            self._after_look(asked, seen)
+            self._after_look(seen)
 
     def _follow_sensor(self) -> None:
         clock, read = self._clock, self._source.read
@@ -231,16 +226,14 @@ class Sampler:
             seen = clock.now()
             self.samples.append(PowerSample((asked + seen) / 2, watts))
             self._look_around(seen)
-            self._after_look(asked, seen)
+            self._after_look(seen)
 
     def _look_around(self, now: float) -> None:
         if self._look is not None and now >= self._state_due:
             self._state_due = now + _STATE
             self.looks.append(self._look())
 
-    def _after_look(self, asked: float, now: float) -> None:
-        self.polls += 1
-        self.call_seconds = min(self.call_seconds, now - asked)
+    def _after_look(self, now: float) -> None:
         if now >= self._check_due:
             self._check_due = now + _CHECK
             self._polling.limit_cost(self._clock.cpu() - self._cpu_before, now - self.begun)
@@ -276,15 +269,13 @@ def _summary(reads: Sequence[Read], how: Callable[[Sequence[float]], float]) -> 
 class Energy:
     """The energy of a window of `seconds`: the mean power of the measured `stretch` times that length.
 
-    `watched` is the device's state meanwhile; `sampler_seconds` is the processor time that `polls` looks took.
+    `watched` is the device's state meanwhile.
     """
 
     source: SourceKind
     stretch: PowerStretch
     seconds: float
     watched: Readings
-    polls: int
-    sampler_seconds: float
 
     @property
     def watts(self) -> float:
@@ -328,10 +319,7 @@ class Window:
         seconds = self._clock.now() - self._start
         try:
             self._end(self._sampler)
-            self.energy = Energy(
-                self._source.kind, self._stretch(), seconds, watched(self._sampler.looks), self._sampler.polls,
-                self._sampler.cpu_seconds,
-            )  # fmt: skip
+            self.energy = Energy(self._source.kind, self._stretch(), seconds, watched(self._sampler.looks))
         except NoReading as failure:
             self.energy = Unavailable(failure.reason)
 

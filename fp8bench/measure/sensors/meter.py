@@ -56,7 +56,6 @@ class Meter(AbstractContextManager["Meter"]):
         hung: Callable[[str], None] = lambda why: None,
     ) -> None:
         self.device = device
-        self.call_seconds: float | None = None
         self.refused: tuple[tuple[SourceKind, str], ...] = ()
         self._why_none = why_none
         self._power_limits: tuple[float, ...] = ()
@@ -124,7 +123,6 @@ class Meter(AbstractContextManager["Meter"]):
         end = clock.now() + _CALIBRATION
         clock.wait(lambda: sampler.enough or clock.now() >= end)
         self._end(sampler)
-        self.call_seconds = sampler.call_seconds
         return _with_rhythm(source, sampler) if source.counts else source
 
 

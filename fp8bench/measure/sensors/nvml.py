@@ -179,49 +179,30 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _used_memory() -> Way:
-    """The newer function tells the driver's own memory apart, the older one counts it in."""
-    old, new = "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"
-    return _first_of(
-        lambda ask: Reading(ask(old, _MEMORY_V2).used, "B", new), _plain(old, "B", of=lambda memory: memory.used)
-    )
+# The function without a version raises what is no NVMLError on an older driver.
+_PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v3"
 
 
-_PROCESSES = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
-
-
-def _running_processes(ask: Ask) -> tuple[list[tuple[int, int]], str]:
-    try:
-        source = _PROCESSES[0]
-        processes = ask(source)
-    except NoReading:
-        source = _PROCESSES[1]
-        processes = ask(source)
-    return [(process.pid, process.usedGpuMemory or 0) for process in processes], source
+def _others(ask: Ask, pid: int) -> tuple[int, int | None]:
+    return others_of(pid, [(process.pid, process.usedGpuMemory or 0) for process in ask(_PROCESSES)])
 
 
 def others(pid: int) -> tuple[Query, ...]:
     def count(ask: Ask) -> Reading:
-        processes, source = _running_processes(ask)
-        return Reading(others_of(pid, processes)[0], "", source)
+        return Reading(_others(ask, pid)[0], "", _PROCESSES)
 
     def memory(ask: Ask) -> Reading:
-        processes, source = _running_processes(ask)
-        size = others_of(pid, processes)[1]
+        size = _others(ask, pid)[1]
         if size is None:
             raise NoReading("the driver does not report the memory of single processes, or this one by another number")
-        return Reading(size, "B", source)
+        return Reading(size, "B", _PROCESSES)
 
     return Query("others", count, About.PART), Query("others_memory", memory, About.PART)
 
 
 def process_memory(pid: int) -> Query:
-    """What a process holds on the device, its context included.
-
-    pynvml's function without a version is not used: on an older driver it raises what is no NVMLError.
-    """
-    ways = (_plain(function, "B", of=partial(_memory_of, pid)) for function in _PROCESSES)
-    return Query("process_memory", _first_of(*ways))
+    """What a process holds on the device, its context included."""
+    return Query("process_memory", _plain(_PROCESSES, "B", of=partial(_memory_of, pid)))
 
 
 def _memory_of(pid: int, processes: Sequence[Any]) -> int:
@@ -288,7 +269,8 @@ STATE: tuple[Query, ...] = (
     *CHANGING,
     Query("use", _plain("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
     Query("memory_use", _plain("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)),
-    Query("memory_used", _used_memory(), About.PART),
+    # The version that tells the driver's own memory apart.
+    Query("memory_used", _plain("nvmlDeviceGetMemoryInfo", "B", _MEMORY_V2, of=lambda memory: memory.used), About.PART),
 )
 VIOLATIONS: tuple[Query, ...] = tuple(Query(violation.name, _violation(violation)) for violation in consumed.VIOLATIONS)
 QUERIES = Queries(FACTS, STATE, CHANGING, VIOLATIONS, process_memory, others)

@@ -262,12 +262,12 @@ def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
 def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
     nvml.state.device[0].period_ns = 20_000_000
     meter = opened()
-    cheap, _, _ = measured(meter, clock, 4.0)
-    clock.cpu_per_sleep = 500e-6
-    dear, start, end = measured(meter, clock, 4.0)
-    assert dear.polls < cheap.polls / 2
+    looks = [nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"]]
+    for clock.cpu_per_sleep in (0.0, 500e-6):
+        dear, start, end = measured(meter, clock, 4.0)
+        looks.append(nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"])
+    assert looks[2] - looks[1] < (looks[1] - looks[0]) / 2
     assert dear.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
-    assert cheap.sampler_seconds == 0.0 < dear.sampler_seconds < 0.01 * dear.seconds
 
 
 @pytest.mark.slow
@@ -280,8 +280,6 @@ def test_in_real_time(nvml: Simulation) -> None:
     assert isinstance(energy, Energy) and energy.stretch.uncertainty is not None
     # How the clock of the host and the counter's steps lie to each other is the machine's affair.
     assert abs(energy.watts / 300 - 1) <= energy.stretch.uncertainty + 0.005
-    assert 0 < energy.sampler_seconds < energy.seconds
-    assert meter.call_seconds is not None and 0 < meter.call_seconds < 0.1
 
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -118,7 +118,6 @@ def test_who_else_has_work_there(nvml: Simulation, device: NvmlDevice) -> None:
     gpu.processes = 1
     assert values(device.others(os.getpid())) == {"others": (0, ""), "others_memory": (0, "B")}
     nvml.fail("nvmlDeviceGetComputeRunningProcesses_v3", 15)
-    nvml.fail("nvmlDeviceGetComputeRunningProcesses_v2", 15)
     assert all(isinstance(read, Unavailable) and "lost" in read.reason for read in device.others(1).values())
 
 
@@ -153,9 +152,8 @@ def test_an_old_driver(nvml: Simulation, old_driver: Path) -> None:
     said = json.loads(done.stdout)
     assert said["throttle"] == "nvmlDeviceGetCurrentClocksThrottleReasons"
     assert said["temperature"] == "nvmlDeviceGetTemperature"
-    assert said["memory_used"] == "nvmlDeviceGetMemoryInfo"
+    assert said["memory_used"].startswith("this driver's NVML lacks the function")
     assert said["power"] == "nvmlDeviceGetPowerUsage"
     assert said["process"].startswith("this driver's NVML lacks the function")
-    assert "not among the 1 that NVML lists" in said["process"]
     assert said["hw-thermal"].startswith("this device or its driver does not support it")
     assert said["power-cap"] == "nvmlDeviceGetViolationStatus"
