@@ -42,9 +42,9 @@ from fp8bench.store.asv.rows import (
 from fp8bench.store.commit_runs import (
     TrackedRun,
     commit_points,
-    remembered,
     runs_of_commit,
     series_of_runs,
+    tracked_run,
     why_untracked,
 )
 
@@ -72,7 +72,7 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
     the view can be made again.
     """
     why = why_untracked(run)
-    tracked = remembered(run) if not why else None
+    tracked = tracked_run(run) if not why else None
     if tracked is None or not tracked.content.points:
         nameless = "it does not say on which machine, or by a name that is no folder's"
         why = why or (tracked.content.why if tracked is not None else nameless)
