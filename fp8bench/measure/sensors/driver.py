@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -132,20 +132,7 @@ class Queries:
     changing: tuple[Query, ...]
     violations: tuple[Query, ...]
     process_memory: Callable[[int], Query]
-    others: Callable[[int], tuple[Query, ...]]
-
-
-def others_of(pid: int, processes: Iterable[tuple[int, int]]) -> tuple[int, int | None]:
-    """How many of the listed processes are others, and their bytes; None where those are not known.
-
-    In a container a driver may list this process under another number: then one of the listed ones is it, and nobody
-    knows which.
-    """
-    listed = list(processes)
-    sizes = [size for number, size in listed if number != pid]
-    if sizes and len(sizes) == len(listed):
-        return len(sizes) - 1, None
-    return len(sizes), sum(sizes) if all(size > 0 for size in sizes) else None
+    others: Callable[[int], Query]
 
 
 class Looks(ABC):
@@ -177,9 +164,10 @@ class Looks(ABC):
         query = self.queries.process_memory(os.getpid() if pid is None else pid)
         return self._read((query,))[query.name]
 
-    def others(self, pid: int) -> Readings:
-        """How many processes but `pid` work there (`others`), and the bytes they hold (`others_memory`)."""
-        return self._read(self.queries.others(pid))
+    def others(self, pid: int) -> Read:
+        """How many processes but `pid` work there."""
+        query = self.queries.others(pid)
+        return self._read((query,))[query.name]
 
     def glance(self) -> Readings:
         """What may change from one second to the next: clocks, temperature, throttle reasons."""

@@ -245,7 +245,6 @@ SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], Any]]] = {
     "throttle": ("throttle", lambda masks: reduce(or_, map(int, masks))),
     "sm_clock": ("sm_clock", median),
     "sm_clock_lowest": ("sm_clock", min),
-    "memory_clock": ("memory_clock", median),
     "temperature": ("temperature", max),
 }
 

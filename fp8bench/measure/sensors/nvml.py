@@ -18,7 +18,6 @@ from fp8bench.measure.sensors.driver import (
     Query,
     T,
     Way,
-    others_of,
     within,
 )
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity, ListedDevice, match
@@ -183,21 +182,17 @@ def _version(number: int) -> str:
 _PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v3"
 
 
-def _others(ask: Ask, pid: int) -> tuple[int, int | None]:
-    return others_of(pid, [(process.pid, process.usedGpuMemory or 0) for process in ask(_PROCESSES)])
+def others(pid: int) -> Query:
+    """How many processes but `pid` are there.
 
+    In a container a driver may list this process under another number: then one of the listed ones is it.
+    """
 
-def others(pid: int) -> tuple[Query, ...]:
-    def count(ask: Ask) -> Reading:
-        return Reading(_others(ask, pid)[0], "", _PROCESSES)
+    def count(processes: Sequence[Any]) -> int:
+        others = [process for process in processes if process.pid != pid]
+        return len(others) - (0 < len(others) == len(processes))
 
-    def memory(ask: Ask) -> Reading:
-        size = _others(ask, pid)[1]
-        if size is None:
-            raise NoReading("the driver does not report the memory of single processes, or this one by another number")
-        return Reading(size, "B", _PROCESSES)
-
-    return Query("others", count, About.PART), Query("others_memory", memory, About.PART)
+    return Query("others", _plain(_PROCESSES, "", of=count), About.PART)
 
 
 def process_memory(pid: int) -> Query:
@@ -253,7 +248,6 @@ def instant_power(ask: Ask) -> Reading:
 # Sampled within a window. Not the power: the energy is measured anyway.
 CHANGING: tuple[Query, ...] = (
     Query("sm_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM)),
-    Query("memory_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)),
     # Of the chip; NVML is to drop the older function.
     Query("temperature", _first_of(
         _plain("nvmlDeviceGetTemperatureV", "degC", _CHIP), _plain("nvmlDeviceGetTemperature", "degC", _CHIP)

@@ -248,7 +248,7 @@ def _file(content: Mapping[str, Any], path: Path) -> ResultsFile:
     content = {**{key: {} for key in _OPTIONAL}, **content}
     _check_head(content, path)
     columns = tuple(content["result_columns"])
-    if not set(columns) <= set(COLUMNS):  # what is in others would be lost
+    if not all(column in COLUMNS for column in columns):  # what is in others would be lost
         raise Malformed(f"'result_columns' is {shown(columns)}, expected some of asv's")
     rows: dict[str, AsvRow] = {}
     broken: dict[str, Any] = {}
