@@ -1,6 +1,6 @@
 """The energy of a device: which source it has, and windows over it.
 
-NVML for NVIDIA, files of the system for Intel GPUs and for processors (RAPL).
+NVML for NVIDIA, files of the system for processors (RAPL).
 """
 
 from __future__ import annotations
@@ -138,7 +138,6 @@ def _with_rhythm(source: Source, sampler: Sampler) -> Source:
 # Names an NVML device (UUID or PCI address) to read instead of the cases' own.
 NVML_DEVICE = "FP8BENCH_NVML_DEVICE"
 _UNWANTED = "--no-energy was given"
-_NO_DRIVER = "{} has no NVML"
 # Seconds that readings of the average kind average over.
 _AVERAGED = 1.0
 
@@ -154,10 +153,6 @@ def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energ
         return nvml_meter(identity, energy=energy)
     if facts.kind == "cpu":
         return rapl_meter(energy=energy)
-    if facts.kind == "xpu":
-        return counted_meter(
-            lambda: (rapl.gpu_domain(),), SourceKind.COUNTER, AbsentDevice(_NO_DRIVER.format("an Intel GPU")), energy
-        )
     if facts.kind != "cuda" or facts.hip:
         return _absent(f"nothing is known that reads the energy of {'AMD' if facts.hip else facts.kind} devices")
     return nvml_meter(DeviceIdentity(facts.uuid, facts.pci), energy=energy)
@@ -185,22 +180,16 @@ def _absent(why: str, clock: Clock = HOST) -> Meter:
 
 
 def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True) -> Meter:
-    why = _NO_DRIVER.format("a CPU")
+    why = "a CPU has no NVML"
     host = HostDevice(why)
     device = host if host.tells else AbsentDevice(why)
-    return counted_meter(lambda: rapl.domains(root), SourceKind.RAPL, device, energy, clock)
-
-
-def counted_meter(
-    domains: Callable[[], Sequence[rapl.Domain]], kind: SourceKind, device: Looks, energy: bool, clock: Clock = HOST
-) -> Meter:
     if not energy:
         return Meter((), device, _UNWANTED, clock)
     try:
-        counter = rapl.EnergyCounter(domains(), clock.now)
+        counter = rapl.EnergyCounter(rapl.domains(root), clock.now)
     except NoReading as failure:
         return Meter((), device, failure.reason, clock)
-    return Meter((Source(kind, counter.read),), device, "", clock)
+    return Meter((Source(SourceKind.RAPL, counter.read),), device, "", clock)
 
 
 class Meters(ExitStack):
