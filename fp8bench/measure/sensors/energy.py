@@ -105,7 +105,6 @@ class SourceKind(StrEnum):
     COUNTER = "counter"
     RAPL = "rapl"
     INSTANT = "instant"
-    AVERAGE = "average"
     NONE = "none"
 
 
@@ -113,13 +112,12 @@ class SourceKind(StrEnum):
 class Source:
     """`read` returns joules of a counter or watts of a sensor, or raises NoReading; it may hang.
 
-    `rhythm` is how a counter changes, None until measured; `settle` is how many seconds a sensor averages over.
+    `rhythm` is how a counter changes, None until measured.
     """
 
     kind: SourceKind
     read: Callable[[], float]
     rhythm: Rhythm | None = None
-    settle: float = 0.0
 
     @property
     def counts(self) -> bool:
@@ -167,7 +165,7 @@ class Sampler:
     def resolved(self) -> bool:
         if self._source.counts:
             return resolved(self.ticks)
-        return sufficient(self.samples, self.begun, self._source.settle)
+        return sufficient(self.samples)
 
     def stop(self, timeout: float) -> None:
         """Ends the thread. Raises NoReading if the source or the thread failed, NoAnswer if a call hangs."""
@@ -325,7 +323,7 @@ class Window:
     def _stretch(self) -> PowerStretch:
         if self._source.counts:
             return slope(self._sampler.ticks)
-        return mean_power(self._sampler.samples, self._sampler.begun, self._source.settle)
+        return mean_power(self._sampler.samples)
 
 
 class NoWindow(AbstractContextManager["NoWindow"]):

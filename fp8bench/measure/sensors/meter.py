@@ -16,7 +16,6 @@ from fp8bench.measure.sensors.driver import HOST, TIMEOUT, Clock, Looks, NoAnswe
 from fp8bench.measure.sensors.energy import Energy, NoWindow, Sampler, Source, SourceKind, Window
 from fp8bench.measure.sensors.mean_power import INTERVALS, rhythm
 from fp8bench.measure.sensors.nvml import (
-    AVERAGE_POWER,
     ENERGY,
     LIBRARY,
     AbsentDevice,
@@ -138,8 +137,6 @@ def _with_rhythm(source: Source, sampler: Sampler) -> Source:
 # Names an NVML device (UUID or PCI address) to read instead of the cases' own.
 NVML_DEVICE = "FP8BENCH_NVML_DEVICE"
 _UNWANTED = "--no-energy was given"
-# Seconds that readings of the average kind average over.
-_AVERAGED = 1.0
 
 
 def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energy: bool = True) -> Meter:
@@ -166,7 +163,6 @@ def nvml_meter(identity: DeviceIdentity, clock: Clock = HOST, library: Library =
     sources = (
         Source(SourceKind.COUNTER, lambda: ENERGY(device.ask).number),
         Source(SourceKind.INSTANT, lambda: instant_power(device.ask).number),
-        Source(SourceKind.AVERAGE, lambda: AVERAGE_POWER(device.ask).number, settle=_AVERAGED),
     )
     if not energy:
         return Meter((), device, _UNWANTED, clock)
