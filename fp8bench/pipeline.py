@@ -254,7 +254,7 @@ def worker_for(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
     """The worker that a request asks for, closed at the end, whatever happens."""
     settings = settings_of(request, corpus)
     if request.ranks is not None:
-        worker: Worker = RanksWorker(settings, request.ranks, case_timeout=request.case_timeout)
+        worker: Worker = RanksWorker(settings, request.ranks)
     else:
         worker = ProcessWorker(settings) if request.isolation else LocalWorker(settings)
     try:

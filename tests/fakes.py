@@ -21,7 +21,6 @@ from fp8bench.model import (
     LayerScale,
     Level,
     MemoryUse,
-    OperatorTime,
     PlannedCase,
     Products,
     Record,
@@ -80,7 +79,6 @@ class Script:
     wrong: str = ""
     threads_left: Sequence[str] = ()
     peak: int | None = None
-    operators: tuple[OperatorTime, ...] = ()
     scales: tuple[LayerScale, ...] = ()
     quantisers: Sequence[int] = ()
     uncompilable: str = ""
@@ -291,11 +289,10 @@ class FakeWorker(Worker):
             self.remembered.append(key)
         return "the script has none" if peak is None else MemoryUse(peak)
 
-    def _trace(self, case: Case, facts: DeviceFacts, file: str) -> tuple[OperatorTime, ...]:
+    def _trace(self, case: Case, facts: DeviceFacts, file: str) -> None:
         self.log.append(("trace", case.mode, file))
         assert not self.held, "a trace was recorded beside states"
         self._strike("trace", case.mode)
-        return self._script(case.mode).operators
 
     def _products(self, case: Case, facts: DeviceFacts) -> Products:
         self.log.append(("products", case.mode))

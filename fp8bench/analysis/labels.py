@@ -296,8 +296,7 @@ def shared(watch: DeviceWatch | None) -> Iterator[Labelled]:
         return
     told = []
     if watch.others:
-        memory = f" with {units.size(watch.others_memory)}" if watch.others_memory else ""
-        told.append(f"{watch.others} other process{'es' * (watch.others > 1)} on it{memory}")
+        told.append(f"{watch.others} other process{'es' * (watch.others > 1)} on it")
     if watch.slices:
         told.append(f"{watch.slices} other slice{'s' * (watch.slices > 1)} of it")
     if told:

@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
+from fp8bench.analysis.steps.change_points import steps_of_many
 from fp8bench.analysis.steps.changes import (
     Change,
     ChangeState,
@@ -34,7 +35,6 @@ from fp8bench.store.asv.identity import Identity, resolved
 from fp8bench.store.commit_runs import files_by_commit, tracked_run
 from fp8bench.store.figures.history import open_history
 from fp8bench.store.figures.lines import History
-from fp8bench.store.figures.steps import remembered_steps
 from fp8bench.store.points import cell_of
 from fp8bench.store.runs.listing import all_files, closed_folders
 from fp8bench.store.runs.run_file import load_run
@@ -100,7 +100,7 @@ def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
 
 def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
     """The changes of all trends, acknowledged ones too; changed counts name the operators that changed."""
-    changes = changes_of(stretches(history), partial(remembered_steps, store))
+    changes = changes_of(stretches(history), steps_of_many)
     return with_operators(acknowledged(changes, kept_acks(store, changes, observer)), store, history)
 
 

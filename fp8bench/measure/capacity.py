@@ -7,15 +7,14 @@ doubling and halving end the search all the same.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import CaseOutcome, exhausted
-from fp8bench.model import Capacity, DeviceFacts, Level, MemoryUse, PlannedCase, Scalar
+from fp8bench.model import Capacity, DeviceFacts, Level, MemoryUse, PlannedCase
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.units import size
@@ -115,94 +114,6 @@ class NoSearch(Exception):
     """The reason why there is no answer."""
 
 
-class Batches(ABC):
-    """Something that runs with other batches; `axis` is the batch's parameter, `start` its present value."""
-
-    @property
-    @abstractmethod
-    def axis(self) -> str: ...
-
-    @property
-    @abstractmethod
-    def start(self) -> Scalar | None: ...
-
-    @abstractmethod
-    def level(self, batch: int) -> Level | None:
-        """The support level with that batch; None where the workload does not take it."""
-
-    @abstractmethod
-    def tokens(self, batch: int) -> int: ...
-
-    @abstractmethod
-    def run(self, batch: int) -> int | None:
-        """Runs two steps with that batch: bytes at the highest point, None where nobody counts. Raises WorkerError."""
-
-
-@dataclass(frozen=True)
-class BatchSearch:
-    """Looks for the largest batch within `limit` bytes; `restart` replaces a worker that an attempt has damaged."""
-
-    batches: Batches
-    limit: int | None
-    room: int | None
-    restart: Callable[[], None]
-
-    def capacity(self) -> Capacity:
-        axis, start = self.batches.axis, self.batches.start
-        attempts: list[BatchAttempt] = []
-        grain = 1
-        try:
-            if not isinstance(start, int) or isinstance(start, bool) or start < 1:
-                raise NoSearch(f"its {axis} is {start!r}, and must be a whole number from 1 to search from")
-            grain = self._grain()
-            top = self._top(grain)
-            search = Search(min(max(1, start // grain), top), top, self.room, attempts)
-            search.run(lambda number: self._attempt(number, grain))
-        except NoSearch as cause:
-            return Capacity(axis, self.limit, grain=grain, why=str(cause), attempts=len(attempts))
-        best, failing = search.fitting, search.failing
-        beyond, why = (failing.number * grain, failing.why) if failing is not None else (None, "")
-        if best is None:
-            return Capacity(axis, self.limit, 0, grain, beyond=beyond, why=why, attempts=len(attempts))
-        batch = best.number * grain
-        tokens = self.batches.tokens(batch)
-        return Capacity(axis, self.limit, batch, grain, tokens, best.taken, beyond, why, len(attempts))
-
-    def _attempt(self, number: int, grain: int) -> BatchAttempt:
-        batch, limit = number * grain, self.limit
-        try:
-            taken = self.batches.run(batch)
-        except WorkerError as cause:
-            if exhausted(cause):
-                return BatchAttempt(number, False, None, f"memory ran out ({_first_line(cause)})")
-            self.restart()
-            if isinstance(cause, WorkerLost) and (cause.killed or "bad_alloc" in str(cause)):
-                return BatchAttempt(number, False, None, str(cause))
-            raise NoSearch(f"a batch of {batch} ended it: {cause}") from None
-        if limit is not None and taken is not None and taken > limit:
-            return BatchAttempt(number, False, taken, f"tensors need {size(taken - limit)} more")
-        return BatchAttempt(number, True, taken)
-
-    def _grain(self) -> int:
-        """The smallest power of two such that batches in multiples of it suit the precision."""
-        grain = 1
-        while grain <= _COARSEST:
-            if all(self.batches.level(grain * odd) is not Level.REFUSED for odd in _PROBES):
-                return grain
-            grain *= 2
-        raise NoSearch(f"no multiples of {_COARSEST} or less suit the precision")
-
-    def _top(self, grain: int) -> int:
-        low, high = 0, LARGEST_BATCH // grain + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            taken = self.batches.level(middle * grain) is not None
-            low, high = (middle, high) if taken else (low, middle)
-        if low == 0:
-            raise NoSearch("no batch of those that were tried is taken")
-        return low
-
-
 @dataclass(frozen=True)
 class CapacityRule:
     """`limit` is how many bytes to fit into (None: as many as the device has)."""
@@ -224,18 +135,14 @@ class CapacityPass:
     def search(self, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
             facts = self._facts[outcome.planned.case.device]
-            batches = _CaseBatches(outcome.planned, facts, self._worker, self._limits, self._observer, self._rule)
-            room = self._rule.limit or facts.memory_bytes
-            capacity = BatchSearch(batches, self._rule.limit, room, self._worker.restart).capacity()
-            if outcome.planned.support.is_emulated and capacity.batch:
-                capacity = replace(capacity, on_device=batches.on_device(capacity.batch, capacity.grain, room))
-            outcome.note(capacity=capacity)
+            search = _BatchSearch(outcome.planned, facts, self._worker, self._limits, self._observer, self._rule)
+            outcome.note(capacity=search.capacity())
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()  # counting may leave a profiler attached, which would slow launches
 
 
 @dataclass(frozen=True)
-class _CaseBatches(Batches):
+class _BatchSearch:
     _planned: PlannedCase
     _facts: DeviceFacts
     _worker: Worker
@@ -243,31 +150,67 @@ class _CaseBatches(Batches):
     _observer: Observer
     _rule: CapacityRule
 
-    @property
-    def axis(self) -> str:
-        return workloads.get(self._planned.case.workload).batch_axis
+    def capacity(self) -> Capacity:
+        axis, limit = workloads.get(self._planned.case.workload).batch_axis, self._rule.limit
+        start = dict(self._planned.case.params).get(axis)
+        attempts: list[BatchAttempt] = []
+        grain, room = 1, limit or self._facts.memory_bytes
+        try:
+            if not isinstance(start, int) or isinstance(start, bool) or start < 1:
+                raise NoSearch(f"its {axis} is {start!r}, and must be a whole number from 1 to search from")
+            grain = self._grain()
+            top = self._top(grain)
+            search = Search(min(max(1, start // grain), top), top, room, attempts)
+            search.run(lambda number: self._attempt(number, grain))
+        except NoSearch as cause:
+            return Capacity(axis, limit, grain=grain, why=str(cause), attempts=len(attempts))
+        best, failing = search.fitting, search.failing
+        beyond, why = (failing.number * grain, failing.why) if failing is not None else (None, "")
+        if best is None:
+            return Capacity(axis, limit, 0, grain, beyond=beyond, why=why, attempts=len(attempts))
+        batch = best.number * grain
+        on_device = self._on_device(batch, grain, room) if self._planned.support.is_emulated else None
+        tokens = self._planned_with(batch).work.tokens
+        return Capacity(axis, limit, batch, grain, tokens, best.taken, beyond, why, len(attempts), on_device)
 
-    @property
-    def start(self) -> Scalar | None:
-        return dict(self._planned.case.params).get(self.axis)
-
-    def level(self, batch: int) -> Level | None:
-        tried = self._with(batch)
-        return None if tried is None else tried.support.level
-
-    def tokens(self, batch: int) -> int:
-        tried = self._with(batch)
-        return tried.work.tokens if tried is not None else 0
-
-    def run(self, batch: int) -> int | None:
-        tried = self._with(batch)
-        if tried is None:
-            raise NoSearch(f"the suite does not take {batch}")
+    def _attempt(self, number: int, grain: int) -> BatchAttempt:
+        batch, limit = number * grain, self._rule.limit
+        tried = self._planned_with(batch)
         self._observer.working(self._planned.case, f"trying a batch of {batch}", 1.0)
-        seconds = self._limits.numbers(tried.work)
-        return self._worker.within(seconds).try_batch(tried.case, self._facts, self._rule.limit)
+        try:
+            taken = self._worker.within(self._limits.numbers(tried.work)).try_batch(tried.case, self._facts, limit)
+        except WorkerError as cause:
+            if exhausted(cause):
+                return BatchAttempt(number, False, None, f"memory ran out ({_first_line(cause)})")
+            self._worker.restart()
+            if isinstance(cause, WorkerLost) and (cause.killed or "bad_alloc" in str(cause)):
+                return BatchAttempt(number, False, None, str(cause))
+            raise NoSearch(f"a batch of {batch} ended it: {cause}") from None
+        if limit is not None and taken is not None and taken > limit:
+            return BatchAttempt(number, False, taken, f"tensors need {size(taken - limit)} more")
+        return BatchAttempt(number, True, taken)
 
-    def on_device(self, batch: int, grain: int, room: int) -> int | None:
+    def _grain(self) -> int:
+        """The smallest power of two such that batches in multiples of it suit the precision."""
+        grain = 1
+        while grain <= _COARSEST:
+            tried = [self._rule.with_batch(self._planned, grain * odd, self._facts) for odd in _PROBES]
+            if all(planned is None or planned.support.level is not Level.REFUSED for planned in tried):
+                return grain
+            grain *= 2
+        raise NoSearch(f"no multiples of {_COARSEST} or less suit the precision")
+
+    def _top(self, grain: int) -> int:
+        low, high = 0, LARGEST_BATCH // grain + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            taken = self._rule.with_batch(self._planned, middle * grain, self._facts) is not None
+            low, high = (middle, high) if taken else (low, middle)
+        if low == 0:
+            raise NoSearch("no batch of those that were tried is taken")
+        return low
+
+    def _on_device(self, batch: int, grain: int, room: int) -> int | None:
         """The largest batch where hardware keeps the formats, by the line through one that was run and half of it."""
         half = batch // grain // 2 * grain
         less, more = (self._device_peak(number) if half else None for number in (half, batch))
@@ -276,9 +219,7 @@ class _CaseBatches(Batches):
         return min((batch + (room - more) * (batch - half) // (more - less)) // grain * grain, LARGEST_BATCH)
 
     def _device_peak(self, batch: int) -> int | None:
-        tried = self._with(batch)
-        if tried is None:
-            return None
+        tried = self._planned_with(batch)
         self._observer.working(self._planned.case, f"deriving the memory of a batch of {batch}", 1.0)
         try:
             use = self._worker.within(self._limits.numbers(tried.work)).memory(tried.case, self._facts)
@@ -288,8 +229,11 @@ class _CaseBatches(Batches):
             return None
         return use.on_device if isinstance(use, MemoryUse) else None
 
-    def _with(self, batch: int) -> PlannedCase | None:
-        return self._rule.with_batch(self._planned, batch, self._facts)
+    def _planned_with(self, batch: int) -> PlannedCase:
+        tried = self._rule.with_batch(self._planned, batch, self._facts)
+        if tried is None:
+            raise NoSearch(f"the suite does not take {batch}")
+        return tried
 
 
 def _first_line(cause: WorkerError) -> str:

@@ -92,14 +92,13 @@ class Watch:
     def end(self) -> None:
         self._counted = grown(self._before, self._device.violations())
         self._seconds = self._clock() - self._begun
-        self._sharing = max(self._sharing, self._others(), key=lambda sharing: sharing.get("others", 0))
+        now = self._others()
+        self._sharing = now if self._sharing is None else max(self._sharing, now or 0)
 
-    def _others(self) -> dict[str, int]:
-        """How many other processes have work on the device (`others`), and their bytes (`others_memory`)."""
-        if self._pid is None:
-            return {}
-        read = self._device.others(self._pid)
-        return {name: int(reading.number) for name, reading in read.items() if isinstance(reading, Reading)}
+    def _others(self) -> int | None:
+        """How many other processes have work on the device."""
+        read = self._device.others(self._pid) if self._pid is not None else None
+        return int(read.number) if isinstance(read, Reading) else None
 
     def seen(self, arm: MeasuredArm) -> DeviceWatch:
         looks = self._looks.get(arm.key, [])
@@ -118,8 +117,7 @@ class Watch:
             held=tuple((name, seconds) for name, seconds in seconds_held.items() if seconds > 0),
             why="; ".join(reasons_of(*looks, self._counted)),
             warm_up=self._warm_up,
-            others=self._sharing.get("others"),
-            others_memory=self._sharing.get("others_memory"),
+            others=self._sharing,
             slices=max(0, self._device.shared_by - 1),
             **summary,
         )

@@ -232,7 +232,8 @@ class Passes:
         for outcome in outcomes:
             with self._asking(outcome, "recording a trace", "trace") as (bench, case, facts):
                 name = folder.file_of(case)
-                outcome.note(operators=bench.trace(case, facts, str(folder.path / name)), trace=name)
+                bench.trace(case, facts, str(folder.path / name))
+                outcome.note(trace=name)
         # A GPU's profiler stays attached to a process that has used it, and would slow its launches down.
         self.leave_gpus(outcomes)
 

@@ -68,7 +68,7 @@ def decode(kind: type[T], plain: Any) -> T:
 
 @contextmanager
 def noting_ignored() -> Iterator[set[str]]:
-    """Collects the names of fields that `decode` does not know and ignores."""
+    """Collects the names of fields that `decode` does not know and ignores, though they hold something."""
     names: set[str] = set()
     token = _ignored.set(names)
     try:
@@ -164,7 +164,7 @@ def _dataclass(kind: type) -> Callable[[Any], Any]:
         whole = plain.keys() == names.keys()
         values = plain.copy() if whole else {name: plain[name] for name in names if name in plain}
         if len(values) < len(plain):
-            _ignored.get(set()).update(plain.keys() - names.keys())
+            _ignored.get(set()).update(name for name in plain.keys() - names.keys() if plain[name])
         for name, as_it_is, decode_one in decoders:
             if (whole or name in values) and type(item := values[name]) not in as_it_is:
                 try:

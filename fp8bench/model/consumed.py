@@ -80,9 +80,9 @@ class DeviceWatch:
 
     `throttle` has every bit that was set in any look. `held` has, for each limit, how many of the `seconds` of the
     whole group it held the clocks back, by the driver's count. `others` are other processes with work on the device,
-    with `others_memory` bytes; `slices` the other parts that it is split into. `sm_clock` is the mean over the slots
-    that were looked at, weighted by duration. `warm_up` is how the device settled before the rounds, None where it told
-    neither clock nor temperature.
+    `slices` the other parts that it is split into. `sm_clock` is the mean over the slots that were looked at, weighted
+    by duration. `warm_up` is how the device settled before the rounds, None where it told neither clock nor
+    temperature.
     """
 
     looks: int
@@ -91,12 +91,10 @@ class DeviceWatch:
     held: tuple[tuple[str, float], ...] = ()
     sm_clock: float | None = None
     sm_clock_lowest: float | None = None
-    memory_clock: float | None = None
     temperature: float | None = None
     why: str = ""
     warm_up: Settling | None = None
     others: int | None = None
-    others_memory: int | None = None
     slices: int = 0
 
 

@@ -208,22 +208,6 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class OperatorTime:
-    """What an operator, or a kernel of the device, takes of a step in one phase, without its callees; from a trace,
-    whose recording makes steps longer.
-
-    `calls` are those of a step that begin in the phase. `name` is '' for the rest of the phase: operators that are not
-    listed, and time outside of any.
-    """
-
-    phase: str
-    name: str
-    calls: float
-    seconds: float
-    on_device: bool = False
-
-
-@dataclass(frozen=True)
 class Segments:
     """The cells of a step: cell i is the time of phase `phases[i]` within stretch `blocks[i]` of the step."""
 
@@ -376,9 +360,9 @@ class Record:
     shared rounds with the reference; `paired_with` holds the reference's samples where that was apart from the rest of
     the group, None means the samples in the reference's own record. `stopped` says why measuring ended. `statistics`
     describe the data, with the reference only, because they do not depend on the precision. `trace` is the file of a
-    trace within the folder that was asked for, and `operators` are the costliest in it, by phase. `scales` came from
-    data. `not_finite` is the share of the state's numbers that are not finite after timing, where the workload allows
-    that. `ceiling` is the most that it can do, `products` what its products ran on, `effect` whether its steps do
+    trace within the folder that was asked for. `scales` came from data. `not_finite` is the share of the state's
+    numbers that are not finite after timing, where the workload allows that.
+    `ceiling` is the most that it can do, `products` what its products ran on, `effect` whether its steps do
     anything. `sustained` are its turns of seconds: the n-th turns of a group are one round. `fresh` are the rounds of
     the fastest of several, which its ratio is computed from; `timing` remains what it was chosen by. `rotation` is
     there where calls use several states, `replays` where a device may do a step again in one launch. `tape` are the
@@ -404,7 +388,6 @@ class Record:
     stopped: str = ""
     statistics: tuple[TensorStatistics, ...] = ()
     trace: str = ""
-    operators: tuple[OperatorTime, ...] = ()
     scales: tuple[LayerScale, ...] = ()
     energy: EnergyUse | None = None
     watch: DeviceWatch | None = None

@@ -28,7 +28,7 @@ _FACTS = (
     "machine", "torch", "env_ONEDNN_MAX_CPU_ISA", "env_NVIDIA_TF32_OVERRIDE", "threads", SWITCHES_SET, "cpu_governor",
     "cpu_turbo_off", "cgroup_cpu_max",
 )  # fmt: skip
-_OF_DEVICE = ("driver", "power_cap", "sm_clock_max", "memory_clock_max", "mig", "partition")
+_OF_DEVICE = ("driver", "power_cap", "sm_clock_max", "memory_clock_max", "mig")
 
 
 def current_ceilings(
@@ -71,25 +71,7 @@ def _keep(store: Path, environment: Environment, device: DeviceFacts, ceilings: 
 
 def history_of_ceilings(store: Path) -> list[Ceilings]:
     """Returns all ceilings that were measured in a store, oldest first. Raises StoreError."""
-    # A merge appends another store's, which may be older.
-    return sorted(_log(store).lines()[0], key=lambda ceilings: ceilings.when)
-
-
-def merge_ceilings(store: Path, other: Path) -> int:
-    """Takes ceilings of another store that are not here or are newer; returns how many those are."""
-    names = [path.name for path in sorted((other / "ceilings").glob("*.json"))]
-    theirs = {name: ceilings for name in names if (ceilings := _read(_log(other, name)))}
-    past = _log(other).lines()[0]
-    if not theirs and not past:
-        return 0
-    with locked(store / "ceilings"):
-        new = _log(store).merge(past)
-        for name, ceilings in theirs.items():
-            ours = _read(_log(store, name))
-            if ours is None or ours.when < ceilings.when:
-                _write(_log(store, name), ceilings)
-                new += [] if ceilings in new else [ceilings]
-    return len(new)
+    return _log(store).lines()[0]
 
 
 def _log(store: Path, name: str = "history.jsonl") -> Log[Ceilings]:

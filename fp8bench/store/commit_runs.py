@@ -6,7 +6,6 @@ finds the runs that a word means: an id, a file, a commit, another store.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -32,8 +31,6 @@ MISNAMED = "their files are named for another commit; `fp8bench history verify` 
 DAMAGED = "lines of them are damaged and were left out; `fp8bench history verify` names them"
 UNREADABLE = "they cannot be read; `fp8bench history verify` says why"
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
-# This process remembers the contents of so many run files.
-_MOST_REMEMBERED = 1000
 _NAMED_FOR = re.compile(r".*-([0-9a-f]{8}|nocommit)-[^-]*")
 
 
@@ -93,13 +90,13 @@ def by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
     return commits
 
 
-def read_runs(paths: Sequence[Path], keep: bool = False) -> CommitRuns:
-    """Reads the runs of one commit. With `keep` they are remembered for later calls."""
+def read_runs(paths: Sequence[Path]) -> CommitRuns:
+    """Reads the runs of one commit."""
     kept: list[TrackedRun] = []
     left: list[str] = []
     suites: set[str] = set()
     for path in paths:
-        tracked, why, names = _read_run(path, keep)
+        tracked, why, names = _read_run(path)
         suites |= names
         left += [why] if why else []
         if tracked is not None:
@@ -109,51 +106,19 @@ def read_runs(paths: Sequence[Path], keep: bool = False) -> CommitRuns:
 
 def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
     """Returns what the runs of a commit add to the history, oldest first, without unreadable files."""
-    read = read_runs(files_by_commit(store).get(commit[:8], ()), keep=True)
+    read = read_runs(files_by_commit(store).get(commit[:8], ()))
     return [tracked for tracked in read.runs if tracked.commit == commit]
 
 
-# By file: its stamp, what its run adds to the history, and the suites that it has cases of.
-_remembered: dict[Path, tuple[tuple[int, ...], TrackedRun, frozenset[str]]] = {}
-
-
-def _read_run(path: Path, keep: bool) -> tuple[TrackedRun | None, str, frozenset[str]]:
+def _read_run(path: Path) -> tuple[TrackedRun | None, str, frozenset[str]]:
     """Returns what a run adds to the history, why that is nothing or not all, and the suites that it has cases of."""
     try:
-        stamp, known = _stamp(path), _remembered.get(path)
-        if known is not None and known[0] == stamp:
-            return known[1], "", known[2]
         run, sheet = load_sheet(path)
     except (StoreError, OSError):
         return None, UNREADABLE, frozenset()
     tracked, why = checked_run(run, path)
     why = DAMAGED if sheet.lost and (tracked is not None or why == NO_CASE) else why
-    names = frozenset(record.case.workload for record in run.records)
-    # With a reason it is read again: a suite that is not known now may be imported later.
-    if keep and tracked is not None and not why:
-        _remember(path, stamp, tracked, names)
-    return tracked, why, names
-
-
-def remembered(run: Run) -> TrackedRun | None:
-    """Like tracked_run, for a run that was just read from its file, and need not be read from it again."""
-    tracked = tracked_run(run)
-    with contextlib.suppress(OSError):
-        if tracked is not None and run.path and tracked.content.points and not tracked.content.why:
-            names = frozenset(record.case.workload for record in run.records)
-            _remember(Path(run.path), _stamp(Path(run.path)), _header(tracked), names)
-    return tracked
-
-
-def _remember(path: Path, stamp: tuple[int, ...], tracked: TrackedRun, names: frozenset[str]) -> None:
-    if len(_remembered) >= _MOST_REMEMBERED:
-        _remembered.clear()
-    _remembered[path] = (stamp, tracked, names)
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    status = path.stat()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return tracked, why, frozenset(record.case.workload for record in run.records)
 
 
 def _header(tracked: TrackedRun) -> TrackedRun:

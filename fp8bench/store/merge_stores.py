@@ -16,8 +16,7 @@ from fp8bench.errors import StoreError
 from fp8bench.files import append, is_locked, keeping, locked, open_file, read_file, write_whole
 from fp8bench.model import Series
 from fp8bench.store.acks import merge_acks
-from fp8bench.store.asv.view import Taken, define, merge_folders, results_of, write_place
-from fp8bench.store.ceilings import merge_ceilings
+from fp8bench.store.asv.view import define, results_of, write_place
 from fp8bench.store.commit_runs import by_place, commit_of, files_by_commit, read_runs, series_of_runs
 from fp8bench.store.figures.cache import delete_cache
 from fp8bench.store.figures.history import read_and_keep
@@ -26,15 +25,16 @@ from fp8bench.store.runs.run_file import load_run, lock_run
 
 
 @dataclass
-class Merged(Taken):
+class Merged:
     """What was taken of another store: runs `copied` or appended to ours, how many were the `same`, how many
-    acknowledgements and ceilings are new. `files` are asv's."""
+    acknowledgements are new; sentences on what was not taken (`failed`), and on what a person should check."""
 
     copied: list[Path] = field(default_factory=list)
     extended: list[Path] = field(default_factory=list)
     same: int = 0
     acks: int = 0
-    ceilings: int = 0
+    failed: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def find_store(folder: Path, ours: Path) -> Path:
@@ -191,10 +191,8 @@ def join(store: Path, other: Path) -> tuple[Merged, Rebuilt]:
     """Takes in `other`, which is only read, and updates asv's view for its runs."""
     with locked(store / "asv"):
         merged = merge_runs(store, other)
-        merge_folders(results_of(store), results_of(other), merged)
         try:
             merged.acks = merge_acks(store, other)
-            merged.ceilings = merge_ceilings(store, other)
         except (StoreError, OSError) as error:
             merged.failed.append(str(error))
     return merged, rebuild(store, {commit_of(path) for path in (*merged.copied, *merged.extended)})

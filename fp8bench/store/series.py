@@ -14,7 +14,7 @@ from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, Cell, DeviceFacts, Params, Scalar, Series
 from fp8bench.model.ranks import BACKENDS, ranks_in_words
-from fp8bench.model.specs import METRICS, PER, RATIOS, MetricSpec, spec_of, taken
+from fp8bench.model.specs import METRICS, RATIOS, MetricSpec, spec_of, taken
 from fp8bench.plan.checked_workload import answering, axes_of, cases_of
 from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
@@ -22,8 +22,6 @@ from fp8bench.registry import precisions, workloads
 
 # Raised when the same samples would give other figures: those of different methods do not compare.
 METHOD = "1"
-# asv calls what has these names, in any case, before and after a benchmark.
-_HOOKS = frozenset({"setup", "teardown"})
 # asv's words for units.
 UNITS = {"s": "seconds", "B": "bytes", "J": "joules"}
 # Stand-ins: axes have the same names and parsers on all devices of a class.
@@ -143,15 +141,7 @@ def _misnamed(workload: Workload) -> Iterator[str]:
     name = class_name(workload.name)
     if not workload.name.isidentifier() or not name.isidentifier():
         yield "asv takes the name for a module's, so that it must be letters, digits and underscores. Rename it"
-    if name.lower() in _HOOKS:
-        yield f"asv would call the class {name} as a hook of its own. Rename it"
     yield from filter(None, map(taken, _grid(workload).errors))
-    metrics = [metric.name for metric in tracked_by(_grid(workload))]
-    for metric in metrics:
-        if not metric.isidentifier():
-            yield f"{metric!r} cannot be the name of a metric: asv's are letters, digits and underscores"
-        if metrics.count(metric) > 1:
-            yield f"two of its metrics are called {metric!r}"
 
 
 def _wrong_axes(workload: Workload) -> Iterator[str]:
@@ -162,10 +152,6 @@ def _wrong_axes(workload: Workload) -> Iterator[str]:
     for name in grid.cpu:
         if name not in axes:
             yield f"{name!r} is no axis; it has {', '.join(sorted(axes))}"
-        if name == "dtype":
-            yield "an axis is called 'dtype', which is the precision's name among the parameters. Rename it"
-        if name == "ranks" and grid.ranks:
-            yield "an axis is called 'ranks', which is how many processes there are among the parameters. Rename it"
         if not grid.cpu[name] or not grid.gpu[name]:
             yield f"the axis {name!r} has no value on a {'gpu' if grid.cpu[name] else 'cpu'}"
     alike = all(_texts(axes[name], grid.cpu[name]) & _texts(axes[name], grid.gpu[name]) for name in grid.cpu)
@@ -177,14 +163,8 @@ def _wrong_words(grid: Grid) -> Iterator[str]:
     for phase in grid.phases:
         if phase not in PHASES:
             yield f"{phase!r} is no phase; they are {', '.join(PHASES)}"
-    if len(set(grid.phases)) < len(grid.phases):
-        yield f"its phases are {', '.join(grid.phases)}; name each once"
-    if grid.per and grid.per not in PER:
-        yield f"time cannot be told per {grid.per!r}; it can per {', '.join(PER)}"
     if not grid.dtypes or len(set(grid.dtypes)) < len(grid.dtypes):
         yield f"its dtypes are {', '.join(grid.dtypes) or 'none'}; name at least one, and each once"
-    if len(set(grid.ranks)) < len(grid.ranks) or any(type(rank) is not int or rank < 1 for rank in grid.ranks):
-        yield f"its numbers of ranks are {grid.ranks!r:.80}, and must be whole numbers from 1, each once"
     for name in grid.dtypes:
         if precisions.canonical(name) != name:
             yield f"the dtype {name!r} is an alias of {precisions.canonical(name)}"

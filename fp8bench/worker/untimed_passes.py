@@ -16,7 +16,6 @@ from fp8bench.model import (
     DeviceFacts,
     Measurement,
     MemoryUse,
-    OperatorTime,
     Products,
     Shares,
     StepEffect,
@@ -34,7 +33,7 @@ from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_counters import counters_of_step
 from fp8bench.worker.step_guards import Running, apart
 from fp8bench.worker.switches import unchanged, under
-from fp8bench.worker.tracing import operators_of, record, write
+from fp8bench.worker.tracing import record, write
 
 
 class KeptState(NamedTuple):
@@ -158,8 +157,8 @@ class UntimedPasses:
         with self._apart(case, facts) as (workload, device, setup):
             return try_batch(of_workload(workload, setup), device, facts.index, memory_limit)
 
-    def trace(self, case: Case, facts: DeviceFacts, file: str) -> tuple[OperatorTime, ...]:
-        """Records a few steps into a file, and returns what takes their time. Profiling makes them slower."""
+    def trace(self, case: Case, facts: DeviceFacts, file: str) -> None:
+        """Records a few steps into a file. Profiling makes them slower."""
         with self._apart(case, facts) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
@@ -168,7 +167,6 @@ class UntimedPasses:
             gc.collect()
         device.empty_cache()
         write(trace, Path(file))
-        return operators_of(trace["traceEvents"])
 
     def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
         with self._apart(case, facts) as (workload, _, setup):

@@ -54,7 +54,6 @@ def test_traces_of_every_case(store: Path) -> None:
     assert run.request.trace == "traces/new"
     for record in run.records:
         assert Path("traces/new", record.trace).is_file() and record.trace.endswith(".pt.trace.json.gz")
-        assert any(operator.name == "aten::mm" and operator.phase == "gemm" for operator in record.operators)
     assert len(list(Path("traces/new").iterdir())) == 2
 
 

@@ -100,7 +100,7 @@ MOST_ROOMS = 22
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
 LAZY = HEAVY | {
-    "accelerate", "amdsmi", "asv_runner", "ctypes", "pyarrow", "pynvml", "ray", "safetensors", "shtab",
+    "accelerate", "asv_runner", "ctypes", "pyarrow", "pynvml", "ray", "safetensors", "shtab",
     "submitit", "tensorboard", "torchao", "transformer_engine", "wandb",
 }  # fmt: skip
 # Where a module may import heavy packages at its top: the first prefix that fits counts.

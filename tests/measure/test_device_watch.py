@@ -43,7 +43,7 @@ class Device(AbsentDevice):
     def glance(self) -> Readings:
         look = self.looks[self.asked]
         self.asked += 1
-        names = ("throttle", "sm_clock", "memory_clock", "temperature")
+        names = ("throttle", "sm_clock", "temperature")
         return {name: Unavailable("lost") if (value := look[name]) is None else reading(value) for name in names}
 
     def violations(self) -> Readings:
@@ -51,7 +51,7 @@ class Device(AbsentDevice):
 
 
 def look(throttle: int = 0, clock: float | None = 1.5e9, temperature: float | None = 50) -> dict[str, float | None]:
-    return {"throttle": throttle, "sm_clock": clock, "memory_clock": 2.6e9, "temperature": temperature}
+    return {"throttle": throttle, "sm_clock": clock, "temperature": temperature}
 
 
 class Shared(Device):
@@ -59,22 +59,22 @@ class Shared(Device):
 
     shared_by = 3
 
-    def others(self, pid: int) -> Readings:
+    def others(self, pid: int) -> Reading:
         assert pid == 42
         self.asked_for_others = getattr(self, "asked_for_others", 0) + 1
-        return {"others": reading(self.asked_for_others), "others_memory": reading(self.asked_for_others * 2**30)}
+        return reading(self.asked_for_others)
 
 
 def test_who_shares_a_device_is_told_with_the_label() -> None:
     for device, pid, counted, reason in (
-        (Shared(), 42, (2, 2**31, 2), "2 other processes on it with 2.00 GiB, 2 other slices of it"),
-        (Device(), 42, (None, None, 0), ""),
-        (Device(), None, (None, None, 0), ""),
+        (Shared(), 42, (2, 2), "2 other processes on it, 2 other slices of it"),
+        (Device(), 42, (None, 0), ""),
+        (Device(), None, (None, 0), ""),
     ):
         watch = Watch(device, pid=pid)
         watch.end()
         seen = watch.seen(arm("bf16"))
-        assert (seen.others, seen.others_memory, seen.slices) == counted
+        assert (seen.others, seen.slices) == counted
         assert [(label.label, label.reason, label.hard) for label in shared(seen)] == [
             (Label.SHARED, reason, False) for _ in "." if reason
         ]
@@ -120,7 +120,7 @@ def test_looks_belong_to_the_arm_whose_slot_is_over() -> None:
     found = watched(device, ("fp32", "bf16"), ("fp32",), ("fp32",))
     (a, first), (b, _) = found["fp32"], found["bf16"]
     assert (a.looks, a.throttle, a.sm_clock, a.sm_clock_lowest, a.temperature) == (3, 0x5, 1.5e9, 1.4e9, 60)
-    assert (b.looks, b.throttle, b.sm_clock, b.memory_clock) == (1, 0x40, 1.2e9, 2.6e9)
+    assert (b.looks, b.throttle, b.sm_clock) == (1, 0x40, 1.2e9)
     assert [slot.clock for slot in first.slots] == [1.5e9, 1.4e9, 1.6e9]
     assert a.seconds == b.seconds == 4 and a.held == () and a.why == ""
 
@@ -207,7 +207,7 @@ class Warming(AbsentDevice):
         self.worker, self.temperature, self.silent = worker, temperature, silent
 
     def glance(self) -> Readings:
-        nothing = {name: Unavailable("lost") for name in ("sm_clock", "memory_clock", "temperature", "throttle")}
+        nothing = {name: Unavailable("lost") for name in ("sm_clock", "temperature", "throttle")}
         if self.silent:
             return nothing
         heat = self.temperature(self.worker.clock())

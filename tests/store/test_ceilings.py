@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
-from fp8bench.store.ceilings import CURRENT_DAYS, current_ceilings, history_of_ceilings, merge_ceilings, new_ceilings
+from fp8bench.store.ceilings import CURRENT_DAYS, current_ceilings, history_of_ceilings, new_ceilings
 from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.older import as_older
@@ -117,21 +116,3 @@ def test_every_whole_measurement_is_in_the_history_also_behind_a_broken_line(tmp
     new_ceilings(tmp_path, environment, H200, lambda: WHOLE)
     names = [dict(ceilings.under)["name"] for ceilings in history_of_ceilings(tmp_path)]
     assert names == [CPU.name, CPU.name, H200.name]
-
-
-def test_ceilings_of_another_store_are_merged_once(tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "a", tmp_path / "b"
-    here, there = Environment(FACTS), Environment(FACTS | {"machine": "other"})
-    new_ceilings(theirs, here, CPU, lambda: replace(WHOLE, device="first"))
-    new_ceilings(theirs, there, CPU, lambda: WHOLE)
-    current_ceilings(theirs, Environment(FACTS | {"machine": "third"}), CPU, Measuring())
-    new_ceilings(ours, here, CPU, lambda: replace(WHOLE, device="second"))
-    history = theirs / "ceilings" / "history.jsonl"
-    history.write_text(re.sub(r'"when": ?"20..', '"when":"1999', as_older(history).read_text()))
-    before = {path: path.read_bytes() for path in (theirs / "ceilings").iterdir()}
-    assert merge_ceilings(ours, theirs) == 5 and merge_ceilings(ours, theirs) == 0
-    assert [ceilings.when[:4] == "1999" for ceilings in history_of_ceilings(ours)] == [True, True, True, False]
-    assert current_ceilings(ours, here, CPU, None).device == "second"  # type: ignore[union-attr]
-    assert current_ceilings(ours, there, CPU, None) is not None
-    assert {path: path.read_bytes() for path in (theirs / "ceilings").iterdir()} == before
-    assert merge_ceilings(ours, tmp_path / "none") == 0

@@ -237,9 +237,7 @@ def _merge(arguments: argparse.Namespace) -> int:
         "runs that are new here": len(merged.copied),
         "runs that had gone on there": len(merged.extended),
         "runs that were here already": merged.same,
-        "asv's files that are new or have more in them": len(merged.files),
         **({"acknowledgements that are new here": merged.acks} if merged.acks else {}),
-        **({"ceilings that are new here": merged.ceilings} if merged.ceilings else {}),
         "asv's files made again from the runs": len(view.files),
     }
     tell(arguments, partial(joined_page, f"{store}: took in {other}", counts))

@@ -7,7 +7,6 @@ import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from types import MappingProxyType
 from typing import Any
 
@@ -155,7 +154,7 @@ class RankState:
     """A rank when something went wrong: its last heartbeat, its answer and how it ended, if it did.
 
     `fault` is its exception in words, with the traceback. `ended` says how its process ended, '' while it lives;
-    `status` is the exit status if the launcher reported one. `stopped`: the system has suspended its process (SIGSTOP).
+    `status` is the exit status if the launcher reported one.
     """
 
     beat: Heartbeat
@@ -163,7 +162,6 @@ class RankState:
     fault: tuple[str, str] = ("", "")
     ended: str = ""
     status: int | None = None
-    stopped: bool = False
 
     @property
     def rank(self) -> int:
@@ -189,8 +187,7 @@ def behind(states: Sequence[RankState]) -> RankState:
 
 
 def culprit(states: Sequence[RankState]) -> RankState:
-    """A rank that ended of itself, or raised what neighbours do not cause, or is stopped; else the one that is
-    behind."""
+    """A rank that ended of itself, or raised what neighbours do not cause; else the one that is behind."""
     last = behind(states)
     ended = [state for state in states if state.ended]
     of_itself = [state for state in ended if state.status not in _VICTIMS]
@@ -198,8 +195,6 @@ def culprit(states: Sequence[RankState]) -> RankState:
         return of_itself[0]
     if failed := [state for state in states if state.failed_itself]:
         return behind(failed)
-    if stopped := [state for state in states if state.stopped and not state.well]:
-        return behind(stopped)
     if ended and last.beat.sequence >= min(state.beat.sequence for state in ended):
         return next((state for state in ended if state.status != -signal.SIGTERM), ended[0])
     return last
@@ -213,8 +208,8 @@ def suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
         return (guilty,)
     place = guilty.beat.sequence, guilty.beat.phase
     waiting = [state for state in states if not state.well] or states
-    alike = (state.stopped if guilty.stopped else (state.beat.sequence, state.beat.phase) == place for state in waiting)
-    return tuple(sorted(compress(waiting, alike), key=lambda state: state.rank))
+    alike = [state for state in waiting if (state.beat.sequence, state.beat.phase) == place]
+    return tuple(sorted(alike, key=lambda state: state.rank))
 
 
 def failed_rank(beat: Heartbeat, ranks: int, now: float) -> FailedRank:
@@ -239,8 +234,6 @@ def _named(named: Sequence[RankState], ranks: int, now: float) -> str:
     if len(named) == 1:
         return f"rank {first.rank} of {ranks}, in {first.beat.doing}, {_what(first, now)}"
     which = f"{', '.join(str(state.rank) for state in named[:-1])} and {named[-1].rank} of {ranks}"
-    if first.stopped:
-        return f"ranks {which} are stopped (SIGSTOP or SIGTSTP, by /proc)"
     oldest = now - min(state.beat.seconds for state in named)
     return (
         f"nobody can tell which of ranks {which} failed: all are in {first.beat.doing}, at heartbeat number "
@@ -253,8 +246,7 @@ def _what(state: RankState, now: float) -> str:
         return state.ended
     if state.fault[0]:
         return f"failed: {state.fault[0]}"
-    how = "is stopped (SIGSTOP or SIGTSTP, by /proc)" if state.stopped else "does not go on"
-    return f"{how}: its last heartbeat, number {state.beat.sequence}, is {now - state.beat.seconds:.1f} s old"
+    return f"does not go on: its last heartbeat, number {state.beat.sequence}, is {now - state.beat.seconds:.1f} s old"
 
 
 def _short(text: str, most: int = 200) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import re
 import select
 import shutil
 import socket
@@ -19,8 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fp8bench.errors import RanksDisagree, WorkerHung, WorkerLost
-from fp8bench.measure.limits import HANG_SECONDS
+from fp8bench.errors import RanksDisagree, WorkerLost
 from fp8bench.measure.process import WorkerProcess, how_it_ended, last_words, plain_value
 from fp8bench.measure.ranks.answers import (
     Merges,
@@ -46,7 +44,6 @@ _ENDING_SECONDS = 10.0
 _LAUNCHER_SECONDS = 2.5
 # Ranks that ended are named by the launcher as soon as it gets a core.
 _TELLING_SECONDS = 30.0
-_STOPPED = "is stopped (SIGSTOP or SIGTSTP, by /proc), and "
 _ENDED_OF_ITSELF = "ended without an error, before it had answered"
 _NOBODY_KNOWS = "ended, and the launcher of the ranks did not say how"
 # Of the folder for what is temporary: the name of a socket in a folder of ours in there may have 103 (Linux: 107).
@@ -56,15 +53,13 @@ Reply = tuple[int, tuple[Any, ...]]
 
 class Launch(NamedTuple):
     """How ranks are started. `wait_seconds` is how long their collectives wait, `start_seconds` how long all may take
-    to start, `module` what each runs, `merges` how answers to requests of that module are merged, `stopped_seconds` how
-    long a suspended rank is waited for."""
+    to start, `module` what each runs, `merges` how answers to requests of that module are merged."""
 
     ranks: int
     wait_seconds: float
     start_seconds: float
     module: str
     merges: Merges = MappingProxyType({})
-    stopped_seconds: float = HANG_SECONDS
 
 
 @dataclass
@@ -125,15 +120,9 @@ class RanksProcess(WorkerProcess):
     def answered(self, limit: float) -> bool:
         """Whether all have answered within `limit` seconds, or some have and the others no longer can. Raises EOFError
         if a rank or the launcher has ended."""
-        begun = time.monotonic()
-        end = begun + limit
+        end = time.monotonic() + limit
         while any(rank.reply is None for rank in self._ranks):
             self._receive_replies(min(_GLANCE_SECONDS, max(0.0, end - time.monotonic())))
-            if self._suspended_too_long(begun) and not self._failed:
-                self.broken, waited = True, self._launch.stopped_seconds
-                raise WorkerHung(
-                    f"no answer to {self._request!r} within {waited:g} s{self.delay_in_words()}; the ranks were ended"
-                )
             if self._failed:
                 self._wait_for_others()
                 if self._ended or self._popen.poll() is not None:
@@ -235,21 +224,6 @@ class RanksProcess(WorkerProcess):
             except (EOFError, OSError):
                 rank.ended_at = time.monotonic()
 
-    def _suspended_too_long(self, begun: float) -> bool:
-        if time.monotonic() - begun < self._launch.stopped_seconds:
-            return False
-        return any(self._ranks[number].reply is None and _is_stopped(pid) for number, pid in self._pids().items())
-
-    def _pids(self) -> dict[int, int]:
-        pids = {rank.number: rank.pid for rank in self._ranks if rank.pid}
-        if len(pids) < len(self._ranks):
-            with contextlib.suppress(OSError):
-                children = Path(f"/proc/{self._popen.pid}/task/{self._popen.pid}/children").read_text().split()
-                for pid in map(int, children):
-                    match = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
-                    pids |= {int(match[1]): pid} if match else {}
-        return pids
-
     def _wait_for_others(self) -> None:
         end = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < end and any(rank.reply is None and rank.ended_at is None for rank in self._ranks):
@@ -264,12 +238,11 @@ class RanksProcess(WorkerProcess):
         return states
 
     def _states(self) -> list[RankState]:
-        stopped = {number for number, pid in self._pids().items() if _is_stopped(pid)}  # before they are ended
         statuses = self._statuses()
         in_order = sorted(self._ranks, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.number))
-        return [self._state(rank, statuses, rank.number in stopped) for rank in in_order]
+        return [self._state(rank, statuses) for rank in in_order]
 
-    def _state(self, rank: _Rank, statuses: Mapping[int, int] | None, stopped: bool) -> RankState:
+    def _state(self, rank: _Rank, statuses: Mapping[int, int] | None) -> RankState:
         beat = heartbeat_of(rank.number, self._read(beat_file(rank.number)))
         if not beat.sequence:
             beat = replace(beat, seconds=self._begun)
@@ -279,7 +252,7 @@ class RanksProcess(WorkerProcess):
         if rank.ended_at is not None:
             ended = _NOBODY_KNOWS if statuses is None else how_it_ended(status) if status else _ENDED_OF_ITSELF
             ended += self._last_words_of(rank)
-        return RankState(beat, rank.reply is not None, fault, ended, status, stopped and not ended)
+        return RankState(beat, rank.reply is not None, fault, ended, status)
 
     def _last_words_of(self, rank: _Rank) -> str:
         try:
@@ -330,17 +303,14 @@ class RanksProcess(WorkerProcess):
                     setattr(self._ranks[number], what, connection)
             elif ready or self._popen.poll() is not None:  # nobody says anything before it is asked
                 raise self._not_started()
-            elif time.monotonic() > end or self._suspended_too_long(begun):
+            elif time.monotonic() > end:
                 numbers = {rank.number for rank in missing}
-                states = [state for state in self._states() if state.rank in numbers]
-                named = [state for state in states if state.stopped] or states
+                named = [state for state in self._states() if state.rank in numbers]
                 self.undecided = len(named) > 1
                 if not self.undecided:
                     self.failed = failed_rank(named[0].beat, len(self._ranks), time.monotonic())
                 waited = f"did not start within {time.monotonic() - begun:.0f} s"
-                raise self._lost(
-                    " and ".join(f"rank {state.rank} {_STOPPED * state.stopped}{waited}" for state in named)
-                )
+                raise self._lost(" and ".join(f"rank {state.rank} {waited}" for state in named))
 
     def _not_started(self) -> WorkerLost:
         """Called when a rank or the launcher has ended, perhaps before that rank had connected."""
@@ -357,10 +327,3 @@ class RanksProcess(WorkerProcess):
     def _end_ranks(self) -> None:
         for rank in self._ranks:
             rank.close()
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-    except (OSError, IndexError):
-        return False

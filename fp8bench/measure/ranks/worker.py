@@ -9,7 +9,6 @@ from typing import Any
 
 from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import RANK_MODULE, START_SECONDS, ProcessWorker
-from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import WorkerProcess
 from fp8bench.measure.ranks.answers import Merges
 from fp8bench.measure.ranks.process import Launch, RanksProcess
@@ -41,11 +40,10 @@ class RanksWorker(ProcessWorker):
         wait_seconds: float | None = None,
         module: str = RANK_MODULE,
         merges: Merges = MappingProxyType({}),
-        case_timeout: float | None = None,
     ) -> None:
         super().__init__(settings, module=module)
         wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
-        self._launch = Launch(ranks, wait_seconds, START_SECONDS, module, merges, case_timeout or HANG_SECONDS)
+        self._launch = Launch(ranks, wait_seconds, START_SECONDS, module, merges)
         self._alone = ProcessWorker(settings)
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:

@@ -21,7 +21,7 @@ from fp8bench.model.readings import NoReading, Reading, Unavailable, reasons_of
 # Facts of the driver that are kept; names of devices are known already.
 _FACTS = (
     "driver", "cuda_driver", "uuid", "pci", "vbios", "power_cap", "power_cap_default", "sm_clock_max",
-    "memory_clock_max", "persistence", "ecc", "mig", "partition",
+    "memory_clock_max", "persistence", "ecc", "mig",
 )  # fmt: skip
 
 # The doctor's lines: title -> value -> its words.
@@ -37,7 +37,6 @@ _TOLD: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
         "sm_clock_max": lambda known: f"clock up to {units.count(known['sm_clock_max'], 'Hz')}",
         "ecc": lambda known: f"ECC {known['ecc']}",
         "mig": lambda known: f"MIG {known['mig']}",
-        "partition": lambda known: f"compute partition {known['partition']}",
         "persistence": lambda known: f"persistence mode {known['persistence']}",
     },
     "now": {
@@ -67,7 +66,6 @@ def device_state_of(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None
         state["unknown"] = "; ".join(reasons_of(read)) or None
     state["energy_source"] = meter.kind.value
     state["energy_period"] = _period(meter)
-    state["energy_call"] = meter.call_seconds
     state["energy_why"] = meter.why or None
     return {f"{facts.key} {name}": value for name, value in state.items()}
 
@@ -98,12 +96,11 @@ def driver_state(library: Library = LIBRARY) -> str:
 
 
 def energy_source(meter: Meter) -> str:
-    """For example 'counter, changes every 100 ms; one look takes 1.2 us', or why there is none."""
+    """For example 'counter, changes every 100 ms', or why there is none."""
     if meter.kind is SourceKind.NONE:
         return f"cannot be measured: {meter.why}"
-    period, call = _period(meter), meter.call_seconds
+    period = _period(meter)
     parts = [meter.kind.value + (f", changes every {units.seconds(period)}" if period else "")]
-    parts += [f"one look takes {units.seconds(call)}"] if call else []
     parts += [f"no better one: {meter.why}"] if meter.why else []
     return "; ".join(parts)
 

@@ -11,13 +11,12 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable, attempt
+from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable
 
 _LOOK = 0.02
 
@@ -100,82 +99,6 @@ def silence(name: str, seconds: float) -> str:
 T = TypeVar("T")
 
 
-class DriverLibrary(ABC):
-    """A library's functions by name; failures become NoReading.
-
-    `hung` says why nothing is asked any more: a driver that has swallowed one call may hold a lock that the next one
-    waits for, so the first call without an answer is the last one.
-    """
-
-    name: ClassVar[str]
-    package: ClassVar[str]
-    end: ClassVar[str]
-
-    def __init__(self, timeout: float = TIMEOUT) -> None:
-        self.timeout = timeout
-        self.hung = ""
-        self._module: Any = None
-        self._users = 0
-        self._lock = threading.Lock()
-
-    @abstractmethod
-    def load(self) -> Any: ...
-
-    @abstractmethod
-    def begin(self) -> None: ...
-
-    @abstractmethod
-    def failure(self, error: Exception) -> NoReading | None:
-        """Translates an exception of the package; None for other exceptions."""
-
-    def open(self) -> None:
-        with self._lock:
-            if not self._users:
-                self.bounded(self._initialise)
-            self._users += 1
-
-    def close(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                with suppress(NoReading):
-                    self.bounded(lambda: self.call(self.end))
-
-    def call(self, function: str, *arguments: Any) -> Any:
-        """Calls the package's function, which may hang: use it within `bounded` or a daemon thread."""
-        if self.hung:
-            raise NoReading(self.hung)
-        named = getattr(self._module, function, None)
-        if named is None:
-            raise NoReading(f"the installed {self.package} has no {function}: it is too old")
-        try:
-            return named(*arguments)
-        except UnicodeDecodeError as error:
-            raise NoReading(f"{function} answered with what is no text") from error
-        except Exception as error:
-            failure = self.failure(error)
-            if failure is None:
-                raise
-            raise failure from error
-
-    def bounded(self, function: Callable[[], T]) -> T:
-        """Runs a function that calls the library, and waits no longer than the timeout. Raises NoReading."""
-        if self.hung:
-            raise NoReading(self.hung)
-        try:
-            return within(self.timeout, function, self.name)
-        except NoAnswer as failure:
-            self.give_up(failure.reason)
-            raise NoReading(self.hung) from failure
-
-    def give_up(self, why: str) -> None:
-        self.hung = self.hung or f"{why}, and is left alone since"
-
-    def _initialise(self) -> None:
-        self._module = self.load()
-        self.begin()
-
-
 # Calls a function of the library for one device: its name, then the arguments behind the handle.
 Ask = Callable[..., Any]
 
@@ -209,37 +132,7 @@ class Queries:
     changing: tuple[Query, ...]
     violations: tuple[Query, ...]
     process_memory: Callable[[int], Query]
-    others: Callable[[int], tuple[Query, ...]]
-
-
-def others_of(pid: int, processes: Iterable[tuple[int, int]]) -> tuple[int, int | None]:
-    """How many of the listed processes are others, and their bytes; None where those are not known.
-
-    In a container a driver may list this process under another number: then one of the listed ones is it, and nobody
-    knows which.
-    """
-    listed = list(processes)
-    sizes = [size for number, size in listed if number != pid]
-    if sizes and len(sizes) == len(listed):
-        return len(sizes) - 1, None
-    return len(sizes), sum(sizes) if all(size > 0 for size in sizes) else None
-
-
-def others_queries(pid: int, listed: Callable[[Ask], tuple[Iterable[tuple[int, int]], str]]) -> tuple[Query, ...]:
-    """The queries of `Looks.others`; `listed` returns the processes and the function that named them."""
-
-    def count(ask: Ask) -> Reading:
-        processes, source = listed(ask)
-        return Reading(others_of(pid, processes)[0], "", source)
-
-    def memory(ask: Ask) -> Reading:
-        processes, source = listed(ask)
-        size = others_of(pid, processes)[1]
-        if size is None:
-            raise NoReading("the driver does not report the memory of single processes, or this one by another number")
-        return Reading(size, "B", source)
-
-    return Query("others", count, About.PART), Query("others_memory", memory, About.PART)
+    others: Callable[[int], Query]
 
 
 class Looks(ABC):
@@ -271,9 +164,10 @@ class Looks(ABC):
         query = self.queries.process_memory(os.getpid() if pid is None else pid)
         return self._read((query,))[query.name]
 
-    def others(self, pid: int) -> Readings:
-        """How many processes but `pid` work there (`others`), and the bytes they hold (`others_memory`)."""
-        return self._read(self.queries.others(pid))
+    def others(self, pid: int) -> Read:
+        """How many processes but `pid` work there."""
+        query = self.queries.others(pid)
+        return self._read((query,))[query.name]
 
     def glance(self) -> Readings:
         """What may change from one second to the next: clocks, temperature, throttle reasons."""
@@ -287,57 +181,3 @@ class Looks(ABC):
 
     @abstractmethod
     def _read(self, wanted: tuple[Query, ...]) -> Readings: ...
-
-
-class DriverDevice(Looks):
-    """A device that a driver's library knows by a handle. The library stays initialised until `close`.
-
-    A bundle of calls is waited for no longer than the library's timeout; each value comes or fails by itself.
-    """
-
-    def __init__(self, library: DriverLibrary, queries: Queries) -> None:
-        """Raises NoReading where the library does not work or does not know the device."""
-        self.library, self.queries = library, queries
-        library.open()
-        try:
-            self.handle = library.bounded(self.find_handle)
-        except NoReading:
-            library.close()
-            raise
-
-    @abstractmethod
-    def find_handle(self) -> Any:
-        """Returns the device's handle. Raises NoReading where it cannot be told which it is."""
-
-    @property
-    def part(self) -> Any:
-        """The handle of the part of the device that is used; the device's own where it is undivided."""
-        return self.handle
-
-    def close(self) -> None:
-        self.library.close()
-
-    def changing(self) -> Readings:
-        return {query.name: self._attempt(query) for query in self.queries.changing}
-
-    def ask(self, function: str, *arguments: Any) -> Any:
-        return self.library.call(function, self.handle, *arguments)
-
-    def _attempt(self, query: Query) -> Read:
-        handles = {About.SYSTEM: (), About.DEVICE: (self.handle,), About.PART: (self.part,)}
-        handle = handles[query.about]
-        return attempt(lambda: query.read(lambda function, *rest: self.library.call(function, *handle, *rest)))
-
-    def _read(self, wanted: tuple[Query, ...]) -> Readings:
-        done: dict[str, Read] = {}
-
-        def body() -> None:
-            for query in wanted:
-                done[query.name] = self._attempt(query)
-
-        try:
-            self.library.bounded(body)
-        except NoReading as failure:
-            why = Unavailable(failure.reason)
-            return {query.name: done.get(query.name, why) for query in wanted}
-        return done

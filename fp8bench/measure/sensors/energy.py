@@ -105,7 +105,6 @@ class SourceKind(StrEnum):
     COUNTER = "counter"
     RAPL = "rapl"
     INSTANT = "instant"
-    AVERAGE = "average"
     NONE = "none"
 
 
@@ -113,13 +112,12 @@ class SourceKind(StrEnum):
 class Source:
     """`read` returns joules of a counter or watts of a sensor, or raises NoReading; it may hang.
 
-    `rhythm` is how a counter changes, None until measured; `settle` is how many seconds a sensor averages over.
+    `rhythm` is how a counter changes, None until measured.
     """
 
     kind: SourceKind
     read: Callable[[], float]
     rhythm: Rhythm | None = None
-    settle: float = 0.0
 
     @property
     def counts(self) -> bool:
@@ -136,8 +134,7 @@ _SPARE = 1.5
 class Sampler:
     """What one thread sees. The thread writes; others may read `enough` at any time, the rest after it has ended.
 
-    `failure` says why the source failed, '' if it did not; `ended` is true once the thread has ended normally;
-    `call_seconds` is what the fastest call took.
+    `failure` says why the source failed, '' if it did not; `ended` is true once the thread has ended normally.
     """
 
     def __init__(
@@ -150,10 +147,7 @@ class Sampler:
         self.ticks: list[Tick] = []
         self.samples: list[PowerSample] = []
         self.looks: list[Readings] = []
-        self.polls = 0
-        self.call_seconds = math.inf
         self.begun = 0.0
-        self.cpu_seconds = 0.0
         self.failure = ""
         self.enough = False
         self.ended = False
@@ -171,7 +165,7 @@ class Sampler:
     def resolved(self) -> bool:
         if self._source.counts:
             return resolved(self.ticks)
-        return sufficient(self.samples, self.begun, self._source.settle)
+        return sufficient(self.samples)
 
     def stop(self, timeout: float) -> None:
         """Ends the thread. Raises NoReading if the source or the thread failed, NoAnswer if a call hangs."""
@@ -195,7 +189,6 @@ class Sampler:
             self.failure = failure.reason
             self.ended = True
         finally:
-            self.cpu_seconds = self._clock.cpu() - self._cpu_before
             self.enough = True
 
     def _follow_counter(self) -> None:
@@ -221,7 +214,7 @@ class Sampler:
                     self.ticks.append(tick)
                     # Right after a tick nothing is missed while the state is looked at.
                     self._look_around(seen)
-            self._after_look(asked, seen)
+            self._after_look(seen)
 
     def _follow_sensor(self) -> None:
         clock, read = self._clock, self._source.read
@@ -231,16 +224,14 @@ class Sampler:
             seen = clock.now()
             self.samples.append(PowerSample((asked + seen) / 2, watts))
             self._look_around(seen)
-            self._after_look(asked, seen)
+            self._after_look(seen)
 
     def _look_around(self, now: float) -> None:
         if self._look is not None and now >= self._state_due:
             self._state_due = now + _STATE
             self.looks.append(self._look())
 
-    def _after_look(self, asked: float, now: float) -> None:
-        self.polls += 1
-        self.call_seconds = min(self.call_seconds, now - asked)
+    def _after_look(self, now: float) -> None:
         if now >= self._check_due:
             self._check_due = now + _CHECK
             self._polling.limit_cost(self._clock.cpu() - self._cpu_before, now - self.begun)
@@ -252,7 +243,6 @@ SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], Any]]] = {
     "throttle": ("throttle", lambda masks: reduce(or_, map(int, masks))),
     "sm_clock": ("sm_clock", median),
     "sm_clock_lowest": ("sm_clock", min),
-    "memory_clock": ("memory_clock", median),
     "temperature": ("temperature", max),
 }
 
@@ -276,15 +266,13 @@ def _summary(reads: Sequence[Read], how: Callable[[Sequence[float]], float]) -> 
 class Energy:
     """The energy of a window of `seconds`: the mean power of the measured `stretch` times that length.
 
-    `watched` is the device's state meanwhile; `sampler_seconds` is the processor time that `polls` looks took.
+    `watched` is the device's state meanwhile.
     """
 
     source: SourceKind
     stretch: PowerStretch
     seconds: float
     watched: Readings
-    polls: int
-    sampler_seconds: float
 
     @property
     def watts(self) -> float:
@@ -328,17 +316,14 @@ class Window:
         seconds = self._clock.now() - self._start
         try:
             self._end(self._sampler)
-            self.energy = Energy(
-                self._source.kind, self._stretch(), seconds, watched(self._sampler.looks), self._sampler.polls,
-                self._sampler.cpu_seconds,
-            )  # fmt: skip
+            self.energy = Energy(self._source.kind, self._stretch(), seconds, watched(self._sampler.looks))
         except NoReading as failure:
             self.energy = Unavailable(failure.reason)
 
     def _stretch(self) -> PowerStretch:
         if self._source.counts:
             return slope(self._sampler.ticks)
-        return mean_power(self._sampler.samples, self._sampler.begun, self._source.settle)
+        return mean_power(self._sampler.samples)
 
 
 class NoWindow(AbstractContextManager["NoWindow"]):

@@ -113,26 +113,17 @@ class PowerSample:
     watts: float
 
 
-def sufficient(samples: Sequence[PowerSample], start: float, settle: float) -> bool:
-    counted = _counted(samples, start, settle)
-    return len(counted) >= FEWEST and counted[-1].at - counted[0].at >= SHORTEST
+def sufficient(samples: Sequence[PowerSample]) -> bool:
+    return len(samples) >= FEWEST and samples[-1].at - samples[0].at >= SHORTEST
 
 
-def mean_power(samples: Sequence[PowerSample], start: float, settle: float) -> PowerStretch:
-    """The trapezoid rule over readings at `start + settle` seconds or later. Raises NoReading with too few.
-
-    `settle` is what the sensor averages over: an earlier reading describes the time before.
-    """
-    counted = _counted(samples, start, settle)
-    if not sufficient(samples, start, settle):
-        seconds = counted[-1].at - counted[0].at if counted else 0.0
+def mean_power(samples: Sequence[PowerSample]) -> PowerStretch:
+    """The trapezoid rule over readings. Raises NoReading with too few."""
+    if not sufficient(samples):
+        seconds = samples[-1].at - samples[0].at if samples else 0.0
         raise NoReading(
-            f"not measurable: {len(counted)} reading(s) of the power sensor over {seconds:.2g} s, "
-            f"{FEWEST} over {SHORTEST:g} s are needed" + (f" after {settle:g} s of settling" if settle else "")
+            f"not measurable: {len(samples)} reading(s) of the power sensor over {seconds:.2g} s, "
+            f"{FEWEST} over {SHORTEST:g} s are needed"
         )
-    joules = sum((later.at - earlier.at) * (later.watts + earlier.watts) / 2 for earlier, later in pairwise(counted))
-    return PowerStretch(joules, counted[-1].at - counted[0].at, len(counted) - 1)
-
-
-def _counted(samples: Sequence[PowerSample], start: float, settle: float) -> Sequence[PowerSample]:
-    return [sample for sample in samples if sample.at >= start + settle]
+    joules = sum((later.at - earlier.at) * (later.watts + earlier.watts) / 2 for earlier, later in pairwise(samples))
+    return PowerStretch(joules, samples[-1].at - samples[0].at, len(samples) - 1)

@@ -1,6 +1,6 @@
 """The energy of a device: which source it has, and windows over it.
 
-NVML for NVIDIA, AMD SMI for AMD, files of the system for Intel GPUs and for processors (RAPL).
+NVML for NVIDIA, files of the system for processors (RAPL).
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from fp8bench.measure.sensors import amd_smi, rapl
-from fp8bench.measure.sensors.amd_smi import AmdDevice, AmdLibrary
-from fp8bench.measure.sensors.driver import HOST, TIMEOUT, Clock, DriverDevice, Looks, NoAnswer
+from fp8bench.measure.sensors import rapl
+from fp8bench.measure.sensors.driver import HOST, TIMEOUT, Clock, Looks, NoAnswer
 from fp8bench.measure.sensors.energy import Energy, NoWindow, Sampler, Source, SourceKind, Window
 from fp8bench.measure.sensors.mean_power import INTERVALS, rhythm
 from fp8bench.measure.sensors.nvml import (
-    AVERAGE_POWER,
     ENERGY,
     LIBRARY,
     AbsentDevice,
@@ -57,7 +55,6 @@ class Meter(AbstractContextManager["Meter"]):
         hung: Callable[[str], None] = lambda why: None,
     ) -> None:
         self.device = device
-        self.call_seconds: float | None = None
         self.refused: tuple[tuple[SourceKind, str], ...] = ()
         self._why_none = why_none
         self._power_limits: tuple[float, ...] = ()
@@ -125,7 +122,6 @@ class Meter(AbstractContextManager["Meter"]):
         end = clock.now() + _CALIBRATION
         clock.wait(lambda: sampler.enough or clock.now() >= end)
         self._end(sampler)
-        self.call_seconds = sampler.call_seconds
         return _with_rhythm(source, sampler) if source.counts else source
 
 
@@ -141,9 +137,6 @@ def _with_rhythm(source: Source, sampler: Sampler) -> Source:
 # Names an NVML device (UUID or PCI address) to read instead of the cases' own.
 NVML_DEVICE = "FP8BENCH_NVML_DEVICE"
 _UNWANTED = "--no-energy was given"
-_NO_DRIVER = "{} has no NVML"
-# Seconds that readings of the average kind average over.
-_AVERAGED = 1.0
 
 
 def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energy: bool = True) -> Meter:
@@ -154,85 +147,45 @@ def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energ
     named = environ.get(NVML_DEVICE, "")
     if named:
         identity = DeviceIdentity(pci=named) if ":" in named else DeviceIdentity(uuid=named)
-        return nvml_meter(identity, environ, energy=energy)
+        return nvml_meter(identity, energy=energy)
     if facts.kind == "cpu":
         return rapl_meter(energy=energy)
-    identity = DeviceIdentity(facts.index, facts.uuid, facts.pci)
-    if facts.hip:
-        return amd_meter(identity, energy=energy)
-    if facts.kind == "xpu":
-        return counted_meter(
-            lambda: (rapl.gpu_domain(),), SourceKind.COUNTER, AbsentDevice(_NO_DRIVER.format("an Intel GPU")), energy
-        )
-    if facts.kind != "cuda":
-        return _absent(f"nothing is known that reads the energy of {facts.kind} devices")
-    return nvml_meter(identity, environ, energy=energy)
+    if facts.kind != "cuda" or facts.hip:
+        return _absent(f"nothing is known that reads the energy of {'AMD' if facts.hip else facts.kind} devices")
+    return nvml_meter(DeviceIdentity(facts.uuid, facts.pci), energy=energy)
 
 
-def nvml_meter(
-    identity: DeviceIdentity,
-    environ: Mapping[str, str] = os.environ,
-    clock: Clock = HOST,
-    library: Library = LIBRARY,
-    energy: bool = True,
-) -> Meter:
+def nvml_meter(identity: DeviceIdentity, clock: Clock = HOST, library: Library = LIBRARY, energy: bool = True) -> Meter:
     try:
-        device = NvmlDevice(identity, environ, library)
+        device = NvmlDevice(identity, library)
     except NoReading as failure:
         return _absent(failure.reason, clock)
     sources = (
         Source(SourceKind.COUNTER, lambda: ENERGY(device.ask).number),
         Source(SourceKind.INSTANT, lambda: instant_power(device.ask).number),
-        Source(SourceKind.AVERAGE, lambda: AVERAGE_POWER(device.ask).number, settle=_AVERAGED),
     )
-    return _of_driver(device, sources, "MIG instances", device.shared_by, clock, energy)
-
-
-def amd_meter(
-    identity: DeviceIdentity, clock: Clock = HOST, library: AmdLibrary | None = None, energy: bool = True
-) -> Meter:
-    try:
-        device = AmdDevice(identity, library or amd_smi.LIBRARY)
-    except NoReading as failure:
-        return _absent(failure.reason, clock)
-    sources = (
-        Source(SourceKind.COUNTER, lambda: amd_smi.energy(device.ask).number),
-        Source(SourceKind.INSTANT, lambda: amd_smi.power(device.ask).number),
-    )
-    return _of_driver(device, sources, "compute partitions", device.shared_by, clock, energy)
+    if not energy:
+        return Meter((), device, _UNWANTED, clock)
+    if (parts := device.shared_by) > 1:
+        return Meter((), device, f"{parts} MIG instances share the GPU, and its energy is known as a whole only", clock)
+    return Meter(sources, device, "", clock, library.timeout, library.give_up)
 
 
 def _absent(why: str, clock: Clock = HOST) -> Meter:
     return Meter((), AbsentDevice(why), why, clock)
 
 
-def _of_driver(
-    device: DriverDevice, sources: Sequence[Source], parts: str, shared_by: int, clock: Clock, energy: bool
-) -> Meter:
-    if not energy:
-        return Meter((), device, _UNWANTED, clock)
-    if shared_by > 1:
-        return Meter((), device, f"{shared_by} {parts} share the GPU, and its energy is known as a whole only", clock)
-    return Meter(sources, device, "", clock, device.library.timeout, device.library.give_up)
-
-
 def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True) -> Meter:
-    why = _NO_DRIVER.format("a CPU")
+    why = "a CPU has no NVML"
     host = HostDevice(why)
     device = host if host.tells else AbsentDevice(why)
-    return counted_meter(lambda: rapl.domains(root), SourceKind.RAPL, device, energy, clock)
-
-
-def counted_meter(
-    domains: Callable[[], Sequence[rapl.Domain]], kind: SourceKind, device: Looks, energy: bool, clock: Clock = HOST
-) -> Meter:
     if not energy:
         return Meter((), device, _UNWANTED, clock)
     try:
-        counter = rapl.EnergyCounter(domains(), clock.now)
+        counter = rapl.EnergyCounter(rapl.domains(root), clock.now)
     except NoReading as failure:
         return Meter((), device, failure.reason, clock)
-    return Meter((Source(kind, counter.read),), device, "", clock)
+    return Meter((Source(SourceKind.RAPL, counter.read),), device, "", clock)
 
 
 class Meters(ExitStack):

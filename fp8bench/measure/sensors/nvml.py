@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from fp8bench.measure.sensors.driver import (
+    TIMEOUT,
     About,
     Ask,
-    DriverDevice,
-    DriverLibrary,
     Looks,
+    NoAnswer,
     Queries,
     Query,
+    T,
     Way,
-    others_queries,
+    within,
 )
-from fp8bench.measure.sensors.nvml_match import DeviceIdentity, ListedDevice, Match, match
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity, ListedDevice, match
 from fp8bench.model import consumed
-from fp8bench.model.readings import NoReading, Reading, Readings, Unavailable, attempt, first_of, positive
+from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable, attempt, first_of, positive
 
 NOT_SUPPORTED = 3
 NOT_FOUND = 6
@@ -65,23 +67,72 @@ def reason(code: int) -> str:
     return f"{REASONS.get(code, 'an error that fp8bench does not know')} (NVML error {code})"
 
 
-class Library(DriverLibrary):
-    """NVML by pynvml."""
+NAME = "NVML"
 
-    name, package, end = "NVML", "nvidia-ml-py", "nvmlShutdown"
 
-    def load(self) -> Any:
+class Library:
+    """NVML's functions by name, by pynvml; failures become NoReading.
+
+    `hung` says why nothing is asked any more: a driver that has swallowed one call may hold a lock that the next one
+    waits for, so the first call without an answer is the last one.
+    """
+
+    def __init__(self, timeout: float = TIMEOUT) -> None:
+        self.timeout = timeout
+        self.hung = ""
+        self._module: Any = None
+        self._users = 0
+        self._lock = threading.Lock()
+
+    def open(self) -> None:
+        with self._lock:
+            if not self._users:
+                self.bounded(self._initialise)
+            self._users += 1
+
+    def close(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                with suppress(NoReading):
+                    self.bounded(lambda: self.call("nvmlShutdown"))
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """Calls the package's function, which may hang: use it within `bounded` or a daemon thread."""
+        if self.hung:
+            raise NoReading(self.hung)
+        named = getattr(self._module, function, None)
+        if named is None:
+            raise NoReading(f"the installed nvidia-ml-py has no {function}: it is too old")
+        try:
+            return named(*arguments)
+        except UnicodeDecodeError as error:
+            raise NoReading(f"{function} answered with what is no text") from error
+        except Exception as error:
+            if not isinstance(error, self._module.NVMLError):
+                raise
+            raise NoReading(reason(error.value), error.value) from error
+
+    def bounded(self, function: Callable[[], T]) -> T:
+        """Runs a function that calls the library, and waits no longer than the timeout. Raises NoReading."""
+        if self.hung:
+            raise NoReading(self.hung)
+        try:
+            return within(self.timeout, function, NAME)
+        except NoAnswer as failure:
+            self.give_up(failure.reason)
+            raise NoReading(self.hung) from failure
+
+    def give_up(self, why: str) -> None:
+        self.hung = self.hung or f"{why}, and is left alone since"
+
+    def _initialise(self) -> None:
         try:
             import pynvml
         except ImportError as error:
             raise NoReading("the package nvidia-ml-py is not installed") from error
-        return pynvml
-
-    def begin(self) -> None:
+        self._module = pynvml
         self.call("nvmlInitWithFlags", 0)
-
-    def failure(self, error: Exception) -> NoReading | None:
-        return NoReading(reason(error.value), error.value) if isinstance(error, self._module.NVMLError) else None
 
 
 LIBRARY = Library()
@@ -127,39 +178,26 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _memory(part: str) -> Way:
-    """The newer function tells the driver's own memory apart, the older one counts it in."""
-    old, new = "nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMemoryInfo_v2"
-    return _first_of(
-        lambda ask: Reading(getattr(ask(old, _MEMORY_V2), part), "B", new),
-        _plain(old, "B", of=lambda memory: getattr(memory, part)),
-    )
+# The function without a version raises what is no NVMLError on an older driver.
+_PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v3"
 
 
-_PROCESSES = ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2")
+def others(pid: int) -> Query:
+    """How many processes but `pid` are there.
 
+    In a container a driver may list this process under another number: then one of the listed ones is it.
+    """
 
-def _running_processes(ask: Ask) -> tuple[list[tuple[int, int]], str]:
-    try:
-        source = _PROCESSES[0]
-        processes = ask(source)
-    except NoReading:
-        source = _PROCESSES[1]
-        processes = ask(source)
-    return [(process.pid, process.usedGpuMemory or 0) for process in processes], source
+    def count(processes: Sequence[Any]) -> int:
+        others = [process for process in processes if process.pid != pid]
+        return len(others) - (0 < len(others) == len(processes))
 
-
-def others(pid: int) -> tuple[Query, ...]:
-    return others_queries(pid, _running_processes)
+    return Query("others", _plain(_PROCESSES, "", of=count), About.PART)
 
 
 def process_memory(pid: int) -> Query:
-    """What a process holds on the device, its context included.
-
-    pynvml's function without a version is not used: on an older driver it raises what is no NVMLError.
-    """
-    ways = (_plain(function, "B", of=partial(_memory_of, pid)) for function in _PROCESSES)
-    return Query("process_memory", _first_of(*ways))
+    """What a process holds on the device, its context included."""
+    return Query("process_memory", _plain(_PROCESSES, "B", of=partial(_memory_of, pid)))
 
 
 def _memory_of(pid: int, processes: Sequence[Any]) -> int:
@@ -185,19 +223,16 @@ def _violation(violation: consumed.Violation) -> Way:
 FACTS: tuple[Query, ...] = (
     Query("driver", _plain("nvmlSystemGetDriverVersion", ""), About.SYSTEM),
     Query("cuda_driver", _plain("nvmlSystemGetCudaDriverVersion", "", of=_version), About.SYSTEM),
-    Query("name", _plain("nvmlDeviceGetName", ""), About.PART),
     Query("uuid", _plain("nvmlDeviceGetUUID", ""), About.PART),
     Query("pci", _plain("nvmlDeviceGetPciInfo", "", of=lambda info: info.busId)),
     Query("vbios", _plain("nvmlDeviceGetVbiosVersion", "")),
     Query("power_cap", _scaled("nvmlDeviceGetEnforcedPowerLimit", _MILLI, "W")),
-    Query("power_cap_set", _scaled("nvmlDeviceGetPowerManagementLimit", _MILLI, "W")),
     Query("power_cap_default", _scaled("nvmlDeviceGetPowerManagementDefaultLimit", _MILLI, "W")),
     Query("sm_clock_max", _scaled("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _SM)),
     Query("memory_clock_max", _scaled("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)),
     Query("persistence", _switch("nvmlDeviceGetPersistenceMode")),
     Query("ecc", _switch("nvmlDeviceGetEccMode", lambda modes: modes[0])),
     Query("mig", _switch("nvmlDeviceGetMigMode", lambda modes: modes[0])),
-    Query("memory_total", _memory("total"), About.PART),
 )
 
 # Since the driver was loaded, in steps of the counter's period.
@@ -213,7 +248,6 @@ def instant_power(ask: Ask) -> Reading:
 # Sampled within a window. Not the power: the energy is measured anyway.
 CHANGING: tuple[Query, ...] = (
     Query("sm_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM)),
-    Query("memory_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)),
     # Of the chip; NVML is to drop the older function.
     Query("temperature", _first_of(
         _plain("nvmlDeviceGetTemperatureV", "degC", _CHIP), _plain("nvmlDeviceGetTemperature", "degC", _CHIP)
@@ -229,7 +263,8 @@ STATE: tuple[Query, ...] = (
     *CHANGING,
     Query("use", _plain("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
     Query("memory_use", _plain("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)),
-    Query("memory_used", _memory("used"), About.PART),
+    # The version that tells the driver's own memory apart.
+    Query("memory_used", _plain("nvmlDeviceGetMemoryInfo", "B", _MEMORY_V2, of=lambda memory: memory.used), About.PART),
 )
 VIOLATIONS: tuple[Query, ...] = tuple(Query(violation.name, _violation(violation)) for violation in consumed.VIOLATIONS)
 QUERIES = Queries(FACTS, STATE, CHANGING, VIOLATIONS, process_memory, others)
@@ -248,36 +283,62 @@ class AbsentDevice(Looks):
         return {query.name: self._why for query in wanted}
 
 
-class NvmlDevice(DriverDevice):
-    """The NVML device that a CUDA device is.
+class NvmlDevice(Looks):
+    """The NVML device that a CUDA device is. NVML stays initialised until `close`.
 
-    For a MIG instance NVML tells the memory; power, energy, clocks and temperature are the whole device's.
+    A bundle of calls is waited for no longer than the library's timeout; each value comes or fails by itself. For a MIG
+    instance NVML tells the memory; power, energy, clocks and temperature are the whole device's.
     """
 
-    match: Match
-    _part: Any
+    def __init__(self, identity: DeviceIdentity, library: Library = LIBRARY) -> None:
+        """Raises NoReading where the library does not work or does not know the device."""
+        self._identity, self._library, self.queries = identity, library, QUERIES
+        library.open()
+        try:
+            self._handle, self._part = library.bounded(self._find_handles)
+        except NoReading:
+            library.close()
+            raise
 
-    def __init__(
-        self, identity: DeviceIdentity, environ: Mapping[str, str] = os.environ, library: Library = LIBRARY
-    ) -> None:
-        self._identity, self._environ = identity, environ
-        super().__init__(library, QUERIES)
-
-    @property
-    def part(self) -> Any:
-        return self._part or self.handle
-
-    def find_handle(self) -> Any:
-        call = self.library.call
+    def _find_handles(self) -> tuple[Any, Any]:
+        """Returns the handles of the device, and of its MIG instance that is used; twice its own where undivided."""
+        call = self._library.call
         devices, reasons = listed(call)
         try:
-            self.match = match(self._identity, devices, self._environ)
+            device, instance = match(self._identity, devices)
         except NoReading as failure:
             raise NoReading("; ".join([failure.reason, *reasons])) from failure
-        instance, device = self.match.instance, self.match.device
         self.shared_by = len(device.instances) if device.mig else 0
-        self._part = call("nvmlDeviceGetHandleByUUID", instance) if instance else None
-        return call("nvmlDeviceGetHandleByUUID", device.uuid)
+        handle = call("nvmlDeviceGetHandleByUUID", device.uuid)
+        return handle, call("nvmlDeviceGetHandleByUUID", instance) if instance else handle
+
+    def close(self) -> None:
+        self._library.close()
+
+    def changing(self) -> Readings:
+        return {query.name: self._attempt(query) for query in self.queries.changing}
+
+    def ask(self, function: str, *arguments: Any) -> Any:
+        return self._library.call(function, self._handle, *arguments)
+
+    def _attempt(self, query: Query) -> Read:
+        handles = {About.SYSTEM: (), About.DEVICE: (self._handle,), About.PART: (self._part,)}
+        handle = handles[query.about]
+        return attempt(lambda: query.read(lambda function, *rest: self._library.call(function, *handle, *rest)))
+
+    def _read(self, wanted: tuple[Query, ...]) -> Readings:
+        done: dict[str, Read] = {}
+
+        def body() -> None:
+            for query in wanted:
+                done[query.name] = self._attempt(query)
+
+        try:
+            self._library.bounded(body)
+        except NoReading as failure:
+            why = Unavailable(failure.reason)
+            return {query.name: done.get(query.name, why) for query in wanted}
+        return done
 
 
 def listed(call: Callable[..., Any]) -> tuple[list[ListedDevice], list[str]]:

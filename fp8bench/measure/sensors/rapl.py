@@ -1,6 +1,6 @@
-"""Energy that hardware counts in files of Linux: processors (RAPL) and Intel GPUs.
+"""Energy that a processor counts in files of Linux (RAPL).
 
-And a processor's state by files of the kernel: the clock of its fastest core, the heat of its hottest sensor. Many
+And its state by files of the kernel: the clock of its fastest core, the heat of its hottest sensor. Many
 virtual machines have neither. A core's clock is not that of a case, because threads move from core to core.
 """
 
@@ -115,31 +115,6 @@ def _why_absent(cpuinfo: Path) -> str:
         if any(line.startswith("flags") and "hypervisor" in line.split() for line in text.splitlines()):
             return "this is a virtual machine, and its hypervisor does not pass RAPL on"
     return "this kernel or container does not show RAPL, or the CPU has none"
-
-
-HWMON = Path("/sys/class/hwmon")
-_DRIVERS = ("i915", "xe")
-
-
-def gpu_domain(root: Path = HWMON) -> Domain:
-    """The counter of the only Intel GPU, in microjoules. Raises NoReading, also where there are several.
-
-    torch does not tell a device's address, so another GPU's energy might be taken for its own. The first counter is the
-    whole card's, or the package's where that is all the driver has. It has 64 bits and does not wrap.
-    """
-    gpus = []
-    for sensors in sorted(root.glob("hwmon*")):
-        with suppress(NoReading):
-            if text_of(sensors / "name") in _DRIVERS and (sensors / "energy1_input").exists():
-                gpus.append(sensors)
-    if not gpus:
-        raise NoReading(f"{root} has no energy counter of an Intel GPU (drivers {' and '.join(_DRIVERS)})")
-    if len(gpus) > 1:
-        raise NoReading(f"{len(gpus)} Intel GPUs count their energy, and torch does not tell which of them this is")
-    domain = Domain(f"{text_of(gpus[0] / 'name')} {gpus[0].name}", gpus[0] / "energy1_input", None)
-    if not text_of(domain.counter).isdecimal():
-        raise NoReading(f"the energy counter of {domain.name} says {text_of(domain.counter)[:40]!r}, no number")
-    return domain
 
 
 SYSTEM = Path("/sys")

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from fp8bench import units
 from fp8bench.analysis.tapes import Taped, TapeRow, intensity_of, narrow_over_wide, share_of, side_by_side
-from fp8bench.model import OperatorTime, PhaseCount, Tape
+from fp8bench.model import PhaseCount, Tape
 from fp8bench.model.codec import encode
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
-from fp8bench.report.panels import NamedCase, Panel, together
-from fp8bench.report.words.naming import listed, phase_order, phase_words
+from fp8bench.report.panels import together
+from fp8bench.report.words.naming import listed, phase_words
 
 _WIDTHS = (8, 4, 32)
 _LEGEND = (
@@ -174,69 +173,11 @@ def tape_section(material: Material) -> Iterator[Element]:
         yield from [Items(said)] if said else []
 
 
-# The most operators of a phase, and the least share of the step of all but its first.
-MOST = 5
-LEAST_SHARE = 0.01
-REST = "all else"
-REST_HINT = "operators that are not listed, and the time that lies in none: Python's, and waiting"
-
-
-class _ShownOperator(NamedTuple):
-    case: NamedCase
-    operator: OperatorTime
-    whole: float
-
-
-@section("operators", "Operators and kernels", 130)
-def operators_section(material: Material) -> Iterator[Element]:
-    """Own time in one step, without that of what it calls; from traces of a few steps, in a pass that is not timed.
-    Recording makes steps longer, those of many small operators most: shares say more than times.
-    """
-    elements = [element for title, panel in titled_panels(material) for element in _panel(title, panel)]
-    yield from elements
-    if elements:
+@section("traces", "Traces", 130)
+def traces_section(material: Material) -> Iterator[Element]:
+    """Traces of a few steps of each case, in a pass that is not timed. Recording makes steps longer."""
+    if any(record.trace for entry in material.entries for record in entry.run.records):
         yield Text(_where(material))
-
-
-def _panel(title: str, panel: Panel) -> Iterator[Element]:
-    cases = [case for case in panel.members if 0 < _whole(case.result.record.operators) < math.inf]
-    on_device = any(operator.on_device for case in cases for operator in case.result.record.operators)
-    of = "the host's time of the traced step" if on_device else "the traced step"
-    cols: list[Col[_ShownOperator]] = [
-        PRECISION,
-        Col("phase", lambda row: phase_words(row.operator.phase)),
-        Col("operator or kernel" if on_device else "operator", lambda row: row.operator.name or Field(
-            f"{REST} on the device" if row.operator.on_device else REST, hint=REST_HINT)),
-        Col("calls", lambda row: row.operator.calls, number=True,
-            show=lambda calls: units.whole(int(calls)) if calls.is_integer() else units.significant(calls),
-            hint="in one step; those that begin in the phase"),
-        Col("own time", lambda row: row.operator.seconds, number=True, unit="s", hint="in one step of the trace"),
-        Col("share", lambda row: row.operator.seconds / row.whole, number=True, show=units.percent, hint=f"of {of}"),
-    ]  # fmt: skip
-    name, words = f"operators-{panel.case.workload}", "what takes most of each phase"
-    rows = ((case.name, [*_rows(case)]) for case in cases)
-    yield from table_of_cases(name, title, words, cols, rows, "They have their traces.")
-
-
-def _whole(operators: Sequence[OperatorTime]) -> float:
-    """Seconds of the traced step: all of the host's time is in some row."""
-    return sum(operator.seconds for operator in operators if not operator.on_device)
-
-
-def _rows(case: NamedCase) -> Iterator[_ShownOperator]:
-    operators = case.result.record.operators
-    whole = _whole(operators)
-    for phase in sorted({operator.phase for operator in operators}, key=phase_order):
-        for on_device in (True, False):
-            own = [operator for operator in operators if (operator.phase, operator.on_device) == (phase, on_device)]
-            named = [operator for operator in own if operator.name][:MOST]
-            shown = [operator for place, operator in enumerate(named)
-                     if not place or operator.seconds >= LEAST_SHARE * whole]  # fmt: skip
-            others = [operator for operator in own if operator not in shown]
-            calls, rest = sum(other.calls for other in others), sum(other.seconds for other in others)
-            if rest >= LEAST_SHARE * whole:
-                shown.append(OperatorTime(phase, "", calls, rest, on_device))
-            yield from (_ShownOperator(case, operator, whole) for operator in shown)
 
 
 def _where(material: Material) -> str:

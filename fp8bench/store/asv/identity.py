@@ -9,18 +9,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
-import shlex
-import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8bench.files import open_file, read_file
+from fp8bench.files import read_file
 from fp8bench.model import Scalar
 
 Entry = Mapping[str, Scalar | None]
@@ -30,9 +26,6 @@ _PREFIX = "asv_"  # before the names of asv's parameters among a run's facts
 _INTERPRETER = "interpreter"  # the name of that fact
 _REPLACED = str.maketrans(dict.fromkeys([*'<>:"/^|?*', *map(chr, range(32)), os.sep], "_"))
 _LONGEST_NAME = 127  # asv hashes the name of an environment that has more characters
-_LAUNCHER_BYTES = 8192  # so much of a script is read; it has the interpreter's path
-# uv's relocatable launchers write their own folder as "$(dirname -- "$(realpath -- "$0")")"/
-_OWN_FOLDER = re.compile(r'"\$\(.*"\$0".*\)"(?=/)')
 
 
 class Home(NamedTuple):
@@ -93,7 +86,8 @@ def identify(known: Entry | None = None) -> Identity:
     """
     stored = {name: value for name, value in (known or {}).items() if name != "version"}  # which is the file's
     machine = _usable(_entry_of_user(platform.node())) or _usable(stored) or _discovered()
-    python = named_by_asv(sys.executable or "python")
+    # As asv does it: links stay, because a virtual environment's interpreter is one.
+    python = os.path.abspath(sys.executable or "python")  # noqa: PTH100 - Path.resolve would follow them
     return Identity(machine, python, resolved(python))
 
 
@@ -186,48 +180,3 @@ def _sysctl(name: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def named_by_asv(path: str) -> str:
-    """Returns the path of this interpreter that its command `asv` uses.
-
-    asv goes by the path in the first lines of its script (bin/python3, say), `python -m fp8bench` by bin/python: one
-    interpreter, but two series to asv.
-    """
-    ours = _absolute(path)
-    for folder in dict.fromkeys((Path(ours).parent, Path(sysconfig.get_path("scripts")))):
-        named = _started_by(folder / "asv")
-        if named is not None and resolved(named) == resolved(ours) != ours:
-            return _absolute(named)
-    return ours
-
-
-def _absolute(path: str) -> str:
-    """As asv does it: links stay, because a virtual environment's interpreter is one."""
-    return os.path.abspath(path)  # noqa: PTH100 - Path.resolve would follow them
-
-
-def _started_by(script: Path) -> str | None:
-    """Returns the interpreter that a script names: in `#!path`, `#!/usr/bin/env name`, or the launcher below.
-
-    Where a path is too long for a first line or has spaces, pip and uv write a line of shell that Python reads as text:
-    #!/bin/sh, then '''exec' "/the path/python" "$0" "$@".
-    """
-    try:
-        with open_file(script, most=None) as file:
-            lines = os.fsdecode(file.read(_LAUNCHER_BYTES)).split("\n")
-    except OSError:
-        return None
-    words = lines[0].removeprefix("#!").split() if lines[0].startswith("#!") else []
-    if not words:
-        return None
-    if Path(words[0]).name == "env":
-        return next((shutil.which(word) for word in words[1:] if not word.startswith("-")), None)
-    if Path(words[0]).name == "sh":
-        own_folder = shlex.quote(str(script.resolve().parent))
-        try:
-            words = shlex.split(_OWN_FOLDER.sub(lambda _: own_folder, lines[1] if len(lines) > 1 else ""))
-        except ValueError:
-            return None
-        return words[1] if len(words) > 1 and words[0] == "exec" else None
-    return words[0]

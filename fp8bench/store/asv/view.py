@@ -2,7 +2,7 @@
 
 They are a function of the commit's runs, whether these came from `suite` or from asv, so both are one line of one
 graph, and the view can be made again at any time. Rows that no run explains (asv's own measurements, those of lost
-runs) stay. Of another store's files only what is missing here is taken.
+runs) stay.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fp8bench.errors import AsvFileError, Fp8benchError, StoreError
 from fp8bench.files import LOCK_SECONDS, PARTIAL, locked
@@ -26,31 +25,26 @@ from fp8bench.store.asv.files import (
     load_results,
     merge_benchmarks,
     merge_machine,
-    results_files,
     save_benchmarks,
     save_machine,
     save_results,
-    settled_read,
 )
 from fp8bench.store.asv.identity import Identity, identify, resolved
 from fp8bench.store.asv.rows import (
-    MOST_COMBINATIONS,
     NOT_MEASURED,
     AsvRow,
     Figures,
     asv_statistics,
     by_combination,
     cell,
-    combinations,
-    is_measured,
     row_of,
 )
 from fp8bench.store.commit_runs import (
     TrackedRun,
     commit_points,
-    remembered,
     runs_of_commit,
     series_of_runs,
+    tracked_run,
     why_untracked,
 )
 
@@ -78,7 +72,7 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
     the view can be made again.
     """
     why = why_untracked(run)
-    tracked = remembered(run) if not why else None
+    tracked = tracked_run(run) if not why else None
     if tracked is None or not tracked.content.points:
         nameless = "it does not say on which machine, or by a name that is no folder's"
         why = why or (tracked.content.why if tracked is not None else nameless)
@@ -231,105 +225,3 @@ def _figures(point: Point, recorded: bool) -> Figures:
         return value, stats, point.samples if recorded else None
     # asv takes NaN for not measured, and its search for steps fills the memory where a figure is infinite.
     return (None, None, None) if point.samples or point.status is Status.FAILED else NOT_MEASURED
-
-
-Load = Callable[[Path], dict[str, Any]]
-# Machines of one name that differ in these are different machines.
-_HARDWARE = ("arch", "cpu", "num_cpu", "gpu")
-
-
-@dataclass
-class Taken:
-    """What was taken of other results: changed `files`, sentences on what was not taken, and on what a person should
-    check."""
-
-    files: list[Path] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-def merge_folders(ours: Path, theirs: Path, taken: Taken) -> Taken:
-    """Takes what is missing here out of another folder of results. The caller holds the lock."""
-    for folder in sorted({path.parent for path in theirs.glob("*/*.json")}):
-        machine = _take_machine(ours / folder.name, folder, taken)
-        for path in results_files(folder):
-            _take_file(ours, path, machine, taken)
-    with _collecting_errors(taken):
-        _take_list(load_benchmarks, save_benchmarks, ours / "benchmarks.json", theirs / "benchmarks.json")
-    return taken
-
-
-def merge_files(ours: ResultsFile, theirs: ResultsFile) -> ResultsFile:
-    rows = {name: merge_rows(ours.rows[name], row) if name in ours.rows else row for name, row in theirs.rows.items()}
-    return replace(
-        ours, rows={**ours.rows, **rows}, durations={**theirs.durations, **ours.durations},
-        others={**theirs.others, **ours.others},
-    )  # fmt: skip
-
-
-def merge_rows(ours: AsvRow, theirs: AsvRow) -> AsvRow:
-    """Returns our row with the combinations that it lacks; ours alone where the versions differ."""
-    if ours.version != theirs.version or len(ours.params) != len(theirs.params):
-        return ours
-    params = tuple(
-        tuple(dict.fromkeys((*own, *others))) for own, others in zip(ours.params, theirs.params, strict=True)
-    )
-    if combinations(params) > MOST_COMBINATIONS:
-        return ours
-    own, other = by_combination(ours), by_combination(theirs)
-    known = {
-        **own,
-        **{texts: figures for texts, figures in other.items() if not is_measured(own.get(texts, NOT_MEASURED))},
-    }
-    started = ours.started_at if ours.started_at is not None else theirs.started_at
-    return replace(row_of(params, ours.version, known, started, ours.duration), profile=ours.profile)
-
-
-@contextlib.contextmanager
-def _collecting_errors(taken: Taken) -> Iterator[None]:
-    """Adds an AsvFileError to the sentences on what was not taken."""
-    try:
-        yield
-    except AsvFileError as error:
-        taken.failed.append(str(error))
-
-
-def _take_file(ours: Path, path: Path, machine: Mapping[str, Any], taken: Taken) -> None:
-    """Takes one file of theirs; `machine` is what we say of its machine, so that it has one line."""
-    target = ours / path.parent.name / path.name
-    with _collecting_errors(taken):
-        theirs = settled_read(load_results, path)
-        if theirs.params["machine"] != path.parent.name:
-            raise AsvFileError(f"{path} lies in the folder of another machine than it names.")
-        here = existing(load_results, target, [])
-        own = replace(theirs, params={**theirs.params, **machine})
-        merged = own if here is None else merge_files(here, own)
-        if here is None or merged != here:
-            save_results(target, merged)
-            taken.files.append(target)
-        taken.notes += [f"{path}: {trouble}" for trouble in theirs.troubles]
-
-
-def _take_machine(ours: Path, theirs: Path, taken: Taken) -> Mapping[str, Any]:
-    """Takes the machine.json of one machine; returns what ours then is."""
-    with _collecting_errors(taken):
-        name = (existing(load_machine, theirs / "machine.json") or {}).get("machine", theirs.name)
-        if name != theirs.name:
-            raise AsvFileError(f"{theirs / 'machine.json'} is of another machine than its folder, {theirs.name}.")
-        other, here = _take_list(load_machine, save_machine, ours / "machine.json", theirs / "machine.json")
-        for key in _HARDWARE:
-            if key in other and key in here and other[key] != here[key]:
-                taken.notes.append(
-                    f"machine {theirs.name} has the {key} {other[key]!r:.80} there and {here[key]!r:.80} here. To asv, "
-                    "two machines of one name are one; give one of them a name of its own in its ~/.asv-machine.json"
-                )
-        return {**other, **here}
-    return {}
-
-
-def _take_list(load: Load, save: Callable[[Path, Any], None], ours: Path, theirs: Path) -> tuple[Any, Any]:
-    """Adds what is missing in a list; returns theirs, and ours before."""
-    other, here = existing(load, theirs) or {}, existing(load, ours) or {}
-    if {**other, **here} != here:
-        save(ours, {**other, **here})
-    return other, here

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fp8bench.model.codec import SCHEMA
@@ -55,8 +55,8 @@ def read_cached(store: Path, kind: str) -> dict[str, bytes]:
 Key = tuple[str, str]  # kind and name
 
 
-def write_cached(store: Path, values: Mapping[Key, bytes], gone: Collection[Key] = ()) -> str:
-    """Adds values, and removes those in `gone`. Returns why they could not be written; '' if they were."""
+def write_cached(store: Path, values: Mapping[Key, bytes]) -> str:
+    """Adds values. Returns why they could not be written; '' if they were."""
     rows = [(*key, value, _checksum(key[1], value)) for key, value in values.items()]
     try:
         with _opened(cache_of(store)) as (connection, _):
@@ -64,7 +64,6 @@ def write_cached(store: Path, values: Mapping[Key, bytes], gone: Collection[Key]
             connection.execute("BEGIN IMMEDIATE")
             connection.execute(_TABLE)
             connection.execute(f"PRAGMA user_version = {_VERSION}")
-            connection.executemany("DELETE FROM kept WHERE kind = ? AND name = ?", gone)
             connection.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
             connection.execute("COMMIT")
     except (sqlite3.Error, _Unfit) as error:

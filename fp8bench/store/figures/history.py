@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from fp8bench.errors import StoreError
 from fp8bench.store.commit_runs import CommitRuns, by_commit, by_place, commit_of, files_by_commit, read_runs
 from fp8bench.store.figures.cache import cache_of, read_cached, write_cached
-from fp8bench.store.figures.forks import spread
 from fp8bench.store.figures.lines import History, history_of
 from fp8bench.store.figures.tables import FigureTable, Place, table_of
 from fp8bench.store.runs.listing import listing
@@ -56,9 +55,8 @@ def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
     if stale:
         observe(0, runs)
     waiting: dict[str, CommitFigures] = {}
-    jobs = [(files[commit], paths[commit]) for commit in stale]
-    for commit, made in zip(stale, spread(_read_commit, jobs), strict=True):
-        figures[commit] = made
+    for commit in stale:
+        made = figures[commit] = _figures_of(read_runs(paths[commit]), files[commit])
         # Figures of a suite that is not imported here stay in the cache: whoever imports it will want them.
         is_poorer = commit in fitting and UNKNOWN in _changed_grids(fitting[commit], digest_of)
         if not is_poorer:
@@ -106,12 +104,6 @@ def _stamps_of(paths: Sequence[Path]) -> list[list[Any]]:
             status = path.stat()
             stamps.append([f"{path.parent.name}/{path.name}", status.st_size, status.st_mtime_ns])
     return stamps
-
-
-def _read_commit(job: tuple[list[list[Any]], Sequence[Path]]) -> CommitFigures:
-    """May run in another process."""
-    files, paths = job
-    return _figures_of(read_runs(paths), files)
 
 
 def _figures_of(read: CommitRuns, files: list[list[Any]]) -> CommitFigures:

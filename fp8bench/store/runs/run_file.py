@@ -23,10 +23,8 @@ from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.files import LineWriter, end_line, keeping, lock, make_store, open_file, try_writing, unsealed_line
 from fp8bench.model import (
     CELL_PHASES,
-    Capacity,
     Environment,
     Group,
-    MemoryUse,
     Plan,
     PlannedCase,
     Record,
@@ -48,38 +46,12 @@ def unsound(record: Record) -> str:
     numbers = (record.work.flops, record.work.bytes, record.work.least_memory)
     if not all(map(_is_time, numbers)) or not 0 <= record.work.tokens < _MOST:
         return "its work is no count"
-    operators = record.operators
-    if not all(
-        operator.phase in CELL_PHASES and _is_time(operator.calls) and _is_time(operator.seconds)
-        for operator in operators
-    ):
-        return "its operators have no times"
-    if any(scale.renewals < 0 for scale in record.scales):
-        return "its scales were renewed less than never"
-    if record.capacity is not None and not _counts(record.capacity):
-        return "its largest batch is no count"
-    if record.memory is not None and not _sums(record.memory):
-        return "its memory is no count, or what it is for does not sum to it"
     timings = (record.timing, record.control, record.paired_with)
     return next(filter(None, (_unsound(timing) for timing in timings if timing is not None)), "")
 
 
 def _is_time(value: float) -> bool:
     return 0 <= value < math.inf
-
-
-def _counts(capacity: Capacity) -> bool:
-    counts = capacity.limit, capacity.batch, capacity.tokens, capacity.peak, capacity.beyond, capacity.attempts
-    return all(0 <= value < _MOST for value in (*counts, capacity.grain) if value is not None) and capacity.grain > 0
-
-
-def _sums(use: MemoryUse) -> bool:
-    parts = [size for _, size in use.roles]
-    phases = [size for phase in use.phases for size in (phase.allocated, phase.reserved)]
-    counts = (use.peak, *parts, *phases, use.reserved, use.process, use.resident)
-    distinct = len(dict(use.roles)) == len(parts)
-    whole = distinct and (not parts or sum(parts) == use.peak)
-    return whole and all(0 <= count < _MOST for count in counts if count is not None)
 
 
 def _unsound(timing: Timing) -> str:

@@ -61,8 +61,6 @@ FAULTS: Mapping[str, Callable[[dict[str, Any]], object]] = {
     "memory": exhaust,
     "SIGSEGV": lambda state: ctypes.string_at(0),
     "hang": wait_for_end,
-    "SIGSTOP": lambda state: os.kill(os.getpid(), signal.SIGSTOP),
-    "SIGSTOP-sending": lambda state: None,
     "clean-exit": lambda state: os._exit(0),
     "size": send_too_much,
     "launcher": end_launcher,
@@ -105,6 +103,4 @@ class FailingRanks(Workload):
                 FAULTS[state["fault"]](state)
             torch.mm(torch.ones(64, 64), torch.ones(64, 64))
         with phase.communication:
-            if state["steps"] == AT and dist.get_rank() == 1 and state["fault"] == "SIGSTOP-sending":
-                os.kill(os.getpid(), signal.SIGSTOP)
             dist.all_reduce(state["sums"].fill_(1.0))

@@ -85,10 +85,6 @@ def state(rank: int, sequence: int, seconds: float = 0.0, phase: str = "gemm", *
     [
         # Rank 0 complains of a collective that rank 1 never came to.
         ([state(0, 12, phase="communication", answered=True, fault=TIMED_OUT), state(1, 11)], 1),
-        # The system says that one is stopped, whoever complains, has come less far, or lost the connection to it.
-        ([state(0, 11, 1.0, answered=True, fault=TIMED_OUT), state(1, 11, 2.0, stopped=True)], 1),
-        ([state(0, 10, 1.0), state(1, 11, 2.0, stopped=True)], 1),
-        ([state(0, 12, ended="was ended by SIGABRT", status=-6), state(1, 12, stopped=True)], 1),
         # One raised, and the other waits for it.
         ([state(0, 12, phase="communication"), state(1, 11, answered=True, fault=("ValueError: boom", ""))], 1),
         # One ended of itself, and the launcher ended the other.
@@ -131,11 +127,6 @@ def test_nobody_can_tell(states: list[RankState], named: str) -> None:
     assert ("said: RuntimeError: Timed out" in said) == any(state.fault == TIMED_OUT for state in states)
 
 
-def test_several_that_are_stopped_are_named() -> None:
-    said = delay_in_words([state(0, 3), state(1, 5, stopped=True), state(2, 4, stopped=True)], 9.0)
-    assert said == ": ranks 1 and 2 of 3 are stopped (SIGSTOP or SIGTSTP, by /proc)"
-
-
 def test_sentences_say_rank_phase_and_reason() -> None:
     waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
     assert failed_rank(culprit([waiting, state(1, 11, 3.0)]).beat, 2, 10.0) == FailedRank(1, 2, "slot", "gemm", 11, 7.0)
@@ -168,7 +159,7 @@ REFUSAL = ("fault", "ValueError", "no such size", "trace", True)
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RanksProcess:
     """No process at all: its ranks' replies are planted."""
     process = RanksProcess.__new__(RanksProcess)
-    for name, stand_in in (("kill", lambda: None), ("_pids", dict), ("_statuses", dict)):
+    for name, stand_in in (("kill", lambda: None), ("_statuses", dict)):
         monkeypatch.setattr(process, name, stand_in)
     process._launch, process._folder, process._begun = Launch(2, 1.0, 1.0, ""), tmp_path, 0.0
     process._request, process.broken = "loop", False

@@ -33,8 +33,6 @@ def nvml(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> Iterator[Si
     before = set(threading.enumerate())
     monkeypatch.setattr(pynvml, "nvmlLib", simulation.loaded)
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
-        monkeypatch.delenv(name, raising=False)
     simulation.reset()
     yield simulation
     assert not set(threading.enumerate()) - before
@@ -49,7 +47,7 @@ def library() -> Library:
 @pytest.fixture
 def device(nvml: Simulation, library: Library) -> Iterator[NvmlDevice]:
     """The first device."""
-    opened = NvmlDevice(DeviceIdentity(uuid=uuid_of(1)), {}, library)
+    opened = NvmlDevice(DeviceIdentity(uuid=uuid_of(1)), library)
     yield opened
     opened.close()
 
@@ -66,7 +64,7 @@ def opened(nvml: Simulation, library: Library, clock: VirtualClock) -> Iterator[
     meters: list[Meter] = []
 
     def opened() -> Meter:
-        meters.append(nvml_meter(DeviceIdentity(uuid=uuid_of(1)), {}, clock, library))
+        meters.append(nvml_meter(DeviceIdentity(uuid=uuid_of(1)), clock, library))
         return meters[-1]
 
     yield opened

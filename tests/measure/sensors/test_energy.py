@@ -20,7 +20,7 @@ from fp8bench.measure.sensors.meter import Meter, nvml_meter
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model.readings import Reading, Unavailable
-from tests.measure.sensors.nvml.library import SINE, SQUARE, Simulation
+from tests.measure.sensors.nvml.library import SINE, SQUARE, Simulation, uuid_of
 from tests.measure.sensors.test_nvml_library import left_behind
 from tests.measure.sensors.virtual import VirtualClock
 
@@ -90,7 +90,7 @@ def test_a_swinging_power(nvml: Simulation, opened: Opened, clock: VirtualClock,
 def test_never_a_number_from_few_intervals(nvml: Simulation, library: Library, milliseconds: int, phase: int) -> None:
     nvml.reset()
     clock = VirtualClock(nvml.state)
-    meter = nvml_meter(DeviceIdentity(0), {}, clock, library)
+    meter = nvml_meter(DeviceIdentity(uuid_of(1)), clock, library)
     nvml.state.now_ns += phase * 1_000_000
     energy, start, end = run(meter, clock, milliseconds / 1000)
     meter.close()
@@ -156,40 +156,27 @@ def test_each_window_watches_the_state(nvml: Simulation, opened: Opened, clock: 
     assert energy.watts == pytest.approx(300, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("failing", "kind"),
-    [
-        (("nvmlDeviceGetTotalEnergyConsumption",), SourceKind.INSTANT),
-        (("nvmlDeviceGetTotalEnergyConsumption", "field 186"), SourceKind.AVERAGE),
-        (("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetFieldValues"), SourceKind.AVERAGE),
-    ],
-)
-def test_without_a_counter_power_is_integrated(
-    nvml: Simulation, opened: Opened, clock: VirtualClock, failing: tuple[str, ...], kind: SourceKind
-) -> None:
+def test_without_a_counter_power_is_integrated(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
     device = nvml.state.device[0]
     device.curve, device.low, device.high, device.hertz = SINE, 250.0, 350.0, 3.0
-    for function in failing:
-        nvml.fail(function, 3)
+    nvml.fail("nvmlDeviceGetTotalEnergyConsumption", 3)
     meter = opened()
-    assert meter.kind is kind
-    assert [refused for refused, _ in meter.refused] == list(SourceKind)[: len(failing) + 1 : 2] or len(failing) == 2
-    assert "counter: this device or its driver does not support it" in meter.why
+    assert meter.why.startswith("counter: this device or its driver does not support it")
     energy, start, end = measured(meter, clock)
-    assert (energy.source, energy.stretch.uncertainty) == (kind, None)
+    assert (energy.source, energy.stretch.uncertainty) == (SourceKind.INSTANT, None)
     assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.05)
     assert end - start < 3.0
 
 
 def test_no_source_at_all(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
-    for function in ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetFieldValues"):
+    for function in ("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetFieldValues"):
         nvml.fail(function, 4)
     meter = opened()
     assert (meter.kind, meter.source) == (SourceKind.NONE, None)
     with meter.window() as window:
         assert window.enough and window.failed
     assert reason(window.energy) == reason(meter.idle()) == meter.why
-    assert meter.why.count("this user has no permission (NVML error 4)") == 3
+    assert meter.why.count("this user has no permission (NVML error 4)") == 2
     assert isinstance(meter.device.state()["temperature"], Reading)
 
 
@@ -233,7 +220,7 @@ def test_a_thread_that_breaks_off_has_measured_nothing(
     with meter.window() as window:
         start = clock.now()
         clock.wait(lambda: clock.now() >= start + 1.5)
-        monkeypatch.setattr(meter.device, "library", None)
+        monkeypatch.setattr(meter.device, "_library", None)
         clock.wait(lambda: bool(told))
     assert len(told) == 1
     assert reason(window.energy) == "the sampler's thread broke off"
@@ -243,7 +230,7 @@ def test_a_thread_that_breaks_off_has_measured_nothing(
 @pytest.mark.slow
 def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
     nvml.state.device[0].period_ns = 5_000_000
-    meter = nvml_meter(DeviceIdentity(0), {}, library=Library(timeout=0.4))
+    meter = nvml_meter(DeviceIdentity(uuid_of(1)), library=Library(timeout=0.4))
     calls = nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"]
     nvml.fail("nvmlDeviceGetTotalEnergyConsumption", first=calls + 2, delay=1.2)
     with meter.window(cap=0.1) as window:
@@ -262,26 +249,24 @@ def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
 def test_looking_is_within_its_budget(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
     nvml.state.device[0].period_ns = 20_000_000
     meter = opened()
-    cheap, _, _ = measured(meter, clock, 4.0)
-    clock.cpu_per_sleep = 500e-6
-    dear, start, end = measured(meter, clock, 4.0)
-    assert dear.polls < cheap.polls / 2
+    looks = [nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"]]
+    for clock.cpu_per_sleep in (0.0, 500e-6):
+        dear, start, end = measured(meter, clock, 4.0)
+        looks.append(nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"])
+    assert looks[2] - looks[1] < (looks[1] - looks[0]) / 2
     assert dear.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
-    assert cheap.sampler_seconds == 0.0 < dear.sampler_seconds < 0.01 * dear.seconds
 
 
 @pytest.mark.slow
 def test_in_real_time(nvml: Simulation) -> None:
     nvml.state.device[0].period_ns = 10_000_000
-    with nvml_meter(DeviceIdentity(0), {}, library=Library()) as meter, meter.window(cap=60.0) as window:
+    with nvml_meter(DeviceIdentity(uuid_of(1)), library=Library()) as meter, meter.window(cap=60.0) as window:
         while not window.enough:
             sum(range(1000))
     energy = window.energy
     assert isinstance(energy, Energy) and energy.stretch.uncertainty is not None
     # How the clock of the host and the counter's steps lie to each other is the machine's affair.
     assert abs(energy.watts / 300 - 1) <= energy.stretch.uncertainty + 0.005
-    assert 0 < energy.sampler_seconds < energy.seconds
-    assert meter.call_seconds is not None and 0 < meter.call_seconds < 0.1
 
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -79,26 +79,19 @@ def readings(watts: list[float], pause: float = 0.1, start: float = 0.0) -> list
 
 def test_the_mean_is_by_time() -> None:
     uneven = [0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.3, 0.6, 0.9, 1.0]
-    found = mean_power([PowerSample(at, 100 + 100 * at) for at in uneven], 0.0, 0.0)
+    found = mean_power([PowerSample(at, 100 + 100 * at) for at in uneven])
     assert (found.watts, found.seconds, found.intervals) == (pytest.approx(150), pytest.approx(1.0), 10)
 
 
-def test_what_is_about_the_time_before_does_not_count() -> None:
-    seen = readings([50.0] * 10 + [300.0] * 11)
-    assert mean_power(seen, 0.0, 1.0).watts == pytest.approx(300)
-    assert mean_power(seen, 0.0, 0.0).watts < 200
-
-
 @for_each(
-    ("seen", "settle", "why"),
+    ("seen", "why"),
     [
-        ([], 0.0, "0 reading"),
-        (readings([300.0] * 10), 0.0, "10 reading"),
-        (readings([300.0] * 50, pause=0.01), 0.0, "50 reading.* over 0.49 s"),
-        (readings([300.0] * 20), 1.0, "10 reading.* after 1 s of settling"),
+        ([], "0 reading"),
+        (readings([300.0] * 10), "10 reading"),
+        (readings([300.0] * 50, pause=0.01), "50 reading.* over 0.49 s"),
     ],
 )
-def test_too_little_is_no_number(seen: list[PowerSample], settle: float, why: str) -> None:
-    assert not sufficient(seen, 0.0, settle)
+def test_too_little_is_no_number(seen: list[PowerSample], why: str) -> None:
+    assert not sufficient(seen)
     with pytest.raises(NoReading, match=f"^not measurable: {why}"):
-        mean_power(seen, 0.0, settle)
+        mean_power(seen)

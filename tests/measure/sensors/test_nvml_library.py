@@ -12,6 +12,7 @@ from types import ModuleType
 import pynvml
 import pytest
 
+from fp8bench.measure.sensors import nvml as own_nvml
 from fp8bench.measure.sensors.energy import NAME
 from fp8bench.measure.sensors.nvml import REASONS, Library, reason
 from fp8bench.model.readings import NoReading
@@ -24,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def left_behind() -> None:
     """Waits for threads of fp8bench's that hung to come back. Others of this process may stay as long as it does."""
     for thread in threading.enumerate():
-        if thread.name in (Library.name, NAME):
+        if thread.name in (own_nvml.NAME, NAME):
             thread.join(30)
 
 

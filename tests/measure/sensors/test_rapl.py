@@ -1,4 +1,4 @@
-"""What Linux shows in files: RAPL, energy of an Intel GPU, clocks and temperatures of a processor."""
+"""What Linux shows in files: RAPL, clocks and temperatures of a processor."""
 
 from __future__ import annotations
 
@@ -127,36 +127,6 @@ def test_where_there_is_none(tmp_path: Path, flags: str, why: str) -> None:
         rapl.domains(root, cpuinfo)
     with pytest.raises(NoReading, match="this kernel or container"):
         rapl.domains(tmp_path / "absent", tmp_path / "no cpuinfo")
-
-
-def sensors(root: Path, number: int, driver: str, energy: str | None = "1000000") -> Path:
-    folder = root / f"hwmon{number}"
-    folder.mkdir()
-    (folder / "name").write_text(f"{driver}\n")
-    if energy is not None:
-        (folder / "energy1_input").write_text(f"{energy}\n")
-    return folder
-
-
-@for_each("driver", ["i915", "xe"])
-def test_the_only_one_is_read_in_joules(driver: str, tmp_path: Path) -> None:
-    sensors(tmp_path, 0, "nvme", "5")
-    sensors(tmp_path, 1, driver, None)
-    folder = sensors(tmp_path, 2, driver)
-    counter = EnergyCounter((rapl.gpu_domain(tmp_path),), lambda: 0.0)
-    assert counter.read() == 0.0
-    (folder / "energy1_input").write_text("3500000")
-    assert counter.read() == 2.5
-    (folder / "energy1_input").write_text("3000000")
-    with pytest.raises(NoReading, match="went back"):
-        counter.read()
-
-
-@for_each(("energy", "why"), [(None, "no energy counter of an Intel GPU"), ("-", "no number")])
-def test_without_a_number_there_is_a_reason(energy: str | None, why: str, tmp_path: Path) -> None:
-    sensors(tmp_path, 0, "xe", energy)
-    with pytest.raises(NoReading, match=why):
-        rapl.gpu_domain(tmp_path)
 
 
 def made(root: Path, clocks: dict[int, str], **chips: list[str]) -> HostDevice:

@@ -1,16 +1,14 @@
-"""What a step does, on the page: its counts by phase, and operators and kernels from traces."""
+"""What a step does, on the page: its counts by phase, and where its traces lie."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.model import OperatorTime, PhaseCount, Request
+from fp8bench.model import PhaseCount, Request
 from fp8bench.report.elements import Table, Text
-from fp8bench.report.page.section import MOST_ROWS
-from tests.materials import Made, built, many, of_kind, part, told
+from tests.materials import built, of_kind, part, told
 from tests.rooflines import made
 from tests.runs import transformer
-from tests.told_before import Told, as_before
 
 
 def test_what_a_compiler_fused_is_said_and_without_tapes_nothing_is() -> None:
@@ -35,37 +33,12 @@ def test_a_phase_that_counted_nothing_and_a_column_without_counts_are_left_out()
         assert any(row[place].text not in ("", "-", "0") for row in shown.rows), column.title
 
 
-HOST = (
-    OperatorTime("gemm", "aten::mm", 54.0, 0.040),
-    OperatorTime("gemm", "aten::t", 54.0, 0.0005),
-    OperatorTime("gemm", "", 12.5, 0.0195),
-    OperatorTime("data_load", "aten::slice", 2.5, 0.0001),
-    OperatorTime("unattributed", "", 0.0, 0.040),
-)
-KERNELS = (OperatorTime("gemm", "hopper_gemm", 54.0, 0.002, True), OperatorTime("gemm", "", 3.0, 0.003, True))
-
-
-def traced(*operators: OperatorTime, made: Made | None = None) -> Made:
-    run, findings = made or transformer()
-    records = tuple(replace(record, trace="a/b.pt.trace.json.gz", operators=operators) for record in run.records)
-    return replace(run, records=records, request=Request("x", trace="traces")), findings
-
-
-@as_before
-def test_operators() -> Told:
-    run, findings = traced(*HOST)
-    yield "phase by phase what takes most, small ones in the rest; emulations say so", part("operators", traced(*HOST))
-    yield "kernels stand before what the host does", part("operators", traced(*HOST, *KERNELS))
-    many_of_one = tuple(OperatorTime("gemm", f"op{number}", 1.0, 0.1) for number in range(12))
-    yield "no more than a few of a phase", part("operators", traced(*many_of_one))
-    lost = replace(run, request=Request("x")), findings
-    yield "traces of a run whose request is lost lie somewhere", of_kind(part("operators", lost), Text)
-    nothing = traced(OperatorTime("gemm", "mm", 0.0, 0.0))
-    yield "where no operator took any time there is no section", built("operators", nothing)
-
-
-def test_a_table_has_an_end() -> None:
-    elements = part("operators", traced(*HOST, made=many(60)))
-    (table,) = of_kind(elements, Table)
-    assert MOST_ROWS - 4 < len(table.rows) <= MOST_ROWS
-    assert any("for want of room: m=" in text.text for text in of_kind(elements, Text))
+def test_traces_are_said_to_lie_where_they_were_asked_for() -> None:
+    run, findings = transformer()
+    records = tuple(replace(record, trace="a/b.pt.trace.json.gz") for record in run.records)
+    for request, words in (
+        (Request("x", trace="traces"), "The traces lie in traces, a folder a case. "),
+        (Request("x"), ""),
+    ):
+        (text,) = of_kind(part("traces", (replace(run, records=records, request=request), findings)), Text)
+        assert text.text.startswith(f"{words}ui.perfetto.dev")

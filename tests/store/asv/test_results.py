@@ -161,36 +161,17 @@ def without(*keys: str) -> Change:
 
 
 REFUSED: dict[str, tuple[Change, type[AsvFileError], str]] = {
-    "no version": (without("version"), AsvFileBroken, "has no 'version'"),
+    "no version": (without("version"), AsvFileBroken, "its 'version' is None, expected 2"),
     "version 1": (lambda it: it.update(version=1), AsvFileOfOtherVersion, "by an older asv: it is of version 1"),
     "version 3": (lambda it: it.update(version=3), AsvFileOfOtherVersion, "newer asv: .* 3, fp8bench reads version 2"),
-    "version '2'": (lambda it: it.update(version="2"), AsvFileBroken, "its 'version' is '2', expected 2"),
-    **{
-        f"no {key}": (without(key), AsvFileBroken, f"it has no '{key}'")
-        for key in ("commit_hash", "env_name", "date", "params", "python", "requirements", "results", "result_columns")
-    },
+    "no results": (without("results"), AsvFileBroken, "it has no 'results'"),
     "no machine": (without("params", "machine"), AsvFileBroken, "name no 'machine'"),
-    "machine is a number": (lambda it: it["params"].update(machine=5), AsvFileBroken, "name no 'machine'"),
+    "an unknown column": (lambda it: it["result_columns"].append("energy"), AsvFileBroken, "expected some of asv's"),
     "params a list": (lambda it: it.update(params=[]), AsvFileBroken, r"'params' is \[\], expected dict"),
-    "results a list": (lambda it: it.update(results=[]), AsvFileBroken, r"'results' is \[\], expected dict"),
-    "date a text": (lambda it: it.update(date="today"), AsvFileBroken, "'date' is 'today', expected int"),
-    "env_vars null": (lambda it: it.update(env_vars=None), AsvFileBroken, "'env_vars' is None, expected dict"),
-    "a param a list": (lambda it: it["params"].update(cpu=["a"]), AsvFileBroken, r"'cpu' of its 'params' is \['a'\]"),
-    "a param a dict": (lambda it: it["params"].update(cpu={}), AsvFileBroken, r"'cpu' of its 'params' is \{\}, expec"),
-    "an env_var a list": (lambda it: it["env_vars"].update(A=[1]), AsvFileBroken, "'A' of its 'env_vars'"),
     "no hash": (lambda it: it.update(commit_hash="main"), AsvFileBroken, "its commit 'main' is no hash"),
     "another commit": (lambda it: it.update(commit_hash="0" * 40), AsvFileBroken, "name does not begin .* 00000000-"),
-    "columns no texts": (lambda it: it.update(result_columns=[1]), AsvFileBroken, "expected different texts"),
-    "a column twice": (lambda it: it["result_columns"].append("result"), AsvFileBroken, "expected different texts"),
-    "an unknown column with data": (
-        lambda it: (it["result_columns"].append("energy"), it["results"].update(a=[None] * 13 + [1])),
-        AsvFileBroken, "the row 'a' has data in a column that is not known, 'energy'",
-    ),
-    "a cell without a column": (with_rows(a=[[1], []] + [None] * 11 + [1]), AsvFileBroken, "known, 'number 14'"),
 }  # fmt: skip
-ASV_READS = {"a param a list", "a param a dict", "an env_var a list", "no hash", "another commit", "date a text",
-             "env_vars null", "a column twice", "a cell without a column", "no machine", "machine is a number",
-             "columns no texts"}  # fmt: skip
+ASV_READS = {"no hash", "another commit", "no machine", "an unknown column"}
 
 
 @for_each("what", REFUSED)
@@ -212,7 +193,6 @@ READ: dict[str, Change] = {
     "no env_vars": without("env_vars"),
     "no durations": without("durations"),
     "an unknown key": lambda it: it.update(fp8bench={"torch": [1, {"a": None}]}),
-    "an unknown column without data": lambda it: it["result_columns"].append("energy"),
     "fewer columns": lambda it: it.update(results={"a": [[1], []]}, result_columns=["result", "params"]),
     "columns in another order": lambda it: it.update(
         result_columns=[*COLUMNS[1:], "result"], results={"a": [[], "1", *[None] * 10, [1.5]]}
@@ -294,29 +274,13 @@ def test_a_broken_row_is_left_out_named_and_kept(tmp_path: Path, what: str) -> N
     assert load_results(path).rows == sound.rows and not load_results(path).broken
 
 
-def test_what_asv_could_not_read_is_not_written(tmp_path: Path) -> None:
-    path = by_us(tmp_path / NAME, *BENCHMARKS)
-    before = path.read_bytes()
-    file = load_results(path)
-    with pytest.raises(AsvFileError, match=r"cannot be written: asv could not read it, because 'gpus' of its 'params'"):
-        save_results(path, replace(file, params={**PARAMS, "gpus": ["H200"]}))  # type: ignore[dict-item]
-    with pytest.raises(AsvFileError, match="cannot be written: asv could not read it, because its name"):
-        save_results(path.with_name(f"00000000-{ENV}.json"), file)
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-
-
 TEXTS: dict[str, tuple[bytes, type[AsvFileError], str]] = {
-    "empty": (b"", AsvFileTorn, "it is empty"),
-    "blank": (b" \n", AsvFileTorn, "it is empty"),
-    "torn": (b'{"commit_hash": "66fd', AsvFileTorn, "its JSON breaks off at byte 16 of 21"),
-    "torn after a letter of two bytes": ('{"µ": "µ", '.encode(), AsvFileTorn, "breaks off at byte 1[23] of 13"),
-    "no UTF-8": (b'{"a": "\xff"}', AsvFileTorn, "byte 7 of 10 is no UTF-8"),
-    "two objects": (b"{}{}", AsvFileTorn, "breaks off at byte 2 of 4"),
+    "empty": (b"", AsvFileTorn, "is broken: Expecting value"),
+    "torn": (b'{"commit_hash": "66fd', AsvFileTorn, "is broken: Unterminated string"),
+    "no UTF-8": (b'{"a": "\xff"}', AsvFileTorn, "codec can't decode byte 0xff"),
     "a list": (b"[]", AsvFileBroken, "expected an object, found list"),
-    "null": (b"null", AsvFileBroken, "expected an object, found NoneType"),
     "a number of many digits": (b"[" + b"1" * 5000 + b"]", AsvFileBroken, "thousands of digits"),
     "deep": (b"[" * 100_000, AsvFileBroken, "nested too deeply"),
-    "a key twice": (b'{"a": {"b": 1, "b": 2}}', AsvFileBroken, "it has the key 'b' twice in one object"),
 }
 
 

@@ -1,10 +1,7 @@
-"""Stores taken in: runs by their bytes, and asv's files row by row."""
+"""Stores taken in: runs by their bytes."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.errors import StoreError
-from fp8bench.store.asv.files import ResultsFile, load_results, save_benchmarks, save_machine, save_results
-from fp8bench.store.asv.rows import AsvRow
-from fp8bench.store.asv.view import Taken, merge_files, merge_folders, merge_rows
 from fp8bench.store.merge_stores import find_store, merge_runs
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_head, load_run, lock_run
-from tests.counts import for_each
-from tests.histories import MACHINE, PYTHON, commit, history, keep, run_at, tree
+from tests.histories import history, keep, run_at, tree
 
-HASH = commit(1)
 NOTE = b'{"note":"a line more"}\n'
 
 
@@ -141,106 +133,6 @@ def test_stores_are_found_and_our_own_is_refused(tmp_path: Path) -> None:
         find_store(tmp_path, ours)
     with pytest.raises(StoreError, match="is no directory"):
         find_store(tmp_path / "nothing", ours)
-
-
-def row(values: tuple[float | None, ...], params: tuple[tuple[str, ...], ...] = (("'a'", "'b'"),)) -> AsvRow:
-    nothing = (None,) * len(values)
-    return AsvRow(params, "1", values, nothing, nothing, 5)
-
-
-def test_rows_take_what_they_lack() -> None:
-    ours = row((1.0, math.nan, None), (("'a'", "'b'", "'c'"),))
-    theirs = row((9.0, 2.0, 3.0, 4.0), (("'a'", "'b'", "'c'", "'d'"),))
-    merged = merge_rows(ours, theirs)
-    assert merged.params == (("'a'", "'b'", "'c'", "'d'"),) and merged.values == (1.0, 2.0, None, 4.0)
-    assert merged.started_at == 5
-    merged = merge_rows(row((1.0,), (("'a'",), ("1",))), row((2.0,), (("'b'",), ("2",))))
-    assert merged.params == (("'a'", "'b'"), ("1", "2"))
-    assert merged.values[0] == 1.0 and merged.values[3] == 2.0 and all(map(math.isnan, merged.values[1:3]))  # type: ignore[arg-type]
-
-
-@for_each(
-    ("ours", "theirs"),
-    [
-        (row((1.0, math.nan)), row((3.0, math.nan))),  # so that no file is written for it, NaN or not
-        (row((1.0, math.nan)), replace(row((9.0, 9.0)), version="2")),
-        (row((1.0, math.nan)), row((9.0, 9.0), (("'a'", "'b'"), ("1",)))),
-        (
-            row((1.0,) * 300, (tuple(map(str, range(300))), ("x",))),
-            row((1.0,) * 400, (("y",), tuple(map(str, range(400))))),
-        ),
-    ],
-    ids=["nothing new", "version", "parameters", "too many"],
-)
-def test_rows_that_do_not_fit_are_left_out(ours: AsvRow, theirs: AsvRow) -> None:
-    assert merge_rows(ours, theirs) == ours
-
-
-def results(folder: Path, rows: dict[str, AsvRow], python: str = PYTHON, number: int = 1, **params: object) -> Path:
-    name = f"existing-py{python}".replace("/", "_")
-    path = folder / "box" / f"{commit(number)[:8]}-{name}.json"
-    save_machine(folder / "box" / "machine.json", {**MACHINE, **params})
-    file = ResultsFile(commit(number), name, 7, {**MACHINE, "python": python, **params}, python, {}, {}, rows)  # type: ignore[arg-type]
-    save_results(path, file)
-    return path
-
-
-def test_folders_of_results(ours: Path, theirs: Path) -> None:
-    path = results(ours, {"x": row((1.0, math.nan))})
-    results(theirs, {"x": row((9.0, 2.0)), "y": row((3.0, 4.0))})
-    other = results(theirs, {"z": row((5.0, 6.0))}, number=2)
-    save_benchmarks(ours / "benchmarks.json", {"x": {"name": "x", "params": [], "unit": "ours"}})
-    save_benchmarks(theirs / "benchmarks.json", {one: {"name": one, "params": [], "unit": "theirs"} for one in "xyz"})
-    before = tree(theirs)
-    taken = merge_folders(ours, theirs, Taken())
-    assert not taken.failed and not taken.notes and tree(theirs) == before
-    assert load_results(path).rows["x"].values == (1.0, 2.0) and load_results(path).rows["y"].values == (3.0, 4.0)
-    assert load_results(ours / "box" / other.name).rows["z"].values == (5.0, 6.0)
-    known = json.loads((ours / "benchmarks.json").read_text())
-    assert {name: known[name]["unit"] for name in "xyz"} == {"x": "ours", "y": "theirs", "z": "theirs"}
-    after = tree(ours)
-    assert not merge_folders(ours, theirs, Taken()).files and tree(ours) == after
-
-
-def test_one_machine_is_one_line_after_merging(ours: Path, theirs: Path) -> None:
-    """asv tells series apart by what is said of the machine: ours holds. Other hardware is worth a word."""
-    results(ours, {"x": row((1.0, 2.0))})
-    path = results(theirs, {"x": row((1.0, 2.0))}, number=2, os="Linux 7", cpu="another", gpu="H200")
-    taken = merge_folders(ours, theirs, Taken())
-    assert load_results(ours / "box" / path.name).params["os"] == MACHINE["os"]
-    assert load_results(ours / "box" / path.name).params["gpu"] == "H200"
-    assert len(taken.notes) == 1 and "the cpu 'another' there and 'AMD EPYC' here" in taken.notes[0]
-
-
-def test_broken_files_there_are_named_and_left(ours: Path, theirs: Path) -> None:
-    broken = results(theirs, {"x": row((1.0, 2.0))})
-    broken.write_text("{")
-    os.utime(broken, (1, 1))  # nobody is writing it
-    half = results(theirs, {"x": row((1.0, 2.0))}, number=2)
-    content = json.loads(half.read_text())
-    content["results"]["y"] = "?"
-    half.write_text(json.dumps(content))
-    misplaced = theirs / "elsewhere" / half.name
-    misplaced.parent.mkdir()
-    misplaced.write_text(half.read_text())
-    mine = results(ours, {"x": row((1.0, 2.0))}, number=2)
-    mine.write_text("[]")
-    taken = merge_folders(ours, theirs, Taken())
-    assert (
-        len(taken.failed) == 2 and str(broken) in "".join(taken.failed) and "another machine" in "".join(taken.failed)
-    )
-    assert any("the row 'y' was left out" in note for note in taken.notes)
-    assert load_results(mine).rows["x"].values == (1.0, 2.0) and mine.with_name(f"{mine.name}.broken-1").exists()
-
-
-def test_files_keep_what_only_one_knows() -> None:
-    ours = ResultsFile(HASH, "e", 1, MACHINE, "p", {}, {}, {}, {"a": 1.0}, others={"k": 1}, broken={"y": "?"})
-    theirs = ResultsFile(
-        HASH, "e", 1, MACHINE, "p", {}, {}, {"y": row((1.0, 2.0))}, {"a": 9.0, "b": 2.0}, others={"l": 2}
-    )
-    merged = merge_files(ours, theirs)
-    assert merged.durations == {"a": 1.0, "b": 2.0} and merged.others == {"k": 1, "l": 2}
-    assert merged.rows["y"].values == (1.0, 2.0) and merged.broken == {"y": "?"}
 
 
 def test_a_run_reads_the_same_by_its_head(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -18,15 +17,11 @@ from fp8bench import pipeline
 from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.files import sealed_line
 from fp8bench.model import (
-    Capacity,
     Case,
     DeviceFacts,
     Environment,
     Group,
     Level,
-    MemoryUse,
-    OperatorTime,
-    PhaseMemory,
     Plan,
     PlannedCase,
     Record,
@@ -44,7 +39,7 @@ from fp8bench.model.codec import SCHEMA
 from fp8bench.store.kept_lines import sheet_of
 from fp8bench.store.runs import run_file
 from fp8bench.store.runs.listing import find_run, run_files
-from fp8bench.store.runs.run_file import check_store, load_run, reopen_run, start_run, unsound
+from fp8bench.store.runs.run_file import check_store, load_run, reopen_run, start_run
 from tests.counts import for_each
 from tests.older import as_older
 from tests.runs import measured, render_whole, transformer
@@ -376,41 +371,3 @@ def test_what_is_measured_again_after_damage_is_read(spoil: bytes, tmp_path: Pat
 
 
 RECORD = transformer()[0].records[0]
-
-
-COUNT, SHARES, SUMS = (
-    "its largest batch is no count", "its operators have no times",
-    "its memory is no count, or what it is for does not sum to it",
-)  # fmt: skip
-
-
-@for_each(
-    ("field", "why", "wrong"),
-    [
-        *(("operators", SHARES, (wrong,)) for wrong in (
-            OperatorTime("gemm", "mm", 1.0, math.nan), OperatorTime("gemm", "mm", 1.0, math.inf),
-            OperatorTime("gemm", "mm", -1.0, 0.1), OperatorTime("gemms", "mm", 1.0, 0.1),
-        )),
-        *(("capacity", COUNT, wrong) for wrong in (
-            Capacity("batch", batch=-1), Capacity("batch", batch=10**400), Capacity("batch", tokens=-3),
-            Capacity("batch", peak=-1), Capacity("batch", limit=1 << 63), Capacity("batch", grain=0),
-            Capacity("batch", beyond=-7), Capacity("batch", attempts=-1),
-        )),
-        *(("memory", SUMS, wrong) for wrong in (
-            MemoryUse(-1), MemoryUse(10**400), MemoryUse(9, (("weights", 4),)),
-            MemoryUse(4, (("data", 2), ("data", 2))), MemoryUse(4, (("weights", 5), ("data", -1))),
-            MemoryUse(4, phases=(PhaseMemory("gemm", -4),)), MemoryUse(4, phases=(PhaseMemory("gemm", 4, -1),)),
-            MemoryUse(4, reserved=-1), MemoryUse(4, process=1 << 63), MemoryUse(4, resident=-5),
-        )),
-    ],
-)  # fmt: skip
-def test_what_no_clock_and_no_count_gives_is_unsound(field: str, why: str, wrong: object) -> None:
-    for changes in (
-        {"operators": (OperatorTime("gemm", "aten::mm", 54.0, 0.04), OperatorTime("unattributed", "", 0.0, 0.0))},
-        {"capacity": Capacity("batch", 1 << 30, 376, 1, 72192, 1 << 29, 377, "why", 5)},
-        {"capacity": Capacity("batch", why="it crashed"), "memory": MemoryUse(0)},
-        {"memory": MemoryUse(3, (("of another time", 3),))},  # a role that only a later version knows
-        {"memory": MemoryUse(9, (("weights", 4), ("data", 5)), (PhaseMemory("gemm", 9, 512),), 512, 1 << 40, 1 << 30)},
-    ):
-        assert unsound(replace(RECORD, **changes)) == ""  # type: ignore[arg-type]
-    assert unsound(replace(RECORD, **{field: wrong})) == why  # type: ignore[arg-type]
