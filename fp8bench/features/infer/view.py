@@ -10,7 +10,6 @@ from fp8bench import units
 from fp8bench.features.infer.values import (
     ArmQuality,
     ArmTimes,
-    BatchSweep,
     RolloutGap,
     ServingAnswer,
     word_of,
@@ -50,8 +49,7 @@ def page_of(answer: ServingAnswer, whole: bool = False) -> Page:
     """The short answer; the `whole` also has the bytes and the quality of each arm."""
     question = answer.question
     contexts = f"contexts of {question.contexts[0]} to {question.contexts[-1]} tokens"
-    sweep = [Text(words) for words in _sweep(answer)]
-    tables: list[Element] = [*sweep, *([_times(answer, whole)] if any(time.tpot for time in answer.times) else [])]
+    tables: list[Element] = [_times(answer, whole)] if any(time.tpot for time in answer.times) else []
     if answer.quality is not None and answer.quality.rollouts:
         tables.append(_rollouts(answer, answer.quality.rollouts))
     if whole:
@@ -219,26 +217,6 @@ def _seconds(interval: Interval | None, times: int = 1) -> str:
     return f"{units.seconds(interval.point * times)} +-{units.seconds(reach, 2)}"
 
 
-def _sweep(answer: ServingAnswer) -> Iterator[str]:
-    if answer.sweep is not None:
-        yield from sweep_words(answer.sweep)
-        swept = {gain.arm for gain in answer.sweep.gains}
-        if others := [word_of(arm) for arm in answer.question.arms[1:] if arm not in swept]:
-            yield f"without a product that could be timed: {', '.join(others)}"
-
-
-def sweep_words(sweep: BatchSweep) -> Iterator[str]:
-    outputs, inputs = sweep.layer
-    yield f"by rows of the layer of {outputs} x {inputs}:"
-    for gain in sweep.gains:
-        crossings = ", ".join(
-            f"{'pays from' if begins else 'stops paying at'} {rows:.0f} ({low:.0f} to {high:.0f}) rows"
-            for rows, low, high, begins in gain.crossings
-        )
-        alike = {True: "pays at all", False: "pays at none", None: "has no crossing that is sure"}[gain.pays]
-        yield f"{word_of(gain.arm)} {crossings or alike}"
-
-
 def _ends(faster: tuple[bool | None, bool | None]) -> str:
     first, last = ({True: "faster", False: "slower", None: "unclear"}[end] for end in faster)
     return f"{first} at both ends" if first == last else f"{first}, then {last}"
@@ -298,14 +276,10 @@ def value_of(answer: ServingAnswer) -> dict[str, Any]:
 
 def rows_of(answer: ServingAnswer) -> Rows:
     rows, times = [], {time.arm: time for time in answer.times}
-    gains = {gain.arm: gain for gain in answer.sweep.gains} if answer.sweep else {}
     for arm in answer.question.arms:
         quality, moved = answer.quality_of(arm), answer.moved(arm)
-        time, gain = times.get(arm, ArmTimes(arm)), gains.get(arm)
+        time = times.get(arm, ArmTimes(arm))
         line, crossing = time.line, None if time.doubts else time.crossing
-        swept = gain and {
-            "crossing_rows": " ".join(f"{at:.0f}" for at, *_ in gain.crossings), "pays": gain.pays,
-        }  # fmt: skip
         rows.append({
             "arm": word_of(arm), "ttft": time.ttft,
             **{f"tpot_{context}": seconds for context, seconds in time.tpot},
@@ -313,7 +287,7 @@ def rows_of(answer: ServingAnswer) -> Rows:
             "b": line and line.b.point, "b_low": line and line.b.low, "b_high": line and line.b.high,
             "break_even": crossing and crossing.at, "weight_bytes": moved.weights, "kv_bytes": moved.kv,
             "kl": quality and quality.kl, "kl_tail": quality and quality.kl_tail,
-            "why": time.why, "kernel": time.kernel, "doubts": " ".join(time.doubts), **(swept or {}),
+            "why": time.why, "kernel": time.kernel, "doubts": " ".join(time.doubts),
             "log_perplexity_ratio": quality and quality.log_perplexity.point,
         })  # fmt: skip
     names = dict.fromkeys(name for row in rows for name in row)
