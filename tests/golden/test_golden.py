@@ -214,15 +214,12 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "history.html": Document("report 00000640 --html history.html", "history"),
     # Fleets.
     "fleet-status.txt": Document("fleet status plan.json --explain", "fleet"),
-    "fleet-status.csv": Document("fleet status plan.json --csv -", "fleet"),
     "fleet-status.json": Document("fleet status plan.json --json", "fleet"),
     "fleet.txt": Document("fleet report plan.json --machines alpha,beta,delta --explain", "fleet"),
     "fleet.csv": Document("fleet report .fp8bench --csv -", "fleet"),
     "fleet.json": Document("fleet report .fp8bench --json", "fleet"),
     "fleet.md": Document("fleet report .fp8bench --md fleet.md", "fleet"),
     "fleet.html": Document("fleet report plan.json --html fleet.html", "fleet"),
-    "fleet-cell.txt": Document("show b33a0f63 --fleet", "fleet"),
-    "fleet-cell.md": Document("report b33a0f63 --md fleet-cell.md", "fleet"),
     # What is measured now, of values that were measured once.
     "conform.txt": Document("conform --explain", value="conform"),
     "conform-all.txt": Document("conform --all", value="conform"),
