@@ -250,10 +250,10 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "lint.txt": Document("lint-shapes gpt2"),
     "lint.json": Document("lint-shapes gpt2 --dtypes fp8,mxfp8 --devices h100,b200 --json"),
     "parallel-plan.txt": Document(
-        "plan-parallel --model llama3-8b --gpus 8 --topology h100.yaml --dtype fp8 --explain"
+        "plan-parallel llama3-8b --gpus 8 --topology h100.yaml --dtype fp8 --explain"
     ),
-    "parallel-plan.csv": Document("plan-parallel --model llama3-8b --gpus 8 --topology h100.yaml --csv -"),
-    "parallel-plan.json": Document("plan-parallel --model llama3-8b --gpus 2 --topology h100.yaml --json"),
+    "parallel-plan.csv": Document("plan-parallel llama3-8b --gpus 8 --topology h100.yaml --csv -"),
+    "parallel-plan.json": Document("plan-parallel llama3-8b --gpus 2 --topology h100.yaml --json"),
     "refused.txt": Document(
         "suite nosuch && show nosuch && compare 8b215bef 8b215bef && gate && report 1199c4a7 8b215bef && "
         "show 8b215bef --shares && fleet status nosuch.json && advise && show last --josn"
