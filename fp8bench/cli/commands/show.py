@@ -20,7 +20,6 @@ from fp8bench.model.codec import encode, noting_ignored
 from fp8bench.store.runs.listing import find_run, load_named
 
 EXAMPLES = ("fp8bench show last --all", "fp8bench show last --csv rows.csv")
-FIRST_OPTIONS = "--all --memory --data --numbers --energy --notes --tape --shares --explain --json --csv --store"
 # Details of a run beside the answer.
 _DETAILS = {
     "memory": "memory at the highest point of a step, by role",

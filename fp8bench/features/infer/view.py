@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fp8bench import units
@@ -16,10 +16,10 @@ from fp8bench.features.infer.values import (
 )
 from fp8bench.model import Interval, Label
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.nn.served import ServedArm, attention_flops, forward_flops, served_shape
+from fp8bench.nn.served import ServedArm
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Element, Page, Table, Text, Tone
+from fp8bench.report.elements import Element, Page, Table, Tone
 from fp8bench.report.terminal.short_answer import Answer, short_answer
 from fp8bench.report.words.legend import LABELS
 
@@ -53,7 +53,7 @@ def page_of(answer: ServingAnswer, whole: bool = False) -> Page:
     if answer.quality is not None and answer.quality.rollouts:
         tables.append(_rollouts(answer, answer.quality.rollouts))
     if whole:
-        tables += [_costs(answer), *map(Text, _quality(answer))]
+        tables.append(_costs(answer))
     stored = [f"stored as runs {', '.join(answer.runs)}"] if answer.runs else []
     part = short_answer(
         f"inference of {question.size} on {answer.device}, batch {question.batch}, {contexts} (eager, static cache)",
@@ -162,7 +162,8 @@ def _costs(answer: ServingAnswer) -> Table:
         by_quality("top", lambda quality: units.percent(quality.same_top)),
         by_quality("1e3 ln ppl", _ratio),
     ]  # fmt: skip
-    return table("costs", "", cols, answer.question.arms)
+    title = f"quality on {answer.quality.model}" if answer.quality is not None else ""
+    return table("costs", title, cols, answer.question.arms)
 
 
 def _floor(answer: ServingAnswer, arm: ServedArm) -> str:
@@ -227,51 +228,10 @@ def _derived(answer: ServingAnswer, arm: ServedArm) -> str:
     return f"{answer.moved(answer.question.arms[0]).total / answer.moved(arm).total:.1f}x"
 
 
-def _quality(answer: ServingAnswer) -> Iterator[str]:
-    shape = served_shape(answer.question.size)
-    if shape.experts and answer.times:
-        chance, read = shape.chosen(answer.question.batch), answer.experts
-        words = "" if read is None else f"{read:.3g} of {shape.experts} experts a layer, "
-        yield f"a step reads {words}by chance {chance:.3g}: bytes are theirs alone"
-    quality = answer.quality
-    if quality is None:
-        return
-    whose = f", {quality.caution}" if quality.caution else ""
-    arms = zip(quality.arms, answer.question.arms[1:], strict=True)
-    least = quality.floor, answer.question.arms[0]
-    worst, arm = max(arms, key=lambda pair: _with_nan_last(pair[0].kl), default=least)
-    yield (
-        f"mean KL on {quality.model}{whose}: {_most(worst.kl)} ({word_of(arm)}); floor "
-        f"{_short(quality.floor.kl, 0)} (another kernel), itself {quality.itself.kl:g}"
-    )
-    if quality.rollouts:
-        floor, *_ = quality.rollouts
-        gap, arm = max(
-            zip(quality.rollouts, answer.question.arms, strict=True), key=lambda pair: _with_nan_last(pair[0].mean)
-        )
-        yield (
-            f"rollouts scored by {word_of(answer.question.arms[0])}: log-probabilities differ by "
-            f"{_most(gap.mean)} in the mean ({word_of(arm)}); floor {_short(floor.mean, 0)} (its own steps)"
-        )
-
-
-def _most(value: float) -> str:
-    return f"at most {_short(value, 1)}" if math.isfinite(value) else "no finite number"
-
-
-def _with_nan_last(value: float) -> tuple[bool, float]:
-    return math.isnan(value), value
-
-
 def value_of(answer: ServingAnswer) -> dict[str, Any]:
-    """Returns the whole answer for JSON, with the FLOPs of a prompt and the bytes of a step."""
-    question = answer.question
-    config, prompt = served_shape(question.size), answer.prompt
-    attention = attention_flops(config, question.batch, prompt * (prompt + 1) / 2)
-    whole = forward_flops(config, question.batch, prompt, prompt)
-    moved = [answer.moved(arm) for arm in question.arms]
-    prefill = {"flops": whole, "attention_flops": attention}
-    return {"schema": SCHEMA, **encode(answer), "prefill": prefill, "bytes": encode(tuple(moved))}
+    """Returns the whole answer for JSON, with the bytes of a step."""
+    moved = tuple(answer.moved(arm) for arm in answer.question.arms)
+    return {"schema": SCHEMA, **encode(answer), "bytes": encode(moved)}
 
 
 def rows_of(answer: ServingAnswer) -> Rows:
