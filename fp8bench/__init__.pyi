@@ -42,8 +42,8 @@ def ablate(
     progress: bool = True
 ) -> CommandResult: ...
 def advise(
-    run: str, *, training: str | None = None, least: float = 10.0, write_map: str | Path | None = None,
-    store: str | Path = ".fp8bench", imports: str | Iterable[str] = ..., progress: bool = True
+    run: str, *, training: str | None = None, least: float = 10.0, store: str | Path = ".fp8bench",
+    imports: str | Iterable[str] = ..., progress: bool = True
 ) -> CommandResult: ...
 def audit(
     target: str, *, kind: Literal["product", "linear", "attention", "model"] | None = None,

@@ -127,7 +127,3 @@ def meant_by(word: str, store: Path, only_runs: bool = False) -> list[tuple[Kind
     except (OSError, ValueError):
         return []  # who looks for the run says why
     return [(kind, path) for kind, path in newest[:1] if run is None or kind.names(path)[-1] > run.name]
-
-
-def feature_tables() -> list[KeptTable]:
-    return [table for module in feature_parts("kind") for table in getattr(module, "TABLES", ())]

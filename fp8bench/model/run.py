@@ -85,11 +85,6 @@ class Run:
         return f"<Run {self.id}: {self.request.suite}, {len(self.records)} cases, {state}, {self.path or 'not stored'}>"
 
     @property
-    def fleet_plan(self) -> str:
-        """The id of the plan of which it is a cell, '' for none."""
-        return self.cell.rpartition("/")[0]
-
-    @property
     def ok(self) -> bool:
         statuses = {record.status for record in self.records}
         return Status.OK in statuses and Status.FAILED not in statuses

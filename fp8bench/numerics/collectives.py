@@ -245,8 +245,6 @@ def flushed(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program
 
 ALL_REDUCE, ALL_GATHER, BROADCAST = "all_reduce", "all_gather", "broadcast"
 Marker = AbstractContextManager[object]
-_FREEDOM = 2.5
-_ROW, _ROW_SIGMA = 128, 2.0
 
 
 class SelfCheckFailed(RuntimeError):
@@ -261,26 +259,8 @@ def bus_factor(collective: str, size: int) -> float:
     return (2.0 if collective == ALL_REDUCE else 1.0) * (size - 1) / size
 
 
-def rank_values(seed: int, rank: int, count: int, shared: bool) -> Tensor:
-    own = torch.randn(count, generator=torch.Generator().manual_seed(seed * 4099 + rank + 1))
-    if not shared:
-        return own
-    common = torch.randn(count, generator=torch.Generator().manual_seed(seed * 4099))
-    return (own + common).mul_(0.5**0.5)
-
-
-def signal_values(signal: str, seed: int, rank: int, count: int) -> Tensor:
-    """Values of one rank: normal, partly `shared`, with heavy tails (`student-t`, 2.5 degrees of freedom), or in rows
-    of very different sizes that are the same on all ranks (`lognormal`)."""
-    own = rank_values(seed, rank, count, signal == "shared")
-    if signal == "student-t":
-        generator = torch.Generator().manual_seed(seed * 4099 + rank + 1_000_001)
-        chi_square = 2 * torch._standard_gamma(torch.full((count,), _FREEDOM / 2), generator=generator)
-        return own / torch.sqrt(chi_square / _FREEDOM)
-    if signal == "lognormal":
-        rows = torch.randn(-(-count // _ROW), generator=torch.Generator().manual_seed(seed * 4099))
-        return own * torch.exp(_ROW_SIGMA * rows).repeat_interleave(_ROW)[:count]
-    return own
+def rank_values(seed: int, rank: int, count: int) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed * 4099 + rank + 1))
 
 
 def expected(collective: str, sources: Sequence[Tensor], rank: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.hardware import emulated, refused
-from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.nn.shared_workloads import (
     BACKENDS,
@@ -19,7 +19,7 @@ from fp8bench.nn.shared_workloads import (
     misfit,
     missing_kernel,
 )
-from fp8bench.protocols import Grid, Layer, Precision, Setup, SilentPhases
+from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from fp8bench.nn.attention import Core
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
-    from fp8bench.numerics.ranges import Ledger
 
 LONGEST = 1 << 17
 _SCORES = ("high", "low", "low-prescaled")
@@ -173,22 +172,6 @@ class Attention(LayerWorkload):
             state.outcome()
         return {**errors, "scores_bytes": float(written.most)}
 
-    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Counts operands of the layer's products, and of the core's if it is alone or has low scores."""
-        from fp8bench.nn.attention import FusedCore
-        from fp8bench.numerics.ranges import Ledger
-
-        params, ledger = setup.params, Ledger()
-        core = FusedCore(_causal(params))
-        if params["part"] == "layer":
-            state = _exercise(setup, self.counted(setup, ledger), setup.arithmetic.carrier, core)
-            ledger.tallies.clear()  # preparing ran forward once
-            state.outcome()
-        if params["part"] == "core" or _low(params):
-            high = _exercise(setup, setup.high.layer, setup.high.carrier, core)
-            _watch_core(high, params, ledger)
-        return ledger.statistics()
-
 
 def _causal(params: Scalars) -> bool:
     return params["causal"] == "yes"
@@ -227,26 +210,3 @@ def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: Core) ->
         return SelfAttention(width, heads, key_heads, 1.0, choose, core)
 
     return exercise(setup, build, shapes, carrier, is_training(params), float(params["spread"]))
-
-
-def _watch_core(state: Exercise, params: Scalars, ledger: Ledger) -> None:
-    """Counts the values, and the operands and result of the core's first product, without masked scores."""
-    import torch
-
-    from fp8bench.nn.attention import SelfAttention
-
-    layer, heads = state.layer, state.inputs
-    with torch.no_grad():
-        if isinstance(layer, SelfAttention):
-            heads = tuple(layer.heads(state.inputs[0], SilentPhases()))
-        q, k, v = (head.float() for head in heads)
-        if params["scores"] == "low-prescaled":
-            q = q * int(params["head_width"]) ** -0.5
-        for kind, tensor in (("q", q), ("k", k), ("v", v)):
-            ledger.add(kind, "", tensor)
-        group = q.shape[1] // k.shape[1]
-        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        visible = visible.tril() if _causal(params) else visible
-        for queries, keys in zip(q, k, strict=True):
-            for head, rows in enumerate(queries):  # one at a time: the scores of all heads could fill the memory
-                ledger.add("scores", "", (rows @ keys[head // group].t())[visible])

@@ -24,7 +24,6 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 REDUCING = ("all_reduce", "reduce_scatter")
 WAYS = ("fp8_gather", "fp8_twoshot", "fp8_ring")
 SCALINGS = ("pre", "post", "ms_amp", "fp8lm_auto")
-SIGNALS = ("own", "shared", "student-t", "lognormal")
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
 # Parameters that only FP8 in a reducing collective has.
 _FP8_PARAMETERS = ("fp8", "scaling")
@@ -79,9 +78,6 @@ class Collective(Workload):
             Axis("scaling", "of values before they are codes: pre (1/N), post (1), ms_amp (1/sqrt N, what its code "
                  "does), fp8lm_auto (FP8-LM's mu, and the smallest of the ranks' scales)", SCALINGS,
                  one_of(*SCALINGS), quick=("ms_amp", "fp8lm_auto")),
-            Axis("signal", "own: values of each rank's own; shared: half of their variance is common to all ranks, as "
-                 "where gradients agree; student-t: heavy tails; lognormal: rows of very different sizes", ("own",),
-                 one_of(*SIGNALS), quiet=True),
         )  # fmt: skip
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
@@ -125,7 +121,7 @@ class Collective(Workload):
     def error(self, setup: Setup) -> dict[str, float]:
         import torch
 
-        from fp8bench.numerics.collectives import InFP8, expected, signal_values
+        from fp8bench.numerics.collectives import InFP8, expected, rank_values
 
         state = self.prepare(setup)
         shares: list[Any] = [0.0, 0.0]
@@ -136,8 +132,8 @@ class Collective(Workload):
             shares[1] = lost / state.given.numel()
         self.step(state, SilentPhases())
         assert state.got is not None
-        count, signal = int(setup.case.param("elements")), _signal(setup)
-        sources = [signal_values(signal, setup.seed, rank, count) for rank in range(state.size)]
+        count = int(setup.case.param("elements"))
+        sources = [rank_values(setup.seed, rank, count) for rank in range(state.size)]
         exact = expected(str(setup.case.param("collective")), sources, state.rank)
         noise = (state.got.cpu().double() - exact).square().sum()
         sums = torch.stack(
@@ -197,13 +193,9 @@ def _parts(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:
 
 
 def _source(setup: Setup, rank: int) -> Tensor:
-    from fp8bench.numerics.collectives import signal_values
+    from fp8bench.numerics.collectives import rank_values
 
-    return signal_values(_signal(setup), setup.seed, rank, int(setup.case.param("elements"))).to(setup.facts.key)
-
-
-def _signal(setup: Setup) -> str:
-    return str(setup.params.get("signal", "own"))
+    return rank_values(setup.seed, rank, int(setup.case.param("elements"))).to(setup.facts.key)
 
 
 def _shares(state: CollectiveState) -> list[Any]:

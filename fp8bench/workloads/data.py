@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalars, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalars, Support, Work
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
 from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
@@ -146,13 +146,6 @@ class Data(Workload):
         batch = setup.arithmetic.cast(values, Role.INPUT)
         exact = torch.from_numpy(normalise_bytes(text[drawn], DOUBLE))
         return {"batch_error": relative_frobenius(setup.arithmetic.restore(batch, torch.float32).cpu(), exact)}
-
-    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        from fp8bench.numerics.ranges import statistics_of
-
-        text, random = _text(setup)
-        batch = _records(setup, text).batch(_drawn(random, int(setup.case.param("batch"))))
-        return statistics_of([("batch", "", batch)])
 
 
 def _casts_there(setup: Setup) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
-from fp8bench.model import DeviceFacts, Scalars, Support, TensorStatistics, Work
+from fp8bench.model import DeviceFacts, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.nn.shared_workloads import PASS, is_training
-from fp8bench.protocols import Grid, Precision, Role, Setup
+from fp8bench.protocols import Grid, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
@@ -81,11 +81,3 @@ class NormAct(LayerWorkload):
         operation, tokens, width = str(params["operation"]), int(params["tokens"]), int(params["width"])
         shapes = [(tokens, width)] * INPUTS[operation]
         return exercise(setup, lambda: Operation(operation, tokens, width), shapes, carrier, is_training(params))
-
-    def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        from fp8bench.numerics.ranges import statistics_of
-
-        state, operation = self.prepare(setup), str(setup.case.param("operation"))
-        taken = [(operation, Role.INPUT.value, tensor) for tensor in state.inputs]
-        pull = [] if state.pull is None else [(operation, Role.GRADIENT.value, state.pull)]
-        return statistics_of(taken + pull)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,33 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class PlantedState:
-    """The other workload with its state, and how many tiny calls follow its next steps."""
+    """The other workload with its state, and how many tiny calls follow each step."""
 
     workload: Workload
     inner: Any
-    extra: Iterator[int]
+    extra: int
     tiny: Tensor
     on_device: bool = False
 
 
-ORDERS = ("periodic", "random")
 # About as long on a GPU as a tiny call on a processor.
 _TINY_CYCLES = 100
-# A random order repeats after so many steps.
-_MOST_STEPS = 100_000
-
-
-def _in_turn(case: Case) -> Iterator[int]:
-    """Works out the tiny calls of each step before the first one; by default the same for all."""
-    params = {"part": 1, "whole": 1, "order": ORDERS[0], "draw": 0, **dict(case.params)}
-    extra, part, whole, draw = (int(params[name]) for name in ("extra", "part", "whole", "draw"))
-    chance = random.Random(draw)
-    if params["order"] == "random":
-        steps = [extra * (chance.randrange(whole) < part) for _ in range(_MOST_STEPS if part < whole else 1)]
-    else:
-        slow = set(chance.sample(range(whole), part))
-        steps = [extra * (place in slow) for place in range(whole)]
-    return itertools.cycle(steps)
 
 
 @workloads.register("_planted")
@@ -60,10 +41,6 @@ class Planted(Workload):
         return (
             Axis("base", "the workload that is slowed down", ("gemm",), one_of("gemm", "transformer")),
             Axis("extra", "tiny calls added to a step", ("0",), whole_number(low=0)),
-            Axis("part", "to so many steps", ("1",), whole_number(low=1)),
-            Axis("whole", "of so many", ("1",), whole_number(low=1)),
-            Axis("order", "in the same order again and again, or at random", ("periodic",), one_of(*ORDERS)),
-            Axis("draw", "which ones: a seed", ("0",), whole_number(low=0)),
         )
 
     def work(self, params: Scalars) -> Work:
@@ -77,11 +54,11 @@ class Planted(Workload):
         workload = workloads.get(base)
         params = tuple((name.removeprefix("base."), value) for name, value in case.params if name.startswith("base."))
         inner = workload.prepare(replace(setup, case=Case(base, params, case.precision, case.device)))
-        return PlantedState(workload, inner, _in_turn(case), torch.zeros(64), setup.facts.accelerated)
+        return PlantedState(workload, inner, int(case.param("extra")), torch.zeros(64), setup.facts.accelerated)
 
     def step(self, state: PlantedState, phase: Phases) -> None:
         state.workload.step(state.inner, phase)
-        extra = next(state.extra)
+        extra = state.extra
         if extra and state.on_device:
             from torch import cuda
 

@@ -214,15 +214,12 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "history.html": Document("report 00000640 --html history.html", "history"),
     # Fleets.
     "fleet-status.txt": Document("fleet status plan.json --explain", "fleet"),
-    "fleet-status.csv": Document("fleet status plan.json --csv -", "fleet"),
     "fleet-status.json": Document("fleet status plan.json --json", "fleet"),
     "fleet.txt": Document("fleet report plan.json --machines alpha,beta,delta --explain", "fleet"),
     "fleet.csv": Document("fleet report .fp8bench --csv -", "fleet"),
     "fleet.json": Document("fleet report .fp8bench --json", "fleet"),
     "fleet.md": Document("fleet report .fp8bench --md fleet.md", "fleet"),
     "fleet.html": Document("fleet report plan.json --html fleet.html", "fleet"),
-    "fleet-cell.txt": Document("show b33a0f63 --fleet", "fleet"),
-    "fleet-cell.md": Document("report b33a0f63 --md fleet-cell.md", "fleet"),
     # What is measured now, of values that were measured once.
     "conform.txt": Document("conform --explain", value="conform"),
     "conform-all.txt": Document("conform --all", value="conform"),
@@ -253,10 +250,10 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "lint.txt": Document("lint-shapes gpt2"),
     "lint.json": Document("lint-shapes gpt2 --dtypes fp8,mxfp8 --devices h100,b200 --json"),
     "parallel-plan.txt": Document(
-        "plan-parallel --model llama3-8b --gpus 8 --topology h100.yaml --dtype fp8 --explain"
+        "plan-parallel llama3-8b --gpus 8 --topology h100.yaml --dtype fp8 --explain"
     ),
-    "parallel-plan.csv": Document("plan-parallel --model llama3-8b --gpus 8 --topology h100.yaml --csv -"),
-    "parallel-plan.json": Document("plan-parallel --model llama3-8b --gpus 2 --topology h100.yaml --json"),
+    "parallel-plan.csv": Document("plan-parallel llama3-8b --gpus 8 --topology h100.yaml --csv -"),
+    "parallel-plan.json": Document("plan-parallel llama3-8b --gpus 2 --topology h100.yaml --json"),
     "refused.txt": Document(
         "suite nosuch && show nosuch && compare 8b215bef 8b215bef && gate && report 1199c4a7 8b215bef && "
         "show 8b215bef --shares && fleet status nosuch.json && advise && show last --josn"

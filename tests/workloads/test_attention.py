@@ -125,23 +125,6 @@ def test_scaling_queries_before_saves_scores_beyond_the_formats_range() -> None:
     assert found[8, "low"] > 1.5 * found[8, "low-prescaled"]
 
 
-def test_statistics_describe_the_core_and_what_its_mask_leaves() -> None:
-    state = Attention().prepare(setup_for(part="core"))
-    q, k, v = (one.detach() for one in state.inputs)
-    found = {one.kind: one for one in Attention().statistics(setup_for(part="core"))}
-    assert [one.kind for one in found.values()] == ["q", "k", "v", "scores"]
-    assert [one.role for one in found.values()] == [""] * 4
-    assert [found[kind].amax for kind in "qkv"] == [float(one.abs().amax()) for one in (q, k, v)]
-    assert [one.count for one in found.values()] == [4096, 2048, 2048, 2 * 4 * 32 * 33 // 2]
-    scores = (q @ k.repeat_interleave(2, 1).mT).tril()
-    assert found["scores"].amax == pytest.approx(float(scores.abs().amax()), rel=1e-6)
-    scaled = {one.kind: one for one in Attention().statistics(setup_for(part="core", scores="low-prescaled"))}
-    for kind in ("q", "scores"):
-        assert scaled[kind].amax == pytest.approx(found[kind].amax / 4, rel=1e-6)
-    whole = Attention().statistics(setup_for(part="layer", causal="no", scores="low"))
-    assert [one.count for one in whole[-4:]] == [4096, 2048, 2048, 2 * 4 * 32 * 32]
-
-
 def test_the_core_gets_the_cases_own_carrier_under_a_precision_map() -> None:
     both = dict.fromkeys(("qkv", "out"), precisions.get("fp32").arithmetic(CPU))
     assert Attention().prepare(replace(setup_for("fp8"), layers=both)).outcome()[0].dtype == torch.bfloat16

@@ -16,10 +16,6 @@ from tests.workloads.steps import H200, SMALL, marks, setup_of
 
 BASE: dict[str, Scalar] = {
     "base": "gemm",
-    "part": 1,
-    "whole": 1,
-    "order": "periodic",
-    "draw": 0,
     **{f"base.{name}": value for name, value in SMALL["gemm"].items()},
 }
 

@@ -14,13 +14,12 @@ from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, in_store, print_run, stdout_look, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
-from fp8bench.jobs.kinds import KeptTable, Kind, View, feature_tables, meant_by
+from fp8bench.jobs.kinds import KeptTable, Kind, View, meant_by
 from fp8bench.model import Run
 from fp8bench.model.codec import encode, noting_ignored
 from fp8bench.store.runs.listing import find_run, load_named
 
 EXAMPLES = ("fp8bench show last --all", "fp8bench show last --csv rows.csv")
-FIRST_OPTIONS = "--all --memory --data --numbers --energy --notes --tape --shares --explain --json --csv --store"
 # Details of a run beside the answer.
 _DETAILS = {
     "memory": "memory at the highest point of a step, by role",
@@ -39,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a run, training or duel: its id, its file's stem or its path; 'last' is the newest run or training",
     )
     shared(parser, "--store", help="as in suite")
-    for table in _tables():
+    for table in _OF_RUNS:
         parser.add_argument(f"--{table.name}", help=table.help, action="store_true")
     shared(parser, "--explain", "--json", "--csv", "--log")
 
@@ -49,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_outputs(arguments)
     word, store = arguments.run, arguments.store
-    wanted = [table for table in _tables() if getattr(arguments, table.name)]
+    wanted = [table for table in _OF_RUNS if getattr(arguments, table.name)]
     meant = meant_by(word, store, only_runs=any(table.name != "all" for table in wanted))
     if not meant:
         with noting_ignored() as ignored:
@@ -131,7 +130,3 @@ _OF_RUNS = (
     KeptTable("tape", "of a run: the operators of its steps, their FLOPs and bytes, by precision", _tape),
     KeptTable("shares", "of a run: what each kind of work and each module takes of a step", _shares),
 )
-
-
-def _tables() -> list[KeptTable]:
-    return [*_OF_RUNS, *feature_tables()]

@@ -49,10 +49,6 @@ class Savings:
         """What is lost when only this option is missing."""
         return self._sum(((self._but(name), 1), (self.ablation.names, -1)))
 
-    def gain_from_others(self, name: str) -> Interval | None:
-        """What it saves more with all others than alone: above 0 it needs them, below 0 they overlap."""
-        return self._sum(((self._but(name), 1), (self.ablation.names, -1), ((), -1), ((name,), 1)))
-
     def interaction(self) -> Interval | None:
         """What all options save together beyond the sum of what each saves alone."""
         alone = [((name,), 1.0) for name in self.ablation.names]
@@ -190,12 +186,6 @@ def _interplay(ablation: Ablation) -> Iterator[str]:
         yield f"additive within these rounds: savings alone add up to the whole, but for {_saved(gained)}"
     else:
         yield f"{'they need one another' if gained.point > 0 else 'they overlap'}: {beyond} {_range(gained)}"
-    for name in ablation.names if len(ablation.names) > 2 else ():
-        gain = savings.gain_from_others(name)
-        if gain is not None and not gain.low <= 0 <= gain.high:
-            word = "needs another" if gain.point > 0 else "overlaps with another"
-            amount = f"{units.seconds(abs(gain.point))} {'less' if gain.point > 0 else 'more'}"
-            yield f"{name} {word}: with the others a step takes {amount} than by what it saves alone"
 
 
 def _options(ablation: Ablation) -> Element:
@@ -254,7 +244,7 @@ def value_of(ablation: Ablation) -> dict[str, Any]:
     figures = {
         name: {
             "alone": encode(savings.alone(name)), "cumulative": encode(savings.cumulative(name)),
-            "left_out": encode(savings.left_out(name)), "beside_the_others": encode(savings.gain_from_others(name)),
+            "left_out": encode(savings.left_out(name)),
         }
         for name in ablation.names
     }  # fmt: skip

@@ -231,18 +231,6 @@ class Basis:
             pairs += [ComparedCase(other, self.findings.get(other.case.id), lead, found) for other in others]
         return tuple(pairs)
 
-    def differing(self, pair: ComparedCase, axis: str) -> list[ComparedCase]:
-        """Returns cases of the same mode in which that parameter alone differs, sorted by it."""
-        case = pair.record.case
-        params = dict(case.params)
-        others = []
-        for other in self.cases:
-            its = other.record.case
-            alike = (its.mode, its.workload, its.device) == (case.mode, case.workload, case.device)
-            if alike and its.param(axis) != params[axis] and {**dict(its.params), axis: params[axis]} == params:
-                others.append(other)
-        return sorted(others, key=lambda other: str(other.record.case.param(axis)))
-
 
 @dataclass(frozen=True)
 class Reply:
@@ -293,16 +281,12 @@ def _words(pair: ComparedCase) -> dict[str, str]:
     if "make" not in params:
         return {
             "again": f"fp8bench suite {case.workload} {both}",
-            "compiled": "--set compile=no,yes",
-            "larger": "--set batch=1,4,16",
             "study": f"fp8bench sensitivity --dtype {case.precision} --reference {reference}",
             "train": f"fp8bench train {both} --seeds 5",
         }
     make, forward = params["make"], " --forward" * (params.get("pass") == "forward")
     return {
         "again": f"fp8bench profile {make}{forward} --dtypes {typed(case)}",
-        "compiled": "--compile",
-        "larger": "with a function that gives a larger batch",
         "study": f"fp8bench sensitivity {make} --dtype {case.precision}",
         "train": f"fp8bench train {make} {both} --seeds 5",
     }

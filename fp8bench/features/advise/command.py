@@ -7,7 +7,7 @@ from functools import partial
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import CommandResult, check_files, check_outputs, in_store
+from fp8bench.cli.outputs import CommandResult, check_outputs, in_store
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model.codec import SCHEMA, encode
@@ -38,12 +38,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="PERCENT",
         help="the gain of a step from which on a precision is worth the trouble; default 10",
     )
-    parser.add_argument(
-        "--write-map",
-        type=types.path,
-        metavar="FILE",
-        help="write the layers that shall stay high there, as --precision-map takes them",
-    )
     shared(parser, "--store", help="as in suite")
     shared(parser, "--import", help="as in suite")
     shared(parser, "--md", "--all", "--explain")
@@ -57,17 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.advise.decide import advised
-    from fp8bench.features.advise.job import basis_of, write_map
+    from fp8bench.features.advise.job import basis_of
     from fp8bench.features.advise.view import page_of
 
-    check_files({"--write-map": arguments.write_map})
     basis, notes = basis_of(arguments.run, arguments.store, arguments.training, arguments.least / 100)
     advice = advised(basis)
     if (store := in_store(basis.run)) and any(answer.measure for answer in advice.answers):
         notes.append(f"add{store} to the commands that measure more: they know this run by it")
-    if arguments.write_map is not None:
-        write_map(advice, basis.run, arguments.write_map)
-        notes.append(f"the map is in {arguments.write_map}: --precision-map {arguments.write_map}")
     page = partial(page_of, advice, notes)
     value = {"schema": SCHEMA, **encode(advice)}
     return CommandResult(advice, partial(page, whole=arguments.all), lambda: value, whole=partial(page, whole=True))

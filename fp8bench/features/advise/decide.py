@@ -18,7 +18,7 @@ from fp8bench.report.panels import together
 
 Answers = Mapping[str, RuleAnswer]
 # Rules whose "no" speaks against a precision, in the order in which they are given as reasons.
-_AGAINST = ("learns", "errors", "amdahl", "casts", "granularity", "coverage", "batch")
+_AGAINST = ("learns", "errors", "amdahl", "casts", "coverage")
 # Those of them that no speed makes up for, and what their "no" says.
 _SPOILING = {"learns": "it does not learn as well", "errors": "its errors are too large"}
 _ORDER = list(AdviceKind)
@@ -47,7 +47,7 @@ def _advice_of(basis: Basis, answers: Sequence[RuleAnswer]) -> tuple[Advice, ...
         here = {answer.rule: answer for answer in by_case.get((pair.record.case.setting, pair.mode), ())}
         for advice in (_of_speed(pair, basis, here), *_routed(pair, basis, here)):
             own = advice.settings if advice.gain is not None else ()
-            key = (advice.kind, advice.mode, advice.sentence, advice.precision_map, own)
+            key = (advice.kind, advice.mode, advice.sentence, own)
             before = merged.get(key, advice)
             merged[key] = replace(before, settings=tuple(dict.fromkeys((*before.settings, *advice.settings))))
     return tuple(merged.values())
@@ -149,18 +149,8 @@ def _routed(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advi
     kept = ", ".join(sorted({*now.low} - {*chosen.low})) or "what the map names"
     gaps = (study.gap(chosen), study.gap(now))
     then, before = ("unknown" if gap is None else units.change(1 + gap) for gap in gaps)
-    routed, stated = (
-        _advice(
-            pair,
-            "layers",
-            AdviceKind.ROUTE,
-            f"route: leave {kept} in {study.reference} with {pair.mode}; the loss is then {then} instead of {before}",
-            [layers],
-        ),
-        study.stated_map(chosen),
-    )
-    yield replace(
-        routed,
-        precision_map=stated,
-        recipe=f"--dtypes {routed.reference},{pair.record.case.precision} --precision-map {as_words(stated)}",
-    )
+    stated = as_words(study.stated_map(chosen))
+    words = f"route: leave {kept} in {study.reference} with {pair.mode}; the loss is then {then} instead of {before}"
+    routed = _advice(pair, "layers", AdviceKind.ROUTE, f"{words}: --precision-map {stated}", [layers])
+    recipe = f"--dtypes {routed.reference},{pair.record.case.precision} --precision-map {stated}"
+    yield replace(routed, recipe=recipe)

@@ -1,4 +1,4 @@
-"""What advice on a stored run rests on, and the map of layers that it writes."""
+"""What advice on a stored run rests on."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from pathlib import Path
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import UsageError
 from fp8bench.features.advise.basis import Basis
-from fp8bench.features.advise.values import Advised
 from fp8bench.features.infer.values import kept_answers
-from fp8bench.features.sensitivity.job import studies_of, write_map_file
+from fp8bench.features.sensitivity.job import studies_of
 from fp8bench.features.train.kind import load_training, training_named
 from fp8bench.features.train.verdicts.summary import JudgedTraining
-from fp8bench.model import Run
 from fp8bench.model.run import BENCH
 from fp8bench.store.runs.listing import load_named, store_of
 
@@ -32,14 +30,3 @@ def basis_of(word: str, store: Path, training: str | None, least: float) -> tupl
     answers, broken = kept_answers(home).lines()
     served = tuple(dict.fromkeys(answer for answer in answers if run.id in answer.runs))
     return Basis(run, findings(run), studies, trained, least, served), troubles + broken
-
-
-def write_map(advised: Advised, run: Run, path: Path) -> None:
-    routes = [advice for advice in advised.advice if advice.precision_map]
-    if not routes:
-        raise UsageError(
-            f"no layer of the run {run.id} is advised to stay high, so that there is no map to write. "
-            "`fp8bench sensitivity` finds out which layers suffer."
-        )
-    first = routes[0]
-    write_map_file(path, f"{first.mode} on run {run.id}: {first.sentence}", first.precision_map)

@@ -7,18 +7,15 @@ from fp8bench import units
 from fp8bench.analysis.energy import Demand, energy_ratio, why_no_energy
 from fp8bench.analysis.roofline import gain_of
 from fp8bench.analysis.verdicts import BAND
-from fp8bench.errors import UsageError
 from fp8bench.features.advise.basis import (
     AdviceRule,
     Basis,
     ComparedCase,
     Reply,
     amdahl,
-    as_shown,
     gain_text,
     mapped,
     met_above,
-    part_ratio,
     share_text,
 )
 from fp8bench.features.advise.values import Ground, Met, Question
@@ -26,8 +23,7 @@ from fp8bench.features.sensitivity.study import LayerTrial, Study
 from fp8bench.features.train import words
 from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
-from fp8bench.formats.recipes import Recipe
-from fp8bench.model import Interval, Label, Level, MemoryRole, Phase, Verdict
+from fp8bench.model import Interval, Level, MemoryRole, Phase, Verdict
 from fp8bench.registry import precisions
 from fp8bench.report.panels import error_name
 from fp8bench.report.words.legend import LARGE, NOT_FINITE, error_word
@@ -131,90 +127,6 @@ def _casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     if alone.high < 1 + BAND:
         return Reply(Met.NO, f"{figure}: not faster without casts either", grounds)
     return Reply(met_above(taxed, 1 + BAND), figure, grounds)
-
-
-def _recipe(mode: str) -> Recipe | None:
-    try:
-        recipe = getattr(precisions.get(mode), "recipe", None)
-    except UsageError:
-        return None
-    return recipe if isinstance(recipe, Recipe) else None
-
-
-def _granularity(pair: ComparedCase, basis: Basis) -> Reply | str | None:
-    """Compares with recipes of elements as wide in the same setting."""
-    recipe = _recipe(pair.record.case.precision)
-    if recipe is None:
-        return None
-    if why := _untimed(pair):
-        return why
-    case, timing, bits = pair.record.case, pair.record.timing, recipe.treatments[0].fmt.bits
-    others = []
-    for record in basis.run.records:
-        rival = _recipe(record.case.precision) if record.case.setting == case.setting else None
-        if rival is None or rival.treatments[0].fmt.bits != bits or record.case.mode == case.mode:
-            continue
-        if record.support.is_native and record.paired_with is None and record.timing and timing:
-            ratio = part_ratio(timing, _ALL, record.timing, _ALL)
-            if ratio is not None:
-                ratio = as_shown(ratio, (pair.finding, _ALL), (basis.findings.get(record.case.id), _ALL))
-                others.append((record, ratio.inverse))
-    if not others:
-        return f"no other recipe of {bits} bits was timed beside it"
-    best, ratio = min(others, key=lambda known: known[1].point)
-    figure = f"{gain_text(ratio)} of {best.case.mode}'s speed"
-    return Reply(met_above(ratio, 1 - BAND), figure, (Ground(best.case.id, figure),))
-
-
-_ALL = frozenset({*Phase, "unattributed"})
-
-
-def _compiled(pair: ComparedCase, basis: Basis) -> Reply | str | None:
-    params = dict(pair.record.case.params)
-    if "compile" not in params:
-        return None
-    if pair.emulated:
-        return EMULATED
-    beside = {str(other.record.case.param("compile")): other for other in (pair, *basis.differing(pair, "compile"))}
-    compiled = beside.get("yes")
-    speed = compiled.speed if compiled is not None else None
-    if compiled is None or speed is None:
-        eager = pair.finding is not None and Label.EAGER_QUANTISER in pair.finding.labels
-        return "its quantisers ran uncompiled" if eager else "no compiled step was timed"
-    eager_speed = beside["no"].speed if "no" in beside else None
-    figure = f"compiled {gain_text(speed)}" + (f", without {gain_text(eager_speed)}" if eager_speed else "")
-    return Reply(met_above(speed, 1 + BAND), figure, (Ground(compiled.row, f"compiled {gain_text(speed)}"),))
-
-
-# Axes that set how many rows the products of a step have.
-_ROWS = ("batch", "sequence", "tokens", "context")
-
-
-def _batch(pair: ComparedCase, basis: Basis) -> Reply | str | None:
-    params = dict(pair.record.case.params)
-    axes = [axis for axis in _ROWS if isinstance(params.get(axis), int)]
-    if not axes or not pair.trains:
-        return None
-    if why := _untimed(pair):
-        return why
-    larger = [
-        (other, axis) for axis in axes for other in basis.differing(pair, axis)
-        if other.record.case.param(axis) > params[axis] and other.speed is not None  # type: ignore[operator]
-    ]  # fmt: skip
-    if not larger:
-        measured = any(basis.differing(pair, axis) for axis in axes)
-        if measured and pair.speed is not None:
-            return Reply(
-                Met.YES, f"the largest measured: {gain_text(pair.speed)}", (Ground(pair.row, gain_text(pair.speed)),)
-            )
-        return "one size alone was measured"
-    assert pair.speed is not None
-    best, axis = max(larger, key=lambda known: known[0].speed.point if known[0].speed else 0.0)
-    assert best.speed is not None
-    figure = f"{gain_text(pair.speed)} here, {gain_text(best.speed)} at {axis}={best.record.case.param(axis)}"
-    grounds = (Ground(pair.row, gain_text(pair.speed)), Ground(best.row, gain_text(best.speed)))
-    more = best.speed.low > pair.speed.high * (1 + BAND)
-    return Reply(Met.NO if more else Met.YES, figure, grounds)
 
 
 # With less than this share of its products converted, a step gains little.
@@ -371,13 +283,6 @@ RULES = (
                "fp8bench doctor --ceilings, then {again}"),
     # Published products with casts gain 1.4 times where products of ready operands gain 1.9.
     AdviceRule("casts", Question.PAYS, "Do casts leave what the products gain?", _casts, "{again}"),
-    # One scale a row or a block costs more than one a tensor: +10% instead of +25% in a published training.
-    AdviceRule("granularity", Question.PAYS, "Is its scaling the cheapest of its width?", _granularity,
-               "{again},fp8,fp8-rowwise,mxfp8"),
-    # Casts of several kernels each eat what products gain: half as fast as bf16 with torchao's.
-    AdviceRule("compile", Question.PAYS, "Does it gain once the step is compiled?", _compiled, "{again} {compiled}"),
-    # More rows pay the cast of a weight; a longer sequence leaves products less of the step.
-    AdviceRule("batch", Question.PAYS, "Is the batch large enough?", _batch, "{again} {larger}"),
     # A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.
     AdviceRule("coverage", Question.PAYS, "Can most of its products be converted?", _reached, ""),
     AdviceRule("energy", Question.PAYS, "Does it save energy?", _energy, "{again}, where a device tells its energy"),

@@ -1,4 +1,4 @@
-"""Advice on serving, by answers of `infer`: from which context and below which batch to keep what low."""
+"""Advice on serving, by answers of `infer`: from which context to keep what low."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from fp8bench import units
 from fp8bench.features.advise.values import Advice, AdviceKind, Ground
-from fp8bench.features.infer.values import ArmTimes, BatchGain, BatchSweep, ServingAnswer, word_of
+from fp8bench.features.infer.values import ArmTimes, ServingAnswer, word_of
 from fp8bench.nn.served import ServedArm
 
 # A gain that costs more than this share of perplexity on the answer's model is none.
@@ -15,23 +15,21 @@ SPOILED = 0.01
 
 
 def serving_advice(answer: ServingAnswer) -> Iterator[Advice]:
-    if answer.sweep is not None:
-        yield from (_of_batches(answer, answer.sweep, gain) for gain in answer.sweep.gains)
     yield from (_of_contexts(answer, times) for times in answer.times if times.arm != answer.question.arms[0])
 
 
-def _serving(answer: ServingAnswer, rule: str, kind: AdviceKind, mode: str, words: str, recipe: str = "") -> Advice:
+def _serving(answer: ServingAnswer, kind: AdviceKind, mode: str, words: str, recipe: str = "") -> Advice:
     question = answer.question
-    setting = f"{question.size} on {answer.device}" + ("" if rule == "batch" else f", batch {question.batch}")
+    setting = f"{question.size} on {answer.device}, batch {question.batch}"
     ground = Ground(f"runs {', '.join(answer.runs)} of infer", words)
-    return Advice(rule, kind, mode, _lead(answer), words, (setting,), recipe, grounds=(ground,))
+    return Advice("context", kind, mode, _lead(answer), words, (setting,), recipe, grounds=(ground,))
 
 
 def _lead(answer: ServingAnswer) -> str:
     return word_of(answer.question.arms[0])
 
 
-def _judged(answer: ServingAnswer, rule: str, arm: ServedArm, where: str, because: str) -> Advice:
+def _judged(answer: ServingAnswer, arm: ServedArm, where: str, because: str) -> Advice:
     """Advises to take the arm `where` it was timed to be faster, unless predictions suffer; to do nothing if that is
     ''."""
     name, quality = word_of(arm), answer.quality_of(arm)
@@ -46,27 +44,9 @@ def _judged(answer: ServingAnswer, rule: str, arm: ServedArm, where: str, becaus
         proven = not answer.quality.caution and ratio.low > math.log1p(SPOILED)
         spoils = proven or not math.isfinite(quality.kl)
     if where and not spoils:
-        return _serving(answer, rule, AdviceKind.ADOPT, name, f"{doing} {where}: {because}; {harm}", f"--arms {name}")
+        return _serving(answer, AdviceKind.ADOPT, name, f"{doing} {where}: {because}; {harm}", f"--arms {name}")
     reason = f"predictions suffer ({harm}), though {because}" if where else because
-    return _serving(answer, rule, AdviceKind.NOTHING, name, f"do nothing about {name}, because {reason}")
-
-
-def _of_batches(answer: ServingAnswer, sweep: BatchSweep, gain: BatchGain) -> Advice:
-    product, faster = "its product of {} x {}".format(*sweep.layer), f"faster than in {_lead(answer)}"
-    span = f"{sweep.rows[0]} to {sweep.rows[-1]} rows"
-    if gain.crossings:
-        (rows, low, high, begins), last = gain.crossings[0], gain.crossings[-1]
-        place = f"{rows:.0f} [{low:.0f}, {high:.0f}]"
-        if not begins:
-            where, because = f"below a batch of {low:.0f} rows", f"{product} is {faster} up to {place}"
-        else:
-            where, because = f"from a batch of {high:.0f} rows on", f"{product} is {faster} from {place}"
-            where += "" if last[3] else f", up to {last[1]:.0f}"
-        return _judged(answer, "batch", gain.arm, where, because)
-    if gain.pays:
-        return _judged(answer, "batch", gain.arm, f"at every batch of {span}", f"{product} is {faster}")
-    sure = "surely " if gain.pays is None else ""
-    return _judged(answer, "batch", gain.arm, "", f"at no batch of {span} is {product} {sure}{faster}")
+    return _serving(answer, AdviceKind.NOTHING, name, f"do nothing about {name}, because {reason}")
 
 
 def _of_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
@@ -76,27 +56,23 @@ def _of_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
         name, why = word_of(times.arm), times.why or "no line fits its times"
         return _serving(
             answer,
-            "context",
             AdviceKind.NOTHING,
             name,
             f"do nothing about the speed of {name}, because it was not timed: {why}",
         )
     if times.doubts:
-        return _judged(answer, "context", times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
+        return _judged(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
     if crossing.at is not None:
         begins, ends = f"{crossing.low:.0f}", f"{crossing.high:.0f}"
         where = f"from a context of {ends} on" if crossing.faster[1] else f"up to {begins} tokens"
         return _judged(
             answer,
-            "context",
             times.arm,
             where,
             f"its decode step crosses that of {lead} at {crossing.at:.0f} [{begins}, {ends}]",
         )
     if crossing.faster == (True, True):
-        return _judged(
-            answer, "context", times.arm, f"at contexts of {low} to {high}", f"faster than {lead} throughout"
-        )
+        return _judged(answer, times.arm, f"at contexts of {low} to {high}", f"faster than {lead} throughout")
     first, last = ({True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster)
     because = f"its decode step is {first} at a context of {low} and {last} at {high}"
-    return _judged(answer, "context", times.arm, "", f"{because}, against {lead}")
+    return _judged(answer, times.arm, "", f"{because}, against {lead}")

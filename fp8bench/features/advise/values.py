@@ -63,7 +63,7 @@ class RuleAnswer:
 class Advice:
     """One thing to do, or not to do, about a mode. It holds for all `settings`; it is `doubtful` if it rests on a
     case with a doubtful label. `gain` is the speed-up of the step; None if it is not about speed, or was not measured.
-    `recipe` are options to type for it, '' for none; `precision_map` are the layers that take another precision."""
+    `recipe` are options to type for it, '' for none."""
 
     rule: str
     kind: AdviceKind
@@ -72,7 +72,6 @@ class Advice:
     sentence: str
     settings: tuple[str, ...]
     recipe: str = ""
-    precision_map: tuple[tuple[str, str], ...] = ()
     gain: Interval | None = None
     grounds: tuple[Ground, ...] = ()
     doubtful: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -114,7 +113,6 @@ def call(target: str, inputs: CallInputs) -> list[Tensor]:
             f"{target} is a class: calling it makes an object, and computes nothing. Give a function, or an object of "
             "it that a variable of the module holds."
         )
-    _check_arguments(target, function, inputs)
     before = list(map(digest, tensors))
     try:
         with silent_step(), unchanged():
@@ -135,21 +133,6 @@ def call(target: str, inputs: CallInputs) -> list[Tensor]:
         what = "nothing" if answer is None else f"{type(answer).__name__} without a tensor"
         raise UsageError(f"{target} returns {what}, so that results cannot be compared. Return the result.")
     return [result.detach().clone() for result in results]
-
-
-def _check_arguments(target: str, function: Callable[..., Any], inputs: CallInputs) -> None:
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):  # built-in functions have none; calling them will tell
-        return
-    try:
-        signature.bind(*inputs.places, **inputs.names)
-    except TypeError as error:
-        given = f"{len(inputs.places) + len(inputs.names)} arguments"
-        raise UsageError(
-            f"{target}{signature} is called with {given}: {error}. Give the arguments that it takes: a shape for each "
-            "in --shape, or all of them by inputs(device, seed)."
-        ) from None
 
 
 def exact_results(target: str, inputs: CallInputs, seed: int) -> list[Tensor] | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -157,11 +156,6 @@ def _words(done: subprocess.CompletedProcess[str]) -> str:
     return fatal.removeprefix("fatal: ").removeprefix("error: ").rstrip(".")[:300]
 
 
-OLDEST = (3, 11)
-_SECONDS = 60.0
-_ASK = "import sys; print('python %d.%d.%d' % sys.version_info[:3])"
-
-
 def interpreter(word: str, option: str) -> str:
     """Returns the interpreter for a program's name or path, or the folder of a virtual environment. Links are not
     followed: a virtual environment's Python is a link, and its packages depend on its place."""
@@ -169,35 +163,7 @@ def interpreter(word: str, option: str) -> str:
     program = str(folder) if Path(word).is_dir() and folder.exists() else shutil.which(word)
     if program is None:
         raise UsageError(f"{given} is no program. Give a Python's name or path, or a virtual environment's folder.")
-    path = str(Path(program).absolute())
-    version = _version(path, given)
-    if version[:2] < OLDEST:
-        is_, needs = (".".join(map(str, numbers)) for numbers in (version, OLDEST))
-        raise UsageError(f"{given} is Python {is_}, and fp8bench needs {needs} or newer there too. Give a newer one.")
-    return path
-
-
-def _version(path: str, given: str) -> tuple[int, ...]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"}
-    try:
-        done = subprocess.run(
-            [path, "-I", "-c", _ASK], capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False,
-            stdin=subprocess.DEVNULL, env=environment,
-        )  # fmt: skip
-    except OSError as error:
-        raise UsageError(f"{given} cannot be run ({error.strerror}). Give a Python.") from None
-    except subprocess.TimeoutExpired:
-        raise UsageError(
-            f"{given} did not say within {_SECONDS:g} s which Python it is, and was ended. Give a Python."
-        ) from None
-    answer = re.fullmatch(r"python (\d+)\.(\d+)\.(\d+)", done.stdout.strip())
-    if done.returncode or answer is None:
-        words = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1][:200]
-        raise UsageError(
-            f"{given} is no Python that runs: asked for its version, it ended with status {done.returncode} and said "
-            f"{words!r}. Give a Python."
-        )
-    return tuple(map(int, answer.groups()))
+    return str(Path(program).absolute())
 
 
 PACKAGE = Path(__file__).resolve().parents[2]

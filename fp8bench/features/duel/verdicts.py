@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.compare.interval import exact_change
 from fp8bench.analysis.compare.interval import p_value as chance_of
@@ -126,16 +125,6 @@ def judge(
         deals.chance(0.0), deals.finest, deals.distance, max(1, len(logs) - 1 - len(kept)), rounds, len(kept), typical,
         deals.error, whole,
     )  # fmt: skip
-
-
-def why_sure(times: DuelVerdict) -> str:
-    """Explains a verdict that stands although processes of one side lay further apart than the difference; else
-    returns ''."""
-    difference = verdicts.SAME if times.verdict is Verdict.SAME else abs(times.ratio.point - 1)
-    if times.apart <= difference:
-        return ""
-    apart, more = units.percent(times.apart), units.percent(difference)
-    return f"processes of one side lay {apart} apart, more than {more}; the interval has what that does by chance in it"
 
 
 def why_unsure(times: DuelVerdict) -> str:
@@ -320,7 +309,7 @@ def _time(result: CaseResult) -> Comparison:
     old, new = result.before.support.level, result.after.support.level
     if old is not new:
         return replace(blank, why=f"{old} on side {BEFORE} and {new} on side {AFTER}: not the same work")
-    why = why_unsure(times) if times.verdict is Verdict.UNSURE else why_sure(times)
+    why = why_unsure(times) if times.verdict is Verdict.UNSURE else ""
     way = _DIRECTIONS[times.verdict]
     noise = Noise(times.error, times.freedom) if times.can_judge else None
     return replace(blank, direction=way, ratio=times.ratio, p_value=p_value(times), why=why, noise=noise)

@@ -14,12 +14,11 @@ from pathlib import Path
 
 from fp8bench.errors import StoreError
 from fp8bench.files import PARTIAL, is_locked, keeping, locked, make_store, read_file
-from fp8bench.model import Run
 from fp8bench.model.run import FleetPlan
 from fp8bench.store.fleet_plans import keep_plan, number_of
 from fp8bench.store.merge_stores import CopyOutcome, find_store, take, take_each
 from fp8bench.store.runs.listing import collected_folder, id_of, listing
-from fp8bench.store.runs.run_file import folder_name, load_run, missing_groups
+from fp8bench.store.runs.run_file import folder_name, load_run
 
 _RUNNING = "still being measured: collect again when they have ended"
 _OTHERS = "of no cell of the plan"
@@ -28,16 +27,14 @@ _COPIES = "copies of runs that were taken, or their beginnings"
 
 @dataclass
 class Collected:
-    """What became of the files: counts of those `taken`, by machine, `longer` than the copy that was here, and the
-    `same`. `left` counts files that were left out without a fault, by reason; `failed` has a sentence for each file
-    that is wrong, `doubts` for each that was taken all the same."""
+    """What became of the files: counts of those `taken`, new or longer than before, by machine, and of the `same`.
+    `left` counts files that were left out without a fault, by reason; `failed` has a sentence for each file that is
+    wrong."""
 
     taken: Counter[str] = field(default_factory=Counter)
-    longer: int = 0
     same: int = 0
     left: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
-    doubts: list[str] = field(default_factory=list)
 
 
 def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Collected:
@@ -92,18 +89,7 @@ def _take(plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Colle
     target = known.get(run.id) or out / "runs" / collected_folder(run) / path.name
     came = take(path, content, target)
     known[run.id] = target
-    if came is CopyOutcome.NEW:
+    if came is CopyOutcome.SAME:
+        made.same += 1
+    else:
         made.taken[folder_name(run)] += 1
-    made.longer += came is CopyOutcome.LONGER
-    made.same += came is CopyOutcome.SAME
-    made.doubts += _doubts(run, path)
-
-
-def _doubts(run: Run, path: Path) -> Iterator[str]:
-    wrong = [f"is torn: {'; '.join(run.troubles)}"] if run.troubles else []
-    missing = len(missing_groups(run))
-    if not run.finished or missing:
-        cut = f"{missing} of {len(run.plan.groups)} groups are missing" if missing else "its end is missing"
-        wrong.append(f"was cut off: {cut}")
-    if wrong:
-        yield f"{path} {', and '.join(wrong)}"

@@ -65,7 +65,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     status = command("status", "which cells are done, running, failed (and why) or waiting")
     shared(status, "--explain")
     shared(status, "--json", help="print the states as JSON instead")
-    shared(status, "--csv", help="also write a row for each cell to this file; '-' prints them instead")
     _add_report(bare)
     taken = bare(
         "collect",
@@ -151,8 +150,7 @@ def _status(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     if arguments.store.exists() and not arguments.store.is_dir():
         raise UsageError(f"the store {arguments.store} is a file, expected a folder. Give another --store DIR.")
     states = states_of(plan, arguments.store)
-    page, rows = partial(view.status_page, plan, states), partial(view.status_rows, plan, states)
-    tell(arguments, page, lambda: {"plan": encode(plan), "cells": encode(states)}, rows)
+    tell(arguments, partial(view.status_page, plan, states), lambda: {"plan": encode(plan), "cells": encode(states)})
     return _code(states)
 
 
@@ -204,13 +202,11 @@ def _collect(arguments: argparse.Namespace) -> int:
 
     out = arguments.store
     made = collect(read_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out)
-    for sentence in (*made.failed, *made.doubts):
+    for sentence in made.failed:
         complain(sentence)
     taken = ", ".join(f"{count} of {name}" for name, count in sorted(made.taken.items()))
     lines = [f"taken: {taken or 'nothing new'}", f"here before: {made.same}"]
-    lines += [f"gone on with since: {made.longer}"] if made.longer else []
     lines += [f"left out: {count} {why}" for why, count in sorted((+made.left).items())]
-    lines += [f"taken with something wrong: {len(made.doubts)}"] if made.doubts else []
     lines += [f"refused: {len(made.failed)}"] if made.failed else []
     say("\n".join([*lines, f"in {out}", ""]))
     return EXIT_FAILED if made.failed else EXIT_OK
@@ -220,7 +216,7 @@ def _report(arguments: argparse.Namespace) -> int:
     report = fleet_report(arguments.source, arguments.store, arguments.machines)
     page, html = partial(view.report_page, report, str(arguments.source)), ""
     if arguments.html is not None:
-        html = render(page(drawn=True))
+        html = render(page())
     with write_outputs({"--html": (arguments.html, html)}):
         tell(arguments, page, partial(encode, report), partial(view.report_rows, report))
     if arguments.html is not None:

@@ -76,21 +76,6 @@ def fleet_report(source: Path, store: Path, expected: Collection[str] = ()) -> F
     return build_report(reading.runs, plans, expected, excluded)
 
 
-def fleet_of(runs: Sequence[Run], store: Path) -> FleetReport | None:
-    """Reports on all runs of the store that belong to the same plans as `runs`; None if these belong to none."""
-    names = {run.fleet_plan for run in runs} - {""}
-    if not names:
-        return None
-    plans: tuple[FleetPlan, ...] = ()
-    problems: list[str] = []
-    try:
-        plans = tuple(plan for plan in plans_of(store) if plan.id in names)
-    except UsageError as error:
-        problems.append(str(error))
-    reading = _read(store, lambda run: run.fleet_plan in names)
-    return build_report(reading.runs, plans, (), (*problems, *reading.doubts, *_describe_failed_cells(store, plans)))
-
-
 def _read(store: Path, belongs: Callable[[Run], bool]) -> _Reading:
     """Reads the runs whose headers belong. Runs are loaded one after the other: memory may not hold all of them."""
     files = listing(store)

@@ -19,7 +19,7 @@ from fp8bench.features.fleet.machines import (
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Bars, ChartAxis, Element, Field, Items, Mark, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 
 LEGEND = (
@@ -60,20 +60,6 @@ def _machines(report: FleetReport) -> Table:
             tone=lambda machine: Tone.BAD if machine.name in problems else Tone.PLAIN),
     ]  # fmt: skip
     return table("machines", "", cols, report.machines)
-
-
-def _charts(report: FleetReport) -> Iterator[Bars]:
-    groups = []
-    for kind in report.kinds:
-        marks = []
-        for name, deviation in sorted(kind.deviations.items()):
-            marks.append(Mark(name, deviation.ratio, tone=Tone.BAD if deviation.odd else Tone.PLAIN))
-        if marks:
-            groups.append((f"kind {kind.name}", tuple(marks)))
-    if groups:
-        words = "Each machine's time in its median case over the median of its kind, which is 1. Red: an outlier."
-        axis = ChartAxis("time ratio", "x")
-        yield Bars("deviations", "Time over that of the kind's median", words, axis, tuple(groups))
 
 
 def _kinds(report: FleetReport) -> Table:
@@ -150,23 +136,10 @@ def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
         Col("took", lambda state: units.seconds(state.attempts[-1].seconds) if state.attempts else None, number=True),
         Col("why", describe_problems, below=True),
     ]
-    coverage = _describe_coverage(plan, states)
-    elements = table("cells", "", cols, states), Text(f"{describe_counts(states)}."), Text(coverage)
+    elements = table("cells", "", cols, states), Text(f"{describe_counts(states)}.")
     return Page(
         f"plan {plan.id}: {plan.request.suite} in {len(plan.cells)} cells", "", (Part("cells", "", elements),), _LEGEND
     )
-
-
-def _describe_coverage(plan: FleetPlan, states: Sequence[CellState]) -> str:
-    counts: Counter[str] = Counter()
-    for state in states:
-        counts.update(dict(state.cases))
-    words = [f"Of {sum(len(cell.cases) for cell in plan.cells)} cases {counts['ok']} were measured"]
-    words += [f"{counts[status]} {status}" for status in ("skipped", "failed") if counts[status]]
-    machines = sorted({state.machine for state in states if state.machine})
-    if machines:
-        words.append(f"on {', '.join(machines)}")
-    return f"{', '.join(words)}."
 
 
 CASE_COLUMNS = ("kind", "machine", "case", "seconds", "ratio", "named_for")
@@ -188,23 +161,10 @@ def _problems_by_machine(report: FleetReport) -> dict[str, str]:
     return {machine: ", ".join(dict.fromkeys(words)) for machine, words in problems.items()}
 
 
-def status_rows(plan: FleetPlan, states: Sequence[CellState]) -> Rows:
-    """Returns a row for each cell; `seconds` is the duration of its last attempt."""
-    rows = [
-        {
-            "plan": plan.id, "cell": state.number, "setting": state.cell.setting, "status": state.status.value,
-            "run": state.run, "machine": state.machine, "attempts": len(state.attempts),
-            "seconds": state.attempts[-1].seconds if state.attempts else None, "why": describe_problems(state),
-        }
-        for state in states
-    ]  # fmt: skip
-    return tuple(rows[0]), rows
-
-
-def report_page(report: FleetReport, name: str, drawn: bool = False) -> Page:
+def report_page(report: FleetReport, name: str) -> Page:
     parts = [
         Part("named", "Machines that stand out", (_named(report),)),
-        Part("machines", "Machines", (_machines(report), *(_charts(report) if drawn else ()))),
+        Part("machines", "Machines", (_machines(report),)),
         Part("kinds", "Kinds of machines", (_kinds(report),)),
         Part("cases", "Cases side by side", (_cases(report),)),
         Part("coverage", "Coverage and exclusions", tuple(_coverage(report))),

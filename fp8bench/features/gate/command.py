@@ -145,7 +145,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         observer.note(f"{arguments.comment} says: {reviewed.headline} (exit code {code})")
     files = {
         "--junit": (arguments.junit, as_junit(verdict)),
-        "--md": (arguments.md, markdown.render(page_of(verdict, every=True))),
+        "--md": (arguments.md, markdown.render(page_of(verdict))),
         "--comment": (arguments.comment, text),
     }
     return CommandResult(verdict, partial(page_of, verdict), partial(encode, verdict), code=code, files=files)

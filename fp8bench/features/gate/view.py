@@ -128,9 +128,9 @@ _WORSE = "worse is: beyond both, the share and the difference"
 _SMALLEST = "smallest slow-down"
 
 
-def page_of(verdict: GateVerdict, every: bool = False) -> Page:
+def page_of(verdict: GateVerdict) -> Page:
     """Shows what failed, what is worse, in doubt and better; the rest is counted. Of the smallest slow-downs that would
-    have been found it shows the worst, and with `every` all in a table."""
+    have been found it shows the worst."""
     parts = [_part(name, title, figures) for name, title in _TITLES.items() if (figures := verdict.of(name))]
     if verdict.problem:
         parts.append(Part("problem", "Why", (Text(verdict.problem, Tone.BAD),)))
@@ -145,24 +145,9 @@ def page_of(verdict: GateVerdict, every: bool = False) -> Page:
     facts = [("judged", verdict.counts)] if verdict.judged else []
     if verdict.sights:
         facts.append((_SMALLEST, summary(verdict.sights)))
-        parts += [_sights(verdict.sights)] if every else []
         builds = f"{100 * POWER:.3g} of 100 builds"
         footer.append(f"{_SMALLEST}: the smallest that this gate would have found in {builds}, by both looks")
     return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer, tuple(facts))
-
-
-def _sights(sights: Sequence[Sight]) -> Part:
-    cols: list[Col[Sight]] = [
-        Col("setting", lambda sight: setting_of(sight.case)[0], shared=True),
-        Col("figure", lambda sight: f"{setting_of(sight.case)[1]} {sight.metric}"),
-        Col(_SMALLEST, lambda sight: sight.share, tone=lambda sight: Tone.PLAIN if sight.enough else Tone.DOUBT),
-        Col("threshold", lambda sight: units.change(1 + sight.threshold)),
-    ]
-    return Part(
-        "sights",
-        "The smallest slow-downs that would have been found",
-        (table("sights", "", cols, sights[:MOST_ROWS]),),
-    )
 
 
 def _part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> Part:

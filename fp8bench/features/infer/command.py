@@ -21,11 +21,8 @@ from fp8bench.nn.sizes import SERVED_SIZES
 _CONTEXTS_LIKE = "Give 256,1024,2048,4096, say."
 _ARMS = "bf16,kv=fp8,weights=int8,kv=fp8+weights=int8"
 _TOKENS = {False: 8192, True: 2048}
-_BATCHES = {False: (1, 8, 16, 32, 64, 128, 256, 512, 4096), True: (1, 16, 128, 1024)}
 EXAMPLES = ("fp8bench infer --quick", "fp8bench infer my_package:make", "fp8bench infer --from last --arms kv=fp8")
-FIRST_OPTIONS = (
-    "--size --from --arms --reference --batch --contexts --sweep --rollout --quick --all --json --csv --explain"
-)
+FIRST_OPTIONS = "--size --from --arms --reference --batch --contexts --rollout --quick --all --json --csv --explain"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -60,11 +57,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--contexts",
         metavar="A,B",
         help=f"{LEAST_CONTEXTS} contexts or more, for the line; default 256,1024,1025,2048,4096",
-    )
-    add(
-        "--sweep",
-        choices=("batch",),
-        help="batch: up to which batch arms pay, by one layer's product at 1, 8, 16, ... 4096 rows",
     )
     add(
         "--rollout",
@@ -114,8 +106,7 @@ def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedMod
     lead = ServedArm(reference)
     question = ServingQuestion(
         size, tuple(dict.fromkeys((lead, *arms))), _contexts(arguments), arguments.batch, arguments.quick, tokens,
-        arguments.seed, arguments.threads, arguments.device or "", rollout=arguments.rollout,
-        batches=_BATCHES[arguments.quick] if arguments.sweep else (),
+        arguments.seed, arguments.threads, arguments.device or "", arguments.rollout,
     )  # fmt: skip
     return question if question.is_own else checked(question), trained
 
@@ -146,6 +137,6 @@ def _contexts(arguments: argparse.Namespace) -> tuple[int, ...]:
         contexts = tuple(sorted({int(word) for word in arguments.contexts.split(",")}))
     except ValueError:
         raise UsageError(f"--contexts {arguments.contexts!r} is no list of whole numbers. {_CONTEXTS_LIKE}") from None
-    if len(contexts) < LEAST_CONTEXTS and not arguments.sweep:
+    if len(contexts) < LEAST_CONTEXTS:
         raise UsageError(f"--contexts has {len(contexts)}, and a line needs {LEAST_CONTEXTS} or more. {_CONTEXTS_LIKE}")
     return contexts

@@ -3,26 +3,21 @@
 A context's figure is the best case of its rounds, as everywhere in fp8bench. All arms were measured in the same rounds,
 so these are resampled together; each context is resampled by itself. Few rounds say less than their resamples suggest,
 so the spread of resamples is widened as Student's t widens that of a mean.
-
-For `--sweep batch`: up to how many rows low-precision weights pay.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fp8bench.analysis.break_even import SizedRatio, break_even
-from fp8bench.analysis.findings import findings
 from fp8bench.analysis.stats import Floats, best_case
-from fp8bench.features.infer.values import LEAST_CONTEXTS, BatchGain, ContextCrossing, TimeLine, is_of
-from fp8bench.model import Interval, Run
+from fp8bench.features.infer.values import LEAST_CONTEXTS, ContextCrossing, TimeLine
+from fp8bench.model import Interval
 from fp8bench.model.measured import Ceiling, Limit
-from fp8bench.nn.served import ServedArm
 
 # An interval that is called LEVEL spans the share _DRAWN of resamples: in simulated sweeps of 10 rounds and more, such
 # intervals hold the truth in 95 of 100.
@@ -144,19 +139,6 @@ def _step_height(arm: LineDraws, reference: LineDraws, measured: Any, places: Fl
     seen: Floats = _STEPS * np.ptp(missed) * np.maximum(seen_at, reference.point[0] + reference.point[1] * places)
     unseen = (math.gcd(*map(int, measured)) - 1) * float(max(arm.point[1], reference.point[1], 0.0))
     return seen + unseen
-
-
-def gains_of(run: Run, arms: Sequence[ServedArm]) -> Iterator[BatchGain]:
-    """Yields each arm's gain over the reference, from the ratios that the suite's own verdicts use."""
-    verdicts = findings(run)
-    for arm in arms[1:]:
-        own = [record for record in run.records if is_of(record, arm)]
-        known = [(int(record.case.param("m")), verdicts[record.case.id].ratio) for record in own]
-        even = break_even([SizedRatio(rows, ratio) for rows, ratio in known if ratio is not None])
-        if even is None:
-            continue
-        crossings = tuple((crossing.size, crossing.low, crossing.high, crossing.begins) for crossing in even.crossings)
-        yield BatchGain(arm, crossings, even.stretches[0].pays if len(even.stretches) == 1 else None)
 
 
 def copy_rate(ceiling: Ceiling | None) -> float | None:

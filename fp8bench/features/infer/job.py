@@ -19,10 +19,9 @@ from fp8bench.analysis.energy import energy_figures
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.samples import step_samples
 from fp8bench.errors import StoreError, UsageError, WorkerFault, as_usage
-from fp8bench.features.infer.fits import LineDraws, copy_rate, crossing_of, fastest, gains_of, line_of
+from fp8bench.features.infer.fits import LineDraws, copy_rate, crossing_of, fastest, line_of
 from fp8bench.features.infer.values import (
     ArmTimes,
-    BatchSweep,
     Quality,
     QualityTask,
     ServedModel,
@@ -31,7 +30,6 @@ from fp8bench.features.infer.values import (
     dtype_of,
     is_of,
     kept_answers,
-    word_of,
 )
 from fp8bench.features.train.kind import load_head, newest_checkpoint, training_named
 from fp8bench.features.train.lab.models import config_of
@@ -178,19 +176,6 @@ def _timed(
         with observer.measuring() as watch:
             return execute(request, store, watch, command, origin="infer")
 
-    if question.batches:
-        _, outputs, inputs = max(served_shape(question.size).kept, key=lambda layer: layer[1] * layer[2])
-        arms = [arm for arm in native if not arm.kv]
-        if len(arms) < 2:
-            words = ", ".join(map(word_of, question.arms[1:]))
-            raise UsageError(
-                f"--sweep batch times weights, and {words} has no kernel for them. Give --arms weights=int8."
-            )
-        run = measured("gemm", arms, shape=[f"{batch}x{outputs}x{inputs}" for batch in question.batches])
-        if not run.finished:
-            raise KeyboardInterrupt
-        sweep = BatchSweep((outputs, inputs), question.batches, tuple(gains_of(run, arms)))
-        return replace(answer, sweep=sweep, runs=(run.id,))
     own: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
     decode = measured("decode", native, **own, context=question.contexts)
     runs = [decode]

@@ -72,7 +72,6 @@ class ServingQuestion:
     seed: int = 0
     threads: int = 1
     device: str = ""
-    batches: tuple[int, ...] = ()
     rollout: bool = False
 
     @property
@@ -207,27 +206,6 @@ class ArmTimes:
 
 
 @dataclass(frozen=True)
-class BatchGain:
-    """Up to how many rows an arm pays. `crossings` are (rows, low, high, whether it begins to pay there).
-
-    Without a crossing, `pays` says whether it pays at all, None where that is not sure.
-    """
-
-    arm: ServedArm
-    crossings: tuple[tuple[float, float, float, bool], ...]
-    pays: bool | None
-
-
-@dataclass(frozen=True)
-class BatchSweep:
-    """The gains of a layer's product over its rows."""
-
-    layer: tuple[int, int]
-    rows: tuple[int, ...]
-    gains: tuple[BatchGain, ...]
-
-
-@dataclass(frozen=True)
 class ServingAnswer:
     """Everything that was measured. `experts` counts those that a step reads in a layer."""
 
@@ -238,7 +216,6 @@ class ServingAnswer:
     quality: Quality | None
     bandwidth: float | None = None
     runs: tuple[str, ...] = ()
-    sweep: BatchSweep | None = None
     finished: bool = True
     experts: float | None = None
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fp8bench import units
 from fp8bench.features.infer.values import (
     ArmQuality,
     ArmTimes,
-    BatchSweep,
     RolloutGap,
     ServingAnswer,
     word_of,
 )
 from fp8bench.model import Interval, Label
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.nn.served import ServedArm, attention_flops, forward_flops, served_shape
+from fp8bench.nn.served import ServedArm
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Element, Page, Table, Text, Tone
+from fp8bench.report.elements import Element, Page, Table, Tone
 from fp8bench.report.terminal.short_answer import Answer, short_answer
 from fp8bench.report.words.legend import LABELS
 
@@ -50,12 +49,11 @@ def page_of(answer: ServingAnswer, whole: bool = False) -> Page:
     """The short answer; the `whole` also has the bytes and the quality of each arm."""
     question = answer.question
     contexts = f"contexts of {question.contexts[0]} to {question.contexts[-1]} tokens"
-    sweep = [Text(words) for words in _sweep(answer)]
-    tables: list[Element] = [*sweep, *([_times(answer, whole)] if any(time.tpot for time in answer.times) else [])]
+    tables: list[Element] = [_times(answer, whole)] if any(time.tpot for time in answer.times) else []
     if answer.quality is not None and answer.quality.rollouts:
         tables.append(_rollouts(answer, answer.quality.rollouts))
     if whole:
-        tables += [_costs(answer), *map(Text, _quality(answer))]
+        tables.append(_costs(answer))
     stored = [f"stored as runs {', '.join(answer.runs)}"] if answer.runs else []
     part = short_answer(
         f"inference of {question.size} on {answer.device}, batch {question.batch}, {contexts} (eager, static cache)",
@@ -164,7 +162,8 @@ def _costs(answer: ServingAnswer) -> Table:
         by_quality("top", lambda quality: units.percent(quality.same_top)),
         by_quality("1e3 ln ppl", _ratio),
     ]  # fmt: skip
-    return table("costs", "", cols, answer.question.arms)
+    title = f"quality on {answer.quality.model}" if answer.quality is not None else ""
+    return table("costs", title, cols, answer.question.arms)
 
 
 def _floor(answer: ServingAnswer, arm: ServedArm) -> str:
@@ -219,26 +218,6 @@ def _seconds(interval: Interval | None, times: int = 1) -> str:
     return f"{units.seconds(interval.point * times)} +-{units.seconds(reach, 2)}"
 
 
-def _sweep(answer: ServingAnswer) -> Iterator[str]:
-    if answer.sweep is not None:
-        yield from sweep_words(answer.sweep)
-        swept = {gain.arm for gain in answer.sweep.gains}
-        if others := [word_of(arm) for arm in answer.question.arms[1:] if arm not in swept]:
-            yield f"without a product that could be timed: {', '.join(others)}"
-
-
-def sweep_words(sweep: BatchSweep) -> Iterator[str]:
-    outputs, inputs = sweep.layer
-    yield f"by rows of the layer of {outputs} x {inputs}:"
-    for gain in sweep.gains:
-        crossings = ", ".join(
-            f"{'pays from' if begins else 'stops paying at'} {rows:.0f} ({low:.0f} to {high:.0f}) rows"
-            for rows, low, high, begins in gain.crossings
-        )
-        alike = {True: "pays at all", False: "pays at none", None: "has no crossing that is sure"}[gain.pays]
-        yield f"{word_of(gain.arm)} {crossings or alike}"
-
-
 def _ends(faster: tuple[bool | None, bool | None]) -> str:
     first, last = ({True: "faster", False: "slower", None: "unclear"}[end] for end in faster)
     return f"{first} at both ends" if first == last else f"{first}, then {last}"
@@ -249,63 +228,18 @@ def _derived(answer: ServingAnswer, arm: ServedArm) -> str:
     return f"{answer.moved(answer.question.arms[0]).total / answer.moved(arm).total:.1f}x"
 
 
-def _quality(answer: ServingAnswer) -> Iterator[str]:
-    shape = served_shape(answer.question.size)
-    if shape.experts and answer.times:
-        chance, read = shape.chosen(answer.question.batch), answer.experts
-        words = "" if read is None else f"{read:.3g} of {shape.experts} experts a layer, "
-        yield f"a step reads {words}by chance {chance:.3g}: bytes are theirs alone"
-    quality = answer.quality
-    if quality is None:
-        return
-    whose = f", {quality.caution}" if quality.caution else ""
-    arms = zip(quality.arms, answer.question.arms[1:], strict=True)
-    least = quality.floor, answer.question.arms[0]
-    worst, arm = max(arms, key=lambda pair: _with_nan_last(pair[0].kl), default=least)
-    yield (
-        f"mean KL on {quality.model}{whose}: {_most(worst.kl)} ({word_of(arm)}); floor "
-        f"{_short(quality.floor.kl, 0)} (another kernel), itself {quality.itself.kl:g}"
-    )
-    if quality.rollouts:
-        floor, *_ = quality.rollouts
-        gap, arm = max(
-            zip(quality.rollouts, answer.question.arms, strict=True), key=lambda pair: _with_nan_last(pair[0].mean)
-        )
-        yield (
-            f"rollouts scored by {word_of(answer.question.arms[0])}: log-probabilities differ by "
-            f"{_most(gap.mean)} in the mean ({word_of(arm)}); floor {_short(floor.mean, 0)} (its own steps)"
-        )
-
-
-def _most(value: float) -> str:
-    return f"at most {_short(value, 1)}" if math.isfinite(value) else "no finite number"
-
-
-def _with_nan_last(value: float) -> tuple[bool, float]:
-    return math.isnan(value), value
-
-
 def value_of(answer: ServingAnswer) -> dict[str, Any]:
-    """Returns the whole answer for JSON, with the FLOPs of a prompt and the bytes of a step."""
-    question = answer.question
-    config, prompt = served_shape(question.size), answer.prompt
-    attention = attention_flops(config, question.batch, prompt * (prompt + 1) / 2)
-    whole = forward_flops(config, question.batch, prompt, prompt)
-    moved = [answer.moved(arm) for arm in question.arms]
-    prefill = {"flops": whole, "attention_flops": attention}
-    return {"schema": SCHEMA, **encode(answer), "prefill": prefill, "bytes": encode(tuple(moved))}
+    """Returns the whole answer for JSON, with the bytes of a step."""
+    moved = tuple(answer.moved(arm) for arm in answer.question.arms)
+    return {"schema": SCHEMA, **encode(answer), "bytes": encode(moved)}
 
 
 def rows_of(answer: ServingAnswer) -> Rows:
     rows, times = [], {time.arm: time for time in answer.times}
-    gains = {gain.arm: gain for gain in answer.sweep.gains} if answer.sweep else {}
     for arm in answer.question.arms:
         quality, moved = answer.quality_of(arm), answer.moved(arm)
-        time, gain = times.get(arm, ArmTimes(arm)), gains.get(arm)
+        time = times.get(arm, ArmTimes(arm))
         line, crossing = time.line, None if time.doubts else time.crossing
-        swept = gain and {
-            "crossing_rows": " ".join(f"{at:.0f}" for at, *_ in gain.crossings), "pays": gain.pays,
-        }  # fmt: skip
         rows.append({
             "arm": word_of(arm), "ttft": time.ttft,
             **{f"tpot_{context}": seconds for context, seconds in time.tpot},
@@ -313,7 +247,7 @@ def rows_of(answer: ServingAnswer) -> Rows:
             "b": line and line.b.point, "b_low": line and line.b.low, "b_high": line and line.b.high,
             "break_even": crossing and crossing.at, "weight_bytes": moved.weights, "kv_bytes": moved.kv,
             "kl": quality and quality.kl, "kl_tail": quality and quality.kl_tail,
-            "why": time.why, "kernel": time.kernel, "doubts": " ".join(time.doubts), **(swept or {}),
+            "why": time.why, "kernel": time.kernel, "doubts": " ".join(time.doubts),
             "log_perplexity_ratio": quality and quality.log_perplexity.point,
         })  # fmt: skip
     names = dict.fromkeys(name for row in rows for name in row)

@@ -37,7 +37,6 @@ from fp8bench.features.plan_parallel.formulas import (
 )
 from fp8bench.features.plan_parallel.models import DEFAULT_SEQUENCE, KEYS, NAMES, parse_model, usual_sequence
 from fp8bench.features.plan_parallel.ranking import (
-    POWER_EXPONENT,
     RECIPES,
     Answer,
     MeasuredTraining,
@@ -67,12 +66,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 fine; 2 wrong usage; 3 no way fits."
     add = parser.add_argument
-    add("name", nargs="?", metavar="MODEL", help="the same as --model NAME")
     words = "sizes like layers=32,width=4096,heads=32 or a maker of yours like net.py:make,heads=32"
-    add("--model", metavar="MODEL", help=f"one of {', '.join(NAMES)}; {words}")
-    add("--gpus", type=_gpu_counts, metavar="N,N", help="how many GPUs; several counts are compared: 8,64,512")
+    add("model", metavar="MODEL", help=f"one of {', '.join(NAMES)}; {words}")
+    add(
+        "--gpus",
+        type=_gpu_counts,
+        required=True,
+        metavar="N,N",
+        help="how many GPUs; several counts are compared: 8,64,512",
+    )
     words = f"{', '.join(_shipped())}, or YAML that describes the GPUs: node, memory, inside, between, bf16, fp8"
-    add("--topology", type=types.path, metavar="FILE", help=words)
+    add("--topology", type=types.path, required=True, metavar="FILE", help=words)
     words = "sequences of a step, of all GPUs together; default 8 times --gpus"
     add("--batch", type=types.whole(whole_number(1)), metavar="N", help=words)
     words = f"tokens of a sequence; default {DEFAULT_SEQUENCE}, or the model's own"
@@ -90,8 +94,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--recipe", choices=[*RECIPES], help=words)
     words = "the loss is compiled, and takes a third of the memory, as torchtitan's from April 2025 on"
     add("--compiled-loss", action="store_true", help=words)
-    words = "a GPU's watts now, over its watts where rates or the training were measured: 500/700"
-    add("--power-limit", type=_watts, metavar="W/W", help=words)
     words = "which activations backward computes again; default auto: the least with which something fits"
     add("--checkpointing", choices=(_AUTO, *Checkpointing), default=_AUTO, help=words)
     add("--top", type=types.whole(whole_number(1)), default=10, metavar="N", help="how many ways are shown; default 10")
@@ -131,13 +133,6 @@ def _gpu_counts(text: str) -> tuple[int, ...]:
 
 
 def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
-    if arguments.model is None:
-        arguments.model = arguments.name
-    elif arguments.name is not None:
-        raise UsageError(f"{arguments.name!r:.80} and --model {arguments.model!r:.80} both name a model. Give one.")
-    for name in ("model", "gpus", "topology"):
-        if getattr(arguments, name) is None:
-            raise UsageError(f"--{name} is missing: a plan needs --model, --gpus and --topology.")
     model = parse_model(arguments.model)
     level = Checkpointing.NONE if arguments.checkpointing == _AUTO else Checkpointing(arguments.checkpointing)
     if arguments.states != "fp32" and arguments.dtype != "fp8":
@@ -156,26 +151,10 @@ def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         topology = calibrated(topology, by, recipe)
     elif arguments.recipe:
         topology = with_rate(topology, topology.bf16, recipe)
-    if limit := arguments.power_limit:
-        topology = replace(
-            topology, bf16=topology.bf16 * limit**POWER_EXPONENT, fp8=topology.fp8 * limit**POWER_EXPONENT
-        )
     return [
-        ParallelQuestion(model, gpus, arguments.batch or 8 * gpus, load, topology, by, recipe, bool(limit))
+        ParallelQuestion(model, gpus, arguments.batch or 8 * gpus, load, topology, by, recipe)
         for gpus in arguments.gpus
     ]
-
-
-def _watts(text: str) -> float:
-    try:
-        limit, before = map(float, text.split("/"))
-    except ValueError:
-        limit = before = 0.0
-    if not (0 < limit <= before < math.inf):
-        raise argparse.ArgumentTypeError(
-            f"expected two numbers of watts like 500/700, the lower first, got {text!r:.80}"
-        )
-    return limit / before
 
 
 _CUTS = {"ddp": "copies", "fsdp": "shards", "tp": "tensor", "pp": "pipeline", "cp": "context", "vp": "virtual"}

@@ -65,20 +65,20 @@ def _fields(text: str, words: Sequence[str]) -> dict[str, Any]:
         switch = key in ("gated", "tied")
         number = int(value) if value.isdecimal() and len(value) < 10 else 0
         if key not in KEYS or key in fields or (value not in _SWITCHES if switch else not 0 < number < _MOST):
-            raise UsageError(f"--model {text!r:.200}: {word!r:.80} cannot be read, or is given twice. Give {_FORM}.")
+            raise UsageError(f"{text!r:.200}: {word!r:.80} cannot be read, or is given twice. Give {_FORM}.")
         fields[key] = _SWITCHES[value] if switch else number
     return fields
 
 
 def _model(text: str, fields: dict[str, Any]) -> DecoderModel:
     if missing := [key for key in KEYS[:3] if key not in fields]:
-        raise UsageError(f"--model {text!r:.200} lacks {', '.join(missing)}. Give {_FORM}.")
+        raise UsageError(f"{text!r:.200} lacks {', '.join(missing)}. Give {_FORM}.")
     usual = {"key-heads": fields["heads"], "hidden": 4 * fields["width"], "vocabulary": _VOCABULARY, "gated": False}
     sizes = {key.replace("-", "_"): value for key, value in (usual | fields).items()}
     model = DecoderModel(text, **sizes)
     if model.width % model.heads or model.heads % model.key_heads:
         raise UsageError(
-            f"--model {text!r:.200}: {model.heads} heads must divide the width ({model.width}), and {model.key_heads} "
+            f"{text!r:.200}: {model.heads} heads must divide the width ({model.width}), and {model.key_heads} "
             "heads of keys those. Check heads= and key-heads=."
         )
     return model
@@ -91,13 +91,13 @@ def _fields_of_maker(maker: str, fields: dict[str, Any]) -> dict[str, Any]:
     function_named(maker)
     if "heads" not in fields or fields.keys() - {"heads", "tied"}:
         raise UsageError(
-            f"--model {maker}: its layers tell all sizes but the number of heads. Write {maker},heads=N, and tied=yes "
+            f"{maker}: its layers tell all sizes but the number of heads. Write {maker},heads=N, and tied=yes "
             "if its head is the embedding's weights."
         )
     sizes = sizes_of(coverage_of(maker).holders)
     if sizes is None:
         raise UsageError(
-            f"--model {maker}: its linear layers are not a head and equal blocks of attention and a feed-forward part, "
+            f"{maker}: its linear layers are not a head and equal blocks of attention and a feed-forward part, "
             f"by their names and shapes, and formulas know no others. Give sizes: {_FORM}."
         )
     keys, width = sizes.pop("keys"), sizes["width"]

@@ -35,8 +35,6 @@ _NARROW = 1024
 # FP8's rate over bf16's in whole trainings, casts included: the median of published machines.
 RECIPES = {"tensorwise": 1.38, "rowwise": 1.09, "mxfp8": 1.29}
 DEFAULT_RECIPE = "tensorwise"
-# Between 1/3 (voltage falls with the clock) and 1 (it does not): no published training tells.
-POWER_EXPONENT = 2 / 3
 _LEAST_RATE, _MOST_RATE, _HALVINGS = 1e9, 1e18, 60
 
 
@@ -149,7 +147,7 @@ MEMORY_ERROR = "12.1%"
 class ParallelQuestion:
     """A training of `batch` sequences a step in all; `load` without its sizes, which each layout sets.
 
-    A training `by` has set the topology's rates, where given; `derated` ones are scaled to another power limit.
+    A training `by` has set the topology's rates, where given.
     """
 
     model: DecoderModel
@@ -159,7 +157,6 @@ class ParallelQuestion:
     topology: Topology
     by: MeasuredTraining | None = None
     recipe: str = DEFAULT_RECIPE
-    derated: bool = False
 
 
 @dataclass(frozen=True)

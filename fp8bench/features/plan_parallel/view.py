@@ -96,8 +96,6 @@ def _remarks_of_rates(question: ParallelQuestion) -> Iterator[str]:
             f"products reach {question.topology.bf16 / 1e12:.0f} TFLOP/s in bf16 and "
             f"{question.topology.fp8 / 1e12:.0f} in FP8."
         )
-    if question.derated:
-        yield "Rates are scaled by the 2/3 power of the power limit, which nothing confirms: paces have no band."
 
 
 def _remarks_of_memory(question: ParallelQuestion, way: Planned) -> Iterator[str]:
@@ -156,7 +154,7 @@ _COUNTED: tuple[Col[Way], ...] = (
 
 
 def _band(question: ParallelQuestion, way: Planned) -> float | None:
-    return None if question.derated else pace_band(question.by, question.model, way.layout, way.load, question.recipe)
+    return pace_band(question.by, question.model, way.layout, way.load, question.recipe)
 
 
 def _matrix(question: ParallelQuestion) -> Table:

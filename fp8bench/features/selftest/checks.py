@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.analysis.verdicts import conclude, decided, totals
-from fp8bench.errors import WorkerLost
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import ProcessWorker, Worker
@@ -22,14 +16,10 @@ from fp8bench.model import (
     UNATTRIBUTED,
     Case,
     DeviceFacts,
-    Environment,
     Level,
     Params,
     Phase,
-    Plan,
     PlannedCase,
-    Request,
-    Run,
     Support,
     Verdict,
     Work,
@@ -38,9 +28,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.plan.corpus import Corpus, prepare_corpus
 from fp8bench.plan.make import device_named
-from fp8bench.protocols import float32_products
 from fp8bench.registry import workloads
-from fp8bench.store.runs.run_file import load_run, start_run
 from fp8bench.units import percent, seconds
 
 NATIVE = Support(Level.NATIVE, "self-test")
@@ -58,16 +46,12 @@ class SelfCheck:
 def checks(device: str = "cpu") -> Iterator[SelfCheck]:
     """Yields each check as it is done; timings are taken on `device`."""
     yield rounding()
-    yield switches()
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
             facts = device_named(device, worker.probe())
             yield from verdicts(worker, facts)
             yield phases(worker, facts, corpus)
-            yield crash(worker, facts)
-    yield orphan()
-    yield storage()
 
 
 def rounding() -> SelfCheck:
@@ -84,21 +68,6 @@ def rounding() -> SelfCheck:
         wrong += int((round_to(values, form) != values.to(dtype).float()).sum())
         total += len(values)
     return SelfCheck("FP8 values and midpoints round as torch's own casts do", wrong == 0, f"{wrong} of {total} differ")
-
-
-def switches() -> SelfCheck:
-    import torch
-
-    before = torch.get_float32_matmul_precision()
-    inside = ""
-    try:
-        with float32_products("high"):
-            inside = torch.get_float32_matmul_precision()
-            raise ValueError("planted")
-    except ValueError:
-        pass
-    after = torch.get_float32_matmul_precision()
-    return SelfCheck("the TF32 switch is set and put back after an error", (inside, after) == ("high", before), after)
 
 
 def product(side: int) -> Params:
@@ -161,75 +130,4 @@ def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfCheck:
         seen += f"; never seen: {', '.join(missing)}"
     return SelfCheck(
         "a training step shows all seven phases and leaves under 5% unattributed", not missing and share < 0.05, seen
-    )
-
-
-def crash(worker: ProcessWorker, facts: DeviceFacts) -> SelfCheck:
-    worker.probe()
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGKILL)
-    try:
-        worker.within(60.0).prepare("crash", _planted(64, 0, facts.key), facts)
-    except WorkerLost as lost:
-        return SelfCheck("a killed worker is noticed and replaced", bool(worker.probe()), str(lost)[:120])
-    return SelfCheck("a killed worker is noticed and replaced", False, "the loss went unnoticed")
-
-
-_PARENT = """
-import sys, time
-from fp8bench.measure.handle import ProcessWorker
-from fp8bench.model.raw import Settings
-worker = ProcessWorker(Settings())
-worker.probe()
-print(worker.pid, flush=True)
-time.sleep(60)
-"""
-
-
-def orphan() -> SelfCheck:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, text=True, env=environment
-    ) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        parent.kill()
-        took = wait_until(lambda: not alive(pid), 5.0)
-    return SelfCheck("a worker ends within 2 s of its parent's death", took is not None and took <= 2, f"{took} s")
-
-
-def wait_until(condition: Callable[[], bool], limit: float) -> float | None:
-    """Returns the seconds until the condition holds; None if it does not within the limit."""
-    start = time.monotonic()
-    while time.monotonic() - start < limit:
-        if condition():
-            return round(time.monotonic() - start, 2)
-        time.sleep(0.02)
-    return None
-
-
-def alive(pid: int) -> bool:
-    """Whether a process still runs; a zombie does not."""
-    try:
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return not Path("/proc").is_dir()  # no /proc: the signal went through, so it lives
-    return state != "Z"
-
-
-def storage() -> SelfCheck:
-    environment = Environment({"machine": "m"})
-    run = Run("selftest", "2026-01-01T00:00:00+00:00", "selftest", Request("gemm"), Plan(()), environment, ())
-    with tempfile.TemporaryDirectory() as folder:
-        writer = start_run(run, Path(folder))
-        writer.finish("finished")
-        with writer.path.open("a") as file:
-            file.write('{"record": {"case"')
-        read = load_run(writer.path)
-    same = replace(read, path="", finished=False, troubles=()) == run
-    return SelfCheck(
-        "a run file with a damaged last line opens and says so", same and len(read.troubles) == 1, f"{read.troubles}"
     )

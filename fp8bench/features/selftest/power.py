@@ -4,22 +4,17 @@ Each trial interleaves in the same rounds of a real worker: the reference, its c
 verdict of a difference is a false alarm), and candidates with about 1, 2.5, 5 and 10% of extra work. A comparison may
 use a fixed number of seconds of its own three arms, as if nothing else were measured. States are made anew every few
 trials, so that luck with memory layout is drawn again.
-
-Some candidates are slower on k of n calls only, periodically or at random, by 5 to 300% in the mean. None of them may
-be called faster, nor the same if three periods of calls were measured.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +34,9 @@ from fp8bench.model.stopping import StoppingRule
 from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import device_named
 from fp8bench.units import percent, seconds
-from fp8bench.workloads.planted import ORDERS
 
 OPERATIONS = ("small", "medium", "step")
 EFFECTS = (0.0, 0.01, 0.025, 0.05, 0.10)
-EVERY = "every call"
-SHARES = ((1, 2), (3, 4), (1, 4), (1, 10), (9, 10), (1, 20))
-MEANS = (0.05, 0.1, 0.3, 1.0, 3.0)
-_PERIODS = 3
-# No call is made slower than this, or five trials would take minutes.
-_LONGEST_CALL = 0.25
 TRIALS_PER_STATE = 5
 _TINY_PROBE = 200
 _TINY_SECONDS = 5e-8
@@ -92,35 +80,8 @@ def _transformer(size: str, batch: int, sequence: int, corpus: str) -> Params:
 
 
 @dataclass(frozen=True)
-class Plant:
-    """A slow-down by the share `mean` over all calls, of which `part` of `whole` are slower."""
-
-    mean: float
-    part: int = 1
-    whole: int = 1
-    order: str = EVERY
-
-    def __str__(self) -> str:
-        return f"{self.mean}" if self.order == EVERY else f"{self.mean} on {self.part} of {self.whole}, {self.order}"
-
-
-PLANTS = tuple(map(Plant, EFFECTS))
-
-
-def uneven(number: int, seconds: float) -> tuple[Plant, ...]:
-    """Returns two slow-downs of some calls only, in both orders, for a step of so many seconds; `number` picks them."""
-    kinds = [
-        (mean, *share) for mean, share in itertools.product(MEANS, SHARES)
-        if seconds * (1 + mean * share[1] / share[0]) <= _LONGEST_CALL or mean == MEANS[0]
-    ]  # fmt: skip
-    random.Random(0).shuffle(kinds)
-    chosen = (kinds[(2 * number + turn) % len(kinds)] for turn in range(2))
-    return tuple(Plant(*kind, order) for kind in chosen for order in ORDERS)
-
-
-@dataclass(frozen=True)
 class PowerOutcome:
-    """One comparison: its verdict, the seconds of its three arms, the ratio found, and the candidate's calls."""
+    """One comparison: its verdict, the seconds of its three arms, and the ratio found."""
 
     verdict: str
     seconds: float
@@ -128,31 +89,27 @@ class PowerOutcome:
     ratio: float
     low: float
     high: float
-    calls: int = 0
 
 
 @dataclass
 class Arms:
-    """All comparisons of one operation, by planted slow-down."""
+    """All comparisons of one operation, by planted slow-down as a share."""
 
     operation: str
     step_seconds: float = 0.0
     tiny_seconds: float = 0.0
-    outcomes: dict[Plant, list[PowerOutcome]] = field(default_factory=dict)
+    outcomes: dict[float, list[PowerOutcome]] = field(default_factory=dict)
     loads: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
-    def extra(self, plant: Plant) -> int:
-        """Returns how many tiny calls make up the slow-down of one slower call."""
-        return round(plant.mean * plant.whole / plant.part * self.step_seconds / self.tiny_seconds)
+    def extra(self, effect: float) -> int:
+        """Returns how many tiny calls make up the slow-down of a call."""
+        return round(effect * self.step_seconds / self.tiny_seconds)
 
 
 @dataclass(frozen=True)
 class PowerRow:
-    """Figures of one operation and effect, or of all slow-downs of some calls in one order.
-
-    `too_few` comparisons had too few calls for three periods, and count in no other figure.
-    """
+    """Figures of one operation and effect."""
 
     operation: str
     planted: float
@@ -164,17 +121,10 @@ class PowerRow:
     unsure: int
     seconds_median: float
     seconds_longest: float
-    order: str = EVERY
-    too_few: int = 0
-
-    @property
-    def uneven(self) -> bool:
-        return self.order != EVERY
 
     @property
     def wrong_signs(self) -> int:
-        """Slow-downs called faster; uneven ones also where they are called the same."""
-        return (self.faster if self.planted > 0 else 0) + (self.same if self.uneven else 0)
+        return self.faster if self.planted > 0 else 0
 
 
 @dataclass(frozen=True)
@@ -230,10 +180,9 @@ def measure_power(
     result.tiny_seconds = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-9)
     for trial in range(trials):
         if trial % TRIALS_PER_STATE == 0:
-            plants = (*PLANTS, *uneven(trial // TRIALS_PER_STATE, result.step_seconds))
-            session = _session(operation, facts, result, plants, trial)
+            session = _session(operation, facts, result, trial)
             session.prepare(worker)
-        _trial(worker, session, operation, result, plants, seed + trial)
+        _trial(worker, session, operation, result, seed + trial)
         if (trial + 1) % TRIALS_PER_STATE == 0 or trial + 1 == trials:
             session.release(worker)
         result.seconds = time.monotonic() - start
@@ -241,12 +190,8 @@ def measure_power(
     return result
 
 
-def _arm(
-    operation: Operation, facts: DeviceFacts, key: str, extra: int, plant: Plant = PLANTS[0], draw: int = 0
-) -> MeasuredArm:
-    order = ORDERS[0] if plant.order == EVERY else plant.order
-    planted = (("extra", extra), ("part", plant.part), ("whole", plant.whole), ("order", order), ("draw", draw))
-    case = Case("_planted", (*operation.params, *planted), operation.precision, facts.key)
+def _arm(operation: Operation, facts: DeviceFacts, key: str, extra: int) -> MeasuredArm:
+    case = Case("_planted", (*operation.params, ("extra", extra)), operation.precision, facts.key)
     return MeasuredArm(key, PlannedCase(case, NATIVE, Work()), facts)
 
 
@@ -259,19 +204,14 @@ def _best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extr
     return sum(seconds for _, seconds in best_phases(arm.timing()))
 
 
-def _session(
-    operation: Operation, facts: DeviceFacts, result: Arms, plants: Sequence[Plant], trial: int
-) -> RoundSession:
-    def arm(name: str, plant: Plant) -> MeasuredArm:
-        return _arm(operation, facts, f"{name}-{trial}", result.extra(plant), plant, trial)
+def _session(operation: Operation, facts: DeviceFacts, result: Arms, trial: int) -> RoundSession:
+    def arm(name: str, effect: float = 0.0) -> MeasuredArm:
+        return _arm(operation, facts, f"{name}-{trial}", result.extra(effect))
 
-    candidates = [arm(f"candidate-{plant}", plant) for plant in plants]
-    return RoundSession(arm("reference", PLANTS[0]), arm("control", PLANTS[0]), candidates)
+    return RoundSession(arm("reference"), arm("control"), [arm(f"candidate-{effect}", effect) for effect in EFFECTS])
 
 
-def _trial(
-    worker: Worker, session: RoundSession, operation: Operation, result: Arms, plants: Sequence[Plant], seed: int
-) -> None:
+def _trial(worker: Worker, session: RoundSession, operation: Operation, result: Arms, seed: int) -> None:
     for arm in session.arms:
         arm.slots.clear()
 
@@ -281,15 +221,15 @@ def _trial(
     session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), judge, seed, lambda arm, share: None)
     assert session.reference is not None and session.control is not None
     reference, control = session.reference.timing(), session.control.timing()
-    for plant, arm in zip(plants, session.candidates, strict=True):
+    for effect, arm in zip(EFFECTS, session.candidates, strict=True):
         timing = arm.timing()
         concluded = conclude(timing, reference, control)
         assert concluded is not None
         verdict, interval = concluded.verdict, concluded.ratio
-        result.outcomes.setdefault(plant, []).append(
+        result.outcomes.setdefault(effect, []).append(
             PowerOutcome(
                 verdict.value, _cost(timing, reference, control), timing.num_rounds,
-                interval.point, interval.low, interval.high, timing.num_calls,
+                interval.point, interval.low, interval.high,
             )
         )  # fmt: skip
     result.loads.append(os.getloadavg()[0])
@@ -303,16 +243,7 @@ def _cost(case: Timing, reference: Timing, control: Timing | None) -> float:
 
 
 def summarise(result: Arms) -> list[PowerRow]:
-    """Returns a row for each effect on every call, and one for each order of effects on some calls."""
-    rows = [_row(result.operation, plant.mean, found) for plant in PLANTS if (found := result.outcomes.get(plant))]
-    for order in ORDERS:
-        plants = [plant for plant in result.outcomes if plant.order == order]
-        every = [(plant, outcome) for plant in plants for outcome in result.outcomes[plant]]
-        seen = [outcome for plant, outcome in every if outcome.calls >= _PERIODS * plant.whole]
-        if seen:
-            row = _row(result.operation, statistics.median(plant.mean for plant, _ in every), seen)
-            rows.append(replace(row, order=order, too_few=len(every) - len(seen)))
-    return rows
+    return [_row(result.operation, effect, found) for effect, found in result.outcomes.items()]
 
 
 def _row(operation: str, effect: float, outcomes: Sequence[PowerOutcome]) -> PowerRow:
@@ -337,19 +268,14 @@ def power_table(power: Power) -> str:
         heading + f"{'unsure':>8}{'time a verdict':>24}",
     ]
     for row in rows:
-        planted = row.order if row.uneven else percent(row.planted)
         typical, longest = seconds(row.seconds_median, 2), seconds(row.seconds_longest, 2)
         lines.append(
-            f"{row.operation:<22}{planted:>9}{percent(row.found):>8}{row.trials:>8}"
+            f"{row.operation:<22}{percent(row.planted):>9}{percent(row.found):>8}{row.trials:>8}"
             f"{percent(row.slower / row.trials, 0):>8}{percent(row.faster / row.trials, 0):>8}"
             f"{percent(row.same / row.trials, 0):>7}{percent(row.unsure / row.trials, 0):>8}"
             f"{f'{typical} (at most {longest})':>24}"
         )
     lines.append("")
-    uneven = [row.too_few for row in rows if row.uneven]
-    if uneven:
-        words = "periodic, random: slower by 5 to 300% in the mean, on k of n calls only; 'same' counts as a wrong sign"
-        lines += [f"{words}.", f"{sum(uneven)} more had too few calls for three periods of n.", ""]
     alarms = [row for row in rows if row.planted == 0]
     compared = sum(row.trials for row in rows)
     lines.append(
@@ -367,15 +293,15 @@ def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> 
         "operations": [
             {
                 "operation": result.operation, "step_seconds": result.step_seconds, "seconds": result.seconds,
-                "tiny_calls": {str(plant): result.extra(plant) for plant in result.outcomes},
+                "tiny_calls": {str(effect): result.extra(effect) for effect in result.outcomes},
                 "loads": [round(load, 2) for load in result.loads],
                 "comparisons": {
-                    str(plant): [
+                    str(effect): [
                         [outcome.verdict, round(outcome.seconds, 3), outcome.rounds, round(outcome.ratio, 5),
-                         round(outcome.low, 5), round(outcome.high, 5), outcome.calls]
+                         round(outcome.low, 5), round(outcome.high, 5)]
                         for outcome in outcomes
                     ]
-                    for plant, outcomes in result.outcomes.items()
+                    for effect, outcomes in result.outcomes.items()
                 },
             }
             for result in results

@@ -88,10 +88,7 @@ def write_map(study: Study, path: Path) -> None:
     if trial is None:
         raise UsageError(f"no map is suggested, so {path} was not written. The tables above say why.")
     head = f"{study.low} in {trial.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
-    write_map_file(path, head, study.stated_map(trial) or tuple((name, study.low) for name in trial.low))
-
-
-def write_map_file(path: Path, head: str, precision_map: PrecisionMap) -> None:
+    precision_map = study.stated_map(trial) or tuple((name, study.low) for name in trial.low)
     with keeping(f"--write-map {path}", "Give another file."):
         write_whole(path, "\n".join([f"# {head}", *(f"{key}={mode}" for key, mode in precision_map), ""]))
 

@@ -7,7 +7,6 @@ data: above 0 is worse.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -168,17 +167,13 @@ def map_of(layers: Sequence[Layer], low: Collection[str], modes: tuple[str, str]
 
 
 def shortened(layers: Sequence[Layer], wanted: Mapping[str, str], usual: Mapping[str, str]) -> PrecisionMap:
-    """Returns the map with kinds and prefixes of names in place of many names, and without what is usual anyway."""
+    """Returns the map with kinds in place of the names of all their layers, and without what is usual anyway."""
     keys: dict[str, str] = {}
     for kind in dict.fromkeys(layer.kind for layer in layers):
-        _enter(keys, kind, [layer.name for layer in layers if layer.kind == kind], wanted, usual)
-    # Prefixes that several names share, the shortest first.
-    names = [layer.name.split(".") for layer in layers]
-    counts = Counter(".".join(words[:length]) for words in names for length in range(1, len(words)))
-    for front in sorted((front for front, count in counts.items() if count > 1), key=lambda front: front.count(".")):
-        inside = [layer.name for layer in layers if layer.name == front or layer.name.startswith(f"{front}.")]
-        if not all(_modes(layers, keys, usual)[name] == wanted[name] for name in inside):
-            _enter(keys, front, inside, wanted, usual)
+        names = [layer.name for layer in layers if layer.kind == kind]
+        modes = {wanted[name] for name in names}
+        if len(modes) == 1 and any(wanted[name] != usual[name] for name in names):
+            keys[kind] = modes.pop()
     return _corrected(layers, keys, wanted, usual)
 
 
@@ -196,15 +191,6 @@ def _corrected(
     while wrong := [name for name, mode in _modes(layers, keys, usual).items() if mode != wanted[name]]:
         keys.update({name: wanted[name] for name in wrong})
     return tuple(keys.items())
-
-
-def _enter(
-    keys: dict[str, str], key: str, names: Sequence[str], wanted: Mapping[str, str], usual: Mapping[str, str]
-) -> None:
-    """Adds a key if all its layers want the same mode, and it is not their usual one."""
-    modes = {wanted[name] for name in names}
-    if len(modes) == 1 and any(wanted[name] != usual[name] for name in names):
-        keys[key] = modes.pop()
 
 
 def _modes(layers: Sequence[Layer], keys: Mapping[str, str], usual: Mapping[str, str]) -> dict[str, str]:

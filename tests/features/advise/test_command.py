@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8bench.cli.option_types import precision_map
 from fp8bench.features.sensitivity.job import keep_study
 from tests.advised import FP8, group, run
 from tests.commands import Say
@@ -14,17 +13,15 @@ from tests.kept import keep
 
 
 def test_a_run_and_its_studies(store: Path, fp8bench: Say) -> None:
-    """A route comes with a map that --precision-map takes."""
+    """A route comes with its map."""
     keep(run(group(fp8=FP8)), store)
     code, _, err = fp8bench("advise", "last", "--training", "last")
     assert code == 2 and "no training 'last'" in err
-    code, _, err = fp8bench("advise", "last", "--write-map", "map.txt")
-    assert code == 2 and "no layer of the run" in err and not Path("map.txt").exists()
     keep_study(study(0.1, 0.005), store)
     (store / "sensitivity" / "torn.json").write_text("{")
-    code, out, _ = fp8bench("advise", "last", "--write-map", "map.txt", "--md", "advice.md")
-    assert code == 0 and "torn.jsonisnostudy" in "".join(out.split()) and "--precision-map map.txt" in out
-    assert precision_map("map.txt") == (("head", "bf16"),)
+    code, out, _ = fp8bench("advise", "last", "--md", "advice.md")
+    told = "".join(out.split())
+    assert code == 0 and "torn.jsonisnostudy" in told and "--precision-maphead=bf16" in told
     assert "Does this device multiply in it? | ▲ yes |" in Path("advice.md").read_text()
 
 
@@ -41,7 +38,6 @@ def test_commands_that_measure_more_need_the_store_of_the_run(store: Path, tmp_p
         ([], "required: RUN"),
         (["last"], "no runs"),
         (["last", "--least", "100"], "a percentage"),
-        (["last", "--write-map", "."], "it is a directory"),
     ],
 )
 def test_bad_words(words: list[str], error: str, store: Path, fp8bench: Say) -> None:

@@ -1,4 +1,4 @@
-"""Advice from answers of `infer`: planted sweeps and lines, and how they come from a store."""
+"""Advice from answers of `infer`: planted lines, and how they come from a store."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from fp8bench.features.advise.values import Advice, AdviceKind
 from fp8bench.features.infer.values import (
     ArmQuality,
     ArmTimes,
-    BatchGain,
-    BatchSweep,
     ContextCrossing,
     Quality,
     ServingAnswer,
@@ -49,48 +47,16 @@ def only(given: ServingAnswer) -> Advice:
     return advice
 
 
-def of_sweep(gain: BatchGain, **more: object) -> Advice:
-    return only(answer(sweep=BatchSweep((768, 192), (1, 8, 4096), (gain,)), **more))
-
-
-ENDS = BatchGain(INT8, ((50.0, 45.0, 60.0, False),), None)
-
-
-def test_weights_are_quantised_below_the_batch_where_they_stop_paying() -> None:
-    advice = of_sweep(ENDS)
-    assert advice.kind is ADOPT and advice.recipe == "--arms weights=int8" and advice.gain is None
-    assert advice.sentence.startswith(
-        "quantise weights (weights=int8) below a batch of 45 rows: its product of 768 x 192 is faster than in fp32 "
-        "up to 50 [45, 60]; perplexity"
-    )
-    assert "mean KL 2.0e-04 beside a floor of 4e-13 on nano-python" in advice.sentence
-    assert "12345678" in advice.grounds[0].row and advice.settings == ("nano on cpu",)
-
-
-@for_each(
-    ("crossings", "pays", "kind", "words"),
-    [
-        (((50.0, 45.0, 60.0, True),), None, ADOPT, "from a batch of 60 rows on: "),
-        (((50.0, 45.0, 60.0, True), (900.0, 800.0, 950.0, False)), None, ADOPT, "60 rows on, up to 800: "),
-        ((), True, ADOPT, "at every batch of 1 to 4096 rows"),
-        ((), False, NOTHING, "because at no batch of 1 to 4096 rows is its product of 768 x 192 faster"),
-        ((), None, NOTHING, "rows is its product of 768 x 192 surely faster"),
-    ],
-)  # fmt: skip
-def test_batches(crossings: tuple[tuple[float, float, float, bool], ...], pays: bool | None, kind: AdviceKind,
-                 words: str) -> None:  # fmt: skip
-    advice = of_sweep(replace(ENDS, crossings=crossings, pays=pays))
-    assert advice.kind is kind and words in advice.sentence
-
-
 def test_a_gain_that_spoils_predictions_is_none() -> None:
     """3% of perplexity; of random weights nobody knows."""
     known = answer().quality
     assert known is not None
     spoiled = replace(known, arms=(quality(2e-2, 0.03), known.arms[1]))
-    advice = of_sweep(ENDS, quality=spoiled)
+    times = ArmTimes(LEAD), ArmTimes(INT8, crossing=ContextCrossing(None, 128, 2048, (True, True)))
+    advice = only(answer(times=times, quality=spoiled))
     assert advice.kind is NOTHING and "predictions suffer (perplexity +3.0%" in advice.sentence
-    assert of_sweep(ENDS, quality=replace(spoiled, caution="random weights: arithmetic only")).kind is ADOPT
+    caution = replace(spoiled, caution="random weights: arithmetic only")
+    assert only(answer(times=times, quality=caution)).kind is ADOPT
 
 
 @for_each(
@@ -118,7 +84,7 @@ def test_it_comes_first_and_is_read_from_the_store(tmp_path: Path, monkeypatch: 
     """The answers that name the run, and no other's; a line that is broken is told."""
     crossing = ContextCrossing(700.0, 650.0, 760.0, (True, False))
     times = (ArmTimes(LEAD), ArmTimes(FP8_KV, crossing=crossing))
-    whole = answer(sweep=BatchSweep((768, 192), (1, 8, 4096), (ENDS,)), times=times, experts=2.5)
+    whole = answer(times=times, experts=2.5)
     made = replace(run(group(fp8=FP8)), id="9abcdef0")
     log = kept_answers(tmp_path)
     log.append([whole, replace(whole, runs=("00000000",)), whole])
@@ -128,16 +94,16 @@ def test_it_comes_first_and_is_read_from_the_store(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("fp8bench.features.advise.job.load_named", lambda word, store: made)
     basis, troubles = basis_of("9abcdef0", tmp_path, None, 0.1)
     assert basis.served == (whole,) and len(troubles) == 1
-    first, second, *rest = advised(basis).advice
-    assert (first.rule, second.rule) == ("batch", "context") and rest == [*advised(replace(basis, served=())).advice]
+    first, *rest = advised(basis).advice
+    assert first.rule == "context" and rest == [*advised(replace(basis, served=())).advice]
     assert not Basis(made, {}).served
 
 
 @pytest.mark.slow
 def test_from_infer_to_advice(fp8bench: Say, store: Path) -> None:
     few = ("infer", "--quick", "--size", "nano-python", "--tokens", "256", "--arms", "kv=fp8,weights=int8")
-    code, out, err = fp8bench(*few, "--sweep", "batch")
-    assert code == 0 and "by rows of the layer" in out, err
+    code, _, err = fp8bench(*few)
+    assert code == 0, err
     code, out, err = fp8bench("advise", "last")
-    assert code == 0 and "weights=int8" in out and "rows" in " ".join(out.split()), err
+    assert code == 0 and "weights=int8" in out, err
     assert len(kept_answers(store).lines()[0]) == 1

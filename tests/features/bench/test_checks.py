@@ -50,7 +50,7 @@ REFUSED = [
     ("prodct", "has no 'prodct'. Did you mean 'product'? Callables in it:"),
     ("number", "is int, and cannot be called. Give a function."),
     ("Layer", "is a class: calling it makes an object"),
-    ("one", "is called with 2 arguments: too many positional arguments. Give the arguments that it takes"),
+    ("one", "takes 1 positional argument but 2 were given"),
     ("transposed", "returns 64x128 float32, and torch:matmul 128x64 float32: they do not do the same work"),
     ("halves", "returns 128x64 float16, and torch:matmul 128x64 float32"),
     ("in_place", "changes its inputs: the next call would get other ones. Let it change copies"),

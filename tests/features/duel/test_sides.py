@@ -126,29 +126,6 @@ def test_a_path_a_name_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert interpreter("python", "--python-a") == str(link)
 
 
-@for_each(
-    ("text", "sentence"),
-    [
-        ("echo hello", "ended with status 0 and said 'hello'"),
-        ("echo no such thing >&2; exit 3", "ended with status 3 and said 'no such thing'"),
-        ("exit 0", "said 'nothing'"),
-        ("echo python 3.10.4", "is Python 3.10.4, and fp8bench needs 3.11"),
-        ("kill -9 $$", "status -9"),
-        ("sleep 30", "within 0.5 s"),
-        ("\0", "cannot be run"),  # executable, and of no kind that the system knows
-    ],
-)
-def test_what_is_no_python(text: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "sleep" in text:
-        monkeypatch.setattr(module, "_SECONDS", 0.5)
-    program = tmp_path / "python"
-    program.write_text(text if text == "\0" else f"#!/bin/sh\n{text}\n")
-    program.chmod(0o755)
-    with pytest.raises(UsageError, match="--python-b") as raised:
-        interpreter(str(program), "--python-b")
-    assert sentence in str(raised.value)
-
-
 OPTION = "--against"
 ROOT = Path(__file__).resolve().parents[3]
 OWNER = """

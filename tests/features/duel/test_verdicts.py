@@ -270,10 +270,6 @@ def test_a_slower_side() -> None:
     assert p_value(known(SLOWER[:1])) is None and compared_times(SLOWER[0]).direction is Direction.UNSURE
     mixed = known([in_nanoseconds((1000, 1020 + k), (1010, 1015 - k)) for k in range(4)])
     assert p_value(mixed) == mixed.chance > 0.05, "no distribution is assumed"
-    # One process of a side was slow, and the sides differ by less, for certain: it says why it stands.
-    apart = compared_times(in_nanoseconds((1000, 1100), (1050, 1051)), *SLOWER)
-    assert apart.direction is Direction.WORSE and apart.ratio is not None and apart.ratio.point < 1.06
-    assert "more than 4.6%" in apart.why
 
 
 def test_values_of_one_side_and_those_that_are_no_cost() -> None:

@@ -16,7 +16,7 @@ def test_from_plan_to_status(plan: Path, fp8bench: Say) -> None:
         code, out, err = fp8bench("suite", "--plan", str(plan), "--cell", "2", "--no-report")
         assert code == 0 and seen in out + err
     code, out, _ = fp8bench("fleet", "status", str(plan))
-    assert code == 3 and "1 done, 2 waiting." in out and "Of 3 cases 1 were measured, on " in " ".join(out.split())
+    assert code == 3 and "1 done, 2 waiting." in out
 
 
 @for_each(

@@ -264,7 +264,7 @@ def test_what_is_no_number_is_said(found: Quality) -> None:
     question = ServingQuestion("nano", arms, CONTEXTS, 1, True, 1024)
     answer = ServingAnswer(question, "cpu", tuple(map(ArmTimes, arms)), 128, some)
     text = render(page_of(answer, whole=True), 200, False, False)
-    assert "no finite number (kv=fp8)" in text and "carrier=fp32+kv=fp8" in text
+    assert re.search(r"kv=fp8 .*\bnan +inf\b", text) and "carrier=fp32+kv=fp8" in text
 
 
 def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality) -> None:
@@ -294,8 +294,7 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality)
     assert "contended" not in told
     names, rows = rows_of(answer)
     assert len(rows) == 5 and set(names) >= {"arm", "a", "b_low", "break_even", "kl", "kv_bytes"}
-    value = value_of(answer)
-    assert 0 < value["prefill"]["attention_flops"] < value["prefill"]["flops"]
+    assert len(value_of(answer)["bytes"]) == 5
 
 
 @for_each(

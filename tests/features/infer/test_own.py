@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,18 +11,16 @@ import torch
 
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.features.infer import job
-from fp8bench.features.infer.fits import gains_of
 from fp8bench.features.infer.job import checked, times_of
 from fp8bench.features.infer.quality import RANDOM_TOKENS, InferBench
-from fp8bench.features.infer.values import BatchSweep, QualityTask, ServedModel, ServingAnswer, ServingQuestion
-from fp8bench.features.infer.view import page_of, rows_of, sweep_words, value_of
+from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
+from fp8bench.features.infer.view import rows_of, value_of
 from fp8bench.model import Level, Record, Run, Segments, SlotSample, Status, Timing
 from fp8bench.model.raw import Settings
 from fp8bench.nn.served import OWN_SHAPES, ServedShape, step_bytes
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions, workloads
-from fp8bench.report.terminal.layout import render
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.finite import FiniteState
 from tests.commands import Say
@@ -141,29 +138,6 @@ def test_a_product_with_a_kept_weight(name: str) -> None:
     for more in refused if name == "int4" else refused[:2]:
         params = {**dict(setup.case.params), **more}
         assert gemm.support(params, precisions.get(precision), H200).level is Level.REFUSED
-
-
-def test_up_to_how_many_rows_an_arm_pays() -> None:
-    """Of planted times: 100 us and 1 us a row against 50 us and 2 us a row cross at 50."""
-    arms, records = [Arm("fp32"), Arm("bf16", "", "int8"), Arm("bf16")], []
-    times = {"fp32": (100, 1), "served:weights=int8": (50, 2), "bf16": (200, 3)}
-    for rows in (1, 8, 32, 64, 128, 512):
-        for precision, (fixed, each) in times.items():
-            timing = steady(1000 * (fixed + each * rows), 24)
-            made = case("gemm", precision, {"m": rows, "n": 768, "k": 192, "product": "forward", "operands": "cast"})
-            records.append(Record(made, NATIVE, Status.OK, timing=timing, is_reference=precision == "fp32"))
-    found = BatchSweep((768, 192), (1, 512), tuple(gains_of(run_of(records), arms)))
-    heading, int8, bf16 = sweep_words(found)
-    asked = ServingQuestion("nano", (*arms, Arm("bf16", "fp8")), (128,), 1, True, 512, batches=found.rows)
-    answer = ServingAnswer(asked, "cpu", (), 128, None, sweep=found)
-    assert "without a product that could be timed: kv=fp8" in render(page_of(answer), 100)
-    _, rows = rows_of(answer)
-    assert [row["arm"] for row in rows] == ["fp32", "weights=int8", "bf16", "kv=fp8"]
-    assert 45 <= int(rows[1]["crossing_rows"]) <= 55 and rows[2]["pays"] is False and rows[3]["pays"] is None
-    match = re.fullmatch(r"weights=int8 stops paying at (\d+) \((\d+) to (\d+)\) rows", int8)
-    assert match is not None, int8
-    at, low, high = map(int, match.groups())
-    assert low <= 50 <= high and 45 <= at <= 55 and "768 x 192" in heading and bf16 == "bf16 pays at none"
 
 
 def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:

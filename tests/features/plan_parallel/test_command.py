@@ -253,7 +253,7 @@ def test_what_an_answer_is_worth_is_said(say: Say, topology: Path, words: str, c
 
 
 def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
-    """It also gives paces a band, which a power limit takes away."""
+    """It also gives paces a band."""
     given = ("llama3-8b", "--gpus", "8", "--topology", str(topology), "--json", "--checkpointing", "selective")
     given = (*given, "--batch", "16")
 
@@ -269,9 +269,6 @@ def test_a_measured_training_sets_the_rates(say: Say, topology: Path) -> None:
     assert narrow["pace_band"] == 0.28 and abs(narrow["tokens_per_second"] / 8532 - 1) < 0.28
     by_rows = way("--calibrate", MEASURED, "--dtype", "fp8", "--recipe", "rowwise")
     assert plain["tokens_per_second"] < by_rows["tokens_per_second"] < narrow["tokens_per_second"]
-    limited = way("--calibrate", MEASURED, "--power-limit", "500/700")
-    assert limited["pace_band"] is None
-    assert limited["tokens_per_second"] == pytest.approx(6667 * (5 / 7) ** (2 / 3), rel=0.02)
     same = "vocabulary=128256,width=4096,layers=32,heads=32,key-heads=8,hidden=14336,gated=yes"
     assert way("--calibrate", MEASURED.replace("llama3-8b", same)) == plain
     assert way()["pace_band"] is None and way()["tokens_per_second"] > 1.4 * plain["tokens_per_second"]
@@ -296,11 +293,10 @@ def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
 @for_each(
     ("words", "said"),
     [
-        ("", "--model is missing"),
         ("llama3-8b --gpus 8 --topology h100 --states fp8-lm", "goes with FP8 products"),
         ("llama3-8b --gpus 8 --topology h100 --recipe mxfp8", "add --dtype fp8"),
-        ("--model llama3-8 --gpus 8", "--topology is missing"),
-        ("--model llama3-8 --gpus 8 --topology FILE", "llama3-8b"),
+        ("llama3-8 --gpus 8", "required: --topology"),
+        ("llama3-8 --gpus 8 --topology FILE", "llama3-8b"),
         ("nano --gpus 3 --batch 5 --topology FILE", "cannot be dealt out evenly"),
         ("nano --gpus 0", "--gpus"),
         ("nano --gpus 8,x", "--gpus"),
@@ -323,7 +319,6 @@ def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
         ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,3,batch=7", "divides nothing evenly"),
         ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,3,seq=7", "cannot be read"),
         ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,1e15", "more than these links carry"),
-        ("nano --gpus 8 --topology FILE --power-limit 700/500", "the lower first"),
     ],
 )
 def test_nonsense(say: Say, topology: Path, words: str, said: str) -> None:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
-
 import pytest
-import torch
 
 from fp8bench.cli.main import main
-from fp8bench.errors import WorkerLost
 from fp8bench.features.selftest import checks
-from fp8bench.features.selftest.checks import SelfCheck, alive, wait_until
+from fp8bench.features.selftest.checks import SelfCheck
 from fp8bench.formats import quantise
-from fp8bench.model import CELL_PHASES, PHASES, DeviceFacts, Run
+from fp8bench.model import CELL_PHASES, PHASES, DeviceFacts
 from fp8bench.plan.corpus import Corpus
 from fp8bench.worker.bench import Bench
 from tests.counts import for_each
@@ -67,23 +56,6 @@ def test_wrong_rounding_is_noticed(factor: float, monkeypatch: pytest.MonkeyPatc
     assert check.held == check.seen.startswith("0 of ") == (factor == 1)
 
 
-def test_a_switch_that_stays_set_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checks.switches().held
-    before = torch.get_float32_matmul_precision()
-
-    @contextmanager
-    def forgetful(setting: str) -> Iterator[None]:
-        torch.set_float32_matmul_precision(setting)
-        yield
-
-    monkeypatch.setattr(checks, "float32_products", forgetful)
-    try:
-        check = checks.switches()
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert not check.held and check.seen == "high"
-
-
 @for_each(
     ("phases", "seen"),
     [
@@ -96,63 +68,6 @@ def test_phases_that_lack_or_leave_much_are_noticed(phases: set[str], seen: str)
     codes = tuple(CELL_PHASES.index(phase) for phase in phases)
     check = checks.phases(Scripted(lambda key, case: 20e6, codes), CPU, CORPUS)
     assert check.held is not bool(seen) and seen in check.seen
-
-
-class Mortal(Scripted):
-    """A worker whose process can be killed, and which notices or not, and recovers or not."""
-
-    def __init__(self, pid: int, notices: bool, recovers: bool) -> None:
-        super().__init__(lambda key, case: 1e6)
-        self._pid, self._notices, self._recovers = pid, notices, recovers
-
-    @property
-    def pid(self) -> int:
-        return self._pid
-
-    def probe(self) -> tuple[DeviceFacts, ...]:
-        return (CPU,) if self._recovers else ()
-
-    def ask(self, limit: float, name: str, *arguments: Any) -> Any:
-        if self._notices:
-            raise WorkerLost("the worker crashed")
-
-
-@for_each(("notices", "recovers", "held"), [(True, True, True), (False, True, False), (True, False, False)])
-def test_a_loss_that_goes_unnoticed_is_noticed(notices: bool, recovers: bool, held: bool) -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as victim:
-        check = checks.crash(Mortal(victim.pid, notices, recovers), CPU)  # type: ignore[arg-type]
-        assert victim.wait(timeout=240) == -9
-    assert check.held is held
-
-
-def test_an_orphan_that_lives_on_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as survivor:
-        monkeypatch.setattr(checks, "_PARENT", f"import time\nprint({survivor.pid}, flush=True)\ntime.sleep(60)\n")
-        monkeypatch.setattr(checks, "wait_until", lambda condition, limit: wait_until(condition, 0.3))
-        check = checks.orphan()
-        survivor.kill()
-    assert not check.held and check.seen == "None s"
-
-
-def test_alive_tells_the_living_from_the_dead() -> None:
-    """A zombie is dead; waiting ends at its limit."""
-    assert alive(os.getpid()) and wait_until(lambda: False, 0.05) is None
-    with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        assert wait_until(lambda: not alive(process.pid), 60) is not None
-        process.wait()
-        assert not alive(process.pid)
-
-
-@for_each("wrong", [{}, {"command": ""}, {"troubles": ()}])
-def test_wrong_storage_is_noticed(wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read must be what was written, and a torn line must be told of: of a real file, cut for real."""
-    right = checks.load_run
-
-    def load(path: Path) -> Run:
-        return replace(right(path), **wrong)
-
-    monkeypatch.setattr(checks, "load_run", load)
-    assert checks.storage().held is not bool(wrong)
 
 
 @for_each(("held", "code", "last"), [(True, 0, "all checks held"), (False, 3, "1 checks failed")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ import pytest
 from fp8bench.features.selftest import power
 from fp8bench.features.selftest.power import (
     EFFECTS,
-    SHARES,
     Arms,
     Operation,
-    Plant,
     Power,
     PowerOutcome,
     PowerRow,
@@ -23,28 +20,25 @@ from fp8bench.features.selftest.power import (
     operations,
     power_table,
     summarise,
-    uneven,
 )
 from fp8bench.measure.arm import STATES
-from fp8bench.model import Case, DeviceFacts, Verdict
+from fp8bench.model import DeviceFacts, Verdict
 from fp8bench.plan.checked_workload import axes_of, cases_of
 from fp8bench.registry import workloads
-from fp8bench.workloads import planted
-from fp8bench.workloads.planted import ORDERS
 from tests.commands import Say, unfolding
 from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.features.selftest.scripted import Scripted
 
 
-def outcome(verdict: Verdict, ratio: float = 1.0, seconds: float = 1.0, calls: int = 0) -> PowerOutcome:
-    return PowerOutcome(verdict.value, seconds, 24, ratio, ratio - 0.01, ratio + 0.01, calls)
+def outcome(verdict: Verdict, ratio: float = 1.0, seconds: float = 1.0) -> PowerOutcome:
+    return PowerOutcome(verdict.value, seconds, 24, ratio, ratio - 0.01, ratio + 0.01)
 
 
 def by_hand() -> Arms:
     result = Arms("product", 3e-4)
-    result.outcomes[Plant(0.0)] = [outcome(Verdict.SAME), outcome(Verdict.UNSURE), outcome(Verdict.FASTER, 0.98)]
-    result.outcomes[Plant(0.05)] = [
+    result.outcomes[0.0] = [outcome(Verdict.SAME), outcome(Verdict.UNSURE), outcome(Verdict.FASTER, 0.98)]
+    result.outcomes[0.05] = [
         outcome(Verdict.SLOWER, 1.04, 0.5), outcome(Verdict.SLOWER, 1.06, 2.5), outcome(Verdict.FASTER, 0.9, 1.5),
     ]  # fmt: skip
     result.loads = [2.0, 0.5, 1.0]
@@ -68,40 +62,6 @@ def test_a_row_counts_verdicts_and_takes_medians() -> None:
     assert any(line.split()[:5] == ["product", "5.0%", "4.0%", "3", "67%"] for line in table.splitlines())
 
 
-def test_slow_downs_of_some_calls_have_rows_of_their_own() -> None:
-    """'same' is wrong for them, and comparisons of fewer than three periods are counted apart."""
-    result = by_hand()
-    result.outcomes[Plant(0.3, 1, 10, "periodic")] = [
-        outcome(Verdict.SAME, calls=30), outcome(Verdict.UNSURE, calls=30), outcome(Verdict.FASTER, calls=29),
-    ]  # fmt: skip
-    result.outcomes[Plant(0.3, 1, 10, "random")] = [outcome(Verdict.SLOWER, calls=99)]
-    periodic, at_random = summarise(result)[2:]
-    assert (periodic.order, periodic.trials, periodic.same, periodic.too_few) == ("periodic", 2, 1, 1)
-    assert (periodic.wrong_signs, at_random.wrong_signs, at_random.slower) == (1, 0, 1)
-    table = power_table(Power((periodic, at_random), (0.5,)))
-    assert "1 more had too few calls" in table and "wrong signs: 1 of 3 comparisons" in table
-
-
-@for_each("seconds", [3e-4, 2e-3, 3e-2])
-def test_every_kind_of_slow_down_comes_up(seconds: float) -> None:
-    """In both orders, and none whose slow calls would take longer than a trial should."""
-    drawn = [plant for number in range(15) for plant in uneven(number, seconds)]
-    kinds = {(plant.mean, plant.part, plant.whole) for plant in drawn}
-    assert {plant.order for plant in drawn} == set(ORDERS) and len(drawn) == 60
-    assert {(mean, *share) for mean in (0.05,) for share in SHARES} <= kinds
-    assert (len(kinds) == 30) is (seconds < 1e-2)
-    assert max(seconds * (1 + plant.mean * plant.whole / plant.part) for plant in drawn) <= 0.25
-
-
-@for_each("order", ORDERS)
-def test_the_planted_step_is_slower_on_so_many_calls(order: str) -> None:
-    """Three of four, the same ones again and again or others each time."""
-    params = (("extra", 7), ("part", 3), ("whole", 4), ("order", order), ("draw", 5))
-    steps = list(itertools.islice(planted._in_turn(Case("_planted", params, "fp32", "cpu")), 4000))
-    assert steps.count(7) / len(steps) == pytest.approx(0.75, abs=0.03) and set(steps) == {0, 7}
-    assert (steps[:4] * 1000 == steps) is (order == "periodic")
-
-
 def slowing(per_call: float) -> Scripted:
     """Steps of 0.3 ms and so many nanoseconds a tiny call."""
     return Scripted(lambda key, case: 300_000 + per_call * int(case.param("extra")), noise=0.02)
@@ -111,8 +71,8 @@ def slowing(per_call: float) -> Scripted:
 def test_effects_are_sized_by_what_a_tiny_call_really_costs(per_call: float) -> None:
     result = measure_power(slowing(per_call), CPU, operations("text:0", CPU)[0], 0, 0)
     assert result.step_seconds == pytest.approx(3e-4, rel=0.01)
-    for plant, share in (*((Plant(effect), effect) for effect in EFFECTS), (Plant(0.05, 1, 4, "random"), 0.2)):
-        assert result.extra(plant) == pytest.approx(share * 300_000 / per_call, rel=0.05, abs=1)
+    for effect in EFFECTS:
+        assert result.extra(effect) == pytest.approx(effect * 300_000 / per_call, rel=0.05, abs=1)
     assert not result.loads and summarise(result) == []
 
 
@@ -121,15 +81,15 @@ def test_a_trial_judges_every_effect_once() -> None:
     worker, seen = slowing(50.0), list[int]()
     operation = operations("text:0", CPU)[0]
     result = measure_power(worker, CPU, operation, 2, 7, lambda so_far: seen.append(len(so_far.loads)))
-    assert sum(map(len, result.outcomes.values())) == 2 * (len(EFFECTS) + 4)
-    rows = {row.planted: row for row in summarise(result) if not row.uneven}
+    assert sum(map(len, result.outcomes.values())) == 2 * len(EFFECTS)
+    rows = {row.planted: row for row in summarise(result)}
     assert list(rows) == list(EFFECTS) and all(row.trials == 2 for row in rows.values())
     assert rows[0.0].slower == rows[0.0].faster == 0 and rows[0.05].slower == rows[0.10].slower == 2
     assert rows[0.10].found == pytest.approx(0.10, rel=0.1)
     assert seen == [1, 2] and not worker.held
     # Two sizings, and once for both trials: reference, control and a candidate an effect, each of so short a step
     # several times.
-    assert len(worker.prepared) == 2 + STATES * (2 + len(EFFECTS) + 4)
+    assert len(worker.prepared) == 2 + STATES * (2 + len(EFFECTS))
 
 
 def test_a_comparison_ends_when_its_own_time_is_up() -> None:
@@ -170,9 +130,9 @@ def test_the_command(fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert code == 0 and "product of 0.3 ms" in out and "product of 2 ms" not in out and not err
     figures = json.loads(path.read_text())
     assert figures["environment"]["torch"] == "2.13.0"
-    assert [row["planted"] for row in figures["rows"]][: len(EFFECTS)] == list(EFFECTS)
+    assert [row["planted"] for row in figures["rows"]] == list(EFFECTS)
     (operation,) = figures["operations"]
-    assert {str(effect) for effect in EFFECTS} < set(operation["comparisons"])
+    assert {str(effect) for effect in EFFECTS} == set(operation["comparisons"])
     assert operation["comparisons"]["0.1"][0][0] == "slower"
     (tmp_path / "file").write_text("")  # below a file nothing can be written, not even by root
     code, _, err = say("--json", str(tmp_path / "file" / "power.json"))

@@ -40,7 +40,7 @@ class BitwiseRanks(Workload):
         from fp8bench.workloads.collective import COLLECTIVES, REDUCING, SCALINGS, WAYS
 
         rank, size = dist.get_rank(), dist.get_world_size()
-        sources = [rank_values(0, one, 1 << 12, shared=True) for one in range(size)]
+        sources = [rank_values(0, one, 1 << 12) for one in range(size)]
         different = torch.zeros(2)
         for collective in COLLECTIVES:
             kinds = [(way, scaling) for way in WAYS for scaling in SCALINGS] if collective in REDUCING else [("", "")]
