@@ -60,23 +60,6 @@ def test_what_torch_sees_of_a_call() -> None:
     assert (work.casts, work.copies, work.products, work.allocations) == (2, 1, 1, 4)
 
 
-def test_what_is_compiled_is_seen_as_what_it_was_made_of() -> None:
-    """Whether it was called before or not; and looking does not compile it again."""
-    frames: list[Any] = []
-
-    def backend(graph: torch.fx.GraphModule, example: object) -> Any:
-        frames.append(example)
-        return graph
-
-    kernel = torch.compile(lambda a, b: a.to(torch.bfloat16) @ b.to(torch.bfloat16), backend=backend, fullgraph=True)
-    a, b = torch.randn(8, 16), torch.randn(16, 4)
-    for _ in range(2):
-        work = work_of(partial(kernel, a, b))
-        assert (work.casts, work.products) == (2, 1) and len(frames) <= 1
-        kernel(a, b)
-    assert len(frames) == 1
-
-
 @for_each(
     ("name", "code"),
     [
