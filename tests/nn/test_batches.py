@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -123,36 +121,6 @@ def test_a_batch_is_the_records_of_its_indices(tokens: str, kind: type[Records])
     batch = kind(text).batch(indices)  # type: ignore[call-arg]
     assert batch.dtype == torch.float32 and batch.shape == (4, 300)
     assert torch.equal(batch, torch.from_numpy(normalise_bytes(text[indices])))
-
-
-def mappings(folder: Path) -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see what is mapped")
-def test_the_file_has_no_name_and_ends_with_its_object(
-    tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    one = CompressedRecords(records(tokens))
-    assert list(folder.iterdir()) == [] and len(mappings(folder)) == 1
-    assert one.batch(np.array([3])).shape == (1, 300)
-    del one
-    gc.collect()
-    assert mappings(folder) == []
-
-
-def test_batches_go_into_the_same_memory() -> None:
-    first, second = torch.randn(4, 8), torch.randn(4, 8)
-    there = Destination(Operand(first), "cpu")
-    (buffer,) = there.buffers
-    address = buffer.data_ptr()
-    there.take(Operand(first))
-    assert torch.equal(there.buffers[0], first) and buffer.data_ptr() != first.data_ptr()
-    there.take(Operand(second))
-    assert torch.equal(there.buffers[0], second) and there.buffers[0].data_ptr() == address
 
 
 def test_codes_travel_with_their_scale() -> None:

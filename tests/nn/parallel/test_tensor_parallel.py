@@ -13,7 +13,7 @@ from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import PlainArithmetic, RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel import tensor_parallel
-from fp8bench.nn.parallel.ways import WAYS, Job, ParallelCase, cut_of, cuts
+from fp8bench.nn.parallel.ways import WAYS, Job, ParallelCase, cuts
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import SIZES, GPTConfig, features_in
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
@@ -118,28 +118,6 @@ def test_scales_of_the_group_are_those_of_one_rank(mode: str, monkeypatch: pytes
     asked = ThreadedGroup.largest
     monkeypatch.setattr(ThreadedGroup, "largest", lambda self, x: asked(self, x) / (16 if self.rank else 1))
     assert distance("group") > 3 * own
-
-
-def test_a_block_sends_two_sums_forward_and_two_backward() -> None:
-    stream = 4 * BATCH * TOKENS * GPT2.width
-    models = [made(GPT2, "fp32") for _ in range(4)]
-
-    def sent(place: Place, kind: type[tensor_parallel.TensorCut]) -> dict[str, int]:
-        own = models[::2] if kind is tensor_parallel.TensorCut else models[1::2]
-        model = kind(job_of(place, own, GPT2, "fp32", "own"))
-        model.loss(*batches(GPT2)[0], SilentPhases())
-        return place.sent
-
-    by_hand, by_sequence = (
-        on_ranks(2, lambda place, kind=kind: sent(place, kind))[0]  # type: ignore[misc]
-        for kind in (tensor_parallel.TensorCut, tensor_parallel.SequenceCut)
-    )
-    common = sum(
-        parameter.numel() for name, parameter in made(GPT2, "fp32").named_parameters() if cut_of(name, GPT2) is None
-    )
-    assert by_hand == {"added": 4 * stream}
-    # A rank brings half of the tokens to a gathering.
-    assert by_sequence == {"gathered": 4 * stream // 2, "scattered": 4 * stream, "added": 4 * common}
 
 
 @pytest.mark.parametrize("kind", [RecipeArithmetic, ScaledArithmetic])
