@@ -68,16 +68,6 @@ def test_batches_loaded_ahead_are_those_that_would_come(path: str) -> None:
     assert len(places) == 1
 
 
-def test_a_vocabulary_of_bytes_reads_the_bytes_as_they_are(path: str) -> None:
-    file, random = np.memmap(path, dtype=np.uint16, mode="r"), np.random.default_rng(5)
-    loader = TokenLoader(path, 4, 16, "cpu", 5, 256)
-    for _ in range(3):
-        tokens, targets = loader.next()
-        for row, start in enumerate(random.integers(0, 1000 - 16, 4)):
-            wanted = torch.from_numpy(file[start : start + 17].astype(np.int64) % 256)
-            assert torch.equal(tokens[row], wanted[:-1]) and torch.equal(targets[row], wanted[1:])
-
-
 @for_each("vocabulary", [257, 50304, 128256])
 def test_larger_vocabularies_have_an_id_for_two_bytes(tmp_path: Path, vocabulary: int) -> None:
     """An id is a byte times 256 plus the next, modulo the vocabulary; targets follow by one place."""
