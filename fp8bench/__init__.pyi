@@ -49,7 +49,7 @@ def audit(
     target: str, *, kind: Literal["product", "linear", "attention", "model"] | None = None,
     precision: str | None = None, takes: Literal["values", "codes"] = "values", second: Literal["nk", "kn"] = "nk",
     multiple: int = 1, causal: bool = False, device: str | None = None, seed: int = 0, threads: int = 1,
-    store: str | Path = ".fp8bench", junit: str | Path | None = None, progress: bool = True
+    store: str | Path = ".fp8bench", progress: bool = True
 ) -> CommandResult: ...
 def compare(
     before: str, after: str, *, store: str | Path = ".fp8bench", progress: bool = True

@@ -265,15 +265,15 @@ LIES: tuple[Kernel, ...] = (
     Kernel("scores scaled by the size", _ATTENTION, lambda q, k, v: _attends(q, k, v, scale=1 / q.shape[-1]),
            "scale", "NVIDIA/Megatron-LM #848"),
     Kernel("a softmax over queries", _ATTENTION, partial(_unfused, over=-2),
-           "softmax", "nerdai/llms-from-scratch-rs #30"),
+           "too-bad", "nerdai/llms-from-scratch-rs #30"),
     Kernel("no causal mask", _CAUSAL, _attends, "mask", "candle-org/MindAct #2143"),
     Kernel(
         "a causal mask that is one off", _CAUSAL,
         lambda q, k, v: _attends(q, k, v, attn_mask=torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1)),
-        "mask", "Dao-AILab/flash-attention #282",
+        "too-bad", "Dao-AILab/flash-attention #282",
     ),
     Kernel("values of another head", _ATTENTION, lambda q, k, v: _attends(q, k, v.roll(1, 1)),
-           "heads", "kekzl/imp #654"),
+           "too-bad", "kekzl/imp #654"),
     Kernel("attention in bf16 for mxfp8", signed("attention", "mxfp8"), _attends,
            "not-cast", "vllm-project/vllm #51828"),
     # Everyday mistakes, which happened in no public thread.

@@ -22,8 +22,7 @@ BYTES = 256
 
 
 def loader_for(setup: Setup, batch: int, config: GPTConfig, draw: int = 0) -> TokenLoader:
-    if setup.corpus is None:
-        raise ValueError("training steps need a token file, and the case was given none")
+    assert setup.corpus is not None
     return TokenLoader(setup.corpus, batch, config.sequence, setup.facts.key, setup.seed + draw, config.vocabulary)
 
 

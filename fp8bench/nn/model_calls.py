@@ -127,10 +127,8 @@ def way_of(model: nn.Module, batch: Any) -> Callable[[Any], Arguments]:
         ", ".join(name for name, parameter in signature.parameters.items() if parameter.default is parameter.empty)
         or "nothing"
     )
-    if not wrong:
-        raise UsageError(f"a batch of type {type(batch).__name__} was given and {_name(model)} takes ({takes}): {_ASK}")
-    brought = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"{len(batch)} things by place"
-    raise UsageError(f"forward of {_name(model)} takes ({takes}), and the batch has ({brought}): {wrong}; {_ASK}")
+    words = wrong or f"a batch of type {type(batch).__name__} was given"
+    raise UsageError(f"forward of {_name(model)} takes ({takes}): {words}; {_ASK}")
 
 
 def _ways(batch: Any, takes_one: bool) -> Iterator[Callable[[Any], Arguments]]:

@@ -38,12 +38,7 @@ def rotated(x: Tensor, seed: int) -> Tensor:
     The last dimension is padded with zeros to a multiple of 16. The result keeps that length, which a product needs to
     be unchanged. Infinities and NaN make NaN of all 16 elements of their run.
     """
-    filled, matrix = _fill_up(x), _matrix(seed, x.device)
-    if not _by_kernel(x):
-        return _times(filled, matrix)
-    out = torch.empty(filled.shape, dtype=torch.float32, device=x.device)
-    torch.ops.fp8bench.rotated(filled, matrix, out)
-    return out
+    return _times(_fill_up(x), _matrix(seed, x.device))
 
 
 class RotatedTensor(NamedTuple):
@@ -85,38 +80,9 @@ _WHOLE = {"realize_opcount_threshold": _WHOLE_SUM, "realize_reads_threshold": _W
 
 
 @dataclass(frozen=True)
-class RotationKernel(Kernel):
-    """The rotation in one kernel, which adds up sixteen products one after the other.
-
-    Arguments: the operand as (rows, runs, 16), the matrix, and memory for the result in the operand's shape.
-    """
-
-    source: torch.dtype
-    device: str
-    turned: bool
-
-    def __call__(self, *tensors: Tensor) -> tuple[()]:
-        given, matrix, out = tensors
-        parts = [given[..., number : number + 1].to(torch.float64) * matrix[number] for number in range(SIZE)]
-        out.copy_(reduce(torch.add, parts))
-        return ()
-
-    def examples(self) -> list[Tensor]:
-        numbers = torch.randn(_ROWS, _RUNS_IN_ROW * SIZE, generator=torch.Generator().manual_seed(0))
-        laid_out = (numbers.t().contiguous() if self.turned else numbers).to(torch.device(self.device), self.source)
-        out = torch.empty(_ROWS, _RUNS_IN_ROW, SIZE, device=self.device)
-        return [_runs(laid_out, self.turned), torch.eye(SIZE, dtype=torch.float64, device=self.device), out]
-
-    def free(self) -> list[Sequence[int]]:
-        return [(0, 1), (), (0, 1)]
-
-    def options(self) -> Mapping[str, object]:
-        return {**IN_ORDER, **_WHOLE}
-
-
-@dataclass(frozen=True)
 class LookingRotationKernel(Kernel):
-    """The rotation and the largest magnitudes of parts, of the result and of the operand, from one pass.
+    """The rotation and the largest magnitudes of parts, of the result and of the operand, from one pass, which adds up
+    sixteen products one after the other.
 
     Arguments: the operand's memory as (rows, runs, 16), or (runs, 16, columns) for one that is `turned`, whose first
     dimension counts parts; the matrix; memory for the result in that shape; and for both largest magnitudes.
@@ -153,26 +119,16 @@ class LookingRotationKernel(Kernel):
 
 
 def _runs(memory: Tensor, turned: bool) -> Tensor:
-    if turned:
-        return memory.view(-1, SIZE, memory.shape[1]).permute(2, 0, 1)
-    return memory.view(len(memory), -1, SIZE)
-
-
-def _run_rotation(x: Tensor, matrix: Tensor, out: Tensor) -> None:
-    memory, turned = laid(x)
-    call(RotationKernel(x.dtype, str(x.device), turned), _runs(memory, turned), matrix, _runs(out, False))
+    return memory.view(-1, SIZE, memory.shape[1]) if turned else memory.view(len(memory), -1, SIZE)
 
 
 def _run_looking(x: Tensor, matrix: Tensor, out: Tensor, amaxes: Tensor, magnitudes: Tensor, turned: bool) -> None:
-    blocks, written = (
-        tensor.view(-1, SIZE, tensor.shape[1]) if turned else _runs(tensor, False) for tensor in (x, out)
-    )
+    blocks, written = _runs(x, turned), _runs(out, turned)
     call(LookingRotationKernel(x.dtype, str(x.device), turned), blocks, matrix, written, amaxes, magnitudes)
 
 
 _LOOKING = "Tensor x, Tensor matrix, Tensor(a!) out, Tensor(b!) amaxes, Tensor(c!) before, bool turned"
 operators.define("rotated_and_looked_at", f"({_LOOKING}) -> ()", _run_looking)
-operators.define("rotated", "(Tensor x, Tensor matrix, Tensor(a!) out) -> ()", _run_rotation)
 
 
 def _times(x: Tensor, matrix: Tensor) -> Tensor:

@@ -140,8 +140,9 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
     "mkldnn_rnn_layer": _lstm(1, "weight0", "weight1"),
     "mkldnn_rnn_layer_backward": _lstm(2, "weight1", "weight2"),
     "fp8bench::short_product": ("a", lambda named: 2 * _elements(named["a"]) * int(named["b"].shape[0])),
-    **dict.fromkeys(("fp8bench::rotated", "fp8bench::rotated_and_looked_at"),
-                    ("matrix", lambda named: 2 * _elements(named["x"]) * int(named["matrix"].shape[-1]))),
+    "fp8bench::rotated_and_looked_at": (
+        "matrix", lambda named: 2 * _elements(named["x"]) * int(named["matrix"].shape[-1]),
+    ),
 }  # fmt: skip
 
 # Operators that multiply tensors at most number by number, beside those that torch has tags for.

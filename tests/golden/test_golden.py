@@ -120,7 +120,6 @@ def _of_audits() -> Iterator[tuple[str, Document]]:
         yield f"{value}.txt", Document("audit net.py:make --explain", value=value)
         yield f"{value}.json", Document("audit net.py:make --json", value=value)
         yield f"{value}.md", Document(f"audit net.py:make --md {value}.md", value=value)
-        yield f"{value}.xml", Document(f"audit net.py:make --junit {value}.xml", value=value)
 
 
 # Runs that earlier versions stored, whose requests lack what was added later: gemm at two commits, one with cases

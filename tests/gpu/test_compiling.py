@@ -16,7 +16,6 @@ from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.formats.tiled_codes import tiled_codes
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import Settings
-from fp8bench.nn.rotations import rotated
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
@@ -96,18 +95,6 @@ def test_tiled_codes_compiled_are_eager_bit_by_bit(how: test_tiled_codes.Cast, m
         result = test_tiled_codes.cast(x, how)
         assert test_tiled_codes.same(result, wanted), (x.shape, x.stride())
         assert test_tiled_codes.same([tensor.cpu() for tensor in result], test_tiled_codes.cast(x.cpu(), how))
-
-
-@pytest.mark.parametrize("turned", [False, True])
-def test_a_rotation_compiled_is_that_of_a_processor(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
-    x = AWKWARD[:160].bfloat16()
-    x = x.t() if turned else x
-    eager = rotated(x.cuda(), 3)
-    operators.KERNELS.compile(*operators.KERNELS.wanted)
-    for result in (eager, rotated(x.cuda(), 3)):
-        assert differences(result.cpu(), rotated(x, 3)) == 0
-    assert operators.KERNELS.fused.total() == 1
 
 
 @pytest.mark.parametrize("role", Role)

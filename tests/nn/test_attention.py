@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.attention import EmulatedCore, FusedCore, HeadwiseCore
+from fp8bench.nn.attention import EmulatedCore, FusedCore
 from fp8bench.protocols import Operand, Role
 from tests.counts import for_each
 from tests.nn.layers import arithmetic_of
@@ -79,19 +79,6 @@ def test_rounding_nothing_gives_torchs_own_attention(prescaled: bool, causal: bo
     emulated = outcome(EmulatedCore(arithmetic_of("fp32"), prescaled, causal), *heads())
     for tensor, wanted in zip(emulated, outcome(FusedCore(causal), *heads()), strict=True):
         torch.testing.assert_close(tensor, wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_the_reference_holds_one_head_of_scores_whatever_heads_share() -> None:
-    """Memory must not grow with the number of heads that share a key head."""
-    seen: list[tuple[int, ...]] = []
-
-    def watched(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seen.extend(tuple(item.shape) for item in (q, k, v))
-        return FusedCore()(q, k, v)
-
-    with torch.no_grad():
-        HeadwiseCore(watched)(*heads()[:3])
-    assert seen == [(1, 1, TOKENS, WIDTH)] * (3 * BATCH * HEADS)
 
 
 @for_each(

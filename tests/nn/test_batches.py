@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 
@@ -70,16 +68,6 @@ def test_batches_loaded_ahead_are_those_that_would_come(path: str) -> None:
     assert len(places) == 1
 
 
-def test_a_vocabulary_of_bytes_reads_the_bytes_as_they_are(path: str) -> None:
-    file, random = np.memmap(path, dtype=np.uint16, mode="r"), np.random.default_rng(5)
-    loader = TokenLoader(path, 4, 16, "cpu", 5, 256)
-    for _ in range(3):
-        tokens, targets = loader.next()
-        for row, start in enumerate(random.integers(0, 1000 - 16, 4)):
-            wanted = torch.from_numpy(file[start : start + 17].astype(np.int64) % 256)
-            assert torch.equal(tokens[row], wanted[:-1]) and torch.equal(targets[row], wanted[1:])
-
-
 @for_each("vocabulary", [257, 50304, 128256])
 def test_larger_vocabularies_have_an_id_for_two_bytes(tmp_path: Path, vocabulary: int) -> None:
     """An id is a byte times 256 plus the next, modulo the vocabulary; targets follow by one place."""
@@ -123,36 +111,6 @@ def test_a_batch_is_the_records_of_its_indices(tokens: str, kind: type[Records])
     batch = kind(text).batch(indices)  # type: ignore[call-arg]
     assert batch.dtype == torch.float32 and batch.shape == (4, 300)
     assert torch.equal(batch, torch.from_numpy(normalise_bytes(text[indices])))
-
-
-def mappings(folder: Path) -> list[str]:
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see what is mapped")
-def test_the_file_has_no_name_and_ends_with_its_object(
-    tokens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    one = CompressedRecords(records(tokens))
-    assert list(folder.iterdir()) == [] and len(mappings(folder)) == 1
-    assert one.batch(np.array([3])).shape == (1, 300)
-    del one
-    gc.collect()
-    assert mappings(folder) == []
-
-
-def test_batches_go_into_the_same_memory() -> None:
-    first, second = torch.randn(4, 8), torch.randn(4, 8)
-    there = Destination(Operand(first), "cpu")
-    (buffer,) = there.buffers
-    address = buffer.data_ptr()
-    there.take(Operand(first))
-    assert torch.equal(there.buffers[0], first) and buffer.data_ptr() != first.data_ptr()
-    there.take(Operand(second))
-    assert torch.equal(there.buffers[0], second) and there.buffers[0].data_ptr() == address
 
 
 def test_codes_travel_with_their_scale() -> None:

@@ -6,18 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8bench.formats.grids import E4M3
-from fp8bench.formats.recipes import TENSOR, Recipe, Treatment
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.arithmetics import PlainArithmetic, RecipeArithmetic
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.whole_layers import CachedWeights
-from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases, WatchedArithmetic
+from fp8bench.protocols import Arithmetic, Role, SilentPhases, WatchedArithmetic
 from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
-from tests.workloads.steps import Operations
 
 MODES = ("bf16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4", "fp8:weight-gradient=bf16")
 
@@ -103,55 +100,6 @@ def test_nothing_stays_when_the_passes_are_over_or_have_failed() -> None:
     with pytest.raises(KeyError), cached.cast(SilentPhases()):
         raise KeyError
     assert model.first.operands is None
-
-
-class Counting(PlainArithmetic):
-    """Takes largest magnitudes, and records them."""
-
-    takes_amax = True
-
-    def __init__(self, dtype: torch.dtype, seen: list[Tensor | None]) -> None:
-        super().__init__(dtype)
-        self.seen = seen
-
-    def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
-        self.seen.append(amax)
-        return super().cast_both(tensor, role, amax)
-
-
-def test_largest_magnitudes_are_found_ahead_for_who_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Tensor | None] = []
-    model = Pair(Counting(torch.bfloat16, seen), Counting(torch.bfloat16, seen))
-    with CachedWeights(model).cast(SilentPhases()):
-        pass
-    assert [float(call) for call in seen if call is not None] == [
-        float(parameter.detach().abs().max()) for parameter in model.parameters()
-    ]
-    seen.clear()
-    monkeypatch.setattr(Counting, "takes_amax", False)
-    with CachedWeights(model).cast(SilentPhases()):
-        pass
-    assert seen == [None, None]
-
-
-def test_elsewhere_than_on_a_processor_they_are_found_in_one_call() -> None:
-    with torch.device("meta"):
-        model = Pair(Counting(torch.bfloat16, []), Counting(torch.bfloat16, []))
-    with Operations() as ran, CachedWeights(model).cast(SilentPhases()):
-        pass
-    assert [name for name in ran.names if "norm" in name or "amax" in name or "aminmax" in name] == ["_foreach_norm"]
-
-
-def test_a_weight_rounded_at_random_is_drawn_once() -> None:
-    """Without the cache each pass would have its own draws."""
-    plain, drawn = Treatment(E4M3, TENSOR), Treatment(E4M3, TENSOR, stochastic=True)
-    model = Pair(RecipeArithmetic(Recipe(plain, drawn, plain)), PlainArithmetic(torch.float32))
-    x = given(0)
-    with torch.no_grad(), CachedWeights(model).cast(SilentPhases()):
-        cached = [model.first(x, SilentPhases()) for _ in range(2)]
-    with torch.no_grad():
-        again = [model.first(x, SilentPhases()) for _ in range(2)]
-    assert torch.equal(*cached) and not torch.equal(*again)
 
 
 def test_a_delayed_scale_gets_one_entry_for_all_passes() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -109,23 +108,6 @@ def test_all_is_as_it_was_after_an_error(model: Model) -> None:
         model.experts(torch.ones(3, 5, 7))
     assert everything_in(model) == before
     assert torch.overrides._get_current_function_mode() is None
-
-
-def test_all_is_as_it_was_after_an_interrupt_while_entering(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, done = everything_in(model), 0
-    replace = Conversion._replace
-
-    def interrupted(self: Conversion, *arguments: Any) -> None:
-        nonlocal done
-        done += 1
-        replace(self, *arguments)
-        if done == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Conversion, "_replace", interrupted)
-    with pytest.raises(KeyboardInterrupt), converted(model, FP8):
-        pass
-    assert done == 3 and everything_in(model) == before
 
 
 def test_a_layer_of_two_names_is_one_layer(model: Model) -> None:

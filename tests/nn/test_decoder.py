@@ -1,18 +1,13 @@
-"""A served model against one by hand: plain loops over heads, positions and codes, written from the formulas."""
+"""A served model against the one that is trained, its cache and its bytes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.formats.scaled import values
 from fp8bench.nn.arithmetics import PlainArithmetic
@@ -35,12 +30,6 @@ from tests.counts import for_each
 from tests.tapes import tape_in_phases
 from tests.workloads.steps import SMALL, setup_of
 
-Array = NDArray[np.float64]
-TINY = GPTConfig(19, 24, 2, 6, 2, 40, batch=1, sequence=16, modern=True)
-TINY_GPT2 = GPTConfig(19, 24, 2, 3, 3, 40, batch=1, sequence=16)
-TINY_MOE = replace(TINY, experts=5, top_k=3)
-TINY_MOE_GPT2 = replace(TINY_GPT2, experts=4)
-
 
 def model_of(
     config: GPTConfig, kv: str = "fp32", weights: str = "own", carrier: torch.dtype = torch.float32, batch: int = 2
@@ -55,92 +44,13 @@ def model_of(
     return Decoder(config, drawn, keep, kv, carrier, (batch, config.sequence))
 
 
-def norm(x: Array, modern: bool) -> Array:
-    centred = x if modern else x - x.mean()
-    return centred / math.sqrt((centred**2).mean() + 1e-5)
-
-
-def turned(x: Array, position: int) -> Array:
-    half = len(x) // 2
-    out = x.copy()
-    for i in range(half):
-        angle = position / 500000.0 ** (2 * i / len(x))
-        out[i] = x[i] * math.cos(angle) - x[half + i] * math.sin(angle)
-        out[half + i] = x[half + i] * math.cos(angle) + x[i] * math.sin(angle)
-    return out
-
-
-def fed_by_hand(config: GPTConfig, w: dict[str, Array], block: str, x: Array) -> Array:
-    chosen = {"mlp": 1.0}
-    if config.experts:
-        scores = [float(row @ x) for row in w[f"{block}.mlp.router"]]
-        best = sorted(range(config.experts), key=lambda expert: -scores[expert])[: config.top_k]
-        total = sum(math.exp(scores[expert]) for expert in best)
-        chosen = {f"mlp.experts.{expert}": math.exp(scores[expert]) / total for expert in best}
-    out = np.zeros_like(x)
-    for owner, share in chosen.items():
-        hidden = w[f"{block}.{owner}.up.weight"] @ x
-        if config.modern:
-            gate, value = hidden[: config.hidden], hidden[config.hidden :]
-            between = gate / (1 + np.exp(-gate)) * value
-        else:
-            between = 0.5 * hidden * (1 + np.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
-        out += share * (w[f"{block}.{owner}.down.weight"] @ between)
-    return out
-
-
-def by_hand(config: GPTConfig, weight: Callable[[str], Tensor], tokens: list[int]) -> Array:
-    w = {name: weight(name).double().numpy() for name in served_shapes(config)}
-    d, group = config.width // config.heads, config.heads // config.key_heads
-    keys: list[list[list[Array]]] = [[[] for _ in range(config.key_heads)] for _ in range(config.layers)]
-    kept: list[list[list[Array]]] = [[[] for _ in range(config.key_heads)] for _ in range(config.layers)]
-    rows = []
-    for position, token in enumerate(tokens):
-        x = w["embedding"][token].copy()
-        if not config.modern:
-            x = x + w["positions"][position]
-        for block in range(config.layers):
-            b = f"blocks.{block}"
-            qkv = w[f"{b}.attn.qkv.weight"] @ norm(x, config.modern)
-            mixed = []
-            for head in range(config.key_heads):
-                k = qkv[config.width + head * d : config.width + (head + 1) * d]
-                start = config.width + config.key_heads * d + head * d
-                keys[block][head].append(turned(k, position) if config.modern else k)
-                kept[block][head].append(qkv[start : start + d])
-            for head in range(config.heads):
-                q = qkv[head * d : (head + 1) * d]
-                q = turned(q, position) if config.modern else q
-                scores = [float(q @ k) / math.sqrt(d) for k in keys[block][head // group]]
-                shares = [math.exp(score - max(scores)) for score in scores]
-                pairs = zip(shares, kept[block][head // group], strict=True)
-                mixed.append(sum(share * v for share, v in pairs) / sum(shares))
-            x = x + w[f"{b}.attn.out.weight"] @ np.concatenate(mixed)
-            x = x + fed_by_hand(config, w, b, norm(x, config.modern))
-        rows.append(w["embedding" if config.tied else "head.weight"] @ norm(x, config.modern))
-    return np.stack(rows)
-
-
 def token_by_token(model: Decoder, tokens: Tensor, first: int) -> Tensor:
     result = [model.forward(tokens[:, :first], 0, SilentPhases(), every=True)]
     result += [model.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(first, tokens.shape[1])]
     return torch.cat(result, 1)
 
 
-@for_each("config", [TINY, TINY_GPT2, TINY_MOE, TINY_MOE_GPT2, replace(TINY, tied=True)])
-def test_a_cached_decode_is_the_formulas(config: GPTConfig) -> None:
-    tokens = torch.randint(config.vocabulary, (2, 11), generator=torch.Generator().manual_seed(1))
-    exact = np.stack([by_hand(config, draw_weights(served_shapes(config), 3, "cpu"), row.tolist()) for row in tokens])
-    for first in (1, 4, 11):
-        logits = token_by_token(model_of(config), tokens, first)
-        assert np.abs(logits.double().numpy() - exact).max() <= 1e-5 * np.abs(exact).max()
-    chunked = model_of(config)
-    chunked.forward(tokens[:, :4], 0, SilentPhases())
-    late = chunked.forward(tokens[:, 4:], 4, SilentPhases(), every=True)
-    assert np.abs(late.double().numpy() - exact[:, 4:]).max() <= 1e-5 * np.abs(exact).max()
-
-
-@for_each("size", ["nano-llama", "nano-moe"])
+@for_each("size", ["nano", "nano-llama", "nano-moe"])
 def test_the_trained_model_of_these_weights_gives_the_same_logits(size: str) -> None:
     """GPT has no cache; checkpoints of the mixture are read in this order."""
     config = replace(SERVED_SIZES[size], sequence=32)
@@ -155,83 +65,6 @@ def test_the_trained_model_of_these_weights_gives_the_same_logits(size: str) -> 
         logits = gpt.logits(tokens, SilentPhases())
     result = token_by_token(model_of(config), tokens, 7)
     assert float((result - logits).abs().max()) <= 1e-5 * float(logits.abs().max())
-
-
-class Touched(TorchDispatchMode):  # type: ignore[misc]
-    """Records the addresses of tensors that operators read."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.places: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for given in args:
-            self.places |= {item.data_ptr() for item in (given if isinstance(given, list | tuple) else [given])
-                            if isinstance(item, Tensor)}  # fmt: skip
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("weights", ["own", "int8", "nvfp4"])
-@pytest.mark.parametrize("batch", [1, 2, 40])
-def test_of_experts_those_that_are_chosen_are_read(weights: str, batch: int) -> None:
-    """Watches the memory that a step reads: nothing of another expert."""
-    config = replace(SERVED_SIZES["nano-moe"], sequence=4)
-    model = model_of(config, "bf16", weights, torch.bfloat16, batch)
-    model.fill(3, torch.Generator().manual_seed(0))
-    tokens = torch.randint(config.vocabulary, (batch, 1), generator=torch.Generator().manual_seed(batch))
-    with Touched() as seen, torch.no_grad():
-        model.forward(tokens, 3, SilentPhases())
-    names = {
-        tensor.data_ptr(): (name, tensor) for name, layer in model.layers.items()
-        for tensor in [*layer.tensors(), *getattr(layer, "native", ())]
-    }  # fmt: skip
-    read = {name.rpartition(".")[0] for place, (name, _) in names.items() if place in seen.places and "experts" in name}
-    chosen = {
-        f"blocks.{block}.mlp.experts.{number}"
-        for block, rows in model.loads.items()
-        for number, few in enumerate(rows)
-        if few
-    }
-    assert read == chosen and len(chosen) == (4 if batch == 1 else len(chosen))
-    assert sum(map(sum, model.loads.values())) == 2 * batch * config.layers
-    arm, shape = Arm("bf16", "", "" if weights == "own" else weights), shape_of(config)
-    each = len(chosen) / config.layers
-    counted, every = (step_bytes(shape, arm, batch, 4, experts).weights for experts in (each, config.experts))
-    dense = step_bytes(shape, arm, batch, 4, 0).weights
-    assert counted - dense == model.expert_bytes()
-    assert every - dense == model.expert_bytes() * config.experts / each
-    if batch == 1:
-        assert counted == step_bytes(shape, arm, batch, 4).weights < 0.5 * every
-
-
-def wrong_by(spoil: Callable[[Decoder], None]) -> float:
-    tokens = torch.randint(TINY.vocabulary, (2, 9), generator=torch.Generator().manual_seed(1))
-    exact, model = model_of(TINY), model_of(TINY)
-    for item in (exact, model):
-        item.forward(tokens[:, :8], 0, SilentPhases())
-    spoil(model)
-    wanted, result = (item.forward(tokens[:, 8:], 8, SilentPhases()) for item in (exact, model))
-    return float((result - wanted).norm() / wanted.norm())
-
-
-def test_planted_mistakes_of_a_cache_are_seen() -> None:
-
-    def shifted(model: Decoder) -> None:
-        for pair in model.cache:
-            for heads in pair:
-                heads.codes[:, :, 1:8] = heads.codes[:, :, 0:7].clone()
-
-    def exchanged(model: Decoder) -> None:
-        model.cache.reverse()
-
-    def constant(model: Decoder) -> None:
-        for pair in model.cache:
-            for heads in pair:
-                heads.codes[:, :, :8] = 0.015
-
-    assert wrong_by(lambda model: None) == 0
-    for spoil in (shifted, exchanged, constant):
-        assert wrong_by(spoil) > 1e-2
 
 
 @for_each("name", KV_FORMATS)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
-import pytest
 import torch
 
 from fp8bench.model import Request
-from fp8bench.nn.shared_workloads import why_no_errors
 from fp8bench.numerics.distributions import drawn
 from fp8bench.plan.make import make_plan
-from fp8bench.protocols import SilentPhases
 from fp8bench.protocols.axes import VALUES
-from fp8bench.registry import precisions, workloads
+from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.finite import FiniteState
 from tests.counts import for_each
 from tests.facts import CPU
 
@@ -69,28 +63,3 @@ def test_a_suite_is_made_of_what_was_asked(workload: str, bench: Bench) -> None:
             assert result and all(len(tensor.unique()) == 1 for tensor in result)
         seen[kind] = tuple(float(tensor.float().abs().mean()) for tensor in result)
     assert set(seen) == set(KINDS) and len(set(seen.values())) == len(KINDS)
-
-
-@pytest.mark.slow
-@for_each("mode", [name for name in precisions.names() if name != "custom"])
-def test_constants_take_every_precision_and_leave_no_nan(mode: str, bench: Bench) -> None:
-    for workload in ("gemm", "cast", "mlp"):
-        for case in cases(workload, "ones,zeros", mode):
-            if case.precision != mode:
-                continue
-            one = workloads.get(workload)
-            with precisions.get(mode).scope():
-                state = one.prepare(bench._setup(case, CPU))
-                known = FiniteState(state)
-                for _ in range(2):
-                    one.step(state, SilentPhases())
-                assert not known.lost(state).lost
-                if workload == "gemm":
-                    a, b = state.cast(state.a, state.b)
-                    product = state.arithmetic.product(a, b, state.arithmetic.carrier).float()
-                    assert product.isfinite().all()
-                    assert product.any() == (VALUES.of(dict(case.params)) == "ones"), case
-                statistics = one.statistics(bench._setup(case, CPU))
-            assert all(math.isfinite(item.amax) for item in statistics)
-            why = bench.error(case, CPU)
-            assert why == why_no_errors(dict(case.params)) and "constant" in str(why)

@@ -41,19 +41,6 @@ def test_the_numbers_are_the_same_in_every_dtype() -> None:
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0].double(), weights[2])
 
 
-def test_the_outcome_is_the_output_and_every_gradient() -> None:
-    state = made()
-    (x, other), pull = state.inputs, state.pull
-    weight = next(state.layer.parameters())
-    output, gradients = state.outcome()
-    assert pull is not None and not output.requires_grad
-    assert torch.equal(output, x * weight + other)
-    for result, wanted in zip(gradients, (pull * weight, pull, (pull * x).sum(0)), strict=True):
-        torch.testing.assert_close(result, wanted)
-    forward, none = made(training=False).outcome()
-    assert torch.equal(forward, output) and none == ()
-
-
 def test_errors_are_those_of_output_and_gradients() -> None:
     exact = made(torch.float64)
     errors = made(torch.bfloat16).errors(exact)

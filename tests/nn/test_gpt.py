@@ -135,25 +135,6 @@ def test_a_tied_weight_gets_the_gradients_of_both_its_uses(mode: str, cached: bo
     torch.testing.assert_close(tied_grad, whole, rtol=0, atol=0)
 
 
-class Counting(PlainArithmetic):
-    """Counts its products."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.float32)
-        self.products = 0
-
-    def product(self, a, b, dtype):  # type: ignore[no-untyped-def]
-        self.products += 1
-        return super().product(a, b, dtype)
-
-
-def test_each_layer_kind_takes_its_own_arithmetic() -> None:
-    kinds = Counting(), Counting(), Counting()
-    model, (tokens, targets) = GPT(PLAIN, by_kind(*kinds), torch.float32), text(PLAIN)
-    model(tokens, targets, SilentPhases()).backward()
-    assert [item.products for item in kinds] == [3 * 2 * PLAIN.layers, 3 * 2 * PLAIN.layers, 3]
-
-
 @pytest.mark.parametrize("name", SIZES)
 def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
     config = SIZES[name]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.nn.model_calls import call_of, loss_of, on_device, tensors_in
+from fp8bench.nn.model_calls import call_of, loss_of
 from tests.counts import for_each
 
 X = torch.ones(2, 4)
@@ -118,21 +118,3 @@ def test_a_loss_of_ones_own() -> None:
 def test_what_is_no_loss_is_refused(result: Callable[[Tensor], Any], own: Callable[..., Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         loss(result, own)
-
-
-class Encoded(UserDict[str, Tensor]):
-    """As transformers' BatchEncoding: its items are attributes, too."""
-
-    def __getattr__(self, name: str) -> Tensor:
-        return self.data[name]
-
-
-def test_tensors_keep_their_names_and_places() -> None:
-    nested = {"a": [X, (X, 3)], "b": Output(X), "c": Named(X, None)}
-    assert [name for name, _ in tensors_in(nested)] == ["a.0", "a.1.0", "b.logits", "c.x"]
-    moved = on_device({"a": [X, (X, 3)], "b": Output(X), "c": Named(X, "word")}, "meta")
-    assert moved["b"].logits.is_meta and moved["b"].logits is moved["a"][0] and not X.is_meta
-    assert moved["a"][0].is_meta and moved["a"][1][0].is_meta and moved["a"][1][1] == 3
-    assert moved["c"].x.is_meta and moved["c"].mask == "word"
-    encoded = on_device(Encoded(x=X), "meta")
-    assert encoded.x.is_meta and isinstance(encoded, Encoded)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.recipes import ROW, TENSOR, Amax, Delayed, Recipe, ScaleRounding, Treatment
@@ -23,7 +22,6 @@ from fp8bench.protocols import Role, ScaleBook, SilentPhases
 from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import CPU
-from tests.nn.layers import arithmetic_of
 
 
 class Definition:
@@ -88,47 +86,6 @@ def test_a_cast_that_is_done_again_is_not_entered_again() -> None:
     assert torch.equal(scale.history, plain.history)  # type: ignore[arg-type]
     fresh = DelayedScale(Delayed(), E4M3)
     assert fresh.next(torch.tensor([2.0]), again=True).scale.item() == 1.0 and fresh.scale.item() == 224.0  # type: ignore[union-attr]
-
-
-class Pair(nn.Module):
-    """Two layers, in a mode of their own each, computed again in backward or not."""
-
-    def __init__(self, mode: str, again: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        arithmetic = arithmetic_of(mode)
-        self.first, self.second = Linear(48, 32, arithmetic.layer("first")), Linear(32, 16, arithmetic.layer("second"))
-        self.again = again
-
-    def both(self, x: Tensor) -> Tensor:
-        hidden = self.first(x, SilentPhases()).relu()
-        y: Tensor = self.second(hidden, SilentPhases())
-        return y
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.again == "never":
-            return self.both(x)
-        y: Tensor = checkpoint(self.both, x, use_reentrant=self.again == "reentrant", preserve_rng_state=False)
-        return y
-
-
-@for_each("again", ["saved tensors", "reentrant"])
-@for_each("mode", ["fp8-delayed:history=2:margin=1", "nvfp4:hadamard=off", "fp8-delayed:interval=2"])
-def test_blocks_that_are_computed_again_have_the_gradients_of_those_that_are_not(mode: str, again: str) -> None:
-    """Steps differ in magnitude, so that a second cast with a newer scale would show."""
-    outcomes: list[list[Tensor]] = []
-    for how in ("never", again):
-        pair, result = Pair(mode, how), []
-        for step in range(5):
-            x = torch.randn(20, 48, generator=torch.Generator().manual_seed(step)) * 4.0**step
-            x.requires_grad_(True)
-            y = pair(x)
-            y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(step + 9)).to(y.dtype))
-            assert x.grad is not None and pair.first.weight.grad is not None and pair.second.weight.grad is not None
-            result += [y.detach(), x.grad, pair.first.weight.grad.clone(), pair.second.weight.grad.clone()]
-        outcomes.append(result)
-    for plain, recomputed in zip(*outcomes, strict=True):
-        assert torch.equal(plain, recomputed)
 
 
 FIXED = StaticScales(1)

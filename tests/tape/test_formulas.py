@@ -72,10 +72,6 @@ PRODUCTS: dict[str, tuple[Callable[[], object], int, str]] = {
         ),
         loops(M, 32, rotations.SIZE), "fp64",
     ),
-    "fp8bench::rotated": (
-        lambda: torch.ops.fp8bench.rotated(drawn(M, 32), torch.eye(rotations.SIZE).double(), torch.empty(M, 32)),
-        loops(M, 32, rotations.SIZE), "fp64",
-    ),
 }  # fmt: skip
 
 

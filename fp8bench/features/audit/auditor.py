@@ -46,7 +46,7 @@ from fp8bench.features.audit.promises import (
     SampledPlaces,
 )
 from fp8bench.features.audit.readings import TELLING, describe_reading
-from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork, fail
+from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, fail
 from fp8bench.formats.codes import DTYPES
 from fp8bench.formats.hardware import has_hopper_units
 from fp8bench.formats.recipes import Treatment
@@ -266,14 +266,12 @@ class AuditInput(NamedTuple):
 class Auditor:
     """What all checks of one audit share. `given` is what a check tries at the moment: its findings are about that,
     unless they name another input. `tried` counts judged results. Once numbers were wrong, nothing is `sound`: checks
-    that compare results with their promise say nothing new. Checks leave `times` and `work` here."""
+    that compare results with their promise say nothing new."""
 
     def __init__(self, subject: Subject, seed: int, ceilings: Ceilings | None = None) -> None:
         self.subject, self.seed, self.ceilings = subject, seed, ceilings or Ceilings()
         self.given: AuditInput | None = None
         self.tried, self.sound = 0, True
-        self.times: dict[str, float] = {}
-        self.work: CallWork | None = None
         self.changed: AuditFinding | None = None
         self._searches: Counter[str] = Counter()
         self._readings: dict[str, str] = {}
@@ -440,7 +438,4 @@ def audited(
             if any(finding.code in _NOTHING for finding in own):
                 break
             auditor.sound = all(finding.outcome is AuditOutcome.PASS for finding in own)
-    return Audit(
-        target, signature, tuple(findings), auditor.tried, time.perf_counter() - started,
-        times=tuple(auditor.times.items()), work=auditor.work,
-    )  # fmt: skip
+    return Audit(target, signature, tuple(findings), auditor.tried, time.perf_counter() - started)

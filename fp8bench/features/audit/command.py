@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -15,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench import __version__, units
-from fp8bench.cli import option_types as types
 from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import CommandResult, check_files, check_outputs
+from fp8bench.cli.outputs import CommandResult, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import (
     EXIT_BASELINE,
@@ -34,9 +32,6 @@ from fp8bench.features.audit.values import (
     AuditedLayer,
     AuditFinding,
     AuditOutcome,
-    CallWork,
-    noise_of,
-    spread_of,
     worst,
 )
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
@@ -53,7 +48,7 @@ from fp8bench.plan.resolve import switches_of
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Page, Part, Text, Tone, printable
+from fp8bench.report.elements import Page, Part, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.store.ceilings import current_ceilings
 from fp8bench.user_code.named import signed
@@ -69,7 +64,7 @@ EXAMPLES = (
     "fp8bench audit kernels.py:my_gemm --kind product --precision fp8",
     "fp8bench audit net.py:make --kind model  # what a converter made of a model",
 )
-FIRST_OPTIONS = "--kind --precision --takes --device --all --junit --md --explain --json"
+FIRST_OPTIONS = "--kind --precision --takes --device --all --md --explain --json"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -93,8 +88,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     shared(parser, "--seed", help="for the data; default 0")
     shared(parser, "--threads", "--store")
-    parser.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
-    shared(parser, "--all", help="every check, remark, layer and time, too, as --md and --json have them")
+    shared(parser, "--all", help="every finding and layer, too, as --md and --json have them")
     shared(parser, "--md", "--explain")
     shared(parser, "--json", help="print all of it as JSON instead of the tables")
 
@@ -107,7 +101,6 @@ def run(arguments: argparse.Namespace) -> int:
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.jobs.profile import function_named  # heavy
 
-    check_files({"--junit": arguments.junit})
     settings = Settings(threads=arguments.threads, seed=arguments.seed)
     if arguments.precision is not None:
         precisions.canonical(arguments.precision)  # here, so that a word that cannot be starts no worker
@@ -115,9 +108,8 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         function_named(arguments.target), _signature(arguments), arguments.device, settings, arguments.store, observer
     )
     document = {"device": encode(facts), "outcome": done.outcome.value, **encode(done)}
-    files = {"--junit": (arguments.junit, as_junit(done))}
     page, whole = partial(page_of, facts, done, arguments.all), partial(page_of, facts, done)
-    return CommandResult(done, page, lambda: document, whole=whole, code=_EXITS[done.outcome], files=files)
+    return CommandResult(done, page, lambda: document, whole=whole, code=_EXITS[done.outcome])
 
 
 def _signature(arguments: argparse.Namespace) -> Signature | None:
@@ -224,8 +216,6 @@ _LEGEND = (
     "FAIL: it is not; the code says which known mistake explains all of it, or what is wrong",
     "CANNOT TELL: it raised, crashed or did not answer where it should have",
     "error: how far results are from the exact product of what went in; expected: how far the emulation is",
-    "too-good: a smaller error than this precision can have: finer scales, or a wider one; too-bad: a larger one",
-    "gain: results are too large or too small in the mean; short-sums: sums are kept in fewer bits than float32 has",
 )
 
 
@@ -238,21 +228,17 @@ def page_of(facts: DeviceFacts, audit: Audit, whole: bool = True) -> Page:
     precision = f" in {signature.precision}" * bool(signature.precision)
     title = f"audit of {audit.target}: {signature.kind.value}{precision} on {facts.key} ({facts.name})"
     failed = [finding for finding in audit.findings if finding.outcome is not AuditOutcome.PASS]
-    remarks = [finding for finding in audit.findings if finding.remark]
+    shown = [finding for finding in audit.findings if finding.code] if whole else failed[:_SHOWN]
     tables: list[tuple[str, str, Sequence[Col[Any]], Sequence[Any]]] = [
-        ("failed", "what is wrong", _FINDINGS, failed if whole else failed[:_SHOWN]),
+        ("found", "what was found", _FINDINGS, shown),
         ("layers", "layers", _LAYERS, audit.layers if whole or len(audit.layers) <= _LISTED else ()),
-        ("remarks", "what is said of the rest", _FINDINGS, remarks if whole else ()),
-        ("work", "what torch sees of a call", _WORK, (audit.work,) if whole and audit.work is not None else ()),
     ]
     parts = (Part(name, words, (table(name, "", cols, rows),)) for name, words, cols, rows in tables if rows)
-    verdict = Part("verdict", "", tuple(_verdict(audit, failed, remarks, whole)))
+    verdict = Part("verdict", "", tuple(_verdict(audit, failed)))
     return Page(title, "", (verdict, *parts), _LEGEND)
 
 
-def _verdict(
-    audit: Audit, failed: Sequence[AuditFinding], remarks: Sequence[AuditFinding], whole: bool
-) -> Iterator[Text]:
+def _verdict(audit: Audit, failed: Sequence[AuditFinding]) -> Iterator[Text]:
     outcome, checks = audit.outcome, _by_check(audit)
     reason = next((f"{finding.code}: {finding.why}" for finding in failed if finding.outcome is outcome), "")
     low, flops = sum(layer.low for layer in audit.layers), sum(layer.flops for layer in audit.layers)
@@ -262,15 +248,9 @@ def _verdict(
     yield Text(f"{outcome.value}: {reason or covered}", _TONES[outcome])
     if failed and audit.layers:
         yield Text(covered)
-    yield Text(f"{units.whole(audit.tried)} result{'s' * (audit.tried != 1)} in {units.seconds(audit.seconds)}")
-    names = [name for name, findings in checks.items() if worst(findings) is AuditOutcome.PASS]
-    codes = dict.fromkeys(remark.code for remark in remarks)
-    yield from (Text(f"{what}: {', '.join(each)}") for what, each in (("right", names), ("remarks", codes)) if each)
-    if not whole:
-        yield Text("--all shows every remark, layer and time", Tone.DOUBT)
-    elif times := dict(audit.times):
-        each = ", ".join(f"{units.seconds(seconds)} on {name}" for name, seconds in times.items())
-        yield Text(f"a call takes {each}: {spread_of(times):.0%} apart; the same data twice: {noise_of(times):.0%}")
+    yield Text(f"{units.whole(audit.tried)} results in {units.seconds(audit.seconds)}")
+    if names := [name for name, findings in checks.items() if worst(findings) is AuditOutcome.PASS]:
+        yield Text(f"right: {', '.join(names)}")
 
 
 def _percent(error: float) -> str:
@@ -285,10 +265,6 @@ _FINDINGS: tuple[Col[AuditFinding], ...] = (
     Col("expected", lambda finding: finding.expected, True, _percent),
     Col("why", lambda finding: finding.why, below=True),
 )
-_WORK: tuple[Col[CallWork], ...] = tuple(
-    Col(field.name, lambda work, name=field.name: units.whole(getattr(work, name)), number=True)  # type: ignore[misc]
-    for field in fields(CallWork)
-)
 _LAYERS: tuple[Col[AuditedLayer], ...] = (
     Col("layer", lambda layer: layer.name),
     Col("is", lambda layer: layer.what),
@@ -296,24 +272,3 @@ _LAYERS: tuple[Col[AuditedLayer], ...] = (
     Col("runs as", lambda layer: layer.runs or (units.NONE if layer.low else "not converted")),
     Col("why not converted", lambda layer: layer.reason, below=True),
 )
-_TAGS = {AuditOutcome.FAIL: "failure", AuditOutcome.CANNOT_TELL: "error"}
-
-
-def as_junit(audit: Audit) -> str:
-    """Writes a test for each check; remarks on passed checks are in their output."""
-    root = ET.Element("testsuites", name="fp8bench audit")
-    suite = ET.SubElement(root, "testsuite", name=printable(audit.target))
-    for check, findings in _by_check(audit).items():
-        test = ET.SubElement(suite, "testcase", classname=printable(audit.target), name=check, time="0")
-        for finding in findings:
-            words = printable(": ".join(filter(None, (finding.why, finding.input))))
-            if finding.outcome in _TAGS:
-                ET.SubElement(test, _TAGS[finding.outcome], message=words, type=finding.code)
-            elif finding.code:
-                ET.SubElement(test, "system-out").text = f"{finding.code}: {words}"
-    for place in (suite, root):
-        place.set("tests", str(len(place.findall(".//testcase"))))
-        for name, tag in (("failures", "failure"), ("errors", "error")):
-            place.set(name, str(len(place.findall(f".//testcase/{tag}"))))
-    ET.indent(root)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"

@@ -150,7 +150,7 @@ def work_of(call: Callable[[], object]) -> CallWork:
         given, made = list(tensors_in((done.given, tuple(done.named.values())))), list(tensors_in(done.result))
         for tensor in made:
             if math.prod(tensor.shape) and tensor.storage not in {other.storage for other in given}:
-                seen.update(allocations=1, bytes=math.prod(tensor.shape) * tensor.dtype.itemsize)
+                seen["allocations"] += 1
         name = name_of(done)
         seen["products"] += name in SHAPES
         if name in _COPIES and given and made:

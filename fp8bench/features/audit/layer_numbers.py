@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from fp8bench.features.audit.layer_products import IMAGES, ROWS, LayerProduct, Misses, gain_of, misses
 from fp8bench.features.audit.operands import Promised, spread
 from fp8bench.nn.holders import CONV1D, CONV2D, kind_of
-from fp8bench.numerics.conformity import permutations
 from fp8bench.user_code import own_words
 
 HIGH, UNKNOWN, WEIGHTS = "as it came", "not known", "weights alone"
@@ -292,8 +291,6 @@ def _describe(product: LayerProduct, found: Tensor, bias: Tensor | None, missed:
     result = found if bias is None else found + bias
     if not bool(result.any()):
         return "all of its results are 0"
-    if bool((result >= 0).all()) and bool((exact < 0).any()):
-        return "none of its results is below 0, as behind a ReLU"
     if bias is not None:
         added = bias.expand_as(found)
         share = gain_of(found - exact, added)
@@ -303,15 +300,6 @@ def _describe(product: LayerProduct, found: Tensor, bias: Tensor | None, missed:
     gain = gain_of(result, right)
     if abs(gain - 1) > _GAIN and float((result - gain * right).norm()) < _LARGEST * float(result.norm()):
         return f"its results are {gain:.2f} times what its input, current weight and bias give"
-    if (
-        product.kind not in (CONV1D, CONV2D)
-        and product.weight.shape[0] == product.weight.shape[1]
-        and is_near(product.made(product.x, product.weight.t()))
-    ):
-        return "its weight is read transposed"
-    for words, moved in permutations(found, exact):
-        if is_near(moved):
-            return words
     for side, lines in (("columns", missed.columns), ("rows", missed.rows)):
         wrong = (lines > 3 * lines.median() + _LITTLE).nonzero().flatten().tolist()
         if wrong:

@@ -34,8 +34,6 @@ _LOW = re.compile(r"fp8|float8|mxfp|mxlinear|nvfp4|fp4", re.IGNORECASE)
 _PACKAGES = ("transformer_engine", "intel_transformer_engine", "torchao")
 # FP8 products need both sides of a weight to be multiples of this.
 _MULTIPLE = 16
-# torchao's filters, tuned on an H100, leave layers with at most so many outputs and inputs as they are.
-_SMALL = ((1024, 4096), (2048, 1 << 62), (1 << 62, 1024))
 # All layers are checked where their weights have at most so many numbers together.
 _MOST_NUMBERS = 1 << 26
 # What the numbers of a layer may be without being wrong.
@@ -85,9 +83,7 @@ def left_out(model: nn.Module, layers: Sequence[FoundLayer]) -> Callable[[FoundL
     """Returns what says the name of the likely reason why a layer was not converted, and a sentence."""
     low = [layer for layer in layers if layer.row.low]
     weights = {id(layer.weight): layer.row.name for layer in low}
-    linear = [layer.row.name for layer in layers if layer.row.low or isinstance(layer.module, nn.Linear)]
     by = {type(layer.module).__module__.partition(".")[0] for layer in low}
-    ends = {linear[-1]: "last", linear[0]: "first"} if by <= {"torchao"} and len(linear) > 1 else {}
     behind = dict(_behind_odd(model)) if by <= {"transformer_engine", "intel_transformer_engine"} else {}
 
     def why(layer: FoundLayer) -> tuple[str, str]:
@@ -102,11 +98,7 @@ def left_out(model: nn.Module, layers: Sequence[FoundLayer]) -> Callable[[FoundL
             return "shape", f"{odd[0]} is no multiple of {_MULTIPLE}"
         if name in behind:
             return "stopped", f"behind {behind[name]}: Accelerate stops where sides do not fit"
-        if name in ends:
-            return "end", f"the {ends[name]} linear layer, which Accelerate leaves to torchao's as it is"
-        if "torchao" in by and any(sides[0] <= most and sides[1] <= more for most, more in _SMALL):
-            return "small", "torchao's filter takes it for too small to gain, on an H100"
-        return "filter", "a filter, or a converter that never saw it"
+        return "filter", "a filter (of small, first and last layers), or a converter that never saw it"
 
     return why
 

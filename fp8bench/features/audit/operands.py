@@ -316,8 +316,6 @@ def _of_scales(kept: Rounded) -> Iterator[Mistake]:
         "in the order of a GPU's tiles": swizzled(scales).reshape(scales.shape) if whole_tiles else None,
         "moved on by one block": scales.roll(1, 1),
         "moved on by one row": scales.roll(1, 0),
-        "those of the first block": scales[:, :1].expand_as(scales),
-        "one for all, the largest": scales.max().expand_as(scales),
     }
     for words, other in laid.items():
         if other is not None and not torch.equal(other, scales):
@@ -327,9 +325,6 @@ def _of_scales(kept: Rounded) -> Iterator[Mistake]:
     yield "scale-missing", "without its scales", elements
     if kept.tensor_scale is not None:
         yield "scale-missing", "without its tensor's scale", kept.values / kept.tensor_scale
-    yield "scale-inverse", "divided by its scales", elements / kept.spread
-    yield "scale-twice", "with its scales applied twice", kept.values * kept.spread
-    yield "factor", "twice as large", kept.values * 2
 
 
 def _of_tails(kept: Rounded) -> Iterator[Mistake]:

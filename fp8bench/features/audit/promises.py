@@ -341,40 +341,29 @@ class AttentionPromise:
 
     def _mistakes(self) -> Iterator[tuple[str, str, Tensor]]:
         q, k, v = self._cast
-        size, right = math.sqrt(q.shape[-1]), _weights(q, k, self.causal)
+        size = math.sqrt(q.shape[-1])
         if self.treatment is not None:
             yield "not-cast", "queries, keys and values as they came: nothing was cast", self._exact()
             wide = self.given[2].to(torch.float64)
-            yield "not-cast", "scores of what was cast, and values as they came", right @ wide
+            yield "not-cast", "scores of what was cast, and values as they came", _weights(q, k, self.causal) @ wide
         wrong = _weights(q * size, k, self.causal) @ v
         yield "scale", "its scores are not divided by the square root of the size", wrong
         yield "scale", "its scores are divided by the size", _weights(q / size, k, self.causal) @ v
-        yield "base", "2 to the scores and not e", _weights(q * math.log(2), k, self.causal) @ v
         yield "mask", f"it is {'not ' * self.causal}causal", _weights(q, k, not self.causal) @ v
-        if self.causal and q.shape[-2] > 1:
-            yield "mask", "each place sees the next one, too", _weights(q, k, True, 1) @ v
-            yield "mask", "no place sees itself, but the first", _weights(q, k, True, -1) @ v
-        yield "softmax", "the softmax runs over queries", _scores(q, k).softmax(-2) @ v
-        if q.shape[1] > 1:
-            yield "heads", "queries of another head", _weights(q.roll(1, 1), k, self.causal) @ v
-            yield "heads", "values of another head", right @ v.roll(1, 1)
-        yield "layout", "places in another order", (right @ v).flip(-2)
-        yield "factor", "twice as large", 2 * (right @ v)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
 
 
-def _weights(q: Tensor, k: Tensor, causal: bool, later: int = 0) -> Tensor:
-    """Returns the softmax of scores. If causal, each place sees itself, earlier ones, and `later` more."""
-    return _softmax(_scores(q, k), causal, later)
+def _weights(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    return _softmax(_scores(q, k), causal)
 
 
-def _softmax(scores: Tensor, causal: bool, later: int = 0, rows: Tensor | None = None) -> Tensor:
+def _softmax(scores: Tensor, causal: bool, rows: Tensor | None = None) -> Tensor:
+    """Each place sees all, or if causal itself and earlier ones."""
     if causal:
-        seen = torch.ones(scores.shape[-1], scores.shape[-1], dtype=torch.bool).tril(later)
-        seen[0, 0] = True
+        seen = torch.ones(scores.shape[-1], scores.shape[-1], dtype=torch.bool).tril()
         seen = seen if rows is None else seen[rows]
         scores = scores.masked_fill(~seen, -math.inf)
     return scores.softmax(-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -78,33 +78,17 @@ class AuditedLayer:
 
 @dataclass(frozen=True)
 class CallWork:
-    """What torch sees of one call: allocations and their bytes, casts, copies without a cast, and products."""
+    """What torch sees of one call: allocations, casts, copies without a cast, and products."""
 
     allocations: int = 0
-    bytes: int = 0
     casts: int = 0
     copies: int = 0
     products: int = 0
 
 
-# The same data as "normal", timed a second time.
-CONTROL = "normal, again"
-
-
-def spread_of(times: Mapping[str, float]) -> float:
-    kinds = [seconds for name, seconds in times.items() if name != CONTROL]
-    return max(kinds) / min(kinds) - 1
-
-
-def noise_of(times: Mapping[str, float]) -> float:
-    pair = times[CONTROL], times[CONTROL.partition(",")[0]]
-    return max(pair) / min(pair) - 1
-
-
 @dataclass(frozen=True)
 class Audit:
-    """All findings on one callable and device. `tried` counts judged results; only models have `layers`. `times` are
-    seconds of the same call on each kind of data, on a CPU those of the process; `work` is what torch sees of one."""
+    """All findings on one callable and device. `tried` counts judged results; only models have `layers`."""
 
     target: str
     signature: Signature
@@ -112,8 +96,6 @@ class Audit:
     tried: int = 0
     seconds: float = 0.0
     layers: tuple[AuditedLayer, ...] = ()
-    times: tuple[tuple[str, float], ...] = ()
-    work: CallWork | None = None
 
     @property
     def low_flops(self) -> int:

@@ -95,29 +95,20 @@ def conformity(
 def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], whole: bool = False) -> Page:
     """Shows the verdict, a row for each precision, what differs, and what was not done and why.
 
-    Unless `whole`, differences by the order of sums are only counted, and emulated precisions that conform only named.
+    Unless `whole`, differences that conform are only counted, and emulated precisions that conform only named.
     """
     good = all(mode.conforms for mode in conformities)
     parts = [Part("verdict", "", (Text(_verdict(conformities), Tone.GOOD if good else Tone.BAD),))]
-    same_bits = [mode for mode in conformities if mode.conforms and not _by_units(mode)]
-    emulated = [mode for mode in same_bits if mode.support.is_emulated and not whole]
+    emulated = [mode for mode in conformities if mode.conforms and mode.support.is_emulated and not whole]
     if rows := [mode for mode in conformities if mode not in emulated]:
         parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
     if same := [_named(mode) for mode in emulated if mode.compared]:
         words = f"emulated here, and torch's kernels give the same: {listed(same, 20)}"
         parts.append(Part("emulated", "", (Text(words),)))
     different = [case for mode in conformities for case in mode.found if case.difference not in (None, Difference.NONE)]
-    alike = {
-        Difference.ORDER: ("order", "differ by the order of sums alone"),
-        Difference.UNITS: ("units", "are summed in the bits of this GPU's units"),
-    }
-    if shown := [case for case in different if whole or case.difference not in alike]:
+    if shown := [case for case in different if whole or case.difference in _WRONG]:
         caption = "what is not the same bit by bit"
         parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, shown),)))
-    for kind, (name, what) in alike.items():
-        if same_kind := [] if whole else [case for case in different if case.difference is kind]:
-            modes = listed(list(dict.fromkeys(case.mode for case in same_kind)), 20)
-            parts.append(Part(name, "", (Text(f"{len(same_kind)} products of {modes} {what} (--all lists them)"),)))
     if undone := list(_undone(conformities)):
         parts.append(Part("undone", "not done here", (Items(tuple(map(Text, undone))),)))
     title = f"native against emulated on {facts.key} ({facts.name}, torch {facts.torch})"
@@ -129,8 +120,7 @@ def _undone(conformities: Sequence[ModeConformity]) -> Iterator[str]:
     by_reason = together((case.why, case) for mode in conformities for case in mode.found if case.difference is None)
     for why, members in by_reason.items():
         modes = listed(list(dict.fromkeys(member.mode for member in members)), 20)
-        whats = list(dict.fromkeys(member.what for member in members))
-        yield f"{modes}, {whats[0] if len(whats) == 1 else f'{len(whats)} casts and products'}: {why}"
+        yield f"{modes}, {len({member.what for member in members})} casts and products: {why}"
 
 
 def _tone(conforms: bool) -> Tone:
@@ -177,17 +167,12 @@ def _verdict(conformities: Sequence[ModeConformity]) -> str:
     different = [mode.mode for mode in conformities if not mode.conforms]
     compared = [_named(mode) for mode in conformities if mode.compared]
     if different:
-        return f"{listed(different)} {'does' if len(different) == 1 else 'do'} not give what the emulation gives"
+        return f"not what the emulation gives: {listed(different)}"
     if not compared:
         return "nothing could be compared"
-    short = " and the bits of this GPU's units" if any(map(_by_units, conformities)) else ""
-    return f"{listed(compared, 20)}: the emulation gives what the kernels give, up to the order of sums{short}"
+    return f"{listed(compared, 20)}: the emulation gives what the kernels give, up to the order of sums"
 
 
 def _named(mode: ModeConformity) -> str:
     """The name, with a word where some of its casts and products could not be compared."""
     return f"{mode.mode} (in part)" if any(case.difference is None for case in mode.found) else mode.mode
-
-
-def _by_units(mode: ModeConformity) -> bool:
-    return any(case.difference is Difference.UNITS for case in mode.found)

@@ -6,28 +6,20 @@ loss. The parts that are cut gather all tokens, and of their sums each rank gets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.block import Block
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.data_parallel import shard
-from fp8bench.nn.parallel.division import Division, Witness
+from fp8bench.nn.parallel.division import Division
 from fp8bench.nn.parallel.exchanges import FP8Group, RankGroup, added, copied, gathered, scattered
 from fp8bench.nn.parallel.group_scales import cut_roles, scaled_together
 from fp8bench.nn.parallel.ways import OF_GROUP, OWN, Job, cut_of, cuts
-from fp8bench.nn.parallel.witnesses import ScaleWitness
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.protocols import Phases, Role
+from fp8bench.protocols import Phases
 
 Exchange = Callable[[Tensor, RankGroup], Tensor]
 
@@ -60,9 +52,9 @@ class TensorCut(Division):
     module: GPT
 
     def __init__(self, job: Job) -> None:
-        self._shared, self._config, self._amax = self._group(job), job.config, job.options["amax"]
+        self._shared = self._group(job)
         self.module = job.make()
-        share_blocks(self.module, job.config, self._shared, self.enter, self.leave, self._amax)
+        share_blocks(self.module, job.config, self._shared, self.enter, self.leave, job.options["amax"])
         named = dict(self.module.named_parameters())
         self._cuts = [cut_of(name, job.config) for name in named]
         super().__init__(named, job.loss_scale)
@@ -75,18 +67,11 @@ class TensorCut(Division):
         self._shared.phase = phase
         return super().loss(tokens, targets, phase)
 
-    def shared_roles(self, layer: str) -> Collection[Role]:
-        cut = cut_of(f"{layer}.weight", self._config)
-        return cut_roles(cut) if cut is not None and self._amax == OF_GROUP else ()
-
     def full_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
-        for name, share, cut in zip(self.names, self._shares(), self._cuts, strict=True):
+        for name, share, cut in zip(self.names, self.weights, self._cuts, strict=True):
             weights[name] = share if cut is None else cut.join(self._shared.all_of(share))
         return weights
-
-    def _shares(self) -> list[Tensor]:
-        return self.weights
 
 
 class SequenceCut(TensorCut):
@@ -98,9 +83,7 @@ class SequenceCut(TensorCut):
     def _group(self, job: Job) -> RankGroup:
         if job.options["wire"] != "fp8":
             return RankGroup(job.group)
-        group = FP8Group(job.group)
-        self.fp8_wire = group.wire
-        return group
+        return FP8Group(job.group)
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         group = self._shared
@@ -113,40 +96,3 @@ class SequenceCut(TensorCut):
             common = [parameter.grad for parameter, cut in pairs if cut is None and parameter.grad is not None]
             group.added_together(common)
         return loss.detach()
-
-
-class TensorFSDP(TensorCut):
-    """Tensor parallelism over pairs of ranks, and FSDP2 over the pairs, which divide the batch. A rank keeps a shard of
-    its share in the pair; the other shards are with its counterparts in other pairs."""
-
-    def __init__(self, job: Job) -> None:
-        mesh = _pairs(job.group, job.facts.kind)
-        self._pair, self.sharers = mesh.get_group("tensor"), mesh.get_group("data")
-        super().__init__(replace(job, group=self._pair))
-        shard(self.module, mesh["data"], "fp32")
-        Division.__init__(self, dict(self.module.named_parameters()), job.loss_scale)
-        self.group = job.group
-
-    def witnesses(self) -> list[Witness]:
-        pair = dist.get_process_group_ranks(self._pair)
-        return [ScaleWitness(self.layers(), self.shared_roles, self.group, pair)]
-
-    def _shares(self) -> list[Tensor]:
-        shards = [parameter.detach() for parameter in self.parameters]
-        return [shard.full_tensor() if isinstance(shard, DTensor) else shard for shard in shards]
-
-
-@cache
-def _pairs(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
-    """The mesh (data, tensor), in which neighbouring ranks share tensors. Its groups have the backend of the whole
-    group, which may send nothing."""
-    all_ranks = dist.get_process_group_ranks(group)
-    mesh, this_rank = torch.tensor(all_ranks).view(-1, 2), all_ranks[group.rank()]
-    backend = dist.get_backend(group)
-    groups = {}
-    for name, sets in (("data", mesh.t().tolist()), ("tensor", mesh.tolist())):
-        for members in sets:  # every rank has to make every group
-            new = dist.new_group(members, backend=backend)
-            if this_rank in members:
-                groups[name] = new
-    return DeviceMesh.from_group(list(groups.values()), kind, mesh=mesh, mesh_dim_names=tuple(groups))

@@ -13,18 +13,16 @@ from _pytest.mark import ParameterSet
 from torch import Tensor
 
 from fp8bench.features.audit import host, times
-from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Shape
-from fp8bench.features.audit.host import KernelHost, work_of
-from fp8bench.features.audit.times import CHECKS, TimedCalls
-from fp8bench.features.audit.values import CONTROL, AuditOutcome, CallWork
+from fp8bench.features.audit.auditor import Shape
+from fp8bench.features.audit.host import work_of
+from fp8bench.features.audit.times import CHECKS
+from fp8bench.features.audit.values import AuditOutcome, CallWork
 from fp8bench.model import Ceilings, Limit, Rate
-from fp8bench.model.promises import AuditKind
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
 from suites.audit_kernels import Kernel, product
 from suites.audit_lies import HONEST, LIES, UNCAUGHT
 from tests.counts import for_each
-from tests.facts import CPU
 
 BY_NAME = {check.name: check for check in CHECKS}
 # The checks of speed and sizes take seconds: of two lies and one honest kernel it is enough.
@@ -57,26 +55,9 @@ _FP8 = signed("product", "fp8")
 
 def test_what_torch_sees_of_a_call() -> None:
     a, b = torch.randn(8, 16), torch.randn(4, 16)
-    assert work_of(partial(torch.mm, a, b.t())) == CallWork(1, 8 * 4 * 4, 0, 0, 1)
+    assert work_of(partial(torch.mm, a, b.t())) == CallWork(1, 0, 0, 1)
     work = work_of(lambda: (a.to(torch.bfloat16).float() @ b.t().contiguous()).add_(1))
     assert (work.casts, work.copies, work.products, work.allocations) == (2, 1, 1, 4)
-
-
-def test_what_is_compiled_is_seen_as_what_it_was_made_of() -> None:
-    """Whether it was called before or not; and looking does not compile it again."""
-    frames: list[Any] = []
-
-    def backend(graph: torch.fx.GraphModule, example: object) -> Any:
-        frames.append(example)
-        return graph
-
-    kernel = torch.compile(lambda a, b: a.to(torch.bfloat16) @ b.to(torch.bfloat16), backend=backend, fullgraph=True)
-    a, b = torch.randn(8, 16), torch.randn(16, 4)
-    for _ in range(2):
-        work = work_of(partial(kernel, a, b))
-        assert (work.casts, work.products) == (2, 1) and len(frames) <= 1
-        kernel(a, b)
-    assert len(frames) == 1
 
 
 @for_each(
@@ -107,15 +88,6 @@ def test_nothing_is_above_the_best_product_of_its_own_or_a_wider_precision(monke
     whole = Ceilings((Rate(Limit.CACHED, shape=(1,), runs=(1e15, 1e15)),))
     (least, _), _ = times.bounds(whole, "fp8", Shape(16, 16, 16), 1, 64, "cpu")
     assert least == 64 / (2.5 * 1e15)
-
-
-def test_the_time_by_data_names_the_fastest_and_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Normal numbers were held against themselves where they were the fastest."""
-    seconds = {"normal": 1e-3, "zeros": 2e-3, "ones": 1.5e-3, "integers": 1.2e-3, "uniform": 1e-3, CONTROL: 1e-3}
-    monkeypatch.setattr(times, "_timed", lambda *_: TimedCalls(seconds, seconds, "", None))
-    auditor = Auditor(SUBJECTS[AuditKind.PRODUCT](KernelHost(product, _FP8, CPU), _FP8, CPU), 0)
-    (finding,) = times._by_data(auditor, Shape(16, 16, 16))
-    assert finding.code == "data-time" and finding.why.endswith("1.00 ms on normal, and 2.00 ms on zeros")
 
 
 @for_each(("name", "check"), [("a NaN that is lost", "special values"), ("one result for all calls", "memory")])

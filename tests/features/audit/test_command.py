@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,21 +77,18 @@ def kernels(tmp_path: Path) -> str:
 def test_one_that_keeps_its_promise(kernels: str, fp8bench: Say) -> None:
     code, out, _ = fp8bench("audit", f"{kernels}:wide")
     assert code == 0 and "\nPASS: " in out[:400] and "printed by a kernel" not in out
-    assert len(out.splitlines()) <= 20 and "what torch sees of a call" not in out
+    assert len(out.splitlines()) <= 20
 
 
 @pytest.mark.slow
-def test_one_that_does_not(kernels: str, tmp_path: Path, fp8bench: Say) -> None:
-    """With its code, the smallest input and both errors; JUnit has a failure, JSON everything."""
-    junit = tmp_path / "audit.xml"
-    code, out, _ = fp8bench("audit", f"{kernels}:fallback", "--json", "--junit", str(junit))
+def test_one_that_does_not(kernels: str, fp8bench: Say) -> None:
+    """With its code, the smallest input and both errors."""
+    code, out, _ = fp8bench("audit", f"{kernels}:fallback", "--json")
     told = json.loads(out)
     first = told["findings"][0]
     assert code == 1 and told["outcome"] == "FAIL"
     assert (first["check"], first["code"], first["input"]) == ("numbers", "not-cast", "M=8 N=8 K=64, normal")
     assert first["error"] < 0.1 * first["expected"]
-    root = ET.parse(junit).getroot()
-    assert int(root.attrib["failures"]) >= 1 and root.find(".//failure[@type='not-cast']") is not None
 
 
 @for_each("words", ["--kind product", "--second kn", "--causal", "--multiple 16", "--takes codes"])

@@ -213,4 +213,4 @@ def test_accelerates_way_to_torchao_leaves_the_ends() -> None:
     audit = audit_model(model, IDS)
     left = rules(audit)
     assert audit.outcome is AuditOutcome.PASS
-    assert (left["blocks.0.first"], left["head"], left["blocks.0.wide"]) == ("end", "end", "shape")
+    assert (left["blocks.0.first"], left["head"], left["blocks.0.wide"]) == ("filter", "filter", "shape")

@@ -183,8 +183,7 @@ def test_one_broken_layer_of_three_alike_fails(place: int, name: str) -> None:
     ("name", "words"),
     [
         ("halved", "its results are 0.50 times"), ("no bias", "its bias is not added"), ("bias twice", "added 2 times"),
-        ("a ReLU", "behind a ReLU"), ("columns past 200 are zero", "56 of 256 columns that were looked at are wrong"),
-        ("a transposed weight", "its weight is read transposed"), ("columns are permuted", "columns are permuted"),
+        ("columns past 200 are zero", "56 of 256 columns that were looked at are wrong"),
         ("wide with gradients", "with gradients on it multiplies operands as they came, and otherwise as fp8 does"),
         ("weight gradient doubled", "times what its result's gradient gives"),
         ("no input gradient", "its input gradient does not exist"),

@@ -13,7 +13,7 @@ from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import PlainArithmetic, RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel import tensor_parallel
-from fp8bench.nn.parallel.ways import WAYS, Job, ParallelCase, cut_of, cuts
+from fp8bench.nn.parallel.ways import WAYS, Job, ParallelCase, cuts
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import SIZES, GPTConfig, features_in
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
@@ -120,34 +120,6 @@ def test_scales_of_the_group_are_those_of_one_rank(mode: str, monkeypatch: pytes
     assert distance("group") > 3 * own
 
 
-def test_a_sum_that_is_forgotten_in_backward_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, wanted = trained_alone(GPT2, "fp32")
-    monkeypatch.setattr(tensor_parallel.TensorCut, "enter", staticmethod(lambda x, group: x))
-    assert min(apart(updates, wanted) for _, updates in trained_by(tensor_parallel.TensorCut, GPT2, "fp32", 2)) > 0.05
-
-
-def test_a_block_sends_two_sums_forward_and_two_backward() -> None:
-    stream = 4 * BATCH * TOKENS * GPT2.width
-    models = [made(GPT2, "fp32") for _ in range(4)]
-
-    def sent(place: Place, kind: type[tensor_parallel.TensorCut]) -> dict[str, int]:
-        own = models[::2] if kind is tensor_parallel.TensorCut else models[1::2]
-        model = kind(job_of(place, own, GPT2, "fp32", "own"))
-        model.loss(*batches(GPT2)[0], SilentPhases())
-        return place.sent
-
-    by_hand, by_sequence = (
-        on_ranks(2, lambda place, kind=kind: sent(place, kind))[0]  # type: ignore[misc]
-        for kind in (tensor_parallel.TensorCut, tensor_parallel.SequenceCut)
-    )
-    common = sum(
-        parameter.numel() for name, parameter in made(GPT2, "fp32").named_parameters() if cut_of(name, GPT2) is None
-    )
-    assert by_hand == {"added": 4 * stream}
-    # A rank brings half of the tokens to a gathering.
-    assert by_sequence == {"gathered": 4 * stream // 2, "scattered": 4 * stream, "added": 4 * common}
-
-
 @pytest.mark.parametrize("kind", [RecipeArithmetic, ScaledArithmetic])
 @pytest.mark.parametrize("mode", ["fp8", "fp8:scale=pow2", "fp8-delayed:history=2"])
 def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mode: str) -> None:
@@ -229,7 +201,6 @@ def test_what_cannot_be_cut_is_refused_with_the_number() -> None:
         refusal("sp", config=replace(NANO, sequence=97), amax="own"): "97 tokens have no equal share for each of 2",
         refusal("tp", config=replace(NANO, experts=4), amax="own"): "experts are not cut here",
         refusal("tp", mode="mxfp8", amax="group"): "mxfp8 has no scale of a tensor that ranks could share",
-        refusal("tp_fsdp", ranks=4, batch=7, amax="own"): "7 sequences have no equal share for each pair of 4 ranks",
         refusal("pp_gpipe", config=three, microbatches="2"): "3 layers have no equal share for each of 2 ranks",
         refusal("pp_gpipe", batch=6, microbatches="4"): "6 sequences cannot be cut into 4 equal microbatches",
         refusal("pp_1f1b", ranks=2, microbatches="1"): "1 microbatches do not fill 2 stages by this schedule",
