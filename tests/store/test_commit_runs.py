@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.jobs.report_files import past_of
 from fp8bench.store import commit_runs
 from fp8bench.store.asv.view import update_view
 from fp8bench.store.commit_runs import commit_named, files_by_commit, read_runs
@@ -32,12 +31,11 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_run_that_was_just_read_is_not_parsed_again(tmp_path: Path, parsed: list[str]) -> None:
-    """For asv's view, the commit's figures and the report's history; nor is the run before it of the same commit."""
+    """For asv's view and the commit's figures; nor is the run before it of the same commit."""
     for hour in (1, 2):
         run = load_run(keep(tmp_path, run_at(0, hour)))
         assert "in asv's view" in update_view(run, tmp_path)
         keep_figures(tmp_path, Path(run.path))
-        assert past_of([run], tmp_path)
     assert parsed == []
     (paths,) = files_by_commit(tmp_path).values()
     told = read_runs(paths)

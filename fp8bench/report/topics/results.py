@@ -135,7 +135,6 @@ def results_section(material: Material) -> Iterator[Element]:
 
 def _compare_with_earlier(rows: Sequence[_ShownCase], material: Material) -> Iterator[Items]:
     """Yields 'fp8: the last 5 runs took 31.9 ms to 33.0 ms, this one 32.5 ms' for each case with earlier runs."""
-    has_history = any(len(series.figures) > 1 for series in material.past)
     sentences = []
     for row in rows:
         earlier = material.earlier.get(row.result.record.case.id)
@@ -144,7 +143,7 @@ def _compare_with_earlier(rows: Sequence[_ShownCase], material: Material) -> Ite
         runs = f"the last {len(earlier)} runs of this case took" if len(earlier) > 1 else "the run before took"
         step, span = units.seconds(row.result.best), units.span(earlier, units.seconds)
         words = f"{row.case.name}: {runs} {span} a step, this one {step}"
-        sentences.append(Text(words, link="history" if has_history else ""))
+        sentences.append(Text(words))
     if sentences:
         yield Items(tuple(sentences[:_MOST_COMPARED]))
 
