@@ -46,14 +46,14 @@ def test_each_chart_in_each_format_is_the_same_bytes_again(kind: str, form: str)
 def test_every_text_of_the_page_is_in_the_picture(kind: str) -> None:
     chart = CHARTS[kind]
     texts = texts_in(picture(chart, "page", "svg"))
-    for text in texts_of(parsed(draw(chart))[0]):
+    for text in texts_of(parsed(draw(chart))):
         texts.remove(" ".join(text.split()))
     assert texts[0] == chart.title and " ".join(texts[1:]).startswith(chart.description)
 
 
 @KINDS
 def test_every_shape_has_a_colour(kind: str) -> None:
-    for shape in [*parsed(draw(CHARTS[kind]))[0].iter("path"), *parsed(draw(CHARTS[kind]))[0].iter("use")]:
+    for shape in [*parsed(draw(CHARTS[kind])).iter("path"), *parsed(draw(CHARTS[kind])).iter("use")]:
         if classes := shape.get("class", ""):
             look = looks("path", classes)
             seen = [look.get(name, "none") for name in ("fill", "stroke")]
@@ -133,7 +133,7 @@ def test_report_writes_each_chart_of_the_page(tmp_path: Path, capsys: pytest.Cap
     folder, page = tmp_path / "new", tmp_path / "page.html"
     words = ["report", str(STORED), "--store", str(tmp_path / "store"), "--html", str(page), "--plots", str(folder)]
     assert main([*words, "--plots-format", "svg,png,svg"]) == 0
-    drawn = set(re.findall(r'<svg class="of-\w+ (?:wide|only)" id="chart-([\w-]+)-wide"', page.read_text()))
+    drawn = set(re.findall(r'<svg class="of-\w+" id="chart-([\w-]+)"', page.read_text()))
     assert drawn and {path.name for path in folder.iterdir()} == {
         f"{n}.{form}" for n in drawn for form in ("svg", "png")
     }

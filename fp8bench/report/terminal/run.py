@@ -222,7 +222,6 @@ def _of_times(panels: Sequence[Panel]) -> Iterator[tuple[str, str]]:
         legend.EMULATED: any(emulated(result) and result.best for result in results),
         **dict.fromkeys(_of_errors(panels), True),
         f"pays: {legend.BREAK_EVEN}": any(map(swept, panels)),
-        legend.ERRORS: True,
     }
     yield from (("answer all", line) for line in (*lines, *filter(occurs.get, occurs)))
     yield from (("numbers all", line) for line in _of_numbers(panels))

@@ -82,14 +82,11 @@ def phases_section(material: Material) -> Iterator[Element]:
 
 def _show_suite(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:
     native = [case for case in cases if not emulated(case.result)]
-    cost = [case for case in cases if emulated(case.result)]
     if native:
         largest = [_largest_phase(case) for case in native]
         plain = all(share > _NEARLY_ALL for _, share in largest)
         yield from [Text(f"{title}: {_description(native)}")] if plain else []
-        yield _chart("phases", f"{title}: a step by phase", native, parts, folded=plain)
-    if cost:
-        yield _chart("emulation", f"{title}: what emulating costs, by phase (no speed)", cost, parts, folded=True)
+        yield _chart(f"{title}: a step by phase", native, parts, folded=plain)
     by_place = together((case.place, case) for case in native)
     timelines: list[Stacks] = []
     for place, alike in by_place.items():
@@ -112,9 +109,9 @@ def _largest_phase(case: NamedCase) -> tuple[str, float]:
     return phase, seconds / (case.result.best or math.inf)
 
 
-def _chart(kind: str, title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], folded: bool) -> Stacks:
+def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], folded: bool) -> Stacks:
     rows = [(case.name, case.result.best or 0.0, _phases(case)) for case in cases]
-    name, axis = f"{kind}-{cases[0].result.record.case.workload}", ChartAxis("best case of a step", "s")
+    name, axis = f"phases-{cases[0].result.record.case.workload}", ChartAxis("best case of a step", "s")
     return stacked(name, title, _description(cases), axis, "share of the step", parts, rows, folded)
 
 
@@ -206,7 +203,6 @@ def _describe_order(timings: Sequence[Timing]) -> str:
 
 _STEP = "step"
 _MOST_TABLES = 12
-_AMDAHL = "how many times as fast the whole step would be (Amdahl's law): no faster product can give more"
 
 
 class _Row(NamedTuple):
@@ -272,10 +268,6 @@ def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
         Col("interval", lambda row: row.show_interval(), hint="99% for all phases together", number=True),
         Col("speed-up", lambda row: ratio(row.reference_seconds, row.seconds), number=True, show=units.speed_up,
             unit="x", hint="the reference's time over this, above 1x is faster"),
-        Col("share of step", lambda row: row.seconds / whole, number=True, show=units.share,
-            hint=f"of the step in {mode}"),
-        Col("if it cost nothing", lambda row: ratio(1.0, 1 - row.seconds / whole), number=True, show=units.speed_up,
-            unit="x", hint=_AMDAHL),
     ]  # fmt: skip
     labels = f"; labelled {', '.join(finding.labels)}" if finding.doubtful else ""
     name = f"gains-{case.result.record.case.workload}-{mode}"

@@ -11,7 +11,7 @@ from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.analysis.verdicts import BAND, SAME
 from fp8bench.model import UNATTRIBUTED, Label, MemoryRole, Phase
-from fp8bench.model.specs import GRADIENT_ERRORS, LOSS_ERRORS, OTHER_ERRORS, REPLAY, MetricSpec, spec_of
+from fp8bench.model.specs import REPLAY, spec_of
 from fp8bench.model.stopping import LEAST_ROUNDS
 
 # Short titles of columns.
@@ -30,17 +30,6 @@ PHASE_TITLES: dict[str, str] = {
 
 LARGE, NOT_FINITE = "large", "not finite"
 _ERROR_WORDS = ("negligible", "small", "moderate", LARGE, NOT_FINITE)
-
-
-def _error_sizes(spec: MetricSpec) -> str:
-    return " / ".join(f"{100 * size:g}%" for size in spec.error_sizes[1:])
-
-
-ERRORS = (
-    f"error: relative; negligible up to {OTHER_ERRORS.error_sizes[0]:.0e}, small / moderate up to "
-    f"{_error_sizes(OTHER_ERRORS)} (of a loss {_error_sizes(LOSS_ERRORS)}, of gradients "
-    f"{_error_sizes(GRADIENT_ERRORS)}), else large"
-)
 
 
 def error_word(errors: Iterable[tuple[str, float]]) -> str:
