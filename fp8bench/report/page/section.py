@@ -23,7 +23,7 @@ from fp8bench.model import Finding, Run
 from fp8bench.report import topics
 from fp8bench.report.case_status import cost_tone, emulated
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Chart, Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Chart, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.page.charts import numbers_table, worth_drawing
 from fp8bench.report.panels import NamedCase, Panel, Result, panels_of
 from fp8bench.report.words.naming import (
@@ -134,19 +134,7 @@ def table_of_cases(
 def parts_of(material: Material) -> tuple[Part, ...]:
     built = ((section, section.build(material)) for section in sections().values())
     settled = [replace(part, elements=tuple(_settled(part, section.repeats))) for section, part in built if part]
-    return tuple(_folded([part for part in settled if part.elements]))
-
-
-def _folded(parts: Sequence[Part]) -> Iterator[Part]:
-    """Joins parts that have nothing but texts, such as why there is nothing, into one before the last part."""
-    empty = [part for part in parts[_MOST_ANSWERING:-1] if all(isinstance(element, Text) for element in part.elements)]
-    yield from (part for part in parts[:-1] if part not in empty)
-    said = [
-        Text(f"{part.title}: {element.text[0].lower()}{element.text[1:]}", element.tone)
-        for part in empty for element in part.elements if isinstance(element, Text)
-    ]  # fmt: skip
-    yield from [Part("not-shown", "Not shown, because", (Items(tuple(said)),))] if said else []
-    yield from parts[-1:]
+    return tuple(part for part in settled if part.elements)
 
 
 def _settled(part: Part, repeats: bool) -> Iterator[Element]:
@@ -162,7 +150,6 @@ def _settled(part: Part, repeats: bool) -> Iterator[Element]:
 
 
 _MOST_OPEN = 24  # rows
-_MOST_ANSWERING = 2  # parts at the top say whatever they say in words, too
 _MOST_SUITES = 4
 _MOST_DEVICES = 3
 _MOST_LABELS = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.model import Ceiling, Environment, Plan, Resumption, Run, Scalar, Tape
+from fp8bench.model import Environment, Plan, Resumption, Run, Scalar
 from fp8bench.report.panels import panels_of
 from fp8bench.report.words.naming import (
     commit_of,
@@ -21,8 +21,7 @@ from fp8bench.report.words.naming import (
     suites_of,
     when,
 )
-from tests.materials import shapes
-from tests.runs import case, gemm, run_of, samples, transformer
+from tests.runs import case, gemm, run_of, transformer
 from tests.told_before import Told, as_before
 
 
@@ -65,15 +64,3 @@ def test_what_a_run_does_not_know_is_empty() -> None:
     assert devices_of(replace(run, devices=())) == ("cpu",)
     planned = replace(run, records=())
     assert suites_of(planned) == ("gemm",) and suites_of(replace(planned, plan=Plan(()))) == ()
-
-
-def test_a_quick_look_says_what_nobody_checked() -> None:
-    run, _ = shapes({"m": 1, "n": 1, "k": 1})
-    timed = tuple(replace(record, timing=samples(("gemm",), (10,))) for record in run.records)
-    run = replace(run, records=timed, request=replace(run.request, quick=True))
-    note = notes_of(run)[-1]
-    assert "--quick" in note and "--tape" in note and "--ceilings" in note and "cases" not in note
-    checked = tuple(replace(known, tape=Tape(), ceiling=Ceiling(1e12, 1e12)) for known in timed)
-    assert "--tape" in notes_of(replace(run, records=(checked[0], *timed[1:])))[-1]
-    for sound in (replace(run, records=checked), replace(run, request=replace(run.request, quick=False))):
-        assert not any("not checked" in note for note in notes_of(sound))
