@@ -24,7 +24,7 @@ from fp8bench.report.elements import (
 )
 from fp8bench.report.page.drawing import scale as limits
 from fp8bench.report.page.drawing.draw import draw
-from fp8bench.report.page.drawing.scale import Scale, escaped, fitted, shortened, shown, width
+from fp8bench.report.page.drawing.scale import Scale, escaped, fitted, shown, width
 from tests.counts import for_each
 from tests.pages import SPEED, TIME, charts
 from tests.told_before import Told, as_before
@@ -178,15 +178,6 @@ def test_texts_show_as_they_are(text: str) -> None:
     assert escaped("a\x00b\ud800\n<") == "a\ufffdb\ufffd&#10;&lt;"
 
 
-def test_a_long_name_is_cut_in_its_middle() -> None:
-    name = "first " + "x" * 290 + " last"
-    sheet = parsed(draw(bars(mark(name, 1.2))))
-    label = next(text for text in texts_of(sheet) if "\u2026" in text)
-    assert label.startswith("first") and label.endswith("last") and len(label) < 60
-    assert name in (marks_of(sheet)[0].get("data-hint") or "")
-    assert width(shortened(name, 100, 13), 13) <= 100.01
-
-
 def test_what_is_not_drawn_is_counted() -> None:
     marks = [Mark("inf", math.inf), Mark("nan", math.nan), Mark("ok", 1.2, -math.inf, 2.0), *([mark("x", 1.1)] * 30)]
     chart = bars(*marks)
@@ -259,13 +250,6 @@ def test_each_sample_has_a_stroke_at_its_place() -> None:
     drawn = draw(bars(Mark("a", 2.0), Mark("b", 1.5, samples=(1.0, 2.0, math.nan, 0.0))))
     (start, end), *_ = spans(drawn, "bar plain")
     assert spans(drawn, "samples plain") == [(pytest.approx(start, abs=0.02), pytest.approx(end, abs=0.02))]
-
-
-def test_twice_as_fast_and_half_as_fast_are_equally_far() -> None:
-    drawn = draw(bars(Mark("fast", 2.0), Mark("slow", 0.5)))
-    (start, fast), (slow, start_too) = spans(drawn, "bar plain")
-    assert fast - start == pytest.approx(start_too - slow, abs=0.02)
-    assert {"0.5x", "1x", "2x"} <= set(texts_of(parsed(drawn)))
 
 
 @settings(max_examples=30, deadline=None)

@@ -11,7 +11,6 @@ from fp8bench.report.elements import Stacks, Table
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.memory import capacity, device_share_of, highest_in, share_of
 from fp8bench.report.topics.memory import memory as memory_of
-from tests.counts import for_each
 from tests.materials import Made, built, of_kind, part, told
 from tests.runs import EMULATED, NATIVE, case, gemm, memory, render, render_whole, run_of, transformer
 from tests.told_before import Told, as_before
@@ -80,24 +79,11 @@ def test_memory() -> Told:
     yield "a case of which nobody knows is all rest", [*of_kind(part("memory", unknown), Stacks), *table_of(unknown)]
 
 
-@for_each("uses", [(None, None, None), (use({"weights": 5}), use({"weights": 3}), None)])
-def test_one_role_or_none_has_no_table(uses: tuple[MemoryUse | None, ...]) -> None:
-    made = with_uses(*uses)
-    assert not table_of(made) and "by what they are for" not in render_whole(*made)
-    assert ("peak_memory" in render_whole(*made)) == (uses[0] is not None)
-
-
 def test_the_phase_of_the_highest_point_is_the_innermost() -> None:
     """What is held when a product ends is still held by the phase around it."""
     phases = [PhaseMemory(name, 10) for name in ("unattributed", "elementwise", "gemm", "cast")]
     assert highest_in(MemoryUse(10, phases=(*phases, PhaseMemory("data_load", 3))))[0] == "cast"
     assert highest_in(MemoryUse(10)) == []
-
-
-def test_a_case_that_failed_says_nothing_of_its_memory() -> None:
-    run, findings = usual()
-    failed = replace(run, records=tuple(replace(record, status=Status.FAILED) for record in run.records))
-    assert not any("memory_" in str(row["metric"]) for row in rows(failed, findings))
 
 
 def with_memory(*peaks: int) -> Made:

@@ -75,13 +75,6 @@ def test_data() -> Told:
     yield "no data, no table", block(transformer())
 
 
-@for_each("width", [40, 60, 80])
-def test_narrow_tables_lose_no_figure(width: int) -> None:
-    text = block(gemm(), width)
-    assert max(len(line) for line in text) <= width
-    assert sum("<0.01% / 19.7%" in line for line in text) == 2 and sum("- / 0.08%" in line for line in text) == 2
-
-
 def test_a_table_of_scales_has_an_end() -> None:
     run, findings = many(160)
     scales = (LayerScale("mlp.up", "input", 3.5, 128.0), LayerScale("mlp.up", "gradient", 7e-5, 8e8, 12))

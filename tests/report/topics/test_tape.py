@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.model import OperatorTime, PhaseCount, Request
-from fp8bench.report.elements import Table, Text
-from fp8bench.report.page.section import MOST_ROWS
-from tests.materials import Made, built, many, of_kind, part, told
+from fp8bench.model import OperatorTime, Request
+from fp8bench.report.elements import Text
+from tests.materials import Made, built, of_kind, part, told
 from tests.rooflines import made
 from tests.runs import transformer
 from tests.told_before import Told, as_before
@@ -22,17 +21,6 @@ def test_what_a_compiler_fused_is_said_and_without_tapes_nothing_is() -> None:
     assert "bf16: torch.compile: uncompiled" in said and "bf16: 2 tensors were written by no operator" in said
     bare = tuple(replace(record, tape=None) for record in run.records)
     assert built("tape", (replace(run, records=bare), findings)) is None
-
-
-def test_a_phase_that_counted_nothing_and_a_column_without_counts_are_left_out() -> None:
-    run, findings = made()
-    first, *others = run.records
-    assert first.tape is not None
-    idle = replace(first, tape=replace(first.tape, phases=(*first.tape.phases, PhaseCount("decode"))))
-    (shown,) = of_kind(part("tape", (replace(run, records=(idle, *others)), findings)), Table)
-    assert "decode" not in [row[1].text for row in shown.rows]
-    for place, column in enumerate(shown.columns):
-        assert any(row[place].text not in ("", "-", "0") for row in shown.rows), column.title
 
 
 HOST = (
@@ -62,10 +50,3 @@ def test_operators() -> Told:
     yield "traces of a run whose request is lost lie somewhere", of_kind(part("operators", lost), Text)
     nothing = traced(OperatorTime("gemm", "mm", 0.0, 0.0))
     yield "where no operator took any time there is no section", built("operators", nothing)
-
-
-def test_a_table_has_an_end() -> None:
-    elements = part("operators", traced(*HOST, made=many(60)))
-    (table,) = of_kind(elements, Table)
-    assert MOST_ROWS - 4 < len(table.rows) <= MOST_ROWS
-    assert any("for want of room: m=" in text.text for text in of_kind(elements, Text))

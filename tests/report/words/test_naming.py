@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.model import Environment, Plan, Resumption, Run, Scalar
+from fp8bench.model import Environment, Resumption, Run, Scalar
 from fp8bench.report.panels import panels_of
 from fp8bench.report.words.naming import (
     commit_of,
     counts,
-    devices_of,
-    fact,
     listed,
     many,
     missing_of,
@@ -18,7 +16,6 @@ from fp8bench.report.words.naming import (
     setting_of,
     shortened,
     sizes,
-    suites_of,
     when,
 )
 from tests.runs import case, gemm, run_of, transformer
@@ -52,15 +49,3 @@ def test_naming() -> Told:
     cut = replace(run, records=run.records[:4])
     yield "cases without a record are counted", missing_of(cut)
     yield "and what cut them off is told", missing_of(replace(cut, finished=False))
-
-
-def test_what_a_run_does_not_know_is_empty() -> None:
-    run, _ = gemm()
-    assert (
-        missing_of(run) == "" == fact(under(smt=None), "smt") == fact(under(), "smt") == commit_of(under(commit=None))
-    )
-    assert fact(under(threads=1, smt=None), "threads") == "1"
-    assert suites_of(run) == ("gemm",) and devices_of(run) == ("AMD EPYC 7B13",)
-    assert devices_of(replace(run, devices=())) == ("cpu",)
-    planned = replace(run, records=())
-    assert suites_of(planned) == ("gemm",) and suites_of(replace(planned, plan=Plan(()))) == ()
