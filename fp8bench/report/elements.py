@@ -32,11 +32,10 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; `link` is the anchor of a part with more."""
+    """A paragraph."""
 
     text: str
     tone: Tone = Tone.PLAIN
-    link: str = ""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from fp8bench.report.panels import (
 from fp8bench.report.topics.answers import LONGEST_REASON, find_answer, verdict_word
 from fp8bench.report.topics.tensors import about_tensors
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import attention_of, cache_of, figure_words, replays_of, shortened
+from fp8bench.report.words.naming import figure_words, replays_of, shortened
 
 # A table of more cases can be filtered and sorted.
 _MOST_UNFILTERED = 8
@@ -167,9 +167,7 @@ def _name_column(rows: Sequence[_ShownCase], alone: bool) -> Col[_ShownCase]:
             device,
             "" if alone or row.entry.label == suite else row.entry.label,
         )
-        record = row.result.record
-        hint = (show_params(record.case.params), cache_of(record, row.entry.run.devices))
-        return Field(", ".join(filter(None, words)), hint="; ".join(filter(None, hint)))
+        return Field(", ".join(filter(None, words)), hint=show_params(row.result.record.case.params))
 
     return Col("case", name, hint="hover for all parameters")
 
@@ -224,8 +222,6 @@ def _detail_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_Sh
     yield Col("throughput", lambda row: row.shown(row.figures.rate), number=True, unit=unit, hint="of the best case")
     hint = "native: the hardware does it; emulated: right in numbers, without a speed; refused"
     yield Col("how", _support, hint=hint)
-    hint = "which of torch's kernels computed it, as an untimed step showed"
-    yield Col("attention", lambda row: attention_of(row.result.record), hint=hint)
 
 
 def _error(row: _ShownCase) -> Field:

@@ -86,15 +86,6 @@ def test_the_phase_of_the_highest_point_is_the_innermost() -> None:
     assert highest_in(MemoryUse(10)) == []
 
 
-def with_memory(*peaks: int) -> Made:
-    """Groups of fp32, bf16 and so on with these peaks."""
-    run, findings = gemm()
-    records = tuple(
-        replace(record, measurements=(memory(peak),)) for record, peak in zip(run.records, 3 * peaks, strict=True)
-    )
-    return replace(run, records=records), findings
-
-
 def fits(
     batch: int | None, why: str = "tensors need 1.63 MiB more", limit: int | None = GIB, axis: str = "batch"
 ) -> Capacity:

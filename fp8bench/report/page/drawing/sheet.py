@@ -5,7 +5,6 @@ Shapes have neither colour nor font but a class; the page's stylesheet decides (
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import count, takewhile
@@ -17,7 +16,7 @@ _WIDTH = 880.0
 # Letters in pixels, as in charts.css.
 _SIZE = 13.0
 # Shapes tell series apart without colour; the factors make them look equally large.
-_SHAPE_SIZES = {"o": 1.0, "s": 0.9, "^": 1.1, "D": 0.82, "v": 1.1, "P": 1.1, "X": 1.05, "p": 1.1}
+_SHAPE_SIZES = {"o": 1.0, "s": 0.9, "^": 1.1, "D": 0.82, "v": 1.1}
 SHAPES = tuple(_SHAPE_SIZES)
 # Corners around the middle, with y up.
 _CORNERS: dict[str, Sequence[tuple[float, float]]] = {
@@ -25,11 +24,6 @@ _CORNERS: dict[str, Sequence[tuple[float, float]]] = {
     "^": ((0, 0.5), (-0.5, -0.5), (0.5, -0.5)),
     "D": ((0, -(0.5**0.5)), (0.5**0.5, 0), (0, 0.5**0.5), (-(0.5**0.5), 0)),
     "v": ((0, -0.5), (0.5, 0.5), (-0.5, 0.5)),
-    "P": ((-1 / 6, -0.5), (1 / 6, -0.5), (1 / 6, -1 / 6), (0.5, -1 / 6), (0.5, 1 / 6), (1 / 6, 1 / 6), (1 / 6, 0.5),
-          (-1 / 6, 0.5), (-1 / 6, 1 / 6), (-0.5, 1 / 6), (-0.5, -1 / 6), (-1 / 6, -1 / 6)),
-    "X": ((-0.25, -0.5), (0, -0.25), (0.25, -0.5), (0.5, -0.25), (0.25, 0), (0.5, 0.25), (0.25, 0.5), (0, 0.25),
-          (-0.25, 0.5), (-0.5, 0.25), (-0.25, 0), (-0.5, -0.25)),
-    "p": tuple((-math.sin(0.4 * math.pi * n) / 2, math.cos(0.4 * math.pi * n) / 2) for n in range(5)),
 }  # fmt: skip
 # A quarter of a circle as two curves, from the lowest point.
 _QUARTER = (
@@ -128,7 +122,7 @@ class Sheet:
 
 
 def looks_of(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """The shape and class of each series; no two of a chart's first SERIES look alike, and no two of 64."""
+    """The shape and class of each series; no two of a chart's first SERIES look alike, and no two of 40."""
     return {
         name: (SHAPES[(number + number // SERIES) % len(SHAPES)], f"s{number % SERIES + 1}")
         for number, name in enumerate(dict.fromkeys(names))
