@@ -33,7 +33,8 @@ from fp8bench.plan.asked_suites import files_of
 from fp8bench.protocols import Observer
 from fp8bench.report.data.plain import results_frame
 from fp8bench.report.data.run import run_rows
-from fp8bench.report.notebook import Findings, as_html, strip_page
+from fp8bench.report.elements import Page
+from fp8bench.report.notebook import Findings, as_html
 from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.run import page_of, render
@@ -55,11 +56,14 @@ class Run(model.Run):
     """A run as calls return it: the stored value, and how notebooks show it."""
 
     def __str__(self) -> str:
-        page = page_of(self, findings_of(self), _WIDTH, place_of_report(self), in_store(self))
-        return layout.render(replace(page, footer=()), _WIDTH).rstrip("\n")
+        return layout.render(replace(self._page, footer=()), _WIDTH).rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return as_html(strip_page(self, findings_of(self)), place_of_report(self))
+        return as_html(self._page, place_of_report(self))
+
+    @property
+    def _page(self) -> Page:
+        return page_of(self, findings_of(self), _WIDTH, place_of_report(self), in_store(self))
 
     @cached_property
     def results(self) -> pd.DataFrame:

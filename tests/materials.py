@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Status, Verdict, Work
 from fp8bench.report.elements import Element, Page, Part
-from fp8bench.report.page.section import Material, PastSeries, material_of, sections
+from fp8bench.report.page.section import Material, material_of, sections
 from fp8bench.report.terminal import layout
 from tests.runs import EMULATED, NATIVE, REFUSED, case, error, measured, memory, phases, run_of, samples, transformer
 
@@ -18,18 +18,18 @@ T = TypeVar("T", bound=Element)
 LONG = "<script>alert(1)</script>" + 275 * "x"
 
 
-def material(*made: Made, past: tuple[PastSeries, ...] = ()) -> Material:
-    return material_of([run for run, _ in made], [findings for _, findings in made], past)
+def material(*made: Made) -> Material:
+    return material_of([run for run, _ in made], [findings for _, findings in made])
 
 
-def built(name: str, *made: Made, past: tuple[PastSeries, ...] = ()) -> Part | None:
+def built(name: str, *made: Made) -> Part | None:
     """What a section makes of these runs."""
-    return sections()[name].build(material(*made, past=past))
+    return sections()[name].build(material(*made))
 
 
-def part(name: str, *made: Made, past: tuple[PastSeries, ...] = ()) -> Part:
+def part(name: str, *made: Made) -> Part:
     """The same, where it must have something to say."""
-    found = built(name, *made, past=past)
+    found = built(name, *made)
     assert found is not None
     return found
 

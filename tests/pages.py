@@ -23,7 +23,6 @@ from fp8bench.report.elements import (
     Table,
     Text,
     Tone,
-    Verdicts,
 )
 
 SCRIPT = "<script>alert(1)</script>"
@@ -131,9 +130,7 @@ def whole_page(num_rows: int = 60) -> Page:
     columns = (Column("case"), Column("gemm", number=True), Column("cast", number=True))
     dominated = Field("60.0%", 0.6, Tone.STRONG, "quantising dominates")
     shares = ((Field("bf16"), Field("50.0%", 0.5), Field("-")), (Field("fp8"), Field("20.0%", 0.2), dominated))
-    strip = (("fp8", (Field("faster", tone=Tone.GOOD, hint="1.90x"), Field("moderate", hint="3e-2"))),)
     verdicts = (
-        Verdicts(("speed", "error"), strip),
         Text("fp8 pays: 1.9 times as fast as bf16 at the width of 1024.", Tone.GOOD),
         Text("mxfp8 does not: 0.8 times.", Tone.BAD),
         Text("nvfp4 is emulated here, so its time says nothing about speed.", Tone.DOUBT),
@@ -168,6 +165,5 @@ def _hostile_part(name: str) -> Part:
     columns = (Column(name, hint=name), Column(name, number=True, hint=name, unit=name))
     rows = ((Field(name, hint=name), Field(name, math.inf)), (Field(name), Field("nan", math.nan)))
     chart = Bars(name, name, name, ChartAxis(name), ((name, (Mark(name, 1.0, hint=name),)),))
-    strip = Verdicts((name,), ((name, (Field(name, hint=name),)),))
-    texts = (strip, Text(name, Tone.STRONG), Items((Text(name),)), Facts(((name, name),)), Code(name))
+    texts = (Text(name, Tone.STRONG), Items((Text(name),)), Facts(((name, name),)), Code(name))
     return Part(name, name, (*texts, Table(name, name, columns, rows, main=True), chart), name)

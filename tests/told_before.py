@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from fp8bench.model import Finding, Run
-from fp8bench.report.elements import Chart, Code, Facts, Field, Items, Part, Scatter, Table, Text, Tone, Verdicts
+from fp8bench.report.elements import Chart, Code, Facts, Field, Items, Part, Scatter, Table, Text, Tone
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.terminal.run import render
 from tests.golden.documents import load, save
@@ -84,7 +84,7 @@ def lines(told: Any) -> Iterator[str]:
             yield from (f"{name}: {what}" for name, what in told.pairs)
         case Code():
             yield from (f"$ {line}" for line in told.text.splitlines())
-        case Table() | Verdicts() | Chart():
+        case Table() | Chart():
             yield from rows_of(told)
         case tuple() if told and any(isinstance(value, str | int | float | None) for value in told):
             yield " | ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in told)
@@ -93,11 +93,7 @@ def lines(told: Any) -> Iterator[str]:
                 yield from lines(part)
 
 
-def rows_of(element: Table | Verdicts | Chart) -> Iterator[str]:
-    if isinstance(element, Verdicts):
-        yield f"verdicts | {' | '.join(element.questions)}"
-        yield from (" | ".join([f"  {label}", *map(shown, fields)]) for label, fields in element.rows)
-        return
+def rows_of(element: Table | Chart) -> Iterator[str]:
     kind, folded = type(element).__name__, " (folded)" * element.folded
     if isinstance(element, Chart):
         yield f"{kind} {element.name}{folded}: {element.title}: {element.description}"

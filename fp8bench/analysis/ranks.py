@@ -123,13 +123,6 @@ def memory_skew(use: MemoryUse) -> float | None:
     return (most - min(rank.peak for rank in use.ranks)) / most if most else None
 
 
-def round_times(timing: Timing) -> tuple[tuple[float, ...], ...]:
-    """Returns for each rank the median of its calls in each round, in seconds."""
-    slots = [slot for slot in timing.slots if slot.ranks]
-    count = len(slots[0].ranks) if slots else 0
-    return tuple(tuple(statistics.median(slot.ranks[rank].step_ns) * 1e-9 for slot in slots) for rank in range(count))
-
-
 def true_communication(timing: Timing) -> float | None:
     """Returns the seconds that a step's collectives take once all ranks are there: the median of the least over
     ranks."""

@@ -22,6 +22,7 @@ from fp8bench.model import Run
 from fp8bench.report.data.loggers import LogTarget, check_target
 from fp8bench.report.data.plain import Rows, csv_text, json_line, results_frame
 from fp8bench.report.elements import Page
+from fp8bench.report.notebook import as_html
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render, wrap
 from fp8bench.store.runs.listing import store_of
@@ -58,8 +59,6 @@ class CommandResult:
         return f"<{self.page().title}; exit code {self.code}>"
 
     def _repr_html_(self) -> str:
-        from fp8bench.report.notebook import as_html
-
         return as_html(self.page())
 
     @property

@@ -5,26 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import webbrowser
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8bench.analysis.findings import findings
-from fp8bench.errors import Fp8benchError, UsageError
+from fp8bench.errors import UsageError
 from fp8bench.files import keeping, open_file, write_whole
 from fp8bench.jobs.earlier_runs import find_earlier_steps
 from fp8bench.jobs.kinds import K, Kind, meant_by
-from fp8bench.model import Figure, Run, Trend, trend_name
+from fp8bench.model import Run
 from fp8bench.report.data.plain import Rows, csv_text
 from fp8bench.report.data.run import run_rows
 from fp8bench.report.elements import Page
 from fp8bench.report.page.html import CARD_BYTES, MOST_REPORTS, ListedReport, began, charts_of, index_page, read_card
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
-from fp8bench.report.page.section import PastSeries, material_of, page_of
-from fp8bench.store.commit_runs import TrackedRun, tracked_run, why_untracked
-from fp8bench.store.figures.history import open_history
-from fp8bench.store.figures.tables import figure_of
+from fp8bench.report.page.section import material_of, page_of
 from fp8bench.store.runs.listing import each_once, listing, load_named, store_of
 from fp8bench.store.runs.run_file import load_run
 
@@ -101,10 +98,9 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
     Returns the page in the store. Raises StoreError if a file cannot be written. The same runs give the same bytes.
     """
     verdicts = [findings(run) for run in runs]
-    past = past_of(runs, store)
     runs = [replace(run, path=_within(run.path, store)) for run in runs]
     earlier = find_earlier_steps(runs[0], store) if len(runs) == 1 else {}
-    page = page_of(replace(material_of(runs, verdicts, past, store), earlier=earlier))
+    page = page_of(replace(material_of(runs, verdicts, store), earlier=earlier))
     rows = run_rows(list(zip(runs, verdicts, strict=True)))
     return _written(page, rows, folder_of(runs, store), pages)
 
@@ -191,61 +187,3 @@ def _write(path: Path, text: str | bytes) -> None:
     """Replaces the file in one step: a browser may be reading the old one."""
     with keeping(f"the report {path}"):
         write_whole(path, text)
-
-
-MOST_COMMITS = 100
-
-
-def past_of(runs: Sequence[Run], store: Path) -> tuple[PastSeries, ...]:
-    """The history of the runs' cases, on their machines and interpreters; each series has its newest commits only.
-
-    A run whose files differed from its commit stands at the end of its series.
-    """
-    tracked: list[TrackedRun] = []
-    for run in runs:
-        with contextlib.suppress(Fp8benchError):  # of a suite that cannot be asked
-            tracked += filter(None, [tracked_run(run)])
-    wanted = {(point.series, point.cell) for other in tracked for point in other.content.points}
-    if not wanted:
-        return ()
-    names = {trend_name(*cell) for cell in wanted}
-    history = open_history(store, lambda done, runs: None)
-    trends = history.trends(names.__contains__)
-    series = [_series(trend, [other for other in tracked if history.is_of(trend, other.identity)]) for trend in trends]
-    return tuple(past_series for past_series in series if past_series is not None and past_series.figures)
-
-
-def _series(trend: Trend, tracked: Sequence[TrackedRun]) -> PastSeries | None:
-    """A trend of its newest version and source, with what is in no trend; None where no run was made."""
-    if not tracked:
-        return None
-    version = trend.series.version
-    measured = trend.measured[-MOST_COMMITS:]
-    kept = [figure for figure in measured if figure.version == version]
-    kept = [figure for figure in kept if figure.source == kept[-1].source]
-    unkept = tuple(figure for run in tracked for figure in _unkept(run, trend, kept[-1] if kept else None))
-    own = replace(trend, figures=tuple(kept))
-    return PastSeries(own, unkept, _emulated(trend, tracked), len(measured) - len(kept))
-
-
-def _unkept(run: TrackedRun, trend: Trend, last: Figure | None) -> Iterator[Figure]:
-    """The figures of a run that do not count for its commit, if they compare with the last kept ones."""
-    if not why_untracked(run.run) or not isinstance(run.run.environment.get("commit"), str):
-        return
-    own = trend.series.name, trend.cell, trend.series.version
-    for point in run.content.points:
-        if (point.series, point.cell, point.version) != own or not point.samples:
-            continue
-        figure = figure_of(run, point)
-        if last is None or figure.source == last.source:
-            yield replace(figure, date=run.started_at)
-
-
-def _emulated(trend: Trend, tracked: Sequence[TrackedRun]) -> bool:
-    """Whether the runs at hand emulate the precision: the history itself does not say."""
-    wanted = trend.series.workload, trend.cell[0]
-    return any(
-        record.support.is_emulated and (record.case.workload, record.case.precision) == wanted
-        for run in tracked
-        for record in run.run.records
-    )

@@ -32,11 +32,10 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; `link` is the anchor of a part with more."""
+    """A paragraph."""
 
     text: str
     tone: Tone = Tone.PLAIN
-    link: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,6 @@ class Facts:
     """Names and values."""
 
     pairs: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Verdicts:
-    """The answer at a glance: for each precision a word to each question, with its hint below."""
-
-    questions: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[Field, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -146,16 +137,12 @@ class ChartAxis:
 
 @dataclass(frozen=True)
 class Chart:
-    """What all charts have: a name for links and ids, a title, and a description that replaces seeing it.
-
-    `order` are series that several charts of a page have: they look alike in all of them.
-    """
+    """What all charts have: a name for links and ids, a title, and a description that replaces seeing it."""
 
     name: str
     title: str
     description: str
     folded: bool = field(default=False, kw_only=True)
-    order: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -203,7 +190,7 @@ class Stacks(Chart):
     """Horizontal bars of parts that sum to a whole; `rows` have each part's value in the order of `parts`.
 
     In a timeline each row has `pieces` instead: the numbers and values of parts as they follow each other, in which a
-    part may come again. A reader can zoom into a timeline.
+    part may come again.
     """
 
     axis: ChartAxis
@@ -222,7 +209,7 @@ class Stacks(Chart):
 class Lines(Chart):
     """Series over one row of places (runs, commits): for each place a mark or None.
 
-    The axis fits the places from `settled` on; earlier ones that do not fit there have an inset. `levels` are labelled
+    The axis fits the places from `settled` on; earlier ones may run beyond it. `levels` are labelled
     lines across, drawn where the axis reaches them.
     """
 
@@ -237,7 +224,7 @@ class Lines(Chart):
 PICTURE_FORMATS = ("png", "svg", "pdf")
 
 AnyChart = Bars | Scatter | Stacks | Lines
-Element = Text | Items | Facts | Code | Table | Verdicts | AnyChart
+Element = Text | Items | Facts | Code | Table | AnyChart
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
-from fp8bench.model import Case, Finding, Run
-from fp8bench.report.elements import Code, Element, Facts, Field, Items, Page, Table, Text, Verdicts
+from fp8bench.model import Case, Finding
+from fp8bench.report.elements import Code, Element, Facts, Field, Items, Page, Table, Text
 from fp8bench.report.page.drawing.scale import escaped
-from fp8bench.report.page.section import material_of, page_of
 from fp8bench.report.panels import shared_params, show_params
-from fp8bench.report.words.naming import many
 
 _MOST_NAMED = 60
 
@@ -46,16 +43,6 @@ class Findings(dict[str, Finding]):
         raise KeyError(f"{name!r:.80} is no case. Give one of: {', '.join(list(self)[:_MOST_NAMED])}")
 
 
-def strip_page(run: Run, findings: Mapping[str, Finding]) -> Page:
-    parts = [part for part in page_of(material_of([run], [findings])).parts if part.name == "verdict"]
-    state = "" if run.finished else ", unfinished"
-    return Page(
-        f"{run.request.suite}, run {run.id}: {many(len(run.records), 'case')}{state}",
-        "",
-        tuple(replace(part, title="") for part in parts),
-    )
-
-
 def as_html(page: Page, report: str = "") -> str:
     texts = [page.title, page.subtitle, *(f"{name}: {what}" for name, what in page.facts)]
     blocks = [f"<p>{escaped(text)}</p>" for text in texts if text]
@@ -82,13 +69,10 @@ def _element_html(element: Element) -> str:
         case Table():
             title = f"<p>{escaped(element.caption)}</p>" if element.caption else ""
             return title + _grid([column.title for column in element.columns], element.rows)
-        case Verdicts():
-            return _grid(["", *element.questions], [(Field(name), *fields) for name, fields in element.rows])
     return ""  # charts are in the report
 
 
 def _grid(titles: Sequence[str], rows: Iterable[Sequence[Field]]) -> str:
     head = "".join(f"<th>{escaped(title)}</th>" for title in titles)
-    words = ([f"{field.text} ({field.hint})" if field.hint else field.text for field in row] for row in rows)
-    lines = "".join(f"<tr>{''.join(f'<td>{escaped(text)}</td>' for text in row)}</tr>" for row in words)
+    lines = "".join(f"<tr>{''.join(f'<td>{escaped(field.text)}</td>' for field in row)}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{lines}</table>"

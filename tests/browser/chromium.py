@@ -180,26 +180,10 @@ class Tab:
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         self.send("Emulation.setTouchEmulationEnabled", enabled=phone)
 
-    def media(self, kind: str, scheme: str = "light") -> None:
-        """'screen' or 'print'; 'light' or 'dark'."""
-        self.send(
-            "Emulation.setEmulatedMedia", media=kind, features=[{"name": "prefers-color-scheme", "value": scheme}]
-        )
-
-    def point(self, selector: str) -> None:
-        """Moves the pointer to the middle of an element, scrolling it into view first."""
-        x, y = self._middle(selector)
-        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
     def click(self, selector: str) -> None:
         x, y = self._middle(selector)
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
-    def tap(self, selector: str) -> None:
-        x, y = self._middle(selector)
-        self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
-        self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
 
     def _middle(self, selector: str) -> tuple[float, float]:
         """An element's middle once the window has come to rest, after two frames."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,9 +11,6 @@ from fp8bench.report.elements import Page
 from fp8bench.report.page.html import render
 from tests.browser.chromium import Browser, Tab, executable
 from tests.pages import hostile_page, whole_page
-
-# Where screenshots are kept; without it they go the way of all temporary files.
-SHOTS = "FP8BENCH_SCREENSHOTS"
 
 Open = Callable[..., Tab]
 # What is looked at each time; the rest is where slow tests are asked for.
@@ -54,33 +49,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def show(browser: Browser, files: dict[str, Path], tmp_path: Path) -> Iterator[Open]:
-    """Opens a page in a window of a width, in a scheme of colours; closes it when the test is over."""
+    """Opens a page; closes it when the test is over."""
     tabs = []
 
-    def opened(
-        name: str = "whole", width: int = 1280, scheme: str = "light", anchor: str = "", script: bool = True
-    ) -> Tab:
+    def opened(name: str = "whole") -> Tab:
         tab = Tab.open(browser, tmp_path)
         tabs.append(tab)
-        tab.resize(width)
-        tab.media("screen", scheme)
-        tab.send("Emulation.setScriptExecutionDisabled", value=not script)
-        tab.go(files[name].as_uri() + anchor)
+        tab.resize(1280)
+        tab.go(files[name].as_uri())
         return tab
 
     yield opened
     for tab in tabs:
         tab.close()
-
-
-@pytest.fixture
-def shot(tmp_path: Path) -> Callable[[Tab, str], None]:
-    """Keeps what a page looks like, whole, under a name."""
-    folder = Path(os.environ.get(SHOTS) or tmp_path)
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def keep(tab: Tab, name: str) -> None:
-        taken = tab.send("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-        (folder / f"{name}.png").write_bytes(base64.b64decode(taken))
-
-    return keep

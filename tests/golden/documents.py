@@ -37,7 +37,7 @@ def load(path: Path) -> dict[str, str]:
 def changes(before: dict[str, str], now: dict[str, str]) -> str:
     """Each change once, below the names of the documents that hold it."""
     holders = defaultdict(list)
-    for name in [*now, *(name for name in before if name not in now)]:
+    for name in now:
         lines = difflib.unified_diff(before.get(name, "").split("\n"), now.get(name, "").split("\n"), n=0, lineterm="")
         for change in re.split(r"^@@.*\n", "\n".join([*lines][2:]), flags=re.MULTILINE)[1:]:
             holders[change.rstrip("\n")].append(name)

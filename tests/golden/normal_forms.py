@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import html
 import io
 import json
 import re
@@ -13,8 +12,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-# Pages that are kept whole, to the last byte.
-WHOLE = {"failing.html", "ceilings.html", "fleet.html"}
 # What is not of fp8bench, and why it may differ.
 MASKS = (
     (re.compile(r"fp8bench \d+\.\d+\.\d+\w*"), "fp8bench VERSION", "a release is no change of a document"),
@@ -36,10 +33,10 @@ def _rounded(number: re.Match[str]) -> str:
 
 
 def normal(name: str, text: str) -> str:
-    """The document in the form that is kept: JSON by lines, CSV without repetitions, pages as text."""
-    forms = {".json": of_json, ".csv": of_csv, ".html": of_html}
+    """The document in the form that is kept: JSON by lines, CSV without repetitions."""
+    forms = {".json": of_json, ".csv": of_csv}
     form = forms.get(Path(name).suffix)
-    return masked(text) if form is None or name in WHOLE else form(masked(text))
+    return masked(text) if form is None else form(masked(text))
 
 
 def digest(text: str) -> str:
@@ -108,32 +105,6 @@ def _ditto(row: list[str], before: list[str]) -> str:
         own = [cell for cell, _ in run]
         cells += [f"~{len(own)}"] if alike else own
     return "|".join(cells)
-
-
-_SECTION = re.compile(r"(?=<section\b|<header\b|<footer\b)")
-
-
-def of_html(page: str) -> str:
-    """Each section's text by lines, behind a digest of its tags; of a drawing its words and a digest of its shapes."""
-    style = "".join(re.findall(r"<(?:style|script)\b.*?</(?:style|script)>", page, flags=re.DOTALL))
-    body = re.sub(r"<(style|script)\b.*?</\1>", "", page, flags=re.DOTALL)
-    parts = [f"style and script {digest(style)}"]
-    for section in _SECTION.split(body):
-        drawn = re.sub(r"<svg\b.*?</svg>", lambda svg: f"[drawing {digest(_tags(svg[0]))}]", section, flags=re.DOTALL)
-        parts += [f"== {digest(_tags(section))}", *map(html.unescape, _lines(drawn))]
-    return "\n".join([*parts, ""])
-
-
-def _tags(markup: str) -> str:
-    """The markup without the words between its tags, which are compared as lines."""
-    return re.sub(r">[^<]+<", "><", markup)
-
-
-def _lines(markup: str) -> Iterator[str]:
-    broken = re.sub(r"</(?:tr|p|li|h\d|dt|dd|figcaption|caption|pre|summary|div|thead)>", "\n", markup)
-    spaced = re.sub(r"<[^>]*>", " ", broken)
-    lines = (" ".join(line.split()).removesuffix(" #") for line in spaced.splitlines())  # headings link to themselves
-    yield from filter(None, lines)
 
 
 def of_frame(frame: Any) -> str:

@@ -41,7 +41,6 @@ from fp8bench.model import Ceilings, DeviceFacts
 from fp8bench.model.codec import decode
 from fp8bench.model.promises import ModeConformity
 from fp8bench.store.runs.run_file import load_run
-from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.golden.documents import changes, load, save
 from tests.golden.normal_forms import normal, of_files, of_frame
@@ -82,19 +81,14 @@ DUELS = {"duel": "d8d9759e", "quick-duel": "ad2e50fa", "cut-duel": "d8d9cff0"}
 AUDITS = ("pass", "fail", "model", "layers")
 SERIES = "'gemm.Gemm.track_time(bf16, 512)'"
 # Every run and training in these; some of them in others, too, whose fields are those of all runs.
-FORMATS = {".txt": "show {id}", ".md": "report {id} --md {name}", ".html": "report {id} --html {name}",
-           ".csv": "show {id} --csv -"}  # fmt: skip
+FORMATS = {".txt": "show {id}", ".md": "report {id} --md {name}", ".csv": "show {id} --csv -"}
 IN_JSON = ("gemm", "failing", "collective", "gpu-clean", "judged-training", "cut-training", "quick-duel")
-AS_PAGES = ("gemm", "transformer", "numerics", "optimizer", "sweep", "failing", "sustained", "collectives", "parallel",
-            "profile", "ceilings", "gpu", "gpu-sweep", "gpu-clean", "training", "judged-training")  # fmt: skip
 
 
 def _of_runs() -> Iterator[tuple[str, Document]]:
     for store, kept in (("runs", RUNS), ("gpu", ON_GPU), ("runs", TRAININGS)):
         for name, key in kept.items():
             for ending, words in FORMATS.items():
-                if ending == ".html" and name not in AS_PAGES:
-                    continue
                 yield name + ending, Document(words.format(id=key, name=name + ending), store)
     for name, key in DUELS.items():
         yield f"{name}.txt", Document(f"show {key}")
@@ -152,7 +146,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "training-60.txt": Document("show 1199c4a7 --explain", width=60),
     "duel-explained.txt": Document("show d8d9759e --explain"),
     "two.md": Document("report 8b215bef 41840d37 --md two.md"),
-    "two.html": Document("report 8b215bef b818081e --html two.html"),
     "transformer-tape.txt": Document("show 4ab2f1d9 --tape --explain"),
     "transformer-tape.csv": Document("show 4ab2f1d9 --tape --csv -"),
     "transformer-tape.json": Document("show 4ab2f1d9 --tape --json"),
@@ -210,7 +203,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "rebuilt.txt": Document("history rebuild", "history"),
     "ceiling-history.txt": Document("history ceilings --explain"),
     "history.md": Document("report 00000640 --md history.md", "history"),
-    "history.html": Document("report 00000640 --html history.html", "history"),
     # Fleets.
     "fleet-status.txt": Document("fleet status plan.json --explain", "fleet"),
     "fleet-status.json": Document("fleet status plan.json --json", "fleet"),
@@ -218,7 +210,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "fleet.csv": Document("fleet report .fp8bench --csv -", "fleet"),
     "fleet.json": Document("fleet report .fp8bench --json", "fleet"),
     "fleet.md": Document("fleet report .fp8bench --md fleet.md", "fleet"),
-    "fleet.html": Document("fleet report plan.json --html fleet.html", "fleet"),
     # What is measured now, of values that were measured once.
     "conform.txt": Document("conform --explain", value="conform"),
     "conform-all.txt": Document("conform --all", value="conform"),
@@ -448,13 +439,6 @@ def test_it_is_told_as_before(name: str) -> None:
     if now != expected:
         lines = difflib.unified_diff(expected.splitlines(), now.splitlines(), "expected", "now", lineterm="", n=1)
         pytest.fail("\n".join([f"{name} differs; read how. If all of it is wanted: {AGAIN} {name}", *lines]), False)
-
-
-@for_each("name", [name for name in STORED if name.endswith(".txt")])
-def test_no_line_is_wider_than_the_terminal(name: str) -> None:
-    with tempfile.TemporaryDirectory() as folder, a_place(Path(folder).resolve(), replace(STORED[name], width=60)):
-        text = told(shlex.split(STORED[name].words)).partition("on stderr:")[0]
-    assert all(len(line) <= 60 for line in text.splitlines())
 
 
 def test_nothing_is_left_out() -> None:

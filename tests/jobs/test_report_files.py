@@ -12,15 +12,10 @@ from pathlib import Path
 import pytest
 
 from fp8bench.cli.main import main
-from fp8bench.jobs import report_files
-from fp8bench.jobs.report_files import folder_of, past_of, write_report
-from fp8bench.model import Environment, Request, Run
-from fp8bench.report.page.section import PastSeries
-from fp8bench.store.runs.run_file import load_run, start_run
-from fp8bench.units import moment
-from tests.energies import use
-from tests.histories import commit, history, keep, records, run_at
-from tests.runs import EMULATED, measured, transformer
+from fp8bench.jobs.report_files import folder_of, write_report
+from fp8bench.model import Run
+from fp8bench.store.runs.run_file import start_run
+from tests.runs import measured
 
 
 @pytest.fixture
@@ -121,97 +116,3 @@ def test_a_suite_ends_with_its_report(store: Path, capsys: pytest.CaptureFixture
     (store / "reports").write_text("in the way")
     assert main(words) == 0
     assert "The run is kept; `fp8bench report" in capsys.readouterr().err
-
-
-def series(runs: list[Run], store: Path, metric: str = "time", precision: str = "bf16") -> PastSeries:
-    (only_series,) = [
-        series
-        for series in past_of(runs, store)
-        if (series.trend.series.metric, series.precision) == (metric, precision)
-    ]
-    return only_series
-
-
-def test_the_series_of_the_cases_at_hand(tmp_path: Path) -> None:
-    last = load_run(history(tmp_path, 2.0, 1.0)[-1])
-    past = series([last], tmp_path)
-    assert (past.precision, past.place, past.machine) == ("bf16", "shape=512", "box")
-    assert not past.emulated and past.incomparable == 0 and not past.unkept
-    assert [figure.commit for figure in past.figures] == [commit(0), commit(1)]
-    # A round takes an eighth more for its cast, 100 ns besides, and 2 us in the middle.
-    assert [figure.value for figure in past.figures] == pytest.approx([2.2521e-3, 1.1271e-3], rel=1e-9)
-    assert all((figure.low or 9) <= (figure.value or 0) <= (figure.high or 0) for figure in past.figures)
-    assert [figure.samples for figure in past.figures] == [24, 24]
-
-
-def test_other_machines_interpreters_and_cases_are_left_out(tmp_path: Path) -> None:
-    history(tmp_path, 1.0)
-    elsewhere = {"machine": "far", "asv_machine": "far"}
-    keep(tmp_path, run_at(1, records=tuple(records(9.0)), facts=elsewhere))
-    other = {"asv_python": "/other/bin/python"}
-    keep(tmp_path, run_at(2, records=tuple(records(9.0)), facts=other))
-    last = load_run(keep(tmp_path, run_at(3, records=tuple(records(1.0))[:1])))
-    past = past_of([last], tmp_path)
-    assert {own.precision for own in past} == {"fp32"}
-    assert [figure.commit for figure in series([last], tmp_path, precision="fp32").figures] == [commit(0), commit(3)]
-
-
-def test_a_run_with_changes_stands_at_the_end_of_its_series(tmp_path: Path) -> None:
-    """Its numbers are no commit's, but they are what one wants to know."""
-    history(tmp_path, 1.0)
-    dirty = load_run(keep(tmp_path, run_at(0, hours=5, records=tuple(records(3.0)), facts={"dirty": True})))
-    past = series([dirty], tmp_path)
-    assert [figure.commit for figure in past.figures] == [commit(0)] * 2
-    (unkept,) = past.unkept
-    assert unkept.value == pytest.approx(3.3771e-3, rel=1e-9) and moment(unkept.date) == "2026-01-05 17:00"
-
-
-def test_a_quick_run_is_hasty(tmp_path: Path) -> None:
-    (path,) = history(tmp_path, 1.0, request=Request("gemm", quick=True))
-    assert [figure.hasty for figure in series([load_run(path)], tmp_path).figures] == [True]
-
-
-def test_emulations_are_named(tmp_path: Path) -> None:
-    made = [replace(record, support=EMULATED) if not record.is_reference else record for record in records(1.0)]
-    last = load_run(keep(tmp_path, run_at(0, records=tuple(made))))
-    assert series([last], tmp_path).emulated and not series([last], tmp_path, precision="fp32").emulated
-
-
-def test_older_versions_are_counted(tmp_path: Path) -> None:
-    history(tmp_path, 1.0)
-    newer = tuple(replace(record, case=replace(record.case, version="99")) for record in records(1.0))
-    last = load_run(keep(tmp_path, run_at(1, records=newer)))
-    past = past_of([last], tmp_path)
-    assert {(len(own.figures), own.incomparable) for own in past} == {(1, 1)}
-
-
-def test_joules_of_another_source_are_left_out_and_counted(tmp_path: Path) -> None:
-    """The newest figure's source counts, also that of a run with uncommitted changes."""
-    for number, source in enumerate(("counter", "instant", "instant")):
-        made = tuple(replace(record, energy=use((1.0 + number,) * 3, source=source)) for record in records(1.0))
-        last = load_run(keep(tmp_path, run_at(number, records=made)))
-    past = series([last], tmp_path, metric="energy")
-    assert ([figure.value for figure in past.figures], past.incomparable) == ([2.0, 3.0], 1)
-    assert len(series([last], tmp_path).figures) == 3
-    for source, count in (("counter", 2), ("instant", 3)):
-        made = tuple(replace(record, energy=use((9.0,) * 3, source=source)) for record in records(1.0))
-        dirty = run_at(2, hours=5, records=made, facts={"dirty": True})
-        assert len(series([dirty], tmp_path, metric="energy").figures) == count
-
-
-def test_runs_that_tell_nothing_have_no_past(tmp_path: Path) -> None:
-    history(tmp_path, 1.0)
-    foreign, _ = transformer()
-    nameless = replace(run_at(1), environment=Environment({}))
-    assert past_of([], tmp_path) == past_of([foreign, nameless], tmp_path) == ()
-
-
-def test_a_store_that_is_not_there_knows_nothing(tmp_path: Path) -> None:
-    assert past_of([run_at(0)], tmp_path / "none") == ()
-
-
-def test_a_series_has_its_newest_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_files, "MOST_COMMITS", 2)
-    paths = history(tmp_path, 1.0, 2.0, 3.0)
-    series = next(series for series in past_of([load_run(paths[-1])], tmp_path) if series.trend.series.metric == "time")
-    assert [figure.commit for figure in series.figures] == [commit(1), commit(2)]

@@ -9,7 +9,7 @@ import pytest
 
 from fp8bench.model import Finding, Interval, Label, Record, Status, Support, Verdict
 from fp8bench.model.words import REMARKS
-from fp8bench.report.case_status import Standing, doubts, speed_up, standing, tone_of, what_intervals_hold
+from fp8bench.report.case_status import Standing, speed_up, standing, tone_of, what_intervals_hold
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import Result
 from tests.counts import for_each
@@ -87,11 +87,3 @@ def test_speed_up_is_the_inverse_with_its_ends_turned() -> None:
 )
 def test_where_there_is_no_speed_none_is_made_up(case_result: Result) -> None:
     assert speed_up(case_result) is None
-
-
-def test_doubts_are_labels_and_why_there_is_no_verdict() -> None:
-    unsure = result(Verdict.UNSURE, Label.FEW_SAMPLES)
-    assert unsure.finding is not None
-    few, why = doubts(Result(unsure.record, replace(unsure.finding, why="too wide")))
-    assert few.startswith("few-samples: ") and why == "too wide"
-    assert doubts(result()) == () == doubts(Result(unsure.record, None))

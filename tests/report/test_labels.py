@@ -78,7 +78,6 @@ def test_labels() -> Told:
 def test_legends_say_what_labels_mean() -> None:
     text = render_whole(*HOT, width=300)
     assert f"\n  {explained(Label.THROTTLED)}\n" in text and f"\n  {legend.HARD}\n" in text
-    assert legend.HARD not in render_whole(*capped(1), width=300)
 
 
 @for_each("label", sorted(REMARKS))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.model import Environment, Run, Scalar
-from fp8bench.report.page.section import LONGEST_LABEL, labels_of, material_of, page_of, sections
-from fp8bench.report.panels import panels_of
-from tests.materials import material, nothing, shapes, skipped
+from fp8bench.report.page.section import labels_of, material_of, page_of, sections
+from tests.materials import material, nothing, skipped
 from tests.runs import case, gemm, judged, run_of, transformer
 from tests.told_before import Told, as_before
 
@@ -21,7 +20,6 @@ def run(name: str = "1", device: str = "a GPU", **facts: Scalar | None) -> Run:
 def test_labels_of_runs() -> Told:
     first, one_device = gemm()[0], gemm()[0].devices
     suites = [replace(first.records[0], case=replace(first.records[0].case, workload=f"s{n}")) for n in range(4)]
-    fewer = tuple(record for record in first.records if record.case.precision != "nvfp4")
     for claim, *runs in (
         ("none",),
         ("one alone", run()),
@@ -31,33 +29,10 @@ def test_labels_of_runs() -> Told:
         ("versions of torch", run(torch="2.12.0"), run(torch="2.13.0")),
         ("suites", first, replace(transformer()[0], devices=one_device)),
         ("many suites", run_of(suites), run_of(suites[:3])),
-        ("precisions", first, replace(first, records=fewer)),
         ("ids", run("1"), run("2")),
         ("ids and numbers", run("1"), run("1"), run("2")),
-        ("numbers", run(""), run("")),
-        ("where one does not know its commit, ids", run("1", commit="a" * 40), run("2")),
-        ("past the cut nothing tells apart", run("1", device="x" * 300 + "1"), run("2", device="x" * 300 + "2")),
     ):
         yield claim, labels_of(runs)
-
-
-def test_a_long_label_is_cut_and_still_tells_apart() -> None:
-    first, second = labels_of([run(device="a" * 300), run(device="b" * 300)])
-    assert len(first) == LONGEST_LABEL and first.endswith("...") and first != second
-
-
-@as_before
-def test_groups_of_a_panel() -> Told:
-    for wanted in (
-        ({"m": 16, "n": 8},),
-        ({"m": 16, "n": 8}, {"m": 32, "n": 8}),
-        ({"m": 16}, {"m": 16, "cache": "cold"}),
-        ({"m": 16}, {"m": 32, "values": "ones"}, {"m": 32}),
-        ({"m": 16, "cache": "cold"}, {"m": 32, "cache": "cold"}),
-        ({"m": 16}, {"m": 16, "norm": "mlp"}),
-    ):
-        (panel,) = panels_of(*shapes(*wanted))
-        yield f"{wanted} are told by what one has and others have not", [group.place for group in panel.groups]
 
 
 @as_before

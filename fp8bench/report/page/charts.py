@@ -51,7 +51,7 @@ def _points(chart: AnyChart) -> int:
 
 def stacked(
     name: str, title: str, description: str, axis: ChartAxis, share: str, parts: Mapping[str, str],
-    rows: Sequence[tuple[str, float, Mapping[str, float]]], folded: bool = False,
+    rows: Sequence[tuple[str, float, Mapping[str, float]]],
 ) -> Stacks:  # fmt: skip
     """Bars of (label, whole, its parts); `parts` are all possible ones, in order, with their words.
 
@@ -66,7 +66,7 @@ def stacked(
             values = [100 * value / (whole or 1.0) for value in values]
         bars.append((f"{label}, {units.shown(whole, unit)}" if far else label, tuple(values)))
     chosen = ChartAxis(share, "%") if far else axis
-    return Stacks(name, title, description, chosen, tuple(parts.values()), tuple(bars), folded=folded)
+    return Stacks(name, title, description, chosen, tuple(parts.values()), tuple(bars))
 
 
 def has_time(result: Result) -> bool:

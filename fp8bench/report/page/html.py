@@ -13,7 +13,6 @@ import html
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -33,14 +32,11 @@ from fp8bench.report.elements import (
     Element,
     Field,
     Items,
-    Lines,
     Page,
     Part,
-    Scatter,
     Table,
     Text,
     Tone,
-    Verdicts,
 )
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.page.drawing.draw import draw
@@ -50,20 +46,11 @@ from fp8bench.report.words.naming import many
 if TYPE_CHECKING:
     import jinja2
 
-# A column with at most this many different texts can be filtered by choosing one.
-_MOST_CHOICES = 12
-
-
-class _Column(NamedTuple):
-    column: Column
-    by_value: bool
-    choices: tuple[str, ...]
-
 
 class _Sheet(NamedTuple):
     id: str
     table: Table
-    columns: tuple[_Column, ...]
+    columns: tuple[tuple[Column, bool], ...]
 
 
 class _PageBlock(NamedTuple):
@@ -120,8 +107,8 @@ def charts_of(page: Page) -> dict[str, AnyChart]:
 
 
 def _parts(page: Page, draw: Callable[[AnyChart], str]) -> list[tuple[str, Part, tuple[_PageBlock, ...]]]:
-    ids, order = _Ids(), _order(page)
-    return [(ids.give(part.name), part, tuple(_blocks(part, ids, draw, order))) for part in page.parts]
+    ids = _Ids()
+    return [(ids.give(part.name), part, tuple(_blocks(part, ids, draw))) for part in page.parts]
 
 
 class _Ids:
@@ -138,18 +125,7 @@ class _Ids:
         return chosen
 
 
-def _order(page: Page) -> tuple[str, ...]:
-    """Series that are in more than one chart."""
-    counts: Counter[str] = Counter()
-    for chart in (element for part in page.parts for element in part.elements):
-        if isinstance(chart, Lines):
-            counts.update({name: 1 for name, _ in chart.series})
-        elif isinstance(chart, Scatter):
-            counts.update({point.series: 1 for point in chart.points})
-    return tuple(name for name, count in counts.items() if count > 1)
-
-
-def _blocks(part: Part, ids: _Ids, draw: Callable[[AnyChart], str], order: tuple[str, ...]) -> Iterator[_PageBlock]:
+def _blocks(part: Part, ids: _Ids, draw: Callable[[AnyChart], str]) -> Iterator[_PageBlock]:
     for element in part.elements:
         if isinstance(element, Table):
             own = ids.give(element.name)
@@ -158,22 +134,17 @@ def _blocks(part: Part, ids: _Ids, draw: Callable[[AnyChart], str], order: tuple
             own = ids.give(element.name)
             numbers = _sheet(numbers_table(element), ids.give(f"{own}-numbers"))
             # Ids within the drawing begin with the chart's own.
-            ordered = replace(element, order=order)
-            yield _PageBlock(ordered, own, numbers, draw(replace(ordered, name=own)))
+            yield _PageBlock(element, own, numbers, draw(replace(element, name=own)))
         else:
             yield _PageBlock(element)
 
 
 def _sheet(table: Table, anchor: str) -> _Sheet:
-    columns = []
-    for place, column in enumerate(table.columns):
-        fields = [row[place] for row in table.rows]
-        texts = tuple(dict.fromkeys(field.text for field in fields if field.text not in ("", units.NONE)))
-        is_repeated = 2 <= len(texts) <= _MOST_CHOICES and len(texts) < len(fields)
-        is_chosen_from = table.main and is_repeated and not column.number and not column.below
-        by_value = column.number or any(field.value is not None for field in fields)
-        columns.append(_Column(column, by_value, texts if is_chosen_from else ()))
-    return _Sheet(anchor, table, tuple(columns))
+    """Says of each column whether it sorts by values."""
+    fields_of = ([row[place] for row in table.rows] for place in range(len(table.columns)))
+    by_value = (any(field.value is not None for field in fields) for fields in fields_of)
+    columns = tuple((column, column.number or valued) for column, valued in zip(table.columns, by_value, strict=True))
+    return _Sheet(anchor, table, columns)
 
 
 def _marked(text: str) -> str:
@@ -203,11 +174,10 @@ _NAMED_BY_TIME = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)")
 
 @dataclass(frozen=True)
 class CardAnswer:
-    """The word on a precision and its speed-up; or a sentence, about ''."""
+    """The word on a precision; or a sentence, about ''."""
 
     about: str
     word: str
-    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -237,10 +207,8 @@ def card_of(page: Page) -> Card:
 
 
 def _answers(element: Element) -> tuple[CardAnswer, ...]:
-    """The words of a strip, the verdicts of a table, or the first sentence."""
+    """The verdicts of a table, or the first sentence."""
     match element:
-        case Verdicts():
-            return tuple(CardAnswer(label, fields[0].text, fields[0].value) for label, fields in element.rows)
         case Table():
             wanted = ("case", "arm", "verdict")
             places = [place for place, column in enumerate(element.columns) if column.title in wanted]
@@ -271,9 +239,6 @@ def index_page(reports: Iterable[ListedReport], left_out: int = 0) -> Page:
     """A page of reports, newest first."""
     listed = list(reports)
 
-    def speed(report: ListedReport) -> float | None:
-        return report.card.answers[0].value if report.card.answers else None
-
     cols: list[Col[ListedReport]] = [
         Col("began (UTC)", lambda report: report.when or units.NONE),
         Col("report", lambda report: Field(
@@ -282,7 +247,6 @@ def index_page(reports: Iterable[ListedReport], left_out: int = 0) -> Page:
         Col("of", lambda report: report.card.kind),
         Col("answer", lambda report: ", ".join(
             f"{answer.about} {answer.word}".strip() for answer in report.card.answers) or units.NONE),
-        Col("speed-up", speed, number=True, show=units.speed_up, unit="x", hint="of the first precision that is named"),
         Col("where", lambda report: report.card.subtitle.partition(" UTC, ")[2] or report.card.subtitle),
     ]  # fmt: skip
     shown = table("reports", many(len(listed), "report"), cols, listed, main=True, kept={"began (UTC)", "report"})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from fp8bench.report.elements import (
     AnyChart,
@@ -22,7 +21,6 @@ from fp8bench.report.elements import (
     Table,
     Text,
     Tone,
-    Verdicts,
     printable,
 )
 from fp8bench.report.page.charts import numbers_table
@@ -92,16 +90,6 @@ def _element(element: Element) -> Iterator[str]:
             yield "\n".join(f"- {_paragraph(item.text, item.tone)}" for item in element.items)
         case Facts():
             yield _table((Column("what"), Column("is")), [(Field(name), Field(what)) for name, what in element.pairs])
-        case Verdicts():
-            columns = [Column("precision"), *map(Column, element.questions)]
-            rows = [
-                (
-                    Field(label),
-                    *(replace(field, text=": ".join(filter(None, (field.text, field.hint)))) for field in fields),
-                )
-                for label, fields in element.rows
-            ]
-            yield _table(columns, rows)
         case Code():
             # The fence is longer than any run of backticks in the text.
             fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", element.text)), 3)

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  // Tables can be sorted, filtered and saved; what is chosen stands in the address after '?', so that a link shows it.
+  // Tables can be sorted, filtered and saved.
   const words = new Intl.Collator("en", { numeric: true });
   const TOLD = "tr:not([hidden]) > :is([title], [data-hint]):not(:has(button))";
   const shown = (cell) => cell.textContent.trim();
@@ -13,25 +13,21 @@
       this.rows = [...this.table.tBodies[0].rows];
       this.count = element.querySelector("output");
       this.find = element.querySelector("input");
-      this.choices = [...element.querySelectorAll("select")];
       this.sorted = 0; // place of the column from 1, negative where it descends, 0 for the order of the page
       element.querySelector(".tools").hidden = false;
-      for (const button of element.querySelectorAll("[data-do]")) {
-        button.onclick = () => this[button.dataset.do]();
-        button.hidden = button.dataset.do === "copy" && !navigator.clipboard; // plain http has none
-      }
+      element.querySelector("[data-do]").onclick = () => this.save();
       this.table.onkeydown = (event) => this.step(event);
       if (this.find) this.equip();
       this.stop();
     }
 
     equip() {
-      for (const control of [this.find, ...this.choices]) control.oninput = () => { this.filter(); write(); };
+      this.find.oninput = () => this.filter();
       this.head.forEach((cell, place) => {
         const button = document.createElement("button");
         button.type = "button";
         button.append(...cell.childNodes);
-        button.onclick = () => { this.sort(next(this.sorted, place + 1)); write(); };
+        button.onclick = () => this.sort(next(this.sorted, place + 1));
         cell.append(button);
       });
       this.say();
@@ -64,11 +60,9 @@
 
     filter() {
       const wanted = this.find.value.toLowerCase().split(/\s+/).filter(Boolean);
-      const chosen = this.choices.filter((select) => select.value);
       this.texts ??= this.rows.map((row) => [...row.cells].map(shown).join("\n").toLowerCase());
       this.rows.forEach((row, index) => {
-        row.hidden = !wanted.every((word) => this.texts[index].includes(word)) ||
-          !chosen.every((select) => shown(row.cells[select.dataset.column]) === select.value);
+        row.hidden = !wanted.every((word) => this.texts[index].includes(word));
       });
       this.stop();
       this.say();
@@ -92,9 +86,9 @@
 
     visible() { return [...this.table.tBodies[0].rows].filter((row) => !row.hidden); }
 
-    say(more = "") {
+    say() {
       const all = this.rows.length, now = this.visible().length;
-      this.count.textContent = `${now === all ? all : `${now} of ${all}`} ${all === 1 ? "row" : "rows"}${more}`;
+      this.count.textContent = `${now === all ? all : `${now} of ${all}`} ${all === 1 ? "row" : "rows"}`;
     }
 
     // The rows that are shown, as they are sorted; numbers with all their digits.
@@ -113,103 +107,10 @@
       link.click();
       setTimeout(() => URL.revokeObjectURL(link.href), 10000);
     }
-
-    copy() {
-      navigator.clipboard.writeText(this.csv()).then(() => this.say(", copied"), () => this.say(", not copied"));
-    }
-
-    // What differs from the page as it came.
-    state() {
-      const found = [["sort", this.sorted || ""], ["find", this.find.value],
-        ...this.choices.map((select) => [select.dataset.column, select.value])];
-      return found.filter(([, value]) => value).map(([name, value]) => [`${this.name}.${name}`, value]);
-    }
-
-    restore(state) {
-      const of = (name) => state.get(`${this.name}.${name}`) ?? "";
-      this.find.value = of("find");
-      for (const select of this.choices) {
-        select.value = of(select.dataset.column);
-        if (select.selectedIndex < 0) select.value = "";
-      }
-      this.sort(parseInt(of("sort"), 10) || 0);
-      this.filter();
-    }
   }
 
   const next = (now, place) => now === place ? -place : now === -place ? 0 : place;
-  const mains = [...document.querySelectorAll(".sheet:has(table)")]
-    .map((element) => new Sheet(element)).filter((sheet) => sheet.find);
-
-  const parts = () => location.hash.slice(1).split("?");
-  function write() {
-    const state = new URLSearchParams(mains.flatMap((sheet) => sheet.state())).toString();
-    history.replaceState(null, "", `#${parts()[0]}${state && "?"}${state}`);
-  }
-  function read() {
-    const [anchor, state] = parts();
-    if (state === undefined) return write();
-    mains.forEach((sheet) => sheet.restore(new URLSearchParams(state)));
-    if (anchor) document.getElementById(anchor)?.scrollIntoView();
-  }
-  addEventListener("hashchange", read);
-  if (location.hash) read();
-
-  // Timelines: the bars lie in a picture within the drawing, whose view is the part of the step that is seen.
-  const PREFIXES = [[1, "s"], [1e-3, "ms"], [1e-6, "us"], [0, "ns"]];
-  class Timeline {
-    constructor(drawing) {
-      const [left, right, seconds] = drawing.dataset.zoom.split(" ").map(Number);
-      const height = drawing.viewBox.baseVal.height;
-      Object.assign(this, { left, right, seconds, height });
-      this.view = document.createElementNS(drawing.namespaceURI, "svg");
-      const box = { x: left, y: 0, width: right - left, height, preserveAspectRatio: "none" };
-      for (const name in box) this.view.setAttribute(name, box[name]);
-      const bars = [...drawing.querySelectorAll(".piece")];
-      bars[0].before(this.view);
-      this.view.append(...bars);
-      const lines = [...(drawing.querySelector(".grid")?.getAttribute("d") ?? "").matchAll(/M([\d.]+)/g)].map((line) => +line[1]);
-      this.ticks = [...drawing.querySelectorAll(".tick")].map((tick) => {
-        const x = +tick.getAttribute("x"), far = (line) => Math.abs(line - x);
-        if (x < left + 30) { tick.setAttribute("x", left); tick.setAttribute("text-anchor", left < 30 ? "start" : "middle"); }
-        return { tick, text: tick.textContent, x: lines.reduce((best, line) => far(line) < far(best) ? line : best, Infinity) };
-      });
-    }
-    // Shows the part of the step from one share of the axis to another.
-    show(from, to) {
-      const wide = this.right - this.left;
-      this.view.setAttribute("viewBox", `${this.left + from * wide} 0 ${(to - from) * wide} ${this.height}`);
-      const [size, unit] = PREFIXES.find(([size]) => to * this.seconds >= size), scale = size || 1e-9;
-      for (const { tick, text, x } of this.ticks) {
-        const time = (from + (to - from) * (x - this.left) / wide) * this.seconds / scale;
-        tick.textContent = to - from === 1 ? text : `${Number(time.toPrecision(4))} ${unit}`;
-      }
-    }
-  }
-  for (const tools of document.querySelectorAll(".zoom")) {
-    const lines = [...tools.parentElement.querySelectorAll("[data-zoom]:not(button)")].map((one) => new Timeline(one));
-    const buttons = [...tools.querySelectorAll("button")];
-    let from = 0, wide = 1; // shares of the axis
-    const show = (start, share) => {
-      wide = Math.min(1, Math.max(1 / 64, share));
-      from = Math.min(1 - wide, Math.max(0, start));
-      for (const line of lines) line.show(from, from + wide);
-      for (const button of buttons) {
-        const { zoom, move } = button.dataset;
-        button.disabled = zoom ? (zoom < 1 ? wide <= 1 / 64 : wide === 1) : move < 0 ? from <= 0 : from + wide >= 1;
-      }
-    };
-    for (const button of buttons) button.onclick = () => {
-      const { zoom = 1, move = 0 } = button.dataset;
-      show(from + move * wide, zoom * wide);
-    };
-    for (const line of lines) line.view.ondblclick = (event) => {
-      const box = line.view.getBoundingClientRect(), at = (event.clientX - box.left) / box.width;
-      show(from + wide * (at - 0.25), wide / 2);
-    };
-    tools.hidden = !lines.length;
-    show(0, 1);
-  }
+  document.querySelectorAll(".sheet:has(table)").forEach((element) => new Sheet(element));
 
   // Words about a mark or a field, on hovering and on focus; Escape closes them.
   const tip = document.getElementById("tip");

@@ -1,6 +1,6 @@
 """The material of a report, its sections, and the page that they make.
 
-Material is runs with their findings, a label for each, and the history of their cases. A section turns it into elements
+Material is runs with their findings, and a label for each. A section turns it into elements
 and knows no output format. It is a decorated function in the module of its topic (fp8bench/report/topics), or in a
 feature's module `section`.
 """
@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 
 from fp8bench import units
 from fp8bench.feature_list import feature_parts
-from fp8bench.model import Figure, Finding, Run, Trend
+from fp8bench.model import Finding, Run
 from fp8bench.report import topics
 from fp8bench.report.case_status import cost_tone, emulated
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Chart, Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Chart, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.page.charts import numbers_table, worth_drawing
-from fp8bench.report.panels import NamedCase, Panel, Result, panels_of, show_params
+from fp8bench.report.panels import NamedCase, Panel, Result, panels_of
 from fp8bench.report.words.naming import (
     COMMIT_LETTERS,
     commit_of,
@@ -134,19 +134,7 @@ def table_of_cases(
 def parts_of(material: Material) -> tuple[Part, ...]:
     built = ((section, section.build(material)) for section in sections().values())
     settled = [replace(part, elements=tuple(_settled(part, section.repeats))) for section, part in built if part]
-    return tuple(_folded([part for part in settled if part.elements]))
-
-
-def _folded(parts: Sequence[Part]) -> Iterator[Part]:
-    """Joins parts that have nothing but texts, such as why there is nothing, into one before the last part."""
-    empty = [part for part in parts[_MOST_ANSWERING:-1] if all(isinstance(element, Text) for element in part.elements)]
-    yield from (part for part in parts[:-1] if part not in empty)
-    said = [
-        Text(f"{part.title}: {element.text[0].lower()}{element.text[1:]}", element.tone)
-        for part in empty for element in part.elements if isinstance(element, Text)
-    ]  # fmt: skip
-    yield from [Part("not-shown", "Not shown, because", (Items(tuple(said)),))] if said else []
-    yield from parts[-1:]
+    return tuple(part for part in settled if part.elements)
 
 
 def _settled(part: Part, repeats: bool) -> Iterator[Element]:
@@ -162,7 +150,6 @@ def _settled(part: Part, repeats: bool) -> Iterator[Element]:
 
 
 _MOST_OPEN = 24  # rows
-_MOST_ANSWERING = 2  # parts at the top say whatever they say in words, too
 _MOST_SUITES = 4
 _MOST_DEVICES = 3
 _MOST_LABELS = 8
@@ -214,37 +201,6 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class PastSeries:
-    """The history of one case's metric on one machine, in one version and source of joules, oldest first.
-
-    Behind the figures of commits stand those of runs at hand whose files differed from their commit (`unkept`), with
-    their start as their date. `incomparable` counts older figures that are left out.
-    """
-
-    trend: Trend
-    unkept: tuple[Figure, ...] = ()
-    emulated: bool = False
-    incomparable: int = 0
-
-    @property
-    def figures(self) -> tuple[Figure, ...]:
-        return (*self.trend.figures, *self.unkept)
-
-    @property
-    def precision(self) -> str:
-        return str(self.trend.cell[0])
-
-    @property
-    def place(self) -> str:
-        """The parameters that tell the case from its suite's others."""
-        return show_params(zip(self.trend.series.param_names[1:], self.trend.cell[1:], strict=True))
-
-    @property
-    def machine(self) -> str:
-        return str(self.trend.machine.get("machine"))
-
-
-@dataclass(frozen=True)
 class Material:
     """Runs side by side, in the order they were named; most reports have one. `store` is where they lie.
 
@@ -252,7 +208,6 @@ class Material:
     """
 
     entries: tuple[Entry, ...]
-    past: tuple[PastSeries, ...] = ()
     store: Path | None = None
     earlier: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
@@ -267,11 +222,10 @@ class Material:
 def material_of(
     runs: Sequence[Run],
     findings: Sequence[Mapping[str, Finding]],
-    past: tuple[PastSeries, ...] = (),
     store: Path | None = None,
 ) -> Material:
     labelled = zip(runs, findings, labels_of(runs), strict=True)
-    return Material(tuple(Entry(run, own, label) for run, own, label in labelled), past, store)
+    return Material(tuple(Entry(run, own, label) for run, own, label in labelled), store)
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:

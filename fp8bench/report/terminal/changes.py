@@ -150,10 +150,4 @@ def _legend(search: Found, everything: bool) -> list[str]:
     by_chance = round(search.looked_at * BY_CHANCE)
     among = f"; of {search.looked_at} flat series about {by_chance} would show one" if by_chance else ""
     words = [_RATIO, f"chance: that a flat series shows such a step or a clearer one{among}", _RANGE]
-    alarming = [change for change in search.changes if change.alarms]
-    words += [_WORTH] if any(not change.is_counted for change in alarming) else []
-    words += [_COUNTED] if any(change.is_counted for change in alarming) else []
-    words += [_CONTRADICTED] if ChangeState.CONTRADICTED in states else []
-    words += [_REVERTED] if everything and ChangeState.REVERTED in states else []
-    words += [_OLD] if everything and ChangeState.OLD_VERSION in states else []
-    return words
+    return [*words, _WORTH, _COUNTED, _CONTRADICTED, _REVERTED, _OLD]

@@ -25,12 +25,20 @@ _MOST_WORDS = 20
 # Digits of a median beside its interval: with three, all would often read alike.
 _CLOSE = 4
 
-HASTY = f"{_HASTY}: of a --quick run or a few rounds only: it ran, and the number is a rough one"
-VERSUS = "change: against the commit before, without a verdict; less is better"
-INTERVAL = "99% interval: of the median over {}, as asv has it; what differs from run to run is not in it"
 _NEW_SOURCE = "new source"
-SOURCE = "new source: joules were read elsewhere, and those of before do not compare"
-VERSION = "new version: the work or the method changed, and numbers before do not compare"
+_VERSUS = "change: against the commit before, without a verdict; less is better"
+_ROUGH = f"{_HASTY}: of a --quick run or a few rounds only: it ran, and the number is a rough one"
+_OF_LIST = (
+    "value: the last commit's median over rounds (of energy: windows) of all its runs; lower is better everywhere",
+    _VERSUS,
+    "new version, new source: the work, the method or the source of joules changed; numbers before do not compare",
+    _ROUGH,
+)
+_OF_TREND = (
+    "99% interval: of the median over rounds (of energy: windows), as asv has it, without what runs differ by",
+    _VERSUS,
+    _ROUGH,
+)
 GONE = "not in this repository: rebased or squashed away, another clone's, or this clone is shallow"
 
 
@@ -62,7 +70,7 @@ def trends_page(
     if endings:
         name = shlex.quote(endings[0].trend.name)
         parts.append(_next("one of them, commit by commit", f"fp8bench history show {name}{options}"))
-    return Page(f"{store}: {counts}", "", (*parts, *_left_out(left)), _list_legend(endings) if endings else ())
+    return Page(f"{store}: {counts}", "", (*parts, *_left_out(left)), _OF_LIST if endings else ())
 
 
 def trend_page(trends: Sequence[Trend], description: str, gone: Collection[str]) -> Page:
@@ -76,12 +84,8 @@ def trend_page(trends: Sequence[Trend], description: str, gone: Collection[str])
         Part("trend", "", (Table("trend", where(trend), columns, tuple(_figure_rows(trend, gone))),))
         for trend in trends
     ]
-    figures = [figure for trend in trends for figure in trend.figures]
-    words = [INTERVAL.format(_samples(trends))] if any(figure.low is not None for figure in figures) else []
-    words += [VERSUS] if any(len(trend.measured) > 1 for trend in trends) else []
-    words += [HASTY] if any(figure.hasty for figure in figures) else []
     what = list_of("what", "", [f"{description}; lower is better"])
-    return Page(trends[0].name, "", (*what, *parts), words)
+    return Page(trends[0].name, "", (*what, *parts), _OF_TREND)
 
 
 def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ...]:
@@ -216,22 +220,6 @@ def _unfinished(run: Run, being_written: bool) -> str:
     )
     lacking = f"; {count_of(missing, 'case has', 'cases have')} no record" if missing else ""
     return f"unfinished{lacking}: fp8bench suite --resume {run.id}"
-
-
-def _list_legend(endings: Sequence[Ending]) -> list[str]:
-    values = [_shown(ending.trend, ending.last) for ending in endings]
-    changes = [_change(ending.last, ending.before) for ending in endings]
-    samples = _samples([ending.trend for ending in endings])
-    words = [f"value: the last commit's median over {samples}, of all its runs; lower is better everywhere"]
-    words += [VERSUS] if any(change[-1:].isdigit() or change.endswith("%") for change in changes) else []
-    words += [VERSION] if "new version" in changes else []
-    words += [SOURCE] if _NEW_SOURCE in changes else []
-    return words + ([HASTY] if any(cell.startswith(_HASTY) for cell in (*values, *changes)) else [])
-
-
-def _samples(trends: Sequence[Trend]) -> str:
-    kinds = {"windows" if unit_of_series(trend.series) == "J" else "rounds" for trend in trends}
-    return "rounds (of energy: windows)" if len(kinds) > 1 else kinds.pop()
 
 
 def _left_out(left: Mapping[str, int]) -> list[Part]:

@@ -27,8 +27,8 @@ from fp8bench.report.terminal.answer import answer, device_state, next_commands,
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics import roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
-from fp8bench.report.topics.energy import absences, doubts_within, energy, energy_of_phases, figures_of, ratio_against
-from fp8bench.report.topics.memory import capacity, counters_of, memory, tells_memory
+from fp8bench.report.topics.energy import absences, doubts_within, energy, energy_of_phases
+from fp8bench.report.topics.memory import capacity, memory, tells_memory
 from fp8bench.report.topics.numbers import by_step, data, is_of_step
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import ranks
@@ -185,90 +185,40 @@ def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
             yield ", ".join(names), words, place
 
 
+# Where a line is wanted, and the line.
+_LEGEND = (
+    ("answer all", legend.BEST), ("all", legend.CACHE), ("answer all", legend.SPEED_UP),
+    ("answer all", legend.VERDICT), ("answer all", legend.PHASES), ("answer all", legend.BELOW_FLOOR),
+    ("answer all", legend.HARD), ("all", legend.REPLAYED), ("answer all", legend.EMULATED),
+    ("all", f"pays: {legend.BREAK_EVEN}"), ("energy all", legend.ENERGY), ("energy all", legend.ENERGY_VERSUS),
+    ("memory all", legend.MEMORY), ("data all", legend.DATA),
+)  # fmt: skip
+
+
 def _legend(panels: Sequence[Panel], name: str = "answer") -> list[str]:
     """How to read the answer, all of a run, or one of its details."""
     timed = [panel for panel in panels if not about_tensors(panel)]
-    lines = list(_of_times(timed)) if any(result.best for panel in timed for result in panel.results) else []
+    lines = list(_LEGEND) if timed else []
+    lines += [("numbers all", line) for line in _of_numbers(timed)]
     lines += [("answer all", LEGEND)] if len(timed) < len(panels) else []
-    if any(result.record.statistics for panel in panels for result in panel.results):
-        lines.append(("data all", legend.DATA))
     for label in Label:
         if any(label in result.labels for panel in timed for result in panel.results):
             lines.append(("notes all", explained(label)))
     return [line for where, line in lines if name in where.split()]
 
 
-def _of_times(panels: Sequence[Panel]) -> Iterator[tuple[str, str]]:
-    """Where a line is wanted, and the line."""
-    results = [result for panel in panels for result in panel.results]
-    findings = [result.finding for result in results if result.finding]
-    yield "answer all", legend.BEST
-    yield "all", legend.CACHE
-    levels = together(
-        (panel.reference, result.finding.ratio.level)
-        for panel in panels
-        for result in panel.results
-        if result.finding is not None and result.finding.ratio is not None and not emulated(result)
-    )
-    lines = [
-        *(legend.speed_up(reference, known) for reference, known in levels.items()),
-        *[legend.VERDICT] * bool(levels),
-    ]
-    occurs = {
-        legend.PHASES: True,
-        legend.BELOW_FLOOR: any(finding.below_floor for finding in findings),
-        legend.HARD: any(finding.hard for finding in findings),
-        legend.REPLAYED: any(result.record.replays and result.record.replays.timing for result in results),
-        legend.EMULATED: any(emulated(result) and result.best for result in results),
-        **dict.fromkeys(_of_errors(panels), True),
-        f"pays: {legend.BREAK_EVEN}": any(map(swept, panels)),
-        legend.ERRORS: True,
-    }
-    yield from (("answer all", line) for line in (*lines, *filter(occurs.get, occurs)))
-    yield from (("numbers all", line) for line in _of_numbers(panels))
-    yield from (("energy all", line) for line in _of_energy(panels))
-    if in_memory := [panel for panel in panels if tells_memory(panel)]:
-        yield "memory all", legend.MEMORY
-        specs = dict.fromkeys(spec for panel in in_memory for spec in counters_of(panel.members))
-        if known := "; ".join(f"{spec.heading}: {spec.description}" for spec in specs):
-            yield "memory all", known
-
-
-def _of_errors(panels: Sequence[Panel]) -> Iterator[str]:
-    """'error of gemm: product_error (relative, 0 is exact)'."""
-    told = []
-    for panel in panels:
-        measured = (result.record.measurement(panel.error) for result in panel.results)
-        described = [measurement.description for measurement in measured if measurement and measurement.description]
-        words = f"{panel.error} ({[*described, 'relative, 0 is exact'][0]})"
-        told += [(words, panel.case.workload)] if panel.error else []
-    for words, names in together(told).items():
-        yield f"error of {', '.join(dict.fromkeys(names))}: {words}"
-
-
 def _of_numbers(panels: Sequence[Panel]) -> list[str]:
     return sorted({
         f"{measurement.metric}: {measurement.description}"
         for panel in panels
-        for shown in [(panel.error, *_told_elsewhere(panel))]
         for result in panel.results
         for measurement in result.record.measurements
-        if measurement.description and measurement.metric not in shown
+        if measurement.description and measurement.metric not in _told_elsewhere(panel)
     })  # fmt: skip
 
 
 def _told_elsewhere(panel: Panel) -> tuple[str, ...]:
     return PEAKS if tells_memory(panel) else (DEVICE_PEAK_MEMORY,)
-
-
-def _of_energy(panels: Sequence[Panel]) -> Iterator[str]:
-    cases = [(panel, *case) for panel in panels for case in panel.members if figures_of(case.result) is not None]
-    if cases:
-        yield legend.ENERGY
-        compared = (panel.reference for panel, group, result in cases if ratio_against(result, group.lead))
-        yield from map(legend.energy_versus, dict.fromkeys(compared))
-        if any(emulated(result) for _, _, result in cases):
-            yield legend.ENERGY_EMULATED
 
 
 def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:

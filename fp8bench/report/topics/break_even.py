@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.break_even import BreakEven, Sweep, SweptMode, sweeps_of, swept_modes
 from fp8bench.model import Finding, Params, Run
-from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Scatter, Table, Tone
+from fp8bench.report.elements import Element, Table, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Panel, panels_of, show_params, together
 from fp8bench.report.words.legend import BREAK_EVEN
 from fp8bench.report.words.naming import listed
 
 Swept = tuple[Sweep, Sequence[SweptMode]]
-_MARKED = "break-even"
 
 
 def swept(panel: Panel) -> list[Swept]:
@@ -136,47 +132,5 @@ def break_even_rows(run: Run, findings: Mapping[str, Finding]) -> Iterator[Break
 
 @section("break-even", "From which size on it pays", 75, lead=BREAK_EVEN)
 def break_even_section(material: Material) -> Iterator[Element]:
-    number = 0
     for title, panel in titled_panels(material):
-        sweeps = swept(panel)
-        yield from break_even_table(panel, sweeps, f"{title}: ")
-        for pair in sweeps:
-            number += 1
-            yield from _chart(number, title, panel, pair)
-
-
-def _chart(number: int, title: str, panel: Panel, sweep_modes: Swept) -> Iterator[Scatter]:
-    sweep, modes = sweep_modes
-    rates = [(size, case.result.mode, case.figures.rate) for size, place in sweep.places for case in panel.members
-             if case.group is panel.groups[place] and not emulated(case.result)]  # fmt: skip
-    curves = together(
-        (mode, ChartPoint(mode, "", float(size), rate.best, hint=units.shown(rate.best, rate.unit)))
-        for size, mode, rate in rates if rate.best
-    )  # fmt: skip
-    unit = next((rate.unit for *_, rate in rates if rate.best), "")
-    if not curves:
-        return
-
-    def height(curve: list[ChartPoint], size: float) -> float:
-        """The line's height at a size on logarithmic axes; beyond its end, the last height."""
-        for point, other in pairwise(curve):
-            if point.x is not None and other.x is not None and point.x <= size <= other.x:
-                return float(point.y * (other.y / point.y) ** (math.log(size / point.x) / math.log(other.x / point.x)))
-        return curve[-1].y
-
-    marks = [
-        ChartPoint(_MARKED, f"{mode.mode}: {sweep.axis} = {units.whole(round(crossing.size))}",
-              crossing.size, height(curves[mode.mode], crossing.size), Tone.STRONG,
-              f"{mode.mode} pays {pays(sweep.axis, mode.found)}")
-        for mode in modes if mode.found is not None and mode.mode in curves
-        for crossing in mode.found.crossings
-    ]  # fmt: skip
-    held = show_params(pair for pair in sweep.held if pair not in panel.shared)
-    described = "; ".join(f"{mode.mode} against {mode.against} pays {pays(sweep.axis, mode.found)}"
-                          for mode in modes if mode.found is not None)  # fmt: skip
-    yield Scatter(
-        f"break-even-{number}", ", ".join(filter(None, (f"{title}: {unit} over {sweep.axis}", held))),
-        f"{described or 'No precision has enough sizes to tell from where on it pays'}.",
-        ChartAxis(sweep.axis, "", log=True), ChartAxis(unit, "", log=True),
-        (*(point for points in curves.values() for point in points), *marks), joined=tuple(curves), folded=number > 1,
-    )  # fmt: skip
+        yield from break_even_table(panel, swept(panel), f"{title}: ")

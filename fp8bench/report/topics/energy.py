@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -21,28 +21,17 @@ from fp8bench.analysis.energy import (
     why_no_energy,
 )
 from fp8bench.analysis.metrics import EnergyValidity, energy_validity
-from fp8bench.model import UNATTRIBUTED, Label, Run, specs
+from fp8bench.model import Label, Run, specs
 from fp8bench.model.specs import ENERGY, ENERGY_PER
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, case_cols, table, with_figures
-from fp8bench.report.elements import ChartAxis, Element, Field, Items, Table, Text, Tone
-from fp8bench.report.page.charts import phase_parts, stacked
+from fp8bench.report.elements import Element, Field, Items, Table, Text, Tone
 from fp8bench.report.page.section import Material, section
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, merge_notes, together
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import listed, many
 
-# Steps with fewer phases have no chart of them.
-_LEAST_PHASES = 2
-_ESTIMATE = (
-    "An estimate: the joules of a step, parted by the time of its phases as if all took the same power. Phases are too "
-    "short for any counter."
-)
-_BY_ITSELF = (
-    "Each phase was done over and over by itself while the counter was read. What the step takes beyond its phases is "
-    "other; phases that could not be done by themselves are estimated by their time."
-)
 _EnergyRow = tuple[NamedCase, EnergyFigures, EnergyRatio | None]
 
 
@@ -95,7 +84,7 @@ def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
     doubts = [
         (words, result.mode)
         for result in group.results
-        for doubt in (_missing, _at_another_pace, _of_phases)
+        for doubt in (_missing, _at_another_pace, _of_void_phases)
         for words in doubt(result)
     ]
     for result in group.results:
@@ -133,17 +122,10 @@ def _at_another_pace(result: Result) -> Iterator[str]:
         yield f"a step took {took} ({units.change(pace)}) in the seconds of its energy windows, and {slots} in slots"
 
 
-def _of_phases(result: Result) -> Iterator[str]:
-    phases, figures = phases_of(result), figures_of(result)
-    if phases is None or figures is None or not (result.record.energy and result.record.energy.phases):
-        return
-    if (left := phases.residual) is not None:
-        ends = f"[{units.joules(left.low)}, {units.joules(left.high)}]"
-        told = f"{units.joules(left.middle)} {ends} of a step's {units.joules(figures.gross.middle)}"
-        yield f"energy of phases: they leave over {told}, and {units.seconds(phases.residual_seconds)} of its time"
-    estimates = [f"energy of {phase.phase} is an estimate: {phase.why}" for phase in phases.phases
-                 if phase.why and phase.phase != UNATTRIBUTED]  # fmt: skip
-    yield from [f"energy of phases is void: {phases.void}"] if phases.void else estimates
+def _of_void_phases(result: Result) -> Iterator[str]:
+    phases = phases_of(result)
+    if phases is not None and phases.void:
+        yield f"energy of phases is void: {phases.void}"
 
 
 def absences(run: Run) -> list[str]:
@@ -243,40 +225,16 @@ def _lead(material: Material) -> str:
 
 @section("energy", "Energy", 97, lead=_lead)
 def energy_section(material: Material) -> Iterator[Element]:
-    panels = list(timed_panels(material))
-    parts = phase_parts(result for _, panel in panels for result in panel.results)
-    for title, panel in panels:
-        yield from _panel(title, panel, parts)
+    for title, panel in timed_panels(material):
+        yield from _panel(title, panel)
     for text in dict.fromkeys(text for entry in material.entries for text in absences(entry.run)):
         yield Text(f"{text.replace('energy: n', 'N', 1)}.", Tone.DOUBT)
 
 
-def _panel(title: str, panel: Panel, parts: Mapping[str, str]) -> Iterator[Element]:
-    measured = [(case, figures) for case in panel.members if (figures := figures_of(case.result)) is not None]
+def _panel(title: str, panel: Panel) -> Iterator[Element]:
     for made in (*energy(panel), *energy_of_phases(panel)):
         yield replace(made, name=f"{made.name}-{panel.case.workload}", caption=f"{title}: {made.caption}")
-    yield from _phases(title, [case for case in measured if not emulated(case[0].result)], parts)
     notes = ((modes, doubt, group.place) for group in panel.groups for modes, doubt in doubts_within(group))
     doubts = merge_notes(notes, len(panel.groups))
     if doubts:
         yield Items(tuple(Text(f"{doubt.removeprefix('- ')}.", Tone.DOUBT) for doubt in doubts))
-
-
-def _phases(
-    title: str, measured: Sequence[tuple[NamedCase, EnergyFigures]], parts: Mapping[str, str]
-) -> Iterator[Element]:
-    """What each phase takes of a step's joules, by its own windows, or estimated by its share of the time."""
-    known = [(case, figures, told) for case, figures in measured if (told := phases_of(case.result)) is not None]
-    kinds = {phase.phase for _, _, told in known for phase in told.phases} - {UNATTRIBUTED}
-    if len(kinds) < _LEAST_PHASES:
-        return
-    estimated = all(phase.found is None for _, _, told in known for phase in told.phases)
-    rows = [
-        (case.name, figures.gross.middle, {phase.phase: phase.joules for phase in told.phases})
-        for case, figures, told in known
-    ]
-    workload = measured[0][0].result.record.case.workload
-    axis = ChartAxis("energy of a step by phase", "J")
-    heading = f"{title}: energy by phase ({'estimated' if estimated else 'each measured by itself'})"
-    words = _ESTIMATE if estimated else _BY_ITSELF
-    yield stacked(f"energy-phases-{workload}", heading, words, axis, "share of the energy", parts, rows)

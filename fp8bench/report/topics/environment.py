@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 from fp8bench import units
 from fp8bench.analysis.energy import NO_SOURCE
 from fp8bench.model import DeviceFacts, Label, Record, Run, Timing
-from fp8bench.model.codec import SCHEMA
 from fp8bench.model.run import SWITCHES_SET
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Code, Element, Facts, Items, Text, Tone
 from fp8bench.report.page.section import Entry, Material, section
-from fp8bench.report.panels import floor_of, together
 from fp8bench.report.words.legend import explained
 from fp8bench.report.words.naming import commit_of, counts, fact, listed, many, notes_of, when
 
 _MOST = 20
 _VARIABLE = "env_"
-_DEFAULT_STORE = ".fp8bench"
 _DIRTY = " with uncommitted changes"
 _OF_GPUS = (("cuDNN", "cudnn"), ("cuBLASLt", "cublaslt"))
 _LOST = "the header of its file is lost: what was asked, planned and run on is not known"
@@ -45,15 +40,10 @@ def environment_section(material: Material) -> Iterator[Element]:
         known = filter(None, (entry.run.command, *(resumption.command for resumption in entry.run.resumptions)))
         lost = Text("The command is lost with the header of the file.", Tone.DOUBT)
         yield Code(commands) if (commands := "\n".join(known)) else lost
-    kept = [entry.run for entry in material.entries if entry.run.path]
-    if kept:
-        yield Text("This page again, from the samples:")
-        yield Code(_again(kept))
 
 
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     run = entry.run
-    floors = together((panel.case.workload, floor) for panel in entry.panels if (floor := floor_of(panel.results)))
     pairs = [pair for facts in _used(run) for pair in _device_facts(run, facts)]
     total, own, governor = (fact(run, name) for name in ("cpu_count", "cpu_affinity", "cpu_governor"))
     processors = f"{own} of {total}" if own and total and own != total else total
@@ -77,7 +67,6 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("timed", f"{units.clock(seconds)} inside timed slots"
          if (seconds := sum(slot.wall_seconds for timing in _timings(run.records) for slot in timing.slots)) else ""),
         ("cases", counts(run)),
-        ("noise floor (A/A)", "; ".join(f"{name} {', '.join(dict.fromkeys(seen))}" for name, seen in floors.items())),
         ("fp8bench", fact(run, "fp8bench")),
         ("numpy", fact(run, "numpy")),
         ("seed", str(run.request.seed) if run.started else ""),  # a header that is lost took the request with it
@@ -85,7 +74,6 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
         *((name.removeprefix(_VARIABLE), str(value)) for name, value in sorted(run.environment.facts.items())
           if name.startswith(_VARIABLE)),
         ("samples", run.path or "this run was not stored"),
-        ("format of the file", f"schema {SCHEMA}"),
     ]  # fmt: skip
     return ((name, text) for name, text in pairs if text)
 
@@ -154,12 +142,3 @@ def _labels(entry: Entry) -> Iterator[Text]:
                 f" ({listed(reasons)})" if reasons else "",
             )
             yield Text(words, Tone.DOUBT if label.casts_doubt else Tone.PLAIN)
-
-
-def _again(runs: Sequence[Run]) -> str:
-    words = ["fp8bench", "report", *(run.id for run in runs)]
-    folders = (folder for run in runs for folder in Path(run.path).parents[1:3])  # below machine=, and month=, too
-    stores = {folder.parent for folder in folders if folder.name == "runs"}
-    if len(stores) == 1 and stores != {Path(_DEFAULT_STORE)}:
-        words += ["--store", str(stores.pop())]
-    return shlex.join(words)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,26 +21,20 @@ from fp8bench.model.specs import (
 )
 from fp8bench.report.case_status import cost_tone, emulated
 from fp8bench.report.columns import Col, figure_col, table, with_figures
-from fp8bench.report.elements import ChartAxis, Element, Field, Items, Stacks, Table, Text
+from fp8bench.report.elements import ChartAxis, Element, Field, Stacks, Table, Text
 from fp8bench.report.page.charts import stacked
-from fp8bench.report.page.section import PRECISION, Material, marked_emulated, section, titled_panels
-from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, show_params, together, value_of
+from fp8bench.report.page.section import Material, marked_emulated, section, titled_panels
+from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, show_params, value_of
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS, PHASE_TITLES
-from fp8bench.report.words.naming import phase_order, phase_words
 
 PEAK = "peak_memory"
-# The least share of all changes for a change to be named.
-_LEAST_OF_CHANGES = 0.1
-_MOST_CHANGES = 4
 # The outer ones of nested phases with the same highest point.
 _OUTER = (UNATTRIBUTED, Phase.ELEMENTWISE)
 _OF_EMULATIONS = (
     "What fits of an emulated case says nothing of a device with its formats; 'on a device' is derived by a line "
     "through what two batches would take there."
 )
-# Longer tables are folded.
-_MOST_OPEN = 12
 _Row = tuple[NamedCase, MemoryUse]
 
 
@@ -99,38 +93,6 @@ def _base(group: ResultGroup) -> float:
     return (peak_of(group.lead) if group.lead else None) or 0.0
 
 
-def sentences(panel: Panel, cases: Iterable[NamedCase]) -> Iterator[str]:
-    """What each precision takes of the reference's memory, and what changes most where that is largest."""
-    shares = ((case, share_of(case.group, case.result)) for case in cases)
-    by_mode = together((case.result.mode, (case, share)) for case, share in shares if share is not None)
-    for mode, shared in by_mode.items():
-        words = f"{mode} takes {units.span((share for _, share in shared), units.ratio)} of {panel.reference}'s memory"
-        largest, _ = max(shared, key=lambda pair: _base(pair[0].group))
-        place = f"at {largest.place} " if len(shared) > 1 and largest.place else ""
-        changes = ", ".join(_changes(largest))
-        cost = _cost(largest) if emulated(largest.result) else ""
-        yield f"{words}{f': {place}{changes}' if changes else ''}{cost}."
-
-
-def _changes(case: NamedCase) -> list[str]:
-    """'activations 140 MiB -> 20.0 MiB': the largest changes by what memory is for."""
-    before, after = (roles_of(result) if result else {} for result in (case.group.lead, case.result))
-    if not before or not after:
-        return []
-    sizes = {role: (before.get(role, 0), after.get(role, 0)) for role in MemoryRole}
-    moved = sum(abs(new - old) for old, new in sizes.values())
-    largest = sorted(sizes.items(), key=lambda pair: -abs(pair[1][1] - pair[1][0]))[:_MOST_CHANGES]
-    return [f"{MEMORY_WORDS[role]} {units.size(old)} -> {units.size(new)}"
-            for role, (old, new) in largest if abs(new - old) > _LEAST_OF_CHANGES * moved]  # fmt: skip
-
-
-def _cost(case: NamedCase) -> str:
-    """What an emulated case would take on a device, or why that is unknown."""
-    use, words = use_of(case.result.record), device_words(case.group, case.result)
-    unknown = f"; on a device: unknown, {use.off_device}" if use is not None and use.off_device else ""
-    return f"; its peak is the cost of emulation{f'; on a device {words}, derived' if words else unknown}"
-
-
 def batch_title(search: Capacity) -> str:
     """'largest batch that fits into 2.00 GiB', with the axis if it has another name."""
     axis = "" if search.axis == "batch" else f" ({search.axis})"
@@ -166,11 +128,12 @@ def counters_of(cases: Iterable[NamedCase]) -> list[MetricSpec]:
     return [spec for spec in MEMORY_COUNTERS if any(figures[spec].value is not None for figures in known)]
 
 
-def memory(panel: Panel) -> Iterator[Element]:
+def memory(panel: Panel) -> Iterator[Table]:
     if not tells_memory(panel):
         return
-    uses = _uses(panel.members)
+    uses = [(case, use) for case in panel.members if (use := use_of(case.result.record)) is not None]
     present = {role for case, _ in uses for role in roles_of(case.result)}
+    derived = any(on_device(case.result) for case, _ in uses)
     scale, unit = units.binary_unit(max(peak_of(case.result) or 0.0 for case, _ in uses))
 
     def shown(size: float) -> str:
@@ -179,38 +142,18 @@ def memory(panel: Panel) -> Iterator[Element]:
         return units.significant(size / scale) if size / scale >= 0.01 else "<0.01"
 
     cols: list[Col[_Row]] = [
-        Col("group", lambda row: row[0].place, shared=True),
-        Col("case", lambda row: row[0].result.mode),
-    ]
-    roles = [Col(MEMORY_TITLES[role], partial(_figure, name=memory_of_role(role)), number=True, show=shown)
-             for role in MemoryRole if role in present]  # fmt: skip
-    yield table(
-        "memory",
-        f"memory at the highest point of a step, in {unit}",
-        [*cols, *_cols(uses, panel.reference, roles, shown)],
-        uses,
-    )
-    yield from map(Text, sentences(panel, panel.members))
-
-
-def _uses(cases: Iterable[NamedCase]) -> list[_Row]:
-    return [(case, use) for case in cases if (use := use_of(case.result.record)) is not None]
-
-
-def _cols(
-    uses: Sequence[_Row], reference: str, parts: Sequence[Col[_Row]], show: Callable[[float], str] | None = None
-) -> Iterator[Col[_Row]]:
-    """For rows of a case and its use; `parts` are by role or by phase."""
-    yield Col("peak", lambda row: peak_of(row[0].result), number=True, unit="B", show=show)
-    yield Col(f"vs {reference or 'reference'}", lambda row: share_of(*row[0]), number=True, unit="x")
-    derived = any(on_device(case.result) for case, _ in uses)
-    hint = DEVICE_PEAK_MEMORY.description
-    yield Col("on a device", lambda row: device_words(*row[0]) or None, number=True, hint=hint, when=derived)
-    yield from parts
-    yield Col("in", lambda row: PHASE_TITLES.get(phase := next(iter(highest_in(row[1])), units.NONE), phase),
-              hint="the phase of the highest point")  # fmt: skip
-    for spec in counters_of(case for case, _ in uses):
-        yield replace(figure_col(spec, partial(_figure, name=spec)), show=show or spec.shown)
+        Col("group", lambda row: row[0].place, shared=True), Col("case", lambda row: row[0].result.mode),
+        Col("peak", lambda row: peak_of(row[0].result), number=True, show=shown),
+        Col(f"vs {panel.reference or 'reference'}", lambda row: share_of(*row[0]), number=True, unit="x"),
+        Col("on a device", lambda row: device_words(*row[0]) or None, number=True,
+            hint=DEVICE_PEAK_MEMORY.description, when=derived),
+        *(Col(MEMORY_TITLES[role], partial(_figure, name=memory_of_role(role)), number=True, show=shown)
+          for role in MemoryRole if role in present),
+        Col("in", lambda row: PHASE_TITLES.get(phase := next(iter(highest_in(row[1])), units.NONE), phase),
+            hint="the phase of the highest point"),
+        *(replace(figure_col(spec, partial(_figure, name=spec)), show=shown) for spec in counters_of(panel.members)),
+    ]  # fmt: skip
+    yield table("memory", f"memory at the highest point of a step, in {unit}", cols, uses)
 
 
 def _figure(row: _Row, name: str) -> float | None:
@@ -268,20 +211,14 @@ def memory_section(material: Material) -> Iterator[Element]:
     # The same parts everywhere, so that a role has one colour on the whole page.
     parts = {role.value: MEMORY_WORDS[role].replace(" copies of", "") for role in MemoryRole if role in known}
     for title, panel, cases in panels:
-        yield from _panel(title, panel, cases, parts) if cases else ()
+        if any(roles_of(case.result) for case in cases):
+            yield _chart(title, cases, parts)
+        for made in memory(panel):
+            yield replace(made, name=f"memory-of-{panel.case.workload}", caption=f"{title}: {made.caption}")
     for place, (title, panel) in enumerate(titled_panels(material)):
         for element in capacity(panel):
             yield replace(element, name=f"capacity-{panel.case.workload}-{place}", caption=f"{title}: {element.caption}"
                           ) if isinstance(element, Table) else element  # fmt: skip
-
-
-def _panel(title: str, panel: Panel, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:
-    said = [Text(sentence) for sentence in sentences(panel, cases)]
-    if any(roles_of(case.result) for case in cases):
-        yield _chart(title, cases, parts)
-    yield from [Items(tuple(said))] if said else []
-    if any(use_of(case.result.record) for case in cases):
-        yield _table(title, cases, panel.reference)
 
 
 def _parts(case: NamedCase) -> dict[str, float]:
@@ -295,22 +232,3 @@ def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> 
     name, words = f"memory-{cases[0].result.record.case.workload}", "What each case takes, by what it is for."
     axis = ChartAxis("memory at the highest point of a step", "B")
     return stacked(name, f"{title}: peak memory by what it is for", words, axis, "share of the peak", parts, rows)
-
-
-def _table(title: str, cases: Sequence[NamedCase], reference: str) -> Table:
-    uses = _uses(cases)
-    phases = sorted({phase.phase for _, use in uses for phase in use.phases}, key=phase_order)
-
-    def in_phase(phase: str, row: _Row) -> int | None:
-        return {phase_memory.phase: phase_memory.allocated for phase_memory in row[1].phases}.get(phase)
-
-    parts = [Col(phase_words(phase), partial(in_phase, phase), number=True, unit="B",
-                 hint="the most that was held at once in this phase") for phase in phases]  # fmt: skip
-    name = f"memory-phases-{cases[0].result.record.case.workload}"
-    return table(
-        name,
-        f"{title}: the most that was held in each phase",
-        [PRECISION, *_cols(uses, reference, parts)],
-        uses,
-        folded=len(uses) > _MOST_OPEN,
-    )

@@ -18,11 +18,8 @@ from fp8bench.registry import precisions
 from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import (
-    ChartAxis,
-    ChartPoint,
     Element,
     Field,
-    Scatter,
     Table,
     Text,
     Tone,
@@ -265,26 +262,5 @@ def _steps_table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:
 
 @section("by-step", "Step by step of a sampler", 101)
 def by_step_section(material: Material) -> Iterator[Element]:
-    for number, (title, panel) in enumerate(timed_panels(material)):
-        if steps := list(by_step(panel)):
-            for place, cases in enumerate(together((case.place, case) for case in panel.members).values()):
-                yield _steps_chart(f"by-step-{number}-{place}", title, cases)
-            yield from steps
-
-
-def _steps_chart(name: str, title: str, cases: Sequence[NamedCase]) -> Scatter:
-    """Lines for each case, sampled and of one step; equal lines, such as shared floors, are drawn once."""
-    lines: dict[tuple[float, ...], str] = {}
-    for case in cases:
-        steps = _steps_of(case)
-        for kind, words in (("free", "sampled"), ("single", "one step"), ("free_floor", "floor of sampled")):
-            values = tuple(step.errors[kind] for step in steps if kind in step.errors)
-            lines.setdefault(values, f"{case.result.mode} {words}")
-    points = tuple(
-        ChartPoint(label, str(number), number, value)
-        for values, label in lines.items() for number, value in enumerate(values, 1) if value > 0
-    )  # fmt: skip
-    where = ", ".join(filter(None, (title, cases[0].place)))
-    description = "Error of the latent after each step; exact ones have no place on a logarithmic axis."
-    axes = ChartAxis("step of the sampler"), ChartAxis("relative error of the latent", units.RATIO, log=True)
-    return Scatter(name, f"{where}: error by step", description, *axes, points, joined=tuple(lines.values()))
+    for _, panel in timed_panels(material):
+        yield from by_step(panel)

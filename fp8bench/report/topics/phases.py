@@ -29,8 +29,6 @@ from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import listed, phase_order, phase_words
 
-# If one phase takes more of a step, a sentence says so, and the chart is folded.
-_NEARLY_ALL = 0.9
 COMPILED = (
     "With compile=yes the forward and the backward pass are one graph each, in which casts and products are fused: no "
     "split of their time would be true, so that it counts as other."
@@ -82,14 +80,8 @@ def phases_section(material: Material) -> Iterator[Element]:
 
 def _show_suite(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:
     native = [case for case in cases if not emulated(case.result)]
-    cost = [case for case in cases if emulated(case.result)]
     if native:
-        largest = [_largest_phase(case) for case in native]
-        plain = all(share > _NEARLY_ALL for _, share in largest)
-        yield from [Text(f"{title}: {_description(native)}")] if plain else []
-        yield _chart("phases", f"{title}: a step by phase", native, parts, folded=plain)
-    if cost:
-        yield _chart("emulation", f"{title}: what emulating costs, by phase (no speed)", cost, parts, folded=True)
+        yield _chart(f"{title}: a step by phase", native, parts)
     by_place = together((case.place, case) for case in native)
     timelines: list[Stacks] = []
     for place, alike in by_place.items():
@@ -106,29 +98,10 @@ def _phases(case: NamedCase) -> dict[str, float]:
     return {name: seconds if 0 < seconds < math.inf else 0.0 for name, seconds in phases_of(case.result)}
 
 
-def _largest_phase(case: NamedCase) -> tuple[str, float]:
-    """Returns the phase that takes most of a step, and its share."""
-    phase, seconds = max(_phases(case).items(), key=lambda pair: pair[1])
-    return phase, seconds / (case.result.best or math.inf)
-
-
-def _chart(kind: str, title: str, cases: Sequence[NamedCase], parts: Mapping[str, str], folded: bool) -> Stacks:
+def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Stacks:
     rows = [(case.name, case.result.best or 0.0, _phases(case)) for case in cases]
-    name, axis = f"{kind}-{cases[0].result.record.case.workload}", ChartAxis("best case of a step", "s")
-    return stacked(name, title, _description(cases), axis, "share of the step", parts, rows, folded)
-
-
-def _description(cases: Sequence[NamedCase]) -> str:
-    by_phase: dict[str, dict[str, float]] = {}
-    for case in cases:
-        phase, share = _largest_phase(case)
-        by_phase.setdefault(phase, {})[case.name] = share
-    words = []
-    for phase, shares in by_phase.items():
-        where = "of every step" if len(by_phase) == 1 else f"in {listed(list(shares), 3)}"
-        span = units.span(shares.values(), partial(units.percent, decimals=0))
-        words.append(f"{phase_words(phase)} takes most {where}, {span}")
-    return f"{'; '.join(words)}."
+    name, axis = f"phases-{cases[0].result.record.case.workload}", ChartAxis("best case of a step", "s")
+    return stacked(name, title, "The best case of a step, cut into its phases.", axis, "share of the step", parts, rows)
 
 
 def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
@@ -206,7 +179,6 @@ def _describe_order(timings: Sequence[Timing]) -> str:
 
 _STEP = "step"
 _MOST_TABLES = 12
-_AMDAHL = "how many times as fast the whole step would be (Amdahl's law): no faster product can give more"
 
 
 class _Row(NamedTuple):
@@ -272,10 +244,6 @@ def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
         Col("interval", lambda row: row.show_interval(), hint="99% for all phases together", number=True),
         Col("speed-up", lambda row: ratio(row.reference_seconds, row.seconds), number=True, show=units.speed_up,
             unit="x", hint="the reference's time over this, above 1x is faster"),
-        Col("share of step", lambda row: row.seconds / whole, number=True, show=units.share,
-            hint=f"of the step in {mode}"),
-        Col("if it cost nothing", lambda row: ratio(1.0, 1 - row.seconds / whole), number=True, show=units.speed_up,
-            unit="x", hint=_AMDAHL),
     ]  # fmt: skip
     labels = f"; labelled {', '.join(finding.labels)}" if finding.doubtful else ""
     name = f"gains-{case.result.record.case.workload}-{mode}"

@@ -20,30 +20,24 @@ from fp8bench.analysis.ranks import (
     bubble,
     efficiency,
     frontier,
-    memory_skew,
-    middle,
     overlap_of,
     rank_times,
-    round_times,
     skew,
     true_communication,
 )
-from fp8bench.model import MemoryUse, Timing, specs
+from fp8bench.model import Timing, specs
 from fp8bench.model.ranks import Overlap, RankScaling, Sent, Transfer
 from fp8bench.report.case_status import cost_tone
 from fp8bench.report.columns import Col, case_cols, figure_col, table
-from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Field, Scatter, Table, Text, Tone
+from fp8bench.report.elements import Element, Field, Table, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Figures, NamedCase, Panel, Result, ResultGroup, together
 
 _RATES = (specs.ALGBW, specs.BUSBW, specs.EFFECTIVE_BUSBW)
-# More ranks do not have columns of their own.
-_MOST_COLUMNS = 8
 FUNCTIONAL = (
     "On a CPU this is a functional test: ranks share its cores and send through its memory, so that rates, skew and "
     "overlap say nothing about a cluster."
 )
-_LEAST_SIZES = 2
 _COLLECTIVE, _SQNR = "collective", "sqnr_db"
 # Parameters that only matter for FP8.
 _COMPOSED = ("fp8", "scaling")
@@ -75,7 +69,7 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
     """Nothing for cases of one process."""
     if panel.case.ranks < 2:
         return
-    yield from (shown for shown in (_times(panel), _memory(panel), wire(panel)) if shown.rows)
+    yield from (shown for shown in (_times(panel), wire(panel)) if shown.rows)
     yield from map(Text, cheapest(panel))
     if (gains := _efficiencies(panel)).rows:
         yield gains
@@ -145,24 +139,6 @@ def _times(panel: Panel) -> Table:
     timed = panel.known(lambda result: result.record.timing)
     rows = [(*case, times) for case in timed if (times := rank_times(case[2]))]
     return table("ranks", f"{panel.case.ranks} ranks", cols, rows)
-
-
-def _memory(panel: Panel) -> Table:
-    each = range(panel.case.ranks) if panel.case.ranks <= _MOST_COLUMNS else ()
-    cols: list[Col[tuple[ResultGroup, Result, MemoryUse]]] = [
-        *case_cols(""),
-        *(Col(f"rank {rank}", partial(lambda rank, row: row[2].ranks[rank].peak, rank), number=True, unit="B")
-          for rank in each),
-        Col("most", lambda row: max(rank.peak for rank in row[2].ranks), number=True, unit="B", when=not each),
-        Col("least", lambda row: min(rank.peak for rank in row[2].ranks), number=True, unit="B", when=not each),
-        figure_col(specs.MEMORY_SKEW, lambda row: (memory_skew(row[2]) or 0.0) * 100),
-    ]  # fmt: skip
-    rows = [
-        (group, result, use)
-        for group, result in panel.members
-        if (use := result.record.memory) is not None and use.ranks
-    ]
-    return table("rank-memory", "memory of each rank at the highest point of a step", cols, rows)
 
 
 def wire(panel: Panel) -> Table:
@@ -298,52 +274,8 @@ def ranks_section(material: Material) -> Iterator[Element]:
     waited for whoever came last.
     """
     for number, (title, panel) in enumerate(titled_panels(material), 1):
-        yield from _bandwidths(number, panel)
         for element in ranks(panel):
             if not isinstance(element, Table):
                 yield element
                 continue
             yield replace(element, name=f"{element.name}-{number}", caption=f"{title}: {element.caption}")
-
-
-def _bandwidths(number: int, panel: Panel) -> Iterator[Scatter]:
-    """A line for each way of sending; groups that are alike are joined by their median."""
-    for collective, costs in together(_rates(panel)).items():
-        sizes = {size for _, size in together(costs)}
-        if len(sizes) < _LEAST_SIZES:
-            continue
-        points = tuple(sorted(alike, key=lambda point: point.y)[len(alike) // 2] for alike in together(costs).values())
-        description = (
-            f"{collective} of {panel.case.ranks} ranks: bytes of the vector over the median step, times nccl-tests' "
-            "factor, so that it compares with a link's rate. Bars are what rounds leave. Grey ones are emulated: their "
-            "rate is the cost of casts."
-        )
-        joined = tuple(dict.fromkeys(point.series for point in points))
-        yield Scatter(f"busbw-{collective}-{number}", f"{collective}: bus bandwidth over size", description,
-                      ChartAxis("bytes of the vector in float32", "B", log=True), ChartAxis("busbw", "B/s", log=True),
-                      points, joined=joined)  # fmt: skip
-
-
-def _rates(panel: Panel) -> Iterator[tuple[str, tuple[tuple[str, float], ChartPoint]]]:
-    """By collective, way and size."""
-    for group, result, sent in panel.known(lambda result: result.record.transfer):
-        figures, times = Figures(group, result), round_times(result.record.timing) if result.record.timing else ()
-        rate, seconds = figures[specs.BUSBW].value, middle([max(ranks) for ranks in zip(*times, strict=True)])
-        if rate is None:
-            continue
-        params = dict(result.record.case.params)
-        ways = [str(params[name]).replace("_", "-") for name in _COMPOSED if name in params and sent.counted]
-        way = " ".join([result.mode, *ways])
-        span = () if isinstance(seconds, Untold) else sorted(rate * seconds.value / end for end in seconds[1:])
-        low, high = span or (None, None)
-        point = ChartPoint(
-            way,
-            f"{way}, {units.size(sent.logical)}",
-            sent.logical,
-            rate,
-            cost_tone(result),
-            strand=way,
-            low=low,
-            high=high,
-        )
-        yield _collective_of(panel, result), ((way, sent.logical), point)

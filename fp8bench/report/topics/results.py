@@ -27,7 +27,7 @@ from fp8bench.report.panels import (
 from fp8bench.report.topics.answers import LONGEST_REASON, find_answer, verdict_word
 from fp8bench.report.topics.tensors import about_tensors
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import attention_of, cache_of, figure_words, replays_of, shortened
+from fp8bench.report.words.naming import figure_words, replays_of, shortened
 
 # A table of more cases can be filtered and sorted.
 _MOST_UNFILTERED = 8
@@ -135,7 +135,6 @@ def results_section(material: Material) -> Iterator[Element]:
 
 def _compare_with_earlier(rows: Sequence[_ShownCase], material: Material) -> Iterator[Items]:
     """Yields 'fp8: the last 5 runs took 31.9 ms to 33.0 ms, this one 32.5 ms' for each case with earlier runs."""
-    has_history = any(len(series.figures) > 1 for series in material.past)
     sentences = []
     for row in rows:
         earlier = material.earlier.get(row.result.record.case.id)
@@ -144,7 +143,7 @@ def _compare_with_earlier(rows: Sequence[_ShownCase], material: Material) -> Ite
         runs = f"the last {len(earlier)} runs of this case took" if len(earlier) > 1 else "the run before took"
         step, span = units.seconds(row.result.best), units.span(earlier, units.seconds)
         words = f"{row.case.name}: {runs} {span} a step, this one {step}"
-        sentences.append(Text(words, link="history" if has_history else ""))
+        sentences.append(Text(words))
     if sentences:
         yield Items(tuple(sentences[:_MOST_COMPARED]))
 
@@ -168,9 +167,7 @@ def _name_column(rows: Sequence[_ShownCase], alone: bool) -> Col[_ShownCase]:
             device,
             "" if alone or row.entry.label == suite else row.entry.label,
         )
-        record = row.result.record
-        hint = (show_params(record.case.params), cache_of(record, row.entry.run.devices))
-        return Field(", ".join(filter(None, words)), hint="; ".join(filter(None, hint)))
+        return Field(", ".join(filter(None, words)), hint=show_params(row.result.record.case.params))
 
     return Col("case", name, hint="hover for all parameters")
 
@@ -225,8 +222,6 @@ def _detail_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_Sh
     yield Col("throughput", lambda row: row.shown(row.figures.rate), number=True, unit=unit, hint="of the best case")
     hint = "native: the hardware does it; emulated: right in numbers, without a speed; refused"
     yield Col("how", _support, hint=hint)
-    hint = "which of torch's kernels computed it, as an untimed step showed"
-    yield Col("attention", lambda row: attention_of(row.result.record), hint=hint)
 
 
 def _error(row: _ShownCase) -> Field:

@@ -15,16 +15,13 @@ from fp8bench.analysis.roofline import (
     alike,
     datasheet_of,
     gain_of,
-    kind_of_path,
     phase_roofs,
-    roofs_of,
     since,
 )
 from fp8bench.model import Ceilings, Limit, Rate, Run
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Items, Page, Part, Scatter, Table, Text, Tone
-from fp8bench.report.page.charts import worth_drawing
+from fp8bench.report.elements import Element, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, together
 from fp8bench.report.terminal.history import count_of
@@ -34,8 +31,6 @@ from fp8bench.report.words.naming import listed, phase_words
 _LEAST_SHARE = 0.02
 # What moves more than this share of the memory's rate is in a cache.
 _CACHED = 1.05
-# A roof reaches this factor beyond the points.
-_BEYOND = 4.0
 
 
 def bound_words(roof: PhaseRoof) -> str:
@@ -151,9 +146,6 @@ def _roofs(case: NamedCase) -> tuple[PhaseRoof, ...]:
 
 def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Element]:
     said = list(sentences(panel))
-    chart = _chart(title, cases)
-    if worth_drawing(chart):
-        yield chart
     if said:
         yield Items(tuple(map(Text, said)))
     yield from (Text(source) for source in sources([case.result for case in cases]))
@@ -177,32 +169,6 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Ele
     yield from table_of_cases(
         f"roofline-{panel.case.workload}", title, "each phase against the ceilings", cols, rows, "The CSV has them."
     )
-
-
-def _chart(title: str, cases: Sequence[NamedCase]) -> Scatter:
-    points = [
-        ChartPoint(case.result.mode, ", ".join(filter(None, (phase_words(roof.count.phase), case.place))),
-                   roof.intensity, roof.flop_rate, hint=bound_words(roof))
-        for case in cases for roof in _roofs(case) if roof.intensity is not None and roof.flop_rate is not None
-    ]  # fmt: skip
-    kinds = dict.fromkeys(
-        kind_of_path(path) for case in cases for roof in _roofs(case) for path, _ in roof.count.by_path
-    )
-    roofs_by_words = {roofs.words: roofs for case in cases for roofs in roofs_of(case.result.record.ceiling) if roofs}
-    drawn = [(f"{kind} {words}", roofs.products[kind], roofs.memory) for words, roofs in roofs_by_words.items()
-             for kind in kinds if kind in roofs.products and roofs.memory]  # fmt: skip
-    places = [point.x for point in points if point.x] + [rate / memory for _, rate, memory in drawn]
-    span = (min(places) / _BEYOND, max(places) * _BEYOND) if places else (1.0, 1.0)
-    # Memory's slope up to the ridge, then the rate of products.
-    lines = [(name, corner) for name, rate, memory in drawn
-             for corner in ((span[0], span[0] * memory), (rate / memory, rate), (span[1], rate))]  # fmt: skip
-    points += [ChartPoint(name, "", x, y) for name, (x, y) in lines]
-    return Scatter(
-        f"roofline-{cases[0].result.record.case.workload}", f"{title}: roofline",
-        "Each phase that multiplies by its FLOPs for a byte and its FLOPs a second; lines are the most there is.",
-        ChartAxis("FLOPs for each byte", log=True), ChartAxis("FLOP/s", log=True), tuple(points),
-        joined=tuple(dict.fromkeys(name for name, _ in lines)),
-    )  # fmt: skip
 
 
 UNITS = {**dict.fromkeys(Limit, "B/s"), Limit.PRODUCT: "FLOP/s", Limit.LAUNCH: "launches/s"}

@@ -15,8 +15,7 @@ from fp8bench.model.codec import encode
 from fp8bench.model.step import Coverage
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import ChartAxis, Element, Field, Items, Page, Part, Stacks, Table, Text, Tone
-from fp8bench.report.page.charts import stacked
+from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, together
 from fp8bench.report.words.naming import listed
@@ -32,7 +31,6 @@ _LEGEND = (
 _OF_CSV = (
     "case", "precision", "kind", "module", "direction", "what", "calls", "share", "seconds", "provenance", "of",
 )  # fmt: skip
-_MOST_KINDS, _OTHERS = 6, "others"
 
 
 def page_of(run: Run, parts: Sequence[StepShares]) -> Page:
@@ -116,33 +114,12 @@ def shares_section(material: Material) -> Iterator[Element]:
 def _panel(title: str, known: Sequence[tuple[NamedCase, StepShares]]) -> Iterator[Element]:
     workload = known[0][0].result.record.case.workload
     named = [(f"{case.name} (emulated)" if parts.emulated else case.name, parts) for case, parts in known]
-    if timed := [(name, parts) for name, parts in named if parts.seconds]:
-        yield _chart(f"shares-{workload}", title, timed)
     captions = f"{title}: a step by kind of work", f"{title}: the modules that take most"
     for shown in tables_of(named, captions):
         yield replace(shown, name=f"share-{shown.name}-{workload}")
     remarks = together((remark, case.name) for case, parts in known for remark in parts.remarks)
     if remarks:
         yield Items(tuple(Text(f"{', '.join(names)}: {remark}", Tone.DOUBT) for remark, names in remarks.items()))
-
-
-def _chart(name: str, title: str, timed: Sequence[tuple[str, StepShares]]) -> Stacks:
-    """The smallest kinds are joined, because only so many colours can be told apart."""
-    shares = [parts.by_kind for _, parts in timed]
-    drawn = {kind: kind if place < _MOST_KINDS else _OTHERS for place, kind in enumerate(_largest(shares))}
-    drawn[UNATTRIBUTED] = UNATTRIBUTED
-    rows = []
-    for (called, parts), own in zip(timed, shares, strict=True):
-        seconds = dict.fromkeys(drawn.values(), 0.0)
-        for kind, share in own.items():
-            seconds[drawn[kind]] += share * (parts.seconds or 0.0)
-        rows.append((called, parts.seconds or 0.0, seconds))
-    most = max(shares[0], key=lambda kind: shares[0][kind])
-    first = timed[0][0].removesuffix(" (emulated)")
-    said = f"In {first} {most} takes most of the step, {units.percent(shares[0][most], 0)}."
-    axis = ChartAxis("best case of a step, parted by estimated shares", "s")
-    words = {kind: kind for kind in dict.fromkeys(drawn.values())}
-    return stacked(name, f"{title}: a step by kind of work", said, axis, "share of the step", words, rows)
 
 
 _KINDS = {

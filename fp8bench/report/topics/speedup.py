@@ -14,7 +14,7 @@ from fp8bench.model import Interval, Record
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.case_status import Standing, doubts, inverse, show_speed, speed_up, standing, tone_of
 from fp8bench.report.columns import Col, case_cols, table, with_figures
-from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Element, Mark, Scatter, Table, Tone
+from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Element, Mark, Scatter, Table
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
@@ -116,7 +116,7 @@ def _draw_chart(name: str, cases: Sequence[_Case]) -> Bars:
     of_run = " of its run" if len({case.run for case in cases}) > 1 else ""
     title = f"Speed-up over {cases[0].reference}{of_run}: {listed(suites, len(suites))}"
     axis = ChartAxis(f"speed-up over {cases[0].reference}", "x", show=units.speed_up)
-    return Bars(name, title, _description([case for case in cases if case.speed is not _REFERENCE]), axis, groups)
+    return Bars(name, title, "Grey ones are in doubt.", axis, groups)
 
 
 def _mark(case: _Case) -> Mark:
@@ -143,15 +143,6 @@ def _timed(result: Result) -> Record:
     """Returns the record with the rounds of its verdict: those after the choice where it was the fastest of several."""
     record, fresh = result.record, result.record.fresh
     return record if fresh is None else replace(record, timing=fresh.timing, paired_with=fresh.reference)
-
-
-def _description(bars: Sequence[_Case]) -> str:
-    by_tone = together((tone_of(bar.result), (bar.speed.point, bar.name)) for bar in bars if bar.speed)
-    good, bad, doubtful = (by_tone.get(tone, []) for tone in (Tone.GOOD, Tone.BAD, Tone.DOUBT))
-    sentences = [f"{many(len(bars), 'case')}: {len(good)} faster, {len(bad)} slower, {len(doubtful)} in doubt (grey)."]
-    sentences += [f"The most is {units.speed_up(speed)}: {name}." for speed, name in sorted(good)[-1:]]
-    sentences += [f"The least is {units.speed_up(speed)}: {name}." for speed, name in sorted(bad)[:1]]
-    return " ".join(sentences)
 
 
 def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:

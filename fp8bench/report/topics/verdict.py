@@ -1,4 +1,4 @@
-"""The answer: a word for each question, then plain sentences on the verdicts of each precision.
+"""The answer: plain sentences on the verdicts of each precision.
 
 Only a verdict without doubt reads as a fact; others say 'perhaps' or 'unsure', with labels and reasons. Speed is how
 many times as fast: above 1x is faster.
@@ -7,13 +7,11 @@ many times as fast: above 1x is faster.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from fp8bench import units
 from fp8bench.analysis.labels import load_of
 from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.model import Label, Status
@@ -21,40 +19,28 @@ from fp8bench.report.case_status import (
     FACTS,
     Standing,
     emulated,
-    show_speed,
     speed_up,
     standing,
-    tone_of,
     what_intervals_hold,
 )
-from fp8bench.report.elements import Element, Field, Items, Text, Tone, Verdicts
+from fp8bench.report.elements import Element, Items, Text, Tone
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import NamedCase, Panel, Result, together
 from fp8bench.report.terminal.short_answer import as_sentence
-from fp8bench.report.topics.answers import LONGEST_REASON, find_answer, verdict_word
-from fp8bench.report.topics.energy import ratio_against
-from fp8bench.report.topics.memory import share_of
+from fp8bench.report.topics.answers import LONGEST_REASON, find_answer
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import (
-    MOSTLY,
-    common_tone,
     counts,
     listed,
     many,
     missing_of,
     setting_of,
     shortened,
-    suites_of,
 )
 
 # The most sentences of one kind; the table has every case.
 _MOST = 12
-# Smaller differences of memory are called the same.
-_ALIKE = 0.03
-_TONES = {"less": Tone.GOOD, "more": Tone.BAD, "unclear": Tone.DOUBT}
-_NOT_MEASURED = Field("not measured", tone=Tone.DOUBT)
-_NO_CLAIM = Field("no claim", tone=Tone.DOUBT, hint="emulated")
 
 
 def cases_of(panels: Iterable[Panel]) -> list[NamedCase]:
@@ -129,64 +115,10 @@ def _lead(material: Material) -> str:
 
 @section("verdict", "Verdict", 10, lead=_lead)
 def verdict_section(material: Material) -> Iterator[Element]:
-    several = len({suites_of(entry.run) for entry in material.entries}) > 1
-    rows = tuple(chain.from_iterable(_rows(entry, several) for entry in material.entries))
-    if rows:
-        yield Verdicts(("speed", "error", "memory", "energy"), rows[:_MOST])
     sentences = list(chain.from_iterable(_entry(entry, material.alone) for entry in material.entries))
     yield from sentences
-    if not rows and not sentences:
+    if not sentences:
         yield Text("There is no run.")
-
-
-def _rows(entry: Entry, name_suites: bool) -> Iterator[tuple[str, tuple[Field, ...]]]:
-    panels = (panel for panel in entry.panels if not about_tensors(panel))
-    others = (case for case in cases_of(panels) if not case.result.record.is_reference)
-    of_run = (listed(list(suites_of(entry.run))) if name_suites else "", entry.label)
-    for mode, cases in together((case.result.mode, case) for case in others).items():
-        native = [case for case in cases if not emulated(case.result)]
-        shares = [share for case in native if (share := share_of(*case)) is not None]
-        sizes = {"less" if value < 1 - _ALIKE else "more" if value > 1 + _ALIKE else "same" for value in shares}
-        ratios = [ratio for group, result in native if (ratio := ratio_against(result, group.lead))]
-        demands, points = {ratio.demand.value for ratio in ratios}, [ratio.point for ratio in ratios]
-        yield (
-            ", ".join(dict.fromkeys(filter(None, (mode, *of_run)))),
-            (_speed(cases), _error(cases), _of_reference(cases, sizes, shares), _of_reference(cases, demands, points)),
-        )
-
-
-def _speed(cases: Sequence[NamedCase]) -> Field:
-    """Its verdict if all cases have the same; 'mostly faster' if most have."""
-    words = Counter(verdict_word(result) for _, result in cases)
-    (word, number), *others = words.most_common()
-    speeds = [speed for _, result in cases if (speed := speed_up(result))]
-    points = [speed.point for speed in speeds]
-    shown = f"mostly {word}" if number >= MOSTLY * len(cases) else "mixed"
-    counted = ", ".join(f"{count} {word}" for word, count in words.most_common()) if others else ""
-    alone = speeds[0] if len(cases) == 1 and speeds else None
-    hint = "; ".join(filter(None, (counted, units.span(points, units.speed_up))))
-    return Field(
-        shown if others else word, statistics.median(points) if points else None,
-        common_tone(tone_of(result) for _, result in cases), show_speed(alone) if alone else hint,
-    )  # fmt: skip
-
-
-def _error(cases: Sequence[NamedCase]) -> Field:
-    errors = [(case.group.error, case.error) for case in cases if case.error is not None]
-    if not errors:
-        return _NOT_MEASURED
-    word = legend.error_word(errors)
-    tone = Tone.BAD if word == legend.NOT_FINITE else Tone.PLAIN
-    return Field(word, tone=tone, hint=units.span((error for _, error in errors), units.relative_error))
-
-
-def _of_reference(cases: Sequence[NamedCase], words: set[str], shares: Sequence[float]) -> Field:
-    """How a quantity compares with the reference's; emulations make no claim."""
-    if not words:
-        against_emulation = all(emulated(result) or (group.lead and emulated(group.lead)) for group, result in cases)
-        return _NO_CLAIM if against_emulation else _NOT_MEASURED
-    word = words.pop() if len(words) == 1 else "mixed"
-    return Field(word, tone=_TONES.get(word, Tone.PLAIN), hint=f"{units.span(shares, units.ratio)} of the reference's")
 
 
 def _entry(entry: Entry, alone: bool) -> Iterator[Element]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.analysis.verdicts import BAND, SAME
 from fp8bench.model import UNATTRIBUTED, Label, MemoryRole, Phase
-from fp8bench.model.specs import GRADIENT_ERRORS, LOSS_ERRORS, OTHER_ERRORS, REPLAY, MetricSpec, spec_of
+from fp8bench.model.specs import REPLAY, spec_of
 from fp8bench.model.stopping import LEAST_ROUNDS
 
 # Short titles of columns.
@@ -30,17 +30,6 @@ PHASE_TITLES: dict[str, str] = {
 
 LARGE, NOT_FINITE = "large", "not finite"
 _ERROR_WORDS = ("negligible", "small", "moderate", LARGE, NOT_FINITE)
-
-
-def _error_sizes(spec: MetricSpec) -> str:
-    return " / ".join(f"{100 * size:g}%" for size in spec.error_sizes[1:])
-
-
-ERRORS = (
-    f"error: relative; negligible up to {OTHER_ERRORS.error_sizes[0]:.0e}, small / moderate up to "
-    f"{_error_sizes(OTHER_ERRORS)} (of a loss {_error_sizes(LOSS_ERRORS)}, of gradients "
-    f"{_error_sizes(GRADIENT_ERRORS)}), else large"
-)
 
 
 def error_word(errors: Iterable[tuple[str, float]]) -> str:
@@ -113,23 +102,17 @@ ENERGY = (
     "what it takes idle beside the same states; per token, TFLOP or GB: gross; power: while steps ran; (+-): how far "
     "a window can be off"
 )
-ENERGY_EMULATED = "energy of an emulated case is the cost of emulation, and compares with nothing"
 
 
-def energy_versus(reference: str) -> str:
-    return (
-        f"energy vs {reference}: of a step / that of {reference}, below 1x is less; [low, high]: of all pairs of "
-        "windows, with their uncertainty; less or more if windows of the two lie apart by more than those of either, "
-        "else unclear"
-    )
-
-
-def speed_up(reference: str, levels: Collection[float]) -> str:
-    """What the column of speed-ups says, with intervals of these levels (0 for none)."""
-    known = "/".join(units.percent(level).replace(".0%", "%") for level in sorted({*levels} - {0.0}))
-    words = [f"[low, high]: {known} interval of these rounds, at least as wide as runs lie apart"] if known else []
-    words += [RANGE] if 0.0 in levels else []
-    return f"speed-up: step time of {reference} / that of the case, above 1x is faster; {'; '.join(words)}"
+ENERGY_VERSUS = (
+    "energy vs the reference: below 1x is less; [low, high]: of all pairs of windows, with their uncertainty; less or "
+    "more if windows of the two lie apart by more than those of either, else unclear; of an emulated case it is the "
+    "cost of emulation, and compares with nothing"
+)
+SPEED_UP = (
+    "speed-up: step time of the reference / that of the case, above 1x is faster; [low, high]: interval of these "
+    f"rounds, at least as wide as runs lie apart; {RANGE}"
+)
 
 
 class LabelWords(NamedTuple):

@@ -11,7 +11,7 @@ from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Phase, Record, Run, Scalar, Status
 from fp8bench.model.specs import METRICS
-from fp8bench.protocols.axes import CACHE, CACHE_TIMES, COLD, HOT
+from fp8bench.protocols.axes import CACHE, COLD, HOT
 from fp8bench.registry import workloads
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import ResultGroup, show_params
@@ -63,18 +63,14 @@ def cache_of(record: Record, devices: Sequence[DeviceFacts]) -> str:
     facts = next((device for device in devices if device.key == record.case.device), None)
     if cache == HOT or facts is None:
         return ""
-    shared = f", shared by {facts.cache_shared} processors" if facts.cache_shared > 1 else ""
-    size = f"the last cache ({units.size(facts.cache_bytes)}{shared})"
+    size = f"the last cache ({units.size(facts.cache_bytes)})"
     if cache == COLD:
-        return f"before every call {units.size(CACHE_TIMES * facts.cache_bytes)} were written over, twice {size}"
+        return f"before every call {size} was written over twice"
     if record.rotation is None:
         return ""
-    states, each = record.rotation.states, record.rotation.state_bytes
-    if states == 1:
+    if record.rotation.states == 1:
         return "memory held one state only, so that nothing rotated: its cache is hot"
-    share = states * each / facts.cache_bytes
-    of = "at least twice" if share >= CACHE_TIMES else f"{units.percent(share, 0)} of"
-    return f"{states} states of {units.size(each)} took turns, {of} {size}"
+    return f"{record.rotation.states} states of {units.size(record.rotation.state_bytes)} took turns, beside {size}"
 
 
 def replays_of(record: Record) -> str:
@@ -116,20 +112,7 @@ def shortened(text: str, most: int) -> str:
 
 def notes_of(run: Run) -> list[str]:
     resumed = (f"it was resumed at {resumption.started}" for resumption in run.resumptions)
-    return [*run.plan.notes, *resumed, *run.notes, *filter(None, [_unchecked(run)])]
-
-
-def _unchecked(run: Run) -> str:
-    timed = [record for record in run.records if record.timing is not None]
-    left_out = {
-        "declared work (--tape counts it)": any(record.tape is None for record in timed),
-        "ceilings (`fp8bench doctor --ceilings` measures them)": any(record.ceiling is None for record in timed),
-        "steps once more after their timing, memory that grows (--tape does)": any(
-            record.tape is not None and record.memory and record.memory.leak is None for record in timed
-        ),
-    }
-    told = ", ".join(filter(left_out.get, left_out))
-    return f"not checked, because of --quick: {told}" if run.request.quick and told else ""
+    return [*run.plan.notes, *resumed, *run.notes]
 
 
 def missing_of(run: Run) -> str:

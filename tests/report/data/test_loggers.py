@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.model import Environment, Finding, Interval, Measurement, Run, Scalar, Status
+from fp8bench.model import Environment, Finding, Run, Scalar
 from fp8bench.report.data.loggers import (
     TENSORBOARD,
     WANDB,
@@ -26,7 +25,7 @@ from fp8bench.report.data.loggers import (
     run_source,
 )
 from tests.counts import for_each
-from tests.runs import memory, transformer
+from tests.runs import transformer
 
 PLACE = "layers=4,width=256,heads=4,context=256,batch=4@cpu"
 
@@ -57,24 +56,6 @@ def test_what_an_emulation_costs_shares_no_chart_with_a_speed() -> None:
     kinds = {kind_of(tag) for mode, tag in told if mode == "fp8"}
     assert {"emulation_best_seconds", "emulation_phase_cast_seconds", "gradient_error"} <= kinds
     assert not {"best_seconds", "median_seconds", "phase_cast_seconds", "ratio"} & kinds
-
-
-def test_a_later_version_of_a_workload_has_charts_of_its_own() -> None:
-    run, findings = transformer()
-    case = replace(run.records[0].case, version="2")
-    run = replace(run, records=(replace(run.records[0], case=case),))
-    assert {tag.split("/")[0] for _, tag in named(run, findings)} == {"transformer v2"}
-
-
-def test_what_was_not_measured_is_left_out() -> None:
-    run, findings = transformer()
-    odd = (Measurement("none", "ratio", ()), memory(1))
-    failed = replace(run.records[2], status=Status.FAILED)
-    run = replace(run, records=(replace(run.records[0], measurements=odd), failed))
-    finding = replace(findings[run.records[0].case.id], ratio=Interval(1.0, 0.9, 1.1, 0.99))
-    kinds = {kind_of(tag) for _, tag in named(run, {finding.case.id: finding})}
-    assert "ratio_low" in kinds and "peak_memory_bytes" in kinds and "none" not in kinds
-    assert {mode for mode, _ in named(run, {})} == {"bf16"}
 
 
 @for_each(
@@ -128,15 +109,6 @@ def test_a_training_that_goes_on_continues_its_curve(board: Any, tmp_path: Path)
     assert {point.step: point.value for point in reader.Scalars("training/loss")} == {0: 4.0, 1: 3.0, 2: 2.0, 3: 1.0}
 
 
-def test_a_mode_of_whatever_letters_is_one_folder(board: Any, tmp_path: Path) -> None:
-    run, findings = transformer()
-    case = replace(run.records[0].case, precision_map=(("mlp", "../x"),))
-    run = replace(run, records=(replace(run.records[0], case=case),))
-    log_all(run, findings, LogTarget(TENSORBOARD, str(tmp_path)))
-    (folder,) = tmp_path.iterdir()
-    assert folder.name.startswith("bf16_mlp=.._x_-")
-
-
 def test_a_sink_that_fails_is_reported_once_and_the_other_goes_on(
     board: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,18 +135,6 @@ def test_without_the_package_a_sentence(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "new").exists()
     with pytest.raises(UsageError, match="--log wandb:x needs the package wandb, which does not import"):
         check_target(LogTarget(WANDB, "x"))
-
-
-def test_torch_is_not_needed_for_it(board: Any, tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "from tests.report.data.test_loggers import LogTarget, log_all, transformer\n"
-        "log_all(*transformer(), LogTarget('tensorboard', sys.argv[1]))\n"
-        "print('torch' in sys.modules)\n"
-    )
-    root = Path(__file__).resolve().parents[3]
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=root, capture_output=True, check=True)
-    assert done.stdout.split() == [b"False"] and list(tmp_path.iterdir())
 
 
 class Wandb:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import statistics
 from dataclasses import fields, replace
@@ -13,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 
 from fp8bench.analysis.findings import findings
-from fp8bench.model import Finding, Interval, Level, Measurement, Run, Verdict
+from fp8bench.model import Finding, Interval, Level, Run, Verdict
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.model.specs import STEP
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.data.run import TidyRow, columns_of, rows, run_rows, run_value
+from fp8bench.report.data.run import TidyRow, columns_of, rows, run_value
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import ROOT
 from tests.counts import for_each
@@ -52,24 +50,6 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def test_lines_end_as_everywhere_else_and_one_line_is_one_row() -> None:
-    records = tuple(
-        replace(record, reason='a "b",\r\nc\x00\x1b[31m' if record.reason else "") for record in RUN.records
-    )
-    text = csv_text(*run_rows([(replace(RUN, records=records), FINDINGS)]))
-    assert "\r" not in text and "\x00" not in text and text.endswith("\n") and not text.endswith("\n\n")
-    assert text.count("\n") == len(TABLE) + 1
-    assert '"a ""b"",  c  [31m"' in text
-
-
-def test_columns_do_not_depend_on_what_became_of_a_run() -> None:
-    first, _ = run_rows([(RUN, FINDINGS)])
-    assert run_rows([(RUN, {})])[0] == first
-    nothing = replace(RUN, records=())
-    assert run_rows([(nothing, {})]) == (tuple(name for name in first if "param_" not in name), [])
-    assert {row["run"] for row in rows(replace(RUN, path=""), FINDINGS)} == {RUN.id}
-
-
 # Stored runs that fill all columns together: sweep, ranks, tensors' statistics, energy, a refused case.
 FILLING = ("gpu/runs/gpubox/*-9a000002", "runs/runs/box/*-503e8537", "gpu/runs/gpubox/*-9a000003",
            "gpu/runs/gpubox/*-9a000001", "runs/runs/box/*-e12db2de")  # fmt: skip
@@ -83,14 +63,6 @@ def test_every_column_is_filled_by_some_run() -> None:
         run = load_run(path)
         filled |= {name for row in rows(run, findings(run)) for name, cell in row.items() if cell is not None}
     assert set(columns_of()) - filled == set()
-
-
-def test_runs_stand_below_each_other() -> None:
-    pairs = [gemm(), transformer()]
-    tidy = list(csv.DictReader(io.StringIO(csv_text(*run_rows(pairs)))))
-    assert [row["case"] for row in tidy] == [row["case"] for run, findings in pairs for row in rows(run, findings)]
-    assert {"param_m", "param_layers"} <= set(tidy[0])
-    assert csv_text(*run_rows([])) == "\n"
 
 
 @for_each("make", [measured, gemm, transformer])
@@ -111,13 +83,6 @@ def test_json_holds_the_whole_run(make: Any) -> None:
                 finding, typical=None
             )
     assert {plain["finding"] for plain in run_value(run, {})["records"]} == {None}
-
-
-def test_what_json_has_no_word_for_is_text() -> None:
-    measurement = Measurement("product_error", "ratio", (float("inf"), float("-inf"), float("nan")))
-    run = replace(RUN, records=(replace(RUN.records[0], measurements=(measurement,)),))
-    plain = strict(json_line(run_value(run, FINDINGS)))["records"][0]
-    assert plain["measurements"][0]["samples"] == ["inf", "-inf", "nan"]
 
 
 def test_a_phase_s_medians_are_those_of_its_calls() -> None:

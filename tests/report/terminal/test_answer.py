@@ -135,12 +135,6 @@ def test_a_detail_says_something_of_any_run(name: str) -> None:
         assert detail_of(name, run, findings, 80).parts
 
 
-def test_a_detail_is_explained_as_far_as_it_is_shown() -> None:
-    labelled = judged((Verdict.FASTER, 0.5, Label.CONTENDED))
-    assert [line.partition(":")[0] for line in detail_of("notes", *labelled, 80).footer] == ["contended"]
-    assert not detail_of("memory", *labelled, 80).footer
-
-
 @settings(max_examples=30, deadline=None)
 @given(made=wild_runs())
 def test_any_run_has_an_answer_that_fits(made: tuple[Run, dict[str, Finding]]) -> None:

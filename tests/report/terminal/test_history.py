@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import example, given
-from hypothesis import strategies as st
-
-from fp8bench.model import Fault, Figure, Series, Status, Trend
+from fp8bench.model import Fault, Figure, Series, Trend
 from fp8bench.report.terminal.history import (
     faults_page,
     joined_page,
@@ -62,16 +59,6 @@ def test_trends() -> Told:
         ("ratio", "gradient_vanished", 0.123), ("ratio", "gradient_vanished", None), ("%", "underflow_percent", 0.6412),
     ):  # fmt: skip
         yield f"{metric} of {number} {unit}", value(rebased(unit, metric), number)
-    energy = replace(TIME, name="gemm.Gemm.track_energy", metric="energy", unit="joules")
-    read = ((1000, "counter"), (2000, "counter"), (1700, "instant"))
-    three = [figure(n, number, under=(("energy_source", name),)) for n, (number, name) in enumerate(read, 1)]
-    joules = trend(*three, series=energy)
-    yield "joules of another source do not compare", render(trend_page([joules], "words", ()))
-    yield "nor in the list", render(trends_page([joules.ending], "s", 3, 3, {}))
-    yield (
-        "beside times they have a median of their own",
-        render(trends_page([joules.ending, trend(*three).ending], "s", 3, 3, {})),
-    )
     errors = replace(TIME, unit="ratio", metric="product_error")
     zeros = [replace(figure(number, None), value=error) for number, error in enumerate((0.0, 0.0, 0.1))]
     yield (
@@ -100,21 +87,3 @@ def test_pages_of_stores() -> Told:
     yield "nothing broken", render(faults_page([], 1, 1, "s"))
     yield "what was made", render(rebuilt_page("s", 1, 7, 2, {"dirty": 1}))
     yield "what was taken in", render(joined_page("s: took in t", {"runs that are new here": 2}))
-
-
-WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=150)
-
-
-@example("x" * 130, "y z" * 50, [1.0], 0)
-@given(WORDS, WORDS, st.lists(st.floats(1e-12, 1e6), min_size=1, max_size=4), st.integers(-(10**18), 10**18))
-def test_no_line_is_too_long(name: str, reason: str, numbers: list[float], date: int) -> None:
-    figures = [figure(1, number, date=date) for number in numbers]
-    figures.append(figure(2, None, status=Status.FAILED, reason=reason, version=name[:60]))
-    long_trend = trend(*figures, cell=(name, reason), machine={"machine": name, "cpu": reason}, python=name)
-    texts = [
-        render(trend_page([long_trend], reason, {commit(1)})),
-        render(trends_page([long_trend.ending], "s", 1, 1, {reason: 1})),
-        render(faults_page([Fault(name, reason, name)], 1, 1, "s")),
-    ]
-    lines = [line for text in texts for line in text.splitlines() if "history show" not in line]
-    assert max(map(len, lines)) <= 100

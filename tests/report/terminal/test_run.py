@@ -26,7 +26,7 @@ from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.run import page_of_plan, render
 from tests.counts import for_each
 from tests.materials import Made, recased
-from tests.runs import NATIVE, Make, error, gemm, render_whole, transformer, wild_runs
+from tests.runs import NATIVE, gemm, render_whole, transformer, wild_runs
 from tests.told_before import Told, as_before, on_terminal
 
 GREEN, RED = "\x1b[32m", "\x1b[31m"
@@ -62,15 +62,6 @@ def test_two_runs_and_their_plans() -> Told:
         yield f"its plan of {make.__name__}", layout.render(page_of_plan(run.plan, run.devices))
 
 
-@for_each("width", [40, 100])
-@for_each("make", [transformer, gemm])
-def test_colour_changes_nothing_but_colour(make: Make, width: int) -> None:
-    run, findings = make()
-    colored = render_whole(run, findings, width, color=True)
-    assert "\x1b[" in colored
-    assert plain(colored) == render_whole(run, findings, width)
-
-
 def test_emulated_cases_show_no_speed() -> None:
     run, findings = transformer()
     emulated = run.records[2].case.id
@@ -98,15 +89,6 @@ def test_a_doubted_verdict_is_never_green_or_red(label: Label) -> None:
     assert "faster" in text and GREEN not in text and RED not in text
 
 
-def test_unattributed_is_worked_out_where_it_is_missing() -> None:
-    run, findings = transformer()
-    findings = {
-        key: replace(finding, phases=tuple(pair for pair in finding.phases if pair[0] != "unattributed"))
-        for key, finding in findings.items()
-    }
-    assert render_whole(run, findings) == render_whole(*transformer())
-
-
 LAST = {"cold": None, "rotating": Rotation(13, 5 << 20), "in part": Rotation(256, 1 << 10), "one": Rotation(1, 5 << 30)}
 
 
@@ -129,15 +111,6 @@ def test_terminal() -> Told:
         "bytes": Work(bytes=1e6), "nothing": Work(least_memory=1e6),
     }.items():  # fmt: skip
         yield f"throughput is by the most telling count: {claim}", on_terminal(with_records(work=work), "verdict")
-    for metrics in (
-        ("cast_error",), ("first_moment_error", "update_error"), ("sum_error", "batch_error"),
-        ("loss_error", "gradient_error"), ("steps", "loss_error"), ("steps",),
-    ):  # fmt: skip
-        made = with_records(measurements=tuple(error(metric, 0.125) for metric in metrics))
-        legend = [
-            line for line in render_whole(*made, 200).splitlines() if ": " in line and "error" in line.partition(":")[0]
-        ]
-        yield f"of {', '.join(metrics)} the most telling error has a column", [on_terminal(made, "verdict"), *legend]
     (reference, unknown, _), few = (
         run.records,
         replace(run, records=(run.records[0], replace(run.records[1], measurements=()))),
@@ -145,9 +118,6 @@ def test_terminal() -> Told:
     known = {reference.case.id: findings[reference.case.id]}
     for told in (known, known | {unknown.case.id: Finding(unknown.case, Verdict.NONE)}):
         yield "what is unknown is a dash, never a zero", on_terminal((few, told), "verdict")
-    for share in (0.0, 2e-5, 0.0012, 0.7):
-        vanished = with_records(measurements=(error("cast_vanished", share), error("cast_error", 0.125)))
-        yield f"a share of {share} that vanished stands under numbers", on_terminal(vanished, "vanished")
     for name, rotation in LAST.items():
         yield (
             f"what was done to the cache is told once for all modes: {name}",
@@ -159,15 +129,6 @@ def test_terminal() -> Told:
     )
     yield "floors of their own show as a range", on_terminal(changed(floor=0.012), "noise floor")
     several, found = gemm()
-    last = several.records[-1].case.setting
-    records = tuple(
-        replace(record, is_reference=record.case.precision == "bf16") if record.case.setting == last else record
-        for record in several.records
-    )
-    yield (
-        "groups against different references get tables of their own",
-        on_terminal((replace(several, records=records), found), "verdict", "reference:"),
-    )
     lost = (Record(run.records[0].case, NATIVE, Status.FAILED, reason="out of memory"), *run.records[1:])
     yield (
         "a reference that was not measured is named",
@@ -209,15 +170,3 @@ def test_no_line_is_wider_than_asked(wild: tuple[Run, dict[str, Finding]], width
     run, findings = wild
     for text in (render_whole(run, findings, width), layout.render(page_of_plan(run.plan, run.devices), width=width)):
         assert max(len(line) for line in text.splitlines()) <= width
-
-
-@for_each("width", [40, 72, 100])
-def test_long_names_get_lines_of_their_own(width: int) -> None:
-    run, findings = transformer()
-    named = replace(run.records[1].case, precision_map=tuple((f"layer{i}", "bf16") for i in range(12)))
-    records = (run.records[0], replace(run.records[1], case=named))
-    finding = replace(findings[run.records[1].case.id], case=named, labels=tuple(Label))
-    text = render_whole(replace(run, records=records), {**findings, named.id: finding}, width)
-    assert max(len(line) for line in text.splitlines()) <= width
-    assert named.mode in text.replace("\n", "").replace(" ", "")
-    assert all(label in text for label in Label)

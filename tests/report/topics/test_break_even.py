@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from fp8bench.analysis.break_even import SizedRatio, break_even
 from fp8bench.model import Interval, Label, Scalar
-from fp8bench.report.data.run import run_value
 from fp8bench.report.topics.break_even import break_even_rows, break_even_table, pays, swept
 from tests.materials import Made, built, material, part, shapes
 from tests.told_before import Told, as_before
@@ -49,8 +48,3 @@ def test_break_even() -> Told:
     emulated = replace(run, records=tuple(record for record in run.records if record.case.mode != "bf16"))
     yield "a sweep of emulations alone has no line to draw", part("break-even", (emulated, findings))
     yield "without a sweep there is nothing", built("break-even", shapes(params(16), params(32)))
-
-
-def test_a_run_without_a_sweep_has_no_rows() -> None:
-    made = shapes(params(16), params(32))
-    assert not [*break_even_rows(*made)] and run_value(*made)["break_even"] == []

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from fp8bench.model import Capacity, Measurement, MemoryRole, MemoryUse, PhaseMemory, Provenance, Record, Status
+from fp8bench.model import Capacity, Measurement, MemoryUse, PhaseMemory, Provenance, Record, Status
 from fp8bench.report.data.run import rows
 from fp8bench.report.elements import Stacks, Table
 from fp8bench.report.panels import panels_of
-from fp8bench.report.topics.memory import capacity, device_share_of, highest_in, sentences, share_of
+from fp8bench.report.topics.memory import capacity, device_share_of, highest_in, share_of
 from fp8bench.report.topics.memory import memory as memory_of
-from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS
-from tests.counts import for_each
 from tests.materials import Made, built, of_kind, part, told
 from tests.runs import EMULATED, NATIVE, case, gemm, memory, render, render_whole, run_of, transformer
 from tests.told_before import Told, as_before
@@ -66,11 +64,6 @@ def on_a_device(size: int | None, why: str = "", made: Made | None = None) -> Ma
     return replace(run, records=(*run.records[:known], told_of, *run.records[known + 1 :])), findings
 
 
-def sentences_of(made: Made) -> list[str]:
-    panel = panels_of(*made)[0]
-    return list(sentences(panel, panel.members))
-
-
 def table_of(made: Made) -> list[str]:
     return told(memory_of(panels_of(*made)[0]), 140)
 
@@ -78,39 +71,12 @@ def table_of(made: Made) -> list[str]:
 @as_before
 def test_memory() -> Told:
     yield "what a device would hold stands beside the peak of emulated cases", table_of(on_a_device(150 * MIB))
-    yield "and in sentences", sentences_of(on_a_device(150 * MIB))
     yield "and in the answer", render(*on_a_device(150 * MIB))
-    yield "where nobody can say there is a reason and no column", table_of(on_a_device(None, "no cast was seen"))
-    yield "in words, too", sentences_of(on_a_device(None, "no cast was seen"))
-    less = {role: size for role, size in FP16.items() if role != "activations"} | {"low_precision_weights": 44 * MIB}
-    saves_nothing = with_uses(use(FP16), use(less), None)
-    yield "what has grown and what has gone is told", sentences_of(saves_nothing)
-    small, large = {"weights": MIB, "workspace": 1}, {"weights": 8 * MIB, "workspace": 8}
-    uses = [
-        use(small), use({"weights": MIB // 2}), use(small), None,
-        None, None, None, None,
-        use(large), use({"weights": 4 * MIB, "workspace": 8}), use({"weights": 8 * MIB, "workspace": MIB}), None,
-    ]  # fmt: skip
-    several = with_uses(*uses, made=gemm())
-    yield "of several groups the largest is explained", sentences_of(several)
-    yield "and what a device would hold has its place", sentences_of(on_a_device(6 * MIB, made=several))
+    yield "where nobody can say there is no column", table_of(on_a_device(None, "no cast was seen"))
     far = with_uses(use(FP32), use({"weights": MIB, "data": 3 * MIB}), use(FP8))
     yield "cases far apart are shares, with their sizes in their names", of_kind(part("memory", far), Stacks)
     unknown = with_uses(use(FP32), MemoryUse(200 * MIB, why="nobody listened"), use(FP8))
     yield "a case of which nobody knows is all rest", [*of_kind(part("memory", unknown), Stacks), *table_of(unknown)]
-    yield "and its peak has no explanation", sentences_of(unknown)
-    yield (
-        "a bar for every case",
-        part("memory", transformer()),
-    )
-    yield "groups are counted", part("memory", with_memory(100, 99, 50, 100))
-
-
-@for_each("uses", [(None, None, None), (use({"weights": 5}), use({"weights": 3}), None)])
-def test_one_role_or_none_has_no_table(uses: tuple[MemoryUse | None, ...]) -> None:
-    made = with_uses(*uses)
-    assert not table_of(made) and "by what they are for" not in render_whole(*made)
-    assert ("peak_memory" in render_whole(*made)) == (uses[0] is not None)
 
 
 def test_the_phase_of_the_highest_point_is_the_innermost() -> None:
@@ -118,21 +84,6 @@ def test_the_phase_of_the_highest_point_is_the_innermost() -> None:
     phases = [PhaseMemory(name, 10) for name in ("unattributed", "elementwise", "gemm", "cast")]
     assert highest_in(MemoryUse(10, phases=(*phases, PhaseMemory("data_load", 3))))[0] == "cast"
     assert highest_in(MemoryUse(10)) == []
-
-
-def test_a_case_that_failed_says_nothing_of_its_memory() -> None:
-    run, findings = usual()
-    failed = replace(run, records=tuple(replace(record, status=Status.FAILED) for record in run.records))
-    assert not any("memory_" in str(row["metric"]) for row in rows(failed, findings))
-
-
-def with_memory(*peaks: int) -> Made:
-    """Groups of fp32, bf16 and so on with these peaks."""
-    run, findings = gemm()
-    records = tuple(
-        replace(record, measurements=(memory(peak),)) for record, peak in zip(run.records, 3 * peaks, strict=True)
-    )
-    return replace(run, records=records), findings
 
 
 def fits(
@@ -183,16 +134,6 @@ def test_who_did_not_ask_for_a_batch_sees_nothing() -> None:
     assert not [row for row in rows(*gemm()) if str(row["metric"]).startswith("max_batch")]
 
 
-def test_two_runs_have_tables_of_different_names() -> None:
-    tables = of_kind(part("memory", USUAL, USUAL), Table)
-    assert len({table.name for table in tables}) == 2
-
-
-def test_every_role_has_a_title_and_words() -> None:
-    assert set(MEMORY_TITLES) == set(MEMORY_WORDS) == set(MemoryRole)
-    assert len(set(MEMORY_TITLES.values())) == len(MemoryRole)
-
-
 def test_a_native_case_is_not_compared_with_the_cost_of_emulation() -> None:
     """Of an emulated reference the bytes on a device count, and these only against others on a device."""
     run, findings = on_a_device(100 * MIB)
@@ -211,7 +152,7 @@ def test_terminal_page_and_rows_tell_one_peak() -> None:
     records = [replace(record, memory=record.memory and replace(record.memory, peak=7 * MIB)) for record in run.records]
     made = replace(run, records=tuple(records)), findings
     assert table_of(made) == table_of((run, findings))
-    (page,) = (table for table in of_kind(part("memory", *[made]), Table) if table.name.startswith("memory-phases"))
+    (page,) = (table for table in of_kind(part("memory", *[made]), Table) if table.name.startswith("memory-of"))
     peak = [column.title for column in page.columns].index("peak")
     shown = [row[peak].value for row in page.rows]
     assert shown == [

@@ -11,11 +11,10 @@ from fp8bench.analysis.ranks import frontier
 from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, Status, Timing
 from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, RankScaling, Transfer
 from fp8bench.report.data.run import rows
-from fp8bench.report.elements import Scatter, Table, Text, Tone
+from fp8bench.report.elements import Table, Text
 from fp8bench.report.page.section import material_of
 from fp8bench.report.panels import Panel, panels_of
 from fp8bench.report.topics.ranks import ranks, ranks_section
-from tests.materials import of_kind, part
 from tests.runs import EMULATED, NATIVE, error, run_of
 from tests.told_before import Told, as_before
 
@@ -73,42 +72,6 @@ def test_ranks() -> Told:
 def of_run(*records: Record) -> tuple[Panel, ...]:
     run = run_of(list(records))
     return panels_of(run, findings(run))
-
-
-def sized(precision: str, elements: int, slowest_ms: tuple[int, ...], fp8: str = "fp8_ring") -> Record:
-    """An all-reduce of `elements` numbers whose rank 1 takes this long in each round, and rank 0 half of it."""
-    known = record(precision, fp8, 3000.0, 50.0)
-    took = [(RankCalls(0, (ms * MS // 2,), (1,)), RankCalls(1, (ms * MS,), (1,))) for ms in slowest_ms]
-    slots = tuple(
-        SlotSample(place, ((ms * MS,),), 0.01, 0.01, ranks=calls)
-        for place, (ms, calls) in enumerate(zip(slowest_ms, took, strict=True))
-    )
-    case = replace(known.case, params=(("collective", "all_reduce"), ("elements", elements), ("fp8", fp8)))
-    timing = Timing(Segments(("communication",), (0,)), slots)
-    sent = Transfer(4.0 * elements, 2.0 * elements, 3000.0, 1.5, precision == "fp8")
-    return replace(known, case=case, timing=timing, transfer=sent)
-
-
-def test_bandwidth_over_size_has_a_line_a_way_between_what_rounds_leave() -> None:
-    """By hand: 1.5 x 2 B x elements / 4 ms, between the rounds of 8 ms and of 2 ms."""
-    rounds = (2, 4, 4, 4, 4, 8)
-    ways = [(precision, fp8) for fp8 in ("fp8_ring", "fp8_gather") for precision in ("fp32", "bf16", "fp8")]
-    records = [sized(precision, elements, rounds, fp8) for elements in (1000, 4000) for precision, fp8 in ways]
-    run = run_of(records)
-    charts = of_kind(part("ranks", (run, findings(run))), Scatter)
-    (chart,) = [chart for chart in charts if chart.name.startswith("busbw")]
-    assert chart.joined == ("fp32", "bf16", "fp8 fp8-ring", "fp8 fp8-gather") and chart.x.log and chart.y.log
-    assert len(chart.points) == 8
-    points = {(point.series, point.x): point for point in chart.points}
-    for elements in (1000, 4000):
-        of_bf16 = points["bf16", 4.0 * elements]
-        assert (of_bf16.low, of_bf16.y, of_bf16.high) == pytest.approx(
-            [3.0 * elements / (ms / 1000) for ms in (8, 4, 2)]
-        )
-    assert {point.series for point in chart.points if point.tone is Tone.DOUBT} == {"fp8 fp8-ring", "fp8 fp8-gather"}
-    alone = run_of(records[:6])
-    charts = of_kind(part("ranks", (alone, findings(alone))), Scatter)
-    assert not any(chart.name.startswith("busbw") for chart in charts)
 
 
 def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:

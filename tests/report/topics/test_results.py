@@ -14,7 +14,7 @@ from fp8bench.model import (
 )
 from fp8bench.report.elements import Field, Table, Text
 from tests.counts import for_each
-from tests.materials import Made, emulated_with_a_ratio, nothing, of_kind, part, skipped, strange
+from tests.materials import Made, emulated_with_a_ratio, nothing, of_kind, part, skipped
 from tests.runs import gemm, judged, transformer
 from tests.told_before import Told, as_before
 
@@ -62,17 +62,6 @@ def test_a_number_of_a_suite_is_not_taken_for_the_steps_own() -> None:
     own = tuple(Measurement(name, "J", (7.0,)) for name in ("time", "energy", "flops_per_second", "tokens_per_second"))
     records = tuple(replace(record, measurements=(*record.measurements, *own)) for record in run.records)
     assert details((replace(run, records=records), findings)) == details(gemm())
-
-
-def test_what_is_no_number_sorts_by_nothing() -> None:
-    values = [
-        field.value
-        for table in tables(strange())
-        for fields in table.rows
-        for field in fields
-        if field.value is not None
-    ]
-    assert values and not any(math.isnan(value) for value in values)
 
 
 @for_each(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.analysis.findings import findings
-from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.tapes import parts_of
 from fp8bench.model import Run, Share, ShareKind, Shares
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
@@ -57,10 +56,3 @@ def test_coverage() -> Told:
     yield "a step without products divides by nothing", render_whole(bare, findings(bare)).partition("\n\n")[0]
     without = profiled(None)
     yield "runs of suites have none", built("coverage", (without, findings(without)))
-
-
-def test_rows_have_the_share() -> None:
-    (metric,) = (
-        record for record in metrics_of(profiled().records[1], None) if record.name == "share_of_flops_converted"
-    )
-    assert (metric.value, metric.unit) == (0.6, "ratio")

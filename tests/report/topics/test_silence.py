@@ -23,7 +23,6 @@ def reference_alone() -> Made:
         ("energy", [without_energy()]),  # nobody asked
         ("environment", []),
         ("gains", [gemm()]),  # an operation and its casts are told by their step
-        ("history", [transformer()]),  # of no repository
         ("memory", [gemm()]),
         ("memory", [skipped()]),
         ("numbers", [skipped()]),

@@ -60,12 +60,6 @@ def test_trade_off() -> Told:
     yield "nor has a case without a speed", scatters(unclear)
 
 
-def test_all_cases_share_a_chart() -> None:
-    """It draws the first bars, and the rest stands in the table of its numbers."""
-    (chart,) = charts(judged(*[FASTER] * 60), judged(*[FASTER] * 2))
-    assert sum(mark.label == "bf16" for _, marks in chart.groups for mark in marks) == 62
-
-
 def test_each_round_is_a_sample_over_the_middle_round_of_the_reference() -> None:
     """fp32 takes 9, 10 and 14 us, so 10 us are 1x; bf16 takes 5, 4 and 20 us."""
     lead = record(

@@ -5,23 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.model import Measurement, Record, Status
-from fp8bench.model.specs import spec_of
 from fp8bench.report.elements import Table, Text
 from fp8bench.report.panels import Panel, Result, panels_of
 from fp8bench.report.topics.tensors import (
-    FIGURES,
     about_tensors,
     best_by_width,
     cell_of,
-    figure,
-    shown,
-    tensor_name,
     timed_panels,
 )
 from tests.counts import for_each
 from tests.materials import Made, built, material, of_kind, part
 from tests.report.tensors import left, products, tensors
-from tests.runs import EMULATED, case, gemm, render_whole, run_of
+from tests.runs import EMULATED, case, gemm, render_whole
 from tests.told_before import Told, as_before, on_terminal
 
 
@@ -69,42 +64,6 @@ def test_a_precision_has_its_format_and_its_words(precision: str, fmt: str, word
     assert cell_of(mapped).words == "custom{a=bf16}"
 
 
-def test_a_tensor_has_its_name_and_what_tells_it_from_others_of_that_name() -> None:
-    two = panel(tensors("gaussian", "outliers"))
-    assert [tensor_name(two, group) for group in two.groups] == ["gaussian", "outliers"]
-    params = [{"tensor": "gaussian", "rows": rows} for rows in (64, 128)]
-    records = [
-        Record(case("numerics", "bf16", row), EMULATED, Status.OK) for row in [*params, {"tensor": "t", "rows": 8}]
-    ]
-    two = panel((run_of(records), {}))
-    assert [tensor_name(two, group) for group in two.groups] == ["gaussian rows=64", "gaussian rows=128", "t"]
-
-
-def test_a_panel_without_tensors_by_name_has_places() -> None:
-    records = [Record(case("mine", "bf16", {"n": n}), EMULATED, Status.OK, measurements=left(30.0)) for n in (1, 2)]
-    nameless = panel((run_of(records), {}))
-    assert about_tensors(nameless)
-    assert [tensor_name(nameless, group) for group in nameless.groups] == ["n=1", "n=2"]
-    alone = panel((run_of(records[:1]), {}))
-    assert tensor_name(alone, alone.groups[0]) == "mine"
-
-
-@for_each(
-    ("metric", "value", "text"),
-    [
-        ("sqnr_db", 31.56, "31.6"), ("sqnr_db", 200.0, "exact"), ("underflow_percent", 0.0, "0%"),
-        ("slope", 0.9992, "0.99920"),
-        ("underflow_percent", 0.64, "0.64%"), ("relative_error", 0.0267, "2.7e-02"), ("cosine_loss", 3e-4, "3.0e-04"),
-        ("max_ulp", 0.5, "0.500"), ("dynamic_range_octaves", 17.95, "17.9"), ("slope", 0.0, "0.0e+00"),
-    ],
-)  # fmt: skip
-def test_figures_are_shown_without_their_unit(metric: str, value: float, text: str) -> None:
-    assert shown(value, spec_of(metric).unit) == text
-    measured = Measurement(metric, spec_of(metric).unit, (value,))
-    assert figure(result("bf16", measured), metric) == (text, value) and metric in FIGURES
-    assert figure(result("bf16"), metric) == ("-", None)
-
-
 @for_each(("width", "sizes"), [(40, [2, 2, 2, 1]), (60, [4, 3]), (100, [7])])
 def test_many_tensors_are_as_many_tables_as_the_width_asks_for(width: int, sizes: list[int]) -> None:
     names = [f"tensor-{number}" for number in range(7)]
@@ -113,14 +72,6 @@ def test_many_tensors_are_as_many_tables_as_the_width_asks_for(width: int, sizes
     assert [name for head in heads for name in head] == names
     assert [len(head) for head in heads] == sizes
     assert all(len(line) <= width for line in text.splitlines())
-
-
-def test_other_suites_keep_their_tables_and_legends() -> None:
-    one, other = tensors("gaussian"), products()
-    text = render_whole(replace(one[0], records=(*one[0].records, *other[0].records)), {**one[1], **other[1]})
-    assert "  e4m3fn row " in text and "  fp32  " in text
-    assert text.count("best: the step undisturbed") == 1 and text.count("SQNR: the tensor's power") == 1
-    assert "SQNR" not in render_whole(*other)
 
 
 def test_times_errors_and_memory_of_tensors_are_in_no_other_section() -> None:

@@ -8,12 +8,10 @@ from dataclasses import replace
 
 from fp8bench.model import Finding, Label, Record, Status, Verdict
 from fp8bench.report.case_status import Standing
-from fp8bench.report.elements import Items, Verdicts
+from fp8bench.report.elements import Items
 from fp8bench.report.panels import NamedCase, panels_of
-from fp8bench.report.terminal.run import render
 from fp8bench.report.topics.verdict import cases_of, emulations, missed, skips
-from fp8bench.report.words.legend import ERRORS
-from tests.commands import unfolded
+from fp8bench.report.words.legend import error_word
 from tests.counts import for_each
 from tests.materials import built, nothing, of_kind, part, recased, skipped
 from tests.runs import EMULATED, NATIVE, REFUSED, case, error, gemm, judged, run_of, transformer
@@ -55,17 +53,8 @@ def test_verdict() -> Told:
         ("gradient_error", (0.29,), "moderate"), ("gradient_error", (0.31,), "large"),
     ],
 )  # fmt: skip
-def test_an_error_has_one_name_on_the_page_and_in_a_terminal(metric: str, errors: tuple[float, ...], word: str) -> None:
-    run, findings = judged(*[(Verdict.FASTER, 0.5)] * len(errors))
-    measured = iter(errors)
-    records = tuple(
-        record if record.is_reference else replace(record, measurements=(error(metric, next(measured)),))
-        for record in run.records
-    )
-    (strip,) = of_kind(part("verdict", (replace(run, records=records), findings)), Verdicts)
-    assert strip.rows[0][1][strip.questions.index("error")].text == word
-    text = unfolded(render(replace(run, records=records), findings, width=200))
-    assert (" off" in text or f"products {word}" in text) and ERRORS in text
+def test_the_size_of_an_error_depends_on_its_metric(metric: str, errors: tuple[float, ...], word: str) -> None:
+    assert error_word((metric, error) for error in errors) == word
 
 
 def of(*records: Record) -> list[NamedCase]:
@@ -105,12 +94,3 @@ def test_emulations() -> Told:
     several = [emulated(f"p{number}", value=math.nan if number == 2 else 0.1) for number in range(4)]
     yield "nor where it is one of several", emulations(of(*several))
     yield "many share a sentence", emulations(of(*map(emulated, ("fp8", "mxfp8", "nvfp4"))))
-
-
-def test_runs_of_several_suites_are_told_apart_by_more_than_their_ids() -> None:
-    made = [(replace(run, id=name), findings) for name, (run, findings) in
-            (("a1", gemm()), ("a2", gemm()), ("b1", transformer()))]  # fmt: skip
-    (strip,) = of_kind(part("verdict", *made), Verdicts)
-    assert {"bf16, gemm, a2", "fp8, transformer, b1"} <= {name for name, _ in strip.rows}
-    (strip,) = of_kind(part("verdict", *made[:2]), Verdicts)
-    assert "bf16, a2" in {name for name, _ in strip.rows}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.model import Ceiling, Environment, Plan, Resumption, Run, Scalar, Tape
+from fp8bench.model import Environment, Resumption, Run, Scalar
 from fp8bench.report.panels import panels_of
 from fp8bench.report.words.naming import (
     commit_of,
     counts,
-    devices_of,
-    fact,
     listed,
     many,
     missing_of,
@@ -18,11 +16,9 @@ from fp8bench.report.words.naming import (
     setting_of,
     shortened,
     sizes,
-    suites_of,
     when,
 )
-from tests.materials import shapes
-from tests.runs import case, gemm, run_of, samples, transformer
+from tests.runs import case, gemm, run_of, transformer
 from tests.told_before import Told, as_before
 
 
@@ -53,27 +49,3 @@ def test_naming() -> Told:
     cut = replace(run, records=run.records[:4])
     yield "cases without a record are counted", missing_of(cut)
     yield "and what cut them off is told", missing_of(replace(cut, finished=False))
-
-
-def test_what_a_run_does_not_know_is_empty() -> None:
-    run, _ = gemm()
-    assert (
-        missing_of(run) == "" == fact(under(smt=None), "smt") == fact(under(), "smt") == commit_of(under(commit=None))
-    )
-    assert fact(under(threads=1, smt=None), "threads") == "1"
-    assert suites_of(run) == ("gemm",) and devices_of(run) == ("AMD EPYC 7B13",)
-    assert devices_of(replace(run, devices=())) == ("cpu",)
-    planned = replace(run, records=())
-    assert suites_of(planned) == ("gemm",) and suites_of(replace(planned, plan=Plan(()))) == ()
-
-
-def test_a_quick_look_says_what_nobody_checked() -> None:
-    run, _ = shapes({"m": 1, "n": 1, "k": 1})
-    timed = tuple(replace(record, timing=samples(("gemm",), (10,))) for record in run.records)
-    run = replace(run, records=timed, request=replace(run.request, quick=True))
-    note = notes_of(run)[-1]
-    assert "--quick" in note and "--tape" in note and "--ceilings" in note and "cases" not in note
-    checked = tuple(replace(known, tape=Tape(), ceiling=Ceiling(1e12, 1e12)) for known in timed)
-    assert "--tape" in notes_of(replace(run, records=(checked[0], *timed[1:])))[-1]
-    for sound in (replace(run, records=checked), replace(run, request=replace(run.request, quick=False))):
-        assert not any("not checked" in note for note in notes_of(sound))

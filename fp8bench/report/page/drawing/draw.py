@@ -28,6 +28,6 @@ def draw_on(sheet: Sheet, chart: AnyChart) -> float:
 
 
 def draw(chart: AnyChart) -> str:
-    """A chart as two SVGs, for a window and for a telephone; charts.css shows the one that fits."""
-    sheets = (Sheet(chart, narrow) for narrow in (False, True))
-    return "\n".join(sheet.svg(draw_on(sheet, chart)) for sheet in sheets)
+    """A chart as SVG."""
+    sheet = Sheet(chart)
+    return sheet.svg(draw_on(sheet, chart))

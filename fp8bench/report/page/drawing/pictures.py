@@ -47,7 +47,7 @@ Style = Mapping[str, str]
 
 def picture(chart: AnyChart, page_title: str, form: str) -> bytes:
     """The chart as a file in that format, with its title above and its description below."""
-    sheet = _PictureSheet(chart, narrow=False)
+    sheet = _PictureSheet(chart)
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that the font lacks are boxes
         matplotlib.rcdefaults()
@@ -63,8 +63,8 @@ def picture(chart: AnyChart, page_title: str, form: str) -> bytes:
 class _PictureSheet(Sheet):
     """Collects what matplotlib draws, in the sheet's pixels."""
 
-    def __init__(self, chart: AnyChart, narrow: bool) -> None:
-        super().__init__(chart, narrow)
+    def __init__(self, chart: AnyChart) -> None:
+        super().__init__(chart)
         self._shapes: list[tuple[int, Steps, Style]] = []
         self._texts: list[tuple[float, float, str, dict[str, Any]]] = []
 

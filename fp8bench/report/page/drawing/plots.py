@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,12 +33,10 @@ from fp8bench.report.page.drawing.sheet import Sheet, looks_of
 from fp8bench.report.panels import together
 
 _GAP = 8.0
-# The inset of first places: its height, its left edge in a window, and its ticks.
-_INSET, _INSET_FROM, _INSET_TICKS = 92.0, 0.5, 3
-# First places that would make the axis longer than this stand in the inset.
-_LONGER = 1.5
+# The most labels along the axis of places.
+_MOST_PLACES = 7
 # With more places, marks are only seen when they are pointed at.
-_FAINT_FROM = {False: 60, True: 25}
+_FAINT_FROM = 60
 
 Marks = Sequence[Mark | None]
 
@@ -56,23 +52,16 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     drawn = sum(mark is not None for _, marks in series for mark in marks)
     sheet.omit(placeless(numbers_of(every)), sum(drawable(mark.value) for mark in every) - drawn)
     first = max(0, chart.settled - len(chart.places[:-PLACES]))
-    early, late = ([(name, marks[part]) for name, marks in series] for part in (slice(first), slice(first, None)))
-    values = _spans(late) or _spans(early)
+    values = _spans([(name, marks[first:]) for name, marks in series]) or _spans(series)
     if not values:
         return 0.0
-    looks = looks_of([name for name, _ in series], chart.order)
+    looks = looks_of([name for name, _ in series])
     named = [(shape, f"point {style}", name) for name, (shape, style) in looks.items()]
-    top = legend(sheet, named if len(series) > 1 or {*looks} & {*chart.order} else [], 0.0)
+    top = legend(sheet, named if len(series) > 1 else [], 0.0)
     sheet.text(0, top + 8, shortened(chart.axis.title, sheet.width, sheet.size), "quiet")
     top += 24
-    whole = fitted([*values, *_spans(early)], 0.0, 1.0, unit=unit, pad=0.05)
-    settled = fitted(values, 0.0, 1.0, unit=unit, pad=0.05)
-    outside = whole.high - whole.low > _LONGER * (settled.high - settled.low)
-    low, high = (settled.low, settled.high) if outside else (whole.low, whole.high)
-    if outside:
-        top = _draw_inset(sheet, chart, places[: first + 1], early, top, settled)
-    bottom = top + (190.0 if sheet.narrow else 260.0)
-    y = Scale(low, high, bottom, top, unit=unit)
+    bottom = top + 260.0
+    y = fitted(values, bottom, top, unit=unit, pad=0.05)
     x = _across(sheet, chart, series, y, len(places))
     _line_axes(sheet, places, x, y)
     _levels(sheet, chart, x, y)
@@ -92,33 +81,18 @@ def _spans(series: Sequence[tuple[str, Marks]]) -> list[float]:
     return [value for _, marks in series for mark in marks if mark for value in (mark.value, *ends(mark))]
 
 
-def _draw_inset(
-    sheet: Sheet, chart: Lines, places: Sequence[str], series: Sequence[tuple[str, Marks]], top: float, settled: Scale
-) -> float:
-    """Draws places that do not fit the axis above the plot, on their own axis; returns the plot's top."""
-    y = fitted(_spans(series), top + 16 + _INSET, top + 16, unit=chart.axis.unit, pad=0.05)
-    begin = 0.0 if sheet.narrow else _INSET_FROM * sheet.width
-    left = begin + max(sheet.measure(text) for _, text in y.ticks(_INSET_TICKS)) + 18
-    x = Scale(0.0, max(0.5, len(places) - 1.0), left, sheet.width - 8)
-    sheet.text(left - 4, top, f"the first places, up to {places[-1]}, on an axis of their own", "quiet")
-    _line_axes(sheet, places, x, y, _INSET_TICKS)
-    _draw_series(sheet, chart, places, series, x, y, elsewhere=settled)
-    return y.start + 40
-
-
 def _draw_series(
-    sheet: Sheet, chart: Lines, places: Sequence[str], series: Sequence[tuple[str, Marks]], x: Scale, y: Scale,
-    elsewhere: Scale | None = None,
-) -> None:  # fmt: skip
-    """Draws series with their flags, except those of marks that have a place `elsewhere`."""
-    looks = looks_of([name for name, _ in series], chart.order)
+    sheet: Sheet, chart: Lines, places: Sequence[str], series: Sequence[tuple[str, Marks]], x: Scale, y: Scale
+) -> None:
+    """Draws series with their flags."""
+    looks = looks_of([name for name, _ in series])
     for name, marks in series:
         _series(sheet, chart, places, (name, *looks[name]), marks, x, y)
     flagged = [
         (x.at(place), y.at(mark.value), flag, f"flag {looks[name][1]}")
         for name, marks in series
         for place, mark in enumerate(marks)
-        if mark is not None and _is_on(mark, y) and not (elsewhere and _is_on(mark, elsewhere))
+        if mark is not None and _is_on(mark, y)
         for flag in filter(None, mark.flag.split(", "))
     ]
     _write_beside(sheet, flagged, [], [_Box(x.start - 4, y.end - 4, x.end + 8, y.start)], _over)
@@ -139,38 +113,17 @@ def _last(marks: Marks) -> Mark | None:
     return next((mark for mark in reversed(marks) if mark is not None), None)
 
 
-def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale, ticks: int = 6) -> None:
-    for value, text in y.ticks(ticks):
+def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale) -> None:
+    for value, text in y.ticks(6):
         sheet.lines("grid", [[(x.start - 4, y.at(value)), (x.end + 4, y.at(value))]], layer=0)
         sheet.text(x.start - 12, y.at(value), text, "tick", anchor="end")
     sheet.lines("axis", [[(x.start - 4, y.start), (x.end + 4, y.start)]], layer=0)
     sheet.lines("ticks", [[(x.at(number), y.start), (x.at(number), y.start + 4)] for number in range(len(places))])
-    most = 3 if sheet.narrow or ticks < 6 else 7
-    room = (x.end - x.start) / most
-    texts = [(x.at(place), shortened(text, room, sheet.size)) for place, text in _written(places, most)]
+    room = (x.end - x.start) / _MOST_PLACES
+    stride = max(1, -(-(len(places) - 1) // (_MOST_PLACES - 1)))
+    labelled = range((len(places) - 1) % stride, len(places), stride)
+    texts = [(x.at(place), shortened(places[place], room, sheet.size)) for place in labelled]
     along(sheet, texts, y.start + 14)
-
-
-def _written(places: Sequence[str], most: int) -> Sequence[tuple[float, str]]:
-    """The places to label: round numbers if places are evenly spaced numbers, else evenly many up to the last."""
-    if len(places) > most and all(re.fullmatch(r"[0-9,]+", place) for place in places):
-        numbers = [int(place.replace(",", "")) for place in places]
-        gaps = [after - before for before, after in pairwise(numbers)]
-        if 0 < max(gaps) <= 1.5 * min(gaps):
-            steps = (factor * 10**power for power in range(12) for factor in (1, 2, 5))
-            step = next(step for step in steps if numbers[-1] // step - (numbers[0] - 1) // step <= most)
-            first = -(-numbers[0] // step) * step
-            return [(_between(number, numbers), f"{number:,}") for number in range(first, numbers[-1] + 1, step)]
-    stride = max(1, -(-(len(places) - 1) // (most - 1)))
-    return [(place, places[place]) for place in range((len(places) - 1) % stride, len(places), stride)]
-
-
-def _between(number: int, numbers: Sequence[int]) -> float:
-    """The place of a number among rising ones, interpolated."""
-    after = bisect_left(numbers, number)
-    if numbers[after] == number:
-        return after
-    return after - (numbers[after] - number) / (numbers[after] - numbers[after - 1])
 
 
 def _series(
@@ -190,8 +143,8 @@ def _series(
     if strokes := [piece for run in runs for piece in _clipped([(x.at(place), mark.value) for place, mark in run], y)]:
         sheet.lines(f"line {style}", strokes)
     every = [(place, mark) for run in runs for place, mark in run if _is_on(mark, y)]
-    many = len(marks) > _FAINT_FROM[sheet.narrow]
-    for place, mark in _evenly(every, POINTED[sheet.narrow] // min(SERIES, len(chart.series))):
+    many = len(marks) > _FAINT_FROM
+    for place, mark in _evenly(every, POINTED // min(SERIES, len(chart.series))):
         tone = f" {mark.tone.value}" if mark.tone is not Tone.PLAIN else " faint" if many else ""
         words = hint(mark, chart.axis, name, places[place])
         sheet.dot(f"mark point {style}{tone}", shape, x.at(place), y.at(mark.value), 8.0, words)
@@ -220,7 +173,7 @@ def _evenly(marks: list[tuple[int, Mark]], most: int) -> list[tuple[int, Mark]]:
 
 
 def _last_values(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], x: Scale, y: Scale) -> None:
-    looks = looks_of([name for name, _ in series], chart.order)
+    looks = looks_of([name for name, _ in series])
     lasts = [(y.at(mark.value), looks[name][1], mark) for name, marks in series if (mark := _last(marks))]
     lasts.sort(key=lambda last: last[:2])
     right = x.at(max(place for _, marks in series for place, mark in enumerate(marks) if mark is not None))
@@ -235,7 +188,7 @@ def _last_values(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]]
 _DOT = 9.5
 _LABEL_ROOM = 190.0
 # The most ticks of the left axis.
-_TICKS = {False: 7, True: 5}
+_TICKS = 7
 # A legend of more series would be longer than the chart.
 _NAMED = 16
 
@@ -275,7 +228,7 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     if not points:
         return 0.0
     names = list(dict.fromkeys(point.series for point in points))
-    looks = {name: (shape, f"point {style}") for name, (shape, style) in looks_of(names, chart.order).items()}
+    looks = {name: (shape, f"point {style}") for name, (shape, style) in looks_of(names).items()}
     top = legend(sheet, [(*looks[name], name) for name in names[:_NAMED] if len(names) > 1 or name], 0.0)
     aside = chart.margin if any(point.x is None for point in points) else ""
     aside = shortened(aside, 0.45 * sheet.width, sheet.size)
@@ -307,16 +260,16 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
 
 
 def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -> _Frame:
-    bottom = top + (280.0 if sheet.narrow else 380.0)
+    bottom = top + 380.0
     heights = [height for point in points for height in (point.y, *ends(point, chart.y.log))]
     y = fitted(heights, bottom, top, chart.y.log, chart.y.unit, 0.05)
-    left = max(sheet.measure(text) for _, text in y.ticks(_TICKS[sheet.narrow])) + 10
+    left = max(sheet.measure(text) for _, text in y.ticks(_TICKS)) + 10
     placed = [point.x for point in points if point.x is not None]
     if not placed:
         return _Frame(None, _Box(left, top, sheet.width - 1, bottom), None, y)
     right, margin = sheet.width - 1, None
     if len(placed) < len(points):
-        margin = _Box(right - (64.0 if sheet.narrow else 130.0), top, right, bottom)
+        margin = _Box(right - 130.0, top, right, bottom)
         right = margin.left - 10
     widths = [*placed, *(end for point in points for end in x_ends(point, chart.x.log))]
     x = fitted(widths, left, right, chart.x.log, chart.x.unit, 0.05)
@@ -326,7 +279,7 @@ def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -
 def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
     first = frame.plot or frame.margin
     assert first is not None
-    heights = [(frame.y.at(value), text) for value, text in frame.y.ticks(_TICKS[sheet.narrow])]
+    heights = [(frame.y.at(value), text) for value, text in frame.y.ticks(_TICKS)]
     for box in filter(None, (frame.plot, frame.margin)):
         sheet.lines("grid", [[(box.left, y), (box.right, y)] for y, _ in heights], layer=0)
     for y, text in heights:
@@ -341,7 +294,7 @@ def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
 
 
 def _below(sheet: Sheet, axis: ChartAxis, scale: Scale, plot: _Box) -> None:
-    places = [(scale.at(value), text) for value, text in scale.ticks(4 if sheet.narrow else 7)]
+    places = [(scale.at(value), text) for value, text in scale.ticks(7)]
     if places:
         sheet.lines("grid", [[(x, plot.top), (x, plot.bottom)] for x, _ in places], layer=0)
     along(sheet, places, plot.bottom + 13)
@@ -392,7 +345,7 @@ def _write_beside(
     for x, y, label, style in wanted:
         if written == LABELS:
             return
-        text = shortened(label, _LABEL_ROOM * (0.65 if sheet.narrow else 1), sheet.size)
+        text = shortened(label, _LABEL_ROOM, sheet.size)
         for box, anchor, place in around(x, y, sheet.measure(text), sheet.size) if text else ():
             inside = any(frame.left <= box.left and box.right <= frame.right and frame.top <= box.top
                          and box.bottom <= frame.bottom for frame in frames)  # fmt: skip

@@ -1,7 +1,4 @@
-"""Charts of rows that share an axis: bars and stacks of parts.
-
-In a window labels stand left of the rows; on a telephone each stands above its row.
-"""
+"""Charts of rows that share an axis, with labels left of them: bars and stacks of parts."""
 
 from __future__ import annotations
 
@@ -37,9 +34,6 @@ _LABELS_SHARE = 0.4
 _LABEL_GAP = 14.0
 # Between a shape and its value.
 _GAP = 8.0
-# On a telephone a label stands closer to its own row than to the one above.
-_LABEL_LINE = 22.0
-_BELOW = 3.0
 # Between texts along an axis.
 _APART_TEXTS = 10.0
 
@@ -64,14 +58,14 @@ class Rows:
 
 
 def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0) -> Rows:
-    """Writes headings and labels, and returns where the rows are; `height` is that of a row without its label."""
+    """Writes headings and labels, and returns where the rows are, each of that `height`."""
     headed = any(heading for heading, _ in groups)
-    room = sheet.width if sheet.narrow else _LABELS_SHARE * sheet.width
+    room = _LABELS_SHARE * sheet.width
     texts: list[str] = []
     for _, labels in groups:
         texts += [shortened(label, room, sheet.size) for label in labels]
     widest = max(map(sheet.measure, texts), default=0.0)
-    left = 0.0 if sheet.narrow else widest + _LABEL_GAP
+    left = widest + _LABEL_GAP
     rows: list[Row] = []
     y = top
     for number, (heading, group) in enumerate(groups):
@@ -80,21 +74,15 @@ def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: 
             sheet.text(0, y + 10, shortened(heading, sheet.width, sheet.size, bold=True), "heading")
             y += 26.0
         for _ in group:
-            text = texts[len(rows)]
-            if sheet.narrow:
-                sheet.text(0, y + _LABEL_LINE - 8, text, "label")
-                rows.append(Row(y + _LABEL_LINE + height / 2 - _BELOW, y, _LABEL_LINE + height - _BELOW))
-            else:
-                sheet.text(left - _LABEL_GAP, y + height / 2, text, "label", anchor="end")
-                rows.append(Row(y + height / 2, y, height))
-            y += rows[-1].height
+            sheet.text(left - _LABEL_GAP, y + height / 2, texts[len(rows)], "label", anchor="end")
+            rows.append(Row(y + height / 2, y, height))
+            y += height
     return Rows(tuple(rows), left, top, y)
 
 
 def foot(sheet: Sheet, scale: Scale, axis: ChartAxis, rows: Rows) -> float:
     """Draws the axis under the rows, and its lines behind them; returns where it ends."""
-    ticks = scale.ticks(4 if sheet.narrow else 7)
-    places = [(scale.at(value), text) for value, text in ticks]
+    places = [(scale.at(value), text) for value, text in scale.ticks(7)]
     bottom = rows.bottom + 4
     if places:
         sheet.lines("grid", [[(x, rows.top), (x, bottom)] for x, _ in places], layer=0)
@@ -115,7 +103,7 @@ def along(sheet: Sheet, places: Sequence[tuple[float, str]], y: float) -> None:
 
 def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> float:
     """Draws (shape or 'box' or 'hatch', class, text) side by side, in as many lines as needed; returns the end."""
-    x, most = 0.0, sheet.width / 2 if sheet.narrow else sheet.width / 3
+    x, most = 0.0, sheet.width / 3
     for shape, style, label in entries:
         text = shortened(label, most, sheet.size)
         wide = 18 + sheet.measure(text)
@@ -152,13 +140,13 @@ def draw_bars(sheet: Sheet, chart: Bars) -> float:
     by_group = together((group, mark.label) for group, mark in placed[:BARS])
     labels = [(heading, names) for (_, heading), names in by_group.items()]
     strokes = _STROKES * any(mark.samples for mark in marks)
-    rows = arranged(sheet, labels, strokes + (22.0 if sheet.narrow else 28.0))
+    rows = arranged(sheet, labels, strokes + 28.0)
     scale = _scale(chart, marks, sheet, rows.left)
     end = foot(sheet, scale, chart.axis, rows)
     for mark, row in zip(marks, rows.rows, strict=True):
         _bar(sheet, chart, mark, row, scale)
     x = scale.at(1.0)
-    sheet.lines("axis", [[(x, above), (x, below)] for above, below in _start_lines(rows, sheet.narrow)])
+    sheet.lines("axis", [[(x, above), (x, below)] for above, below in _start_lines(rows)])
     return end
 
 
@@ -174,9 +162,7 @@ def _scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
     return fitted(values, left + room[True] + 2, sheet.width - room[False] - 2, log=True, unit=chart.axis.unit)
 
 
-def _start_lines(rows: Rows, narrow: bool) -> list[tuple[float, float]]:
-    if narrow:
-        return [(row.y - 12, row.top + row.height + 1) for row in rows.rows]
+def _start_lines(rows: Rows) -> list[tuple[float, float]]:
     spans: list[tuple[float, float]] = []
     for row in rows.rows:
         together = bool(spans) and spans[-1][1] == row.top
@@ -240,7 +226,7 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     styles, unit = _styles(chart), chart.axis.unit
     keys = [("hatch" if chart.parts[n] in _RESTS else "box", styles[n], chart.parts[n]) for n in chart.present]
     top = legend(sheet, keys, 0.0)
-    places = arranged(sheet, [("", [label for label, *_ in rows])], 26.0 if sheet.narrow else 30.0, top)
+    places = arranged(sheet, [("", [label for label, *_ in rows])], 30.0, top)
     totals = ["" if chart.pieces else _written(whole, unit) for *_, whole in rows]
     room = max(map(sheet.measure, totals)) + _GAP
     scale = Scale(0.0, max(whole for *_, whole in rows), places.left, sheet.width - room, unit=unit)
@@ -248,8 +234,6 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     for (label, drawn, whole), place, total in zip(rows, places.rows, totals, strict=True):
         _stack(sheet, chart, styles, (label, drawn), place, scale)
         sheet.text(scale.at(whole) + _GAP, place.y, total, "value")
-    if chart.pieces:
-        sheet.zoom = scale
     return end
 
 

@@ -177,8 +177,8 @@ PLACES = 200
 SERIES = 8
 LABELS = 12
 POINTS = 400
-# The most marks of lines that can be pointed at and tabbed to, in a window and on a telephone.
-POINTED = {False: 120, True: 60}
+# The most marks of lines that can be pointed at and tabbed to.
+POINTED = 120
 
 # Beyond these, differences and steps between ticks are no numbers any more.
 _SMALLEST, _LARGEST = 1e-300, 1e300

@@ -5,19 +5,18 @@ Shapes have neither colour nor font but a class; the page's stylesheet decides (
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import count, takewhile
 
 from fp8bench.report.elements import Chart
-from fp8bench.report.page.drawing.scale import SERIES, Hint, Scale, escaped, width
+from fp8bench.report.page.drawing.scale import SERIES, Hint, escaped, width
 
-WIDE, NARROW = 880.0, 340.0
+_WIDTH = 880.0
 # Letters in pixels, as in charts.css.
-SIZES = {False: 13.0, True: 12.0}
+_SIZE = 13.0
 # Shapes tell series apart without colour; the factors make them look equally large.
-_SHAPE_SIZES = {"o": 1.0, "s": 0.9, "^": 1.1, "D": 0.82, "v": 1.1, "P": 1.1, "X": 1.05, "p": 1.1}
+_SHAPE_SIZES = {"o": 1.0, "s": 0.9, "^": 1.1, "D": 0.82, "v": 1.1}
 SHAPES = tuple(_SHAPE_SIZES)
 # Corners around the middle, with y up.
 _CORNERS: dict[str, Sequence[tuple[float, float]]] = {
@@ -25,11 +24,6 @@ _CORNERS: dict[str, Sequence[tuple[float, float]]] = {
     "^": ((0, 0.5), (-0.5, -0.5), (0.5, -0.5)),
     "D": ((0, -(0.5**0.5)), (0.5**0.5, 0), (0, 0.5**0.5), (-(0.5**0.5), 0)),
     "v": ((0, -0.5), (0.5, 0.5), (-0.5, 0.5)),
-    "P": ((-1 / 6, -0.5), (1 / 6, -0.5), (1 / 6, -1 / 6), (0.5, -1 / 6), (0.5, 1 / 6), (1 / 6, 1 / 6), (1 / 6, 0.5),
-          (-1 / 6, 0.5), (-1 / 6, 1 / 6), (-0.5, 1 / 6), (-0.5, -1 / 6), (-1 / 6, -1 / 6)),
-    "X": ((-0.25, -0.5), (0, -0.25), (0.25, -0.5), (0.5, -0.25), (0.25, 0), (0.5, 0.25), (0.25, 0.5), (0, 0.25),
-          (-0.25, 0.5), (-0.5, 0.25), (-0.25, 0), (-0.5, -0.25)),
-    "p": tuple((-math.sin(0.4 * math.pi * n) / 2, math.cos(0.4 * math.pi * n) / 2) for n in range(5)),
 }  # fmt: skip
 # A quarter of a circle as two curves, from the lowest point.
 _QUARTER = (
@@ -45,17 +39,15 @@ Steps = Sequence[tuple[str, Sequence[float]]]
 class Sheet:
     """Collects shapes; `svg` gives them as one element."""
 
-    def __init__(self, chart: Chart, narrow: bool) -> None:
-        self.narrow = narrow
-        self.width = NARROW if narrow else WIDE
-        self.size = SIZES[narrow]
+    width, size = _WIDTH, _SIZE
+
+    def __init__(self, chart: Chart) -> None:
         self._chart = chart
-        self._name = f"chart-{chart.name}-{'narrow' if narrow else 'wide'}"
+        self._name = f"chart-{chart.name}"
         self._drawn: list[tuple[int, str]] = []  # elements with their layers
         self._markers: dict[str, str] = {}  # ids by their paths
         self._role = "img"
         self._omitted: list[str] = []  # what is said of what is not drawn
-        self.zoom: Scale | None = None  # the axis along which a reader can zoom
 
     def lines(
         self, style: str, lines: Sequence[Line], layer: int = 1, hint: Hint | None = None, closed: bool = False
@@ -97,10 +89,9 @@ class Sheet:
 
     def omit(self, missing: int, left: int) -> None:
         if missing:
-            numbers = "1 number is" if missing == 1 else f"{missing} numbers are"
-            self._omitted.append(f"{numbers} not finite or without a place on the axis, and not drawn.")
+            self._omitted.append(f"Not drawn, because not finite or without a place on the axis: {missing}.")
         if left > 0:
-            self._omitted.append(f"{left} more {'is' if left == 1 else 'are'} in the table only.")
+            self._omitted.append(f"In the table only: {left}.")
 
     @property
     def description(self) -> str:
@@ -111,13 +102,11 @@ class Sheet:
         paths = "".join(f'<path id="{name}" d="{path}"/>' for path, name in self._markers.items())
         content = [f"<defs>{paths}</defs>"] if paths else []
         content += [element for _, element in sorted(self._drawn, key=lambda drawn: drawn[0])]
-        form = "narrow" if self.narrow else "wide"
         lines = "\n".join(content)
-        zoom = f' data-zoom="{self.zoom.start:.2f} {self.zoom.end:.2f} {self.zoom.high:.6g}"' if self.zoom else ""
         return (
-            f'<svg class="of-{type(self._chart).__name__.lower()} {form}" id="{self._name}" role="{self._role}"'
+            f'<svg class="of-{type(self._chart).__name__.lower()}" id="{self._name}" role="{self._role}"'
             f' aria-labelledby="{self._name}-title" aria-describedby="{self._name}-desc"'
-            f' viewBox="0 0 {self.width:.0f} {height:.0f}"{zoom}>\n'
+            f' viewBox="0 0 {self.width:.0f} {height:.0f}">\n'
             f'<title id="{self._name}-title">{escaped(self._chart.title)}</title>\n'
             f'<desc id="{self._name}-desc">{escaped(self.description)}</desc>\n'
             f"{lines}\n</svg>"
@@ -132,18 +121,11 @@ class Sheet:
         return f' tabindex="0" role="img" aria-label="{escaped(hint.short)}" data-hint="{escaped(hint.full)}"'
 
 
-def looks_of(names: Sequence[str], order: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """The shape and class of each series, by its place in the page's order if it has one.
-
-    No two of a chart's first SERIES look alike, and no two of 64.
-    """
-    known = list(dict.fromkeys([*(order if {*order} & {*names} else ()), *names]))
-    numbers = [known.index(name) for name in names]
-    if len({number % SERIES for number in numbers}) < min(len(numbers), SERIES):
-        numbers = list(range(len(names)))
+def looks_of(names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """The shape and class of each series; no two of a chart's first SERIES look alike, and no two of 40."""
     return {
         name: (SHAPES[(number + number // SERIES) % len(SHAPES)], f"s{number % SERIES + 1}")
-        for name, number in zip(names, numbers, strict=True)
+        for number, name in enumerate(dict.fromkeys(names))
     }
 
 
