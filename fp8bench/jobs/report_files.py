@@ -12,7 +12,6 @@ from pathlib import Path
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.files import keeping, open_file, write_whole
-from fp8bench.jobs.earlier_runs import find_earlier_steps
 from fp8bench.jobs.kinds import K, Kind, meant_by
 from fp8bench.model import Figure, Run, Trend, trend_name
 from fp8bench.report.data.plain import Rows, csv_text
@@ -103,8 +102,7 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
     verdicts = [findings(run) for run in runs]
     past = past_of(runs, store)
     runs = [replace(run, path=_within(run.path, store)) for run in runs]
-    earlier = find_earlier_steps(runs[0], store) if len(runs) == 1 else {}
-    page = page_of(replace(material_of(runs, verdicts, past, store), earlier=earlier))
+    page = page_of(material_of(runs, verdicts, past, store))
     rows = run_rows(list(zip(runs, verdicts, strict=True)))
     return _written(page, rows, folder_of(runs, store), pages)
 

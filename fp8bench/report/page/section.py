@@ -12,7 +12,7 @@ import math
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -246,15 +246,11 @@ class PastSeries:
 
 @dataclass(frozen=True)
 class Material:
-    """Runs side by side, in the order they were named; most reports have one. `store` is where they lie.
-
-    `earlier` has the best case of each case's step, by its id, in the last runs before the only one.
-    """
+    """Runs side by side, in the order they were named; most reports have one. `store` is where they lie."""
 
     entries: tuple[Entry, ...]
     past: tuple[PastSeries, ...] = ()
     store: Path | None = None
-    earlier: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def alone(self) -> bool:

@@ -12,7 +12,7 @@ from fp8bench.model import Params
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
 from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
-from fp8bench.report.elements import Element, Field, Items, Table, Text, Tone
+from fp8bench.report.elements import Element, Field, Table, Text, Tone
 from fp8bench.report.page.section import Entry, Material, number, section
 from fp8bench.report.panels import (
     Figures,
@@ -31,8 +31,6 @@ from fp8bench.report.words.naming import attention_of, cache_of, figure_words, r
 
 # A table of more cases can be filtered and sorted.
 _MOST_UNFILTERED = 8
-# The most cases with a sentence on earlier runs.
-_MOST_COMPARED = 6
 _COST = "the cost of emulation, not of the precision"
 # The first columns of a terminal's tables.
 CASE: tuple[Col[NamedCase], ...] = (
@@ -121,7 +119,6 @@ def results_section(material: Material) -> Iterator[Element]:
             main=len(rows) > _MOST_UNFILTERED,
             kept={"case", "verdict"},
         )
-        yield from _compare_with_earlier(rows, material)
         details = [*_detail_columns(rows, material.alone), *map(_of_spec, in_table("cases"))]
         yield table("details", "More figures of every case", details, rows, folded=True, kept={"case"})
         words = "; ".join(f"{suite} {show_params(params)}" for suite, params in shared.items() if params)
@@ -131,22 +128,6 @@ def results_section(material: Material) -> Iterator[Element]:
             yield from other_tables(panel)
     elif not any(_find_cases(material)):
         yield Text("There are no cases.", Tone.DOUBT)
-
-
-def _compare_with_earlier(rows: Sequence[_ShownCase], material: Material) -> Iterator[Items]:
-    """Yields 'fp8: the last 5 runs took 31.9 ms to 33.0 ms, this one 32.5 ms' for each case with earlier runs."""
-    has_history = any(len(series.figures) > 1 for series in material.past)
-    sentences = []
-    for row in rows:
-        earlier = material.earlier.get(row.result.record.case.id)
-        if not earlier or row.result.best is None or case_status.emulated(row.result):
-            continue
-        runs = f"the last {len(earlier)} runs of this case took" if len(earlier) > 1 else "the run before took"
-        step, span = units.seconds(row.result.best), units.span(earlier, units.seconds)
-        words = f"{row.case.name}: {runs} {span} a step, this one {step}"
-        sentences.append(Text(words, link="history" if has_history else ""))
-    if sentences:
-        yield Items(tuple(sentences[:_MOST_COMPARED]))
 
 
 def _find_cases(material: Material) -> Iterator[tuple[Entry, Panel, NamedCase]]:
