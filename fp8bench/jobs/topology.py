@@ -109,12 +109,12 @@ def _rate(precision: str, name: str, store: Path) -> TopologyLine:
     sheet = datasheet_of(name)
     peak = sheet.peak(precision) if sheet is not None else None
     if sheet is None or peak is None:
-        return TopologyLine(precision, None, "", "unknown: fp8bench doctor --ceilings measures it")
+        return TopologyLine(precision, None, "", "unknown: fp8bench suite ceilings measures it")
     return TopologyLine(
         precision,
         peak / 1e12,
         "TFLOP/s",
-        f"{sheet.told('dense')}, which no product reaches: fp8bench doctor --ceilings measures it",
+        f"{sheet.told('dense')}, which no product reaches: fp8bench suite ceilings measures it",
     )
 
 

@@ -53,9 +53,9 @@ def test_what_only_informs_ends_well(words: list[str], capsys: pytest.CaptureFix
 REFUSED = """
 siute | Did you mean 'suite'
 suite gemm --dtype fp8 | Did you mean '--dtypes'
-history shwo | unknown command 'shwo'. Did you mean 'show'? Known: ack, ceilings, list
+history shwo | unknown command 'shwo'. Did you mean 'show'? Known: ack, list
 --store x show last | Options stand behind the command. See `fp8be
-history --store x list | unknown command 'x'. Known: ack, ceilings, list, merge
+history --store x list | unknown command 'x'. Known: ack, list, merge
 history list --grid | unknown argument '--grid'.
 history list --run | Did you mean '--runs'?
 history show a b | unknown argument 'b'. Known: those of `fp8bench history show --help`.
@@ -82,7 +82,7 @@ audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable; file.py:functi
 ablate | as profile takes it; --options: precisions, compile
 duel | and then its name; NAME: a suite, several with commas
 train nano | Give --model nano.
-profile nothere.py | 'nothere.py' names no function. Give nothere.py:make.
+profile nothere.py | 'nothere.py' names no function. Give module:function
 suite gemm --set shap=64 | Did you mean 'shape'
 suite gemm --set shape=big | axis 'shape' cannot be 'big'
 suite gemm --set shape=0 | expected sizes from 1

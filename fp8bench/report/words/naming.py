@@ -123,7 +123,7 @@ def _unchecked(run: Run) -> str:
     timed = [record for record in run.records if record.timing is not None]
     left_out = {
         "declared work (--tape counts it)": any(record.tape is None for record in timed),
-        "ceilings (`fp8bench doctor --ceilings` measures them)": any(record.ceiling is None for record in timed),
+        "ceilings (`fp8bench suite ceilings` measures them)": any(record.ceiling is None for record in timed),
         "steps once more after their timing, memory that grows (--tape does)": any(
             record.tape is not None and record.memory and record.memory.leak is None for record in timed
         ),

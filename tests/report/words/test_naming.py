@@ -72,7 +72,7 @@ def test_a_quick_look_says_what_nobody_checked() -> None:
     timed = tuple(replace(record, timing=samples(("gemm",), (10,))) for record in run.records)
     run = replace(run, records=timed, request=replace(run.request, quick=True))
     note = notes_of(run)[-1]
-    assert "--quick" in note and "--tape" in note and "--ceilings" in note and "cases" not in note
+    assert "--quick" in note and "--tape" in note and "suite ceilings" in note and "cases" not in note
     checked = tuple(replace(known, tape=Tape(), ceiling=Ceiling(1e12, 1e12)) for known in timed)
     assert "--tape" in notes_of(replace(run, records=(checked[0], *timed[1:])))[-1]
     for sound in (replace(run, records=checked), replace(run, request=replace(run.request, quick=False))):
