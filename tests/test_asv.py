@@ -100,7 +100,6 @@ class {title}(asv_bridge.Suite):
 FIRST = r"adding.*track_time\('fp32'|(adding|taking).*track_size_error\(.*50000"
 AGAIN = r"adding.*track_time\('fp32', 50000|gemm.*track_product_error\(.*'512'\)"
 SECOND = r"(adding|taking).*track_time\('fp32', 50000"
-THIRD = r"taking.*track_time\('fp32', 50000"
 FP32, BF16 = ("'fp32'", "50000"), ("'bf16'", "50000")
 
 
@@ -176,10 +175,6 @@ class Snapshot:
     def value(self, name: str, cell: tuple[str, ...]) -> Any:
         return self._at(name, cell, self.loaded.get_result_value(name, self.loaded.get_result_params(name)))
 
-    def samples(self, name: str, cell: tuple[str, ...] = FP32) -> Any:
-        """The samples that asv has recorded."""
-        return self._at(name, cell, self.loaded.get_result_samples(name, self.loaded.get_result_params(name)))
-
     def repeat(self, name: str, cell: tuple[str, ...] = FP32) -> Any:
         """The number of samples behind a figure."""
         params = self.loaded.get_result_params(name)
@@ -252,7 +247,6 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     keep("second suite", suite("adding", "--rounds", str(WHOLE)), second)
     asv = ("run", "--python=same", "--set-commit-hash", second, "--quick")
     keep("second asv", place.asv(*asv, "--record-samples", "--bench", SECOND), second)
-    keep("appended", place.asv(*asv, "--append-samples", "--bench", THIRD), second)
     story.said["publish"] = place.asv("publish")
     return story
 
@@ -378,16 +372,6 @@ def test_a_suite_of_the_projects_own_is_read_by_asv(story: Story) -> None:
     assert 0 < errors[0] < errors[1] < errors[2] < 0.1
     (run,) = (run for run in step.runs if run.request.suite == "gemm")
     assert len(run.records) == 6 and run.ok
-
-
-def test_samples_that_asv_records_and_appends_are_there_once(story: Story) -> None:
-    """asv appends what it gets to what it has, so it is given the new ones only."""
-    before, after = story.steps["second asv"], story.steps["appended"]
-    name = "taking.Taking.track_time"
-    assert before.repeat(name) == len(before.samples(name)) == QUICK_ROUNDS
-    assert after.repeat(name) == len(after.samples(name)) == 2 * QUICK_ROUNDS
-    assert after.samples(name)[:QUICK_ROUNDS] == before.samples(name)
-    assert len(after.samples("adding.Adding.track_time")) == WHOLE
 
 
 @for_each("commit", [0, 1])

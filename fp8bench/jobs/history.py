@@ -58,15 +58,11 @@ def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> 
 
 
 def read_history(store: Path, observer: JobObserver) -> History:
-    """The history of a store; notes progress where reading takes a while, and what was wrong with its files."""
-    told = 0
+    """The history of a store; notes that reading takes a while, and what was wrong with its files."""
 
     def progress(done: int, count: int) -> None:
-        """Notes before reading many, and after each tenth of them."""
-        nonlocal told
-        if count > _MANY_RUNS and done >= told:
-            observer.note(f"read {done} of {count} runs" if done else f"reading {count} runs")
-            told = done + count // 10
+        if count > _MANY_RUNS and not done:
+            observer.note(f"reading {count} runs")
 
     history = open_history(store, progress)
     for trouble in history.troubles:

@@ -1,7 +1,7 @@
 """Frozen dataclasses to plain JSON values and back, by their type hints.
 
-Unknown keys are ignored and missing ones take their defaults, so files of other versions can be read;
-`noting_ignored` collects their names. Known types: dataclasses, enums, tuples, mappings of scalars, and None.
+Unknown keys are ignored and missing ones take their defaults, so files of other versions can be read.
+Known types: dataclasses, enums, tuples, mappings of scalars, and None.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import pickle
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -32,7 +30,6 @@ _REPEATED = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "Segme
 _MOST_REMEMBERED = 1000
 
 T = TypeVar("T")
-_ignored: ContextVar[set[str]] = ContextVar("_ignored")
 
 
 class Malformed(ValueError):
@@ -64,17 +61,6 @@ def decode(kind: type[T], plain: Any) -> T:
         return cast(T, _decoder(cast(Any, kind))(plain))
     except Malformed as error:
         raise Malformed(f"{kind.__name__}{error}") from None
-
-
-@contextmanager
-def noting_ignored() -> Iterator[set[str]]:
-    """Collects the names of fields that `decode` does not know and ignores."""
-    names: set[str] = set()
-    token = _ignored.set(names)
-    try:
-        yield names
-    finally:
-        _ignored.reset(token)
 
 
 @cache
@@ -117,7 +103,7 @@ def _mapping(inside: Any) -> Callable[[Any], Any]:
 
 def _remembering(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Makes `decode` return one frozen value for equal input, bit for bit: 1, 1.0 and True differ."""
-    known: dict[bytes, tuple[Any, set[str]]] = {}
+    known: dict[bytes, Any] = {}
 
     def remembered(plain: Any) -> Any:
         try:
@@ -127,12 +113,8 @@ def _remembering(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if key not in known:
             if len(known) >= _MOST_REMEMBERED:
                 known.clear()
-            with noting_ignored() as names:
-                known[key] = decode(plain), names
-        value, names = known[key]
-        if names:
-            _ignored.get(set()).update(names)
-        return value
+            known[key] = decode(plain)
+        return known[key]
 
     return remembered
 
@@ -163,8 +145,6 @@ def _dataclass(kind: type) -> Callable[[Any], Any]:
             raise Malformed(": expected an object")
         whole = plain.keys() == names.keys()
         values = plain.copy() if whole else {name: plain[name] for name in names if name in plain}
-        if len(values) < len(plain):
-            _ignored.get(set()).update(plain.keys() - names.keys())
         for name, as_it_is, decode_one in decoders:
             if (whole or name in values) and type(item := values[name]) not in as_it_is:
                 try:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from fp8bench.analysis.tapes import parts_of, refuse_none
 from fp8bench.cli.options import shared
 from fp8bench.cli.outputs import check_outputs, in_store, print_run, stdout_look, tell
 from fp8bench.cli.streams import complain
-from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
-from fp8bench.jobs.kinds import KeptTable, Kind, View, feature_tables, meant_by
+from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
+from fp8bench.jobs.kinds import KeptTable, View, feature_tables, meant_by
 from fp8bench.model import Run
-from fp8bench.model.codec import encode, noting_ignored
-from fp8bench.store.runs.listing import find_run, load_named
+from fp8bench.model.codec import encode
+from fp8bench.store.runs.listing import load_named
 
 EXAMPLES = ("fp8bench show last --all", "fp8bench show last --csv rows.csv")
 FIRST_OPTIONS = "--all --memory --data --numbers --energy --notes --tape --shares --explain --json --csv --store"
@@ -52,8 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = [table for table in _tables() if getattr(arguments, table.name)]
     meant = meant_by(word, store, only_runs=any(table.name != "all" for table in wanted))
     if not meant:
-        with noting_ignored() as ignored:
-            measured = load_named(word, store)
+        measured = load_named(word, store)
         if len(wanted) > 1:
             raise UsageError(f"--{wanted[0].name} and --{wanted[1].name} are two tables. Give one of them.")
         for table in wanted:
@@ -63,17 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
         told = log_run(measured, arguments.log, complain)
     else:
         kind, path = meant[0]
-        _check_meant(word, meant, store)
         tables = [table.name for table in wanted if table.name != "all"]
         _refuse(arguments, repr(word), kind.name, [*tables, *kind.refused])
-        with noting_ignored() as ignored:
-            kept = kind.load(path)
+        kept = kind.load(path)
         tell(arguments, *(kind.whole_view(kept) if arguments.all else kind.view(kept)))
         told = log_kept(kind, kept, arguments.log, complain)
-    if ignored:
-        complain(
-            f"{word} was written by another version, and these fields of it were ignored: {', '.join(sorted(ignored))}"
-        )
     return EXIT_OK if told else EXIT_INTERRUPTED
 
 
@@ -83,18 +74,6 @@ def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Iterab
             raise UsageError(
                 f"{name:.80} is a {what}, and --{option} does not go with it. Leave it out, or use --json."
             )
-
-
-def _check_meant(word: str, meant: Sequence[tuple[Kind[Any], Path]], store: Path) -> None:
-    kind, path = meant[0]
-    names = kind.names(path)
-    if word in names or not any(name.startswith(word) for name in names):
-        return
-    others = [other.names(place)[-1] for other, place in meant[1:]]
-    with contextlib.suppress(RunNotFound):
-        others.append(find_run(word, store).stem)
-    if others:
-        raise RunNotFound(f"{word!r} fits {others[0]} and the {kind.name} {names[-1]}. Give more of the id.")
 
 
 def _tape(run: Run, store: Path) -> View:
