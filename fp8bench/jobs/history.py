@@ -36,7 +36,6 @@ from fp8bench.store.runs.listing import all_files, closed_folders
 
 # Reading more runs than this takes a while, and is announced.
 _MANY_RUNS = 200
-_MOST_NAMED = 20
 _ANY = "*"
 
 
@@ -122,9 +121,8 @@ def series_meant(word: str, history: History) -> str:
     if len(exact or names) == 1:
         return (exact or names)[0]
     if names:
-        more = f"\n  and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        some = "".join(f"\n  {name}" for name in names[:_MOST_NAMED])
-        raise UsageError(f"{word!r:.80} fits {len(names)} series. Give more of the name of one:{some}{more}")
+        listed = "".join(f"\n  {name}" for name in names)
+        raise UsageError(f"{word!r:.80} fits {len(names)} series. Give more of the name of one:{listed}")
     left = f" Not in it: {'; '.join(history.left)}." if history.left else ""
     raise UsageError(f"no series has {word!r:.80} in its name.{left} `fp8bench history list` names them all.")
 

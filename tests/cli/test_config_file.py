@@ -230,7 +230,6 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
     ),
     "a tag of Python": ("rounds: !!python/object/apply:os.system [ls]", "rounds: expected one value, got ['ls']"),
     "no space": ("seed: 1\nrounds:2", "while scanning a simple key"),
-    "an option by both its names": ("dtypes: fp8\nprecisions: bf16", "'precisions' sets what another key sets"),
     "an open bracket": ("seed: 1\ndtypes: [fp8", "while parsing a flow sequence"),
     "brackets without end": ("[" * 100_000, "cannot be read (maximum recursion depth"),
     "an escape that is none": ('data: "\\UFFFFFFFF"', "cannot be read ("),

@@ -97,14 +97,3 @@ def test_help_of_no_command(fp8bench: Say) -> None:
     say = unfolding(fp8bench)
     assert say("help", "siute")[::2] == say("siute", "--help")[::2] and say("help", "siute")[0] == 2
     assert "Did you mean 'show'" in say("help", "history", "shwo")[2]
-
-
-def test_precisions_is_another_name_of_dtypes() -> None:
-    whole = build_parser()
-    for name, parser in every_parser(whole).items():
-        for action in parser._actions:
-            if "--dtypes" in action.option_strings:
-                assert "--precisions" in action.option_strings, name
-    for words in ["train"], ["suite", "gemm"], ["lint-shapes", "gpt2"]:
-        parsed = [vars(whole.parse_args([*words, option, "fp8,bf16"])) for option in ("--dtypes", "--precisions")]
-        assert parsed[0] == parsed[1] and parsed[0]["dtypes"] == ("fp8", "bf16")

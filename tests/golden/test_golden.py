@@ -235,8 +235,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
         "train --dtypes bf16,fp8-delayed --sweep history=1,16 --data text.txt --dry-run", value="lab"
     ),
     "tape.txt": Document("tape transformer --dtypes bf16,fp8 --explain", value="tape"),
-    "tape-against.txt": Document("tape transformer --dtypes bf16,fp8 --against 4ab2f1d9 --explain", value="tape"),
-    "tape-against.csv": Document("tape transformer --dtypes bf16,fp8 --against 4ab2f1d9 --csv -", value="tape"),
     "doctor.txt": Document("doctor", value="doctor"),
     "list.txt": Document("list"),
     "list-suites.txt": Document("list suites"),

@@ -26,7 +26,7 @@ from fp8bench.report.terminal.history import (
     trend_page,
     trends_page,
 )
-from fp8bench.store.commit_runs import UNREADABLE, missing_commits
+from fp8bench.store.commit_runs import UNREADABLE
 from fp8bench.store.runs.listing import closed_folders, listing, newest_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.store.series import tracked_by
@@ -168,17 +168,12 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
     history = read_history(store, TERMINAL)
     wanted = series_meant(arguments.series, history)
     trends = history.trends(lambda name: name == wanted)
-    commits = {figure.commit for trend in trends for figure in trend.figures}
-    lost = missing_commits(commits, Path())
-    if lost == commits:
-        complain("none of these commits is in the repository of this directory")
-        lost = frozenset()
     series = trends[0].series
     grid = workloads.get(series.workload).history
     assert grid is not None
     words = next(spec.history for spec in tracked_by(grid) if spec.name == series.metric)
     description = f"{words}, a ratio" if series.unit == "ratio" else f"{words}, in {series.unit}"
-    tell(arguments, partial(trend_page, trends, description, lost))
+    tell(arguments, partial(trend_page, trends, description))
     return EXIT_OK
 
 

@@ -9,7 +9,7 @@ import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from fp8bench import units
@@ -31,7 +31,6 @@ INTERVAL = "99% interval: of the median over {}, as asv has it; what differs fro
 _NEW_SOURCE = "new source"
 SOURCE = "new source: joules were read elsewhere, and those of before do not compare"
 VERSION = "new version: the work or the method changed, and numbers before do not compare"
-GONE = "not in this repository: rebased or squashed away, another clone's, or this clone is shallow"
 
 
 def value(trend: Trend, number: float | None, digits: int = 3) -> str:
@@ -65,16 +64,15 @@ def trends_page(
     return Page(f"{store}: {counts}", "", (*parts, *_left_out(left)), _list_legend(endings) if endings else ())
 
 
-def trend_page(trends: Sequence[Trend], description: str, gone: Collection[str]) -> Page:
-    """One series, commit by commit, on every machine and interpreter; `gone` are commits that the repository lacks."""
+def trend_page(trends: Sequence[Trend], description: str) -> Page:
+    """One series, commit by commit, on every machine and interpreter."""
     columns = (
         Column("conditions", shared=True), Column("date (UTC)"), Column("commit"), Column("runs", number=True),
         Column("samples", number=True), Column("median", number=True), Column("99% interval"),
         Column("change", number=True), Column("why", below=True),
     )  # fmt: skip
     parts = [
-        Part("trend", "", (Table("trend", where(trend), columns, tuple(_figure_rows(trend, gone))),))
-        for trend in trends
+        Part("trend", "", (Table("trend", where(trend), columns, tuple(_figure_rows(trend))),)) for trend in trends
     ]
     figures = [figure for trend in trends for figure in trend.figures]
     words = [INTERVAL.format(_samples(trends))] if any(figure.low is not None for figure in figures) else []
@@ -173,7 +171,7 @@ def _change(figure: Figure, before: Figure | None) -> str:
     return (_HASTY if figure.hasty or before.hasty else "") + units.change(figure.value / before.value)
 
 
-def _figure_rows(trend: Trend, gone: Collection[str]) -> Iterable[tuple[Field, ...]]:
+def _figure_rows(trend: Trend) -> Iterable[tuple[Field, ...]]:
     before: Figure | None = None
     version, conditions = trend.figures[0].version, ""
     for figure in trend.figures:
@@ -187,7 +185,6 @@ def _figure_rows(trend: Trend, gone: Collection[str]) -> Iterable[tuple[Field, .
             news += _new_conditions(before.under, figure.under)
         conditions = "; ".join(news) or conditions
         below = [f"{_shown(trend, figure)}: {figure.reason}"] if figure.value is None and figure.reason else []
-        below += [GONE] if figure.commit in gone else []
         ends = ", ".join(value(trend, end, _CLOSE) for end in (figure.low, figure.high))
         told = before is not None and (before.version, before.source) == (figure.version, figure.source)
         cells = (
