@@ -5,18 +5,14 @@ What happens is told once, in order (`story`), because each step costs seconds; 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -414,39 +410,6 @@ def test_publish_draws_one_line_through_both_commits(story: Story) -> None:
     for step, (_, values) in zip((first, second), points, strict=True):
         cells = list(itertools.product(*step.loaded.get_result_params("adding.Adding.track_time")))
         assert values[cells.index(FP32)] == pytest.approx(step.value("adding.Adding.track_time", FP32), rel=1e-3)
-
-
-def test_preview_serves_what_was_published(story: Story) -> None:
-    """On a port that is free; should another program take that meanwhile, on another one."""
-    served = next(filter(None, (previewed(story) for _ in range(5))))
-    assert json.loads(served) == html(story, "index.json")
-    assert "adding.Adding.track_time" in json.loads(served)["benchmarks"]
-
-
-def previewed(story: Story) -> bytes:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with subprocess.Popen(
-        [*ASV, "preview", "--port", str(port)], cwd=story.place.root, env=story.place.environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    ) as server:  # fmt: skip
-        try:
-            return fetched(f"http://127.0.0.1:{port}/index.json", server)
-        finally:
-            server.terminate()
-
-
-def fetched(url: str, server: subprocess.Popen[bytes]) -> bytes:
-    """A page, as soon as it is served; b"" where the server has ended."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    end = time.monotonic() + PATIENCE
-    while server.poll() is None:
-        assert time.monotonic() < end, f"{url} is not served"
-        with contextlib.suppress(OSError), opener.open(url, timeout=60) as answer:
-            return bytes(answer.read())
-        time.sleep(0.05)
-    return b""
 
 
 def discover(suites: Path, place: Place) -> subprocess.CompletedProcess[str]:
