@@ -44,7 +44,6 @@ _CORE = {
     "list": "machine: name suites, precisions, backends and devices",
     "store": "machine: remove what nobody needs of a store",
     "completion": "machine: print the script that completes commands in bash or zsh",
-    "help": "machine: explain a command, as COMMAND --help does",
 }
 # Packages whose module has another name.
 _CALLED = {"yaml": "PyYAML", "pynvml": "nvidia-ml-py"}
@@ -63,7 +62,7 @@ def build_parser(named: Collection[str] = COMMANDS) -> Parser:
     parser = Parser(
         prog="fp8bench", allow_abbrev=False,
         description="Does low precision pay here, what does it cost in numbers, and can you believe it?",
-        epilog="Begin with: fp8bench suite transformer --dtypes fp8,bf16. To read more: fp8bench help COMMAND",
+        epilog="Begin with: fp8bench suite transformer --dtypes fp8,bf16. To read more: fp8bench COMMAND --help",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"fp8bench {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)

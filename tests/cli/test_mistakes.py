@@ -78,7 +78,6 @@ show 12345678 | no run '12345678' in .fp8bench | history list --runs
 show latest | Give an id, a file's stem, a path, or 'last' | show last
 report run.jsonl | no run 'run.jsonl' in .fp8bench | history list --runs
 list workloads | Did you mean 'suites'? | list suites
-help suit | Did you mean 'suite'? | suite --help
 init --force | Known: those of `fp8bench init --help` |
 """
 
