@@ -118,6 +118,19 @@ def _range(values: Sequence[float]) -> Range:
     return Range(statistics.median(values), min(values), max(values))
 
 
+def other_pace(figures: EnergyFigures, finding: Finding) -> float | None:
+    """Returns the time of a step in windows over that in slots; None where it is within the noise of either.
+
+    Windows last seconds, so only they show a clock that falls under a longer load, or a queue that is full by then.
+    """
+    slots, windows = finding.median_seconds, figures.seconds
+    if slots is None or not slots > 0:
+        return None
+    pace = windows.middle / slots
+    noise = max(SAME, finding.spread or 0.0, windows.width / windows.middle)
+    return pace if abs(pace - 1) > noise else None
+
+
 def why_no_energy(record: Record) -> str:
     """Returns why a case that was asked for its energy has no figure; '' if it has one, or none was asked for."""
     if record.energy is None or _sound(record.energy):

@@ -17,6 +17,7 @@ from fp8bench.analysis.energy import (
     energy_figures,
     energy_ratio,
     energy_samples,
+    other_pace,
     phase_energies,
     why_no_energy,
     why_unresolved,
@@ -146,6 +147,30 @@ def test_what_does_not_compare_has_no_ratio_and_why_there_is_no_figure() -> None
     assert found is not None and found.uncertainty is None and ratio is not None
     assert ratio.point == pytest.approx(1 / 3) and ratio.demand is Demand.UNCLEAR
     assert ratio.why == "it is unknown how far its power sensor can be off"
+
+
+@for_each(
+    ("median", "spread", "windows", "pace"),
+    [
+        (0.0100, 0.01, (0.0100, 0.0101, 0.0100), None),
+        (0.0090, 0.01, (0.0100, 0.0101, 0.0100), 10 / 9),  # a clock that a longer load does not keep
+        (0.0120, 0.01, (0.0100, 0.0101, 0.0100), 10 / 12),
+        (0.0099, 0.01, (0.0100, 0.0100, 0.0100), None),  # less than what counts as the same
+        (0.0090, 0.20, (0.0100, 0.0101, 0.0100), None),  # as far as slots lie apart
+        (0.0090, 0.01, (0.0090, 0.0100, 0.0110), None),  # as far as windows do
+        (None, None, (0.01,), None),
+        (0.0, None, (0.01,), None),
+        (math.nan, None, (0.01,), None),
+    ],
+)
+def test_steps_of_windows_that_take_another_time_than_in_slots(
+    median: float | None, spread: float | None, windows: tuple[float, ...], pace: float | None
+) -> None:
+    one = record(EnergyUse("counter", tuple(window(1.0, seconds) for seconds in windows)))
+    figures = energy_figures(one)
+    assert figures is not None and figures.seconds.middle == pytest.approx(np.median(windows))
+    found = other_pace(figures, Finding(one.case, Verdict.NONE, median_seconds=median, spread=spread))
+    assert found == (None if pace is None else pytest.approx(pace))
 
 
 def test_noise_alone_is_seldom_taken_for_a_difference() -> None:

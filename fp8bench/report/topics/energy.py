@@ -16,6 +16,7 @@ from fp8bench.analysis.energy import (
     PhaseJoules,
     energy_figures,
     energy_ratio,
+    other_pace,
     phase_energies,
     why_no_energy,
 )
@@ -87,9 +88,15 @@ def show_ratio(ratio: EnergyRatio) -> str:
 
 
 def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
-    """What is missing of a group's energies or unclear, and why: modes, and the words that hold for all of them."""
+    """What is missing of a group's energies or unclear, and why: modes, and the words that hold for all of them.
+
+    Also if steps took another time in the energy windows than in slots, whose energy is then unknown.
+    """
     doubts = [
-        (words, result.mode) for result in group.results for doubt in (_missing, _of_phases) for words in doubt(result)
+        (words, result.mode)
+        for result in group.results
+        for doubt in (_missing, _at_another_pace, _of_phases)
+        for words in doubt(result)
     ]
     for result in group.results:
         ratio = ratio_against(result, group.lead)
@@ -115,6 +122,15 @@ def _missing(result: Result) -> Iterator[str]:
         yield f"no net energy: {figures.net_why}"
     if use.why and not unresolved and use.why != figures.net_why:
         yield f"energy of {many(len(figures.windows), 'window')} only: {use.why}"
+
+
+def _at_another_pace(result: Result) -> Iterator[str]:
+    figures, finding = figures_of(result), result.finding
+    if figures is None or finding is None or emulated(result) or result.record.sustained:  # which has a table
+        return
+    if (pace := other_pace(figures, finding)) is not None:
+        took, slots = units.seconds(figures.seconds.middle), units.seconds(figures.seconds.middle / pace)
+        yield f"a step took {took} ({units.change(pace)}) in the seconds of its energy windows, and {slots} in slots"
 
 
 def _of_phases(result: Result) -> Iterator[str]:
