@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -114,8 +113,6 @@ def run(arguments: argparse.Namespace) -> int:
     if request.suite == CEILINGS:
         return _ceilings(request, arguments)
     check_names(request)
-    if request.threads > (cores := os.cpu_count() or 1):
-        complain(f"--threads {request.threads} on {cores} cores: threads wait for each other")
     if arguments.dry_run:
         from fp8bench.pipeline import plan_only
         from fp8bench.report.terminal.run import page_of_plan
