@@ -25,7 +25,7 @@ from fp8bench.registry import workloads
 from fp8bench.store.series import class_name, series_of
 from fp8bench.user_code import import_user_modules
 
-CONFIGURATIONS = ("asv.conf.json", "asv.conf.jsonc")
+CONFIGURATION = "asv.conf.json"
 # Options of `asv run` in every spelling that its parser takes: shortened, and short ones in one word.
 _QUICK = re.compile(r"--q(u(i(ck?)?)?)?|-[ehknpqv]*q[a-zA-Z]*")
 _APPEND = re.compile(r"--ap[a-z-]*")
@@ -86,27 +86,24 @@ class Suite:
 
         root, words = root_of(_file(type(self))), words_of_asv()
         quick, appending, commit = options_of(words)
+        if appending:
+            raise UsageError("a commit's runs are put together already. Leave --append-samples out.")
         grid = workloads.get(self.workload).history
         ranks = min(grid.ranks, default=1) if grid is not None else 1
         imports = _from_root(type(self))
         request = Request(self.workload, quick=quick, imports=imports, grid=True, ranks=ranks if ranks > 1 else None)
-        return measured_by_asv(request, store_of_project(root), root, SilentObserver(), appending, commit)
+        return measured_by_asv(request, store_of_project(root), root, SilentObserver(), commit)
 
 
 def root_of(file: Path) -> Path:
-    """The project of a suite file: the folder of its asv.conf.json. asv runs benchmarks in a temporary directory.
-
-    A file that is a link belongs to the project that it is linked into.
-    """
-    above = [*file.absolute().parents, *file.resolve().parents]
-    known = (folder for folder in above if any((folder / name).is_file() for name in CONFIGURATIONS))
-    return next(known, above[min(1, len(above) - 1)])
+    """The project of a suite file: the folder of its asv.conf.json. asv runs benchmarks in a temporary directory."""
+    above = file.absolute().parents
+    return next((folder for folder in above if (folder / CONFIGURATION).is_file()), above[min(1, len(above) - 1)])
 
 
 def store_of_project(root: Path) -> Path:
     """The store that asv's results_dir (<store>/asv/results) belongs to; else the default one."""
-    results_dir = next((match for match in map(_results_dir, (root / name for name in CONFIGURATIONS)) if match), "")
-    path = root / results_dir
+    path = root / _results_dir(root / CONFIGURATION)
     return path.parent.parent if path.parts[-2:] == ("asv", "results") else root / DEFAULT_STORE
 
 

@@ -57,7 +57,7 @@ from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.store.ceilings import current_ceilings
 from fp8bench.store.reruns import add_reruns, with_reruns
-from fp8bench.store.runs.listing import dated_later, running_beside, store_of, with_stored_scales
+from fp8bench.store.runs.listing import running_beside, store_of, with_stored_scales
 from fp8bench.store.runs.run_file import RunWriter, check_store, load_run, missing_groups, reopen_run, start_run
 
 Sessions = Mapping[str, tuple[Interval, ...]]
@@ -158,8 +158,6 @@ def _measure(
     quantisers = Quantisers(ready.switches.why_eager)
     lost: dict[str, str] = {}
     try:
-        if later := dated_later(writer.path):
-            writer.note(f"run {later} is dated later than this one: a clock was set back, and `last` means that run")
         ceilings = _ceilings(run, groups, store, ready, observer)
         for place, group in enumerate(groups):
             for stem in sorted(set(running_beside(writer.path)) - noted):

@@ -22,7 +22,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
         "audit": "kernel verify",
     },
     "argument": {
-        "--dtypes": "--dtype --precision --types",
+        "--dtypes": "--dtype --precision --precisions --types",
         "--precision": "--dtype --dtypes",
         "--devices": "--cuda --device --gpu --gpus",
         "--device": "--cuda --devices --gpu --gpus",

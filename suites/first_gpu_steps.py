@@ -286,8 +286,8 @@ STEPS = (
         Line("gpt2-124m step, fp8 over bf16, times as fast", ratio("time", "bf16", "fp8"), speed=True),
         Line("the same, replayed as one launch", ratio("replay_time", "bf16", "fp8"), speed=True),
         Line("marks of a step, % of it", marker_share, high=0.5), rows=("replays by a CUDA graph",)),
-    FirstStep("ceilings", "fp8bench doctor --ceilings", 90, (Line("ceilings", said("FLOP/s")),), (
-        "ceilings (`suite ceilings`, `doctor --ceilings`), the roofline by them",)),
+    FirstStep("ceilings", "fp8bench suite ceilings", 90, (Line("ceilings", said("FLOP/s")),), (
+        "ceilings (`suite ceilings`), the roofline by them",)),
     FirstStep("audit", "fp8bench audit suites/gpu_probe.py:scaled_product", 60, (
         Line("audit of torch's scaled product, 1: it fails", passes, high=0),
     ), ("`fp8bench audit`: kernels, converted models",)),
@@ -324,7 +324,7 @@ STEPS = (
         "ablate", "fp8bench ablate transformer --reference bf16 --options fp8,compile,cached-weights", 300,
         (Line("ablate", said("together: ")),), quick="--quick",
     ),
-    FirstStep("calibrate", "fp8bench doctor --calibrate", 300, (Line("harness", said("against a bare loop")),)),
+    FirstStep("calibrate", "fp8bench doctor --calibrate", 300, (Line("harness", said("phase marker on")),)),
     _suite("crossing", "fp8bench suite gemm --set shape=sweep --set operands=cast,ready --dtypes bf16,fp8", 400),
     _suite("attention", "fp8bench suite attention --dtypes bf16,fp8", 150),
     _suite("serving", "fp8bench suite prefill,decode --dtypes bf16,fp8", 300),

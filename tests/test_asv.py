@@ -5,18 +5,14 @@ What happens is told once, in order (`story`), because each step costs seconds; 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,7 +96,6 @@ class {title}(asv_bridge.Suite):
 FIRST = r"adding.*track_time\('fp32'|(adding|taking).*track_size_error\(.*50000"
 AGAIN = r"adding.*track_time\('fp32', 50000|gemm.*track_product_error\(.*'512'\)"
 SECOND = r"(adding|taking).*track_time\('fp32', 50000"
-THIRD = r"taking.*track_time\('fp32', 50000"
 FP32, BF16 = ("'fp32'", "50000"), ("'bf16'", "50000")
 
 
@@ -176,10 +171,6 @@ class Snapshot:
     def value(self, name: str, cell: tuple[str, ...]) -> Any:
         return self._at(name, cell, self.loaded.get_result_value(name, self.loaded.get_result_params(name)))
 
-    def samples(self, name: str, cell: tuple[str, ...] = FP32) -> Any:
-        """The samples that asv has recorded."""
-        return self._at(name, cell, self.loaded.get_result_samples(name, self.loaded.get_result_params(name)))
-
     def repeat(self, name: str, cell: tuple[str, ...] = FP32) -> Any:
         """The number of samples behind a figure."""
         params = self.loaded.get_result_params(name)
@@ -252,7 +243,6 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     keep("second suite", suite("adding", "--rounds", str(WHOLE)), second)
     asv = ("run", "--python=same", "--set-commit-hash", second, "--quick")
     keep("second asv", place.asv(*asv, "--record-samples", "--bench", SECOND), second)
-    keep("appended", place.asv(*asv, "--append-samples", "--bench", THIRD), second)
     story.said["publish"] = place.asv("publish")
     return story
 
@@ -380,16 +370,6 @@ def test_a_suite_of_the_projects_own_is_read_by_asv(story: Story) -> None:
     assert len(run.records) == 6 and run.ok
 
 
-def test_samples_that_asv_records_and_appends_are_there_once(story: Story) -> None:
-    """asv appends what it gets to what it has, so it is given the new ones only."""
-    before, after = story.steps["second asv"], story.steps["appended"]
-    name = "taking.Taking.track_time"
-    assert before.repeat(name) == len(before.samples(name)) == QUICK_ROUNDS
-    assert after.repeat(name) == len(after.samples(name)) == 2 * QUICK_ROUNDS
-    assert after.samples(name)[:QUICK_ROUNDS] == before.samples(name)
-    assert len(after.samples("adding.Adding.track_time")) == WHOLE
-
-
 @for_each("commit", [0, 1])
 def test_the_runs_alone_give_what_asv_has(commit: int, story: Story, tmp_path: Path) -> None:
     """A suite run wrote all of the first commit's file, asv the second's."""
@@ -430,39 +410,6 @@ def test_publish_draws_one_line_through_both_commits(story: Story) -> None:
     for step, (_, values) in zip((first, second), points, strict=True):
         cells = list(itertools.product(*step.loaded.get_result_params("adding.Adding.track_time")))
         assert values[cells.index(FP32)] == pytest.approx(step.value("adding.Adding.track_time", FP32), rel=1e-3)
-
-
-def test_preview_serves_what_was_published(story: Story) -> None:
-    """On a port that is free; should another program take that meanwhile, on another one."""
-    served = next(filter(None, (previewed(story) for _ in range(5))))
-    assert json.loads(served) == html(story, "index.json")
-    assert "adding.Adding.track_time" in json.loads(served)["benchmarks"]
-
-
-def previewed(story: Story) -> bytes:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with subprocess.Popen(
-        [*ASV, "preview", "--port", str(port)], cwd=story.place.root, env=story.place.environment(),
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    ) as server:  # fmt: skip
-        try:
-            return fetched(f"http://127.0.0.1:{port}/index.json", server)
-        finally:
-            server.terminate()
-
-
-def fetched(url: str, server: subprocess.Popen[bytes]) -> bytes:
-    """A page, as soon as it is served; b"" where the server has ended."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    end = time.monotonic() + PATIENCE
-    while server.poll() is None:
-        assert time.monotonic() < end, f"{url} is not served"
-        with contextlib.suppress(OSError), opener.open(url, timeout=60) as answer:
-            return bytes(answer.read())
-        time.sleep(0.05)
-    return b""
 
 
 def discover(suites: Path, place: Place) -> subprocess.CompletedProcess[str]:

@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
-import os
-import random
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fp8bench.store.runs.run_file import load_run
 from suites import first_gpu
 from suites.first_gpu import STEPS, changes, command_of, go, rows_of, take, waiting
 from suites.first_gpu_steps import FirstStep, Line, Measured, NoFigure, StepFiles, cases, conforms, ratio
-from suites.trials import ROOT, conditions
-from tests.counts import sampled
-
-# Steps of a rehearsal: each says when it begins and ends in a log of its own; two are resumed by what they kept.
-STEPS_FILE = """
-import sys, time
-from pathlib import Path
-from suites.first_gpu import closing, go
-from suites.first_gpu_steps import FirstStep, Line, cases, said
-
-def nap(name):
-    return FirstStep(name, f"nap {name} {{json}}", 1, (Line(name, said("slept")),))
-
-suite = "fp8bench suite gemm --devices cpu --dtypes bf16 --rounds 2 --no-energy --set shape="
-STEPS = (
-    nap("probe"), nap("first"),
-    FirstStep("products", suite + "32,48,64", 1, (Line("products", cases),)), nap("second"),
-    FirstStep("rectangles", suite + "32x64x96,96x64x32", 1, (Line("rectangles", cases),)), nap("third"),
-)
-folder = Path(sys.argv[1])
-go(STEPS, folder, 600)
-sys.exit(closing(STEPS, folder))
-"""
-NAP = '''
-import json, sys, time
-name, path = sys.argv[1:]
-with open("naps.log", "a") as log:
-    log.write(f"begins {name}\\\\n")
-time.sleep(0.4)
-with open(path, "w") as file:
-    device = {"computes": True, "device": {"name": "pretended"}, "torch": "", "commit": ""}
-    json.dump({**device, "precisions": {}, "driver": {}}, file)
-print("slept")
-with open("naps.log", "a") as log:
-    log.write(f"ends {name}\\\\n")
-'''  # fmt: skip
+from suites.trials import conditions
 
 
 def ended(folder: Path, step: FirstStep, code: int = 0, quick: bool = False) -> StepFiles:
@@ -228,67 +186,3 @@ def test_every_row_of_the_architecture_that_a_step_names_is_there(tmp_path: Path
     assert "**tried on H1" in text and "run on H1" not in text.partition("\n")[2]
     assert len({step.name for step in STEPS}) == len(STEPS)
     assert max(step.seconds for step in STEPS) < 9 * 60  # what --minutes is
-
-
-def start(folder: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """In a group of its own."""
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")))}
-    return subprocess.Popen(command, cwd=folder, env=env, start_new_session=True, **quiet)  # type: ignore[call-overload]
-
-
-def kept(folder: Path) -> dict[str, bytes]:
-    """All that ended steps have kept of their own."""
-    done = [path.name.partition(".")[0] for path in folder.glob("*.state.json") if b'"ended"' in path.read_bytes()]
-    return {path.name: path.read_bytes() for name in done for path in folder.glob(f"{name}.*")}
-
-
-def moment(process: subprocess.Popen[bytes], out: Path, chance: random.Random, longest: float) -> None:
-    """Any, or in half of the cases one shortly after a run has grown; earlier where the process ends."""
-
-    def written() -> int:
-        return sum(path.stat().st_size for path in out.rglob("*.jsonl"))
-
-    size, end = written(), time.monotonic() + chance.choice((longest, 30.0))
-    while process.poll() is None and time.monotonic() < end and written() == size:
-        time.sleep(0.02)
-    time.sleep(chance.uniform(0.0, 0.5))
-
-
-def cut_off(folder: Path, command: Sequence[str], out: Path, kills: int, longest: float, seed: int) -> int:
-    """Start it, kill its group at a random moment, so many times, and let it end; nothing that ended changes."""
-    chance, before = random.Random(seed), dict[str, bytes]()
-    for turn in range(kills + 1):
-        process = start(folder, command)
-        if turn < kills:
-            moment(process, out, chance, chance.uniform(0.2, longest))
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        code = process.wait()
-        now = kept(out)
-        assert {name: now.get(name) for name in before} == before, f"done again after kill {turn}"
-        before = now
-        time.sleep(0.3)
-    return code
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kills", sampled([2], [2, 10]))
-def test_a_rehearsal_that_is_cut_off(kills: int, tmp_path: Path) -> None:
-    """Whole steps, real suites among them; each ends once, and no group of a suite is measured twice."""
-    (tmp_path / "steps_of_a_rehearsal.py").write_text(STEPS_FILE)
-    (tmp_path / "nap.py").write_text(NAP.replace("\\\\", "\\").replace("naps.log", str(tmp_path / "naps.log")))
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "steps_of_a_rehearsal", str(out)]
-    assert cut_off(tmp_path, command, out, kills, 9.0, seed=4) == 0
-    naps = (tmp_path / "naps.log").read_text().splitlines()
-    assert {line for line in naps if line.startswith("ends")} == {
-        f"ends {name}" for name in ("probe", "first", "second", "third")
-    }
-    for name, groups in (("products", 3), ("rectangles", 2)):
-        (path,) = (out / "stores" / name).rglob("*.jsonl")
-        run = load_run(path)
-        assert run.finished and len(run.plan.groups) == groups
-        records = [line for line in path.read_text().splitlines() if '"record"' in line]
-        assert len(records) == run.plan.num_cases
-    assert (out / "table.md").read_text().count("| measured |\n") == 6

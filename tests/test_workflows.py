@@ -12,7 +12,7 @@ import pytest
 
 from tests.commands import git
 from tests.counts import for_each
-from tests.workflows import commands, faults, load, name_of, steps
+from tests.workflows import faults, load, name_of, steps
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".github" / "workflows"
@@ -48,18 +48,6 @@ def test_ci_does_what_readme_says() -> None:
     assert torch is not None and f"torch=={torch[1]} " in CI.read_text()
 
 
-def test_the_whole_matrix_runs_at_night() -> None:
-    """In the environment of CI, with nothing that may be written."""
-    flow = load(MATRIX)
-    commands = [step.get("run", "").strip() for step in steps(flow)]
-    assert any(command.endswith("&& pytest -m nightly") for command in commands)
-    shared = {step.get("uses") for step in steps(flow)} - {step.get("uses") for step in steps(load(CI))}
-    assert not shared and set(flow["on"]) == {"schedule", "workflow_dispatch"}
-    torch = next(command for command in commands if "torch==" in command)
-    assert torch in {step.get("run", "").strip() for step in steps(load(CI))}
-    assert flow["permissions"] == {"contents": "read"}
-
-
 def test_nobody_elses_code_runs_at_night() -> None:
     """No event of a fork starts it, and a fork has not the variable that names the runner."""
     flow = load(NIGHTLY)
@@ -73,26 +61,6 @@ def test_nobody_elses_code_runs_at_night() -> None:
     assert writer["permissions"] == {"contents": "write"} and writer["runs-on"] == "ubuntu-latest"
     assert writer["needs"] == "nightly" and "always()" in writer["if"]
     assert all(re.fullmatch(r"[\d*/,-]+( [\d*/,-]+){4}", one["cron"]) for one in flow["on"]["schedule"])
-
-
-def test_the_order_of_the_night() -> None:
-    """Is the machine sound, measure, publish, judge, keep; what there is goes out whatever happened."""
-    names = [name_of(step) for step in steps(load(NIGHTLY))]
-    order = [
-        "doctor", "measure", "train", "collectives", "publish", "gate", "keep what was measured", "hand it over",
-        "artefacts", "push the history",
-    ]  # fmt: skip
-    assert [name for name in names if name in order] == order and names[-1] == "push the history"
-    by_name = {name_of(step): step for step in steps(load(NIGHTLY))}
-    kept = ("keep what was measured", "hand it over", "artefacts")
-    assert all("always()" in by_name[name]["if"] for name in kept)
-    minutes = [int(step.get("timeout-minutes", 0)) for step in load(NIGHTLY)["jobs"]["nightly"]["steps"]]
-    assert sum(minutes) < int(load(NIGHTLY)["jobs"]["nightly"]["timeout-minutes"])
-    called = [words[0] for words in commands(load(NIGHTLY), "fp8bench")]
-    assert called == ["doctor", "selftest", "suite", "train", "suite", "suite", "history", "gate"]
-    assert list(commands(load(NIGHTLY), "asv")) == [["publish"]]
-    (gate,) = (words for words in commands(load(NIGHTLY), "fp8bench") if words[0] == "gate")
-    assert gate[1:4] == ["--history", "--junit", "gate.xml"]
 
 
 def script(name: str) -> str:

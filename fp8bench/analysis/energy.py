@@ -63,7 +63,6 @@ class EnergyFigures:
     net_why: str = ""
     uncertainty: float | None = None
     sm_clock: float | None = None
-    temperature: float | None = None
     per: tuple[tuple[MetricSpec, float], ...] = ()
 
 
@@ -110,7 +109,6 @@ def energy_figures(record: Record) -> EnergyFigures | None:
         use.source, windows, gross, seconds, statistics.median(window.joules / window.seconds for window in windows),
         idle, net, why, uncertainty,
         statistics.median(clocks) if clocks else None,
-        max((window.temperature for window in windows if window.temperature is not None), default=None),
         tuple((spec, gross.middle * many / known) for count, (spec, many) in ENERGY_PER.items()
               if (known := getattr(record.work, count))),
     )  # fmt: skip
@@ -396,13 +394,3 @@ def _void(held: PhaseEnergies, gross: float, by_themselves: float, ends: Sequenc
             "apart than the error of both"
         )
     return ""
-
-
-def per_work(record: Record, phase: PhaseJoules) -> Iterator[tuple[MetricSpec, float]]:
-    """Yields joules of a phase for a token of the step, and for 10^12 FLOPs of its own, as the tape counted them."""
-    own = record.tape.of(phase.phase) if record.tape is not None and not record.tape.unwritten else None
-    counts = {"tokens": record.work.tokens, "flops": own.flops if own is not None and not own.unknown else 0}
-    for name, count in counts.items():
-        spec, many = ENERGY_PER[name]
-        if count:
-            yield spec, phase.joules * many / count

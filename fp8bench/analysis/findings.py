@@ -283,14 +283,13 @@ def _with_verdict(
         return _unsure(finding, "no round has both it and the reference"), None
     aa, floor = conclusion.aa, _floor(conclusion.aa, standard)
     why = _why_unsure(conclusion, record, floor) if conclusion.verdict is Verdict.UNSURE else ""
-    whys = why, _wider_floor(conclusion, floor)
     return replace(
         finding,
         verdict=conclusion.verdict,
         ratio=conclusion.ratio,
         typical=conclusion.typical,
         floor=floor,
-        why="; ".join(filter(None, whys)),
+        why=why,
     ), aa
 
 
@@ -345,19 +344,6 @@ def _describe_sight(interval: Interval, band: float) -> str:
         return "no difference would have been seen"
     least = math.expm1(math.log1p(band) + _NINE_OF_TEN * interval.half_width)
     return f"a difference of {units.percent(least)} or more would have been seen"
-
-
-def _wider_floor(conclusion: verdicts.Conclusion, floor: float | None) -> str:
-    """Explains a verdict whose noise floor is wider than the difference."""
-    verdict, ratio, aa = conclusion.verdict, conclusion.ratio, conclusion.aa
-    told = verdicts.SAME if verdict is Verdict.SAME else abs(ratio.point - 1)
-    if verdict is Verdict.UNSURE or aa is None or floor is None or floor <= told:
-        return ""
-    if verdict is Verdict.SAME:
-        why = f"the whole interval lies within +-{units.percent(verdicts.SAME, 0)}"
-    else:
-        why = f"it surely differs by {units.percent(verdicts.band_of(aa))} at most, and the whole interval lies beyond"
-    return f"the noise floor, +-{units.percent(floor)}, is the most that identical code may differ by; {why}"
 
 
 def _withheld(finding: Finding, own: Sequence[Labelled], of_reference: Sequence[Labelled]) -> Finding:

@@ -28,7 +28,7 @@ class Metric:
     `phase` is STEP for all of the step, None for what data are made of (`about`: their kind and role). `interval` is
     over the reference's; its level is 1 for an exact ratio and 0 for a range without a confidence. `cost` marks the
     cost of an emulation, which is no figure of the precision. `samples` gives what the history keeps: one value a round
-    or a window. `of_rank` is the process, where each of several has a figure, and `bounds` the interval of `value`.
+    or a window. `bounds` are the interval of `value`.
     """
 
     spec: MetricSpec
@@ -46,7 +46,6 @@ class Metric:
     labels: tuple[Label, ...] = ()
     source: str = ""
     energy: EnergyConditions | None = None
-    of_rank: int | None = None
     bounds: tuple[float, float] | None = None
     samples: Samples = field(default=tuple, compare=False, repr=False)
 

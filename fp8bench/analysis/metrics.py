@@ -19,7 +19,6 @@ from fp8bench.analysis.energy import (
     energy_figures,
     energy_ratio,
     energy_samples,
-    per_work,
     phase_energies,
     why_no_energy,
     why_unresolved,
@@ -232,10 +231,10 @@ def _energy(told: Told) -> Iterator[Metric]:
     yield from _beside(figures, blank)
     phases = phase_energies(record, finding)
     if phases is not None:
-        yield from _of_phases(record, phases, finding, replace(blank, spec=_detail(specs.ENERGY)))
+        yield from _of_phases(phases, finding, replace(blank, spec=_detail(specs.ENERGY)))
 
 
-def _of_phases(record: Record, energies: PhaseEnergies, finding: Finding | None, blank: Metric) -> Iterator[Metric]:
+def _of_phases(energies: PhaseEnergies, finding: Finding | None, blank: Metric) -> Iterator[Metric]:
     """Measured ones with their ends, estimates with why they are none; and what of a step no measured one takes."""
     for phase_joules in energies.phases:
         labels = _with_floor(finding, phase_joules.phase)
@@ -247,9 +246,6 @@ def _of_phases(record: Record, energies: PhaseEnergies, finding: Finding | None,
         for spec, end in ((specs.ENERGY_LOW, phase_joules.low), (specs.ENERGY_HIGH, phase_joules.high)):
             if end is not None:
                 yield replace(phase, spec=spec, value=end)
-        if phase_joules.found is not None:
-            for spec, joules in per_work(record, phase_joules):
-                yield replace(phase, spec=_detail(spec), value=joules, provenance=Provenance.DERIVED)
     if energies.residual is not None:
         yield replace(blank, spec=specs.ENERGY_RESIDUAL, value=energies.residual.middle, why=energies.void)
 

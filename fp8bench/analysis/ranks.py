@@ -272,18 +272,10 @@ def rank_metrics(told: Told) -> Iterator[Metric]:
     record = told.record
     if record.timing is not None and (apart := skew(record.timing)) is not None:
         yield Metric(specs.RANK_SKEW, apart * 100)
-        true = true_communication(record.timing)
-        if true is not None:
+        if (true := true_communication(record.timing)) is not None:
             yield Metric(specs.COMMUNICATION, true)
-        for time_ in rank_times(record.timing):
-            yield Metric(specs.RANK_TIME, time_.step, of_rank=time_.rank)
-            if true is not None:
-                yield Metric(specs.RANK_COMMUNICATION, time_.communication, of_rank=time_.rank)
-                yield Metric(specs.RANK_WAITING, time_.waiting, of_rank=time_.rank)
     if record.memory is not None and (apart := memory_skew(record.memory)) is not None:
         yield Metric(specs.MEMORY_SKEW, apart * 100)
-        for held in record.memory.ranks:
-            yield Metric(specs.RANK_MEMORY, float(held.peak), of_rank=held.rank)
     if record.transfer is not None:
         yield from _transfer_metrics(record.transfer, told.finding.median_seconds if told.finding else None)
     if (overlap := overlap_of(record)) is not None:

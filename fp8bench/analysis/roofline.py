@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
-from itertools import takewhile
 from typing import Any
 
-from fp8bench.model import Ceiling, Ceilings, Finding, Limit, Phase, Rate, Record
-from fp8bench.model.measured import WIDEST_SPREAD
+from fp8bench.model import Ceiling, Finding, Limit, Phase, Record
 from fp8bench.model.step import PhaseCount
 
 # A phase with a smaller share of a step's FLOPs is not counted among its products.
@@ -245,58 +242,6 @@ def _steadiness(ceiling: Ceiling | None) -> dict[str, bool]:
 def _products(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:
     flops = sum(roof.count.flops for roof in roofs)
     return [roof for roof in roofs if roof.count.flops > _LEAST_OF_PRODUCTS * flops]
-
-
-class Pace(StrEnum):
-    """How a rate compares with earlier ones."""
-
-    SLOWER = "slower"
-    FASTER = "faster"
-    AS_BEFORE = "as before"
-    UNCLEAR = "unclear"
-
-
-@dataclass(frozen=True)
-class Since:
-    """The newest value of a rate beside earlier measurements under the same settings, steady ones if there are any.
-
-    It is slower where it lies below all of them by more than runs of one measurement may differ, because shared
-    machines differ from day to day. It is unclear where its own runs, or those of all earlier ones, differ by more.
-    """
-
-    rate: Rate
-    before: tuple[float, ...]
-    pace: Pace
-
-    @property
-    def middle(self) -> float:
-        return statistics.median(self.before)
-
-
-def since(rate: Rate, earlier: Iterable[Ceilings]) -> Since | None:
-    """Returns None for a rate that was not measured, or not before."""
-    alike = [
-        other
-        for ceilings in earlier
-        for other in ceilings.rates
-        if (other.limit, other.precision) == (rate.limit, rate.precision)
-    ]
-    known = [(other, other.value) for other in alike if other.value is not None]
-    if rate.value is None or not known:
-        return None
-    steady = [value for other, value in known if other.steady]
-    values = tuple(steady or (value for _, value in known))
-    if not rate.steady or not steady:
-        return Since(rate, values, Pace.UNCLEAR)
-    slower = rate.value < (1 - WIDEST_SPREAD) * min(steady)
-    faster = rate.value > (1 + WIDEST_SPREAD) * max(steady)
-    return Since(rate, values, Pace.SLOWER if slower else Pace.FASTER if faster else Pace.AS_BEFORE)
-
-
-def alike(newest: Ceilings, history: Sequence[Ceilings]) -> list[Ceilings]:
-    """Returns the earlier ceilings of a history, oldest first, of the same device under the same settings."""
-    before = takewhile(newest.__ne__, history)
-    return [ceilings for ceilings in before if (ceilings.device, ceilings.under) == (newest.device, newest.under)]
 
 
 # The kind of product by the beginning of a dtype's name; the first match counts.

@@ -47,12 +47,6 @@ def share_of(tape: Tape, bits: int) -> float | None:
     return wanted / tape.flops if tape.flops else None
 
 
-def narrow_over_wide(tape: Tape) -> float | None:
-    """Returns FLOPs in 8 bits over those in 32, a ratio that is often quoted; None where there are none in 32."""
-    narrow, wide = share_of(tape, 8), share_of(tape, 32)
-    return narrow / wide if narrow is not None and wide else None
-
-
 def intensity_of(tape: Tape) -> float | None:
     """Returns FLOPs for each byte; None where nothing moves, or an operator has no formula."""
     return tape.flops / tape.bytes if tape.bytes and tape.complete else None
@@ -173,19 +167,13 @@ def coverage_metrics(told: Told) -> Iterator[Metric]:
 
 @dataclass(frozen=True)
 class Taped:
-    """The tape of a case in one mode, of a stored run or of a new one (''); `why` there is none. `declared` are the
-    FLOPs that its suite declares."""
+    """The tape of a case in one mode; `why` there is none. `declared` are the FLOPs that its suite declares."""
 
     setting: str
     mode: str
     tape: Tape | None = None
     why: str = ""
     declared: float = 0.0
-    run: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.run} {self.mode}".strip()
 
 
 @dataclass(frozen=True)

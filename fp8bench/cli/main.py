@@ -43,8 +43,7 @@ _CORE = {
     "doctor": "machine: say what this one can do, what not, and why",
     "list": "machine: name suites, precisions, backends and devices",
     "store": "machine: remove what nobody needs of a store",
-    "completion": "machine: print the script that completes commands in bash, zsh or fish",
-    "help": "machine: explain a command, as COMMAND --help does",
+    "completion": "machine: print the script that completes commands in bash or zsh",
 }
 # Packages whose module has another name.
 _CALLED = {"yaml": "PyYAML", "pynvml": "nvidia-ml-py"}
@@ -63,7 +62,7 @@ def build_parser(named: Collection[str] = COMMANDS) -> Parser:
     parser = Parser(
         prog="fp8bench", allow_abbrev=False,
         description="Does low precision pay here, what does it cost in numbers, and can you believe it?",
-        epilog="Begin with: fp8bench suite transformer --dtypes fp8,bf16. To read more: fp8bench help COMMAND",
+        epilog="Begin with: fp8bench suite transformer --dtypes fp8,bf16. To read more: fp8bench COMMAND --help",
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"fp8bench {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
@@ -195,26 +194,7 @@ def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         return arguments
     command = meant_by(parser, arguments)
     assert isinstance(command, Parser)
-    joined = _joined(command, words, others[0])
-    if joined:
-        raise UsageError(
-            f"unknown argument {others[0]!r:.80}. Several names go with commas between, without blanks.", instead=joined
-        )
     raise UnknownName("argument", others[0].partition("=")[0], _options(command), f"those of `{command.prog} --help`")
-
-
-def _joined(parser: Parser, words: Sequence[str], surplus: str) -> list[str]:
-    """Returns the command line with commas for blanks where a list of names was given as several words; else []."""
-    place = max(place for place, word in enumerate(words) if word == surplus)
-    options = [place for place, word in enumerate(words[:place]) if word.startswith("-")]
-    option = words[options[-1]] if options else ""
-    first = options[-1] + 1 if options else place - 1
-    taking = [action for action in parser._actions if option in (action.option_strings or [""])]
-    takes_several = any("," in str(action.metavar) or "commas" in str(action.help) for action in taking)
-    if surplus.startswith("-") or first == place or not takes_several:
-        return []
-    end = next((place for place in range(first, len(words)) if words[place].startswith("-")), len(words))
-    return ["fp8bench", *words[:first], ",".join(words[first:end]), *words[end:]]
 
 
 def meant_by(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> argparse.ArgumentParser:

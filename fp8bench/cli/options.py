@@ -16,7 +16,6 @@ from fp8bench.model.request import RequestOption, Rule, options_of
 from fp8bench.plan.asked_suites import files_of
 from fp8bench.registry import AUTO, backends
 
-_OTHER_NAMES = {"--dtypes": ("--precisions",)}
 _SHARED: dict[str, dict[str, Any]] = {
     "--store": {
         "type": types.path, "default": Path(DEFAULT_STORE), "metavar": "DIR",
@@ -96,7 +95,7 @@ def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> No
     from_request = arguments_of()
     for option in options:
         known = from_request[option][1] if option in from_request else _SHARED[option]
-        group.add_argument(option, *_OTHER_NAMES.get(option, ()), **{**known, **other})
+        group.add_argument(option, **{**known, **other})
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.ArgumentParser]:
@@ -113,7 +112,7 @@ def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.Argum
 def add_options_of(group: argparse._ArgumentGroup, kind: type = Request) -> None:
     for option, (title, known) in arguments_of(kind).items():
         if title == group.title:
-            group.add_argument(option, *_OTHER_NAMES.get(option, ()), **known)
+            group.add_argument(option, **known)
 
 
 def check_alone(words: Sequence[str], beside: Collection[str], given: Sequence[str] = ()) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from fp8bench.errors import AsvFileError, Fp8benchError, NotKept
+from fp8bench.errors import Fp8benchError, NotKept
 from fp8bench.jobs.after_run import into_history
 from fp8bench.model import Cell, Point, Request, Run, Status
 from fp8bench.pipeline import execute
 from fp8bench.protocols import Observer
-from fp8bench.store.asv.files import load_results
-from fp8bench.store.asv.view import results_of
-from fp8bench.store.commit_runs import TrackedRun, commit_named, runs_of_commit, tracked_run, why_untracked
+from fp8bench.store.commit_runs import commit_named, runs_of_commit, tracked_run, why_untracked
 from fp8bench.store.points import followed, merged
 
 # ("samples", numbers), ("failed", reason) or ("none", reason).
@@ -20,13 +18,12 @@ Outcome = tuple[str, object]
 
 
 def measured_by_asv(
-    request: Request, store: Path, root: Path, observer: Observer, appending: bool = False, saved_as: str = ""
+    request: Request, store: Path, root: Path, observer: Observer, saved_as: str = ""
 ) -> dict[str, dict[Cell, Outcome]]:
     """Measures a workload's grid, keeps the run, and returns outcomes of its commit by series and cell.
 
-    With `appending`, asv adds samples to those it has, so that it is not given these again. `saved_as` is the commit
-    under which asv saves results, '' for none: results of other commits are replaced by what that commit has come to,
-    or reported as failures. A case that fails now is failed, whatever was measured before.
+    `saved_as` is the commit under which asv saves results, '' for none: results of other commits are replaced by what
+    that commit has come to, or reported as failures. A case that fails now is failed, whatever was measured before.
     """
     try:
         run = execute(request, store, observer, "asv run", origin="asv", folder=root)
@@ -42,7 +39,7 @@ def measured_by_asv(
     named = commit_named(saved_as, root) if saved_as else None
     commit = named or str(run.environment.get("commit"))
     why = _not_of(commit, run) if saved_as else ""
-    others = _others(run, store, commit, appending) if why or not why_untracked(run) else []
+    others = _others(run, store, commit) if why or not why_untracked(run) else []
     outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in own.series}
     for (name, cell), point in merged(others if why else [*others, *own.points], own.series).items():
         outcomes.setdefault(name, {})[cell] = _outcome(point)
@@ -55,19 +52,18 @@ def measured_by_asv(
     return outcomes
 
 
-def _others(run: Run, store: Path, commit: str, appending: bool) -> list[Point]:
+def _others(run: Run, store: Path, commit: str) -> list[Point]:
     """Points of the commit's other runs on the same machine, interpreter and versions."""
     tracked = tracked_run(run)
     if tracked is None:
         return []
-    known = _recorded(store, tracked, commit) if appending else frozenset()
     home = tracked.identity.home
     others = (other for other in runs_of_commit(store, commit) if other.run.id != run.id)
     company = [other for other in others if other.identity.home.is_same(home)]
     versions = {(point.series, point.version) for point in tracked.content.points}
     return [
         point for other in company for point in other.content.points
-        if point.series not in known and (point.series, point.version) in versions
+        if (point.series, point.version) in versions
     ]  # fmt: skip
 
 
@@ -76,16 +72,6 @@ def _not_of(commit: str, run: Run) -> str:
     if isinstance(here, str) and here != commit:
         return f"asv saves it as commit {commit[:8]}, and commit {here[:8]} is checked out: give --set-commit-hash that"
     return why_untracked(run)
-
-
-def _recorded(store: Path, tracked: TrackedRun, commit: str) -> frozenset[str]:
-    """The series whose samples asv has recorded."""
-    path = results_of(store) / tracked.identity.home.machine / tracked.identity.file_name(commit)
-    try:
-        rows = load_results(path).rows
-    except AsvFileError:  # there is none yet, or asv cannot read it either
-        return frozenset()
-    return frozenset(name for name, row in rows.items() if any(row.samples))
 
 
 def _outcome(point: Point) -> Outcome:

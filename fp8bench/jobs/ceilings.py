@@ -1,6 +1,6 @@
 """What devices do at most: measured ceilings, kept in the store; and quoted figures, held against datasheets.
 
-The suite `ceilings` is a run like any other, with a record for each rate; `doctor --ceilings` prints them line by line.
+The suite `ceilings` is a run like any other, with a record for each rate.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.analysis.roofline import Datasheet, datasheets, kind_of_path
-from fp8bench.errors import UsageError, WorkerError
-from fp8bench.measure.ceilings import RUNS, measure_ceilings
+from fp8bench.errors import UsageError
+from fp8bench.measure.ceilings import measure_ceilings
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker, claimed
 from fp8bench.measure.sensors.device_state import device_state_of
@@ -46,35 +46,12 @@ from fp8bench.model.run import CEILINGS
 from fp8bench.pipeline import now
 from fp8bench.plan.make import devices_asked
 from fp8bench.registry import precisions
-from fp8bench.report.topics.roofline import UNITS, lines_of, shape_words, spread_words
+from fp8bench.report.topics.roofline import UNITS, shape_words, spread_words
 from fp8bench.store.ceilings import new_ceilings
 from fp8bench.store.runs.run_file import check_store, load_run, start_run
 
 # The dtype of the arrays of limits that are no products.
 _ARRAYS = "fp32"
-
-
-def ceilings_here(store: Path, threads: int = 1) -> Iterator[tuple[DeviceFacts, Ceilings | str]]:
-    """The ceilings of every device that works; a sentence in place of those that could not be measured.
-
-    `threads` are those of a processor.
-    """
-    check_store(store)
-    with claimed(True), ProcessWorker(Settings(threads)) as worker:
-        for device in (device_facts for device_facts in worker.probe() if not device_facts.unusable):
-            try:
-                yield device, _measured(worker, device, store, threads)[1]
-            except WorkerError as error:
-                yield device, f"not measured: {error}"
-                worker.restart()
-
-
-def ceiling_lines(store: Path, threads: int = 1) -> Iterator[str]:
-    for device, ceilings in ceilings_here(store, threads):
-        threaded = "" if device.accelerated else f", threads {threads}"
-        yield f"{device.key}: what {device.name} does at most{threaded}, in up to {RUNS} runs"
-        lines = [ceilings] if isinstance(ceilings, str) else lines_of(ceilings)
-        yield from (f"  {line}" for line in lines)
 
 
 def ceilings_run(request: Request, store: Path, command: str) -> Run:

@@ -6,15 +6,10 @@ Yields lines; the command line prints them.
 from __future__ import annotations
 
 import os
-import statistics
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
-from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.errors import UsageError, WorkerError, WorkerHung
-from fp8bench.jobs.device_units import describe_units
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.measure.limits import COMPILE_SECONDS
@@ -25,19 +20,16 @@ from fp8bench.model.raw import Settings
 from fp8bench.model.run import CEILINGS, SWITCHES_SET
 from fp8bench.plan.asked_suites import known_suites, suites_of
 from fp8bench.plan.checked_workload import axes_of, layers_of_all
-from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.plan.resolve import switches_of
 from fp8bench.protocols import Precision
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
 from fp8bench.report.words.naming import shortened
 from fp8bench.store.series import check_grid
-from fp8bench.units import percent, seconds, size
+from fp8bench.units import seconds, size
 
 # Compiling takes half a minute where torch has nothing in its cache; a doctor's answer should not.
 _COMPILER_SECONDS = 4.0
-_LOOP_STEPS = 4
-_LOOP_ROUNDS = 25
 
 
 def examine(calibrate: bool) -> Iterator[str]:
@@ -58,12 +50,10 @@ def examine(calibrate: bool) -> Iterator[str]:
             yield ""
             yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device; {driver_state()}"
         yield f"compiler  {compiler_state(worker, facts, COMPILE_SECONDS if calibrate else _COMPILER_SECONDS)}"
-        yield f"boards    {boards()}"
         if calibrate:
             yield ""
             for fact in (fact for fact in facts if not fact.unusable):
                 yield from _overheads(worker, fact)
-            yield from _harness(facts)
 
 
 def _processor(facts: Mapping[str, Scalar | None]) -> Iterator[str]:
@@ -87,7 +77,6 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
     if facts.unusable:
         yield f"  nothing runs on it: {facts.unusable}"
         return
-    yield f"  units     {describe_units(facts)}"
     supports = {name: precisions.get(name).support(facts) for name in by_rank()}
     longest = max(map(len, supports))
     for name, support in supports.items():
@@ -138,23 +127,6 @@ def compiler_state(worker: Worker, facts: Sequence[DeviceFacts], limit: float) -
     return "; ".join(states)
 
 
-def boards() -> str:
-    """Which of the programs that --trace and --log write for are installed."""
-    known = {name: _version(name) for name in ("tensorboard", "torch-tb-profiler", "wandb")}
-    words = ", ".join(f"{name} {version or 'not installed'}" for name, version in known.items())
-    if not known["torch-tb-profiler"]:
-        return words
-    return f"{words}; the profiler's page in TensorBoard needs internet access in the browser, chrome://tracing none"
-
-
-def _version(package: str) -> str:
-    """The version of an installed package, '' if there is none. Imports nothing."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 def _overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
     cost = worker.within(START_SECONDS).overheads(facts)
     yield f"what looking costs on {facts.key} (best of many)"
@@ -163,24 +135,6 @@ def _overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
     yield f"  one clock stamp    {seconds(cost.stamp)}"
     if cost.event_pair is not None:
         yield f"  event pair, device {seconds(cost.event_pair)}"
-
-
-def _harness(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
-    """CPU time of the nano transformer's step inside the harness over that in a bare loop, in pairs."""
-    cpu = next(fact for fact in facts if fact.kind == "cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        corpus = prepare_corpus(None, Path(folder))
-        request = Request("transformer", ("bf16",), ("cpu",), axes=(("size", ("nano",)),))
-        case = make_plan(request, facts, corpus.identity).groups[0].cases[0].case
-        with ProcessWorker(Settings(corpus=corpus.path)) as worker:
-            pairs = worker.ask(START_SECONDS, "bare_loop", case, cpu, _LOOP_STEPS, _LOOP_ROUNDS)
-    ratios = sorted(inside / outside for inside, outside in zip(*pairs, strict=True))
-    quarter = len(ratios) // 4
-    yield (
-        f"nano transformer step in the harness against a bare loop: {percent(statistics.median(ratios) - 1, 2)} more "
-        f"CPU time (quartiles {percent(ratios[quarter] - 1, 2)} to {percent(ratios[-1 - quarter] - 1, 2)}, "
-        f"{len(ratios)} pairs; goal 1%)"
-    )
 
 
 def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Iterator[str]:

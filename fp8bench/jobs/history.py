@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 
 from fp8bench.analysis.steps.change_points import steps_of_many
@@ -23,25 +21,20 @@ from fp8bench.analysis.steps.changes import (
     changes_of,
     find_changes,
 )
-from fp8bench.analysis.tapes import what_changed
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import keeping, lock, open_file
 from fp8bench.jobs.kinds import kinds
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.model import Ack, Cell, Tape, Trend
+from fp8bench.model import Ack, Trend
 from fp8bench.model.specs import COUNTS
 from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
-from fp8bench.store.asv.identity import Identity, resolved
-from fp8bench.store.commit_runs import files_by_commit, tracked_run
+from fp8bench.store.asv.identity import resolved
 from fp8bench.store.figures.history import open_history
 from fp8bench.store.figures.lines import History
-from fp8bench.store.points import cell_of
 from fp8bench.store.runs.listing import all_files, closed_folders
-from fp8bench.store.runs.run_file import load_run
 
 # Reading more runs than this takes a while, and is announced.
 _MANY_RUNS = 200
-_MOST_NAMED = 20
 _ANY = "*"
 
 
@@ -63,15 +56,11 @@ def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> 
 
 
 def read_history(store: Path, observer: JobObserver) -> History:
-    """The history of a store; notes progress where reading takes a while, and what was wrong with its files."""
-    told = 0
+    """The history of a store; notes that reading takes a while, and what was wrong with its files."""
 
     def progress(done: int, count: int) -> None:
-        """Notes before reading many, and after each tenth of them."""
-        nonlocal told
-        if count > _MANY_RUNS and done >= told:
-            observer.note(f"read {done} of {count} runs" if done else f"reading {count} runs")
-            told = done + count // 10
+        if count > _MANY_RUNS and not done:
+            observer.note(f"reading {count} runs")
 
     history = open_history(store, progress)
     for trouble in history.troubles:
@@ -99,9 +88,9 @@ def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
 
 
 def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
-    """The changes of all trends, acknowledged ones too; changed counts name the operators that changed."""
+    """The changes of all trends, acknowledged ones too."""
     changes = changes_of(stretches(history), steps_of_many)
-    return with_operators(acknowledged(changes, kept_acks(store, changes, observer)), store, history)
+    return acknowledged(changes, kept_acks(store, changes, observer))
 
 
 def stretches(history: History) -> Iterator[list[Stretch]]:
@@ -124,34 +113,17 @@ def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
     return [replace(ack, python=name_of(ack.python)) for ack in loaded.acks]
 
 
-def series_meant(word: str, history: History, store: Path) -> str:
+def series_meant(word: str, history: History) -> str:
     """The one series whose name is the word, or contains it."""
     names = [name for name in history.names if word.lower() in name.lower()]
     exact = [name for name in names if name.lower() == word.lower()]
     if len(exact or names) == 1:
         return (exact or names)[0]
     if names:
-        more = f"\n  and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        some = "".join(f"\n  {name}" for name in names[:_MOST_NAMED])
-        raise UsageError(f"{word!r:.80} fits {len(names)} series. Give more of the name of one:{some}{more}")
-    raise UsageError(f"no series has {word!r:.80} in its name.{_nearest(word, store, history.names, history.left)}")
-
-
-def _nearest(word: str, store: Path, names: Collection[str], left: Collection[str]) -> str:
-    """A hint behind 'no series': the nearest name, or why runs are `left` out."""
-    if not names:
-        why = f" Not in it: {'; '.join(left)}." if left else " Begin with: fp8bench suite gemm --grid"
-        return f" The store {store} has no series yet.{why}"
-    unknown = [why for why in left if "--import" in why]
-    if unknown:
-        return f" Not in it: {'; '.join(unknown)}."
-    short = {name.partition("track_")[2].lower(): name for name in names}
-    whole = {name.lower(): name for name in names}
-    for known in (whole, short):
-        near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
-        if near:
-            return f" Did you mean {known[near[0]]!r}?"
-    return " `fp8bench history list` names them all."
+        listed = "".join(f"\n  {name}" for name in names)
+        raise UsageError(f"{word!r:.80} fits {len(names)} series. Give more of the name of one:{listed}")
+    left = f" Not in it: {'; '.join(history.left)}." if history.left else ""
+    raise UsageError(f"no series has {word!r:.80} in its name.{left} `fp8bench history list` names them all.")
 
 
 def acknowledge(
@@ -163,7 +135,7 @@ def acknowledge(
     """
     if undo and because is not None:
         raise UsageError("--because says why a change stays, and --undo takes that back. Leave one out.")
-    trends = _trends(read_history(store, observer), series, store)
+    trends = _trends(read_history(store, observer), series)
     changes = find_changes(trends)
     acks = kept_acks(store, changes, observer)
     now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -196,65 +168,13 @@ def _chosen(word: str, search: Found) -> list[Change]:
     return [change for change in still if change.is_worse] or still
 
 
-def _trends(history: History, word: str, store: Path) -> Sequence[Trend]:
+def _trends(history: History, word: str) -> Sequence[Trend]:
     """The trends of the one series that the word names, or of all that a pattern with stars fits."""
     if _ANY in word:
         pattern = re.compile(".*".join(map(re.escape, word.lower().split(_ANY))))
         trends = history.trends(lambda name: pattern.fullmatch(name.lower()) is not None)
     else:
-        trends = history.trends(series_meant(word, history, store).__eq__)
+        trends = history.trends(series_meant(word, history).__eq__)
     if not trends:
         raise UsageError(f"no series is called {word!r:.80}. `fp8bench history list` names them all.")
     return trends
-
-
-_Tapes = list[tuple[Identity, dict[tuple[str, str, Cell], Tape]]]
-
-
-def with_operators(search: Found, store: Path, history: History) -> Found:
-    """Adds to open changes of counts which operators changed.
-
-    Figures only say how many; which ones is read from the runs of the two commits.
-    """
-
-    @cache
-    def tapes(commit: str) -> _Tapes:
-        return _tapes_of_commit(store, commit)
-
-    def tape_of(change: Change, commit: str) -> Tape | None:
-        trend = change.trend
-        key = trend.series.workload, change.version, trend.cell
-        there = [some[key] for place, some in tapes(commit) if key in some and history.is_of(trend, place)]
-        return there[-1] if there else None
-
-    def named(change: Change) -> Change:
-        comparison = change.comparison
-        if not change.is_counted or change.state is not ChangeState.OPEN:
-            return change
-        before, after = (tape_of(change, commit) for commit in (comparison.since, comparison.until))
-        if before is None or after is None:
-            return change
-        return replace(change, comparison=replace(comparison, why=what_changed(before, after)))
-
-    return replace(search, changes=tuple(map(named, search.changes)))
-
-
-def _tapes_of_commit(store: Path, commit: str) -> _Tapes:
-    """The tapes of a commit's runs, oldest run first, by suite, version and cell, with each run's place."""
-    tapes_of_runs: _Tapes = []
-    for path in files_by_commit(store).get(commit[:8], ()):
-        try:
-            run = load_run(path)
-        except StoreError:
-            continue
-        tracked = tracked_run(run)
-        if tracked is None or tracked.commit != commit:
-            continue
-        versions = {(point.series.partition(".")[0], point.cell): point.version for point in tracked.content.points}
-        tapes = {}
-        for record in run.records:
-            cell, name = cell_of(record.case, run), record.case.workload
-            if record.tape is not None and cell is not None and (name, cell) in versions:
-                tapes[name, versions[name, cell], cell] = record.tape
-        tapes_of_runs.append((tracked.identity, tapes))
-    return tapes_of_runs

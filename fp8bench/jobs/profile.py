@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import NotSent, UsageError
-from fp8bench.files import read_file
 from fp8bench.measure.handle import claimed
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Request, Run
@@ -21,6 +19,7 @@ from fp8bench.pipeline import examine, execute, worker_for
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Observer
 from fp8bench.user_code import own_words
+from fp8bench.user_code.named import split_target
 from fp8bench.workloads.model import LIVE, MADE, OPTIMIZERS, Model
 
 
@@ -47,36 +46,8 @@ def profile_axes(
 
 def function_named(target: str) -> str:
     """Checks that the target names a function; a worker finds out whether it exists."""
-    place, _, name = target.rpartition(":")
-    if place and name:
-        return target
-    file = target if target.endswith(".py") else f"{target}.py"
-    if file == target or Path(file).is_file():
-        names = _functions_in(file)
-        meant = f"{file}:{names[0] if names and 'make' not in names else 'make'}"
-        others = f" Callables in it: {', '.join(names)}." if names else " There is nothing to call in it."
-        raise UsageError(
-            f"{target!r:.200} names no function. Give {meant}.{'' if names is None else others}", target, meant
-        )
-    if target and Path(target).is_dir():
-        raise UsageError(f"{target!r:.200} is a directory. Give FILE.py:FUNCTION, a function in one of its files.")
-    module, _, name = target.rpartition(".")
-    if module and name:
-        meant = f"{module}:{name}"
-        raise UsageError(f"{target!r:.200} names no function. A colon stands before it: {meant}.", target, meant)
-    raise UsageError(
-        f"{target!r:.200} is no model that fp8bench has, and no function. Give FILE.py:FUNCTION or MODULE:FUNCTION."
-    )
-
-
-def _functions_in(file: str) -> list[str] | None:
-    """Names callables of a file without running it; None if it cannot be read."""
-    try:
-        body = ast.parse(read_file(Path(file))).body
-    except (OSError, ValueError, SyntaxError):
-        return None
-    named = (node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef))
-    return [node.name for node in named if node.name[0] != "_"]
+    split_target(target)
+    return target
 
 
 def profile(request: Request, store: Path, observer: Observer, command: str, note: str = "") -> Run:

@@ -22,15 +22,12 @@ from fp8bench.report.page.html import CARD_BYTES, MOST_REPORTS, ListedReport, be
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
 from fp8bench.report.page.section import material_of, page_of
-from fp8bench.store.runs.listing import each_once, listing, load_named, store_of
-from fp8bench.store.runs.run_file import load_run
+from fp8bench.store.runs.listing import each_once, load_named, store_of
 
 PAGE = "report.html"
 ROWS = "results.csv"
 INDEX = "index.html"
 _LONGEST_NAME = 120
-# A page of all runs of a store would be too large to read with more.
-_MOST_RUNS = 64
 
 
 @dataclass(frozen=True)
@@ -52,12 +49,7 @@ class Pages:
 
 
 def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
-    """Writes the report of stored runs, or of another kept thing; returns the page. A store stands for its runs."""
-    stores = [Path(word) for word in words if (Path(word) / "runs").is_dir()]
-    if stores and len(words) == 1:
-        return write_report(_all_of(stores[0]), stores[0], pages)
-    if stores:
-        raise UsageError(f"{stores[0]} is a store, whose runs fill a page. Name it alone.")
+    """Writes the report of stored runs, or of another kept thing; returns the page."""
     for called, kind, path in [(word, *meant) for word in words for meant in meant_by(word, store)]:
         if len(words) > 1:
             raise UsageError(f"{called} is a {kind.name}, which has a report of its own. Name it alone.")
@@ -79,17 +71,6 @@ def report_of_kept(kind: Kind[K], kept: K, path: Path, store: Path, pages: Pages
         return None
     page = replace(report.page(), kind=kind.name)
     return _written(page, report.rows(), folder_of_kept(kind.names(path)[1], store), pages)
-
-
-def _all_of(store: Path) -> list[Run]:
-    files = listing(store).none_refused().files
-    if not files:
-        raise UsageError(f"{store} has no runs.")
-    if len(files) > _MOST_RUNS:
-        raise UsageError(
-            f"{store} has {len(files)} runs, more than the {_MOST_RUNS} that one page has room for. Name some of them."
-        )
-    return [load_run(path) for path in reversed(files)]
 
 
 def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Path:

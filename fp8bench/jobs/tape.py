@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from fp8bench.analysis.tapes import Taped
@@ -43,12 +42,12 @@ def _taped(planned: PlannedCase, tape: Tape | None, why: str = "") -> Taped:
     return Taped(planned.case.setting, planned.case.mode, tape, why, planned.work.flops)
 
 
-def tapes_of(run: Run, name: str = "") -> list[Taped]:
+def tapes_of(run: Run) -> list[Taped]:
     tapes = [
         Taped(
             record.case.setting, record.case.mode, record.tape,
             "" if record.tape is not None else record.reason or record.detail or "none was recorded",
-            record.work.flops, name,
+            record.work.flops,
         )
         for record in run.records
     ]  # fmt: skip
@@ -57,14 +56,3 @@ def tapes_of(run: Run, name: str = "") -> list[Taped]:
             f"the run {run.id} has no tape, as with --quick or FP8BENCH_TAPE=off. Measure it again, with --tape."
         )
     return tapes
-
-
-def paired_tapes(now: Sequence[Taped], before: Sequence[Taped]) -> list[Taped]:
-    """Each tape followed by that of the same case in the other run; cases without a partner are left out."""
-    known = {(taped.setting, taped.mode): taped for taped in before}
-    both = [(taped, known[taped.setting, taped.mode]) for taped in now if (taped.setting, taped.mode) in known]
-    if not both:
-        raise UsageError(
-            "that run has none of these cases. Give the suite, --set and --dtypes that it was measured with."
-        )
-    return [taped for pair in both for taped in pair]

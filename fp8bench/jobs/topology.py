@@ -29,8 +29,6 @@ _DATA = 16 / 17
 # How many runs are searched for a collective, from the newest on.
 _MOST_RUNS = 200
 _QUERY = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
-# A port's counters of errors.
-_WRONG = ("symbol_error", "link_downed", "port_rcv_errors")
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -63,9 +61,8 @@ def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
     kinds = links_between(_asked("topo", "-m"))
     yield from (f"{name} {memory} MiB" for name, memory, *_ in gpus)
     yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'nothing to join'}"
-    for name, rate, wrong in adapters(infiniband):
-        faults = f"; counted {', '.join(f'{key} {count}' for key, count in wrong.items())}" if wrong else ""
-        yield f"{name}: {rate:g} Gb/s{faults}"
+    for name, rate in adapters(infiniband):
+        yield f"{name}: {rate:g} Gb/s"
     lines = list(_lines(gpus, kinds, store, infiniband))
     text = [f"# {len(gpus)} {gpus[0][0]}, as fp8bench doctor --topology found them", *(line.text for line in lines)]
     try:
@@ -94,7 +91,7 @@ def _lines(gpus: list[list[str]], kinds: dict[str, int], store: Path, infiniband
     else:
         rate, words = _pcie(*pcie), f"PCIe {pcie[0]} x{pcie[1]}, not measured"
     yield TopologyLine("inside", rate, "GB/s", words)
-    ports = sum(rate for _, rate, _ in adapters(infiniband)) / 8 / len(gpus)
+    ports = sum(rate for _, rate in adapters(infiniband)) / 8 / len(gpus)
     words = "a GPU's share of the active InfiniBand or RoCE ports, not measured" if ports else "no active port here"
     yield TopologyLine("between", ports or None, "GB/s", words)
     yield from (_rate(precision, name, store) for precision in ("bf16", "fp8"))
@@ -109,12 +106,12 @@ def _rate(precision: str, name: str, store: Path) -> TopologyLine:
     sheet = datasheet_of(name)
     peak = sheet.peak(precision) if sheet is not None else None
     if sheet is None or peak is None:
-        return TopologyLine(precision, None, "", "unknown: fp8bench doctor --ceilings measures it")
+        return TopologyLine(precision, None, "", "unknown: fp8bench suite ceilings measures it")
     return TopologyLine(
         precision,
         peak / 1e12,
         "TFLOP/s",
-        f"{sheet.told('dense')}, which no product reaches: fp8bench doctor --ceilings measures it",
+        f"{sheet.told('dense')}, which no product reaches: fp8bench suite ceilings measures it",
     )
 
 
@@ -161,8 +158,8 @@ def _pcie(generation: str, width: str) -> float | None:
         return None
 
 
-def adapters(folder: Path) -> list[tuple[str, float, dict[str, int]]]:
-    """Active ports: name, Gb/s, and nonzero error counters."""
+def adapters(folder: Path) -> list[tuple[str, float]]:
+    """Active ports: name and Gb/s."""
     ports = []
     for port in sorted(folder.glob("*/ports/*")):
         try:
@@ -171,17 +168,8 @@ def adapters(folder: Path) -> list[tuple[str, float, dict[str, int]]]:
         except OSError:
             continue
         if rate and active:
-            counted = {name: _count(port / "counters" / name) for name in _WRONG}
-            wrong = {name: count for name, count in counted.items() if count}
-            ports.append((f"{port.parts[-3]} port {port.name}", float(rate[1]), wrong))
+            ports.append((f"{port.parts[-3]} port {port.name}", float(rate[1])))
     return ports
-
-
-def _count(file: Path) -> int:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return 0
 
 
 def measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:

@@ -20,13 +20,12 @@ from fp8bench.measure.rounds import Orders
 from fp8bench.measure.sensors.energy import Energy, SourceKind
 from fp8bench.measure.sensors.mean_power import SHORTEST
 from fp8bench.measure.sensors.meter import CAP, Meter
-from fp8bench.model import PHASES, EnergyUse, EnergyWindow, Group, PhaseEnergy, Request, SustainedTurn
+from fp8bench.model import EnergyUse, EnergyWindow, Group, PhaseEnergy, Request, SustainedTurn
 from fp8bench.model.raw import RawReplay
 from fp8bench.model.readings import Reading, Unavailable
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.stopping import STRETCH, Settling
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
-from fp8bench.registry import workloads
 
 # How long one request keeps the worker busy.
 CHUNK_SECONDS = 0.25
@@ -80,11 +79,6 @@ def windows_of(group: Group, rule: WindowRule) -> int:
         return 0
     running = [planned for planned in group.cases if planned.runs]
     return sum(1 if planned.support.is_emulated else rule.windows for planned in running)
-
-
-def phases_at_most(group: Group) -> int:
-    history = workloads.get(group.cases[0].case.workload).history
-    return len(history.phases if history is not None and history.phases else PHASES) + 1
 
 
 @dataclass

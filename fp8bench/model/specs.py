@@ -313,10 +313,6 @@ MAX_BATCH_LIMIT = _row("max_batch_limit", "B", "the limit that was asked for")
 RANK_SKEW = _row(
     "rank_skew", "%", "between the slowest and the fastest rank of a call", heading="skew", page="distributed.md"
 )
-RANK_TIME = _row("rank_time", "s", "a rank's step, the median of its calls")
-RANK_COMMUNICATION = _row("rank_communication_time", "s", "communication in a rank's step")
-RANK_WAITING = _row("rank_waiting_time", "s", "waiting for other ranks, in a rank's communication")
-RANK_MEMORY = _row("rank_memory", "B", "the most that a rank's tensors hold at once")
 MEMORY_SKEW = _row(
     "memory_skew", "%", "between the rank that takes most and the one that takes least", heading="skew"
 )

@@ -182,7 +182,7 @@ class Figures(dict[str, Metric]):
         unseen = result.record.tape is None and result.record.ceiling is None and Label.FEW_SAMPLES in result.labels
         self._sound = not unseen and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*result.labels}
         for metric in metrics_within(group, result):
-            of_all = metric.phase == STEP and metric.of_rank is None
+            of_all = metric.phase == STEP
             if of_all and (metric.name != ENERGY or metric.source):
                 self.setdefault(metric.name, metric)
 

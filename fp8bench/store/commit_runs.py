@@ -209,23 +209,6 @@ def commit_named(word: str, folder: Path) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def missing_commits(commits: Iterable[str], folder: Path) -> frozenset[str]:
-    """Returns the commits that a folder's repository lacks; none where there is no repository or no git."""
-    wanted = list(dict.fromkeys(commits))
-    if not wanted:
-        return frozenset()
-    command = ["git", "cat-file", "--batch-check"]
-    try:
-        done = subprocess.run(
-            command, cwd=folder, input="\n".join(wanted) + "\n", capture_output=True, text=True, errors="replace",
-            timeout=60, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return frozenset()
-    lines = done.stdout.splitlines() if done.returncode == 0 else []
-    return frozenset(line.removesuffix(" missing") for line in lines if line.endswith(" missing"))
-
-
 _COMMIT = re.compile(r"[0-9a-f]{4,40}")
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +13,6 @@ from fp8bench.analysis.metric import Told
 from fp8bench.analysis.ranks import (
     EFFICIENCY_WITHIN,
     FEW,
-    HIDDEN_WITHIN,
     OFF,
     SHORT,
     UNPAIRED,
@@ -75,15 +73,8 @@ def _told(record: Record) -> Told:
     return Told(record, Finding(record.case, Verdict.REFERENCE, median_seconds=0.01))
 
 
-def test_memory_of_each_rank_is_a_figure() -> None:
-    use = MemoryUse(8 << 20, ranks=(RankMemory(0, 6 << 20), RankMemory(1, 8 << 20)))
-    timed = timing(slot(0, (10, 5), (8, 3)))
-    record = Record(case("collective", "bf16", {}), NATIVE, Status.OK, timing=timed, memory=use)
-    found = {(str(one.name), one.of_rank): one.value for one in rank_metrics(_told(record))}
-    assert memory_skew(use) == 0.25 and found["memory_skew", None] == 25.0
-    assert (found["rank_memory", 0], found["rank_memory", 1]) == (float(6 << 20), float(8 << 20))
-    assert (found["rank_time", 0], found["rank_time", 1]) == (pytest.approx(0.01), pytest.approx(0.008))
-    assert (found["rank_waiting_time", 0], found["rank_waiting_time", 1]) == (pytest.approx(2e-3), 0.0)
+def test_memory_of_ranks_may_differ() -> None:
+    assert memory_skew(MemoryUse(8 << 20, ranks=(RankMemory(0, 6 << 20), RankMemory(1, 8 << 20)))) == 0.25
     assert memory_skew(MemoryUse(5)) is None
 
 
@@ -244,41 +235,3 @@ def test_figures_have_their_bounds_or_their_reason() -> None:
         pytest.approx(4e-3), pytest.approx((3e-3, 5e-3)), "", pytest.approx(50.0), pytest.approx((37.5, 62.5)), "",
     ]  # fmt: skip
     assert of(overlap(50e-3, 59e-3)) == [None, None, OFF.why] * 2
-
-
-@dataclass(frozen=True)
-class Counted:
-    """Of simulated cases: how many told the hidden share, how many of these were right, and how many were short."""
-
-    told: float
-    held: float
-    short: float
-
-
-def simulated(compute: float, sent: float, hidden: float, disturbed: Callable[[random.Random], float]) -> Counted:
-    """Rounds whose parts are each disturbed by themselves, on a machine that drifts by a fifth from round to round."""
-    source, found = random.Random(7), []
-    for _ in range(TRIALS):
-        drifts = [math.exp(0.2 * source.gauss(0, 1)) for _ in range(ROUNDS)]
-        parts = (
-            tuple(part * drift * disturbed(source) for drift in drifts)
-            for part in (compute, sent, compute + sent * (1 - hidden), compute + sent)
-        )
-        found.append(overlap_figures(Overlap(*parts)).hidden)
-    shares = [one for one in found if isinstance(one, Middle)]
-    held = sum(share.low <= hidden <= share.high for share in shares) / max(1, len(shares))
-    return Counted(len(shares) / TRIALS, held, found.count(SHORT) / TRIALS)
-
-
-@for_each("hidden", [-0.5, 0.0, 0.5, 1.0])
-def test_of_quiet_rounds_the_truth_is_told(hidden: float) -> None:
-    """However the machine drifts; what hides all of it is called impossible in a few of a hundred."""
-    found = simulated(40e-3, 14e-3, hidden, lambda source: math.exp(0.02 * source.gauss(0, 1)))
-    assert found.told > 0.9 and found.held > 0.9 and found.short < 0.06
-
-
-@for_each("hidden", [0.0, 0.5, 1.0])
-def test_of_rounds_that_a_busy_machine_disturbs_next_to_nothing_is_told(hidden: float) -> None:
-    """By 30% each: a careless reader would have had a figure of all of them."""
-    found = simulated(40e-3, 14e-3, hidden, lambda source: math.exp(0.3 * source.gauss(0, 1)))
-    assert found.told < 0.02 and HIDDEN_WITHIN == 0.5

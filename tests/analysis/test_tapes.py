@@ -9,7 +9,6 @@ from fp8bench.analysis.tapes import (
     Sums,
     bits_of,
     intensity_of,
-    narrow_over_wide,
     share_of,
     side_by_side,
     tape_metrics,
@@ -42,9 +41,9 @@ def test_bits_of_a_path(path: str, bits: int) -> None:
 
 def test_shares_of_flops_and_operators_side_by_side() -> None:
     assert (share_of(TAPE, 8), share_of(TAPE, 32), share_of(TAPE, 4)) == (0.75, 0.25, 0.0)
-    assert narrow_over_wide(TAPE) == 3.0 and intensity_of(TAPE) == 10.0
+    assert intensity_of(TAPE) == 10.0
     idle = Tape((CAST,), TAPE.phases[:1])
-    assert share_of(idle, 8) is None and narrow_over_wide(idle) is None and intensity_of(idle) == 0.0
+    assert share_of(idle, 8) is None and intensity_of(idle) == 0.0
     assert intensity_of(Tape(phases=(replace(TAPE.phases[1], unknown=1),))) is None
     assert intensity_of(replace(TAPE, unwritten=1)) is None
     other = Tape((replace(CAST, calls=4, bytes=25), replace(PRODUCT, flops=None), PRODUCT, PRODUCT))

@@ -66,13 +66,6 @@ def test_bash(script: Path) -> None:
     assert {"list", "ack", "verify"} <= set(every)
 
 
-@pytest.mark.parametrize("script", ["fish"], indirect=True)
-def test_fish(script: Path) -> None:
-    for line, expected in BEGUN.items():
-        answers = said("fish", "--no-config", "-c", f"source {script}; complete -C '{line}'")
-        assert [answer.split("\t")[0] for answer in answers] == [expected], line
-
-
 @pytest.mark.parametrize("script", ["zsh"], indirect=True)
 def test_zsh(script: Path) -> None:
     """In an interactive zsh, which completes nowhere else."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Plan, Request, Run
 from fp8bench.protocols import Observer
 from tests.commands import Say, only_sentence, unfolded
-from tests.counts import counts, for_each
+from tests.counts import for_each
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text()
 Asked = Callable[..., tuple[Request, Path]]
@@ -230,7 +229,6 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
     ),
     "a tag of Python": ("rounds: !!python/object/apply:os.system [ls]", "rounds: expected one value, got ['ls']"),
     "no space": ("seed: 1\nrounds:2", "while scanning a simple key"),
-    "an option by both its names": ("dtypes: fp8\nprecisions: bf16", "'precisions' sets what another key sets"),
     "an open bracket": ("seed: 1\ndtypes: [fp8", "while parsing a flow sequence"),
     "brackets without end": ("[" * 100_000, "cannot be read (maximum recursion depth"),
     "an escape that is none": ('data: "\\UFFFFFFFF"', "cannot be read ("),
@@ -282,65 +280,6 @@ def test_it_does_not_go_with_resume(refused: Callable[..., str]) -> None:
     """A resumed run takes everything from its own file."""
     expected = "the run of --resume says what to measure and how, and gemm was given"
     assert expected in refused("suite: gemm", "--resume", "last")
-
-
-VALID = """# a nightly run
-suite: gemm
-dtypes: [fp8, bf16]
-devices: cpu
-reference: fp32
-set:
-  shape: [64, 1x64x64]
-  operands: ready
-precision-map: {mlp: fp8, attn: bf16}
-import:
-  - json
-  - csv
-quick: true
-budget: 1.5
-rounds: 12
-seed: 7
-threads: 2
-case-timeout: 60
-no-isolation: false
-store: "some where"
-csv: 'out.csv'
-"""
-ODD = ["&a", "*a", "!!int", "- ", "? ", ": ", *"[{}]'\"|>%", "---\n", "\t", "\n", "\\x", "#"]
-
-
-def _mutated(dice: random.Random) -> bytes:
-    """The valid file after up to three random edits."""
-    content = bytearray(VALID.encode())
-    for _ in range(dice.randint(1, 3)):
-        place = dice.randrange(len(content) + 1)
-        accident = dice.randrange(4)
-        if accident == 0 and place < len(content):
-            content[place] ^= 1 << dice.randrange(8)
-        elif accident == 1:
-            content[place:place] = dice.choice(ODD).encode()
-        elif accident == 2:
-            content[place:place] = content[place : place + dice.randint(1, 60)] * dice.randint(1, 3)
-        else:
-            del content[place : place + dice.choice([1, 1, 5, 400])]
-    return bytes(content)
-
-
-@counts(200, 2000)
-def test_broken_files(count: int, store: Path) -> None:
-    """Each mutated file is understood or refused with a sentence; both happen."""
-    dice = random.Random(20260101)
-    command = commands_of(build_parser())["suite"]
-    known = {action.dest for action in command._actions}
-    sentences: list[str] = []
-    for _ in range(count):
-        Path("my.yaml").write_bytes(_mutated(dice))
-        try:
-            assert set(read_config(Path("my.yaml"), command)) <= known
-        except UsageError as error:
-            sentences.append(str(error))
-    assert count / 4 < len(sentences) < 0.95 * count
-    assert not [text for text in sentences if not re.fullmatch(r"(--config )?my\.yaml.{10,900}\.", text)]
 
 
 def test_the_files_values_are_defaults(store: Path) -> None:

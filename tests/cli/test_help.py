@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from fp8bench.cli.main import COMMANDS, VERBS, Parser, build_parser, commands_of, main
-from tests.commands import Say, unfolding
 from tests.counts import for_each
 
 # A command with more options has an order of its own.
@@ -86,25 +85,3 @@ def test_all_options_are_shown_where_help_shows_them_already(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert helped(*words, "--help-all", capsys=capsys) == helped(*words, "--help", capsys=capsys)
-
-
-@for_each("words", [(), ("suite",), ("history", "list")])
-def test_help_of_a_command_is_its_own(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert helped("help", *words, capsys=capsys) == helped(*words, "--help", capsys=capsys)
-
-
-def test_help_of_no_command(fp8bench: Say) -> None:
-    say = unfolding(fp8bench)
-    assert say("help", "siute")[::2] == say("siute", "--help")[::2] and say("help", "siute")[0] == 2
-    assert "Did you mean 'show'" in say("help", "history", "shwo")[2]
-
-
-def test_precisions_is_another_name_of_dtypes() -> None:
-    whole = build_parser()
-    for name, parser in every_parser(whole).items():
-        for action in parser._actions:
-            if "--dtypes" in action.option_strings:
-                assert "--precisions" in action.option_strings, name
-    for words in ["train"], ["suite", "gemm"], ["lint-shapes", "gpt2"]:
-        parsed = [vars(whole.parse_args([*words, option, "fp8,bf16"])) for option in ("--dtypes", "--precisions")]
-        assert parsed[0] == parsed[1] and parsed[0]["dtypes"] == ("fp8", "bf16")

@@ -38,10 +38,6 @@ suite notes.txt | the suite 'notes.txt' is a path. Give a name, or a file that e
 suite net | the suite 'net' is a path | suite net.py
 suite net.py | net.py registers no suite | suite --help
 suite net.py:make | `fp8bench profile net.py:make` and `fp8bench train net.py:make` take models |
-suite gemm attention --quick | go with commas between | suite gemm,attention --quick
-suite gemm --dtypes bf16 fp8 | go with commas between | suite gemm --dtypes bf16,fp8
-suite fp8 --dtypes bf16 fp8 | go with commas between | suite fp8 --dtypes bf16,fp8
-suite gemm --dtypes bf16 fp8 --seed 3 | go with commas between | suite gemm --dtypes bf16,fp8 --seed 3
 suite gemm --dtypes float8 | unknown dtype 'float8'. Did you mean 'fp8'? | suite gemm --dtypes fp8
 suite gemm --dtypes bf16,torch.float8_e4m3fn | Did you mean 'fp8-e4m3'? | suite gemm --dtypes bf16,fp8-e4m3
 suite gemm --dtypes half | Did you mean 'fp16'? | suite gemm --dtypes fp16
@@ -69,13 +65,8 @@ train llama --steps 9 | Did you mean --model llama-1b? | train --model llama-1b 
 train --dtypes e4m3 | Did you mean 'fp8-e4m3'? | train --dtypes fp8-e4m3
 train --epochs 3 | Did you mean '--steps'? | train --steps 3
 train --lr 0.1 | Did you mean '--rate'? | train --rate 0.1
-profile net.py | Give net.py:make. Callables in it: Kernel, make. | profile net.py:make
-profile net | Give net.py:make. | profile net.py:make
-profile folder | 'folder' is a directory | profile --help
-profile torchvision.models.resnet18 | A colon stands before it | profile torchvision.models:resnet18
-audit torch.matmul | A colon stands before it: torch:matmul. | audit torch:matmul
-audit net.py | Callables in it: Kernel, make. | audit net.py:make
-audit '' | '' is no model that fp8bench has, and no function | audit --help
+profile net.py | 'net.py' names no function. Give module:function, or file.py:function. | profile --help
+audit '' | '' names no function | audit --help
 audit net.py:make --precision bfloat16 | Did you mean 'bf16'? | audit net.py:make --precision bf16
 audit net.py:make --kind gemm | invalid choice: 'gemm' | audit net.py:make --kind product
 duel gemm --quick | invalid choice: 'gemm' | duel suite gemm --quick
@@ -87,7 +78,6 @@ show 12345678 | no run '12345678' in .fp8bench | history list --runs
 show latest | Give an id, a file's stem, a path, or 'last' | show last
 report run.jsonl | no run 'run.jsonl' in .fp8bench | history list --runs
 list workloads | Did you mean 'suites'? | list suites
-help suit | Did you mean 'suite'? | suite --help
 init --force | Known: those of `fp8bench init --help` |
 """
 

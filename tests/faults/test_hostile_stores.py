@@ -1,16 +1,14 @@
-"""Stores from elsewhere: files that no memory holds, runs that are dated later. Nothing is lost, nobody comes in."""
+"""Stores from elsewhere: files that no memory holds. Nothing is lost, nobody comes in."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fp8bench.files import LARGEST_FILE
-from fp8bench.store.runs.listing import dated_later, find_run, run_files
-from fp8bench.store.runs.run_file import start_run
+from fp8bench.store.runs.listing import find_run, run_files
 from tests.commands import Say
 from tests.histories import keep, run_at
 
@@ -59,17 +57,7 @@ def test_no_file_of_a_store_is_waited_for_or_fills_the_memory(store: Path, fp8be
             os.mkfifo(path)
         else:
             path.symlink_to(path.name)
-    for words in ("history verify", "history ceilings", "history regressions", "history rebuild", "advise last"):
+    for words in ("history verify", "history regressions", "history rebuild", "advise last"):
         code, out, err = fp8bench(*words.split(), "--store", str(store))
         assert why in " ".join((out + err).split()) and "Traceback" not in err, words
         assert (code == 0) == (words == "history regressions"), words
-
-
-def test_a_clock_that_was_set_back_is_noticed(store: Path) -> None:
-    """`last` is the run of the later date then, which is said of the one that was measured after it."""
-    newest = next(iter(run_files(store)))
-    begun = replace(run_at(0, 0), id="cccccccc", started="2020-01-01T00:00:00.000+00:00")
-    writer = start_run(begun, store)
-    assert dated_later(writer.path) == newest.stem
-    writer.close()
-    assert dated_later(newest) == ""

@@ -37,7 +37,7 @@ from fp8bench.cli.main import build_parser, commands_of, main
 from fp8bench.features.audit.values import Audit
 from fp8bench.features.sensitivity.study import Study
 from fp8bench.jobs.tape import tapes_of
-from fp8bench.model import Ceilings, DeviceFacts
+from fp8bench.model import DeviceFacts
 from fp8bench.model.codec import decode
 from fp8bench.model.promises import ModeConformity
 from fp8bench.store.runs.run_file import load_run
@@ -201,7 +201,6 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
     "verified.txt": Document("history verify", "history"),
     "verified-runs.txt": Document("history verify"),
     "rebuilt.txt": Document("history rebuild", "history"),
-    "ceiling-history.txt": Document("history ceilings --explain"),
     "history.md": Document("report 00000640 --md history.md", "history"),
     # Fleets.
     "fleet-status.txt": Document("fleet status plan.json --explain", "fleet"),
@@ -223,9 +222,7 @@ DOCUMENTS = dict(_of_runs()) | dict(_of_helps()) | dict(_of_audits()) | STORED |
         "train --dtypes bf16,fp8-delayed --sweep history=1,16 --data text.txt --dry-run", value="lab"
     ),
     "tape.txt": Document("tape transformer --dtypes bf16,fp8 --explain", value="tape"),
-    "tape-against.txt": Document("tape transformer --dtypes bf16,fp8 --against 4ab2f1d9 --explain", value="tape"),
-    "tape-against.csv": Document("tape transformer --dtypes bf16,fp8 --against 4ab2f1d9 --csv -", value="tape"),
-    "doctor.txt": Document("doctor && doctor --ceilings", value="doctor"),
+    "doctor.txt": Document("doctor", value="doctor"),
     "list.txt": Document("list"),
     "list-suites.txt": Document("list suites"),
     "list-dtypes.txt": Document("list dtypes", value="devices"),
@@ -327,17 +324,11 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
 
 def _of_the_doctor() -> Iterator[tuple[str, Callable[..., object] | type]]:
     environment = load_run(next(Path(".fp8bench").rglob("*-8b215bef.jsonl"))).environment
-    (line,) = (STORES / "runs" / "ceilings" / "history.jsonl").read_text().splitlines()
-    ceilings = decode(Ceilings, json.loads(line)["ceilings"])
     yield "fp8bench.jobs.doctor.ProcessWorker", Pretended
-    yield "fp8bench.jobs.ceilings.ProcessWorker", Pretended
-    yield "fp8bench.jobs.ceilings._measured", lambda *words: ({}, ceilings)
     yield "fp8bench.jobs.doctor.gather", lambda *words: environment
     yield "fp8bench.jobs.doctor.meter_for", contextlib.nullcontext
     yield "fp8bench.jobs.doctor.device_lines", lambda meter: ["energy    none: nobody looked"]
     yield "fp8bench.jobs.doctor.driver_state", lambda: "NVML says: there is no driver"
-    yield "fp8bench.jobs.doctor.describe_units", lambda facts: "AMX bf16"
-    yield "fp8bench.jobs.doctor.boards", lambda: "tensorboard 2.21.0"
 
 
 def _shorter(taped: Taped) -> Taped:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Ceilings, DeviceFacts, Limit, Rate, Request, specs
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.worker.bench import Bench
-from tests.commands import Say
 from tests.counts import for_each
 from tests.runs import render_whole
 
@@ -71,22 +69,12 @@ def measured_by_hand(monkeypatch: pytest.MonkeyPatch, fails: Limit | None = None
 def test_a_store_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = tmp_path / "file" / "store"
-    for lines in (job.ceiling_lines(store), standard_runs(store, TERMINAL)):
+    for measure in (
+        lambda: job.ceilings_run(Request("ceilings"), store, ""),
+        lambda: next(standard_runs(store, TERMINAL)),
+    ):
         with pytest.raises(StoreError, match=r"cannot be written .* Choose another --store"):
-            next(lines)
-
-
-def test_the_doctor_says_them_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp8bench: Say) -> None:
-    measured_by_hand(monkeypatch)
-    code, out, _ = fp8bench("doctor", "--ceilings", "--store", str(tmp_path))
-    assert code == 0 and out.startswith("cpu: what ") and "emulated" not in out
-    measured_by_hand(monkeypatch)
-    code, out, _ = fp8bench("doctor", "--ceilings", "--json", "--store", str(tmp_path))
-    (device,) = json.loads(out)["devices"]
-    runs = [tuple(rate["runs"]) for rate in device["ceilings"]["rates"] if rate["runs"]]
-    assert code == 0 and device["facts"]["kind"] == "cpu" and RUNS[Limit.PRODUCT] in runs
-    code, _, err = fp8bench("doctor", "--json")
-    assert code == 2 and "Give it with --ceilings" in err
+            measure()
 
 
 def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,27 +101,18 @@ def test_the_suite_refuses_what_it_would_ignore(change: dict[str, Any], tmp_path
 
 def test_what_ends_the_worker_ends_one_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured_by_hand(monkeypatch, fails=Limit.COPY)
-    lines = list(job.ceiling_lines(tmp_path / "store"))
-    assert "  copy           not measured: WorkerLost: it crashed" in lines and "425 GFLOP/s" in lines[2]
-
-
-def test_the_history_compares_the_second_measurement_with_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp8bench: Say
-) -> None:
-    for times in (1.0, 0.8):
-        measured_by_hand(monkeypatch, times=times)
-        list(job.ceiling_lines(tmp_path))
-    out = fp8bench("history", "ceilings", "--store", str(tmp_path))[1]
-    assert re.search(r"product bf16 .* -20\.0% +slower", out) and re.search(r"copy .* -20\.0% +unclear", out)
+    records = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path / "store", "a test").records
+    assert [record.status.value for record in records] == ["ok", "skipped", "skipped", "ok"]
+    assert records[2].reason == "WorkerLost: it crashed"
 
 
 @pytest.mark.slow
 def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8bench.measure.ceilings.SECONDS", 2.0)
-    lines = list(job.ceiling_lines(tmp_path / "store"))
+    records = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path / "store", "a test").records
     for limit in set(Limit) - {Limit.LOAD}:
-        (line, *_) = [line for line in lines if line.startswith(f"  {limit.value} ")]
-        assert re.search("over [2-5] runs", line), line  # large arrays take long to make, and have fewer
+        details = [record.detail for record in records if record.case.param("limit") == limit.value]
+        assert re.search("over [2-5] runs", details[0]), details  # large arrays take long to make, and have fewer
 
 
 @for_each(
@@ -182,6 +161,5 @@ def test_the_exit_code_says_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--peak", "H200 bf16 989", "--peak", "H200 tf32 312"]) == 1
     assert "right of H200 SXM" in (said := capsys.readouterr().out) and "WRONG" in said
     assert main(["doctor", "--peak", "H200 bf16"]) == 0
-    assert main(["doctor", "--peak", "H200 bf16", "--ceilings"]) == 2
+    assert main(["doctor", "--peak", "H200 bf16", "--calibrate"]) == 2
     assert main(["doctor", "--peak", "H200 bf16", "--topology", "links.yaml"]) == 2
-    assert main(["doctor", "--threads", "2"]) == 2

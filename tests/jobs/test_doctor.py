@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -59,29 +58,9 @@ def test_whether_quantisers_compile_is_tried_on_every_device(monkeypatch: pytest
     assert "cuda:0: takes more than 4 s, because torch's cache has no kernel yet" in shown
 
 
-def test_what_takes_traces_and_figures_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = {"tensorboard": "2.21.0", "torch-tb-profiler": "0.4.3"}
-    boards, installed = (*there, "wandb"), metadata.version
-
-    def version(package: str) -> str:
-        if package in boards and package not in there:
-            raise metadata.PackageNotFoundError(package)
-        return there.get(package) or installed(package)
-
-    monkeypatch.setattr(doctor.metadata, "version", version)
-    assert any(line == f"boards    {doctor.boards()}" for line in examine(False))
-    assert doctor.boards().startswith("tensorboard 2.21.0, torch-tb-profiler 0.4.3, wandb not installed; the profiler")
-    assert "needs internet access in the browser" in doctor.boards()
-    there.clear()
-    assert doctor.boards() == "tensorboard not installed, torch-tb-profiler not installed, wandb not installed"
-
-
-def test_calibrating_adds_the_harness_own_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_LOOP_STEPS", 1)
-    monkeypatch.setattr(doctor, "_LOOP_ROUNDS", 4)
+def test_calibrating_adds_the_harness_own_costs() -> None:
     text = "\n".join(examine(True))
     assert "phase marker on" in text and "phase marker off" in text and "one clock stamp" in text
-    assert "against a bare loop: " in text and "4 pairs" in text
 
 
 @pytest.mark.slow

@@ -7,17 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-import pytest
-
 from fp8bench.analysis.steps.changes import Found, ack_of, find_changes
 from fp8bench.jobs.history import kept_acks
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import OperatorCount, PhaseCount, Record, Tape
 from fp8bench.store.acks import acks_of, append_acks
 from tests.analysis.steps.test_changes import levels
-from tests.commands import Say, git
+from tests.commands import Say
 from tests.histories import history, keep, records, run_at
-from tests.own_suites import forgotten
 
 NOBODY = cast("JobObserver", None)
 
@@ -73,17 +70,14 @@ def counted(store: Path, *tapes: Tape) -> None:
 
 
 def test_a_fused_kernel_that_fell_apart(store: Path, fp8bench: Say) -> None:
-    """Launches show it between two commits at once, with what it became, until acknowledged."""
+    """Launches show it between two commits at once, until acknowledged."""
     counted(store, FUSED, FUSED, APART)
     code, out, _ = fp8bench("history", "regressions", "--explain")
     said = " ".join(out.split())
     assert code == 1 and "2 regressions" in said and "after 00000001 and up to 00000002" in said
     assert "gemm.Gemm.track_launches(bf16, 512) 5 9 +80.0%" in said and "track_moved_bytes" in said
     assert "track_flops" not in said and "fewer than 11 commits" in said
-    assert "fp8bench::tensor in cast: 2 calls, then 0; aten::abs in cast: 0 calls, then 2" in said
     assert "fp8bench gate 00000001 00000002 --no-rerun" in said and "any change alarms" in said
-    code, out, _ = fp8bench("history", "regressions", "--json")
-    assert code == 1 and "aten::amax in cast: 0 calls, then 2" in out
     assert fp8bench("history", "ack", "gemm.Gemm.track_*", "--because", "known")[0] == 0
     assert acks_of(store).exists() and fp8bench("history", "regressions")[0] == 0
 
@@ -94,7 +88,7 @@ def test_a_history_too_young_for_times_fails_by_its_counts(store: Path, fp8bench
     assert fp8bench("gate", "--history")[0] == 4
     keep(store, run_at(2, records=taped(APART)))
     code, out, err = fp8bench("gate", "--history")
-    assert code == 1 and "bf16 launches" in out and "aten::abs in cast: 0 calls, then 2" in " ".join(out.split())
+    assert code == 1 and "bf16 launches" in out
     assert "measured again" not in err
 
 
@@ -105,60 +99,3 @@ def test_fewer_fail_no_gate(store: Path, fp8bench: Say) -> None:
     assert fp8bench("gate", "--history")[0] == 0
     code, out, _ = fp8bench("history", "regressions")
     assert code == 1 and "2 counts that went down" in out and "0 regressions" in out
-
-
-_SUITE = """
-import torch
-from fp8bench.suites import Axis, Grid, Work, Workload, whole_number, workloads
-
-FUSED = {fused}
-
-@torch.library.custom_op("planted::halved_{fused}", mutates_args=())
-def halved(a: torch.Tensor) -> torch.Tensor:
-    return a / 2 + 1
-
-@workloads.register("planted")
-class Planted(Workload):
-    name = "planted"
-    summary = "a product of what one kernel makes, or three"
-    history = Grid({{"n": ("64",)}}, {{"n": ("128",)}}, ("fp32", "bf16"), phases=("gemm",))
-
-    def axes(self, facts):
-        return (Axis("n", "size", ("128",) if facts.accelerated else ("64",), whole_number(low=1)),)
-
-    def work(self, params):
-        return Work(2.0 * dict(params)["n"] ** 3)
-
-    def prepare(self, setup):
-        n = setup.case.param("n")
-        dtype = torch.bfloat16 if setup.case.precision == "bf16" else torch.float32
-        return torch.ones(n, n, dtype=dtype)
-
-    def step(self, state, phase):
-        with phase.gemm:
-            made = halved(state) if FUSED else torch.add(torch.div(state, 2), 1)
-            return made @ state
-"""
-
-
-@pytest.mark.slow
-def test_a_fused_operator_that_falls_apart_between_two_commits(store: Path, fp8bench: Say) -> None:
-    """Planted, and measured in a real worker at each commit: same FLOPs, one launch more."""
-    folder = Path.cwd()
-    git(folder, "init", "-q")
-    commits = []
-    for fused in (True, False):
-        Path("planted.py").write_text(_SUITE.format(fused=fused))
-        git(folder, "add", "planted.py")
-        git(folder, "commit", "-qm", "a commit")
-        commits.append(git(folder, "rev-parse", "HEAD")[:8])
-        with forgotten(folder):
-            words = ("--grid", "--quick", "--tape", "--no-energy", "--no-report")
-            code, _, err = fp8bench("suite", "./planted.py", *words)
-            assert code == 0 and "in asv's view" in err
-            code, out, _ = fp8bench("history", "regressions", "--import", "./planted.py", "--explain")
-        said = " ".join(out.split())
-        assert code == int(not fused)
-    assert f"after {commits[0]} and up to {commits[1]}" in said and "4 regressions" in said
-    assert "planted.Planted.track_launches(bf16, 64) 2 3 +50.0%" in said and "track_flops" not in said
-    assert "planted::halved_True in gemm: 1 call, then 0; div in gemm: 0 calls, then 1" in said

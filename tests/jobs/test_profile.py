@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import fp8bench
 from fp8bench.errors import UsageError
-from fp8bench.jobs.profile import function_named
 from fp8bench.model import Case, Label
 from fp8bench.protocols import SilentObserver
 from fp8bench.workloads.model import LIVE, MADE
@@ -132,16 +131,3 @@ def test_what_is_no_model_with_a_batch_is_refused(arguments: tuple[Any, ...], se
 def test_options_that_no_profile_has_are_named(store: Path) -> None:
     with pytest.raises(UsageError, match="unknown argument of profile 'static_scales'"):
         fp8bench.profile("module:make", static_scales=3)
-
-
-def test_a_target_without_a_function_names_what_could_be_called(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("raise SystemExit\nclass Encoder: ...\ndef make(): ...\ndef _own(): ...\n")
-    assert function_named(f"{file}:make") == f"{file}:make"
-    with pytest.raises(UsageError, match=r"Give .*mine\.py:make\. Callables in it: Encoder, make\.$"):
-        function_named(str(file))
-    for nothing, words in (("x = 1", "There is nothing to call in it."), ("def", "mine.py:make.")):
-        file.write_text(nothing)
-        with pytest.raises(UsageError) as raised:
-            function_named(str(file))
-        assert str(raised.value).endswith(words)

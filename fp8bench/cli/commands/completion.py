@@ -19,7 +19,6 @@ from fp8bench.registry import backends, devices, precisions
 EXAMPLES = (
     'eval "$(fp8bench completion bash)"                  # in ~/.bashrc',
     'eval "$(fp8bench completion zsh)"                   # in ~/.zshrc, below compinit',
-    "fp8bench completion fish > ~/.config/fish/completions/fp8bench.fish",
 )
 _IN_BASH = """_fp8bench_names() {
   local before=""
@@ -30,7 +29,7 @@ _IN_BASH = """_fp8bench_names() {
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
+    parser.add_argument("shell", choices=("bash", "zsh"), metavar="SHELL", help="bash or zsh")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,6 +61,5 @@ def _by_shell(name: str, words: Sequence[str]) -> dict[str, object]:
     listed, function = shlex.join(words), f"_fp8bench_{name}"
     bash = f'{_IN_BASH}{function}() {{\n  _fp8bench_names "$1" {listed}\n}}\n'
     return {
-        "bash": function, "zsh": f"_values -s , {name} {listed}",
-        "fish": f"(__fish_complete_list , 'string split \\\" \\\" \\\"{listed}\\\"')", "preamble": {"bash": bash},
+        "bash": function, "zsh": f"_values -s , {name} {listed}", "preamble": {"bash": bash},
     }  # fmt: skip

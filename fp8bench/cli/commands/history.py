@@ -26,8 +26,7 @@ from fp8bench.report.terminal.history import (
     trend_page,
     trends_page,
 )
-from fp8bench.store.ceilings import history_of_ceilings
-from fp8bench.store.commit_runs import UNREADABLE, missing_commits
+from fp8bench.store.commit_runs import UNREADABLE
 from fp8bench.store.runs.listing import closed_folders, listing, newest_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.store.series import tracked_by
@@ -51,11 +50,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     shared(show, "--explain", "--md")
     show.add_argument(
         "series", metavar="SERIES", help="as `history list` names it; a part that fits one series will do"
-    )
-    shared(
-        command("ceilings", "what devices did at most (`doctor --ceilings`), and whether they became slower"),
-        "--explain",
-        "--md",
     )
     regressions = command(
         "regressions",
@@ -105,15 +99,6 @@ def run(arguments: argparse.Namespace) -> int:
         checked = verify(store)
         tell(arguments, partial(faults_page, checked.faults, checked.sound, checked.files, str(store)))
         return EXIT_FAILED if any(fault.broken for fault in checked.faults) else EXIT_OK
-    if arguments.subcommand == "ceilings":
-        from fp8bench.report.topics.roofline import ceilings_page
-
-        if ceilings := history_of_ceilings(store):
-            tell(arguments, partial(ceilings_page, ceilings, str(store)))
-        else:
-            begin = "Measure them, in less than a minute: fp8bench doctor --ceilings"
-            say_folded([f"{store}: no ceilings yet. {begin}"])
-        return EXIT_OK
     commands = {
         "list": _list, "show": _show, "regressions": _regressions, "ack": _acknowledge, "rebuild": _rebuild,
     }  # fmt: skip
@@ -181,19 +166,14 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import read_history, series_meant
 
     history = read_history(store, TERMINAL)
-    wanted = series_meant(arguments.series, history, store)
+    wanted = series_meant(arguments.series, history)
     trends = history.trends(lambda name: name == wanted)
-    commits = {figure.commit for trend in trends for figure in trend.figures}
-    lost = missing_commits(commits, Path())
-    if lost == commits:
-        complain("none of these commits is in the repository of this directory")
-        lost = frozenset()
     series = trends[0].series
     grid = workloads.get(series.workload).history
     assert grid is not None
     words = next(spec.history for spec in tracked_by(grid) if spec.name == series.metric)
     description = f"{words}, a ratio" if series.unit == "ratio" else f"{words}, in {series.unit}"
-    tell(arguments, partial(trend_page, trends, description, lost))
+    tell(arguments, partial(trend_page, trends, description))
     return EXIT_OK
 
 

@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="runs, or a training: ids, files' stems, paths or 'last'; or a store, for all of its runs",
+        help="runs, or a training: ids, files' stems, paths or 'last'",
     )
     shared(parser, "--store", help="as in suite")
     shared(parser, "--html", "--md", "--open")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,14 +18,13 @@ from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
-from fp8bench.measure.windows import WindowRule, phases_at_most, window_rule_for, windows_of
-from fp8bench.model import Group, Plan, Request, Run
+from fp8bench.measure.windows import window_rule_for, windows_of
+from fp8bench.model import Plan, Request, Run
 from fp8bench.model.request import HOW, WHAT, whole_number
 from fp8bench.model.run import CEILINGS
-from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS, STRETCH
+from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.asked_suites import known_suites
 from fp8bench.plan.make import check_names
-from fp8bench.plan.resolve import switches_of
 from fp8bench.protocols import Observer
 from fp8bench.store.fleet_plans import read_plan, write_plan
 from fp8bench.store.runs.listing import find_run
@@ -115,8 +113,6 @@ def run(arguments: argparse.Namespace) -> int:
     if request.suite == CEILINGS:
         return _ceilings(request, arguments)
     check_names(request)
-    if request.threads > (cores := os.cpu_count() or 1):
-        complain(f"--threads {request.threads} on {cores} cores: threads wait for each other")
     if arguments.dry_run:
         from fp8bench.pipeline import plan_only
         from fp8bench.report.terminal.run import page_of_plan
@@ -172,23 +168,15 @@ def expected_time(plan: Plan, request: Request) -> str:
         return ""
     if request.budget is not None:
         return f"time: about {clock(request.budget)}, the budget, beside what starting takes"
-    energy = _warming_expected(plan, request) + _energy_expected(plan, request)
+    energy = _energy_expected(plan, request)
     if request.rounds is not None or request.quick:
         count = request.rounds or QUICK_ROUNDS
         return f"time: {count} rounds of every group take what they take{energy}; --budget SECONDS sets an end"
     least = BUDGET_SECONDS * sum(any(planned.runs for planned in group.cases) for group in plan)
     times = f"{clock(least)} to {clock(2 * least)}"
-    return f"time: about {times}, more where a step takes seconds{energy}; --budget SECONDS sets an end"
-
-
-def _warming_expected(plan: Plan, request: Request) -> str:
-    """Only for GPUs, whose drivers tell their clocks."""
-    most = switches_of(os.environ, request.quick, request.budget is not None).warm_up_seconds
-    running = [group for group in plan if any(planned.runs for planned in group.cases)]
-    groups = sum(not group.cases[0].case.device.startswith("cpu") for group in running)
-    if not groups or not most:
-        return ""
-    return f", and {clock(groups * STRETCH)} to {clock(groups * most)} to warm up"
+    return (
+        f"time: about {times}, more where a step takes seconds or a GPU warms up{energy}; --budget SECONDS sets an end"
+    )
 
 
 def _energy_expected(plan: Plan, request: Request) -> str:
@@ -204,16 +192,8 @@ def _energy_expected(plan: Plan, request: Request) -> str:
     idle = 2 * rule.idle_seconds * len(windows)
     least, most = (clock(idle + sum(windows) * seconds) for seconds in rule.window_seconds)
     why = "turns of seconds (--sustained)" if rule.turn_seconds else "energy, which --no-energy leaves out"
-    return f", and {least} to {most} for {why}{_phases_expected(groups, rule)}"
-
-
-def _phases_expected(groups: Sequence[Group], rule: WindowRule) -> str:
-    if not rule.phases:
-        return ""
-    once = replace(rule, turn_seconds=0.0).window_seconds
-    least = once[0] * sum(windows_of(group, rule) for group in groups)
-    most = once[1] * sum(windows_of(group, rule) * phases_at_most(group) for group in groups)
-    return f", and {clock(least)} to {clock(most)} for that of phases (--energy phases)"
+    more = ", more for that of phases" if rule.phases else ""
+    return f", and {least} to {most} for {why}{more}"
 
 
 def _cell(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`fp8bench tape`: the operators of a step, their FLOPs and bytes, in several precisions or against a stored run."""
+"""`fp8bench tape`: the operators of a step, their FLOPs and bytes, in several precisions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
 from fp8bench.model.codec import encode
-from fp8bench.store.runs.listing import load_named
 
-EXAMPLES = (
-    "fp8bench tape transformer --dtypes bf16,fp8",
-    "fp8bench tape transformer --against last  # what differs from a stored run",
-)
-FIRST_OPTIONS = "--dtypes --devices --set --import --precision-map --against --json --csv"
+EXAMPLES = ("fp8bench tape transformer --dtypes bf16,fp8",)
+FIRST_OPTIONS = "--dtypes --devices --set --import --precision-map --json --csv"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="LAYER=DTYPE,...",
         help="layers that take another precision than the case's, as in suite",
     )
-    parser.add_argument(
-        "--against",
-        metavar="RUN",
-        help="put the tapes of a stored run beside them, of another torch or commit say, and show what differs",
-    )
-    shared(parser, "--store", help="where the run of --against is, and the text that suites read")
+    shared(parser, "--store", help="where the text is that suites read")
     shared(parser, "--no-isolation", help="record in this process, without a worker")
     shared(parser, "--explain")
     shared(parser, "--json", help="print the tapes as JSON instead")
@@ -48,18 +39,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.tape import paired_tapes, tapes_now, tapes_of
-    from fp8bench.report.topics.tape import page_against, page_of, tape_rows
+    from fp8bench.jobs.tape import tapes_now
+    from fp8bench.report.topics.tape import page_of, tape_rows
 
     check_outputs(arguments)
-    against = arguments.against
-    request, title = request_of(arguments), f"the operators of a step of {arguments.suite}"
-    if against is None:
-        taped = tapes_now(request, arguments.store, TERMINAL)
-        page = partial(page_of, title, taped)
-    else:
-        before = tapes_of(load_named(against, arguments.store), against)
-        taped = paired_tapes(tapes_now(request, arguments.store, TERMINAL), before)
-        page = partial(page_against, f"{title}, against {against}", taped)
+    taped = tapes_now(request_of(arguments), arguments.store, TERMINAL)
+    page = partial(page_of, f"the operators of a step of {arguments.suite}", taped)
     tell(arguments, page, lambda: {"tapes": encode(taped)}, partial(tape_rows, taped))
     return EXIT_OK if any(case.tape is not None for case in taped) else EXIT_FAILED

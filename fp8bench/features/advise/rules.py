@@ -280,7 +280,7 @@ RULES = (
     AdviceRule("native", Question.PAYS, "Does this device multiply in it?", _native, "fp8bench doctor"),
     # Where products are a quarter of a step, products 1.6 times as fast give 10%.
     AdviceRule("amdahl", Question.PAYS, "Do its products take enough of the step?", _amdahl,
-               "fp8bench doctor --ceilings, then {again}"),
+               "fp8bench suite ceilings, then {again}"),
     # Published products with casts gain 1.4 times where products of ready operands gain 1.9.
     AdviceRule("casts", Question.PAYS, "Do casts leave what the products gain?", _casts, "{again}"),
     # A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.

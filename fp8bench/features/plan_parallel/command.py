@@ -6,7 +6,7 @@ node: 8          # GPUs of a node
 memory: 80 GiB   # of each of them
 inside: 450      # GB/s that a GPU sends to others of its node, one way
 between: 50      # GB/s that it sends to other nodes
-bf16: 660        # TFLOP/s that products reach: fp8bench doctor --ceilings measures them
+bf16: 660        # TFLOP/s that products reach: fp8bench suite ceilings measures them
 fp8: 980
 """
 

@@ -35,7 +35,7 @@ _FIGURE_COLUMNS = (
     "ratio_low", "ratio_high", "ratio_confidence", "noise_floor", "n_rounds", "n_samples",
     "provenance", "verdict", "labels", "why", "energy_source", "label_reasons", "speedup",
     "speedup_low", "speedup_high",
-    "axis", "size_low", "size_high", "energy_validity", "power_limit_W", "rank", "failed_rank", "failed_phase",
+    "axis", "size_low", "size_high", "energy_validity", "power_limit_W", "failed_rank", "failed_phase",
     "low_in_unit", "high_in_unit",
 )  # fmt: skip
 
@@ -110,7 +110,7 @@ def _row(metric: Metric) -> TidyRow:
         "median_in_unit": metric.value, "best_in_unit": metric.best, "n_rounds": metric.rounds,
         "n_samples": metric.count, "provenance": metric.provenance and metric.provenance.value,
         "verdict": metric.verdict, "labels": " ".join(metric.labels), "why": metric.why,
-        "energy_source": metric.source, "rank": metric.of_rank,
+        "energy_source": metric.source,
     }  # fmt: skip
     if metric.bounds is not None:
         row["low_in_unit"], row["high_in_unit"] = metric.bounds

@@ -9,22 +9,17 @@ from fp8bench import units
 from fp8bench.analysis.roofline import (
     Bound,
     Gain,
-    Pace,
     PhaseRoof,
-    Since,
-    alike,
     datasheet_of,
     gain_of,
     phase_roofs,
-    since,
 )
-from fp8bench.model import Ceilings, Limit, Rate, Run
+from fp8bench.model import Limit, Rate, Run
 from fp8bench.report.case_status import Standing, emulated, speed_up, standing
-from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Element, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.columns import Col
+from fp8bench.report.elements import Element, Items, Text
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, together
-from fp8bench.report.terminal.history import count_of
 from fp8bench.report.words.naming import listed, phase_words
 
 # Phases with a smaller share of the step are left out of sentences.
@@ -62,7 +57,7 @@ def how_to_know(panels: Iterable[Panel], run: Run) -> str:
     threads = f" --threads {run.request.threads}" if run.request.threads != 1 else ""
     store = ", with the same --store," if "--store" in run.command else ""
     return (
-        f"What bounds each phase is not known yet: `fp8bench doctor --ceilings{threads}`{store} measures what this "
+        f"What bounds each phase is not known yet: `fp8bench suite ceilings{threads}`{store} measures what this "
         "machine does at most, in less than a minute, and later runs say it."
     )
 
@@ -172,25 +167,6 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Ele
 
 
 UNITS = {**dict.fromkeys(Limit, "B/s"), Limit.PRODUCT: "FLOP/s", Limit.LAUNCH: "launches/s"}
-_TONES = {Pace.SLOWER: Tone.BAD, Pace.FASTER: Tone.GOOD, Pace.UNCLEAR: Tone.DOUBT}
-_LEGEND = (
-    "before: earlier measurements under the same software and settings, steady ones if any; change: from their middle",
-    "slower, faster: more than 5% beyond all of them; unclear: runs of one measurement differ by more than 5%",
-)
-
-
-def lines_of(ceilings: Ceilings) -> Iterator[str]:
-    settings = settings_words(ceilings)
-    yield f"measured {ceilings.when}{f' ({settings})' if settings else ''}; other software or settings need their own"
-    names = list(map(rate_words, ceilings.rates))
-    longest = max(map(len, names), default=0)
-    for name, rate in zip(names, ceilings.rates, strict=True):
-        said = f"not measured: {rate.why}"
-        if rate.value is not None:
-            each = f", {units.seconds(1 / rate.value)} each" if rate.limit is Limit.LAUNCH else ""
-            rated = units.count(rate.value, UNITS[rate.limit])
-            said = f"{rated}{each}; {spread_words(rate)}; {shape_words(rate)}"
-        yield f"{name:<{longest}}  {said}"
 
 
 def spread_words(rate: Rate) -> str:
@@ -206,43 +182,6 @@ def shape_words(rate: Rate) -> str:
     return f"{size}, the best of {rate.searched} searched"
 
 
-def settings_words(ceilings: Ceilings) -> str:
-    """'machine box, torch 2.13.0, threads 1'."""
-    return ", ".join(f"{name} {value}" for name, value in ceilings.under if name not in ("device", "name"))
-
-
 def rate_words(rate: Rate) -> str:
     """'product bf16'."""
     return f"{rate.limit.value} {rate.precision}".strip()
-
-
-def ceilings_page(history: Sequence[Ceilings], store: str) -> Page:
-    parts = []
-    for some in together(((ceilings.device, ceilings.under), ceilings) for ceilings in history).values():
-        days = " to ".join(dict.fromkeys(ceilings.when[:10] for ceilings in (some[0], some[-1])))
-        parts.append(
-            Part(
-                "ceilings",
-                f"{some[-1].device} ({settings_words(some[-1])}): {count_of(len(some), 'measurement')}, {days}",
-                (_table(some),),
-            )
-        )
-    return Page(
-        f"{store}: {count_of(len(history), 'measurement')} of what devices do at most", "", tuple(parts), _LEGEND
-    )
-
-
-def _table(some: Sequence[Ceilings]) -> Table:
-    newest = some[-1]
-    cols: list[Col[tuple[Rate, Since | None]]] = [
-        Col("rate", lambda row: rate_words(row[0])),
-        Col("before", lambda row: units.span(row[1].before, partial(units.count, unit=UNITS[row[0].limit]))
-            if row[1] else None),
-        Col("last", lambda row: units.count(row[0].value, UNITS[row[0].limit]), number=True),
-        Col("change", lambda row: units.change((row[0].value or 0.0) / row[1].middle) if row[1] else None, number=True),
-        Col("is", lambda row: row[1].pace.value if row[1] else row[0].why,
-            tone=lambda row: _TONES.get(row[1].pace, Tone.PLAIN) if row[1] else Tone.PLAIN),
-    ]  # fmt: skip
-    earlier = alike(newest, some)
-    rows = [(rate, since(rate, earlier) if rate.value is not None else None) for rate in newest.rates]
-    return table("ceilings", "", cols, rows)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from fp8bench import units
-from fp8bench.analysis.tapes import Taped, TapeRow, intensity_of, narrow_over_wide, share_of, side_by_side
+from fp8bench.analysis.tapes import Taped, TapeRow, intensity_of, share_of, side_by_side
 from fp8bench.model import PhaseCount, Tape
 from fp8bench.model.codec import encode
 from fp8bench.report.columns import Col, table
@@ -20,7 +20,7 @@ from fp8bench.report.words.naming import listed, phase_words
 _WIDTHS = (8, 4, 32)
 _LEGEND = (
     "declared: FLOPs that the suite declares; unknown: calls of operators that have no formula, in no sum of FLOPs",
-    "8 bits, 4 bits, 32 bits: the share of FLOPs that multiply elements so wide; 8/32: the first over the last",
+    "8 bits, 4 bits, 32 bits: the share of FLOPs that multiply elements so wide",
     "operators: FLOPs, bytes read and written in so many calls; (b) in backward",
 )
 _OF_CSV = (
@@ -45,37 +45,27 @@ def _remarks_of(taped: Iterable[tuple[str, Tape]]) -> Iterator[str]:
 
 def page_of(title: str, taped: Sequence[Taped]) -> Page:
     parts = [
-        Part(f"setting-{place}", setting, tuple(_elements(some, [])))
+        Part(f"setting-{place}", setting, tuple(_elements(some)))
         for place, (setting, some) in enumerate(together((case.setting, case) for case in taped).items())
     ]
     return Page(title, "", tuple(parts), _LEGEND)
 
 
-def page_against(title: str, taped: Sequence[Taped]) -> Page:
-    parts = []
-    for place, some in enumerate(together(((case.setting, case.mode), case) for case in taped).values()):
-        differ = [Text("every operator is called as often, on as many bytes, in both")]
-        parts.append(Part(f"case-{place}", f"{some[0].setting} {some[0].mode}", tuple(_elements(some, differ))))
-    return Page(title, "", tuple(parts), _LEGEND)
-
-
-def _elements(taped: Sequence[Taped], where_alike: list[Text]) -> list[Element]:
+def _elements(taped: Sequence[Taped]) -> list[Element]:
     known = [(case, case.tape) for case in taped if case.tape is not None]
     elements: list[Element] = []
     if known:
         rows = side_by_side([tape for _, tape in known])
-        shown = [row for row in rows if row.differs] if where_alike and len(known) > 1 else rows
-        elements += [_counts(known), _operators(known, shown)] if shown else [_counts(known), *where_alike]
-    words = [f"{case.name}: no tape: {case.why}" for case in taped if case.tape is None]
-    words += _remarks_of((case.name, tape) for case, tape in known)
+        elements += [_counts(known), _operators(known, rows)] if rows else [_counts(known)]
+    words = [f"{case.mode}: no tape: {case.why}" for case in taped if case.tape is None]
+    words += _remarks_of((case.mode, tape) for case, tape in known)
     return [*elements, Items(tuple(map(Text, words)))] if words else elements
 
 
 def _counts(known: Sequence[tuple[Taped, Tape]]) -> Table:
     cols: list[Col[tuple[Taped, Tape]]] = [
-        Col("tape", lambda row: row[0].name),
+        Col("tape", lambda row: row[0].mode),
         *_count_cols(lambda taped: taped.declared),
-        Col("8/32", lambda row: narrow_over_wide(row[1]), number=True, show=units.ratio),
     ]
     return table("counts", "", cols, known)
 
@@ -122,7 +112,7 @@ def _operators(known: Sequence[tuple[Taped, Tape]], rows: Sequence[TapeRow]) -> 
         Col("phase", lambda row: phase_words(row.phase), shared=True),
         Col("operator", lambda row: row.operator + (" (b)" if row.backward else ""),
             tone=lambda row: Tone.STRONG if row.differs else Tone.PLAIN),
-        *(Col(taped.name or "now", partial(_sums, place=place), number=True) for place, (taped, _) in enumerate(known)),
+        *(Col(taped.mode, partial(_sums, place=place), number=True) for place, (taped, _) in enumerate(known)),
     ]  # fmt: skip
     return table("operators", "", cols, rows)
 
@@ -139,7 +129,7 @@ def tape_rows(taped: Sequence[Taped]) -> Rows:
     """FLOPs, bytes and launches are those of one call; unknown FLOPs are empty."""
     return _OF_CSV, (
         {
-            **encode(operator), "setting": case.setting, "tape": case.name, "inputs": " ".join(operator.inputs),
+            **encode(operator), "setting": case.setting, "tape": case.mode, "inputs": " ".join(operator.inputs),
             "outputs": " ".join(operator.outputs),
         }
         for case in taped if case.tape is not None for operator in case.tape.operators

@@ -266,14 +266,6 @@ def running_beside(own: Path) -> list[str]:
     return stems
 
 
-def dated_later(own: Path) -> str:
-    """Returns the stem of a run in the same store with a later date than this one, which has just begun; '' for
-    none."""
-    store = store_of(own.resolve())
-    newest = next(newest_files(store), own) if store is not None else own
-    return newest.stem if newest.name > own.name and not is_locked(newest) else ""
-
-
 def load_named(word: str, store: Path) -> Run:
     return load_run(find_run(word, store))
 

@@ -151,7 +151,7 @@ WRONG = [
     (["{}:frozen"], "needs a gradient. Profile its --forward"),
     (["{}:raises"], "fails: ValueError: no checkpoint here (makers.py, line"),
     (["nosuch:make"], "No module named 'nosuch'"),
-    (["nosuch"], "no model that fp8bench has, and no function. Give FILE.py:FUNCTION"),
+    (["nosuch"], "names no function. Give module:function"),
     (["{}:make", "--dtypes", "nosuch"], "unknown dtype 'nosuch'"),
     (["{}:make", "--skip", "nosuch"], "unknown layer of this model 'nosuch'"),
     (["{}:make", "--precision-map", "9=bf16"], "unknown layer of this model '9'"),

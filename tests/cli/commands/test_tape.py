@@ -17,7 +17,6 @@ NOW = ("tape", "gemm", "--no-isolation", "--set", "shape=64", "--dtypes", "fp32,
 PARAMS = {"m": 64, "n": 64, "k": 64, "product": "forward", "operands": "cast"}
 FLOPS = 2 * 64**3
 PRODUCT = OperatorCount("gemm", "mm", inputs=("fp32[64,64]",) * 2, flops=FLOPS, bytes=3 * 64 * 64 * 4, path="fp32")
-APART = (replace(PRODUCT, operator="mul"), OperatorCount("gemm", "sum", bytes=100))
 
 
 def kept(store: Path, *operators: OperatorCount) -> str:
@@ -44,22 +43,9 @@ def test_rows_and_documents(store: Path, fp8bench: Say) -> None:
     assert [tape["tape"]["phases"][0]["flops"] for tape in json.loads(out)["tapes"]] == [FLOPS, FLOPS]
 
 
-def test_against_a_stored_run_what_fell_apart_is_named(store: Path, fp8bench: Say) -> None:
-    same = kept(store, PRODUCT)
-    code, out, _ = fp8bench(*NOW, "--against", same)
-    assert code == 0 and "every operator is called as often" in out and "bf16" not in out
-    other = kept(store, *APART)
-    _, out, _ = fp8bench(*NOW, "--against", other)
-    assert [line.split()[0] for line in out.splitlines() if " in 1" in line] == ["mm", "mul", "sum"]
-
-
-def test_what_cannot_be_told_is_refused(store: Path, fp8bench: Say) -> None:
-    without = kept(store)
-    code, _, error = fp8bench(*NOW, "--against", without)
+def test_a_run_without_tapes_says_how_to_get_them(store: Path, fp8bench: Say) -> None:
+    code, _, error = fp8bench("show", kept(store), "--tape")
     assert code == 2 and "has no tape" in unfolded(error) and "--tape" in error
-    other = kept(store, PRODUCT)
-    code, _, error = fp8bench("tape", "gemm", "--no-isolation", "--set", "shape=32", "--against", other)
-    assert code == 2 and "that run has none of these cases" in unfolded(error)
 
 
 def test_a_stored_run_shows_its_tapes(store: Path, fp8bench: Say) -> None:

@@ -103,7 +103,7 @@ def test_makers_are_known_by_what_a_worker_can_import() -> None:
     ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is for"), ({"data": "text.txt"}, "--data is for"),
     ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is for"),
     ({"sweep": (("micro-batches", ("1", "2")),)}, "arms would not read the same batches"),
-    ({"settings": {"make": "net.py"}}, "names no function. Give net.py:make"),
+    ({"settings": {"make": "net.py"}}, "names no function. Give module:function"),
 ])  # fmt: skip
 def test_options_of_the_built_in_models_are_refused(asked: dict[str, Any], words: str) -> None:
     settings = TrainerSettings(**{"make": "net.py:make", **asked.pop("settings", {})})

@@ -99,16 +99,12 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
     assert bounds == [(pytest.approx(250 / 3), pytest.approx(500 / 7), 100.0, False), (None, None, None, True)]
 
 
-def test_rows_of_ranks_and_of_a_failed_one() -> None:
+def test_rows_of_a_rank_that_failed() -> None:
     lost = Record(
         Case("collective", (("collective", "broadcast"),), "bf16", "cpu", ranks=2), NATIVE, Status.FAILED,
         reason="rank 1 of 2 failed", failed_rank=FailedRank(1, 2, "slot", "gemm", 21, 0.5),
     )  # fmt: skip
     run = run_of([record("fp32", "fp8_ring", 6000.0, 151.0), lost])
     tidy = rows(run, findings(run))
-    memory = {row["rank"]: row["median_in_unit"] for row in tidy if row["metric"] == "rank_memory"}
-    assert memory == {0: 300.0, 1: 400.0}
-    waits = [row["median_in_unit"] for row in tidy if row["metric"] == "rank_waiting_time"]
-    assert waits == [0.002, 0.0]
     failed = [row for row in tidy if row["status"] == "failed"]
     assert failed and {(row["failed_rank"], row["failed_phase"]) for row in failed} == {(1, "gemm")}

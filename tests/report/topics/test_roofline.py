@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.analysis.roofline import Pace, since
-from fp8bench.model import Ceilings, Label, Limit, Rate, Request, Verdict
+from fp8bench.model import Label, Limit, Request, Verdict
 from fp8bench.report.elements import Items, Text
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.roofline import how_to_know, sentences
-from tests.counts import for_each
 from tests.materials import Made, built, of_kind, part
 from tests.rooflines import CEILING, made
 from tests.runs import render_whole
@@ -49,26 +47,7 @@ def test_roofline() -> Told:
 
 def test_somebody_is_told_how_to_know_once_and_never_beside_a_roofline() -> None:
     run, findings = made(None)
-    assert " ".join(render_whole(run, findings).split()).count("fp8bench doctor --ceilings") == 1
+    assert " ".join(render_whole(run, findings).split()).count("fp8bench suite ceilings") == 1
     assert advice(made()) == "" and "doctor" not in render_whole(*made())
     bare = replace(run, records=tuple(replace(record, tape=None) for record in run.records))
     assert advice((bare, findings)) == ""
-
-
-def ceilings(*runs: float) -> Ceilings:
-    return Ceilings((Rate(Limit.COPY, runs=runs, shape=(1 << 20,)),))
-
-
-@for_each(
-    ("now", "pace"),
-    [((90.0, 91.0), Pace.SLOWER), ((96.0, 97.0), Pace.AS_BEFORE), ((112.0, 113.0), Pace.FASTER),
-     ((80.0, 90.0), Pace.UNCLEAR)],
-)  # fmt: skip
-def test_slower_is_below_all_of_before(now: tuple[float, ...], pace: Pace) -> None:
-    """By more than 5%; measurements that spread widely do not count."""
-    earlier = [ceilings(100.0, 101.0), ceilings(104.0, 105.0), ceilings(50.0, 150.0)]
-    (rate,) = ceilings(*now).rates
-    change = since(rate, earlier)
-    assert change is not None and change.pace is pace and change.before == (100.5, 104.5)
-    assert since(rate, []) is None and since(Rate(Limit.COPY, why="no"), earlier) is None
-    assert since(rate, earlier[2:]) == replace(change, before=(100.0,), pace=Pace.UNCLEAR)
