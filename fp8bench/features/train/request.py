@@ -383,10 +383,6 @@ class TrainingRequest:
     stride: int = _count(10, MOST_STEPS, "steps from one watched step to the next; default {default}")
     evaluate: int = _count(50, MOST_STEPS, "steps between validations; default {default}")
     keep: int = _count(50, MOST_STEPS, "steps between checkpoints; default {default}")
-    memory_limit: int | None = _as_in_a_run(
-        None, "memory_limit",
-        "memory for all arms together, like 2GiB, else they train in pairs; default the device's",
-    )  # fmt: skip
     energy: bool = _as_in_a_run(
         True, "energy", "measure no energy; else it is measured after the last step, where a device has a counter"
     )

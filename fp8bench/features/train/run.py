@@ -16,7 +16,7 @@ from statistics import median
 
 from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
-from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, turns_of
+from fp8bench.features.train.arms import arms_of_seed, check_room, check_training, device_of, make_arms
 from fp8bench.features.train.beginnings import prepare_text, started_from, with_scales
 from fp8bench.features.train.kind import KIND, ResumePlace, load_head, load_training, reopen_training, start_training
 from fp8bench.features.train.lab.lab import MODULE, Lab
@@ -90,8 +90,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
         place = writer.places[-1]
         writer.go_back(place)
         words = f"resumed from step {place.step}"
-        number = turns_of(training, kept.of(ArmCost)).turns[place.number].number
-        writer.append((TrainingEvent("", request.seed + number, place.step, "resumed", words),))
+        writer.append((TrainingEvent("", request.seed + place.number, place.step, "resumed", words),))
         return True, _WholeRun(replace(training, text=text), worker, writer, observer, resumed=True).trained()
 
 
@@ -191,7 +190,6 @@ def _reference(training: Training, worker: Worker) -> ArmState:
     return state
 
 
-APART = "its arms do not fit into memory together, and only windows measured side by side compare"
 SEVERAL = "several ranks train together, and energy is measured for one process only"
 # Steps that are timed to find out how long one takes.
 _FEW_STEPS = 3
@@ -205,9 +203,9 @@ class _WholeRun(TrainingRun):
         try:
             self.observer.begun(self.training)
             self._measure_memory()
-            turns = turns_of(self.training, self._known(ArmCost))
-            self._take(turns)
-            self._measure_energy(in_pairs=bool(turns.cut))
+            check_room(self.training, self._known(ArmCost))
+            self._train_seeds()
+            self._measure_energy()
             self.writer.finish("finished")
         except KeyboardInterrupt:
             with ignored(), contextlib.suppress(StoreError):  # without its last line it counts as unfinished, too
@@ -224,29 +222,16 @@ class _WholeRun(TrainingRun):
         with ignored():
             return load_training(self.writer.path)
 
-    def _take(self, turns: Turns) -> None:
+    def _train_seeds(self) -> None:
         place = self.writer.places[-1] if self.writer.places else ResumePlace(0, 0, 0)
-        out, pace, from_start = dict(place.out), SeedPace(), not self.resumed
-        if place.number == place.step == 0:
-            from_start, out = True, {**out, **turns.out}
-            self._tell(turns)
+        out, pace = dict(place.out), SeedPace()
+        from_start = not self.resumed or place.number == place.step == 0
         run = self.training, self.worker, self.writer, self.observer
         with Meters(energy=False) as meters:
             device = meters.of(self.training.device).device if self.training.device.accelerated else None
-            for number, turn in enumerate(turns.turns[place.number :], place.number):
-                self.observer.turn(number, len(turns.turns))
-                SeedRun(*run, number, turn, pace, out, device).run(from_start)
+            for number in range(place.number, self.training.request.seeds):
+                SeedRun(*run, number, pace, out, device).run(from_start)
                 from_start = True
-
-    def _tell(self, turns: Turns) -> None:
-        seed = self.training.request.seed
-        events = [TrainingEvent(arm, seed, 0, "out", words) for arm, words in turns.out.items()]
-        if turns.cut:
-            events.append(TrainingEvent("", seed, 0, "pairs", turns.cut))
-        kept = {(event.kind, event.arm) for event in self._known(TrainingEvent)}
-        if events := [event for event in events if (event.kind, event.arm) not in kept]:
-            self.writer.append(events)
-            self.observer.trained(0, 0, events)
 
     def _known(self, kind: type[L]) -> tuple[L, ...]:
         return load_training(self.writer.path).of(kind)
@@ -276,7 +261,7 @@ class _WholeRun(TrainingRun):
         if missing and self.training.device.accelerated:
             self.worker.restart()  # a process that has recorded a GPU's memory is not used for timing
 
-    def _measure_energy(self, in_pairs: bool) -> None:
+    def _measure_energy(self) -> None:
         """In windows of each arm's own, with further steps of the arms that the last seed left in memory."""
         request = self.training.request
         missing = self._without(lambda cost: cost.energy) if request.energy else []
@@ -288,9 +273,8 @@ class _WholeRun(TrainingRun):
         else:
             with Meters() as meters:
                 meter = meters.of(self.training.device)
-                if meter.kind is SourceKind.NONE or in_pairs:
-                    why = meter.why if meter.kind is SourceKind.NONE else APART
-                    uses = {arm.name: EnergyUse(meter.kind.value, why=why) for arm in missing}
+                if meter.kind is SourceKind.NONE:
+                    uses = {arm.name: EnergyUse(meter.kind.value, why=meter.why) for arm in missing}
                 else:
                     uses = self._in_windows(missing, meter)
         self._keep(*(ArmCost(name, request.seed, request.steps, energy=use) for name, use in uses.items()))

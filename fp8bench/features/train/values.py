@@ -183,8 +183,6 @@ class LayerReading(StreamLine):
 BYTES_PER_PARAMETER = "bytes_per_parameter"
 # the time of a watched step, watching included;
 WATCHED_SECONDS = "watched_seconds"
-# the time of the reference's same step next to an arm, where not all arms fit into memory together;
-REFERENCE_SECONDS = "reference_seconds"
 # bytes that a rank sends to others in a step, with operation and dtype ('all_to_all uint8') as the layer;
 WIRE_BYTES = "wire_bytes"
 # in a user's own loop, when it begins: gradients are not cleared, the optimizer has lost its moments, or another
@@ -192,8 +190,6 @@ WIRE_BYTES = "wire_bytes"
 GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN = "gradients_left", "moments_gone", "others_train"
 # Kinds of events. A step was not finite;
 NOT_FINITE = "not-finite"
-# an arm was trained without the reference alongside;
-UNPAIRED = "unpaired"
 # an arm's products are in another precision than its own;
 FALLBACK = "fallback"
 # how much of a user's own model an arm converts;
@@ -236,7 +232,7 @@ class Validation(StreamLine):
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
     """Something that happened in a step: 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped',
-    'resumed', 'pairs' (not all arms fit into memory), or one of the kinds named above. `layer` and `tensor` say where,
+    'resumed', or one of the kinds named above. `layer` and `tensor` say where,
     `values` what was seen there, `remedy` what may help."""
 
     kind: str
@@ -307,9 +303,6 @@ class TrainingObserver:
 
     def begun(self, training: Training) -> None:
         """The training starts or resumes."""
-
-    def turn(self, place: int, turns: int) -> None:
-        """Some arms begin all steps of a seed, or resume them: turn `place`, counted from 0, of so many."""
 
     def working(self, arm: str, doing: str) -> None:
         """An arm is measured, outside its steps."""

@@ -61,7 +61,7 @@ def test_arguments_equal_the_command_line(text: Path, store: Path) -> None:
 def test_impossible_arguments_are_refused_before_training(text: Path, store: Path) -> None:
     with pytest.raises(UnknownName, match="unknown argument of train 'lr_rate'"):
         fp8bench.train(lr_rate=1e-3)
-    for name, value in (("clip", -1), ("margin", 0), ("memory_limit", 0)):
+    for name, value in (("clip", -1), ("margin", 0)):
         with pytest.raises(UsageError, match=name):
             fp8bench.train(**{name: value})
     with pytest.raises(RunNotFound, match="no trainings yet"):

@@ -56,7 +56,7 @@ def newest(store: Path) -> KeptTraining:
     (["--json", "--csv", "-"], "both print on stdout"), (["--dry-run", "--csv", "-"], "--dry-run measures nothing"),
     (["--resume", "last"], "The store has no trainings yet"), (["--step", "3"], "Did you mean '--steps'?"),
     (["--fail-on", "worse,divreged"], "Did you mean 'diverged'"), (["--live", "no/x.html"], "there is no directory"),
-    (["--live", "a.html", "--dry-run"], "nothing for --live"), (["--on-alarm", " "], "given no command"),
+    (["--live", "a.html", "--dry-run"], "nothing for --live"),
     (["--resume", "last", "--steps", "3"], "and --steps was given too"),
 ])  # fmt: skip
 def test_an_impossible_command_line_is_one_sentence(words: list[str], sentence: str, say: Say, local: None) -> None:

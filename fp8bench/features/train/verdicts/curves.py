@@ -20,8 +20,6 @@ from functools import cached_property
 from fp8bench.analysis.compare.interval import quantile
 from fp8bench.features.train.values import (
     NOT_FINITE,
-    REFERENCE_SECONDS,
-    StepFigure,
     StepRow,
     StreamLine,
     TrainingEvent,
@@ -55,14 +53,12 @@ class Void(StrEnum):
 
 @dataclass(frozen=True)
 class Curve:
-    """One arm in one seed: its rows in the order of steps, of which `steps` were asked for. `reference_seconds` are
-    times of the reference's steps next to this arm, where they differ from those in the reference's rows."""
+    """One arm in one seed: its rows in the order of steps, of which `steps` were asked for."""
 
     steps: int
     rows: tuple[StepRow, ...] = ()
     held_out: Mapping[int, float] = field(default_factory=dict)
     events: frozenset[str] = frozenset()
-    reference_seconds: Mapping[int, float] = field(default_factory=dict)
 
     @cached_property
     def losses(self) -> tuple[float, ...]:
@@ -109,11 +105,10 @@ def _curve(lines: Sequence[StreamLine], steps: int) -> Curve:
     """Of several lines for one step the last counts."""
     rows = {line.step: line for line in lines if isinstance(line, StepRow)}
     looks = (line for line in lines if isinstance(line, Validation) and line.of == HELD_OUT)
-    figures = (line for line in lines if isinstance(line, StepFigure) and line.name == REFERENCE_SECONDS)
     events = (line.kind for line in lines if isinstance(line, TrainingEvent))
     return Curve(
         steps, tuple(row for _, row in sorted(rows.items())), {look.step: look.loss for look in looks},
-        frozenset(events), {figure.step: figure.value for figure in figures},
+        frozenset(events),
     )  # fmt: skip
 
 
