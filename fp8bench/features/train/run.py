@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
-from fp8bench.features.train.arms import arms_of_seed, check_room, check_training, device_of, make_arms
+from fp8bench.features.train.arms import check_room, check_training, device_of, make_arms
 from fp8bench.features.train.beginnings import prepare_text, started_from, with_scales
-from fp8bench.features.train.kind import KIND, ResumePlace, load_head, load_training, reopen_training, start_training
+from fp8bench.features.train.kind import ResumePlace, load_training, reopen_training, start_training
 from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.lab.rank_lab import MERGES
@@ -32,14 +31,12 @@ from fp8bench.features.train.values import (
     ArmState,
     KeptTraining,
     L,
-    StepRow,
     TokenSpan,
     Training,
     TrainingEvent,
     TrainingObserver,
     TrainingText,
 )
-from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.features.train.words import coverage_words
 from fp8bench.measure import arm as measured
 from fp8bench.measure.environment import gather
@@ -94,14 +91,13 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
         return True, _WholeRun(replace(training, text=text), worker, writer, observer, resumed=True).trained()
 
 
-def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, float, list[str], float | None]:
-    """A training as planned, its reference's state, the seconds of steps of arms whose precision was trained here
-    before, the other arms, and the spread of gaps between seeds."""
+def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState]:
+    """A training as planned, and its reference's state."""
     request = with_scales(started_from(request, store), store)
     with _ready(request, store) as (worker, text):
         training = _plan(request, worker, text)
         _coverage_events(training, worker)
-        return training, _reference(training, worker), *_expected(training, store)
+        return training, _reference(training, worker)
 
 
 def _differences(training: Training, today: Training) -> Iterator[str]:
@@ -300,37 +296,3 @@ class _WholeRun(TrainingRun):
             meter, rule, request.seed, lambda arm, share: self.observer.working(arm.key, "measuring the energy")
         )
         return uses | {name: taken.use for name, taken in windows.measure(running, self.worker).items()}
-
-
-_LOOKED_AT = 20
-_SAME = (
-    "make", "model", "arch", "batch", "sequence", "micro_batches", "checkpointing", "compile", "parallel",
-    "wire", "optimizer", "updates", "schedule",
-)  # fmt: skip
-
-
-def _expected(training: Training, store: Path) -> tuple[float, list[str], float | None]:
-    """The seconds of all steps by the newest trainings like it, the arms without one, and the deviation of gaps."""
-    request = training.request
-    known: dict[str, float] = {}
-    deviations: list[float] = []
-    for path in KIND.files(store)[:_LOOKED_AT]:
-        with contextlib.suppress(StoreError):
-            head = load_head(path)
-            if _conditions(head) != _conditions(training):
-                continue
-            kept, modes = load_training(path), {arm.name: arm.precision for arm in head.arms}
-            seconds = together((modes[row.arm], row.seconds) for row in kept.of(StepRow) if row.seconds > 0)
-            known = {mode: median(times) for mode, times in seconds.items()} | known
-            if head.request.steps == request.steps:
-                gaps = [arm.judged.gap for arm in verdicts_of(head, kept.lines).arms]
-                deviations += [gap.deviation for gap in gaps if gap and gap.pairs > 1]
-    arms = [arm for number in range(request.seeds) for arm in arms_of_seed(training.arms, number)]
-    expected = sum(request.steps * known.get(arm.precision, 0.0) for arm in arms)
-    unknown = list(dict.fromkeys(arm.name for arm in arms if arm.precision not in known))
-    return expected, unknown, median(deviations) if deviations else None
-
-
-def _conditions(training: Training) -> tuple[object, ...]:
-    settings = (getattr(training.request.settings, name) for name in _SAME)
-    return training.device.name, training.request.threads, training.request.ranks, *settings

@@ -82,7 +82,7 @@ def test_a_training_is_printed_kept_shown_and_exported(say: Say, fp8bench: Say, 
     assert code == 0 and "seed 1/1, step 4/4: bf16 " in err and "Traceback" not in err
     kept, told = newest(store), " ".join(out.split())
     key, name = kept.training.id, Path(kept.path).parent.name
-    assert kept.finished and not kept.troubles and re.search(r"\n  fp8 +cannot tell +loss [-+]\d", out)
+    assert kept.finished and not kept.troubles and re.search(r"\n  fp8 +cannot tell", out)
     assert "1 seed counts" in told and "nondeterminism is zero" in fp8bench("show", key, "--all")[1]
     rows = Path("rows.csv").read_text().splitlines()
     (loss,) = (row.split(",")[-1] for row in rows if re.match("fp8,fp8,candidate,0,3,StepRow,.*,loss,", row))
@@ -97,8 +97,6 @@ def test_a_training_is_printed_kept_shown_and_exported(say: Say, fp8bench: Say, 
     run.unlink()
     assert all(fp8bench("show", word) == (0, out, "") for word in (key, key[:4], "last"))
     assert f"{key} of {kept.training.started[:10]} " in fp8bench("history", "list", "--runs")[1]
-    planned = " ".join(say(*TINY, "--dtypes", "bf16,fp8,mxfp8", "--seeds", "100", "--dry-run")[1].split())
-    assert re.search(r"time: about [\d.]+ \w+.* for the steps, .*, without mxfp8", planned)
     assert len(KIND.files(store)) == 1
     code, again, err = say("--resume", "last")
     assert (code, again) == (0, out) and f"training {key} is finished; nothing was missing" in err
