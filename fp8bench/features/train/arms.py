@@ -36,7 +36,7 @@ MOST_ARMS = 64
 # Settings that have to be the same in all arms, which share weights and batches, or that no sweep can express.
 _SHARED = {
     "make", "skip", "model", "arch", "batch", "sequence", "rates", "precision_map", "scales", "parallel",
-    "shift", "start", "tasks", "metric",
+    "start", "tasks", "metric",
 }  # fmt: skip
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
@@ -106,9 +106,8 @@ def check_training(request: TrainingRequest) -> None:
 # Settings of the built-in models and of how ranks divide them.
 _BUILT_IN = (
     "model", "arch", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention", "parallel",
-    "wire", "shift", "tasks",
+    "wire", "tasks",
 )  # fmt: skip
-_TEXT_OPTIONS = ("data", "tokens")
 
 
 def _check_own(request: TrainingRequest) -> None:
@@ -129,7 +128,7 @@ def _check_own(request: TrainingRequest) -> None:
         function_named(name)
     swept = {axis.replace("-", "_") for axis, _ in request.sweep}
     given = [word for word in _BUILT_IN if getattr(settings, word) != getattr(usual, word) or word in swept]
-    given += [word for word in _TEXT_OPTIONS if getattr(request, word) != getattr(TrainingRequest(), word)]
+    given += ["data"] if request.data is not None else []
     if given:
         raise UsageError(
             f"--{given[0].replace('_', '-')} is for built-in models and texts, and {name} gives its own. Leave it out."

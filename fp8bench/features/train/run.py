@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
+from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault, as_usage
 from fp8bench.features.train.arms import check_room, check_training, device_of, make_arms
 from fp8bench.features.train.beginnings import prepare_text, started_from, with_scales
 from fp8bench.features.train.kind import ResumePlace, load_training, reopen_training, start_training
@@ -124,12 +124,7 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
             text = no_text(settings.make)
         else:
             sequence = config_of(settings, 1).sequence
-            text = prepare_text(request.data, request.tokens, store / "data", sequence)
-            if settings.shift < 1 and text.other is None:
-                raise UsageError(
-                    "--shift needs a text of another kind: there is none in the tokens of a .bin, nor in a Python "
-                    "without its documentation. Leave it out, or give --data a text."
-                )
+            text = prepare_text(request.data, store / "data", sequence)
         worker = _worker(request, Settings(request.threads, request.seed, request.imports))
         try:
             yield worker, text
@@ -140,7 +135,7 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
 
 def no_text(make: str) -> TrainingText:
     nothing = TokenSpan("", 0, 0)
-    return TrainingText(nothing, nothing, None, 0, "own", f"batches of {make}")
+    return TrainingText(nothing, nothing, 0, "own", f"batches of {make}")
 
 
 def _plan(request: TrainingRequest, worker: Worker, text: TrainingText, command: str = "") -> Training:

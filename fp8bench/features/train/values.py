@@ -27,17 +27,14 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Tokens to train on, to validate on (held out), and of another kind if there are any. `tokens` is 'bytes' (a token
-    a byte), 'bpe' (tokens from 256 on are `merges` of two tokens each), or 'given' (a token file, whose bytes are
-    unknown). `identity` identifies the text by its digest."""
+    """Tokens to train on and to validate on (held out). `tokens` is 'bytes' (a token a byte) or 'given' (a token file,
+    whose bytes are unknown). `identity` identifies the text by its digest."""
 
     train: TokenSpan
     held_out: TokenSpan
-    other: TokenSpan | None
     vocabulary: int
     tokens: str
     identity: str
-    merges: tuple[tuple[int, int], ...] = ()
 
 
 class ArmRole(StrEnum):
@@ -210,23 +207,19 @@ class StepFigure(StreamLine):
 
 @dataclass(frozen=True)
 class Validation(StreamLine):
-    """The loss per token on text that was never trained on; `of` says which text, and how it was evaluated. `of` is
-    'held-out', 'other-text', 'position:0-127' or 'quantised:fp8'. `bytes` is the length of the tokens' text, if
-    known."""
+    """The loss per token on text that was never trained on; `of` says which part, and how it was evaluated: 'held-out',
+    'position:0-127' or 'quantised:fp8'."""
 
     of: str
     loss: float
     tokens: int
-    bytes: int | None
 
     @property
     def perplexity(self) -> float:
-        return _exponential(self.loss)
-
-    @property
-    def perplexity_by_byte(self) -> float | None:
-        """Compares texts whose tokens differ; None where the bytes are unknown."""
-        return None if not self.bytes else _exponential(self.loss * self.tokens / self.bytes)
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
 
 @dataclass(frozen=True)
@@ -259,13 +252,6 @@ class ArmCost(StreamLine):
     memory: MemoryUse | None = None
     energy: EnergyUse | None = None
     why: str = ""
-
-
-def _exponential(value: float) -> float:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
 
 
 @dataclass(frozen=True)

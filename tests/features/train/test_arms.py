@@ -210,7 +210,7 @@ SETTINGS: dict[str, list[Any]] = {
     "dropout": [1.0, -0.1], "clip": [-1, float("inf"), True, "1/", "1/layer", "much/kind"],
     "loss_scale": ["0.5", "8589934592", "big", 1024.0, "nan"], "optimizer_states": ["fp8"], "master": ["bf16"],
     "gradients": ["fp16"], "checkpointing": ["yes"], "compile": ["maybe"], "attention": ["low"],
-    "on_nan": ["ignore"], "shift": [-0.1, 1.1], "start": [3],
+    "on_nan": ["ignore"], "start": [3],
     "tasks": ["copy"], "metric": ["pkg:f", ("",)], "precision_map": [(("mlp",),), "mlp=fp8"],
     "parallel": ["pp"], "wire": ["int8"], "make": [3], "skip": ["head"],
     "optimizer": ["rmsprop", "adamw:betas=0.9", "adamw:betas=0.9,1", "sgd:weight_decay=-1"],
@@ -220,7 +220,7 @@ SETTINGS: dict[str, list[Any]] = {
 ASKED: dict[str, list[Any]] = {
     "dtypes": [(), "fp8", (8,)], "reference": [8], "steps": [0, 1.5, True], "seeds": [0], "seed": [-1],
     "margin": [0, 1, -0.01, float("nan")], "sweep": [(("history", ()),)], "device": [""], "threads": [0], "data": [""],
-    "tokens": ["words"], "stride": [0], "evaluate": [0], "keep": [0],
+    "stride": [0], "evaluate": [0], "keep": [0],
     "imports": ["x"], "isolation": [None],
     "energy": ["yes"],
     "bands": ["one-ulp", ("chaos",)], "ranks": [0, 1, 2, True],

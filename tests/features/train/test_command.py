@@ -50,7 +50,6 @@ def newest(store: Path) -> KeptTraining:
     (["--rate", "0"], "--rate: expected a number above 0"),
     (["--loss-scale", "0.5"], "--loss-scale: expected auto, dynamic, or"),
     (["--optimizer", "adamw:betas=0.9"], "two numbers from 0 to 0.999999 as betas"),
-    (["--tokens", "words"], "--tokens: expected bytes"),
     (["--device", "cuda:9"], "unknown device on this machine 'cuda:9'"),
     (["--data", "nowhere.txt"], "nowhere.txt cannot be read"), (["--wire", "fp8"], "--wire is for several ranks"),
     (["--json", "--csv", "-"], "both print on stdout"), (["--dry-run", "--csv", "-"], "--dry-run measures nothing"),

@@ -184,7 +184,7 @@ def test_what_a_rank_sends_in_a_step_is_told() -> None:
 
 
 STEPS = 40
-LOOKS = tuple(Validation(arm, seed, STEPS, "held-out", loss, 1000, 500)
+LOOKS = tuple(Validation(arm, seed, STEPS, "held-out", loss, 1000)
               for arm, loss in (("bf16", 2.1), ("fp8", 2.15)) for seed in range(5))  # fmt: skip
 LINES = (*lines({**GAPS, REPEAT.name: [0.0]}, STEPS), *LOOKS)
 

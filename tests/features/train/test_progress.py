@@ -32,7 +32,7 @@ from tests.report.data.test_loggers import Wandb
 from tests.trainings import NotedTraining, row_of, training
 
 SHOWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-LOOK = Validation("bf16", 0, 10, "held-out", 3.25, 64, 64)
+LOOK = Validation("bf16", 0, 10, "held-out", 3.25, 64)
 
 
 @pytest.fixture

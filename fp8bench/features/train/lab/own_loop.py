@@ -88,7 +88,7 @@ class OwnLoop:
 
     def held_out(self, value: Tensor | float, tokens: int = 1) -> None:
         """Give the present loss on held-out data."""
-        self._told((Validation(self._name, 0, self._step, "held-out", float(value), tokens, None),))
+        self._told((Validation(self._name, 0, self._step, "held-out", float(value), tokens),))
 
     def _optimized(self) -> list[Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

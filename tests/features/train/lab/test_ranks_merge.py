@@ -102,7 +102,7 @@ def test_further_figures_looks_and_events() -> None:
     for name, value in (("output_amax", 2.0), ("gradient_snr", 1.5)):
         figure = StepFigure("fp8", 0, 3, name, 1.0, "a")
         assert one(figure, replace(figure, value=2.0)) == replace(figure, value=value)
-    look = Validation("fp8", 0, 3, "held-out", 2.0, 64, 64)
+    look = Validation("fp8", 0, 3, "held-out", 2.0, 64)
     assert merged("validate", [(look,), (replace(look, loss=3.0),)]) == (replace(look, loss=2.5),)
     event = TrainingEvent("fp8", 0, 3, "not-finite", "the loss is nan")
     placed = replace(event, words="the input of a", layer="a")
