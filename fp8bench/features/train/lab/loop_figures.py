@@ -293,12 +293,6 @@ def gains_of(model: nn.Module) -> dict[str, Tensor]:
     return {path: gain for path, gain in gains if isinstance(gain, nn.Parameter) and gain.ndim == 1}
 
 
-def dropouts_of(model: nn.Module) -> Iterator[tuple[str, float]]:
-    for path, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            yield path, module.p if module.training else 0.0
-
-
 # A loss may be scaled and averaged in at most so many operations after its cross entropy.
 _CHAIN = 8
 

@@ -18,8 +18,6 @@ from fp8bench.features.train.lab.readings import Figures, dense, read
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
 from fp8bench.features.train.values import UNSEEN, StepFigure, StepRow, StreamLine, TrainingEvent, Validation
 
-# How many micro-batches a step has is not known beforehand: expect several.
-_SEVERAL = 2
 # After so many updates in a row without a row of figures, an event says why.
 _SILENT = 3
 
@@ -101,7 +99,7 @@ class OwnLoop:
     def _begin(self) -> None:
         self._is_first = True
         if is_watched(self._step, self._stride):
-            self._seen = self._attached.enter_context(self._watch.step(_SEVERAL))
+            self._seen = self._attached.enter_context(self._watch.step())
         self._began = time.perf_counter()
 
     def _given(self, module: nn.Module, *given: Any) -> None:

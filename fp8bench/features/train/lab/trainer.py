@@ -65,8 +65,7 @@ class Trainer:
         self._lowered = 1.0  # share of all rates, which --on-nan lower-rate halves
         self._schedule = RateSchedule(settings, task.steps)
         self.loss_scale = loss_scale_of(settings, self.precision.loss_scale)
-        examples, inside = self.made.tokens // settings.micro_batches, settings.compile == "no"
-        self.watch = ModelWatch(self.model, arm.name, task.seed, examples, inside)
+        self.watch = ModelWatch(self.model, arm.name, task.seed, settings.compile == "no")
 
     @property
     def tokens(self) -> int:

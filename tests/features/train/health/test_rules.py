@@ -267,19 +267,6 @@ def test_a_layer_that_is_slow_on_purpose_raises_no_alarm() -> None:
         assert not Health((ARM,), slow).see(updates(lambda number, factor=factor: factor))
 
 
-@for_each(("name", "reference", "own", "apart", "cause"), [
-    ("inputs", 1.0, 1.0, 0.0, "arithmetic"), ("inputs", 1.0, 2.0, 0.0, "data"), ("dropout", 0.1, 0.2, 0.0, "dropout"),
-    ("dropout", 0.1, 0.1, 0.04, "dropout"), ("dropout", 0.1, 0.1, 0.001, "arithmetic"),
-])  # fmt: skip
-def test_a_gap_names_its_cause(name: str, reference: float, own: float, apart: float, cause: str) -> None:
-    lines = [replace(line, loss=3 * (1 + apart * (line.arm == "fp8"))) if line.step == 0 else line
-             for line in gap(0.04)]  # fmt: skip
-    seen = [StepFigure(arm, 0, 0, "inputs", 1.0) for arm in ("bf16", "fp8") if name != "inputs"]
-    seen += [StepFigure(arm, 0, 0, name, value) for arm, value in (("bf16", reference), ("fp8", own))]
-    (event,) = Health((ARM, FP8)).see([*seen, *lines])
-    assert f"By its {cause}: " in event.words
-
-
 def test_a_gap_is_to_the_reference_at_the_arms_rate() -> None:
     rate = (("rate", 4e-3),)
     arms = ARM, Arm("bf16 rate=0.004", "bf16", ArmRole.OTHER_RATE, rate), Arm("fp8", "fp8", settings=rate)

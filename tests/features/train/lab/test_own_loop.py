@@ -136,7 +136,6 @@ def test_the_loop_is_the_same_and_says_everything(parts: int) -> None:
     assert keys == both | {("table", "weight"), ("table", "gradient")}
     figures = {(line.name, line.layer) for line in of(StepFigure, lines)}
     assert {("update_ratio", "head"), ("embedding_spread", "table"), ("memory", "")} <= figures
-    assert (("noise_scale", "") in figures) == (parts > 1)
     assert {line.step for line in of(LayerReading, lines)} == {0, 2, 4}
 
 

@@ -99,7 +99,7 @@ def test_memory_is_that_of_the_rank_that_takes_most_with_that_of_each() -> None:
 
 def test_further_figures_looks_and_events() -> None:
     """The largest of what is a largest, else the mean; an event that one rank alone can place is that rank's."""
-    for name, value in (("output_amax", 2.0), ("gradient_snr", 1.5)):
+    for name, value in (("output_amax", 2.0), ("gain", 1.5)):
         figure = StepFigure("fp8", 0, 3, name, 1.0, "a")
         assert one(figure, replace(figure, value=2.0)) == replace(figure, value=value)
     look = Validation("fp8", 0, 3, "held-out", 2.0, 64)
