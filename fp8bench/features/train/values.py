@@ -224,7 +224,7 @@ class Validation(StreamLine):
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
-    """Something that happened in a step: 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped',
+    """Something that happened in a step: 'not-finite', 'alarm', 'scale-halved', 'stopped',
     'resumed', or one of the kinds named above. `layer` and `tensor` say where,
     `values` what was seen there, `remedy` what may help."""
 

@@ -26,7 +26,6 @@ from fp8bench.features.train.values import StreamLine, TrainingEvent, Validation
 from fp8bench.report.data.loggers import LogTarget
 from fp8bench.report.elements import Table, Tone
 from tests.cli.test_progress import Clock, Screen
-from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, REFERENCE
 from tests.report.data.test_loggers import Wandb
 from tests.trainings import NotedTraining, row_of, training
@@ -105,26 +104,6 @@ def test_the_time_left_is_of_the_rest_of_a_resumed_training(clock: Clock) -> Non
         clock.now += 10
     left = [re.search("about (.*) left", line) for line in said]
     assert [found and found[1] for found in left] == [None, "20 s", "10 s", None]
-
-
-@for_each("size", [(20, 5), (41, 8), (80, 24), (150, 40)])
-def test_a_board_is_never_wider_nor_higher_than_the_terminal(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
-) -> None:
-    """After a change of size the whole screen is cleared, as it is unknown how the board was wrapped."""
-    screen, now = Screen(), [(150, 40)]
-    monkeypatch.setattr(live, "_size", lambda stream: now[0])
-    board = TrainingBoard(screen, {"NO_COLOR": "1"}, str, clock)
-    board.begun(training())
-    board.trained(0, 5, rows(0, 0, 5))
-    before, now[0] = len(screen.getvalue()), size
-    clock.now += 1
-    board.trained(0, 10, rows(0, 5, 10))
-    drawn = screen.getvalue()[before:]
-    lines = SHOWN.sub("", drawn).replace("\r", "").split("\n")
-    assert max(map(len, lines)) <= size[0] and len(lines) <= size[1]
-    assert ("\x1b[2J" in drawn) == (size != (150, 40)) and not re.search(r"\x1b\[\d*m", drawn.replace("\x1b[0m", ""))
-    board.close()
 
 
 def test_a_lost_terminal_ends_no_training(clock: Clock) -> None:

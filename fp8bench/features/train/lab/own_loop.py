@@ -123,9 +123,7 @@ class OwnLoop:
 
     def _backward_begins(self, root: Tensor | None) -> None:
         self._reached = False
-        anew = self._habits.backward_begins()
-        if anew and self._seen is not None:
-            self._seen.sketches.clear()
+        self._habits.backward_begins()
         if self._seen is not None and root is not None and not self._predictions:
             self._predictions = predictions_of(root)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.loop_figures import GradientSketches, gains_of
+from fp8bench.features.train.lab.loop_figures import gains_of
 from fp8bench.features.train.lab.readings import (
     Figures,
     Number,
@@ -197,7 +197,6 @@ class WatchedStep:
         self.tensors: dict[tuple[str, str], Figures] = {}
         self.named: dict[tuple[str, str], Number] = {}
         self._watch = watch
-        self.sketches = GradientSketches()
         begin_peak(watch.device)
         for module, path in watch.modules.items():
             self._attach(path, module, stack)
@@ -214,10 +213,6 @@ class WatchedStep:
             self.named["update_ratio", path.removesuffix(".weight")] = norm / sizes[path]
         for path, gain in self._watch.gains.items():
             self.named["gain", path] = torch.linalg.vector_norm(gain, dtype=torch.float32) / math.sqrt(gain.numel())
-        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if alone:  # with several ranks a gradient is the mean of all, and the sketch is of one
-            for layer, cosine in self.sketches.cosines(self._watch.weights):
-                self.named["gradient_cosine", layer] = cosine
 
     def _attach(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         arithmetic: object = getattr(module, "arithmetic", None)
@@ -246,8 +241,6 @@ class WatchedStep:
             return
         if ("output_amax", path) not in self.named and output.is_floating_point():
             self.named["output_amax", path] = largest_magnitude(output)
-        if given and isinstance(given[0], Tensor):
-            self.sketches.passed(module, given[0], output)
         if both_sides and given and isinstance(given[0], Tensor):
             self._see(path, Role.INPUT, given[0])
         if both_sides and output.requires_grad and output.numel() > 1:

@@ -141,7 +141,6 @@ ILL: dict[str, tuple[Callable[[], Iterable[StreamLine]], int]] = {
     "gradients-left": (lambda: row_with(20, GRADIENTS_LEFT), 20),
     "moments-gone": (lambda: row_with(20, MOMENTS_GONE), 20),
     "no-update": (lambda: rows(60, rate=lambda step: 0.0 if step >= 30 else 1e-3), 34),
-    "layer-gradient": (lambda: figures("gradient_cosine", (1.0, 0.4, -0.9)), 20),
     "same-inputs": (lambda: given((0.0, 0.0, 5.0, 15.0)), 30),
     "loss-above-guessing": (lambda: guessing(lambda step: wavering(150.0, step)), 15),
     "loss-leaked": (lambda: rows(60, loss=lambda step: wavering(0.01 if step >= 40 else 1.0, step)), 42),
@@ -198,7 +197,6 @@ WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
     "all data in each step": lambda: given((0.0, 10.0, 20.0, 30.0), 512),
     "bags of words": lambda: readings(20, "input", zeros=lambda number: 0.995),
     "an input that grows": lambda: readings(30, "input", scale=lambda _: 1.0, amax=lambda number: 2.0 * 1.3**number),
-    "gradients that are clipped by value": lambda: figures("gradient_cosine", (1.0, 0.6, 0.1)),
     "gains that are learned": lambda: figures("gain", (0.0, 0.1, 0.5, 0.9)),
     "a layer whose group is slow":
         lambda: (StepFigure("bf16", 0, 0, "rate_share", 0.02, "blocks.0"), *updates(lambda number: 0.02)),
