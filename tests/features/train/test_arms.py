@@ -109,8 +109,6 @@ def ranks(settings: TrainerSettings, count: int = 2, **changes: Any) -> dict[str
 
 REFUSED: dict[str, dict[str, Any]] = {
     "unknown dtype 'fb8'. Did you mean 'fp8'": {"dtypes": ("bf16", "fb8")},
-    "unknown dtype 'bf61'. Did you mean 'bf16'": {"reference": "bf61"},
-    "unknown dtype 'msamp-o4'": {"dtypes": ("bf16", "msamp-o4")},
     "bf16 has nothing to be compared with": {"dtypes": ("bf16",)},
     "msamp-o2 is one of MS-AMP's levels": {"dtypes": ("msamp-o2",)},
     "msamp-o1 is one of MS-AMP's levels": {"dtypes": ("bf16", "msamp-o1"), "reference": "msamp-o1"},
@@ -121,7 +119,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "unknown setting or option to sweep 'histroy'. Did you mean 'history'": {
         "dtypes": DELAYED, "sweep": (("histroy", ("1",)),),
     },
-    "unknown setting or option to sweep 'model'": {"sweep": (("model", ("nano",)),)},
     "--sweep rate: 'x' is not a number": {"sweep": (("rate", ("x",)),)},
     "--sweep rate: rate must be a number above 0": {"sweep": (("rate", ("-1",)),)},
     "4 micro-batches do not divide the 2 sequences of a step": {"sweep": (("micro-batches", ("4",)),)},
@@ -149,7 +146,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--wire has no effect": ranks(DDP, wire="fp8"),
     "--parallel tp cannot cut nano for --ranks 3": ranks(TP, 3),
     "--arch mlp does not go with --parallel tp": ranks(TP, arch="mlp"),
-    "--arch moe does not go with --parallel tp": ranks(TP, arch="moe"),
     "--gradients bf16 does not go with --parallel tp": ranks(TP, gradients="bf16"),
     "--sweep wire: wire must be one of": {**ranks(SP), "sweep": (("wire", ("fp9",)),)},
     "--dropout 0.1 does not go with --parallel sp": ranks(SP, dropout=0.1),

@@ -33,7 +33,6 @@ from fp8bench.model import MemoryUse
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.elements import Chart, Lines, Page, Table
 from fp8bench.report.page import html, markdown
-from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, REPEAT, judged, lines, training
@@ -107,20 +106,6 @@ def test_alarms_stand_on_the_curves_by_their_rules() -> None:
     last = dict(loss.series)["bf16"][-1]
     assert last is not None and last.flag == "plateau"
     assert {name for name, _ in gap.series} == {"fp8"}
-    text = html.render(made)
-    assert text.count(">loss-gap</text>") == 4 and text.count(">plateau</text>") == 10
-    ended = page(alarm(40, "not-finite"),
-                 change=lambda row: replace(row, loss=NAN) if row.arm == "fp8" and row.step >= 40 else row)  # fmt: skip
-    chart = element(ended, "loss", Lines)
-    known = [(place, mark) for place, mark in zip(chart.places, dict(chart.series)["fp8"], strict=True) if mark]
-    assert known[0][0] == "1" and int(known[-1][0]) <= 40 and known[-1][1].flag == "not-finite"
-
-
-def test_the_gap_is_drawn_by_its_last_two_thirds() -> None:
-    made = page(change=lambda row: replace(row, loss=3 * row.loss) if row.arm == "fp8" and row.step < 8 else row)
-    chart = element(made, "gap", Lines)
-    assert chart.settled == len(chart.places) // 3 and "on an axis of their own" in html.render(made)
-    assert "on an axis of their own" not in draw(replace(chart, settled=0))
 
 
 def test_pace_and_memory_over_steps() -> None:

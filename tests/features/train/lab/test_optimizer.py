@@ -19,7 +19,7 @@ import fp8bench
 from fp8bench.errors import UsageError
 from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab import rates
-from fp8bench.features.train.lab.low_precision import AutomaticScale, StochasticWeights, stochastic_bf16
+from fp8bench.features.train.lab.low_precision import AutomaticScale, stochastic_bf16
 from fp8bench.features.train.lab.models import check
 from fp8bench.features.train.lab.rates import (
     LossScale,
@@ -187,25 +187,6 @@ def test_stochastic_rounding_keeps_the_mean_and_what_bf16_has() -> None:
     assert torch.equal(stochastic_bf16(same.float(), drawn), same)
     odd = stochastic_bf16(torch.tensor([math.inf, -math.inf, math.nan]), drawn)
     assert odd[0] == math.inf and odd[1] == -math.inf and bool(odd[2].isnan())
-
-
-def test_updates_too_small_for_bf16_are_kept_on_average() -> None:
-    """A weight of 1 that falls by 0.0001 a step loses 0.1 in a thousand steps on average, and nothing when rounded to
-    nearest. The same seed rounds alike."""
-    own = [nn.Parameter(torch.ones(4096))]
-    weights, nearest = StochasticWeights(own), torch.ones(4096)
-    for number in range(1000):
-        weights.draws(number)
-        nearest = (nearest - 1e-4).bfloat16().float()
-        with weights.present(), torch.no_grad():
-            own[0] -= 1e-4
-            weights.round(own)
-    assert sum(tensor.nbytes for tensor in weights.kept()) == 2 * 4096 and not own[0].untyped_storage().nbytes()
-    assert torch.equal(nearest, torch.ones(4096))
-    (kept,) = weights.kept()
-    assert float(kept.double().mean()) == pytest.approx(0.9, abs=0.002)
-    first, second = (StochasticWeights([nn.Parameter(torch.full((64,), 1.001))]) for _ in range(2))
-    assert torch.equal(first.kept()[0], second.kept()[0])
 
 
 def trained(skipped: int = -1, **settings: Any) -> list[list[Tensor]]:
