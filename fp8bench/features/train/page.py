@@ -61,9 +61,9 @@ def _worth_showing(element: Element) -> bool:
 
 
 def _memory(kept: KeptTraining) -> Iterator[Element]:
-    """When the first forward pass has ended; of older trainings at the highest point of a step."""
     uses = {cost.arm: cost.memory for cost in kept.of(ArmCost) if cost.memory is not None}
-    known = {name: dict(use.forward or use.roles) for name, use in uses.items()}
+    common = any(use.forward for use in uses.values())  # not kept of older trainings
+    known = {name: dict(use.forward if common else use.roles) for name, use in uses.items()}
     shown = [role for role in MemoryRole if any(role.value in roles for roles in known.values())]
 
     def size(role: str, name: str) -> int | None:
@@ -75,8 +75,8 @@ def _memory(kept: KeptTraining) -> Iterator[Element]:
         *(Col(MEMORY_WORDS[role], partial(size, role.value), number=True, show=units.size) for role in shown),
     ]
     if known:
-        title = "Tensors when the first forward pass has ended, each arm alone in memory"
-        yield table("memory", title, cols, list(known))
+        when = "when the first forward pass has ended" if common else "at the highest point of a step"
+        yield table("memory", f"Tensors {when}, each arm alone in memory", cols, list(known))
 
 
 # Points of a line, and at most so many arms have their tensors drawn.

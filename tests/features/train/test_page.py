@@ -120,10 +120,12 @@ def test_memory_of_arms_is_compared_at_one_moment() -> None:
     """When the forward pass has ended; each arm has its own peak. Older trainings have only the peak."""
     forward = (("weights", 1 << 20), ("activations", 1 << 20))
     use = MemoryUse(3 << 20, (("weights", 1 << 20), ("activations", 2 << 20)), forward=forward)
-    old = page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, memory=replace(use, forward=())))
-    assert cells(old, "memory") == [
-        ["bf16", "3.00 MiB", "1.00 MiB", "1.00 MiB"], ["fp8", "3.00 MiB", "1.00 MiB", "2.00 MiB"],
+    other = replace(use, forward=(("weights", 1 << 20), ("activations", 1 << 19)))
+    assert cells(page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, memory=other)), "memory") == [
+        ["bf16", "3.00 MiB", "1.00 MiB", "1.00 MiB"], ["fp8", "3.00 MiB", "1.00 MiB", "512 KiB"],
     ]  # fmt: skip
+    old = page(ArmCost("bf16", 0, memory=replace(use, forward=())))
+    assert cells(old, "memory") == [["bf16", "3.00 MiB", "1.00 MiB", "2.00 MiB"]]
     lost = page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, why="it could not be measured"))
     assert column(lost, "memory") == ["3.00 MiB", "-"]
     assert "fp8: it could not be measured" in markdown.render(lost)
