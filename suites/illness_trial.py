@@ -139,17 +139,12 @@ def heavier(loop: Loop, factor: float, kind: type[nn.Module] = nn.Linear, number
     loop.layer(kind, number).weight.detach().mul_(factor)
 
 
-def negative(gradient: Tensor) -> Tensor:
-    return -gradient
-
-
 def stopped(loop: Loop) -> None:
     for parameter in list(loop.model.parameters())[-4:]:
         parameter.requires_grad_(False)
         parameter.grad = None
 
 
-NANO_LAYER = "inner.blocks.0.mlp.up"
 ROSE, FIXED, STILL, RATE = "loss-back-up", "no-update", "same-inputs", "a rate too high from the start"
 ADAM, SGD, CNN, LSTM = "MLP, AdamW", "MLP, SGD with momentum", "CNN with batch norm", "LSTM, clipped"
 ADAPTERS = "adapters of low rank"
@@ -196,18 +191,7 @@ KINDS = (
     Kind("gradients a 64th", "nano", "gradient-scale", lambda loop: scale_left_in(loop, 2.0**-6)),
     *(Kind("answers among the inputs", style, "loss-leaked", told_answers) for style in (ADAM, CNN)),
     *(Kind("moments gone on resume", style, "moments-gone", forgets_moments) for style in (ADAM, ADAPTERS)),
-    Kind("a layer's gradient reversed", ADAM, "layer-gradient", lambda loop: loop.hook(negative)),
-    Kind("a layer's gradient reversed", CNN, "layer-gradient",
-         lambda loop: loop.hook(negative, loop.layer(nn.Conv2d, 1))),
-    Kind("a layer's gradient reversed", "nano", "layer-gradient",
-         lambda loop: loop.hook(negative, loop.model.get_submodule(NANO_LAYER))),
-    Kind("a layer's gradient zeroed", "four micro-batches", "layer-gradient",
-         lambda loop: loop.hook(torch.zeros_like, loop.layer(nn.Linear, 1))),
-    Kind("a layer's gradient zeroed", "nano", "layer-gradient",
-         lambda loop: loop.hook(torch.zeros_like, loop.model.get_submodule(NANO_LAYER))),
-    Kind("an adapter's gradient reversed", ADAPTERS, "layer-gradient",
-         lambda loop: loop.hook(negative, loop.model.get_submodule("3.up"))),
-    Kind("a head that is frozen by mistake", "two optimizers", "layer-stands-still layer-gradient", stopped),
+    Kind("a head that is frozen by mistake", "two optimizers", "layer-stands-still", stopped),
     *(Kind("labels that are always wrong", style, ROSE, wrong_labels) for style in (ADAM, "CNN, two micro-batches")),
     Kind("a model left in eval mode", "MLP, dropout", "unseen", lambda loop: loop.model.eval()),
     Kind("a weight that is infinite", "LSTM, SGD", "not-finite tensor-not-finite",

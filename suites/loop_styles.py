@@ -64,9 +64,6 @@ class Loop:
     def layer(self, kind: type[nn.Module] = nn.Linear, number: int = 0) -> Any:
         return [module for module in self.model.modules() if isinstance(module, kind)][number]
 
-    def hook(self, change: Callable[[Tensor], Tensor], layer: Any = None) -> None:
-        (layer or self.layer()).weight.register_hook(change)
-
     def rate(self, factor: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] *= factor

@@ -276,7 +276,7 @@ def train(path: Path) -> int:
     verdicts: dict[str, Counter[str]] = defaultdict(Counter)
     sentences, facts = [], lab.probe()[0]
     with scratch() as folder:
-        text = prepare_text(None, "bytes", folder, SETTINGS.sequence)
+        text = prepare_text(None, folder, SETTINGS.sequence)
         for arms, rate, group in ((arms, rate, group) for arms, rate, count in STUDIES for group in range(count)):
             among = verdicts_of(*study(lab, facts, text, arms, rate, SEEDS * group))
             for verdict in among.arms:

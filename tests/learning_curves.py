@@ -21,7 +21,7 @@ from fp8bench.model import Environment
 from tests.facts import CPU
 
 TEXT = TrainingText(
-    TokenSpan("t.bin", 0, 900), TokenSpan("t.bin", 910, 1000), None, 256, "bytes", "0" * 64
+    TokenSpan("t.bin", 0, 900), TokenSpan("t.bin", 910, 1000), 256, "bytes", "0" * 64
 )  # fmt: skip
 REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
 CANDIDATE = Arm("fp8", "fp8", native=False)
@@ -46,7 +46,7 @@ def rows(arm: str, seed: int, losses: Sequence[float], seconds: float = 0.01, to
 
 
 def held_out(arm: str, seed: int, step: int, loss: float) -> Validation:
-    return Validation(arm, seed, step, "held-out", loss, 1000, 1000)
+    return Validation(arm, seed, step, "held-out", loss, 1000)
 
 
 def curve(steps: int, end: float, start: float = 5.5) -> list[float]:

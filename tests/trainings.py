@@ -91,7 +91,7 @@ class FakeLab(Worker):
         step = self.steps[arm]
         loss = row_of(arm, self.task.seed, step).loss + 0.125
         looks = ("held-out", "quantised:fp8") if last else ("held-out",)
-        return tuple(Validation(arm, self.task.seed, step, of, loss, 64, 64) for of in looks)
+        return tuple(Validation(arm, self.task.seed, step, of, loss, 64) for of in looks)
 
     def _drop(self, arm: str) -> None:
         del self.steps[arm]
@@ -176,7 +176,7 @@ def small(**changes: Any) -> TrainingRequest:
 def training(number: int = 1) -> Training:
     """A training that has just begun."""
     request, span = small(), TokenSpan("text.tokens", 0, 10_000)
-    text = TrainingText(span, span, None, 256, "bytes", "text:0123abcd", ((256, 97),))
+    text = TrainingText(span, span, 256, "bytes", "text:0123abcd")
     return Training(
         f"{number:08x}", f"2026-01-05T12:00:{number:02d}.000+00:00", "fp8bench train", request,
         make_arms(request, CPU), CPU, Environment({"commit": "f" * 40, "machine": "box"}), text, 1000,

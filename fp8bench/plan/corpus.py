@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import platform
+import sys
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import open_file, read_file, write_whole
-from fp8bench.plan.bpe import encoded
 
 MOST_BYTES = 8 << 20
 LEAST_BYTES = 64 << 10
@@ -102,13 +102,20 @@ def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus
     digest = hashlib.sha256(text).hexdigest()
     path = folder / f"{digest[:16]}.tokens"
     if write:
-        write_tokens(path, lambda: encoded(text, ()))
+        write_tokens(path, lambda: byte_tokens(text))
     return Corpus(str(path.resolve()), name, digest, len(text))
 
 
 def default_identity() -> str:
     """Returns the identity of the default text."""
     return prepare_corpus(None, Path(), write=False).identity
+
+
+def byte_tokens(text: bytes) -> bytes:
+    """Returns a token of 16 bits for each byte, in the machine's byte order."""
+    plain = bytearray(2 * len(text))
+    plain[0 if sys.byteorder == "little" else 1 :: 2] = text
+    return bytes(plain)
 
 
 def write_tokens(path: Path, tokens: Callable[[], bytes]) -> None:

@@ -105,7 +105,6 @@ def option(chance: random.Random, files: dict[str, str]) -> list[str]:
         lambda: ["--arch", one("gpt", "cnn", "rnn")],
         lambda: ["--sweep", one("history=1,16", "rate=0.1", "loss-scale=dynamic,0", "model=nano")],
         lambda: ["--loss-scale", one("auto", "1024", "0.5")],
-        lambda: ["--tokens", one("bytes", "bpe:8", "words")],
         lambda: ["--tolerance", one("0", "0.5", "100")],
         lambda: ["--device", one("cpu", "cuda", "cuda:7", "rocm")],
         lambda: ["--data", one(*files.values())],

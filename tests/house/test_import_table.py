@@ -152,8 +152,6 @@ LAZY_ALLOWED: dict[str, frozenset[str]] = {
     # A kernel's process has none of the judge's modules.
     "fp8bench.features.audit.host": frozenset({"fp8bench.features.audit.model"}),
     "fp8bench.model.file_names": frozenset({"hashlib"}),
-    # Some distributions leave it out.
-    "fp8bench.features.train.beginnings": frozenset({"pydoc_data.topics"}),
     # --help imports neither model nor report.
     "fp8bench.cli.main": frozenset({"fp8bench.plan.asked_suites", "fp8bench.user_code", "fp8bench.cli.config_file"}),
     "fp8bench.cli.streams": frozenset({"fp8bench.report.elements", "fp8bench.report.terminal.layout"}),

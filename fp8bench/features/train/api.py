@@ -103,7 +103,6 @@ def train(
     rates: Mapping[str, float] | None = None,
     log: str | Iterable[str] = (),
     live: str | Path | None = None,
-    on_alarm: str | None = None,
     store: str | Path = DEFAULT_STORE,
     progress: bool = True,
     observer: TrainingObserver | None = None,
@@ -134,7 +133,7 @@ def train(
     try:
         kept, page = folder("store", store), None if live is None else Path(live)
         check_files({"live": page})
-        with _observing(observer, progress) as inner, outward(inner, kept, page, on_alarm, targets) as outer:
+        with _observing(observer, progress) as inner, outward(inner, kept, page, targets) as outer:
             done = train_all(request, kept, outer, command_line())
     finally:
         if here:

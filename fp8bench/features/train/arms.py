@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.errors import UnknownName, UsageError
@@ -25,7 +25,7 @@ from fp8bench.features.train.tasks import check_sequence
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
 from fp8bench.nn.sizes import SIZES
-from fp8bench.plan.make import check_limit, device_named
+from fp8bench.plan.make import device_named
 from fp8bench.plan.precision_map import check_keys, check_mixed
 from fp8bench.registry import precisions
 from fp8bench.suggestions import meant_name
@@ -36,7 +36,7 @@ MOST_ARMS = 64
 # Settings that have to be the same in all arms, which share weights and batches, or that no sweep can express.
 _SHARED = {
     "make", "skip", "model", "arch", "batch", "sequence", "rates", "precision_map", "scales", "parallel",
-    "shift", "start", "tasks", "metric",
+    "start", "tasks", "metric",
 }  # fmt: skip
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
@@ -58,8 +58,6 @@ LEVELS: Mapping[str, Arm] = {
 def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
     """The reference, its bands and candidates; refused ones say why. Raises UsageError where nothing can be
     compared."""
-    if request.memory_limit is not None:
-        check_limit(request.memory_limit, facts)
     arms = tuple(supported(arm, request, facts) for arm in _named(request))
     if arms[0].skip:
         raise UsageError(f"the reference {arms[0].name} cannot be trained on {facts.key}: {arms[0].skip}.")
@@ -108,9 +106,8 @@ def check_training(request: TrainingRequest) -> None:
 # Settings of the built-in models and of how ranks divide them.
 _BUILT_IN = (
     "model", "arch", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention", "parallel",
-    "wire", "shift", "tasks",
+    "wire", "tasks",
 )  # fmt: skip
-_TEXT_OPTIONS = ("data", "tokens")
 
 
 def _check_own(request: TrainingRequest) -> None:
@@ -131,7 +128,7 @@ def _check_own(request: TrainingRequest) -> None:
         function_named(name)
     swept = {axis.replace("-", "_") for axis, _ in request.sweep}
     given = [word for word in _BUILT_IN if getattr(settings, word) != getattr(usual, word) or word in swept]
-    given += [word for word in _TEXT_OPTIONS if getattr(request, word) != getattr(TrainingRequest(), word)]
+    given += ["data"] if request.data is not None else []
     if given:
         raise UsageError(
             f"--{given[0].replace('_', '-')} is for built-in models and texts, and {name} gives its own. Leave it out."
@@ -253,55 +250,21 @@ def supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
 _USABLE = 0.9
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Arms that are trained together in a seed, counted from 0; `first` is True for a seed's first turn."""
-
-    number: int
-    arms: tuple[Arm, ...]
-    first: bool = True
-
-
-@dataclass(frozen=True)
-class Turns:
-    """All turns of a training in order, why arms are out for lack of memory, and why not all arms are together."""
-
-    turns: tuple[Turn, ...]
-    out: Mapping[str, str]
-    cut: str = ""
-
-
-def turns_of(training: Training, costs: Iterable[ArmCost]) -> Turns:
-    """All arms together, else pairs with the reference, else alone, by each arm's own memory; together where that is
-    unknown. Ranks on a CPU share its memory. Raises UsageError where the reference alone does not fit."""
-    request, facts = training.request, training.device
-    room = (request.memory_limit or int(_USABLE * facts.memory_bytes)) // (1 if facts.accelerated else facts.ranks)
-    seeds = [arms_of_seed(training.arms, number) for number in range(request.seeds)]
-    lead, *others = seeds[0]
-    peaks = {cost.arm: (sum(size for _, size in cost.kept), cost.memory.peak) for cost in costs if cost.memory}
-
-    def needs(*arms: Arm) -> int:
-        """What all of them keep between steps, plus the most that a step of one adds to it."""
-        pairs = [peaks[lead.name if arm.is_band else arm.name] for arm in arms]
-        return sum(kept for kept, _ in pairs) + max(0, *(peak - kept for kept, peak in pairs))
-
-    known = all(arm.is_band or arm.name in peaks for arm in seeds[0])
-    if not room or not known or needs(*seeds[0]) <= room:
-        return Turns(tuple(Turn(number, arms) for number, arms in enumerate(seeds)), {})
-    if needs(lead) > room:
+def check_room(training: Training, costs: Iterable[ArmCost]) -> None:
+    """Raises UsageError where the arms do not fit into memory together, if what each takes is known. Ranks on a CPU
+    share its memory."""
+    facts = training.device
+    room = int(_USABLE * facts.memory_bytes) // (1 if facts.accelerated else facts.ranks)
+    lead, *_ = arms = arms_of_seed(training.arms, 0)
+    sizes = {
+        cost.arm: (sum(bytes_kept for _, bytes_kept in cost.kept), cost.memory.peak) for cost in costs if cost.memory
+    }
+    pairs = [sizes.get(lead.name if arm.is_band else arm.name) for arm in arms]
+    known = [pair for pair in pairs if pair is not None]
+    # What all keep between steps, plus the most that a step of one adds to it.
+    needed = sum(kept for kept, _ in known) + max((peak - kept for kept, peak in known), default=0)
+    if room and len(known) == len(arms) and needed > room:
         raise UsageError(
-            f"the reference {lead.name} needs {size(needs(lead))} at the peak of a step, and there are {size(room)}. "
-            "Choose a smaller --model, --batch or --sequence."
+            f"the {len(arms)} arms need {size(needed)} together, and there are {size(room)}. Train fewer at a time "
+            "(--dtypes, --bands none), or choose a smaller --model, --batch or --sequence."
         )
-    out = {
-        arm.name: f"it needs {size(needs(arm))} alone, and there are {size(room)}"
-        for arm in others if needs(arm) > room
-    }  # fmt: skip
-    words = f"all need {size(needs(*seeds[0]))} together, and there are {size(room)}: they train beside the reference"
-    turns = []
-    for number, arms in enumerate(seeds):
-        fitting = [arm for arm in arms[1:] if arm.name not in out]
-        pairs: list[tuple[Arm, ...]] = [(lead, arm) for arm in fitting if needs(lead, arm) <= room]
-        parts = [*(pairs or [(lead,)]), *((arm,) for arm in fitting if needs(lead, arm) > room)]
-        turns += [Turn(number, part, place == 0) for place, part in enumerate(parts)]
-    return Turns(tuple(turns), out, words)

@@ -1,6 +1,6 @@
 """What a training begins with: its texts, and weights or scales from elsewhere.
 
-A text becomes 16-bit tokens, one a byte or by byte pairs; token files as nanoGPT writes them are mapped in place. The
+A text becomes 16-bit tokens, one a byte; token files as nanoGPT writes them are mapped in place. The
 last tenth is held out, after a gap of one window, unless the text has its own held-out part. What is named in a request
 is resolved and stored in it, so that a resumed training begins with the same.
 """
@@ -17,12 +17,11 @@ from typing import Any
 from fp8bench.errors import UsageError
 from fp8bench.features.train.kind import KIND, load_head, load_training, newest_checkpoint, training_named
 from fp8bench.features.train.lab.models import config_of, layers_of
-from fp8bench.features.train.request import TrainingRequest, file_of, merges_of
+from fp8bench.features.train.request import TrainingRequest, file_of
 from fp8bench.features.train.tasks import TASK_TEXT, text_of
 from fp8bench.features.train.values import LayerReading, TokenSpan, TrainingText
 from fp8bench.files import MEMORY_BYTES, check_file, open_file, read_file
-from fp8bench.plan.bpe import BYTES, Merges, encoded, learnt_merges
-from fp8bench.plan.corpus import name_of, named_text, replace_tokens, write_tokens
+from fp8bench.plan.corpus import byte_tokens, name_of, named_text, replace_tokens
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
 from fp8bench.store.runs.listing import largest_scales, load_named, refuse_no_scales, scales_of
@@ -56,27 +55,19 @@ class _Source:
         return cls(name, text[:place], text[place:])
 
 
-def prepare_text(data: str | None, tokens: str, folder: Path, sequence: int) -> TrainingText:
+def prepare_text(data: str | None, folder: Path, sequence: int) -> TrainingText:
     """Token files are made in `folder`, once for each text. Raises UsageError where there is no text, or too little."""
-    merges = merges_of(tokens)
-    assert merges is not None  # checked by the request
     files = None if data is None else _token_files(Path(data))
     if data is not None and data.startswith(TASK_TEXT):
-        if merges:
-            raise UsageError(f"--data {data} is made of bytes: leave --tokens {tokens} out.")
-        text = _tokenized(_Source(*text_of(data, sequence), whole=False), 0, folder, sequence)
+        text = _tokenized(_Source(*text_of(data, sequence), whole=False), folder, sequence)
         text = replace(text, train=replace(text.train, every=sequence))
     elif files is None:
-        text = _tokenized(_source(data), merges, folder, sequence)
-    elif merges:
-        raise UsageError(f"--data {data} has its own tokens: leave --tokens {tokens} out.")
+        text = _tokenized(_source(data), folder, sequence)
     else:
         text = _mapped(files, sequence)
     title = "Python's own sources" if data is None else f"--data {data}"
     _check_length(f"{title}: the part to train on", text.train, sequence)
     _check_length(f"{title}: the held-out part", text.held_out, sequence)
-    if text.other is not None:
-        _check_length("the other text", text.other, sequence)
     return text
 
 
@@ -88,74 +79,15 @@ def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
         )
 
 
-def _tokenized(source: _Source, merges: int, folder: Path, sequence: int) -> TrainingText:
-    digest = hashlib.sha256(source.train + source.held_out).hexdigest()
-    learnt, trained, whole = _token_file(source, digest, merges, folder)
-    gap = sequence if source.whole else 0
-    total = whole.stat().st_size // _BYTES_A_TOKEN
-    return TrainingText(
-        TokenSpan(str(whole.resolve()), 0, trained),
-        TokenSpan(str(whole.resolve()), trained + gap, total),
-        _other_text(learnt, folder),
-        BYTES + len(learnt),
-        "bpe" if merges else "bytes",
-        f"{source.name}:{digest[:8]}",
-        learnt,
-    )
-
-
-def _token_file(source: _Source, digest: str, merge_count: int, folder: Path) -> tuple[Merges, int, Path]:
-    """The merges, the number of tokens to train on, and the file. Merges are learnt from the training part only."""
-    if not merge_count:
-        path = folder / f"{digest[:16]}.tokens"
-        tokens = encoded(source.train + source.held_out, ())
-        if not path.is_file() or read_file(path) != tokens:  # a crash may leave a wrong file of the right length
-            replace_tokens(path, tokens)
-        return (), len(source.train), path
-    key = f"{digest[:16]}-{len(source.train)}-{merge_count}"
-    path, notes = folder / f"{key}.tokens", folder / f"{key}.json"
-    known = _noted(notes, path)
-    if known is None:
-        merges = learnt_merges(source.train, merge_count)
-        train = encoded(source.train, merges)
-        tokens = train + encoded(source.held_out, merges)
+def _tokenized(source: _Source, folder: Path, sequence: int) -> TrainingText:
+    whole = source.train + source.held_out
+    digest, trained = hashlib.sha256(whole).hexdigest(), len(source.train)
+    path, tokens = folder / f"{digest[:16]}.tokens", byte_tokens(whole)
+    if not path.is_file() or read_file(path) != tokens:  # a crash may leave a wrong file of the right length
         replace_tokens(path, tokens)
-        known = merges, len(train) // _BYTES_A_TOKEN
-        replace_tokens(notes, json.dumps((*known, _digest(known, tokens))).encode())
-    return *known, path
-
-
-def _noted(notes: Path, path: Path) -> tuple[Merges, int] | None:
-    """The stored merges and number of training tokens; None where the notes are unreadable or of other tokens."""
-    try:
-        merges, trained, digest = json.loads(read_file(notes))
-        known = tuple((int(first), int(second)) for first, second in merges), int(trained)
-        return known if digest == _digest(known, read_file(path)) else None
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _digest(known: tuple[Merges, int], tokens: bytes) -> str:
-    return hashlib.sha256(repr(known).encode() + tokens).hexdigest()
-
-
-def _other_text(merges: Merges, folder: Path) -> TokenSpan | None:
-    text = _documentation()
-    if not text:
-        return None
-    digest = hashlib.sha256(text + repr(merges).encode()).hexdigest()
-    path = folder / f"{digest[:16]}.tokens"
-    write_tokens(path, lambda: encoded(text, merges))
-    return TokenSpan(str(path.resolve()), 0, path.stat().st_size // _BYTES_A_TOKEN)
-
-
-def _documentation() -> bytes:
-    """Python's reference as prose, which nearly every Python has and which is not among its sources."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        return b""
-    return "\n\n".join(topics[name] for name in sorted(topics)).encode()
+    name, begun = str(path.resolve()), trained + (sequence if source.whole else 0)
+    held_out = TokenSpan(name, begun, len(whole))
+    return TrainingText(TokenSpan(name, 0, trained), held_out, 256, "bytes", f"{source.name}:{digest[:8]}")
 
 
 def _source(data: str | None) -> _Source:
@@ -250,7 +182,7 @@ def _mapped(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
         highest, digest = max(highest, high), hashlib.sha256((digest + more).encode()).hexdigest()
     name = name_of(str(train.parent if train.name == "train.bin" else train))
     return TrainingText(
-        TokenSpan(str(train.resolve()), 0, length), held_out, None, highest + 1, "given", f"{name}:{digest[:8]}"
+        TokenSpan(str(train.resolve()), 0, length), held_out, highest + 1, "given", f"{name}:{digest[:8]}"
     )
 
 

@@ -14,7 +14,7 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.options import add_options_of, check_alone, shared
 from fp8bench.cli.outputs import check_outputs, in_store, tell
 from fp8bench.cli.streams import complain
-from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName, UsageError
+from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
 from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.kind import KIND, training_named
 from fp8bench.features.train.request import (
@@ -33,7 +33,7 @@ from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT
 
 _BESIDE_RESUME = {
-    "--resume", "--store", "--json", "--csv", "--explain", "--log", "--fail-on", "--live", "--on-alarm",
+    "--resume", "--store", "--json", "--csv", "--explain", "--log", "--fail-on", "--live",
 }  # fmt: skip
 _REQUEST = TrainingRequest()
 
@@ -90,8 +90,6 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=words)
     group.add_argument("--live", type=Path, metavar="FILE", help="write its page there while it trains, for a browser")
-    words = "shell command to run at alarms, with a sentence for each on its stdin: --on-alarm 'mail -s fp8bench me'"
-    group.add_argument("--on-alarm", metavar="COMMAND", help=words)
     shared(group, "--explain")
     shared(group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table")
     shared(group, "--csv", help="also write its lines there, one figure a row; '-' prints them instead of the table")
@@ -120,8 +118,6 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.after_run import log_kept
 
     check_outputs(arguments)
-    if arguments.on_alarm is not None and not arguments.on_alarm.strip():
-        raise UsageError("--on-alarm was given no command. Give one for the shell, like 'mail -s fp8bench me'.")
     for name in arguments.fail_on:
         if name not in FAILURES:
             raise UnknownName("reason to fail", name, FAILURES)
@@ -152,7 +148,7 @@ def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
     from fp8bench.features.train.progress import on_terminal, outward
 
     try:
-        wanted = arguments.store, arguments.live, arguments.on_alarm, arguments.log
+        wanted = arguments.store, arguments.live, arguments.log
         with only_once(), on_terminal() as observer, outward(observer, *wanted) as outer:
             yield outer
     except NotKept as error:

@@ -11,26 +11,20 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import fmean, median
-from typing import TypeVar
 
 from fp8bench import units
 from fp8bench.features.train.values import ArmRole, KeptTraining, StepFigure, StepRow, TrainingEvent, Validation
 from fp8bench.features.train.verdicts.curves import HELD_OUT, Curve, Key, gap_of, gaps_at, last_of
 from fp8bench.features.train.verdicts.summary import JudgedTraining
-from fp8bench.features.train.view import POSITION
-from fp8bench.report.elements import ChartAxis, ChartPoint, Element, Lines, Mark, Scatter, Tone
-from fp8bench.report.page.drawing.scale import POINTS
+from fp8bench.report.elements import ChartAxis, Element, Lines, Mark, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.words.naming import many
 
-P = TypeVar("P", int, str)
 # The means of each curve in the windows before the ends; and an arm's name with its marks.
 Windows = dict[Key, list[float]]
 Series = tuple[str, tuple[Mark | None, ...]]
-# At most so many alarms of a point show their sentences on hovering.
-_MOST_TOLD = 3
 # At most so many points of a curve are drawn; the CSV has every number.
 _PLACES = 60
 # Name, title, the value of the steps from one point to the next, and whether the chart is folded.
@@ -56,7 +50,6 @@ def losses(judged: JudgedTraining) -> Iterator[Element]:
     yield from gap_curves(kept, judged.curves, ends, judged.verdicts.reference)
     yield from loss_curves(kept, means, ends)
     yield from held_out_curves(kept)
-    yield from loss_by_time(judged, means, ends)
 
 
 def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
@@ -115,62 +108,22 @@ def _flagged(kept: KeptTraining, series: Iterable[Series], ends: Sequence[int]) 
 def _with_flag(mark: Mark, alarms: Sequence[TrainingEvent]) -> Mark:
     if not alarms:
         return mark
-    words = [f"{alarm.rule} in step {alarm.step} of seed {alarm.seed}: {alarm.words}" for alarm in alarms[:_MOST_TOLD]]
-    more = [f"and {many(len(alarms) - _MOST_TOLD, 'more alarm')}"] if len(alarms) > _MOST_TOLD else []
-    flag = ", ".join(dict.fromkeys(alarm.rule for alarm in alarms))
-    return replace(mark, tone=Tone.BAD, flag=flag, hint="\n".join(filter(None, (mark.hint, *words, *more))))
+    return replace(mark, tone=Tone.BAD, flag=", ".join(dict.fromkeys(alarm.rule for alarm in alarms)))
 
 
 def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
     arms = [arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS)]
-    known = _known_looks(kept, HELD_OUT, lambda look: look.step)
+    looks = (look for look in kept.of(Validation) if look.of == HELD_OUT and math.isfinite(look.loss))
+    known = together(((look.arm, look.step), look.loss) for look in looks)
     steps = sorted({step for _, step in known})
+    series = [
+        (arm, tuple(Mark("", fmean(own)) if (own := known.get((arm, step))) else None for step in steps))
+        for arm in arms
+    ]
     yield Lines(
         "held-out", "Loss on held-out text", "Means over seeds, of text that was never trained on.", _places(steps),
-        ChartAxis(f"{_unit(kept)}, by steps done"), _drawn(_means(arms, known, steps)),
+        ChartAxis(f"{_unit(kept)}, by steps done"), _drawn(series),
     )  # fmt: skip
-
-
-def loss_by_place(kept: KeptTraining) -> Iterator[Element]:
-    arms = [arm.name for arm in kept.training.arms if not arm.is_band]
-    known = _known_looks(kept, POSITION, lambda look: look.of.removeprefix(POSITION))
-    places = list(dict.fromkeys(place for _, place in known))
-    yield Lines(
-        "places", "Loss by place in the context", "Means over seeds, of held-out text after the last step.",
-        tuple(places), ChartAxis("loss in nats a token, by tokens from the beginning"),
-        _drawn(_means(arms, known, places)),
-    )  # fmt: skip
-
-
-def _known_looks(kept: KeptTraining, of: str, at: Callable[[Validation], P]) -> dict[tuple[str, P], list[float]]:
-    looks = (look for look in kept.of(Validation) if look.of.startswith(of) and math.isfinite(look.loss))
-    return together(((look.arm, at(look)), look.loss) for look in looks)
-
-
-def _means(arms: Iterable[str], known: Mapping[tuple[str, P], list[float]], places: Sequence[P]) -> Iterator[Series]:
-    for arm in arms:
-        yield arm, tuple(Mark("", fmean(own)) if (own := known.get((arm, place))) else None for place in places)
-
-
-def loss_by_time(judged: JudgedTraining, means: Windows, ends: Sequence[int]) -> Iterator[Element]:
-    """Native arms, a line for each seed; watched steps count as the median step."""
-    points, names = [], {arm.name for arm in judged.training.arms if arm.native and not arm.is_band}
-    own = ((key, curve) for key, curve in judged.curves.items() if key[0] in names)
-    timed = {key: curve for key, curve in own if any(row.seconds for row in curve.rows)}
-    stride = max(1, -(-len(timed) * len(ends) // POINTS))
-    for (name, seed), curve in timed.items():
-        usual = median(row.seconds for row in curve.rows if row.seconds > 0)
-        elapsed = list(accumulate(row.seconds or usual for row in curve.rows))
-        for end, loss in [*zip(ends, means[name, seed], strict=True)][::-stride][::-1]:
-            if math.isfinite(loss):
-                where = f"seed {seed}, {many(end, 'step')}"
-                points.append(ChartPoint(name, where, elapsed[end - 1], loss, strand=f"seed {seed}"))
-    joined = tuple(dict.fromkeys(point.series for point in points))
-    if len(joined) > 1:
-        yield Scatter(
-            "loss-by-time", "Training loss over time", "Native arms, a line for each seed, by the time of their steps.",
-            ChartAxis("time of the steps", "s"), ChartAxis(_unit(judged.kept)), tuple(points), joined=joined,
-        )  # fmt: skip
 
 
 def figure_curves(judged: JudgedTraining) -> Iterator[Element]:
@@ -209,35 +162,22 @@ def _pace_and_memory(kept: KeptTraining, arms: Mapping[str, Curve], ends: Sequen
         "point, without watched ones.",
         _places(ends), ChartAxis("tokens/s, by steps done"), _drawn(series), folded=True,
     )  # fmt: skip
-    yield _of_all_arms(
-        kept, "memory-over-steps", "Memory over steps",
-        "All arms together, in watched steps of the first seed.",
-        ChartAxis("bytes in use, by steps done", "B"), {"memory": "all arms"},
-    )  # fmt: skip
-    yield _of_all_arms(
-        kept, "device-use", "Use of the device over steps",
-        "By its driver, whichever arms were training: the share of about a second in which kernels ran, and "
-        "in which memory was read or written. The first seed.",
-        ChartAxis("share of the time, by steps done", "%"),
-        {"device_use": "kernels", "device_memory_use": "memory"}, 100,
-    )  # fmt: skip
+    yield _memory_over_steps(kept)
 
 
-def _of_all_arms(
-    kept: KeptTraining, name: str, title: str, words: str, axis: ChartAxis, figures: Mapping[str, str], times: float = 1
-) -> Lines:
-    """`figures` maps names of figures to names of lines; of several values in a step the largest is drawn."""
-    seed, most = kept.training.request.seed, dict[tuple[str, int], float]()
+def _memory_over_steps(kept: KeptTraining) -> Lines:
+    """Of all arms together; of several figures in a step the largest is drawn."""
+    seed, most = kept.training.request.seed, dict[int, float]()
     for figure in kept.of(StepFigure):
-        if figure.name in figures and figure.seed == seed:
-            most[figure.name, figure.step] = max(times * figure.value, most.get((figure.name, figure.step), 0.0))
-    steps = sorted({step for _, step in most})
+        if figure.name == "memory" and figure.seed == seed:
+            most[figure.step] = max(figure.value, most.get(figure.step, 0.0))
+    steps = sorted(most)
     steps = steps[:: max(1, -(-len(steps) // _PLACES))]
-    series = (
-        (line, tuple(Mark("", value) if (value := most.get((of, step))) is not None else None for step in steps))
-        for of, line in figures.items()
-    )
-    return Lines(name, title, words, _places(step + 1 for step in steps), axis, _drawn(series), folded=True)
+    return Lines(
+        "memory-over-steps", "Memory over steps", "All arms together, in watched steps of the first seed.",
+        _places(step + 1 for step in steps), ChartAxis("bytes in use, by steps done", "B"),
+        _drawn([("all arms", tuple(Mark("", most[step]) for step in steps))]), folded=True,
+    )  # fmt: skip
 
 
 def windows_of(curves: Mapping[Key, Curve], ends: Sequence[int]) -> Windows:
@@ -264,7 +204,7 @@ def _gap(gaps: Sequence[float]) -> Mark | None:
     if gap is None:
         return None
     low, high = (gap.shown.low, gap.shown.high) if gap.shown is not None else (None, None)
-    return Mark("", gap.point, low, high, hint=f"of {many(gap.pairs, 'seed')}")
+    return Mark("", gap.point, low, high)
 
 
 def _places(steps: Iterable[int]) -> tuple[str, ...]:

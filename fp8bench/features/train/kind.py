@@ -65,8 +65,8 @@ _MAKE_ROOM = "What was kept before is in it; make room, or choose another --stor
 
 @dataclass(frozen=True)
 class ResumePlace:
-    """Where a training can be resumed: before a step of a turn, counted from 0, with `length` bytes of its stream.
-    `folder` is that of the checkpoint, '' before a turn's first step, which needs none. `out` says why arms are no
+    """Where a training can be resumed: before a step of a seed, counted from 0, with `length` bytes of its stream.
+    `folder` is that of the checkpoint, '' before a seed's first step, which needs none. `out` says why arms are no
     longer trained. `digest` is of the stream's lines at that time, '' in older files."""
 
     number: int
@@ -167,7 +167,7 @@ def reopen_training(path: Path) -> TrainingWriter:
 
 
 def _places(path: Path) -> tuple[ResumePlace, ...]:
-    """The places up to which the stream is still intact; without any, the first step of the first turn."""
+    """The places up to which the stream is still intact; without any, the first step of the first seed."""
     kept = path.with_name(_PLACES)
     try:
         plain = json.loads(read_file(kept))

@@ -12,9 +12,7 @@ from typing import Any
 
 from fp8bench import units
 from fp8bench.features.train import curve_charts, view
-from fp8bench.features.train.health.health import RULES
-from fp8bench.features.train.health.steps import HealthRule
-from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent
+from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
@@ -23,7 +21,6 @@ from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import (
     Chart,
     ChartAxis,
-    ChartPoint,
     Column,
     Element,
     Field,
@@ -31,16 +28,13 @@ from fp8bench.report.elements import (
     Mark,
     Page,
     Part,
-    Scatter,
     Table,
     Text,
-    Tone,
 )
-from fp8bench.report.page.charts import stacked, worth_drawing
+from fp8bench.report.page.charts import worth_drawing
 from fp8bench.report.panels import together
-from fp8bench.report.topics.memory import highest_in
 from fp8bench.report.words.legend import MEMORY_WORDS
-from fp8bench.report.words.naming import listed, phase_words
+from fp8bench.report.words.naming import listed
 
 _MOST_EVENTS = 300
 
@@ -50,9 +44,8 @@ def page_of(judged: JudgedTraining) -> Page:
     kept, training, text = judged.kept, judged.training, view.whole_page(judged, _MOST_EVENTS)
     parts = (
         *(part for part in text.parts if part.name != "ending"),
-        Part("curves", "Losses", (*curve_charts.losses(judged), *curve_charts.loss_by_place(kept))),
+        Part("curves", "Losses", tuple(curve_charts.losses(judged))),
         Part("memory", "Memory by what it is for", tuple(_memory(kept))),
-        Part("timeline", "Events over steps", tuple(_timeline(kept))),
         Part("tensors", "Tensors by layer", (*worst_readings(kept), *tensor_lines(kept))),
         Part("figures", "Gradients, updates and rates", tuple(curve_charts.figure_curves(judged))),
     )
@@ -67,13 +60,10 @@ def _worth_showing(element: Element) -> bool:
     return not isinstance(element, Chart) or (worth_drawing(element) and not empty)
 
 
-_DERIVED = "derived: the peak on hardware that keeps the formats which an arm emulates"
-
-
 def _memory(kept: KeptTraining) -> Iterator[Element]:
     uses = {cost.arm: cost.memory for cost in kept.of(ArmCost) if cost.memory is not None}
     common = any(use.forward for use in uses.values())  # not kept of older trainings
-    known = {name: dict(roles) for name, use in uses.items() if (roles := use.forward if common else use.roles)}
+    known = {name: dict(use.forward if common else use.roles) for name, use in uses.items()}
     shown = [role for role in MemoryRole if any(role.value in roles for roles in known.values())]
 
     def size(role: str, name: str) -> int | None:
@@ -81,47 +71,12 @@ def _memory(kept: KeptTraining) -> Iterator[Element]:
 
     cols: list[Col[str]] = [
         Col("arm", str),
-        Col("all of it", lambda name: sum(known[name].values()), number=True, show=units.size, when=common),
-        Col("highest point", lambda name: uses[name].peak, number=True, show=units.size, when=common),
-        Col("on a device", lambda name: uses[name].on_device, number=True, show=units.size, hint=_DERIVED,
-            when=any(use.on_device not in (None, use.peak) for use in uses.values())),
-        Col("in", lambda name: ", ".join(map(phase_words, highest_in(uses[name])[:1])), when=common),
+        Col("highest point", lambda name: uses[name].peak, number=True, show=units.size),
         *(Col(MEMORY_WORDS[role], partial(size, role.value), number=True, show=units.size) for role in shown),
-    ]  # fmt: skip
-    when = "when the first forward pass has ended" if common else "at the highest point of a step"
+    ]
     if known:
+        when = "when the first forward pass has ended" if common else "at the highest point of a step"
         yield table("memory", f"Tensors {when}, each arm alone in memory", cols, list(known))
-        for name, use in uses.items():
-            if use.off_device:
-                yield Text(f"What {name} would take on a device is unknown: {use.off_device}.")
-        if common and len(known) > 1:
-            bars = [(name, float(sum(roles.values())), roles) for name, roles in known.items()]
-            words = {role.value: MEMORY_WORDS[role] for role in shown}
-            yield stacked(
-                "memory-bars", "Memory when the first forward pass has ended",
-                "The same moment in every arm, each alone in memory; peaks are at different moments.",
-                ChartAxis("tensors", "B"), "share of its tensors", words, bars,
-            )  # fmt: skip
-
-
-def _timeline(kept: KeptTraining) -> Iterator[Element]:
-    events = [event for event in kept.of(TrainingEvent) if event.arm]
-    points = tuple(
-        ChartPoint(event.arm, event.kind, float(event.step), float(event.seed),
-              Tone.BAD if event.kind == "alarm" else Tone.PLAIN, event.words)
-        for event in events
-    )  # fmt: skip
-    yield Scatter(
-        "timeline", "Events over steps", "Each is a step of an arm in a seed.", ChartAxis("step"), ChartAxis("seed"),
-        points,
-    )  # fmt: skip
-    struck = {event.rule for event in events}
-    rules: list[Col[type[HealthRule[Any]]]] = [
-        Col("rule", lambda rule: rule.name), Col("alarms at", lambda rule: rule.alarms_at),
-        Col("why there", lambda rule: rule.because()),
-    ]  # fmt: skip
-    if alarmed := [rule for rule in RULES if rule.name in struck]:
-        yield table("rules", "The rules that alarmed", rules, alarmed)
 
 
 # Points of a line, and at most so many arms have their tensors drawn.

@@ -1,5 +1,5 @@
-"""The progress of a training: a board on a terminal, lines in a log, its page rewritten as it goes, a command for
-alarms, and scalars for boards.
+"""The progress of a training: a board on a terminal, lines in a log, its page rewritten as it goes, and scalars for
+boards.
 
 All of it happens between slices, where no step is timed. A failure is reported and does not stop the training.
 """
@@ -7,16 +7,10 @@ All of it happens between slices, where no step is timed. A failure is reported 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import shlex
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,7 +33,6 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.summary import JudgedTraining
-from fp8bench.features.train.view import event_words
 from fp8bench.files import write_whole
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.loggers import LoggedScalar, LogTarget, ScalarLogger
@@ -49,8 +42,6 @@ from fp8bench.report.terminal.layout import render
 from fp8bench.report.words.naming import many
 
 _OUT, _STOPPED = "out", "stopped"
-# At the end of a seed each arm reads the held-out text, which takes nano about as long as so many steps.
-_HELD_OUT_STEPS = 30
 # A log gets a line at least this often.
 _SILENT_SECONDS = 25.0
 
@@ -61,25 +52,22 @@ class _Watching(TrainingObserver):
         self._clock = clock
         self._begun = clock()
         self._done_before: float | None = None
-        self._number, self._turn = 0, (0, 1)
+        self._number = 0
         self._arms: dict[str, ArmNow] = {}
 
     def begun(self, training: Training) -> None:
         self._training, self._begun, self._done_before = training, self._clock(), None
         self._arms = {arm.name: ArmNow(arm) for arm in training.arms if not arm.skip}
 
-    def turn(self, place: int, turns: int) -> None:
-        self._turn = place, turns
-
     def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
         if number != self._number:
             self._number = number
             for name, now in self._arms.items():
                 ended = now.ended if now.ended.startswith(_OUT) else ""
-                self._arms[name] = replace(now, parts=_NO_PARTS, loss=None, held_out=None, ended=ended)
+                self._arms[name] = replace(now, loss=None, held_out=None, ended=ended)
         for line in lines:
             if line.arm in self._arms:
-                self._arms[line.arm] = _with(self._arms[line.arm], line, self._training.request.steps)
+                self._arms[line.arm] = _with(self._arms[line.arm], line)
             if isinstance(line, TrainingEvent):
                 who = f", {line.arm}" if line.arm else ""
                 self.note(f"seed {line.seed}, step {line.step}{who}: {line.words}")
@@ -95,11 +83,7 @@ class _Watching(TrainingObserver):
     def _where(self, number: int, step: int) -> str:
         """'seed 2/5, step 120/300, about 40 s left'."""
         request = self._training.request
-        place, turns = self._turn
-        shown = self._shown if step >= request.steps else []
-        held_out = sum(now.held_out is not None for now in shown) / max(1, len(shown))
-        steps = (step + _HELD_OUT_STEPS * held_out) / (request.steps + _HELD_OUT_STEPS)
-        done = (place + steps) / turns
+        done = (number + step / request.steps) / request.seeds
         if self._done_before is None:
             self._done_before = done  # of a resumed training
         left = ""
@@ -108,13 +92,10 @@ class _Watching(TrainingObserver):
         return f"seed {number + 1}/{request.seeds}, step {step}/{request.steps}{left}"
 
 
-def _with(now: ArmNow, line: StreamLine, steps: int) -> ArmNow:
+def _with(now: ArmNow, line: StreamLine) -> ArmNow:
     match line:
         case StepRow():
-            place = line.step * min(PARTS, steps) // steps
-            total, count = now.parts[place]
-            parts = (*now.parts[:place], (total + line.loss, count + 1), *now.parts[place + 1 :])
-            return replace(now, parts=parts, loss=line.loss, tokens=line.tokens, seconds=line.seconds or now.seconds)
+            return replace(now, loss=line.loss, tokens=line.tokens, seconds=line.seconds or now.seconds)
         case Validation(of="held-out"):
             return replace(now, held_out=line.loss)
         case TrainingEvent(kind="alarm"):
@@ -153,7 +134,6 @@ class TrainingBoard(_Watching):
         super().__init__(say, clock)
         self._block = LiveBlock(stream)
         self._color = not environ.get("NO_COLOR")
-        self._bars = self._block.can_show(BARS)
         self._shown_at = -REDRAW_SECONDS
 
     def working(self, arm: str, doing: str) -> None:
@@ -164,7 +144,7 @@ class TrainingBoard(_Watching):
         where = self._where(number, step)
         if self._shown and self._clock() - self._shown_at >= REDRAW_SECONDS:
             self._shown_at = self._clock()
-            page = board_of(where, self._shown, self._bars)
+            page = board_of(where, self._shown)
             self._block.show(render(page, self._block.room, self._color))
 
     def note(self, sentence: str) -> None:
@@ -176,19 +156,12 @@ class TrainingBoard(_Watching):
         self._block.close()
 
 
-# Losses are drawn as so many bars of eight heights, each the mean of its part of the steps.
-PARTS = 24
-_NO_PARTS = ((0.0, 0),) * PARTS
-BARS, _NOT_FINITE, _NOT_YET = "▁▂▃▄▅▆▇█", "x", " "
-
-
 @dataclass(frozen=True)
 class ArmNow:
-    """An arm in the present seed, with sum and number of losses in each part of the steps. `seconds` is the time of the
-    last timed step, `alarms` are of all seeds, `ended` says why the arm ended early."""
+    """An arm in the present seed. `seconds` is the time of the last timed step, `alarms` are of all seeds, `ended` says
+    why the arm ended early."""
 
     arm: Arm
-    parts: tuple[tuple[float, int], ...] = _NO_PARTS
     loss: float | None = None
     held_out: float | None = None
     tokens: int = 0
@@ -197,15 +170,8 @@ class ArmNow:
     last_alarm: str = ""
     ended: str = ""
 
-    @property
-    def means(self) -> tuple[float | None, ...]:
-        return tuple(total / count if count else None for total, count in self.parts)
 
-
-def board_of(where: str, arms: Sequence[ArmNow], drawn: bool) -> Page:
-    """A table of the arms. With `drawn`, losses are bars on a common scale."""
-    finite = [mean for now in arms for mean in now.means if mean is not None and math.isfinite(mean)]
-    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+def board_of(where: str, arms: Sequence[ArmNow]) -> Page:
     cols: list[Col[ArmNow]] = [
         Col("arm", lambda now: now.arm.name),
         Col("loss", lambda now: now.loss, number=True, show=lambda loss: f"{loss:.4f}"),
@@ -213,7 +179,6 @@ def board_of(where: str, arms: Sequence[ArmNow], drawn: bool) -> Page:
         Col("tokens/s", lambda now: now.tokens / now.seconds if now.arm.native and now.seconds else None, number=True,
             show=units.count),
         Col("health", _health),
-        Col("losses so far", lambda now: "".join(_bar(mean, low, high) for mean in now.means), when=drawn),
     ]  # fmt: skip
     return Page(where, "", (Part("arms", "", (table("arms", "", cols, arms),)),))
 
@@ -224,14 +189,6 @@ def _health(now: ArmNow) -> Field:
     if not now.alarms:
         return Field("no alarm", tone=Tone.GOOD)
     return Field(f"{many(now.alarms, 'alarm')}, last in {now.last_alarm}", tone=Tone.BAD)
-
-
-def _bar(mean: float | None, low: float, high: float) -> str:
-    if mean is None:
-        return _NOT_YET
-    if not math.isfinite(mean):
-        return _NOT_FINITE
-    return BARS[round((len(BARS) - 1) * (mean - low) / (high - low))] if high > low else BARS[0]
 
 
 @contextmanager
@@ -245,21 +202,16 @@ def on_terminal() -> Iterator[TrainingObserver]:
 
 # The page is written at most this often, and takes at most this share of the time.
 PAGE_SECONDS, _PAGE_SHARE = 10.0, 0.02
-# A command is killed after so long; the next one waits for it.
-COMMAND_SECONDS = 30.0
-_REPORTED = ("alarm", "stopped", "out")
 Say = Callable[[str], None]
 
 
 @contextmanager
 def outward(
-    inner: TrainingObserver, store: Path, live: Path | None, on_alarm: str | None, log: Sequence[LogTarget] = ()
+    inner: TrainingObserver, store: Path, live: Path | None, log: Sequence[LogTarget] = ()
 ) -> Iterator[TrainingObserver]:
     observers: list[_Outward] = []
     if live is not None:
         observers.append(LivePage(live, store, inner.note))
-    if on_alarm is not None:
-        observers.append(AlarmCommand(on_alarm, inner.note))
     if log:
         observers.append(LiveLog(log, store, inner.note))
     with ExitStack() as stack:
@@ -281,7 +233,7 @@ class _Outward(TrainingObserver):
 class _Several(TrainingObserver):
     def __init__(self, first: TrainingObserver, others: Sequence[TrainingObserver]) -> None:
         self._every = (first, *others)
-        self.working, self.note, self.turn = first.working, first.note, first.turn  # type: ignore[method-assign]
+        self.working, self.note = first.working, first.note  # type: ignore[method-assign]
 
     def begun(self, training: Training) -> None:
         for observer in self._every:
@@ -327,63 +279,6 @@ class LivePage(_Outward):
             if why != self._failed:
                 self._say(why)
             self._failed = why
-
-
-def run_on_alarm(command: str, text: str, seconds: float) -> str:
-    """Run the user's command with sentences on its stdin; returns why it failed, or ''. After `seconds` it is killed
-    with everything that it has started."""
-    try:
-        # Files, not pipes: a command that does not read its stdin must not block.
-        with tempfile.TemporaryFile() as sentences, tempfile.TemporaryFile() as errors:
-            sentences.write(text.encode(errors="backslashreplace"))
-            sentences.seek(0)
-            process = subprocess.Popen(
-                command, shell=True, stdin=sentences, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
-            )
-            try:
-                code = process.wait(seconds)
-                why = f"ended with {code}" if code else ""
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                why = f"did not end within {seconds:g} s"
-            errors.seek(0)
-            first = errors.read(300).strip().partition(b"\n")[0].decode(errors="replace")
-            return f"{why}: {first}" if why and first else why
-    except OSError as error:
-        return f"could not be started ({error.strerror})"
-
-
-class AlarmCommand(_Outward):
-    """Runs the user's command for alarms, one at a time and without waiting for it, with a sentence a line."""
-
-    def __init__(self, command: str, say: Say, seconds: float = COMMAND_SECONDS) -> None:
-        self._command, self._say, self._seconds = command, say, seconds
-        self._waiting: list[str] = []
-        self._thread = ThreadPoolExecutor(1)
-        self._running: Future[str] | None = None
-
-    def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
-        if self._training is not None:
-            name = f"training {self._training.id} of {self._training.request.settings.called}"
-            bands = {arm.name for arm in self._training.arms if arm.is_band}
-            events = [line for line in lines if isinstance(line, TrainingEvent) and line.kind in _REPORTED]
-            self._waiting += [f"{name}: {event_words(event)}\n" for event in events if event.arm not in bands]
-        if self._running is None or self._running.done():
-            self._start_next()
-
-    def close(self) -> None:
-        while self._running is not None or self._waiting:
-            self._start_next()
-
-    def _start_next(self) -> None:
-        """Report how the last command ended, once it has, and start one for the alarms since."""
-        if self._running is not None and (why := self._running.result()):
-            self._say(f"--on-alarm {shlex.quote(self._command)} {why}; the training goes on")
-        text, self._waiting, self._running = "".join(self._waiting), [], None
-        if text:
-            self._running = self._thread.submit(run_on_alarm, self._command, text, self._seconds)
 
 
 class LiveLog(_Outward):

@@ -46,11 +46,11 @@ NOT_STEPPED = {
 }
 _WARMUP: Mapping[str, Any] = {"warmup": 0.1}
 _WARMUP_AND_FLOOR: Mapping[str, Any] = {"warmup": 0.1, "floor": 0.1}
-# Schedules of torch.optim.lr_scheduler (wsd and inverse-sqrt by its LambdaLR). Both keys are shares: of the steps in
+# Schedules of torch.optim.lr_scheduler (wsd by its LambdaLR). Both keys are shares: of the steps in
 # which the rate rises, and of the rate at the end.
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "cosine": _WARMUP_AND_FLOOR, "linear": _WARMUP_AND_FLOOR, "constant": _WARMUP, "wsd": _WARMUP_AND_FLOOR,
-    "one-cycle": _WARMUP_AND_FLOOR, "inverse-sqrt": _WARMUP_AND_FLOOR, "plateau": _WARMUP_AND_FLOOR,
+    "plateau": _WARMUP_AND_FLOOR,
 }  # fmt: skip
 # The least and the largest value of a key.
 _BOUNDS = {
@@ -63,22 +63,8 @@ PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
 WIRES, WIRED = ("fp32", "bf16", "fp8"), ("zero", "sp")
 # The ways that divide blocks.
 CUT = ("tp", "sp")
-USUAL_MERGES = 1024
 # What a trained model may be scored on (tasks.py).
 TASKS = ("cloze", "copy", "retrieval")
-# Bytes and merges together have to fit into 16 bits.
-MOST_MERGES = (1 << 16) - 256
-
-
-def merges_of(tokens: str) -> int | None:
-    """The number of merges in 'bytes', 'bpe' or 'bpe:512'; None for any other word."""
-    word, _, number = tokens.partition(":")
-    if tokens in ("bytes", "bpe"):
-        return 0 if tokens == "bytes" else USUAL_MERGES
-    right = word == "bpe" and number.isascii() and number.isdigit() and 1 <= int(number) <= MOST_MERGES
-    return int(number) if right else None
-
-
 # Arms that show what chance does to the reference.
 BANDS = ("repeat", "one-ulp")
 
@@ -177,10 +163,6 @@ def _count(default: int, most: int, words: str, group: str = LENGTH) -> Any:
     return option(default, whole_number(1, most), words, "N", group)
 
 
-def _share(default: float, words: str, group: str = LEARNING) -> Any:
-    return option(default, number("a share from 0 to 1", lambda value: 0 <= value <= 1), words, "SHARE", group)
-
-
 def _as_in_a_run(default: Any, name: str, words: str = "", group: str = LENGTH) -> Any:
     """A field that a run has, too, with its own default, and its own help where given."""
     shared = _OF_A_RUN[name]
@@ -267,9 +249,6 @@ class TrainerSettings:
         "norm of all gradients above which they are clipped; 0: never; 1.0/kind, 1.0/block or 1.0/tensor: norm of each "
         "kind (attn, mlp, embedding, norm, head), block or tensor; default {default}", "NUMBER[/GROUP]", LEARNING,
     )  # fmt: skip
-    shift: float = _share(
-        1.0, "share of the steps after which batches are of another text, Python's documentation; 1: never", WHAT
-    )
     start: str = option(
         "", Rule("a training, TRAINING:ARM, or a file with a state dict", lambda value: isinstance(value, str)),
         "begin with the weights in the newest checkpoint of a stored training (its reference's, or ARM's), or of a "
@@ -314,7 +293,7 @@ class TrainerSettings:
         "rounded: attention's products in the arm's precision, too; prescaled: queries first; default {default}", WHAT,
     )  # fmt: skip
     on_nan: str = _choice(
-        "stop", ("stop", "skip", "lower-rate"), "what an arm does after a step that is not finite; default {default}"
+        "stop", ("stop", "skip"), "what an arm does after a step that is not finite; default {default}"
     )  # fmt: skip
     precision_map: tuple[tuple[str, str], ...] = _as_in_a_run(
         (), "precision_map", "layers with another precision, as in suite; the reference has none", group=WHAT
@@ -375,18 +354,9 @@ class TrainingRequest:
     data: str | None = _as_in_a_run(
         None, "data", "a text, a token file (.bin) or a saved dataset; default Python's own sources", group=WHAT
     )
-    tokens: str = option(
-        "bytes", Rule(f"bytes, bpe, or bpe:N with 1 to {MOST_MERGES} merges",
-                      lambda value: isinstance(value, str) and merges_of(value) is not None),
-        "bytes, bpe, or bpe:N with N merges learnt from the text; default {default}", "KIND", WHAT,
-    )  # fmt: skip
     stride: int = _count(10, MOST_STEPS, "steps from one watched step to the next; default {default}")
     evaluate: int = _count(50, MOST_STEPS, "steps between validations; default {default}")
     keep: int = _count(50, MOST_STEPS, "steps between checkpoints; default {default}")
-    memory_limit: int | None = _as_in_a_run(
-        None, "memory_limit",
-        "memory for all arms together, like 2GiB, else they train in pairs; default the device's",
-    )  # fmt: skip
     energy: bool = _as_in_a_run(
         True, "energy", "measure no energy; else it is measured after the last step, where a device has a counter"
     )

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 
 from fp8bench import __version__
-from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
-from fp8bench.features.train.arms import Turns, arms_of_seed, check_training, device_of, make_arms, turns_of
+from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault, as_usage
+from fp8bench.features.train.arms import check_room, check_training, device_of, make_arms
 from fp8bench.features.train.beginnings import prepare_text, started_from, with_scales
-from fp8bench.features.train.kind import KIND, ResumePlace, load_head, load_training, reopen_training, start_training
+from fp8bench.features.train.kind import ResumePlace, load_training, reopen_training, start_training
 from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.lab.rank_lab import MERGES
@@ -32,14 +31,12 @@ from fp8bench.features.train.values import (
     ArmState,
     KeptTraining,
     L,
-    StepRow,
     TokenSpan,
     Training,
     TrainingEvent,
     TrainingObserver,
     TrainingText,
 )
-from fp8bench.features.train.verdicts.verdicts import verdicts_of
 from fp8bench.features.train.words import coverage_words
 from fp8bench.measure import arm as measured
 from fp8bench.measure.environment import gather
@@ -90,19 +87,17 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
         place = writer.places[-1]
         writer.go_back(place)
         words = f"resumed from step {place.step}"
-        number = turns_of(training, kept.of(ArmCost)).turns[place.number].number
-        writer.append((TrainingEvent("", request.seed + number, place.step, "resumed", words),))
+        writer.append((TrainingEvent("", request.seed + place.number, place.step, "resumed", words),))
         return True, _WholeRun(replace(training, text=text), worker, writer, observer, resumed=True).trained()
 
 
-def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState, float, list[str], float | None]:
-    """A training as planned, its reference's state, the seconds of steps of arms whose precision was trained here
-    before, the other arms, and the spread of gaps between seeds."""
+def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState]:
+    """A training as planned, and its reference's state."""
     request = with_scales(started_from(request, store), store)
     with _ready(request, store) as (worker, text):
         training = _plan(request, worker, text)
         _coverage_events(training, worker)
-        return training, _reference(training, worker), *_expected(training, store)
+        return training, _reference(training, worker)
 
 
 def _differences(training: Training, today: Training) -> Iterator[str]:
@@ -129,12 +124,7 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
             text = no_text(settings.make)
         else:
             sequence = config_of(settings, 1).sequence
-            text = prepare_text(request.data, request.tokens, store / "data", sequence)
-            if settings.shift < 1 and text.other is None:
-                raise UsageError(
-                    "--shift needs a text of another kind: there is none in the tokens of a .bin, nor in a Python "
-                    "without its documentation. Leave it out, or give --data a text."
-                )
+            text = prepare_text(request.data, store / "data", sequence)
         worker = _worker(request, Settings(request.threads, request.seed, request.imports))
         try:
             yield worker, text
@@ -145,7 +135,7 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
 
 def no_text(make: str) -> TrainingText:
     nothing = TokenSpan("", 0, 0)
-    return TrainingText(nothing, nothing, None, 0, "own", f"batches of {make}")
+    return TrainingText(nothing, nothing, 0, "own", f"batches of {make}")
 
 
 def _plan(request: TrainingRequest, worker: Worker, text: TrainingText, command: str = "") -> Training:
@@ -191,7 +181,6 @@ def _reference(training: Training, worker: Worker) -> ArmState:
     return state
 
 
-APART = "its arms do not fit into memory together, and only windows measured side by side compare"
 SEVERAL = "several ranks train together, and energy is measured for one process only"
 # Steps that are timed to find out how long one takes.
 _FEW_STEPS = 3
@@ -205,9 +194,9 @@ class _WholeRun(TrainingRun):
         try:
             self.observer.begun(self.training)
             self._measure_memory()
-            turns = turns_of(self.training, self._known(ArmCost))
-            self._take(turns)
-            self._measure_energy(in_pairs=bool(turns.cut))
+            check_room(self.training, self._known(ArmCost))
+            self._train_seeds()
+            self._measure_energy()
             self.writer.finish("finished")
         except KeyboardInterrupt:
             with ignored(), contextlib.suppress(StoreError):  # without its last line it counts as unfinished, too
@@ -224,29 +213,16 @@ class _WholeRun(TrainingRun):
         with ignored():
             return load_training(self.writer.path)
 
-    def _take(self, turns: Turns) -> None:
+    def _train_seeds(self) -> None:
         place = self.writer.places[-1] if self.writer.places else ResumePlace(0, 0, 0)
-        out, pace, from_start = dict(place.out), SeedPace(), not self.resumed
-        if place.number == place.step == 0:
-            from_start, out = True, {**out, **turns.out}
-            self._tell(turns)
+        out, pace = dict(place.out), SeedPace()
+        from_start = not self.resumed or place.number == place.step == 0
         run = self.training, self.worker, self.writer, self.observer
         with Meters(energy=False) as meters:
             device = meters.of(self.training.device).device if self.training.device.accelerated else None
-            for number, turn in enumerate(turns.turns[place.number :], place.number):
-                self.observer.turn(number, len(turns.turns))
-                SeedRun(*run, number, turn, pace, out, device).run(from_start)
+            for number in range(place.number, self.training.request.seeds):
+                SeedRun(*run, number, pace, out, device).run(from_start)
                 from_start = True
-
-    def _tell(self, turns: Turns) -> None:
-        seed = self.training.request.seed
-        events = [TrainingEvent(arm, seed, 0, "out", words) for arm, words in turns.out.items()]
-        if turns.cut:
-            events.append(TrainingEvent("", seed, 0, "pairs", turns.cut))
-        kept = {(event.kind, event.arm) for event in self._known(TrainingEvent)}
-        if events := [event for event in events if (event.kind, event.arm) not in kept]:
-            self.writer.append(events)
-            self.observer.trained(0, 0, events)
 
     def _known(self, kind: type[L]) -> tuple[L, ...]:
         return load_training(self.writer.path).of(kind)
@@ -276,7 +252,7 @@ class _WholeRun(TrainingRun):
         if missing and self.training.device.accelerated:
             self.worker.restart()  # a process that has recorded a GPU's memory is not used for timing
 
-    def _measure_energy(self, in_pairs: bool) -> None:
+    def _measure_energy(self) -> None:
         """In windows of each arm's own, with further steps of the arms that the last seed left in memory."""
         request = self.training.request
         missing = self._without(lambda cost: cost.energy) if request.energy else []
@@ -288,9 +264,8 @@ class _WholeRun(TrainingRun):
         else:
             with Meters() as meters:
                 meter = meters.of(self.training.device)
-                if meter.kind is SourceKind.NONE or in_pairs:
-                    why = meter.why if meter.kind is SourceKind.NONE else APART
-                    uses = {arm.name: EnergyUse(meter.kind.value, why=why) for arm in missing}
+                if meter.kind is SourceKind.NONE:
+                    uses = {arm.name: EnergyUse(meter.kind.value, why=meter.why) for arm in missing}
                 else:
                     uses = self._in_windows(missing, meter)
         self._keep(*(ArmCost(name, request.seed, request.steps, energy=use) for name, use in uses.items()))
@@ -316,37 +291,3 @@ class _WholeRun(TrainingRun):
             meter, rule, request.seed, lambda arm, share: self.observer.working(arm.key, "measuring the energy")
         )
         return uses | {name: taken.use for name, taken in windows.measure(running, self.worker).items()}
-
-
-_LOOKED_AT = 20
-_SAME = (
-    "make", "model", "arch", "batch", "sequence", "micro_batches", "checkpointing", "compile", "parallel",
-    "wire", "optimizer", "updates", "schedule",
-)  # fmt: skip
-
-
-def _expected(training: Training, store: Path) -> tuple[float, list[str], float | None]:
-    """The seconds of all steps by the newest trainings like it, the arms without one, and the deviation of gaps."""
-    request = training.request
-    known: dict[str, float] = {}
-    deviations: list[float] = []
-    for path in KIND.files(store)[:_LOOKED_AT]:
-        with contextlib.suppress(StoreError):
-            head = load_head(path)
-            if _conditions(head) != _conditions(training):
-                continue
-            kept, modes = load_training(path), {arm.name: arm.precision for arm in head.arms}
-            seconds = together((modes[row.arm], row.seconds) for row in kept.of(StepRow) if row.seconds > 0)
-            known = {mode: median(times) for mode, times in seconds.items()} | known
-            if head.request.steps == request.steps:
-                gaps = [arm.judged.gap for arm in verdicts_of(head, kept.lines).arms]
-                deviations += [gap.deviation for gap in gaps if gap and gap.pairs > 1]
-    arms = [arm for number in range(request.seeds) for arm in arms_of_seed(training.arms, number)]
-    expected = sum(request.steps * known.get(arm.precision, 0.0) for arm in arms)
-    unknown = list(dict.fromkeys(arm.name for arm in arms if arm.precision not in known))
-    return expected, unknown, median(deviations) if deviations else None
-
-
-def _conditions(training: Training) -> tuple[object, ...]:
-    settings = (getattr(training.request.settings, name) for name in _SAME)
-    return training.device.name, training.request.threads, training.request.ranks, *settings

@@ -15,20 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fp8bench.errors import StoreError, WorkerError, WorkerFault
-from fp8bench.features.train.arms import Turn, arms_of_seed
+from fp8bench.features.train.arms import arms_of_seed
 from fp8bench.features.train.health.health import Health
 from fp8bench.features.train.kind import ResumePlace, TrainingWriter, load_training
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
-    REFERENCE_SECONDS,
-    UNPAIRED,
     Arm,
     ArmRole,
     ArmState,
     SeedTask,
     StepFigure,
-    StepRow,
     StreamLine,
     Training,
     TrainingEvent,
@@ -86,11 +83,10 @@ class TrainingRun:
 
 @dataclass
 class SeedRun(TrainingRun):
-    """Runs one turn: all arms of a seed where they fit into memory, else some of them. `place` counts turns from 0.
-    `out` says why arms are no longer trained. `device` reads how busy the device is, where that is possible."""
+    """Runs all arms of seed `number`, counted from 0. `out` says why arms are no longer trained; `device` reads how
+    busy the device is, where that is possible."""
 
-    place: int
-    turn: Turn
+    number: int
     pace: SeedPace
     out: dict[str, str]
     device: Looks | None = None
@@ -102,7 +98,7 @@ class SeedRun(TrainingRun):
         """Train from the first step, or from the newest place that can be resumed, to the last step."""
         self._health = Health(self.training.arms, self.training.request.settings)
         if from_start:
-            self.writer.keep(self.place, 0, None, tuple(self.out.items()))
+            self.writer.keep(self.number, 0, None, tuple(self.out.items()))
         while True:
             try:
                 self._rounds(self._begin())
@@ -112,19 +108,17 @@ class SeedRun(TrainingRun):
 
     @property
     def seed(self) -> int:
-        return self.training.request.seed + self.turn.number
+        return self.training.request.seed + self.number
 
     @property
-    def _again(self) -> str:
-        """The reference's name where it was trained in this seed before: of its steps only the times are new."""
-        lead = self.turn.arms[0]
-        return lead.name if lead.role is ArmRole.REFERENCE and not self.turn.first else ""
+    def _arms(self) -> tuple[Arm, ...]:
+        return arms_of_seed(self.training.arms, self.number)
 
     @property
     def task(self) -> SeedTask:
         """The arms that began the seed, including those that are out: checkpoints are of all of them."""
         gone = dict(self.writer.places[0].out)
-        return self.training.task(tuple(arm for arm in self.turn.arms if arm.name not in gone), self.turn.number)
+        return self.training.task(tuple(arm for arm in self._arms if arm.name not in gone), self.number)
 
     @property
     def _alive(self) -> list[Arm]:
@@ -139,7 +133,7 @@ class SeedRun(TrainingRun):
             lab.validate(self.task.arms[0].name)
         place = self._restored(lab)
         self.writer.go_back(place)
-        self._health = Health(arms_of_seed(self.training.arms, self.turn.number), self.training.request.settings)
+        self._health = Health(self._arms, self.training.request.settings)
         self._health.see(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
         if not place.step:
             self._keep_lines(tuple(self._first_lines(states)), 0)
@@ -190,25 +184,13 @@ class SeedRun(TrainingRun):
 
     def _validate(self, step: int) -> None:
         for arm in self._alive:
-            if arm.name != self._again:
-                self._keep_lines(self._ask(arm, 0, "validate", arm.name), step)
+            self._keep_lines(self._ask(arm, 0, "validate", arm.name), step)
 
     def _first_lines(self, states: Sequence[ArmState]) -> Iterator[StreamLine]:
-        """Figures of what each arm keeps between steps, and an event where the reference is not trained alongside."""
+        """Figures of what each arm keeps between steps."""
         for state in states:
             for role, size in state.bytes_per_parameter:
                 yield StepFigure(state.arm, self.seed, 0, BYTES_PER_PARAMETER, size, role)
-        if self.turn.arms[0].role is not ArmRole.REFERENCE:
-            words = "it does not fit into memory beside the reference, so that their times do not compare"
-            yield TrainingEvent(self.turn.arms[0].name, self.seed, 0, UNPAIRED, words)
-
-    def _new(self, lines: Sequence[StreamLine]) -> Iterator[StreamLine]:
-        """The lines; if the reference is trained again, only its times, as figures of the arm it is paired with."""
-        for line in lines:
-            if line.arm != self._again or not self._again:
-                yield line
-            elif isinstance(line, StepRow) and line.seconds > 0:
-                yield StepFigure(self.turn.arms[-1].name, line.seed, line.step, REFERENCE_SECONDS, line.seconds)
 
     def _ask(self, arm: Arm, steps: int, name: str, *arguments: Any) -> Any:
         """Call the lab; `steps` are those that the call takes."""
@@ -220,18 +202,17 @@ class SeedRun(TrainingRun):
         return answer
 
     def _keep_lines(self, lines: Sequence[StreamLine], step: int) -> None:
-        lines = tuple(self._new(lines))
         lines = (*lines, *self._health.see(lines))
         with held_back():
             self.writer.append(lines)
-        self.observer.trained(self.turn.number, step, lines)
+        self.observer.trained(self.number, step, lines)
 
     def _checkpoint(self, step: int) -> None:
-        folder = self.writer.checkpoint(self.place, step)
+        folder = self.writer.checkpoint(self.number, step)
         with _faults():
             lab_of(self.worker, START_SECONDS).save(str(folder))
         with held_back():
-            self.writer.keep(self.place, step, folder, tuple(self.out.items()))
+            self.writer.keep(self.number, step, folder, tuple(self.out.items()))
 
     def _go_back(self, lost: _Lost) -> None:
         """Start a fresh worker, without the arm if it failed before. The reference cannot be left out."""

@@ -53,7 +53,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
     share, scale, casts = trainer.rate_share(), trainer.loss_scale.scale, trainer.remember_casts()
     rate = optimizer.rate * share
     wire = StepWire(together.rank, again=False) if watched and trainer.task.facts.ranks > 1 else None
-    hooks = trainer.watch.step(trainer.settings.micro_batches) if watched else nullcontext()
+    hooks = trainer.watch.step() if watched else nullcontext()
     with wire or nullcontext(), trainer.present(phase), hooks as readings:
         # 2. Forward and backward: gradients of the scaled loss add up over the micro-batches.
         loss = accumulate_gradients(trainer, scale, phase)

@@ -27,17 +27,14 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Tokens to train on, to validate on (held out), and of another kind if there are any. `tokens` is 'bytes' (a token
-    a byte), 'bpe' (tokens from 256 on are `merges` of two tokens each), or 'given' (a token file, whose bytes are
-    unknown). `identity` identifies the text by its digest."""
+    """Tokens to train on and to validate on (held out). `tokens` is 'bytes' (a token a byte) or 'given' (a token file,
+    whose bytes are unknown). `identity` identifies the text by its digest."""
 
     train: TokenSpan
     held_out: TokenSpan
-    other: TokenSpan | None
     vocabulary: int
     tokens: str
     identity: str
-    merges: tuple[tuple[int, int], ...] = ()
 
 
 class ArmRole(StrEnum):
@@ -183,8 +180,6 @@ class LayerReading(StreamLine):
 BYTES_PER_PARAMETER = "bytes_per_parameter"
 # the time of a watched step, watching included;
 WATCHED_SECONDS = "watched_seconds"
-# the time of the reference's same step next to an arm, where not all arms fit into memory together;
-REFERENCE_SECONDS = "reference_seconds"
 # bytes that a rank sends to others in a step, with operation and dtype ('all_to_all uint8') as the layer;
 WIRE_BYTES = "wire_bytes"
 # in a user's own loop, when it begins: gradients are not cleared, the optimizer has lost its moments, or another
@@ -192,8 +187,6 @@ WIRE_BYTES = "wire_bytes"
 GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN = "gradients_left", "moments_gone", "others_train"
 # Kinds of events. A step was not finite;
 NOT_FINITE = "not-finite"
-# an arm was trained without the reference alongside;
-UNPAIRED = "unpaired"
 # an arm's products are in another precision than its own;
 FALLBACK = "fallback"
 # how much of a user's own model an arm converts;
@@ -214,29 +207,25 @@ class StepFigure(StreamLine):
 
 @dataclass(frozen=True)
 class Validation(StreamLine):
-    """The loss per token on text that was never trained on; `of` says which text, and how it was evaluated. `of` is
-    'held-out', 'other-text', 'position:0-127' or 'quantised:fp8'. `bytes` is the length of the tokens' text, if
-    known."""
+    """The loss per token on text that was never trained on; `of` says which part, and how it was evaluated: 'held-out',
+    'position:0-127' or 'quantised:fp8'."""
 
     of: str
     loss: float
     tokens: int
-    bytes: int | None
 
     @property
     def perplexity(self) -> float:
-        return _exponential(self.loss)
-
-    @property
-    def perplexity_by_byte(self) -> float | None:
-        """Compares texts whose tokens differ; None where the bytes are unknown."""
-        return None if not self.bytes else _exponential(self.loss * self.tokens / self.bytes)
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
-    """Something that happened in a step: 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped',
-    'resumed', 'pairs' (not all arms fit into memory), or one of the kinds named above. `layer` and `tensor` say where,
+    """Something that happened in a step: 'not-finite', 'alarm', 'scale-halved', 'stopped',
+    'resumed', or one of the kinds named above. `layer` and `tensor` say where,
     `values` what was seen there, `remedy` what may help."""
 
     kind: str
@@ -265,13 +254,6 @@ class ArmCost(StreamLine):
     why: str = ""
 
 
-def _exponential(value: float) -> float:
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
-
-
 @dataclass(frozen=True)
 class KeptTraining:
     """A training as read from a store, as far as its lines go. `troubles` name what could not be read."""
@@ -294,13 +276,12 @@ class KeptTraining:
 class RankLines:
     """One rank's lines of some steps, and what shows whether the ranks still train the same model. `same` are digests
     of what all ranks must have in common. `batches` has, for each checked step, digests of the tokens that this rank
-    read, and of the whole step, of which ranks read `shares` parts. `faults` are errors that this rank found."""
+    read, and of the whole step, of which ranks read `shares` parts."""
 
     lines: tuple[StreamLine, ...]
     same: tuple[tuple[str, int], ...] = ()
     batches: tuple[tuple[int, int, int], ...] = ()
     shares: int = 1
-    faults: tuple[str, ...] = ()
 
 
 class TrainingObserver:
@@ -308,9 +289,6 @@ class TrainingObserver:
 
     def begun(self, training: Training) -> None:
         """The training starts or resumes."""
-
-    def turn(self, place: int, turns: int) -> None:
-        """Some arms begin all steps of a seed, or resume them: turn `place`, counted from 0, of so many."""
 
     def working(self, arm: str, doing: str) -> None:
         """An arm is measured, outside its steps."""

@@ -9,20 +9,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 from fp8bench import units
 from fp8bench.features.train import words
 from fp8bench.features.train.request import SETTINGS_RULES, TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import (
     COVERAGE,
-    WATCHED_SECONDS,
     Arm,
     ArmCost,
     ArmRole,
     ArmState,
     KeptTraining,
-    StepFigure,
     StepRow,
     Training,
     TrainingEvent,
@@ -41,17 +38,11 @@ from fp8bench.report.topics.answers import without_option
 from fp8bench.report.words.naming import describe_devices, listed, many
 
 # Stands under the hints of the arms' columns.
-_LEGEND = (
-    "quantised:fp8: the held-out text again, with all layers but the head quantised for inference",
-    "in brackets: the 95% interval over seeds; the verdict is by the 99% interval",
-    "a verdict is of this model, text and number of steps: it does not transfer to a model of another size",
-)
+_LEGEND = ("a verdict is of this model, text and number of steps: it does not transfer to a model of another size",)
 _SHOWN_EVENTS = 12
 _ONLY_IN_WHOLE = ("how", "B/param", "on a device", "events", "to the same loss")
 POSITION = "position:"
 _LOOKS = "After the last step, on text that was never trained on"
-# Less than this a parameter is not shown, such as the count of steps for each tensor.
-_LEAST_BYTES = 0.001
 
 
 def page_of(judged: JudgedTraining) -> Page:
@@ -86,8 +77,8 @@ def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) ->
             told.append(Answer(arm.name, "not trained", Tone.DOUBT, reason=arm.skip))
         elif own is not None and own.judged.why is not Why.OTHER_RATE:
             costs = (_speed_of(summary), _memory_of(summary, peaks.get(verdicts.reference)))
-            word, gap = words.VERDICTS[own.judged.learned], words.describe_gap(own.judged.gap)
-            told.append(Answer(arm.name, word, tone_of(own.judged), gap, costs, words.reason(own, verdicts)))
+            word, reason = words.VERDICTS[own.judged.learned], words.verdict(own, verdicts)
+            told.append(Answer(arm.name, word, tone_of(own.judged), costs=costs, reason=reason))
     return told
 
 
@@ -151,23 +142,16 @@ def _legend(arms: Table) -> tuple[str, ...]:
 
 def wire_table(judged: JudgedTraining) -> Iterator[Table]:
     shown = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_band]
-    whole = {summary.arm.name: math.fsum(summary.wire.values()) for summary in shown}
-    reference, count = whole.get(judged.verdicts.reference), judged.training.parameters
     cols: list[Col[ArmSummary]] = [
         Col("arm", lambda row: row.arm.name),
-        Col("sent", lambda row: whole[row.arm.name], number=True, show=units.size),
-        Col("B/param", lambda row: whole[row.arm.name] / count, number=True, show=lambda each: f"{each:.4g}"),
-        Col("of the reference's", lambda row: whole[row.arm.name] / reference if reference else None, number=True,
-            show=units.percent),
+        Col("sent", lambda row: math.fsum(row.wire.values()), number=True, show=units.size),
         Col("as", lambda row: ", ".join(f"{what} {units.size(size)}" for what, size in row.wire.items()), below=True),
     ]  # fmt: skip
     if shown:
-        yield table("wire", "what a rank sends in a step; for a collective, its share of a ring", cols, shown)
+        yield table("wire", "what a rank sends in a step", cols, shown)
 
 
-def plan_page(
-    training: Training, reference: ArmState, seconds: float, unknown: Sequence[str], spread: float | None
-) -> Page:
+def plan_page(training: Training, reference: ArmState) -> Page:
     request, settings = training.request, training.request.settings
     cols: list[Col[Arm]] = [
         Col("arm", lambda arm: arm.name), Col("role", lambda arm: arm.role.value), Col("how", _how),
@@ -176,19 +160,12 @@ def plan_page(
     running = [arm for arm in training.arms if not arm.skip]
     once = sum(arm.role is ArmRole.CHAOS for arm in running)
     steps = request.steps * ((len(running) - once) * request.seeds + once)
-    more = f", without {', '.join(unknown)}, not trained here before" if unknown else ""
-    kept = reference.bytes_per_parameter
-    named = ", ".join(f"{name} {size:.3g}" for name, size in kept if size >= _LEAST_BYTES)
     ending = (
         f"parameters: {units.whole(reference.parameters)} ({settings.make or f'{settings.model}, {settings.arch}'})",
         f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(running), 'arm')} in "
         + many(request.seeds, "seed"),
         *([f"ranks: {request.ranks} by {settings.parallel}"] if request.ranks else []),
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
-        f"kept between two steps of the reference: {sum(size for _, size in kept):.3g} bytes a parameter ({named})",
-        f"time: about {units.clock(seconds)} for the steps, from kept trainings{more}" if seconds
-        else "time: unknown until such a model has been trained here; --quick tells",
-        words.detectable(request, spread),
     )  # fmt: skip
     title = f"training of {settings.called} on {training.device.key}, which is {training.device.name}"
     arms = table("arms", "", cols, training.arms)
@@ -291,23 +268,14 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
 
     if arms:
         losses = table("looks", "loss", [*cols(lambda mean: Field(f"{mean.loss:.3f}", mean.loss))], arms)
-        perplexities = table("perplexities", "perplexity of a token", [*cols(_perplexity)], arms)
+        of_tokens = [*cols(lambda mean: Field(f"{mean.perplexity:.3g}", mean.perplexity))]
+        perplexities = table("perplexities", "perplexity of a token", of_tokens, arms)
         # The loss of a model of one's own may be of anything, and its exponential nothing.
         yield Part("texts", _LOOKS, (losses,) if kept.training.request.settings.make else (losses, perplexities))
 
 
-def _perplexity(mean: Validation) -> Field:
-    """'12.3', with that of a byte where tokens are longer."""
-    by_byte = mean.perplexity_by_byte if mean.bytes != mean.tokens else None
-    more = f"; {by_byte:.3g} a byte" if by_byte is not None else ""
-    return Field(f"{mean.perplexity:.3g}{more}", mean.perplexity)
-
-
 def _mean_of(seen: Sequence[Validation]) -> Validation:
-    sizes = [look.bytes for look in seen]
-    whole = None if None in sizes else sum(filter(None, sizes))
-    loss = math.fsum(look.loss for look in seen) / len(seen)
-    return replace(seen[0], loss=loss, tokens=sum(look.tokens for look in seen), bytes=whole)
+    return replace(seen[0], loss=math.fsum(look.loss for look in seen) / len(seen))
 
 
 def bands_of(verdicts: TrainingVerdicts) -> Iterator[str]:
@@ -374,20 +342,6 @@ def _events(kept: KeptTraining, most: int) -> Iterator[Element]:
 
 
 def _ending(kept: KeptTraining) -> Iterator[str]:
-    if costs := dict(_watching(kept)):
-        most = max(costs, key=costs.__getitem__)
-        stride = many(kept.training.request.stride, "step")
-        yield f"watched: every {stride}, which took {units.percent(costs[most])} of a step's time at most ({most})"
     store = shlex.quote(str(Path(kept.path).parent.parent.parent))
     yield f"stored in {kept.path}"
     yield f"curves, tensors by layer and events: fp8bench report {kept.training.id} --store {store}"
-
-
-def _watching(kept: KeptTraining) -> Iterator[tuple[str, float]]:
-    """By how much watching lengthened the mean step of each arm."""
-    for arm in kept.training.arms:
-        plain = [row.seconds for row in kept.of(StepRow) if row.arm == arm.name and row.seconds > 0]
-        lines = [figure for figure in kept.of(StepFigure) if figure.arm == arm.name and figure.name == WATCHED_SECONDS]
-        if plain and lines:
-            usual = median(plain)
-            yield arm.name, (median(line.value for line in lines) / usual - 1) / kept.training.request.stride

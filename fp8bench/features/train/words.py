@@ -6,19 +6,15 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from fp8bench import units
-from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import ArmRole
 from fp8bench.features.train.verdicts.curves import (
     LEAST_PAIRS,
-    Gap,
     JudgedArm,
     Learned,
     Pair,
     Void,
     Why,
     bound_of_one,
-    least_seen,
-    settled_by_more,
 )
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, TrainedEnergy, describe_importance
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, TrainingVerdicts
@@ -63,37 +59,8 @@ def of_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
     return f"{_ROLES[arm.role]}{' at its best rate, with which arms are compared' if best else ''}"
 
 
-def reason(arm: ArmVerdict, among: TrainingVerdicts) -> str:
-    """'no difference is visible, and it is at most 0.24% worse (5 seeds)': what an arm's verdict rests on."""
-    judged, reference = arm.judged, among.reference
-    if judged.learned is Learned.DIVERGED:
-        return f"{verdict(arm, among)}, and {reference} does not"
-    if judged.learned is Learned.DID_NOT_LEARN:
-        return f"{reference} did not learn: {did_not_learn(among)}"
-    gap = judged.gap
-    if judged.learned is Learned.INCONCLUSIVE or gap is None or gap.decides is None:
-        bound = _bound_so_far(arm, among)
-        few = gap is not None and judged.why is Why.FEW_PAIRS and not judged.void
-        more = _narrowed(gap, gap.shown) if few and gap is not None and gap.shown else ""
-        return f"{bound}{inconclusive(judged)}{more}"
-    seeds = many(gap.pairs, "seed")
-    if judged.learned is Learned.WITHIN_NOISE:
-        if arm.same_bits:
-            return "the same to the bit, as if it took no effect"
-        return f"no difference is visible, and it is {at_most(gap.decides)} ({seeds}){_narrowed(gap, gap.decides)}"
-    digits = _decimals(gap.decides)
-    least, most = (f"{end:.{digits}f}%" for end in sorted(map(abs, _ends(gap.decides))))
-    sign = "higher" if judged.learned is Learned.WORSE else "lower"
-    tune = f"; tune {reference} first: another rate may be as good (--sweep rate)" if sign == "lower" else ""
-    if among.rates > 1:
-        tune = f"; both at the best of {many(among.rates, 'rate')}"
-    meaning = describe_importance(judged.learned, judged.matters, among.margin)
-    words = f"its loss is {100 * abs(gap.point):.{digits}f}% {sign}, at least {least} and at most {most} ({seeds})"
-    return f"{words}: {meaning}{tune}"
-
-
 def _bound_so_far(arm: ArmVerdict, among: TrainingVerdicts) -> str:
-    """What is known without a verdict; of one seed, by what one ulp does in it."""
+    """What few seeds show; of one seed, by what one ulp does in it."""
     gap = arm.judged.gap
     if gap is None or arm.judged.why is not Why.FEW_PAIRS:
         return ""
@@ -102,15 +69,7 @@ def _bound_so_far(arm: ArmVerdict, among: TrainingVerdicts) -> str:
     if among.chaos is None or arm.pairs[0].seed != among.chaos.seed:
         return ""
     bound = bound_of_one(gap.point, among.chaos.gap)
-    if bound is None:
-        return f"one ulp changed no loss of seed {among.chaos.seed}, which gives no bound; "
-    by = "95%, by what one ulp does there; other seeds may differ"
-    return f"{at_most(bound)} in seed {among.chaos.seed} ({by}); "
-
-
-def _narrowed(gap: Gap, interval: Interval) -> str:
-    more = settled_by_more(gap, interval.high)
-    return "" if more is None else f"; {many(more[1], 'more seed')} would probably narrow this to {100 * more[0]:.3g}%"
+    return "" if bound is None else f"{at_most(bound)} in seed {among.chaos.seed} (95%, by what one ulp does there); "
 
 
 def at_most(interval: Interval) -> str:
@@ -145,7 +104,7 @@ def verdict(arm: ArmVerdict, among: TrainingVerdicts) -> str:
     if judged.learned is Learned.DID_NOT_LEARN:
         return f"no verdict: the reference did not learn ({did_not_learn(among)})"
     if judged.learned is Learned.INCONCLUSIVE:
-        return f"inconclusive: {inconclusive(judged)}"
+        return f"inconclusive: {_bound_so_far(arm, among)}{inconclusive(judged)}"
     assert judged.gap is not None and judged.gap.decides is not None
     interval = judged.gap.decides
     if judged.learned is Learned.WITHIN_NOISE:
@@ -213,14 +172,6 @@ def notes(arm: ArmVerdict) -> Iterator[str]:
         yield f"{_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
 
 
-def describe_gap(difference: Gap | None) -> str:
-    """'loss +2.3%, could be +1.4% to +3.2%' with the interval of 95%; '' without pairs."""
-    if difference is None:
-        return ""
-    shown, point = difference.shown, f"loss {units.change(1 + difference.point)}"
-    return f"{point}, could be {units.change(1 + shown.low)} to {units.change(1 + shown.high)}" if shown else point
-
-
 def chance_of_all(among: TrainingVerdicts) -> str:
     """What 99% means for several arms; '' for one."""
     count = len(among.arms)
@@ -234,21 +185,6 @@ def chance_of_all(among: TrainingVerdicts) -> str:
 
 def chaos(pair: Pair) -> str:
     return f"one ulp moves the reference by {100 * pair.gap:+.2g}% in seed {pair.seed}: one seed shows nothing smaller"
-
-
-def detectable(request: TrainingRequest, spread: float | None) -> str:
-    seeds = many(request.seeds, "seed")
-    if request.seeds < LEAST_PAIRS:
-        more = "by what one ulp does in it" if request.seeds == 1 else "by their spread"
-        return f"what could be detected: a bound from {seeds}, {more}, and no verdict: that takes {LEAST_PAIRS} seeds"
-    if spread is None:
-        return "what could be detected is unknown until such a model has been trained here in two seeds"
-    seen, reach = least_seen(spread, request.seeds)
-    return (
-        f"what could be detected: a difference of {units.percent(seen, 2)} in four of five cases; more than "
-        f"{units.percent(reach, 2)} could be excluded ({seeds}, from a spread of {units.percent(spread, 2)} in kept "
-        "trainings)"
-    )
 
 
 def repeat_band(band: RepeatBand) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.arms import MOST_ARMS, Turns, arms_of_seed, check_training, device_of, make_arms, turns_of
+from fp8bench.features.train.arms import MOST_ARMS, arms_of_seed, check_room, check_training, device_of, make_arms
 from fp8bench.features.train.request import SETTINGS_RULES, TRAINING_RULES, TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole
 from fp8bench.model import DeviceFacts, MemoryUse
@@ -110,8 +109,6 @@ def ranks(settings: TrainerSettings, count: int = 2, **changes: Any) -> dict[str
 
 REFUSED: dict[str, dict[str, Any]] = {
     "unknown dtype 'fb8'. Did you mean 'fp8'": {"dtypes": ("bf16", "fb8")},
-    "unknown dtype 'bf61'. Did you mean 'bf16'": {"reference": "bf61"},
-    "unknown dtype 'msamp-o4'": {"dtypes": ("bf16", "msamp-o4")},
     "bf16 has nothing to be compared with": {"dtypes": ("bf16",)},
     "msamp-o2 is one of MS-AMP's levels": {"dtypes": ("msamp-o2",)},
     "msamp-o1 is one of MS-AMP's levels": {"dtypes": ("bf16", "msamp-o1"), "reference": "msamp-o1"},
@@ -122,7 +119,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "unknown setting or option to sweep 'histroy'. Did you mean 'history'": {
         "dtypes": DELAYED, "sweep": (("histroy", ("1",)),),
     },
-    "unknown setting or option to sweep 'model'": {"sweep": (("model", ("nano",)),)},
     "--sweep rate: 'x' is not a number": {"sweep": (("rate", ("x",)),)},
     "--sweep rate: rate must be a number above 0": {"sweep": (("rate", ("-1",)),)},
     "4 micro-batches do not divide the 2 sequences of a step": {"sweep": (("micro-batches", ("4",)),)},
@@ -150,7 +146,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "--wire has no effect": ranks(DDP, wire="fp8"),
     "--parallel tp cannot cut nano for --ranks 3": ranks(TP, 3),
     "--arch mlp does not go with --parallel tp": ranks(TP, arch="mlp"),
-    "--arch moe does not go with --parallel tp": ranks(TP, arch="moe"),
     "--gradients bf16 does not go with --parallel tp": ranks(TP, gradients="bf16"),
     "--sweep wire: wire must be one of": {**ranks(SP), "sweep": (("wire", ("fp9",)),)},
     "--dropout 0.1 does not go with --parallel sp": ranks(SP, dropout=0.1),
@@ -190,40 +185,19 @@ def test_the_device_is_the_first_gpu_or_the_one_that_is_named() -> None:
         device_of(TrainingRequest(device="cuda:3"), (CPU, H200))
 
 
-# What each keeps between two steps, and needs at the peak of one.
-NEEDS = {"bf16": (40, 100), "fp8": (50, 120), "mxfp8": (60, 180)}
-
-
-def turns(room: int, needs: Mapping[str, tuple[int, int]] = NEEDS) -> Turns:
-    request = small(dtypes=("bf16", "fp8", "mxfp8"), memory_limit=room)
-    asked = replace(training(), request=request, arms=make_arms(request, CPU))
+def test_arms_that_do_not_fit_into_memory_together_are_refused() -> None:
+    """By what all keep, plus the most that a step of one adds: 190 and 120; not where the needs of one are unknown."""
+    request = small(dtypes=("bf16", "fp8", "mxfp8"))
+    needs = {"bf16": (40, 100), "fp8": (50, 120), "mxfp8": (60, 180)}
     costs = [ArmCost(arm, 0, kept=(("weights", kept),), memory=MemoryUse(peak)) for arm, (kept, peak) in needs.items()]
-    return turns_of(asked, costs)
-
-
-ALL = ["bf16+bf16 again+fp8+mxfp8"]
-PAIRS = ["bf16+bf16 again", "bf16+fp8"]
-
-
-@for_each(("room", "needs", "beside"), [
-    (310, NEEDS, ALL),  # what all keep, plus the most that a step of one adds: 190 and 120
-    (1, {"bf16": (40, 100)}, ALL),  # the needs of the others are unknown
-    (309, NEEDS, [*PAIRS, "bf16+mxfp8"]), (219, NEEDS, [*PAIRS, "mxfp8"]), (179, NEEDS, PAIRS),
-])  # fmt: skip
-def test_arms_that_do_not_fit_together_are_trained_with_the_reference_or_alone(
-    room: int, needs: dict[str, tuple[int, int]], beside: list[str]
-) -> None:
-    """In every seed; only its first turn has the reference's own lines. An arm that fits nowhere is out."""
-    whole = turns(room, needs)
-    told = [(turn.number, "+".join(arm.name for arm in turn.arms), turn.first) for turn in whole.turns]
-    assert told == [(seed, names, place == 0) for seed in (0, 1) for place, names in enumerate(beside)]
-    assert (f"all need 310 B together, and there are {room} B" in whole.cut) == (beside != ALL)
-    assert whole.out == ({"mxfp8": "it needs 180 B alone, and there are 179 B"} if room == 179 else {})
-
-
-def test_a_reference_that_fits_nowhere_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"the reference bf16 needs 100 B .*, and there are 99 B. Choose a smaller"):
-        turns(99)
+    arms = make_arms(request, CPU)
+    tight, wide = (
+        replace(training(), request=request, arms=arms, device=replace(CPU, memory_bytes=room)) for room in (343, 345)
+    )
+    check_room(wide, costs)
+    check_room(tight, costs[:2])
+    with pytest.raises(UsageError, match="the 4 arms need 310 B together, and there are 308 B"):
+        check_room(tight, costs)
 
 
 SETTINGS: dict[str, list[Any]] = {
@@ -232,7 +206,7 @@ SETTINGS: dict[str, list[Any]] = {
     "dropout": [1.0, -0.1], "clip": [-1, float("inf"), True, "1/", "1/layer", "much/kind"],
     "loss_scale": ["0.5", "8589934592", "big", 1024.0, "nan"], "optimizer_states": ["fp8"], "master": ["bf16"],
     "gradients": ["fp16"], "checkpointing": ["yes"], "compile": ["maybe"], "attention": ["low"],
-    "on_nan": ["ignore"], "shift": [-0.1, 1.1], "start": [3],
+    "on_nan": ["ignore"], "start": [3],
     "tasks": ["copy"], "metric": ["pkg:f", ("",)], "precision_map": [(("mlp",),), "mlp=fp8"],
     "parallel": ["pp"], "wire": ["int8"], "make": [3], "skip": ["head"],
     "optimizer": ["rmsprop", "adamw:betas=0.9", "adamw:betas=0.9,1", "sgd:weight_decay=-1"],
@@ -242,9 +216,9 @@ SETTINGS: dict[str, list[Any]] = {
 ASKED: dict[str, list[Any]] = {
     "dtypes": [(), "fp8", (8,)], "reference": [8], "steps": [0, 1.5, True], "seeds": [0], "seed": [-1],
     "margin": [0, 1, -0.01, float("nan")], "sweep": [(("history", ()),)], "device": [""], "threads": [0], "data": [""],
-    "tokens": ["words"], "stride": [0], "evaluate": [0], "keep": [0],
+    "stride": [0], "evaluate": [0], "keep": [0],
     "imports": ["x"], "isolation": [None],
-    "memory_limit": [0], "energy": ["yes"],
+    "energy": ["yes"],
     "bands": ["one-ulp", ("chaos",)], "ranks": [0, 1, 2, True],
     "scales_from": [""],
 }  # fmt: skip

@@ -18,7 +18,6 @@ from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.tasks import ITEMS, documents_of, items_of, lengths_of, text_of
 from fp8bench.features.train.values import TokenSpan, TrainingText
-from fp8bench.plan.bpe import token_bytes
 from tests.counts import for_each
 
 LINES = [f"line {number} of a text, and of its {number % 7} relatives" for number in range(3000)]
@@ -33,15 +32,12 @@ def given(tmp_path: Path) -> str:
     return str(path)
 
 
-def prepared(data: Path | str, tokens: str = "bytes", window: int = 8) -> TrainingText:
-    return beginnings.prepare_text(str(data), tokens, Path(data).parent / "data", window)
+def prepared(data: Path | str, window: int = 8) -> TrainingText:
+    return beginnings.prepare_text(str(data), Path(data).parent / "data", window)
 
 
-def decoded(text: TrainingText, span: TokenSpan | None) -> bytes:
-    assert span is not None
-    known = token_bytes(text.merges)
-    tokens = np.fromfile(span.path, dtype=np.uint16)[span.start : span.stop]
-    return b"".join(known[token] for token in tokens.tolist())
+def decoded(span: TokenSpan) -> bytes:
+    return bytes(np.fromfile(span.path, dtype=np.uint16)[span.start : span.stop].tolist())
 
 
 def tokens_file(path: Path, tokens: list[int]) -> str:
@@ -52,57 +48,25 @@ def tokens_file(path: Path, tokens: list[int]) -> str:
 
 def test_the_last_tenth_is_held_out_behind_a_gap_of_a_window(given: str) -> None:
     text = prepared(given, window=96)
-    assert decoded(text, text.train) == TEXT[:CUT] and decoded(text, text.held_out) == TEXT[CUT + 96 :]
-    assert (text.vocabulary, text.tokens, text.merges) == (256, "bytes", ()) and text.identity.startswith("given:")
+    assert decoded(text.train) == TEXT[:CUT] and decoded(text.held_out) == TEXT[CUT + 96 :]
+    assert (text.vocabulary, text.tokens) == (256, "bytes") and text.identity.startswith("given:")
 
 
-def test_byte_pairs_are_learnt_from_what_is_trained_on_alone(tmp_path: Path) -> None:
-    """A word of the held-out part alone is no token."""
-    cut = len(TEXT) - len(TEXT) // 12
-    late = TEXT[:cut] + b" hippopotamus" * ((len(TEXT) - cut) // 13)
-    path = tmp_path / "late.txt"
-    path.write_bytes(late)
-    text = prepared(path, "bpe:200", 64)
-    assert decoded(text, text.train) == late[: len(late) - len(late) // 10]
-    assert late.endswith(decoded(text, text.held_out)) and text.held_out.start - text.train.stop == 64
-    tokens = token_bytes(text.merges)
-    assert b" text" in tokens and not any(b"hippo" in token for token in tokens)
-    assert text.vocabulary == 456 and text.tokens == "bpe"
-
-
-@for_each("tokens", ["bytes", "bpe:20"])
-def test_token_files_are_made_again_only_when_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: str
-) -> None:
+def test_token_files_are_made_again_only_when_damaged(given: str) -> None:
     """Also if a damaged file has the right length."""
-    given = tmp_path / "given.txt"
-    given.write_bytes(TEXT)
-    first = prepared(given, tokens)
-    before = {path: path.read_bytes() for path in (tmp_path / "data").iterdir()}
-    with monkeypatch.context() as nobody_learns:
-        nobody_learns.setattr(beginnings, "learnt_merges", None)
-        assert prepared(given, tokens) == first
+    first = prepared(given)
     path = Path(first.train.path)
-    whole = before[path]
-    damages = [(path, damaged) for damaged in (b"\0" * len(whole), whole[:1000], b"")]
-    for file, damaged in (*damages, *((notes, b"[[") for notes in before if notes.suffix == ".json")):
-        file.write_bytes(damaged)
-        assert prepared(given, tokens) == first
-        assert {path: path.read_bytes() for path in (tmp_path / "data").iterdir()} == before
-
-
-def test_other_text_is_pythons_documentation(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = prepared(given, "bpe:100")
-    assert b'The "assert" statement' in decoded(text, text.other)
-    monkeypatch.setattr(beginnings, "_documentation", lambda: b"")
-    assert prepared(given).other is None
+    whole = path.read_bytes()
+    for damaged in (b"\0" * len(whole), whole[:1000], b""):
+        path.write_bytes(damaged)
+        assert prepared(given) == first and path.read_bytes() == whole
 
 
 def test_token_files_are_mapped_where_they_lie(tmp_path: Path) -> None:
     data = tokens_file(tmp_path / "shakespeare.bin", list(range(1000)))
     text = prepared(data)
     assert (text.train, text.held_out) == (TokenSpan(data, 0, 900), TokenSpan(data, 908, 1000))
-    assert (text.vocabulary, text.tokens, text.other) == (1000, "given", None)
+    assert (text.vocabulary, text.tokens) == (1000, "given")
     assert text.identity.startswith("shakespeare:") and not (tmp_path / "data").exists()
 
 
@@ -119,22 +83,21 @@ def test_a_held_out_token_file_beside_it_is_taken(tmp_path: Path) -> None:
     assert prepared(data).identity != text.identity
 
 
-FILES = {"odd.bin": b"\0" * 999, "short.bin": b"\0" * 64, "empty.bin": b"", "own.bin": b"\0" * 4000,
+FILES = {"odd.bin": b"\0" * 999, "short.bin": b"\0" * 64, "empty.bin": b"",
          "text.txt": TEXT[: 1 << 16]}  # fmt: skip
 
 
-@for_each(("name", "words", "tokens"), [
-    ("odd.bin", "not a file of 16-bit tokens", "bytes"), ("short.bin", "or a shorter --sequence", "bytes"),
-    ("empty.bin", "has 0 tokens", "bytes"), ("own.bin", "has its own tokens", "bpe"),
-    ("text.txt", "the held-out part has 4505 tokens, and needs 8193", "bytes"),
-    ("nosuch.bin", r"--data .*nosuch.bin cannot be read", "bytes"),
-    ("", "folder without train.bin, and not a saved dataset", "bytes"),
+@for_each(("name", "words"), [
+    ("odd.bin", "not a file of 16-bit tokens"), ("short.bin", "or a shorter --sequence"),
+    ("empty.bin", "has 0 tokens"), ("text.txt", "the held-out part has 4505 tokens, and needs 8193"),
+    ("nosuch.bin", r"--data .*nosuch.bin cannot be read"),
+    ("", "folder without train.bin, and not a saved dataset"),
 ])  # fmt: skip
-def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, name: str, words: str, tokens: str) -> None:
+def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, name: str, words: str) -> None:
     for file, content in FILES.items():
         (tmp_path / file).write_bytes(content)
     with pytest.raises(UsageError, match=words):
-        prepared(tmp_path / name, tokens, 2048)
+        prepared(tmp_path / name, 2048)
 
 
 def saved(folder: Path, rows: list[dict[str, Any]], files: int = 2) -> Path:
@@ -158,12 +121,12 @@ def test_a_saved_dataset_is_read(tmp_path: Path) -> None:
     """All files in order, a line break after each document. With a held-out part the whole train part is trained on."""
     single = saved(tmp_path / "set", [{"id": number, "text": line, "title": "x"} for number, line in enumerate(LINES)])
     text = prepared(single)
-    assert decoded(text, text.train) == WHOLE[: len(WHOLE) - len(WHOLE) // 10] and text.identity.startswith("set:")
+    assert decoded(text.train) == WHOLE[: len(WHOLE) - len(WHOLE) // 10] and text.identity.startswith("set:")
     saved(tmp_path / "parts" / "train", [{"sentence": line} for line in LINES])
     saved(tmp_path / "parts" / "test", [{"sentence": "quite another line"}] * 100, files=1)
     (tmp_path / "parts" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     text = prepared(tmp_path / "parts")
-    assert decoded(text, text.train) == WHOLE and decoded(text, text.held_out) == b"quite another line\n" * 100
+    assert decoded(text.train) == WHOLE and decoded(text.held_out) == b"quite another line\n" * 100
 
 
 def test_saved_datasets_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

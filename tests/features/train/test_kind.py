@@ -35,7 +35,7 @@ LINES: tuple[StreamLine, ...] = (
     replace(row_of("fp8", 0, 4), loss=float("nan"), gradient_norm=float("inf"), skipped=True),
     LayerReading("fp8", 0, 4, "blocks.0.mlp.up", "input", 3.5, 1e-9, 0.1, 0.7, 0.25, lag=None, signal_to_noise=31.5),
     StepFigure("fp8", 0, 4, "noise_scale", 812.0),
-    Validation("fp8", 0, 5, "held-out", 3.25, 4096, None),
+    Validation("fp8", 0, 5, "held-out", 3.25, 4096),
     TrainingEvent("fp8", 0, 5, "not-finite", "the loss is nan", "head", "output", (("amax", 1e38),), "lower the rate"),
     ArmCost("fp8", 0, kept=(("weights", 4000),), memory=MemoryUse(9000, (("weights", 4000), ("other", 5000)))),
 )

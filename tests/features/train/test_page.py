@@ -29,11 +29,10 @@ from fp8bench.features.train.verdicts.curves import curves_of
 from fp8bench.features.train.verdicts.summary import JudgedTraining, figures_of
 from fp8bench.features.train.view import page_of as short_page
 from fp8bench.features.train.view import whole_page as text_of
-from fp8bench.model import MemoryUse, PhaseMemory
+from fp8bench.model import MemoryUse
 from fp8bench.report.data.plain import csv_text
-from fp8bench.report.elements import Chart, Lines, Page, Scatter, Stacks, Table
+from fp8bench.report.elements import Chart, Lines, Page, Table
 from fp8bench.report.page import html, markdown
-from fp8bench.report.page.drawing.draw import draw
 from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, REPEAT, judged, lines, training
@@ -105,31 +104,8 @@ def test_alarms_stand_on_the_curves_by_their_rules() -> None:
         assert list(flagged.values()) == ["plateau", "loss-gap, plateau"] and "1" in flagged
         assert 50 <= int(list(flagged)[1]) <= 52
     last = dict(loss.series)["bf16"][-1]
-    assert last is not None and last.flag == "plateau" and "plateau in step 99 of seed 0: plateau it is" in last.hint
+    assert last is not None and last.flag == "plateau"
     assert {name for name, _ in gap.series} == {"fp8"}
-    text = html.render(made)
-    assert text.count(">loss-gap</text>") == 4 and text.count(">plateau</text>") == 10
-    ended = page(alarm(40, "not-finite"),
-                 change=lambda row: replace(row, loss=NAN) if row.arm == "fp8" and row.step >= 40 else row)  # fmt: skip
-    chart = element(ended, "loss", Lines)
-    known = [(place, mark) for place, mark in zip(chart.places, dict(chart.series)["fp8"], strict=True) if mark]
-    assert known[0][0] == "1" and int(known[-1][0]) <= 40 and known[-1][1].flag == "not-finite"
-
-
-def test_the_gap_is_drawn_by_its_last_two_thirds() -> None:
-    made = page(change=lambda row: replace(row, loss=3 * row.loss) if row.arm == "fp8" and row.step < 8 else row)
-    chart = element(made, "gap", Lines)
-    assert chart.settled == len(chart.places) // 3 and "on an axis of their own" in html.render(made)
-    assert "on an axis of their own" not in draw(replace(chart, settled=0))
-
-
-def test_times_have_a_line_a_seed() -> None:
-    chart = element(page(of=training(replace(CANDIDATE, native=True))), "loss-by-time", Scatter)
-    assert chart.joined == ("bf16", "fp8") and {point.strand for point in chart.points} == {
-        f"seed {seed}" for seed in range(5)
-    }
-    assert len(chart.points) <= 400 and max(point.x or 0 for point in chart.points) == pytest.approx(1.0)
-    assert draw(chart).count('class="line s1" d="M') == 2
 
 
 def test_pace_and_memory_over_steps() -> None:
@@ -143,18 +119,14 @@ def test_pace_and_memory_over_steps() -> None:
 def test_memory_of_arms_is_compared_at_one_moment() -> None:
     """When the forward pass has ended; each arm has its own peak. Older trainings have only the peak."""
     forward = (("weights", 1 << 20), ("activations", 1 << 20))
-    phases = (PhaseMemory("backward", 3 << 20), PhaseMemory("optimizer_step", 1 << 20))
-    use = MemoryUse(3 << 20, (("weights", 1 << 20), ("activations", 2 << 20)), phases, forward=forward)
-    other = replace(use, forward=(("weights", 1 << 20), ("activations", 1 << 19)), phases=phases[::-1])
-    made = page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, memory=other))
-    titles = [column.title for column in element(made, "memory", Table).columns]
-    assert titles[1:4] == ["all of it", "highest point", "in"] and cells(made, "memory") == [
-        ["bf16", "2.00 MiB", "3.00 MiB", "backward", "1.00 MiB", "1.00 MiB"],
-        ["fp8", "1.50 MiB", "3.00 MiB", "backward", "1.00 MiB", "512 KiB"],
-    ]
-    assert [sum(parts) for _, parts in element(made, "memory-bars", Stacks).rows] == [2 << 20, 3 << 19]
-    lost = page(ArmCost("bf16", 0, memory=replace(use, forward=())), ArmCost("fp8", 0, why="it could not be measured"))
-    assert cells(lost, "memory") == [["bf16", "1.00 MiB", "2.00 MiB"]]
+    use = MemoryUse(3 << 20, (("weights", 1 << 20), ("activations", 2 << 20)), forward=forward)
+    other = replace(use, forward=(("weights", 1 << 20), ("activations", 1 << 19)))
+    assert cells(page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, memory=other)), "memory") == [
+        ["bf16", "3.00 MiB", "1.00 MiB", "1.00 MiB"], ["fp8", "3.00 MiB", "1.00 MiB", "512 KiB"],
+    ]  # fmt: skip
+    old = page(ArmCost("bf16", 0, memory=replace(use, forward=())))
+    assert cells(old, "memory") == [["bf16", "3.00 MiB", "1.00 MiB", "2.00 MiB"]]
+    lost = page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, why="it could not be measured"))
     assert column(lost, "memory") == ["3.00 MiB", "-"]
     assert "fp8: it could not be measured" in markdown.render(lost)
     assert "Memory by what" not in markdown.render(page())
@@ -181,7 +153,7 @@ def test_a_training_without_steps_has_a_page() -> None:
 ROW = StepRow("bf16", 0, 0, 2.0, 1e-3, 1.0, 0.0, 8.0, 1e-3, 1.0, 32, 0.01)
 
 
-def test_what_a_rank_sends_is_compared_with_the_reference() -> None:
+def test_what_a_rank_sends_in_a_step_is_told() -> None:
     """All operations of the first watched step."""
     asked, told = training(steps=30, seeds=1), list[StreamLine]()
     wires = {"bf16": {"reduce bfloat16": 3000.0, "all_reduce float32": 96.0}, "fp8": {"all_to_all uint8": 1548.0}}
@@ -189,18 +161,17 @@ def test_what_a_rank_sends_is_compared_with_the_reference() -> None:
         told.append(replace(ROW, arm=arm, seconds=0.0))
         told += [StepFigure(arm, 0, step, WIRE_BYTES, size, of) for step in (0, 10) for of, size in wire.items()]
     sent = judged(told, asked)
-    each = [f"{size / asked.parameters:.4g}" for size in (3096, 1548)]
     for made in (text_of(sent), page_of(sent)):
         assert cells(made, "wire") == [
-            ["bf16", "3.02 KiB", each[0], "100.0%", "reduce bfloat16 2.93 KiB, all_reduce float32 96 B"],
-            ["fp8", "1.51 KiB", each[1], "50.0%", "all_to_all uint8 1.51 KiB"],
+            ["bf16", "3.02 KiB", "reduce bfloat16 2.93 KiB, all_reduce float32 96 B"],
+            ["fp8", "1.51 KiB", "all_to_all uint8 1.51 KiB"],
         ]
     figures = [figures_of(summary, sent.verdicts)["wire_bytes"] for summary in sent.summaries]
     assert [size for size in figures if size] == [3096.0, 1548.0]
 
 
 STEPS = 40
-LOOKS = tuple(Validation(arm, seed, STEPS, "held-out", loss, 1000, 500)
+LOOKS = tuple(Validation(arm, seed, STEPS, "held-out", loss, 1000)
               for arm, loss in (("bf16", 2.1), ("fp8", 2.15)) for seed in range(5))  # fmt: skip
 LINES = (*lines({**GAPS, REPEAT.name: [0.0]}, STEPS), *LOOKS)
 
@@ -227,13 +198,13 @@ def test_a_training_answers_in_few_lines_and_names_the_command_that_would_settle
     few = judged(lines({"fp8": [0.002, 0.003], "mxfp8": [0.03, 0.001]}), training(CANDIDATE, other, seeds=2))
     said = told(few)
     assert len(said) <= 14 and all(said) and said[1] == "Does it learn as well as bf16?"
-    assert re.match(r"  fp8 +cannot tell +loss \+0.2%, could be ", said[2])
+    assert re.match(r"  fp8 +cannot tell +", said[2]) and "inconclusive: at most 0.89% worse (95%); 2 seeds" in said[3]
     (action,) = (line for line in said if line.startswith("Do this: "))
     assert re.fullmatch(
         r"Do this: train 5 seeds in about \d+ s, probably enough for a verdict: fp8bench train --seeds 5", action
     )
     settled = told(judged(lines(GAPS)))
-    assert re.match("  fp8  learns worse  loss ", settled[2]) and not [line for line in settled if "Do this" in line]
+    assert re.match("  fp8  learns worse ", settled[2]) and not [line for line in settled if "Do this" in line]
 
 
 def test_a_training_that_was_cut_off_or_ailed_says_so_first() -> None:

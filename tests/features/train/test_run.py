@@ -15,7 +15,6 @@ from fp8bench.features.train import run as job
 from fp8bench.features.train.kind import KIND, TrainingWriter, load_training, reopen_training
 from fp8bench.features.train.request import BANDS
 from fp8bench.features.train.values import (
-    REFERENCE_SECONDS,
     ArmCost,
     KeptTraining,
     StepFigure,
@@ -33,7 +32,7 @@ from tests.counts import for_each
 from tests.facts import H200
 from tests.features.train.conftest import Trained
 from tests.measure.powered import IDLE, Power, sampling
-from tests.trainings import LOST, FakeLab, said, small, strikes
+from tests.trainings import FakeLab, said, small, strikes
 
 CUT_OFF = KeyboardInterrupt()
 
@@ -178,9 +177,6 @@ def test_without_a_counter_the_reason_is_kept_and_no_further_step_taken(trained:
     kept, lab, _ = trained(powered, small(energy=True))
     assert {use.why for use in energies(kept).values()} == {"counter: the counter is gone"} and not asked(lab, "loop")
     assert not energies(trained(PoweredLab(), small())[0])
-    powered.power.broken = ""
-    apart, _, _ = trained(powered, small(energy=True, memory_limit=33_000))
-    assert {use.why for use in energies(apart).values()} == {job.APART}
 
 
 class BusyDevice(Looks):
@@ -209,34 +205,13 @@ def test_the_drivers_figures_of_use_are_kept(trained: Trained, monkeypatch: pyte
     assert opened == ["cuda"]
 
 
-# FakeLab's arms keep 12,000 bytes each, and need 8,000 more in a step: two fit.
-PAIRS = {"memory_limit": 33_000, "dtypes": ("bf16", "fp8", "mxfp8")}
-
-
-def test_arms_that_do_not_fit_together_are_trained_in_pairs(trained: Trained) -> None:
-    """To the same lines as together, with the reference's times next to each, also when interrupted or when the worker
-    is lost."""
-    together, _, _ = trained(FakeLab(), small(dtypes=PAIRS["dtypes"]))
-    whole, lab, _ = trained(FakeLab(), small(**PAIRS))
-    assert len(asked(lab, "begin")) == 1 + 3 + 3 and lab.restarts == 0, "one to count the reference's parameters"
-    for kind in (StepRow, Validation):
-        assert sorted(whole.of(kind), key=str) == sorted(together.of(kind), key=str)
-    beside = [(line.seed, line.arm, line.value) for line in whole.of(StepFigure) if line.name == REFERENCE_SECONDS]
-    others = ("fp8", "mxfp8")
-    assert sorted(beside) == sorted((seed, arm, 0.5) for seed in (0, 1) for arm in others for _ in range(20))
-    (event,) = whole.of(TrainingEvent)
-    assert event.kind == "pairs" and "all need 54.7 KiB together, and there are 32.2 KiB" in event.words
-    for arm, at, seed, error in (("bf16", 0, 0, CUT_OFF), ("fp8", 7, 0, LOST), ("mxfp8", 19, 1, CUT_OFF)):
-        half, _, _ = trained(FakeLab(strikes(arm, at, error, seed=seed)), small(**PAIRS))
-        rest = half if half.finished else trained(FakeLab())[0]
-        assert rest.finished and said(rest) == said(whole)
-
-
-def test_an_arm_that_fits_alone_only_has_no_speed(trained: Trained) -> None:
-    kept, _, _ = trained(FakeLab(), small(memory_limit=31_000))
-    assert kinds(kept) == ["pairs", *["unpaired"] * 4] and kept.finished
-    with pytest.raises(UsageError, match=r"the reference bf16 needs .* Choose a smaller --model"):
-        trained(FakeLab(), small(memory_limit=19_000))
+def test_arms_that_do_not_fit_together_are_refused_once_they_are_measured(trained: Trained) -> None:
+    """FakeLab's arms keep 12,000 bytes each, and need 8,000 more in a step."""
+    lab = FakeLab()
+    lab.facts = replace(lab.facts, memory_bytes=40_000)
+    with pytest.raises(UsageError, match=r"the 3 arms need 43\.0 KiB together, and there are 35\.2 KiB"):
+        trained(lab, small())
+    assert not asked(lab, "advance")
 
 
 def test_a_damaged_checkpoint_is_skipped(trained: Trained) -> None:

@@ -18,7 +18,7 @@ RULES: tuple[type[HealthRule[Any]], ...] = (
     tensors.OverflowBurst, tensors.UnderflowCreep, tensors.WeightsBehind, tensors.NotFiniteTensor,
     tensors.EmbeddingCollapse, tensors.AttentionOverflow, tensors.BatchNormDrift, tensors.LayerStill,
     # The following need no second arm to compare with.
-    loops.GradientsLeft, loops.MomentsGone, loops.NoUpdate, loops.LayerGradient, loops.SameInputs,
+    loops.GradientsLeft, loops.MomentsGone, loops.NoUpdate, loops.SameInputs,
     loops.LossAboveGuessing, loops.LossLeaked, loops.LossBackUp, steps.GradientScale, loops.AmaxJump, loops.DeadUnits,
     loops.NormGain, loops.LargeLogits, loops.DuplicateInputs, loops.DataDrift,
 )  # fmt: skip

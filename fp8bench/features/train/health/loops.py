@@ -299,23 +299,6 @@ class MomentsGone(FigureRule):
         return "the optimizer has forgotten its moments: does the checkpoint have its state, and is that loaded?"
 
 
-class LayerGradient(FigureRule):
-    """It is 1 but for rounding; what people add to gradients turns them by less than a right angle."""
-
-    name = "layer-gradient"
-    figure = "gradient_cosine"
-    turned = -0.5
-    alarms_at = "a cosine below -0.5, or exactly 0, of a linear layer, a convolution or a table"
-    remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_LOOP)
-
-    def judge(self, line: StepFigure, last: deque[float]) -> str:
-        if line.value == 0:
-            return f"the gradient of {line.layer}'s weight is nothing but zeros, and should not be"
-        if not line.value < self.turned:
-            return ""
-        return f"the gradient of {line.layer}'s weight points the other way (a cosine of {line.value:.2f})"
-
-
 class DuplicateInputs(FigureRule):
     """A loader draws each example once an epoch; what is drawn with replacement repeats few of many."""
 

@@ -269,40 +269,10 @@ class GradientScale(HealthRule[StepRow]):
         return HealthAlarm(words, figures=(("octaves", moved), ("loss_octaves", loss)))
 
 
-class GapCause:
-    """Whether two trainings differ in their data, in dropout, or in arithmetic only."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, dict[tuple[str, str, int], float]] = {}
-
-    def see(self, line: StepFigure | StepRow) -> None:
-        if isinstance(line, StepFigure) and line.name in ("inputs", "dropout"):
-            self._seen.setdefault(line.arm, {})[line.name, line.layer, line.step] = line.value
-        elif isinstance(line, StepRow) and line.step == 0:
-            self._seen.setdefault(line.arm, {})["loss", "", 0] = line.loss
-
-    def words(self, arm: str, reference: str) -> str:
-        """'' where no figure of both is known."""
-        own, others = self._seen.get(arm, {}), self._seen.get(reference, {})
-        steps = {step for name, _, step in own.keys() & others.keys() if name == "inputs"}
-        if not steps:
-            return ""
-        keys = own.keys() | others.keys()
-        unlike = {key[0] for key in keys if key[2] in steps and own.get(key, 0.0) != others.get(key, 0.0)} - {"loss"}
-        if "inputs" in unlike:
-            return "data: the two had different inputs"
-        masks = any(value > 0 for (name, *_), value in own.items() if name == "dropout")
-        first = own.get(("loss", "", 0), math.nan), others.get(("loss", "", 0), math.nan)
-        if "dropout" in unlike or (masks and abs(first[0] - first[1]) > 0.01 * abs(first[1])):
-            return "dropout: inputs are the same, and what is dropped is not"
-        return "arithmetic: inputs and dropout are the same"
-
-
-class LossGap(HealthRule[Any]):
+class LossGap(HealthRule[StepRow]):
     """Batches and dropout are the same in both arms: only the arithmetic differs, and chaos does little."""
 
     name = "loss-gap"
-    reads = StepRow | StepFigure
     compares = True
     keep = 50
     margin = 0.02
@@ -310,14 +280,10 @@ class LossGap(HealthRule[Any]):
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
     _losses: dict[int, dict[str, float]] = field(default_factory=dict)
     _gaps: deque[float] = newest(keep)
-    _cause: GapCause = field(default_factory=GapCause)
 
-    def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
+    def see(self, line: StepRow) -> HealthAlarm | None:
         own, reference = self.arm.name, self.arm.reference
         if not reference:
-            return None
-        self._cause.see(line)
-        if isinstance(line, StepFigure):
             return None
         losses = self._losses.setdefault(line.step, {})
         losses[line.arm] = line.loss
@@ -334,8 +300,6 @@ class LossGap(HealthRule[Any]):
         if gap <= self.margin:
             return None
         words = f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps"
-        cause = self._cause.words(own, reference)
-        words += f". By its {cause}" if cause else ""
         return HealthAlarm(words, figures=(("gap", gap),))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.evaluate import DIGESTS, Batch, Evaluation, Scores, windows_by_step
+from fp8bench.features.train.lab.evaluate import DIGESTS, Batch, Evaluation, Scores, TokenWindows
 from fp8bench.features.train.lab.fine_tuning import apply_start, scaled
 from fp8bench.features.train.lab.made import SILENT, MadeModel, WrapArithmetic
 from fp8bench.features.train.lab.step_optimizer import seed_of
@@ -37,9 +37,8 @@ class BuiltInModel(MadeModel):
         self.together = together_of(settings, config, facts)
         self.model = self._build()
         self.together.take(self.model)
-        shape = config.sequence, facts.key, config.vocabulary
-        text, self.windows = windows_by_step(task.text, settings.shift, task.steps, *shape)
-        self._evaluation = Evaluation(text, config, self._layers, facts, self.together.scaled)
+        self.windows = TokenWindows(task.text.train, config.sequence, facts.key, config.vocabulary)
+        self._evaluation = Evaluation(task.text, config, self._layers, facts, self.together.scaled)
         self.scores = Scores(task, settings, self._evaluation.held_out, config)
         self.tokens = config.batch * config.sequence * settings.micro_batches
         self.finish()
@@ -97,7 +96,7 @@ class BuiltInModel(MadeModel):
 
     def read_batch(self, step: int, number: int) -> Batch:
         part = number * self.together.shares + self.together.share
-        return self.windows(step).drawn(self.task.seed, step, part, self._rows)
+        return self.windows.drawn(self.task.seed, step, part, self._rows)
 
     def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
         forward: Forward = self.model if watched else self._forward
@@ -105,7 +104,7 @@ class BuiltInModel(MadeModel):
         return forward(tokens, targets, phase)
 
     def digest_batches(self, step: int) -> tuple[int, int]:
-        digest, shares, numbers = self.windows(step).digest, self.together.shares, range(self.settings.micro_batches)
+        digest, shares, numbers = self.windows.digest, self.together.shares, range(self.settings.micro_batches)
         parts = [number * shares + self.together.share for number in numbers]
         rank_sum = sum(digest(self.task.seed, step, part, self._rows) for part in parts)
         step_sum = sum(digest(self.task.seed, step, number, self._config.batch) for number in numbers)

@@ -8,7 +8,6 @@ step is cut into micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,7 +25,6 @@ from fp8bench.nn.around import cast_to
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.linear import multiplied_by
 from fp8bench.nn.sizes import LINE, GPTConfig
-from fp8bench.plan.bpe import encoded, token_bytes
 from fp8bench.protocols import Arithmetic, Layer, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.user_code import own_words
@@ -88,23 +86,6 @@ class TokenWindows:
         return host[:, :-1].contiguous(), host[:, 1:].contiguous()
 
 
-def windows_by_step(
-    text: TrainingText, shift: float, steps: int, length: int, device: str, vocabulary: int
-) -> tuple[TrainingText, Callable[[int], TokenWindows]]:
-    """The text with its held-out parts, and the windows of each step. From the share `shift` of the steps on they are
-    of the other text, whose last tenth is held out; with a `shift` of 0 it is the held-out text, and the first kind the
-    other."""
-    first, changes_at = TokenWindows(text.train, length, device, vocabulary), round(shift * steps)
-    if changes_at >= steps or text.other is None:
-        return text, lambda step: first
-    cut = text.other.stop - (text.other.stop - text.other.start) // 10
-    later = TokenWindows(replace(text.other, stop=cut - length), length, device, vocabulary)
-    held_out = replace(text.other, start=cut)
-    if changes_at == 0:
-        return replace(text, held_out=held_out, other=text.held_out), lambda step: later
-    return replace(text, other=held_out), lambda step: first if step < changes_at else later
-
-
 # A trained model is quantised to these from its weights, without the training's scales. bf16 is what the others are
 # compared with, whatever an arm was trained in.
 QUANTISED = ("bf16", "fp8", "nvfp4")
@@ -118,8 +99,8 @@ _SILENT = SilentPhases()
 Scaled = Callable[[str, Arithmetic], Arithmetic]
 
 
-# Losses, and bytes if known, by position in a window, summed over so many windows.
-Sums = tuple[list[float], list[int] | None, int]
+# Losses by position in a window, summed over so many windows.
+Sums = tuple[list[float], int]
 
 
 class Evaluation:
@@ -130,24 +111,18 @@ class Evaluation:
     ) -> None:
         self._scaled = scaled
         self._config, self._layers, self._facts = config, layers, facts
-        lengths = [] if text.tokens == "given" else [len(content) for content in token_bytes(text.merges)]
-        self._lengths = torch.tensor(lengths, device=facts.key) if lengths else None
-        self.held_out = self._windows(text.held_out)
-        self._other = None if text.other is None else self._windows(text.other)
-
-    def _windows(self, span: TokenSpan) -> list[Batch]:
-        length = self._config.sequence
-        batch = max(self._config.batch, _TOKENS_A_PASS // length)
-        windows = TokenWindows(span, length, self._facts.key, self._config.vocabulary)
-        return windows.in_order(batch, max(_LEAST_WINDOWS, _TOKENS // length))
+        length = config.sequence
+        windows = TokenWindows(text.held_out, length, facts.key, config.vocabulary)
+        most = max(_LEAST_WINDOWS, _TOKENS // length)
+        self.held_out = windows.in_order(max(config.batch, _TOKENS_A_PASS // length), most)
 
     def look(self, model: LanguageModel, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
         def validation(of: str, sums: Sums, part: slice = slice(None)) -> Validation:
-            losses, lengths, windows = sums[0][part], sums[1], sums[2]
-            tokens, text_bytes = len(losses) * windows, None if lengths is None else sum(lengths[part])
-            return Validation(*who, of, sum(losses) / tokens, tokens, text_bytes)
+            losses, windows = sums[0][part], sums[1]
+            tokens = len(losses) * windows
+            return Validation(*who, of, sum(losses) / tokens, tokens)
 
-        held_out = self._sums(model, self.held_out)
+        held_out = self._sums(model)
         yield validation("held-out", held_out)
         if not last:
             return
@@ -156,23 +131,17 @@ class Evaluation:
         for first in range(0, length, part):
             end = min(first + part, length)
             yield validation(f"position:{first}-{end - 1}", held_out, slice(first, end))
-        if self._other is not None:
-            yield validation("other-text", self._sums(model, self._other))
         for mode in QUANTISED:
             arithmetic = precisions.get(mode).arithmetic(self._facts)
             names = [layer.name for layer in self._layers if not layer.high]
             with multiplied_by(model, {name: self._scaled(name, arithmetic.layer(name)) for name in names}):
-                yield validation(f"quantised:{mode}", self._sums(model, self.held_out))
+                yield validation(f"quantised:{mode}", self._sums(model))
 
-    def _sums(self, model: LanguageModel, batches: Sequence[Batch]) -> Sums:
+    def _sums(self, model: LanguageModel) -> Sums:
         losses = torch.zeros(self._config.sequence, dtype=torch.float64, device=self._facts.key)
-        lengths = torch.zeros(self._config.sequence, dtype=torch.int64, device=self._facts.key)
-        for tokens, targets in batches:
+        for tokens, targets in self.held_out:
             losses += model(tokens, targets, _SILENT, "none").view(targets.shape).sum(0, dtype=torch.float64)
-            if self._lengths is not None:
-                lengths += self._lengths[targets].sum(0)
-        text_bytes = None if self._lengths is None else lengths.tolist()
-        return losses.tolist(), text_bytes, sum(len(tokens) for tokens, _ in batches)
+        return losses.tolist(), sum(len(tokens) for tokens, _ in self.held_out)
 
 
 # Returns logits (texts, tokens, vocabulary) for tokens (texts, tokens).
@@ -188,7 +157,7 @@ class Scores:
         self, task: SeedTask, settings: TrainerSettings, held_out: Sequence[Any], config: GPTConfig | None = None
     ) -> None:
         self._metrics, self._held_out, self._config = settings.metric, held_out, config
-        self._device, self._merges = task.facts.key, task.text.merges
+        self._device = task.facts.key
         self._items = {} if config is None else _items(settings.tasks, task.text, config.sequence)
 
     def of(self, model: Any) -> Iterator[tuple[str, float]]:
@@ -217,7 +186,7 @@ class Scores:
         """Token ids as rows of one length, padded at the end, where that changes nothing; and each text's own
         length."""
         assert self._config is not None
-        lines = [np.frombuffer(encoded(text, self._merges), dtype=np.uint16) for text in texts]
+        lines = [np.frombuffer(text, dtype=np.uint8) for text in texts]
         length = -(-max(map(len, lines)) // LINE) * LINE
         rows = np.full((len(lines), min(length, self._config.sequence)), ord("\n"), dtype=np.int64)
         for row, line in zip(rows, lines, strict=True):
@@ -233,9 +202,9 @@ def _items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> dict[st
         raise UsageError("--tasks needs the bytes of a text, and the tokens of a .bin cannot be decoded. Give a text.")
     held_out = b""
     if "cloze" in tasks:
-        span, known = text.held_out, token_bytes(text.merges)
+        span = text.held_out
         tokens = np.memmap(span.path, dtype=np.uint16, mode="r")[span.start : span.stop]
-        held_out = b"".join(known[token] for token in tokens.tolist())
+        held_out = tokens.astype(np.uint8).tobytes()
     return {name: items for task in tasks for name, items in items_of(task, sequence, held_out)}
 
 

@@ -1,5 +1,5 @@
 """Figures of a loop that has no reference to compare with: what it does with gradients and its optimizer between steps,
-whether gradients of weights match their layers, and what inputs, predictions and gains of norms are like.
+and what inputs, predictions and gains of norms are like.
 
 No tensor is read between watched steps.
 """
@@ -17,14 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8bench.features.train.lab.readings import Number
 from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN
-from fp8bench.nn.linear import Linear
 
 # Inputs are compared by at most this many of their values.
 _LOOKED_AT = 1 << 12
 # With fewer examples, or fewer values in each, equal ones are no surprise.
 _LEAST_COPIES = 8
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Parameters, their gradients, and the version that each gradient had.
 Left = list[tuple[Tensor, Tensor, int]]
 
@@ -71,13 +69,11 @@ class LoopHabits:
         data = {(name, ""): value for name, value in self._data.items()}
         return slower | data | {("inputs_again", ""): self._repeats, ("examples", ""): float(self.examples)}
 
-    def backward_begins(self) -> bool:
-        """Whether gradients start anew: those that nothing has touched since were not cleared, and add up."""
+    def backward_begins(self) -> None:
+        """Gradients that nothing has touched since were not cleared, and add up."""
         untouched = (parameter.grad is grad and grad._version == version for parameter, grad, version in self._left)
-        anew = not self._left or not all(untouched)
         self._began = True
-        self._was_cleared |= anew
-        return anew
+        self._was_cleared |= not self._left or not all(untouched)
 
     def backward_ended(self) -> None:
         self._left = self._gradients()
@@ -163,81 +159,8 @@ def _backward(tensors: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> N
     return None
 
 
-class GradientSketches:
-    """Compares each weight's gradient with its layer: both times one fixed vector, the latter from the layer's inputs
-    and output gradients, summed over its uses in a step. A product with a vector costs little beside the layer's own.
-    Nothing is drawn at random, and of inputs only these products are kept."""
-
-    def __init__(self) -> None:
-        self._expected: dict[nn.Parameter, Tensor] = {}
-        self._unknown: set[nn.Parameter] = set()
-
-    def passed(self, module: nn.Module, x: Tensor, output: Tensor) -> None:
-        weight = module._parameters.get("weight")  # none that a parametrization makes, which asking may change
-        if weight is None or not output.requires_grad or not weight.requires_grad:
-            return
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            products = _products(module, weight, x.detach())
-        if products is None:
-            self._unknown.add(weight)
-            return
-
-        def arrives(gradient: Tensor) -> None:
-            with torch.no_grad():
-                part = _expected(module, products, gradient.to(torch.float32))
-                self._expected[weight] = self._expected[weight] + part if weight in self._expected else part
-
-        output.register_hook(arrives)  # type: ignore[no-untyped-call]
-
-    def clear(self) -> None:
-        self._expected.clear()
-
-    def cosines(self, weights: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Number]]:
-        """Between the gradient's product and the expected one: 1 where they match, 0 for a gradient of zeros."""
-        for layer, weight in weights.items():
-            expected = self._expected.get(weight)
-            if expected is not None and weight.grad is not None and weight not in self._unknown:
-                sketch = _times_vector(weight.grad)
-                yield layer, torch.dot(sketch, expected) / (sketch.norm().clamp(min=1e-30) * expected.norm())
-
-
 def _vector(shape: torch.Size, device: torch.device) -> Tensor:
     return torch.arange(shape.numel(), device=device).mul(2.399963).cos().reshape(shape)
-
-
-def _products(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor | None:
-    """The inputs times the vector; None for other kinds of layers."""
-    if type(module) in (nn.Linear, Linear):
-        return x.reshape(-1, x.shape[-1]).to(torch.float32) @ _vector(weight.shape[1:], x.device)
-    if isinstance(module, _CONVOLUTIONS) and module.groups == 1 and type(module) in _CONVOLUTIONS:
-        narrow: Any = module
-        kernel = _vector(weight.shape[1:], x.device)[None]
-        products: Tensor = narrow._conv_forward(x.to(torch.float32), kernel, None)
-        return products
-    plain = type(module) is nn.Embedding and module.max_norm is None and not module.scale_grad_by_freq
-    return x.reshape(-1) if plain else None
-
-
-def _expected(module: nn.Module, products: Tensor, gradient: Tensor) -> Tensor:
-    if isinstance(module, nn.Embedding):
-        width = gradient.shape[-1]
-        values = gradient.reshape(-1, width) @ _vector(torch.Size((width,)), gradient.device)
-        if module.padding_idx is not None:
-            values = values.masked_fill(products == module.padding_idx, 0.0)
-        return values.new_zeros(module.num_embeddings).index_add_(0, products, values)
-    if isinstance(module, _CONVOLUTIONS):
-        axis = gradient.ndim - module.weight.ndim + 1  # 0 for a single example without a batch
-        return (gradient * products).transpose(0, axis).flatten(1).sum(1)
-    return gradient.reshape(-1, gradient.shape[-1]).t() @ products
-
-
-def _times_vector(gradient: Tensor) -> Tensor:
-    if gradient.is_sparse:
-        gradient = gradient.coalesce()
-        values = _times_vector(gradient.values())
-        return values.new_zeros(gradient.shape[0]).index_add_(0, gradient.indices()[0], values)
-    rows = gradient.detach().flatten(1).to(torch.float32)
-    return rows @ _vector(rows.shape[1:], rows.device)
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -291,12 +214,6 @@ def gains_of(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, _NORMS) or "Norm" in type(module).__name__
     )
     return {path: gain for path, gain in gains if isinstance(gain, nn.Parameter) and gain.ndim == 1}
-
-
-def dropouts_of(model: nn.Module) -> Iterator[tuple[str, float]]:
-    for path, module in model.named_modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            yield path, module.p if module.training else 0.0
 
 
 # A loss may be scaled and averaged in at most so many operations after its cross entropy.

@@ -18,8 +18,6 @@ from fp8bench.features.train.lab.readings import Figures, dense, read
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
 from fp8bench.features.train.values import UNSEEN, StepFigure, StepRow, StreamLine, TrainingEvent, Validation
 
-# How many micro-batches a step has is not known beforehand: expect several.
-_SEVERAL = 2
 # After so many updates in a row without a row of figures, an event says why.
 _SILENT = 3
 
@@ -88,7 +86,7 @@ class OwnLoop:
 
     def held_out(self, value: Tensor | float, tokens: int = 1) -> None:
         """Give the present loss on held-out data."""
-        self._told((Validation(self._name, 0, self._step, "held-out", float(value), tokens, None),))
+        self._told((Validation(self._name, 0, self._step, "held-out", float(value), tokens),))
 
     def _optimized(self) -> list[Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -101,7 +99,7 @@ class OwnLoop:
     def _begin(self) -> None:
         self._is_first = True
         if is_watched(self._step, self._stride):
-            self._seen = self._attached.enter_context(self._watch.step(_SEVERAL))
+            self._seen = self._attached.enter_context(self._watch.step())
         self._began = time.perf_counter()
 
     def _given(self, module: nn.Module, *given: Any) -> None:
@@ -125,9 +123,7 @@ class OwnLoop:
 
     def _backward_begins(self, root: Tensor | None) -> None:
         self._reached = False
-        anew = self._habits.backward_begins()
-        if anew and self._seen is not None:
-            self._seen.sketches.clear()
+        self._habits.backward_begins()
         if self._seen is not None and root is not None and not self._predictions:
             self._predictions = predictions_of(root)
 

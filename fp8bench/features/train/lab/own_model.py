@@ -152,7 +152,7 @@ class OwnModel(MadeModel):
             losses = [float(self.compute_loss(batch, SILENT)) for batch in copies]
         tokens = [size_of(batch) for batch in self._held_out]
         mean = sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
-        yield Validation(*who, "held-out", mean, sum(tokens), None)
+        yield Validation(*who, "held-out", mean, sum(tokens))
 
     def coverage(self) -> Coverage | None:
         """How much is converted, counted in a step of an unconverted copy; None for the model as it came."""

@@ -62,11 +62,9 @@ class Trainer:
         self.parameters = self.made.parameters
         self.most_norm, clip_group = clip_of(settings.clip)
         self.clip_groups = [group_of(name, own.ndim, clip_group) for name, own in self.parameters.items()]
-        self._lowered = 1.0  # share of all rates, which --on-nan lower-rate halves
         self._schedule = RateSchedule(settings, task.steps)
         self.loss_scale = loss_scale_of(settings, self.precision.loss_scale)
-        examples, inside = self.made.tokens // settings.micro_batches, settings.compile == "no"
-        self.watch = ModelWatch(self.model, arm.name, task.seed, examples, inside)
+        self.watch = ModelWatch(self.model, arm.name, task.seed, settings.compile == "no")
 
     @property
     def tokens(self) -> int:
@@ -91,7 +89,7 @@ class Trainer:
 
     def rate_share(self) -> float:
         """The share of the optimizer's rates in the next step. A user's schedule has changed those already."""
-        return self._lowered * (1.0 if self.made.has_own_rates else self._schedule.share(self.step))
+        return 1.0 if self.made.has_own_rates else self._schedule.share(self.step)
 
     def end_step(
         self, row: StepRow, before: CastState, find: Callable[[], FaultyTensor | None]
@@ -104,10 +102,10 @@ class Trainer:
         self._skipped = self._skipped + 1 if row.skipped else 0
         self.step += 1
 
-    def weights_digest(self) -> tuple[int, tuple[str, ...]]:
-        """A digest of the weights that all ranks share, and what is wrong with what this rank received."""
+    def weights_digest(self) -> int:
+        """A digest of the weights that all ranks share."""
         with self.present(SILENT):
-            return digest_of(self.together.common(self.parameters)), self.together.faults()
+            return digest_of(self.together.common(self.parameters))
 
     def scales_digest(self) -> int:
         """A digest of the scales that come from earlier casts."""
@@ -149,10 +147,6 @@ class Trainer:
         if why:
             self.stopped = True
             yield self.event("stopped", f"the arm is stopped: {why}")
-        elif self.settings.on_nan == "lower-rate":
-            self._lowered /= 2
-            words = f"the learning rate is halved from here on, to {self._lowered:g} of its setting"
-            yield self.event("rate-lowered", words)
 
     def _why_stopped(self, row: StepRow) -> str:
         """'' where the arm goes on after a step that was not finite."""
@@ -201,7 +195,6 @@ class Trainer:
             "stopped": self.stopped,
             "loss_scale": [self.loss_scale.scale, self.loss_scale.good_steps],
             "optimizer": self.optimizer.memory(),
-            "lowered": self._lowered,
             "schedule": self._schedule.memory(),
             "skipped": self._skipped,
             "casts": self.remember_casts()._asdict(),
@@ -211,7 +204,7 @@ class Trainer:
     def recall(self, memory: dict[str, Any]) -> None:
         self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
         self.loss_scale.scale, self.loss_scale.good_steps = memory["loss_scale"]
-        self._lowered, self._skipped = memory["lowered"], memory["skipped"]
+        self._skipped = memory["skipped"]
         self._schedule.recall(memory["schedule"])
         self.optimizer.recall(memory["optimizer"])
         self.recall_casts(CastState(**memory["casts"]))

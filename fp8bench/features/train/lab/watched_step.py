@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.loop_figures import GradientSketches, dropouts_of, fingerprint_of, gains_of
+from fp8bench.features.train.lab.loop_figures import gains_of
 from fp8bench.features.train.lab.readings import (
     Figures,
     Number,
@@ -28,7 +28,6 @@ from fp8bench.features.train.lab.readings import (
     begin_peak,
     bytes_in_use,
     cast_of,
-    dense,
     embedding_spread,
     figures_of,
     read,
@@ -48,9 +47,9 @@ from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
 class ModelWatch:
     """The modules and parameters of one model that are watched. `scales` alone change from step to step."""
 
-    def __init__(self, model: nn.Module, arm: str = "", seed: int = 0, examples: int = 1, inside: bool = True) -> None:
-        """`examples` is the number in a micro-batch; the noise scale counts them. Without `inside`, only weights."""
-        self._arm, self._seed, self._examples = arm, seed, examples
+    def __init__(self, model: nn.Module, arm: str = "", seed: int = 0, inside: bool = True) -> None:
+        """Without `inside`, only weights are watched."""
+        self._arm, self._seed = arm, seed
         self.scales: dict[str, float] = {}
         self.model = model
         self.modules = {module: path for path, module in reversed([*_uncompiled(model, "")])} if inside else {}
@@ -70,22 +69,17 @@ class ModelWatch:
         return cast_to(self.weights[layer].detach(), arithmetic, Role.WEIGHT)
 
     @contextmanager
-    def step(self, micro_batches: int = 1) -> Iterator[WatchedStep]:
+    def step(self) -> Iterator[WatchedStep]:
         with ExitStack() as stack:
-            yield WatchedStep(self, stack, micro_batches)
+            yield WatchedStep(self, stack)
 
     def lines(self, step: int, seen: WatchedStep) -> Iterator[StreamLine]:
         """The readings and figures of a watched step. Waits for the device once."""
-        noise = seen.noise()
-        numbers = iter(
-            read([*seen.tensors.values(), *noise.values(), *({"": number} for number in seen.named.values())])
-        )
+        numbers = iter(read([*seen.tensors.values(), *({"": number} for number in seen.named.values())]))
         for layer, role in seen.tensors:
             yield self._reading(step, layer, role, next(numbers))
-        figures = [*noise_figures({name: next(numbers) for name in noise}, self._examples)]
-        figures += [(*key, next(numbers)[""]) for key in seen.named]
-        for name, layer, value in figures:
-            yield StepFigure(self._arm, self._seed, step, name, value, layer)
+        for name, layer in seen.named:
+            yield StepFigure(self._arm, self._seed, step, name, next(numbers)[""], layer)
 
     def _reading(self, step: int, layer: str, role: str, numbers: Mapping[str, float]) -> LayerReading:
         key = f"{layer} {role}"
@@ -197,26 +191,13 @@ def not_finite_words(place: FaultyTensor | None, loss: float, norm: float) -> st
 
 
 class WatchedStep:
-    """Collects figures until `stack` is unwound. Gradient noise comes from the differences between micro-batches: there
-    is none for a step of one, nor where a gradient is taken away as soon as it has arrived."""
+    """Collects figures until `stack` is unwound."""
 
-    def __init__(self, watch: ModelWatch, stack: ExitStack, micro_batches: int) -> None:
+    def __init__(self, watch: ModelWatch, stack: ExitStack) -> None:
         self.tensors: dict[tuple[str, str], Figures] = {}
         self.named: dict[tuple[str, str], Number] = {}
         self._watch = watch
-        self._arrived = dict.fromkeys(watch.parameters, 0)
-        self._squares: dict[str, Tensor] = {}
-        self._totals: dict[str, Tensor] = {}
-        hooked: Mapping[str, Any] = watch.parameters if micro_batches > 1 and watch.modules else {}
-        for name, parameter in hooked.items():
-            if not parameter.requires_grad:  # frozen since the watch began
-                continue
-            stack.callback(parameter.register_hook(partial(self._arrives, name)).remove)
-            stack.callback(parameter.register_post_accumulate_grad_hook(partial(self._is_added, name)).remove)
-        self.sketches = GradientSketches()
         begin_peak(watch.device)
-        if watch.modules:
-            stack.callback(watch.model.register_forward_pre_hook(self._begins, with_kwargs=True).remove)
         for module, path in watch.modules.items():
             self._attach(path, module, stack)
 
@@ -232,18 +213,6 @@ class WatchedStep:
             self.named["update_ratio", path.removesuffix(".weight")] = norm / sizes[path]
         for path, gain in self._watch.gains.items():
             self.named["gain", path] = torch.linalg.vector_norm(gain, dtype=torch.float32) / math.sqrt(gain.numel())
-        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if alone:  # with several ranks a gradient is the mean of all, and the sketch is of one
-            for layer, cosine in self.sketches.cosines(self._watch.weights):
-                self.named["gradient_cosine", layer] = cosine
-
-    def _begins(self, module: nn.Module, *given: Any) -> None:
-        if torch.is_grad_enabled() and ("inputs", "") not in self.named:
-            fingerprint, _ = fingerprint_of(given)
-            if fingerprint is not None:
-                self.named["inputs", ""] = fingerprint
-            for path, share in dropouts_of(module):
-                self.named["dropout", path] = share
 
     def _attach(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         arithmetic: object = getattr(module, "arithmetic", None)
@@ -272,8 +241,6 @@ class WatchedStep:
             return
         if ("output_amax", path) not in self.named and output.is_floating_point():
             self.named["output_amax", path] = largest_magnitude(output)
-        if given and isinstance(given[0], Tensor):
-            self.sketches.passed(module, given[0], output)
         if both_sides and given and isinstance(given[0], Tensor):
             self._see(path, Role.INPUT, given[0])
         if both_sides and output.requires_grad and output.numel() > 1:
@@ -296,23 +263,6 @@ class WatchedStep:
             with torch.no_grad():
                 self.tensors[layer, str(role)] = figures_of(x, cast and cast(x))
 
-    def _arrives(self, name: str, gradient: Tensor) -> None:
-        self._arrived[name] += 1
-        before = self._watch.parameters[name].grad
-        if self._arrived[name] > 1 and before is not None:
-            first = _square(before) if self._arrived[name] == 2 else self._squares[name]
-            self._squares[name] = first + _square(gradient)
-
-    def _is_added(self, name: str, parameter: Tensor) -> None:
-        if self._arrived[name] > 1 and parameter.grad is not None:
-            self._totals[name] = _square(parameter.grad)
-
-    def noise(self) -> dict[str, Figures]:
-        return {
-            name: {"count": self._arrived[name], "squares": squares, "total": self._totals[name]}
-            for name, squares in self._squares.items()
-        }
-
 
 def is_watched(step: int, stride: int) -> bool:
     """The first step, and one at random in each stride: what recurs every few steps is met in all its phases."""
@@ -331,43 +281,3 @@ def _uncompiled(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]
     yield path, module
     for name, child in module.named_children():
         yield from _uncompiled(child, f"{path}.{name}".lstrip("."))
-
-
-def _square(gradient: Tensor) -> Tensor:
-    squared: Tensor = torch.linalg.vector_norm(dense(gradient).detach(), dtype=torch.float32).to(torch.float64).square()
-    return squared
-
-
-class GradientNoise(NamedTuple):
-    """From n gradients of equally many examples: the variance of one around their mean, and the square of the true
-    mean, both without bias. Those of several parameters add up."""
-
-    variance: float
-    signal: float
-
-    @property
-    def ratio(self) -> float:
-        """The norm of the mean over the deviation of one gradient; 0 where noise hides the signal."""
-        if self.variance <= 0:
-            return math.inf if self.signal > 0 else 0.0
-        return math.sqrt(max(self.signal, 0.0) / self.variance)
-
-    @property
-    def scale(self) -> float:
-        """As many gradients averaged are half noise; infinite without a signal."""
-        return max(self.variance, 0.0) / self.signal if self.signal > 0 else math.inf
-
-
-def noise_of(count: float, squares: float, total: float) -> GradientNoise:
-    variance = (squares - total / count) / (count - 1)
-    return GradientNoise(variance, total / count**2 - variance / count)
-
-
-def noise_figures(seen: Mapping[str, Mapping[str, float]], examples: int) -> Iterator[tuple[str, str, float]]:
-    """Yields name, layer and value of each figure; the layer '' stands for all parameters together."""
-    noises = {name: noise_of(**figures) for name, figures in seen.items()}
-    if noises:
-        joint = GradientNoise(*map(sum, zip(*noises.values(), strict=True)))
-        for name, noise in {**noises, "": joint}.items():
-            yield "gradient_snr", name, noise.ratio
-        yield "noise_scale", "", examples * joint.scale

@@ -20,8 +20,6 @@ from functools import cached_property
 from fp8bench.analysis.compare.interval import quantile
 from fp8bench.features.train.values import (
     NOT_FINITE,
-    REFERENCE_SECONDS,
-    StepFigure,
     StepRow,
     StreamLine,
     TrainingEvent,
@@ -55,14 +53,12 @@ class Void(StrEnum):
 
 @dataclass(frozen=True)
 class Curve:
-    """One arm in one seed: its rows in the order of steps, of which `steps` were asked for. `reference_seconds` are
-    times of the reference's steps next to this arm, where they differ from those in the reference's rows."""
+    """One arm in one seed: its rows in the order of steps, of which `steps` were asked for."""
 
     steps: int
     rows: tuple[StepRow, ...] = ()
     held_out: Mapping[int, float] = field(default_factory=dict)
     events: frozenset[str] = frozenset()
-    reference_seconds: Mapping[int, float] = field(default_factory=dict)
 
     @cached_property
     def losses(self) -> tuple[float, ...]:
@@ -109,11 +105,10 @@ def _curve(lines: Sequence[StreamLine], steps: int) -> Curve:
     """Of several lines for one step the last counts."""
     rows = {line.step: line for line in lines if isinstance(line, StepRow)}
     looks = (line for line in lines if isinstance(line, Validation) and line.of == HELD_OUT)
-    figures = (line for line in lines if isinstance(line, StepFigure) and line.name == REFERENCE_SECONDS)
     events = (line.kind for line in lines if isinstance(line, TrainingEvent))
     return Curve(
         steps, tuple(row for _, row in sorted(rows.items())), {look.step: look.loss for look in looks},
-        frozenset(events), {figure.step: figure.value for figure in figures},
+        frozenset(events),
     )  # fmt: skip
 
 
@@ -345,25 +340,8 @@ def seeds_until(gap: Gap, margin: float) -> int | None:
     return counts[place] - gap.pairs if place < len(counts) else None
 
 
-def settled_by_more(gap: Gap, bound: float) -> tuple[float, int] | None:
-    """The next round share below half of the excluded one, and how many more seeds would probably decide it: they did
-    in about two of three simulated studies. None for fewer than three seeds, which say too little of their spread."""
-    if gap.pairs < 3 or bound <= 0 or not gap.deviation:
-        return None
-    tenth = 10.0 ** math.floor(math.log10(bound / 2))
-    finer = max(digit * tenth for digit in (1, 2, 5) if digit * tenth <= bound / 2)
-    seeds = seeds_until(gap, finer)
-    return None if seeds is None else (finer, seeds)
-
-
 def bound_of_one(gap: float, chaos: float) -> Interval | None:
     """What one ulp did bounds a gap of the same seed: Student's t with one degree of freedom. None where it did
     nothing. Both share the reference's own chance, which makes their ratio slightly narrower."""
     reach = quantile(SHOWN, 1) * abs(chaos)
     return Interval(gap, gap - reach, gap + reach, SHOWN) if reach else None
-
-
-def least_seen(deviation: float, seeds: int) -> tuple[float, float]:
-    """The smallest difference found in four of five cases, and the half-width of the interval of 99%."""
-    reach, moved = (value * deviation / math.sqrt(seeds) for value in (quantile(DECIDING, seeds - 1), _POWER))
-    return reach + moved, reach

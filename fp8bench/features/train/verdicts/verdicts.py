@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fp8bench.analysis.compare.interval import quantile
-from fp8bench.features.train.values import FALLBACK, UNPAIRED, Arm, ArmRole, StreamLine, Training, Validation
+from fp8bench.features.train.values import FALLBACK, Arm, ArmRole, StreamLine, Training, Validation
 from fp8bench.features.train.verdicts.curves import (
     INCURABLE,
     LEAST_PAIRS,
@@ -293,15 +293,11 @@ def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None
 
 
 def _log_speed(reference: Curve, arm: Curve) -> float | None:
-    """The median over steps that were timed in both arms. None where no reference trained alongside."""
-    if UNPAIRED in arm.events:
-        return None
-    usual = {row.step: row.seconds for row in reference.rows}
-    base_seconds = arm.reference_seconds or usual
+    """The median over steps that were timed in both arms; None where none was."""
     logs = [
-        math.log(new.tokens / new.seconds * base / old.tokens)
+        math.log(new.tokens / new.seconds * old.seconds / old.tokens)
         for old, new in zip(reference.rows, arm.rows, strict=True)
-        if (base := base_seconds.get(new.step, 0.0)) > 0 and new.seconds > 0
+        if min(old.seconds, new.seconds) > 0
     ]
     return statistics.median(logs) if logs else None
 

@@ -141,7 +141,6 @@ ILL: dict[str, tuple[Callable[[], Iterable[StreamLine]], int]] = {
     "gradients-left": (lambda: row_with(20, GRADIENTS_LEFT), 20),
     "moments-gone": (lambda: row_with(20, MOMENTS_GONE), 20),
     "no-update": (lambda: rows(60, rate=lambda step: 0.0 if step >= 30 else 1e-3), 34),
-    "layer-gradient": (lambda: figures("gradient_cosine", (1.0, 0.4, -0.9)), 20),
     "same-inputs": (lambda: given((0.0, 0.0, 5.0, 15.0)), 30),
     "loss-above-guessing": (lambda: guessing(lambda step: wavering(150.0, step)), 15),
     "loss-leaked": (lambda: rows(60, loss=lambda step: wavering(0.01 if step >= 40 else 1.0, step)), 42),
@@ -198,7 +197,6 @@ WELL: dict[str, Callable[[], Iterable[StreamLine]]] = {
     "all data in each step": lambda: given((0.0, 10.0, 20.0, 30.0), 512),
     "bags of words": lambda: readings(20, "input", zeros=lambda number: 0.995),
     "an input that grows": lambda: readings(30, "input", scale=lambda _: 1.0, amax=lambda number: 2.0 * 1.3**number),
-    "gradients that are clipped by value": lambda: figures("gradient_cosine", (1.0, 0.6, 0.1)),
     "gains that are learned": lambda: figures("gain", (0.0, 0.1, 0.5, 0.9)),
     "a layer whose group is slow":
         lambda: (StepFigure("bf16", 0, 0, "rate_share", 0.02, "blocks.0"), *updates(lambda number: 0.02)),
@@ -265,19 +263,6 @@ def test_a_layer_that_is_slow_on_purpose_raises_no_alarm() -> None:
     for factor in (0.02, 0.0):
         slow = TrainerSettings(rates=(("layer", factor),))
         assert not Health((ARM,), slow).see(updates(lambda number, factor=factor: factor))
-
-
-@for_each(("name", "reference", "own", "apart", "cause"), [
-    ("inputs", 1.0, 1.0, 0.0, "arithmetic"), ("inputs", 1.0, 2.0, 0.0, "data"), ("dropout", 0.1, 0.2, 0.0, "dropout"),
-    ("dropout", 0.1, 0.1, 0.04, "dropout"), ("dropout", 0.1, 0.1, 0.001, "arithmetic"),
-])  # fmt: skip
-def test_a_gap_names_its_cause(name: str, reference: float, own: float, apart: float, cause: str) -> None:
-    lines = [replace(line, loss=3 * (1 + apart * (line.arm == "fp8"))) if line.step == 0 else line
-             for line in gap(0.04)]  # fmt: skip
-    seen = [StepFigure(arm, 0, 0, "inputs", 1.0) for arm in ("bf16", "fp8") if name != "inputs"]
-    seen += [StepFigure(arm, 0, 0, name, value) for arm, value in (("bf16", reference), ("fp8", own))]
-    (event,) = Health((ARM, FP8)).see([*seen, *lines])
-    assert f"By its {cause}: " in event.words
 
 
 def test_a_gap_is_to_the_reference_at_the_arms_rate() -> None:

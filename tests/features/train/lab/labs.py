@@ -24,7 +24,7 @@ SMALL = TrainerSettings(model=TINY)
 def text_of(corpus: Corpus) -> TrainingText:
     """A text that is its own held-out part: these tests do not ask what was learned."""
     span = TokenSpan(corpus.path, 0, corpus.num_tokens)
-    return TrainingText(span, span, None, 256, "bytes", corpus.identity)
+    return TrainingText(span, span, 256, "bytes", corpus.identity)
 
 
 def task_of(corpus: Corpus, *arms: Arm | str, seed: int = 0, steps: int = 20, **settings: Any) -> SeedTask:

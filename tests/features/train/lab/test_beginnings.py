@@ -6,7 +6,6 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,51 +15,13 @@ from fp8bench.features.train import run as job
 from fp8bench.features.train.beginnings import started_from
 from fp8bench.features.train.kind import KIND, newest_checkpoint
 from fp8bench.features.train.lab import checkpoint
-from fp8bench.features.train.lab.evaluate import windows_by_step
 from fp8bench.features.train.lab.fine_tuning import take_file
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.values import SeedTask, TokenSpan, Validation
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.plan.corpus import Corpus
 from tests.features.train.lab.labs import TINY, TINY_TIED, lab_of, rows, task_of
 from tests.trainings import NotedTraining, write_tokens
-
-
-def with_other(corpus: Corpus, tmp_path: Path, **settings: float) -> SeedTask:
-    """A task whose other text is all of one token."""
-    path = tmp_path / "other.tokens"
-    np.full(4000, 7, dtype=np.uint16).tofile(path)
-    task = task_of(corpus, "bf16", steps=10, **settings)
-    return replace(task, text=replace(task.text, other=TokenSpan(str(path), 0, 4000)))
-
-
-def test_the_text_shifts_at_its_step(corpus: Corpus, tmp_path: Path) -> None:
-    """Before it the steps are those of a training without a shift; after it they read the other text, never its
-    held-out part."""
-    plain, shifted = (lab_of(with_other(corpus, tmp_path, shift=share)) for share in (1.0, 0.6))
-    usual, other = (rows(lab.advance("bf16", 10)) for lab in (plain, shifted))
-    assert usual[:6] == other[:6] and all(a.loss != b.loss for a, b in zip(usual[6:], other[6:], strict=True))
-    trainer = shifted._trainers["bf16"]
-    read = [trainer.made.windows(step).drawn(0, step, 0, 2)[0] for step in (5, 6)]
-    assert not (read[0] == 7).all() and (read[1] == 7).all()
-    looks, before = (
-        {look.of: look.loss for look in lab.validate("bf16") if isinstance(look, Validation)}
-        for lab in (shifted, plain)
-    )
-    assert looks["other-text"] < before["other-text"]
-    from_begin = lab_of(with_other(corpus, tmp_path, shift=0.0))._trainers["bf16"]
-    assert (from_begin.made.windows(0).drawn(0, 0, 0, 2)[0] == 7).all()
-
-
-def test_the_held_out_part_of_the_other_text_is_not_trained_on(corpus: Corpus) -> None:
-    text = replace(task_of(corpus, "bf16").text, other=TokenSpan(corpus.path, 100, 1100))
-    looked_at, read = windows_by_step(text, 0.5, 10, 16, "cpu", 256)
-    assert looked_at.other == TokenSpan(corpus.path, 1000, 1100)
-    assert read(4)._places == corpus.num_tokens - 16 and read(5)._places == 884 - 16
-    assert windows_by_step(text, 1.0, 10, 16, "cpu", 256)[0] is text
-    tuned, read = windows_by_step(text, 0.0, 10, 16, "cpu", 256)
-    assert tuned.held_out == looked_at.other and tuned.other == text.held_out and read(0)._places == 884 - 16
 
 
 def test_arms_begin_with_the_weights_of_a_checkpoint(corpus: Corpus, tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from fp8bench.features.train.values import SeedTask, StepFigure, TokenSpan, Trai
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.plan.bpe import token_bytes
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
@@ -36,18 +35,17 @@ from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, rows, task_of
 from tests.features.train.test_beginnings import PROSE
 
-MERGES = ((104, 101), (256, 108))
 SETTINGS = TrainerSettings(batch=2, sequence=24)
 WHO = ("bf16", 3, 7)
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> TrainingText:
-    """Tokens at random, some of which stand for two or three bytes."""
+    """Tokens at random."""
     file = tmp_path / "tokens"
     np.random.default_rng(0).integers(200, 258, 3000).astype(np.uint16).tofile(file)
-    held_out, other = TokenSpan(str(file), 1000, 1390), TokenSpan(str(file), 2000, 2390)
-    return TrainingText(held_out, held_out, other, 258, "bpe", "text", MERGES)
+    held_out = TokenSpan(str(file), 1000, 1390)
+    return TrainingText(held_out, held_out, 258, "given", "text")
 
 
 def made(text: TrainingText) -> tuple[LanguageModel, Evaluation]:
@@ -64,46 +62,33 @@ def looks(model: LanguageModel, evaluation: Evaluation, last: bool = True) -> di
 
 
 @torch.no_grad()
-def plain_losses(model: LanguageModel, span: TokenSpan) -> tuple[Tensor, Tensor]:
-    """Window by window through all of the stretch: targets, and the loss of each."""
+def plain_losses(model: LanguageModel, span: TokenSpan) -> Tensor:
+    """Window by window through all of the stretch."""
     ids = torch.from_numpy(np.fromfile(span.path, dtype=np.uint16)[span.start : span.stop].astype(np.int64))
     windows = torch.stack([ids[at : at + 25] for at in range(0, len(ids) - 24, 24)])
     logits = [model.logits(window[None, :-1], SilentPhases())[0] for window in windows]
     losses = [functional.cross_entropy(*pair, reduction="none") for pair in zip(logits, windows[:, 1:], strict=True)]
-    return windows[:, 1:], torch.stack(losses)
+    return torch.stack(losses)
 
 
 def test_a_validation_is_what_a_plain_loop_over_the_text_finds(text: TrainingText) -> None:
-    """Losses by token, by byte and by position; positions are parts of the held-out text."""
+    """Losses by token and by position; positions are parts of the held-out text."""
     model, evaluation = made(text)
     by_kind = looks(model, evaluation)
-    targets, losses = plain_losses(model, text.held_out)
-    lengths = torch.tensor([len(content) for content in token_bytes(MERGES)])[targets]
-    assert targets.shape == (16, 24)
+    losses = plain_losses(model, text.held_out)
     held_out = by_kind["held-out"]
     assert (held_out.arm, held_out.seed, held_out.step) == WHO
-    assert (held_out.tokens, held_out.bytes) == (16 * 24, int(lengths.sum()))
+    assert held_out.tokens == losses.numel() == 16 * 24
     assert held_out.loss == pytest.approx(float(losses.mean()), rel=1e-5)
     assert held_out.perplexity == pytest.approx(math.exp(held_out.loss))
-    assert held_out.perplexity_by_byte == pytest.approx(math.exp(float(losses.sum()) / int(lengths.sum())), rel=1e-5)
     positions = [look for look in by_kind.values() if look.of.startswith("position:")]
     assert [look.of for look in positions] == [f"position:{at}-{at + 2}" for at in range(0, 24, 3)]
     for number, look in enumerate(positions):
         part = slice(3 * number, 3 * number + 3)
         assert look.loss == pytest.approx(float(losses[:, part].mean()), rel=1e-5)
-        assert (look.tokens, look.bytes) == (16 * 3, int(lengths[:, part].sum()))
-    assert text.other is not None
-    assert by_kind["other-text"].loss == pytest.approx(float(plain_losses(model, text.other)[1].mean()), rel=1e-5)
+        assert look.tokens == 16 * 3
     assert list(looks(model, evaluation, last=False)) == ["held-out"], "the rest is for the end"
-    assert "other-text" not in looks(*made(replace(text, other=None)))
-
-
-def test_a_token_file_has_no_perplexity_by_byte(text: TrainingText) -> None:
-    look = looks(*made(replace(text, tokens="given", merges=())), last=False)["held-out"]
-    assert look.bytes is None and look.perplexity_by_byte is None
-    beyond = Validation("bf16", 0, 1, "held-out", 1e4, 10, 5)
-    assert beyond.perplexity == beyond.perplexity_by_byte == math.inf
-    assert math.isnan(Validation("bf16", 0, 1, "held-out", math.nan, 10, 5).perplexity)
+    assert Validation("bf16", 0, 1, "held-out", 1e4, 10).perplexity == math.inf
 
 
 @for_each("mode", ["fp8", "nvfp4"])
@@ -206,7 +191,7 @@ CHANCES = {"copy": 1 / 26, "retrieval": 1 / 10, "cloze": 1 / 4}
 def task(corpus: Corpus, tmp_path: Path) -> SeedTask:
     """A task whose held-out text has words to hide."""
     (tmp_path / "prose").write_bytes(PROSE)
-    text = prepare_text(str(tmp_path / "prose"), "bytes", tmp_path / "data", 48)
+    text = prepare_text(str(tmp_path / "prose"), tmp_path / "data", 48)
     return replace(task_of(corpus, "bf16"), text=text)
 
 
@@ -275,7 +260,7 @@ def test_every_architecture_is_scored_and_scoring_changes_no_step(task: SeedTask
 def test_a_model_that_is_trained_on_a_task_learns_it(
     corpus: Corpus, tmp_path: Path, name: str, precision: str, steps: int
 ) -> None:
-    text = prepare_text(f"task:{name}", "bytes", tmp_path, 32)
+    text = prepare_text(f"task:{name}", tmp_path, 32)
     task = task_of(corpus, precision, steps=steps, sequence=32, batch=16, rate=3e-3, tasks=(name,))
     lab = lab_of(replace(task, text=text))
     before, _, after = lab.validate(precision, True), lab.advance(precision, steps), lab.validate(precision, True)

@@ -199,17 +199,6 @@ def test_overflowing_gradients_are_found_in_backward(corpus: Corpus) -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(lab, "fp16").items())
 
 
-def test_lower_rate_halves_the_rate(corpus: Corpus) -> None:
-    lab = lab_of(task_of(corpus, "fp16", on_nan="lower-rate", schedule="constant:warmup=0"))
-    scale = lab._trainers["fp16"].loss_scale
-    scale.scale = 2.0**32
-    (row,), (_, lowered) = rows(lines := lab.advance("fp16", 1)), events(lines)
-    scale.scale = 1024.0
-    after = rows(lab.advance("fp16", 1))[0]
-    assert lowered.kind == "rate-lowered" and after.rate == row.rate / 2
-    assert row.update_ratio == 0 < after.update_ratio
-
-
 def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """No policy is applied, no step is repeated, and training goes on."""
     monkeypatch.setattr(rates, "GROWTH", 3)

@@ -136,7 +136,6 @@ def test_the_loop_is_the_same_and_says_everything(parts: int) -> None:
     assert keys == both | {("table", "weight"), ("table", "gradient")}
     figures = {(line.name, line.layer) for line in of(StepFigure, lines)}
     assert {("update_ratio", "head"), ("embedding_spread", "table"), ("memory", "")} <= figures
-    assert (("noise_scale", "") in figures) == (parts > 1)
     assert {line.step for line in of(LayerReading, lines)} == {0, 2, 4}
 
 
@@ -309,70 +308,8 @@ def test_the_loop_of_the_docs_pasted_into_a_fresh_one(
     assert "fp8bench: own, step 12: the loss is nan" in capsys.readouterr().err
 
 
-def tied() -> nn.Module:
-    """One table that is both embedding and head."""
-    table, head = nn.Embedding(11, 6, padding_idx=0), nn.Linear(6, 11, bias=False)
-    head.weight = table.weight
-    return nn.Sequential(table, nn.Tanh(), head)
-
-
-def twice() -> nn.Module:
-    layer = nn.Linear(6, 6)
-    return nn.Sequential(layer, nn.Tanh(), layer)
-
-
 def words(*shape: int) -> Tensor:
     return torch.arange(math.prod(shape)).remainder(11).reshape(shape)
-
-
-MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], tuple[str, ...]]] = {
-    "linear": (lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)), lambda: torch.randn(3, 7, 6), ("0", "1")),
-    "a layer used twice": (twice, lambda: torch.randn(7, 6), ("0",)),
-    "convolutions": (
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3, stride=2, padding=1, padding_mode="reflect"),
-                              nn.Conv2d(4, 5, (1, 2), dilation=(1, 2))),
-        lambda: torch.randn(2, 3, 9, 9), ("0", "1"),
-    ),
-    "one example": (lambda: nn.Sequential(nn.Conv1d(3, 4, 3)), lambda: torch.randn(3, 9), ("0",)),
-    "a table": (lambda: nn.Sequential(nn.Embedding(11, 6, padding_idx=2)), lambda: words(4, 5), ("0",)),
-    "a sparse table": (lambda: nn.Sequential(nn.Embedding(11, 6, sparse=True)), lambda: words(4, 5), ("0",)),
-    "tied": (tied, lambda: words(3, 4), ("0",)),
-    "groups": (lambda: nn.Sequential(nn.Conv1d(4, 4, 3, groups=2)), lambda: torch.randn(2, 4, 9), ()),
-}  # fmt: skip
-
-
-def cosines(
-    name: str, parts: int = 1, change: Callable[[Tensor], Tensor] | None = None, **cast: Any
-) -> dict[str, float]:
-    make, batch, _ = MODULES[name]
-    torch.manual_seed(3)
-    module, lines = make(), Lines()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    if change is not None:
-        next(iter(module.parameters())).register_hook(change)  # type: ignore[no-untyped-call]
-    with fp8bench.watch(module, optimizer, told=lines.extend, health=False):
-        for _ in range(parts):
-            with torch.autocast("cpu", **cast) if cast else torch.enable_grad():
-                loss = module(batch()).float().square().mean()
-            loss.backward()
-        optimizer.step()
-    return {figure.layer: figure.value for figure in named(lines, "gradient_cosine")}
-
-
-@for_each("name", MODULES)
-def test_gradients_of_weights_are_those_of_their_layers(name: str) -> None:
-    """However many parts add up, the cosine is near 1. A reversed or zeroed gradient shows; rounding turns it
-    slightly."""
-    layers = MODULES[name][2]
-    for parts in (1, 3):
-        seen = cosines(name, parts)
-        assert tuple(seen) == layers and all(value == pytest.approx(1, abs=1e-5) for value in seen.values())
-    if layers and name != "a sparse table":
-        assert cosines(name, 2, torch.neg)[layers[0]] == pytest.approx(-1, abs=1e-5)
-        assert cosines(name, 2, torch.zeros_like)[layers[0]] == 0
-        assert cosines(name, 2, lambda gradient: gradient.clamp(-1e-3, 1e-3))[layers[0]] > 0.3
-    if name == "linear":
-        assert cosines(name, dtype=torch.bfloat16)["0"] == pytest.approx(1, abs=1e-3)
 
 
 def test_predictions_of_a_cross_entropy() -> None:
@@ -403,16 +340,6 @@ def test_copies_in_a_batch_are_counted(copies: int) -> None:
         values = x.double()
         assert float(figures["input_mean"]) == pytest.approx(float(values.mean()))
         assert float(figures["input_deviation"]) == pytest.approx(float(values.std()))
-
-
-def test_little_data_has_few_figures() -> None:
-    few = (torch.zeros(4, 20), torch.zeros(20, 4), torch.zeros(20))
-    assert all(data_figures(x).keys() == {"input_mean", "input_deviation"} for x in few)
-    assert data_figures(torch.zeros(9, 9, dtype=torch.bool)) == data_figures(()) == data_figures("text") == {}
-    assert float(data_figures(torch.full((9, 9), math.nan))["duplicates"]) == 0.0
-    large = torch.randn(8, 3, 224, 224)
-    large[7] = large[0]
-    assert float(data_figures(large)["duplicates"]) == 0.25
 
 
 def test_different_inputs_have_different_fingerprints() -> None:
@@ -492,23 +419,3 @@ def test_a_layer_frozen_on_the_way_does_not_end_the_training() -> None:
 
     (event,) = of(TrainingEvent, loop(40, freezes))
     assert (event.rule, event.layer) == ("layer-stands-still", "2")
-
-
-def test_leftovers_of_another_loss_do_not_count_as_gradients() -> None:
-    """The judge's gradients are cleared after the generator's loss left its own in them."""
-    torch.manual_seed(0)
-    model, judge = nn.Linear(4, 2), nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-    own, other = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, judge))
-    lines = Lines()
-    with fp8bench.watch(judge, other, told=lines.extend, stride=2):
-        for _ in range(12):
-            points = model(torch.randn(16, 4))
-            other.zero_grad()
-            (F.softplus(-judge(torch.randn(16, 2) + 1)) + F.softplus(judge(points.detach()))).mean().backward()
-            other.step()
-            own.zero_grad()
-            F.softplus(-judge(points)).mean().backward()
-            own.step()
-    seen = named(lines, "gradient_cosine")
-    assert len(seen) == 12 and all(figure.value == pytest.approx(1, abs=1e-5) for figure in seen)
-    assert not of(TrainingEvent, lines)

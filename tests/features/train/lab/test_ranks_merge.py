@@ -49,7 +49,6 @@ def test_a_step_is_that_of_all_ranks_and_takes_as_long_as_the_slowest() -> None:
 @for_each(("other", "why"), [
     (said(replace(ROW, loss=2.5000000000000004)), r"in step 3 of fp8 loss is 2\.5 on rank 0 and 2\.5000000000000004"),
     (said(replace(ROW, skipped=True)), "skipped is False on rank 0 and True on rank 1"),
-    (replace(said(ROW), faults=("lost its rows",)), "rank 1 lost its rows"),
     (said(ROW, weights=2), "the weights of rank 1 are not those of rank 0"), (said(ROW, ROW), "different kinds"),
     (said(ROW, whole=9), "in step 3 rank 1 reads another text"), (said(ROW, own=1), "did not read the batch"),
 ])  # fmt: skip
@@ -100,10 +99,10 @@ def test_memory_is_that_of_the_rank_that_takes_most_with_that_of_each() -> None:
 
 def test_further_figures_looks_and_events() -> None:
     """The largest of what is a largest, else the mean; an event that one rank alone can place is that rank's."""
-    for name, value in (("output_amax", 2.0), ("gradient_snr", 1.5)):
+    for name, value in (("output_amax", 2.0), ("gain", 1.5)):
         figure = StepFigure("fp8", 0, 3, name, 1.0, "a")
         assert one(figure, replace(figure, value=2.0)) == replace(figure, value=value)
-    look = Validation("fp8", 0, 3, "held-out", 2.0, 64, 64)
+    look = Validation("fp8", 0, 3, "held-out", 2.0, 64)
     assert merged("validate", [(look,), (replace(look, loss=3.0),)]) == (replace(look, loss=2.5),)
     event = TrainingEvent("fp8", 0, 3, "not-finite", "the loss is nan")
     placed = replace(event, words="the input of a", layer="a")

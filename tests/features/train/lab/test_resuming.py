@@ -20,9 +20,8 @@ from fp8bench.errors import StoreError
 from fp8bench.features.train.arms import LEVELS
 from fp8bench.features.train.lab import rates
 from fp8bench.features.train.lab.lab import Lab
-from fp8bench.features.train.lab.models import config_of, layers_of
 from fp8bench.features.train.request import SCHEDULES
-from fp8bench.features.train.values import Arm, LayerReading
+from fp8bench.features.train.values import Arm
 from fp8bench.plan.corpus import Corpus
 from fp8bench.registry import precisions
 from tests.counts import for_each
@@ -85,9 +84,8 @@ TOGETHER = (
     ("schedule linear", "betas", "clipping by tensor"),
     ("schedule constant", "optimizer adafactor", "rates", "a tied head"),
     ("schedule wsd", "updates in fp8", "a scale that changes"),
-    ("schedule one-cycle", "sgd in low precision"),
-    ("schedule inverse-sqrt", "optimizer sgd"),
-    ("schedule plateau",), ("plateau that drops at once",), ("batch norm in fp16",), ("batch norm in fp8",),
+    ("schedule plateau", "sgd in low precision"), ("optimizer sgd",),
+    ("plateau that drops at once",), ("batch norm in fp16",), ("batch norm in fp8",),
     ("arch cnn",), ("arch mlp",), ("arch moe",),
 )  # fmt: skip
 
@@ -124,22 +122,6 @@ def test_each_setting_changes_a_training(corpus: Corpus) -> None:
     for way, settings in WAYS.items():
         losses = _losses(corpus, **settings)
         assert (losses == usual.get(settings.get("arch", "gpt"), usual["gpt"])) == (way in same), way
-
-
-def test_stored_scales_stay_in_every_step_and_after_a_resume(corpus: Corpus, tmp_path: Path) -> None:
-    """In every layer but the head."""
-    plain_task, mode = task_of(corpus, "fp8-delayed", "bf16"), "fp8-delayed"
-    layers = [layer.name for layer in layers_of("gpt", config_of(plain_task.settings, 256)) if not layer.high]
-    known = tuple(("fp8", layer, role, 2.0) for layer in layers for role in ("input", "weight", "gradient"))
-    task = replace(plain_task, settings=replace(plain_task.settings, scales=known))
-    whole, plain = lab_of(task), lab_of(plain_task)
-    lines = whole.advance(mode, 11)
-    scales = {(line.role, line.scale) for line in lines if isinstance(line, LayerReading) and line.layer in layers}
-    assert scales == {("input", 224.0), ("weight", 224.0), ("gradient", 57344.0 / 2)}
-    other = restarted(whole, task, tmp_path)
-    assert rows(other.advance(mode, 2)) == rows(whole.advance(mode, 2))
-    assert rows(plain.advance(mode, 11)) != rows(lines)
-    assert rows(plain.advance("bf16", 3)) == rows(whole.advance("bf16", 3))  # which has no such scales
 
 
 @pytest.fixture

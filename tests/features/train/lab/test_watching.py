@@ -25,7 +25,7 @@ from fp8bench.features.train.lab.readings import (
     read,
     reading_of,
 )
-from fp8bench.features.train.lab.watched_step import GradientNoise, ModelWatch, noise_of
+from fp8bench.features.train.lab.watched_step import ModelWatch
 from fp8bench.features.train.values import Arm, LayerReading, StepFigure, StepRow, StreamLine
 from fp8bench.formats.codes import decode
 from fp8bench.formats.grids import FORMATS, Format
@@ -278,9 +278,7 @@ def test_other_figures_of_a_watched_step(lines: list[StreamLine]) -> None:
     }
     for layer in LAYERS:
         assert 0 < values["nvfp4", "update_ratio", layer] < 0.1
-        assert values["nvfp4", "output_amax", layer] > 0 and values["nvfp4", "gradient_snr", f"{layer}.weight"] >= 0
-    assert values["nvfp4", "gradient_snr", ""] >= 0 and values["nvfp4", "noise_scale", ""] > 0
-    assert ("delayed", "noise_scale", "") not in values, "there is one micro-batch"
+        assert values["nvfp4", "output_amax", layer] > 0
     assert values["delayed", "attention_score", "blocks.0.attn"] > 0
     assert values["cnn", "batch_norm_drift", "blocks.0.norm_first"] > 0
     assert values["delayed", "embedding_spread", "embedding"] > 0 and values["delayed", "memory", ""] > 1 << 20
@@ -306,10 +304,10 @@ def small_model() -> nn.Module:
 def test_nothing_stays_attached_whatever_happens(corpus: Corpus) -> None:
     model = small_model()
     watch = ModelWatch(model)
-    with watch.step(micro_batches=2):
-        assert hooks_of(model) > 4
+    with watch.step():
+        assert hooks_of(model) == 3
     assert hooks_of(model) == 0
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), watch.step(micro_batches=2):
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), watch.step():
         model(torch.zeros(3, 9))
     assert hooks_of(model) == 0
     compiled = nn.Sequential(small_model(), nn.Linear(1, 2))
@@ -323,32 +321,6 @@ def test_nothing_stays_attached_whatever_happens(corpus: Corpus) -> None:
     assert all(
         type(module.core).__name__ == "FusedCore" for module in built.modules() if isinstance(module, SelfAttention)
     )
-
-
-def test_noise_of_gradients_is_that_of_their_definition() -> None:
-    """From the gradients of single micro-batches."""
-    model, batches = small_model(), [torch.randn(5, 8) for _ in range(4)]
-    alone = [torch.autograd.grad(model(batch).square().mean(), list(model.parameters())) for batch in batches]
-    watch = ModelWatch(model, examples=5)
-    with watch.step(micro_batches=4) as seen:
-        for batch in batches:
-            (model(batch).square().mean() / 4).backward()
-        seen.updated({}, {})
-    values = {(line.name, line.layer): line.value for line in watch.lines(0, seen) if isinstance(line, StepFigure)}
-    variances, signals = [], []
-    for (name, _), gradients in zip(model.named_parameters(), zip(*alone, strict=True), strict=True):
-        every = torch.stack([gradient.flatten() for gradient in gradients]).double()
-        variance = float(every.var(0).sum())
-        variances.append(variance)
-        signals.append(float(every.mean(0).square().sum()) - variance / 4)
-        ratio = math.sqrt(max(signals[-1], 0) / variance)
-        assert values["gradient_snr", name] == pytest.approx(ratio, rel=1e-3)  # float32's own of a difference
-    joint = GradientNoise(sum(variances), sum(signals))
-    assert values["gradient_snr", ""] == pytest.approx(joint.ratio, rel=1e-3)
-    assert values["noise_scale", ""] == pytest.approx(5 * joint.scale, rel=1e-3)
-    # Equal gradients have no noise; gradients that cancel are nothing but noise.
-    alike, opposite = noise_of(2, 2.0, 4.0), noise_of(2, 2.0, 0.0)
-    assert (alike.ratio, alike.scale, opposite.ratio, opposite.scale) == (math.inf, 0.0, 0.0, math.inf)
 
 
 @for_each(("heads", "key_heads", "tokens"), [(4, 4, 30), (4, 2, 300)])
