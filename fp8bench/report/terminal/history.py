@@ -9,7 +9,7 @@ import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from fp8bench import units
@@ -39,7 +39,6 @@ _OF_TREND = (
     _VERSUS,
     _ROUGH,
 )
-GONE = "not in this repository: rebased or squashed away, another clone's, or this clone is shallow"
 
 
 def value(trend: Trend, number: float | None, digits: int = 3) -> str:
@@ -73,16 +72,15 @@ def trends_page(
     return Page(f"{store}: {counts}", "", (*parts, *_left_out(left)), _OF_LIST if endings else ())
 
 
-def trend_page(trends: Sequence[Trend], description: str, gone: Collection[str]) -> Page:
-    """One series, commit by commit, on every machine and interpreter; `gone` are commits that the repository lacks."""
+def trend_page(trends: Sequence[Trend], description: str) -> Page:
+    """One series, commit by commit, on every machine and interpreter."""
     columns = (
         Column("conditions", shared=True), Column("date (UTC)"), Column("commit"), Column("runs", number=True),
         Column("samples", number=True), Column("median", number=True), Column("99% interval"),
         Column("change", number=True), Column("why", below=True),
     )  # fmt: skip
     parts = [
-        Part("trend", "", (Table("trend", where(trend), columns, tuple(_figure_rows(trend, gone))),))
-        for trend in trends
+        Part("trend", "", (Table("trend", where(trend), columns, tuple(_figure_rows(trend))),)) for trend in trends
     ]
     what = list_of("what", "", [f"{description}; lower is better"])
     return Page(trends[0].name, "", (*what, *parts), _OF_TREND)
@@ -177,7 +175,7 @@ def _change(figure: Figure, before: Figure | None) -> str:
     return (_HASTY if figure.hasty or before.hasty else "") + units.change(figure.value / before.value)
 
 
-def _figure_rows(trend: Trend, gone: Collection[str]) -> Iterable[tuple[Field, ...]]:
+def _figure_rows(trend: Trend) -> Iterable[tuple[Field, ...]]:
     before: Figure | None = None
     version, conditions = trend.figures[0].version, ""
     for figure in trend.figures:
@@ -191,7 +189,6 @@ def _figure_rows(trend: Trend, gone: Collection[str]) -> Iterable[tuple[Field, .
             news += _new_conditions(before.under, figure.under)
         conditions = "; ".join(news) or conditions
         below = [f"{_shown(trend, figure)}: {figure.reason}"] if figure.value is None and figure.reason else []
-        below += [GONE] if figure.commit in gone else []
         ends = ", ".join(value(trend, end, _CLOSE) for end in (figure.low, figure.high))
         told = before is not None and (before.version, before.source) == (figure.version, figure.source)
         cells = (

@@ -46,11 +46,11 @@ def test_trends() -> Told:
     old = (("torch", "2.12.0"), ("torch_git", "1"), ("device", "NVIDIA A100"))
     new = (("torch", "2.13.0"), ("torch_git", "2"), ("device", "NVIDIA H200"), ("env_NVIDIA_TF32_OVERRIDE", "0"))
     changed = trend(figure(1, 4, under=old), figure(2, 2, under=new), figure(3, 2, under=new))
-    yield "what else changed stands between the commits", render(trend_page([changed], "words", ()))
+    yield "what else changed stands between the commits", render(trend_page([changed], "words"))
     alone = trend(figure(1, 1.0, low=None, high=None))
-    yield "one commit needs no word on changes", render(trend_page([alone], "words", ()))
+    yield "one commit needs no word on changes", render(trend_page([alone], "words"))
     other = trend(figure(1, 1.0), machine={"machine": "h200", "gpu": "NVIDIA H200", "cpu": ""}, python="/b/python")
-    yield "machines and interpreters have sections", render(trend_page([trend(figure(1, 2.0)), other], "words", ()))
+    yield "machines and interpreters have sections", render(trend_page([trend(figure(1, 2.0)), other], "words"))
     hasty = trend(figure(1, 1.0, hasty=True), figure(2, 2.0)).ending
     yield "hasty figures are marked, and changes on either side of them", render(trends_page([hasty], "s", 2, 2, {}))
     for unit, metric, number in (
@@ -63,7 +63,7 @@ def test_trends() -> Told:
     zeros = [replace(figure(number, None), value=error) for number, error in enumerate((0.0, 0.0, 0.1))]
     yield (
         "an error of 0 has no ratio; 0 after 0 is the same",
-        render(trend_page([trend(*zeros, series=errors)], "words", ())),
+        render(trend_page([trend(*zeros, series=errors)], "words")),
     )
 
 
