@@ -226,11 +226,6 @@ def load_results(path: Path) -> ResultsFile:
         raise AsvFileBroken(f"{path} is broken: {error}.") from None
 
 
-def results_files(folder: Path, pattern: str = "*.json") -> list[Path]:
-    """Returns the results files in a machine's folder, or with '*/*.json' in all folders of results."""
-    return sorted(path for path in folder.glob(pattern) if path.name not in ("benchmarks.json", "machine.json"))
-
-
 def save_results(path: Path, file: ResultsFile) -> None:
     """Writes a results file as asv would, in one step: statistics and durations have 5 digits."""
     rows = {name: write_row(row, file.columns) for name, row in file.rows.items()}

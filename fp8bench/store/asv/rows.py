@@ -90,15 +90,6 @@ def row_of(
     return AsvRow(params, version, values, stats, samples, started_at, duration)
 
 
-def is_measured(figures: Figures) -> bool:
-    """Whether there was a measurement; a failure is one."""
-    return figures[0] is None or not math.isnan(figures[0])
-
-
-def numbers(row: AsvRow) -> dict[tuple[str, ...], float]:
-    return {texts: value for texts, (value, *_) in by_combination(row).items() if value is not None and value == value}
-
-
 def combinations(params: Iterable[Sequence[str]]) -> int:
     return math.prod(len(values) for values in params)
 
