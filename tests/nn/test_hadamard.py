@@ -33,18 +33,6 @@ def test_the_matrix_is_hadamards_with_signs() -> None:
     assert matrix((1 << 63) - 1).isfinite().all()
 
 
-@each_length
-def test_a_product_of_turned_operands_is_the_product(columns: int) -> None:
-    a, b = outliers(24, columns), gaussian(40, columns, seed=5)
-    left, right = rotated(a, 7), rotated(b, 7)
-    assert left.shape == (24, -(-columns // SIZE) * SIZE) and left.dtype == torch.float32
-    exact = a.double() @ b.double().t()
-    bound = 2.0**-22 * a.double().norm(dim=1)[:, None] * b.double().norm(dim=1)
-    assert torch.all((left.double() @ right.double().t() - exact).abs() <= bound)
-    other = rotated(b, 8)
-    assert columns == 1 or (left.double() @ other.double().t() - exact).abs().max() > 0.1
-
-
 def test_every_element_is_the_exact_sum_rounded_once() -> None:
     x, signs = outliers(16, 32), matrix(2).sign()
     wanted = [
