@@ -14,8 +14,6 @@ from tests.counts import for_each
 from tests.formats.scaling_definitions import gaussian, outliers
 from tests.formats.test_operators import Operators
 
-each_length = for_each("columns", [1, 15, 16, 17, 64, 100])
-
 
 def matrix(seed: int) -> torch.Tensor:
     return rotated(torch.eye(SIZE), seed).double()
