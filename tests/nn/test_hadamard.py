@@ -14,8 +14,6 @@ from tests.counts import for_each
 from tests.formats.scaling_definitions import gaussian, outliers
 from tests.formats.test_operators import Operators
 
-each_length = for_each("columns", [1, 15, 16, 17, 64, 100])
-
 
 def matrix(seed: int) -> torch.Tensor:
     return rotated(torch.eye(SIZE), seed).double()
@@ -31,18 +29,6 @@ def test_the_matrix_is_hadamards_with_signs() -> None:
     share = torch.stack([matrix(seed)[:, 0].lt(0).double() for seed in range(400)]).mean(0)
     assert torch.all((share - 0.5).abs() < 0.11)
     assert matrix((1 << 63) - 1).isfinite().all()
-
-
-@each_length
-def test_a_product_of_turned_operands_is_the_product(columns: int) -> None:
-    a, b = outliers(24, columns), gaussian(40, columns, seed=5)
-    left, right = rotated(a, 7), rotated(b, 7)
-    assert left.shape == (24, -(-columns // SIZE) * SIZE) and left.dtype == torch.float32
-    exact = a.double() @ b.double().t()
-    bound = 2.0**-22 * a.double().norm(dim=1)[:, None] * b.double().norm(dim=1)
-    assert torch.all((left.double() @ right.double().t() - exact).abs() <= bound)
-    other = rotated(b, 8)
-    assert columns == 1 or (left.double() @ other.double().t() - exact).abs().max() > 0.1
 
 
 def test_every_element_is_the_exact_sum_rounded_once() -> None:

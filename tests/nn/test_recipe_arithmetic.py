@@ -130,20 +130,6 @@ def test_sums_of_few_bits_are_taken_in_all_three_products(mode: str) -> None:
         assert torch.equal(result.float(), wanted.bfloat16().float())
 
 
-def remembers(mode: str) -> bool:
-    arithmetic = precisions.get(mode).arithmetic(CPU)
-    return arithmetic.layer("a") is not arithmetic
-
-
-def test_only_what_remembers_is_a_layers_own() -> None:
-    own = ("fp8-delayed", "nvfp4", "mxfp4:stochastic=on", "mxfp4:hadamard=on")
-    shared = ("fp8", "fp8-block:accumulator=short", "fp8-rowwise:gw=bf16", "mxfp8", "mxfp4", "custom",
-              "nvfp4:stochastic=off:hadamard=off")  # fmt: skip
-    assert all(remembers(mode) for mode in own) and not any(remembers(mode) for mode in shared)
-    settling = [name for name in precisions.names() if precisions.get(name).arithmetic(CPU).settles]
-    assert settling == ["fp8-delayed"]
-
-
 def test_delayed_scales_are_those_of_one_layer_and_one_role() -> None:
     both: list[Arithmetic] = [of("fp8-delayed:history=1", name) for name in "ab"]
     large = torch.full((2, 2), 1000.0)
