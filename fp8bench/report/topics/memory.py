@@ -142,7 +142,9 @@ def memory(panel: Panel) -> Iterator[Table]:
         return units.significant(size / scale) if size / scale >= 0.01 else "<0.01"
 
     cols: list[Col[_Row]] = [
-        Col("group", lambda row: row[0].place, shared=True), Col("case", lambda row: row[0].result.mode),
+        Col("group", lambda row: row[0].place, shared=True),
+        Col("case", lambda row: marked_emulated(row[0].result, row[0].result.mode)[0],
+            tone=lambda row: cost_tone(row[0].result)),
         Col("peak", lambda row: peak_of(row[0].result), number=True, show=shown),
         Col(f"vs {panel.reference or 'reference'}", lambda row: share_of(*row[0]), number=True, unit="x"),
         Col("on a device", lambda row: device_words(*row[0]) or None, number=True,
