@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import sys
 from pathlib import Path
 
 from fp8bench import __version__
@@ -33,7 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", type=types.path, default=Path(), metavar="DIR", help="where; default here")
     words = (
         "what the workflow's pip installs: git+https://HOST/OWNER/fp8bench@COMMIT, a path in the project, a version; "
-        "default what this fp8bench was installed from"
+        "default what this fp8bench was installed from, asked once if a build cannot reach that"
     )
     parser.add_argument("--install", metavar="WHAT", help=words)
 
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     for file in files.values():
         if file.exists() or file.is_symlink():
             raise UsageError(f"{file} is there already, and init writes over nothing. Move it, or give another folder.")
-    source = arguments.install or find_source()
+    source = arguments.install or find_source() or _ask_for_source()
     installed = source or f"fp8bench=={__version__}"
     workflow = _template("workflow").replace("{install}", json.dumps(installed))
     for file, text in zip(files.values(), (_template("config"), _template("workload"), workflow), strict=True):
@@ -63,6 +64,15 @@ def run(arguments: argparse.Namespace) -> int:
             "                    git+https://HOST/OWNER/fp8bench@COMMIT, or a path in this project: ./wheels/NAME.whl\n"
         )
     return EXIT_OK
+
+
+def _ask_for_source() -> str:
+    """Asks a person once; returns '' where nobody answers."""
+    if not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
+        return ""
+    say("This fp8bench is from a folder of this machine, which a build elsewhere cannot reach. What shall be\n")
+    say("installed there: git+https://HOST/OWNER/fp8bench@COMMIT, or a path in this project? Enter decides it later: ")
+    return sys.stdin.readline().strip()
 
 
 def _install_problem(source: str, folder: Path) -> str:

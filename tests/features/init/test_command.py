@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from fp8bench import __version__, pipeline
 from fp8bench.cli.config_file import read_config
-from fp8bench.cli.main import build_parser, commands_of
+from fp8bench.cli.main import build_parser, commands_of, main
 from fp8bench.features.init import command, source
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.store.runs.listing import run_files
@@ -133,10 +134,45 @@ def test_a_checkout_is_named_by_its_public_address(
     assert source.name_source('{"url": "file:///a/b", "dir_info": {}}') == named
 
 
+class Terminal(io.StringIO):
+    """A stream that a person answers at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
 def installs(folder: str) -> str:
     """What the workflow of a project hands to pip."""
     environment = load(Path(folder) / FILES[2])["jobs"]["compare"]["steps"][2]["env"]
     return str(environment["FP8BENCH"])
+
+
+@for_each(
+    ("answer", "installed", "problem"),
+    [
+        ("git+https://a.b/o/fp8bench@12ab\n", "git+https://a.b/o/fp8bench@12ab", ""),
+        ("./wheels/own.whl\n", "./wheels/own.whl", ""),
+        ("./no.whl\n", "./no.whl", "this project has no ./no.whl"),
+        ("/tmp/fp8bench\n", "/tmp/fp8bench", "a build elsewhere has no /tmp/fp8bench"),
+        ("\n", f"fp8bench=={__version__}", "from a folder of this machine"),
+        ("", f"fp8bench=={__version__}", "from a folder of this machine"),
+    ],
+)
+def test_a_person_is_asked_once_where_no_build_can_reach_this_fp8bench(
+    answer: str, installed: str, problem: str, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question that is not answered leaves the version of an index, and says that this may not do."""
+    shutil.rmtree("project", ignore_errors=True)
+    Path("project/wheels").mkdir(parents=True)
+    Path("project/wheels/own.whl").touch()
+    terminal = Terminal()
+    monkeypatch.setattr(command, "find_source", lambda: "")
+    monkeypatch.setattr(command.sys, "stdin", Terminal(answer))
+    monkeypatch.setattr(command.sys, "stdout", terminal)
+    assert main(["init", "project"]) == 0
+    said = terminal.getvalue()
+    assert said.count("?") == 1 and installs("project") == installed
+    assert f"Builds install:     {installed}\n" in said and problem in said and ("push:" in said) is bool(problem)
 
 
 @for_each("known", ["git+https://a.b/o/fp8bench@12ab", ""])
