@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -182,7 +183,7 @@ def _of_samples(record: Record, finding: Finding, reference: Timing | None, aa: 
             yield Labelled(Label.FEW_SAMPLES)
         if _bimodal(timing):
             yield Labelled(Label.BIMODAL)
-        yield from _uneven(finding)
+        yield from _uneven(finding, timing, reference)
         if reference is not None and not record.is_reference and record.paired and _drifts(timing, reference):
             yield Labelled(Label.DRIFT)
     if not record.paired:
@@ -208,7 +209,7 @@ def _implausible(record: Record, timing: Timing) -> Iterator[Labelled]:
         yield Labelled(Label.NOT_FINITE, f"{units.share(record.not_finite)} of the state")
 
 
-def _uneven(finding: Finding) -> Iterator[Labelled]:
+def _uneven(finding: Finding, timing: Timing, reference: Timing | None) -> Iterator[Labelled]:
     """Labels a case whose mean over all calls differs from its fastest ones; hard unless both say faster, or both
     slower."""
     ratio, typical = finding.ratio, finding.typical
@@ -216,8 +217,12 @@ def _uneven(finding: Finding) -> Iterator[Labelled]:
         return
     faster = ratio.high < 1 and typical.high < 1
     slower = ratio.low > 1 and typical.low > 1
-    told = f"against the reference, the mean is {units.change(typical.point / ratio.point)} off the fastest calls"
-    yield Labelled(Label.UNEVEN, told, hard=not (faster or slower))
+    told = [f"against the reference, the mean is {units.change(typical.point / ratio.point)} off the fastest calls"]
+    if words := pattern(timing):
+        told.append(words)
+    elif reference is not None and (words := pattern(reference)):
+        told.append(f"of the reference {words}")
+    yield Labelled(Label.UNEVEN, "; ".join(told), hard=not (faster or slower))
 
 
 def _aa_failed(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
@@ -320,3 +325,58 @@ def limits_of(watch: DeviceWatch | None) -> Iterator[Labelled]:
     if mask & POWER_CAP or BITS[POWER_CAP] in held:
         known = watch.sm_clock is not None and 0 < watch.sm_clock < math.inf
         yield Labelled(Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if known else "")
+
+
+# Two clusters must explain this share of the variance of the logarithms, and their medians differ by this ratio.
+EXPLAINED = 0.7
+LEAST_RATIO = 1.1
+LEAST_CALLS = 3
+_MOST_OF = 50
+_ABOUT = 0.15
+_FAR = 1.5
+# The share of calls that may be out of place.
+_STRAYS = 0.05
+
+
+def pattern(timing: Timing) -> str:
+    """Describes the slower calls; '' where calls are alike, or do not form two clusters."""
+    slots = [np.array([sum(call) for call in slot.calls_ns], dtype=np.float64) for slot in timing.slots]
+    taken = sum(slot.preemptions or 0 for slot in timing.slots if slot.waited_seconds)
+    every = np.sort(np.concatenate(slots)) if slots else np.empty(0)
+    every = every[: len(every) - min(taken, len(every) // 2)]
+    if not len(every) or every[0] <= 0:
+        return ""
+    explained, place = stats.best_split(np.log(every))
+    fast, slow = every[:place], every[place:]
+    if explained < EXPLAINED or min(len(fast), len(slow)) < LEAST_CALLS:
+        return ""
+    longer = float(np.median(slow) / np.median(fast))
+    if longer < LEAST_RATIO:
+        return ""
+    # A call far beyond the slow ones is one from which somebody took the core: nobody knows which it was.
+    known = [np.where(slot < _FAR * np.median(slow), slot, np.nan) for slot in slots]
+    classes: list[Any] = [np.ma.masked_invalid(calls) > (fast[-1] + slow[0]) / 2 for calls in known]
+    share = sum(int(cls.filled(False).sum()) for cls in classes) / max(1, sum(cls.count() for cls in classes))
+    return f"about {_of(share)} {_place(classes)} {longer:.1f} times as long"
+
+
+def _of(share: float) -> str:
+    """Returns '3 of 4': the simplest fraction near the share."""
+    for whole in range(2, _MOST_OF + 1):
+        part = round(share * whole)
+        if 0 < part < whole and abs(part / whole - share) <= _ABOUT * min(share, 1 - share):
+            return f"{part} of {whole}"
+    return f"1 of {round(1 / share)}" if share < 0.5 else f"all but 1 of {round(1 / (1 - share))}"
+
+
+def _place(classes: Sequence[Any]) -> str:
+    """Says whether the slower calls are whole rounds or the same calls of each slot; `classes` marks each call."""
+    fewest = min(map(len, classes))
+    if fewest < 2:
+        return "calls take"
+    table = np.ma.stack([cls[:fewest] for cls in classes])
+    for axis, words in ((1, "rounds take in all their calls"), (0, "calls, always the same ones of a slot, take")):
+        shares = table.mean(axis=axis)
+        if float(np.minimum(shares, 1 - shares).mean()) < _STRAYS:
+            return words
+    return "calls take"

@@ -1,7 +1,8 @@
 """What a user sees while a job runs: sentences, and on a terminal a line, or a block of lines, that changes in place.
 
-It is drawn when an observer is called. That is between slots, so observers do next to nothing most of the time, and a
-run's line is drawn at most five times a second while the same thing is done.
+A terminal's line is drawn when an observer is called. That is between slots, so observers do next to nothing most of
+the time, and a run's line is drawn at most five times a second while the same thing is done. A log gets its lines from
+a thread, too, because one call of a compiler or of a long pass may take minutes.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, TextIO
 
 from fp8bench import units
+from fp8bench.cli.remaining_time import RemainingTime
 from fp8bench.cli.streams import columns_of, complain
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.model import Case, Plan, Record, Scalar
@@ -29,8 +32,9 @@ REDRAW_SECONDS = 0.2
 # An estimate from less than this would fluctuate.
 _LEAST_SECONDS = 3.0
 _LEAST_SHARE = 0.05
-# A log without a new line for 30 s looks as if the run hung.
-_SILENT_SECONDS = 26.0
+_LINE_SECONDS, _LINE_SHARE = 20.0, 0.1
+# A log without a new line for 30 s looks as if the run hung. The thread looks this often.
+_SILENT_SECONDS, _BEAT_SECONDS = 26.0, 2.0
 _ERASE = "\r\x1b[2K"
 _FALLBACK_COLUMNS, _FALLBACK_LINES = 80, 24
 _NOT_DRAWN = (0, 0)
@@ -161,14 +165,16 @@ class _FollowedPlan:
 
     def _begin(self, plan: Plan) -> None:
         self._names = _short_names(plan)
-        self._total, self._done = plan.num_cases, 0
+        self._remaining = RemainingTime(sum(any(planned.runs for planned in group.cases) for group in plan))
         self._begun = self._clock()
 
     def _name(self, case: Case) -> str:
         return f"{case.mode} of {self._names.get(case.setting, case.workload)}"
 
     def _left(self, now: float) -> str:
-        return time_left(now - self._begun, self._done / max(1, self._total))
+        """', about 42 s left'; '' while it is too early to tell."""
+        early = now - self._begun < _LEAST_SECONDS
+        return "" if early else f", about {units.clock(self._remaining.predict(now))} left"
 
 
 def _short_names(plan: Plan) -> dict[str, str]:
@@ -196,14 +202,17 @@ class RunProgress(_FollowedPlan, LiveLine):
         LiveLine.__init__(self, stream, environ)
         self._shown_at = -REDRAW_SECONDS
         self._doing = ""
+        self._total = self._done = 0
 
     def planned(self, plan: Plan) -> None:
+        self._total, self._done = plan.num_cases, 0
         for note in plan.what_fits:
             self._write(f"{_ERASE}{printable(note)}\n")
         self._begin(plan)
 
     def working(self, case: Case, doing: str, share: float) -> None:
         now = self._clock()
+        self._remaining.follow(case.setting, doing, share, now)
         # What begins may take long, so a change is shown at once.
         if now - self._shown_at >= REDRAW_SECONDS or doing != self._doing:
             self._doing, self._shown_at = doing, now
@@ -221,6 +230,7 @@ class GroupLines(_FollowedPlan, SilentObserver):
         self._say = say
         self._said_at = self._begun
         self._cases: dict[str, int] = {}
+        self._doing = "starting"
 
     def planned(self, plan: Plan) -> None:
         self._begin(plan)
@@ -230,13 +240,17 @@ class GroupLines(_FollowedPlan, SilentObserver):
             self._say(note)
 
     def working(self, case: Case, doing: str, share: float) -> None:
+        self._remaining.follow(case.setting, doing, share, self._clock())
+        self._doing = f"{doing}, {self._name(case)}"
+        self.beat()
+
+    def beat(self) -> None:
         now = self._clock()
         if now - self._said_at >= _SILENT_SECONDS:
             self._said_at = now
-            self._say(f"after {units.clock(now - self._begun)}{self._left(now)}: {doing}, {self._name(case)}")
+            self._say(f"after {units.clock(now - self._begun)}{self._left(now)}: {self._doing}")
 
     def finished(self, record: Record) -> None:
-        self._done += 1
         setting = record.case.setting
         self._cases[setting] -= 1
         groups = len(self._cases)
@@ -247,18 +261,46 @@ class GroupLines(_FollowedPlan, SilentObserver):
             self._say(f"{done}/{groups} groups after {units.clock(now - self._begun)}{left}: {self._names[setting]}")
 
 
+@contextmanager
+def beating(beat: Callable[[], None]) -> Iterator[None]:
+    """Calls `beat` now and then from a thread, until the block ends."""
+    ended = threading.Event()
+
+    def call_until_ended() -> None:
+        while not ended.wait(_BEAT_SECONDS):
+            beat()
+
+    thread = threading.Thread(target=call_until_ended, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 class CountedLines:
-    """Counts without a terminal: prints a line each 30 s."""
+    """Counts without a terminal: prints a line when a tenth more is done and 20 s have passed since the last, and at
+    least each 30 s."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
         self._begun = self._said_at = clock()
+        self._share = -_LINE_SHARE
+        self._doing = "starting"
 
     def tell(self, done: int, total: int, things: str, doing: str) -> None:
+        now, share = self._clock(), done / total
+        self._doing = f"{done}/{total} {things}, {doing}"
+        if now - self._said_at >= _LINE_SECONDS and round(share - self._share, 6) >= _LINE_SHARE:
+            self._said_at, self._share, spent = now, share, now - self._begun
+            self._say(f"{done}/{total} {things} after {units.clock(spent)}{time_left(spent, share)}, {doing}")
+
+    def beat(self) -> None:
         now = self._clock()
         if now - self._said_at >= _SILENT_SECONDS:
-            self._said_at, spent = now, now - self._begun
-            self._say(f"{done}/{total} {things} after {units.clock(spent)}{time_left(spent, done / total)}, {doing}")
+            self._said_at = now
+            self._say(f"after {units.clock(now - self._begun)}: {self._doing}")
 
 
 class TerminalJob:
@@ -270,7 +312,9 @@ class TerminalJob:
     @contextmanager
     def measuring(self) -> Iterator[Observer]:
         if not is_watched(sys.stderr, os.environ):
-            yield GroupLines(complain)
+            lines = GroupLines(complain)
+            with beating(lines.beat):
+                yield lines
             return
         with closing(RunProgress(sys.stderr, os.environ)) as observer:
             yield observer
@@ -278,7 +322,9 @@ class TerminalJob:
     @contextmanager
     def counting(self) -> Iterator[Tell]:
         if not is_watched(sys.stderr, os.environ):
-            yield CountedLines(complain).tell
+            lines = CountedLines(complain)
+            with beating(lines.beat):
+                yield lines.tell
             return
         line, begun = LiveLine(sys.stderr, os.environ), time.monotonic()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -90,12 +91,18 @@ def test_progress_of_a_run(screen: Screen, clock: Clock) -> Told:
     observer = line(screen, clock)
     yield "what is being done", working(CASES[0], "preparing")
     yield "another thing is told at once: a compiler may run for long", working(CASES[1], "compiling 2 quantisers")
+    yield "the time left comes from the share of the work", working(CASES[0], "measuring", 0.5, 20)
     for case in CASES[:3]:
         observer.finished(record(case))
-    yield "what is done, and the time left by that", working(CASES[4], "measuring", after=10)
+    yield "what is done", working(CASES[4], "measuring", after=10)
     observer.close()
     observer.close()
     yield "the line is erased, once, and has no colour", [screen.shown(), repr(screen.getvalue()[-12:])]
+    observer = line(screen, clock)
+    yield "no guess from too little time", working(CASES[0], "measuring", 0.9, 0.5)
+    yield "nor from too small a share", working(CASES[0], "measuring", 0.001, 20)
+    odd = (-1.0, 0.0, 1.0, 7.0, float("nan"))
+    yield "no harm of odd shares", [working(CASES[0], "measuring", share, 60) for share in odd]
     lines: list[str] = []
     groups = GroupLines(lines.append, clock)
     groups.planned(Plan(PLAN.groups, ("memory: the largest case takes 3 GiB", "another note")))
@@ -208,15 +215,21 @@ def test_what_cases_take_of_memory_is_said_before_the_first(clock: Clock) -> Non
 
 
 def test_many_things_that_nobody_watches_have_a_line_now_and_then(clock: Clock) -> None:
+    """A tenth further each, and 20 s apart at least; a job of some seconds is silent."""
     lines: list[str] = []
     observer = CountedLines(lines.append, clock)
     for place in range(40):
         observer.tell(place, 40, "trainings", f"layer {place}")
         clock.now += 6
     assert [line.partition(",")[0] for line in lines] == [
-        f"{place}/40 trainings after {units.clock(6 * place)}" for place in range(5, 40, 5)
+        f"{place}/40 trainings after {units.clock(6 * place)}" for place in range(4, 40, 4)
     ]
-    assert lines[0].endswith(" left, layer 5")
+    assert lines[0].endswith(" left, layer 4")
+    quick = CountedLines(lines.append, clock)
+    for place in range(19):
+        quick.tell(place, 19, "checks", "checking")
+        clock.now += 1
+    assert len(lines) == 9
 
 
 def test_counting_says_lines_where_stderr_is_no_terminal(
@@ -237,5 +250,25 @@ def test_a_log_gets_a_line_at_least_every_30_seconds(clock: Clock) -> None:
     for _ in range(95):
         clock.now += 1
         groups.working(CASES[1], "measuring", 0.5)
-    times = [re.fullmatch(r"after (.*): measuring, bf16 of gemm.*", line) for line in lines]
+    times = [re.fullmatch(r"after (.*), about .* left: measuring, bf16 of gemm.*", line) for line in lines]
     assert [found and found[1] for found in times] == ["26 s", "52 s", "1 min 18 s"]
+
+
+@for_each("kind", [GroupLines, CountedLines])
+def test_a_long_call_is_told_by_a_thread_that_ends_with_the_job(
+    kind: type[GroupLines | CountedLines], clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_BEAT_SECONDS", 0.001)
+    lines: list[str] = []
+    threads, told = threading.active_count(), threading.Event()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        told.set()
+
+    observer = kind(say, clock)
+    with live.beating(observer.beat):
+        clock.now += 30
+        assert told.wait(60)
+    assert lines[0].startswith("after 30 s") and lines[0].endswith(": starting")
+    assert threading.active_count() == threads

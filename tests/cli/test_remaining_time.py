@@ -1,0 +1,67 @@
+"""The time that a run still takes, predicted along courses of real runs on two cores beside a load of 5 to 9."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fp8bench.cli.remaining_time import RemainingTime
+from fp8bench.model.words import MEASURING_CEILINGS
+from tests.counts import for_each
+
+PASSES = "checking numbers", "looking at products", "checking what steps do", "measuring memory", "counting operators"
+# Seconds of a group: preparing, compiling, its rounds, what share of their budget these took, and each of the passes.
+Course = tuple[float, float, float, float, Sequence[float]]
+TRANSFORMER: list[Course] = [(1.0, 0.5, 12.0, 1.0, (0.7, 0.9, 1.6, 2.7, 0.7))]
+PREFILL: list[Course] = [(1.1, 0, 11.0, 1.0, (0.3, 0.3, 0.5, 0.8, 0.5))]
+GEMM: list[Course] = [
+    (0.2, 0.1, 2.7, 0.21, (0.1, 0.1, 0.1, 0.1, 3.6)),
+    (0.3, 0, 2.3, 0.18, (0.2, 0.1, 0.1, 0.1, 0.1)),
+    (0.8, 0, 11.3, 1.0, (1.3, 0.6, 0.5, 0.7, 0.5)),
+    (0.5, 0, 10.8, 1.0, (0.5, 0.5, 0.3, 0.4, 0.4)),
+    (1.7, 0, 4.8, 0.32, (0.8, 0.9, 0.4, 0.3, 1.2)),
+]
+DECODE: list[Course] = [
+    (1.4, 0, 5.1, 0.33, (0.1, 0.2, 0.4, 0.4, 4.5)),
+    (1.0, 0, 6.6, 0.44, (0.2, 0.2, 0.4, 0.3, 0.2)),
+    (0.9, 0, 5.5, 0.42, (0.2, 0.2, 0.3, 0.4, 0.1)),
+    (0.6, 0, 8.5, 0.69, (0.3, 0.2, 0.5, 0.3, 0.3)),
+    (1.2, 0, 11.5, 1.0, (0.4, 0.4, 0.7, 0.6, 0.5)),
+]
+_TICK, _END = 0.1, 2.0
+
+
+def predictions(groups: Sequence[Course], ceilings: float = 0.0) -> list[tuple[float, float]]:
+    """Pairs of what was predicted and what was left, each tenth of a second."""
+    stages: list[tuple[str, str, float, float]] = [("0", MEASURING_CEILINGS, ceilings, 0.0)]
+    for number, (preparing, compiling, rounds, share, passes) in enumerate(groups):
+        of_group = [("preparing", preparing, 0.0), ("compiling 3 quantisers", compiling, 0.0)]
+        of_group += [
+            ("measuring", rounds, share),
+            *((doing, seconds, 0.0) for doing, seconds in zip(PASSES, passes, strict=True)),
+        ]
+        stages += [(str(number), *stage) for stage in of_group]
+    remaining, now, predicted = RemainingTime(len(groups)), 0.0, []
+    for setting, doing, seconds, share in stages:
+        ticks = round(seconds / _TICK)
+        for tick in range(ticks):
+            remaining.follow(setting, doing, share * tick / ticks, now)
+            predicted.append((remaining.predict(now), now))
+            now += _TICK
+    return [(seconds, now + _END - at) for seconds, at in predicted]
+
+
+@for_each(
+    ("groups", "ceilings"),
+    [(TRANSFORMER, 0.0), (TRANSFORMER, 21.6), (PREFILL, 0.0), (GEMM, 0.0), (DECODE, 0.0), (TRANSFORMER * 5, 0.0)],
+)
+def test_what_is_left_is_right_after_the_first_third(groups: list[Course], ceilings: float) -> None:
+    """Within 30%, or a twentieth of the whole, four times of five: nobody knows when a verdict will be clear."""
+    pairs = predictions(groups, ceilings)
+    later, whole = pairs[len(pairs) // 3 :], pairs[0][1]
+    right = [abs(predicted - left) <= 0.3 * left + 0.05 * whole for predicted, left in later]
+    assert sum(right) >= 0.8 * len(right)
+
+
+def test_passes_that_take_longer_than_predicted_are_never_nearly_done() -> None:
+    long = (1.0, 0, 10.0, 1.0, (60.0, 1.0, 1.0, 1.0, 1.0))
+    assert all(predicted > _END + 0.3 for predicted, _ in predictions([long])[:-50])
