@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fp8bench import __version__
 from fp8bench.errors import UsageError, WorkerError, WorkerHung
+from fp8bench.jobs.device_units import describe_units
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.measure.limits import COMPILE_SECONDS
@@ -77,6 +78,7 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
     if facts.unusable:
         yield f"  nothing runs on it: {facts.unusable}"
         return
+    yield f"  units     {describe_units(facts)}"
     supports = {name: precisions.get(name).support(facts) for name in by_rank()}
     longest = max(map(len, supports))
     for name, support in supports.items():

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hypothesis import given, settings
 
 from fp8bench.model import Finding, Run
-from fp8bench.report.elements import Chart, Code, Element, Facts, Items, Table, Text, Verdicts
+from fp8bench.report.elements import Chart, Code, Element, Facts, Items, Table, Text
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.page.section import page_of, parts_of, sections
 from tests.counts import counts, for_each
@@ -43,8 +43,6 @@ def is_empty(element: Element) -> bool:
             return not element.pairs or not all(name and text for name, text in element.pairs)
         case Table():
             return not element.rows or not element.columns
-        case Verdicts():
-            return not element.rows or not all(field.text for _, fields in element.rows for field in fields)
         case _:
             return not element.title.strip() or not element.description.strip()
 

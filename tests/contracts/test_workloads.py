@@ -412,12 +412,11 @@ def test_its_phases_are_ranges_of_its_trace(name: str, bench: Bench, corpus: Cor
         timed = {CELL_PHASES[code] for code in bench.slot("key", 1, 0).steps[0].codes} - {UNATTRIBUTED}
         bench.release("key")
         file = tmp_path / f"{precision}.pt.trace.json.gz"
-        told = bench.trace(case, CPU, str(file))
+        bench.trace(case, CPU, str(file))
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         spans = [one for one in events if one.get("cat") in ("cpu_op", "user_annotation")]
         ranges = {one["name"].removeprefix("fp8bench.") for one in spans if one["name"].startswith("fp8bench.")}
         assert timed and ranges == timed, precision
-        assert {one.phase for one in told if one.name} & timed, "some operator lies in a phase"
         assert not overlapping(spans)
 
 

@@ -46,11 +46,11 @@ NOT_STEPPED = {
 }
 _WARMUP: Mapping[str, Any] = {"warmup": 0.1}
 _WARMUP_AND_FLOOR: Mapping[str, Any] = {"warmup": 0.1, "floor": 0.1}
-# Schedules of torch.optim.lr_scheduler (wsd by its LambdaLR). Both keys are shares: of the steps in
+# Schedules of torch.optim.lr_scheduler (wsd and inverse-sqrt by its LambdaLR). Both keys are shares: of the steps in
 # which the rate rises, and of the rate at the end.
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "cosine": _WARMUP_AND_FLOOR, "linear": _WARMUP_AND_FLOOR, "constant": _WARMUP, "wsd": _WARMUP_AND_FLOOR,
-    "plateau": _WARMUP_AND_FLOOR,
+    "one-cycle": _WARMUP_AND_FLOOR, "inverse-sqrt": _WARMUP_AND_FLOOR, "plateau": _WARMUP_AND_FLOOR,
 }  # fmt: skip
 # The least and the largest value of a key.
 _BOUNDS = {

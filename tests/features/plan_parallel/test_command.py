@@ -301,7 +301,7 @@ def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
         ("nano --gpus 0", "--gpus"),
         ("nano --gpus 8,x", "--gpus"),
         ("net.py:make --gpus 2 --topology FILE", "Write net.py:make,heads=N"),
-        ("net.py,heads=8 --gpus 2 --topology FILE", "Give net.py:make"),
+        ("net.py,heads=8 --gpus 2 --topology FILE", "names no function"),
         ("net.py:make,heads=8,layers=3 --gpus 2 --topology FILE", "its layers tell all sizes but"),
         ("layers=2,width=64 --gpus 2 --topology FILE", "lacks heads. Give layers="),
         ("layers=2,width=64,heads=0 --gpus 2 --topology FILE", "'heads=0' cannot be read"),

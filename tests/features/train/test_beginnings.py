@@ -198,7 +198,7 @@ def test_documents_fill_a_window_and_held_out_ones_differ() -> None:
     ("settings", "words"),
     [
         ({"tasks": ("copies",)}, "copy"), ({"tasks": ("copy",), "sequence": 8}, "at least 16"),
-        ({"metric": ("f",)}, "and no function"), ({"make": "pkg:make", "tasks": ("copy",)}, "Leave it out"),
+        ({"metric": ("f",)}, "names no function"), ({"make": "pkg:make", "tasks": ("copy",)}, "Leave it out"),
     ],
 )  # fmt: skip
 def test_impossible_tasks_are_refused_before_anything_starts(settings: dict[str, object], words: str) -> None:

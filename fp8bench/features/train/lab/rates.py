@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import (
     LambdaLR,
     LinearLR,
     LRScheduler,
+    OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
 )
@@ -66,17 +67,24 @@ class RateSchedule:
 
 
 def _scheduler(optimizer: SGD, name: str, warmup: float, floor: float, steps: int) -> LRScheduler:
-    """A linear warm-up, then the schedule named."""
-    rising = round(warmup * steps)
+    """A linear warm-up, then the schedule named; one-cycle has its own warm-up, from 1/25 along a cosine."""
+    if name == "one-cycle" and warmup * steps > 1:
+        final = 1 / (25 * floor) if floor else math.inf
+        return OneCycleLR(
+            optimizer, 1.0, total_steps=steps, pct_start=warmup, final_div_factor=final, cycle_momentum=False
+        )
+    rising = 0 if name == "one-cycle" else round(warmup * steps)
     falling = max(1, steps - 1 - rising)
     schedule: LRScheduler
-    if name == "cosine":
+    if name in ("cosine", "one-cycle"):
         schedule = CosineAnnealingLR(optimizer, falling, floor)
     elif name == "linear":
         schedule = LinearLR(optimizer, 1.0, floor, falling)
     elif name == "wsd":
         last = max(1, min(round(_WSD_FALLS * steps), steps - rising))
         schedule = LambdaLR(optimizer, lambda step: min(1.0, floor + (1 - floor) * (steps - 1 - rising - step) / last))
+    elif name == "inverse-sqrt":
+        schedule = LambdaLR(optimizer, lambda step: max(floor, math.sqrt(max(1, rising) / (rising + step + 1))))
     else:
         schedule = ConstantLR(optimizer, 1.0)
     if not rising:

@@ -47,7 +47,9 @@ STREAMS = {"fp32": ThreadedGroup, "bf16": type("ThreadedBF16", (BF16Group, Threa
 @pytest.fixture(autouse=True)
 def _on_boards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert STREAMS.keys() == ways.STREAMS.keys() == set(WIRES)
-    monkeypatch.setattr(FP8Wire, "_result", lambda wire, program, phase: on_board(wire.group, program))
+    monkeypatch.setattr(
+        FP8Wire, "_sent", lambda wire, program, values, phase: on_board(wire.group, program(values, wire._rank))
+    )
     monkeypatch.setattr(ways, "STREAMS", dict(STREAMS))
 
 
