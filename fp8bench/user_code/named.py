@@ -67,6 +67,10 @@ def split_target(target: str) -> tuple[str, str]:
     """Splits 'module:name' or 'file.py:name'; raises UsageError where either part is missing."""
     place, _, name = target.rpartition(":")
     if not place or not name:
+        module, _, function = target.rpartition(".")
+        if module and function != "py":
+            meant = f"{module}:{function}"
+            raise UsageError(f"{target!r:.200} names no function. A colon stands before it: {meant}.", target, meant)
         raise UsageError(f"{target!r:.200} names no function. Give module:function, or file.py:function.")
     return place, name
 

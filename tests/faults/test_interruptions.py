@@ -110,7 +110,7 @@ def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> Non
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=240)
     assert process.returncode == 130
-    assert "nap on cpu" in out and "place=0" in out and "Stopped early" in out
+    assert "nap (2 settings) on " in out and "place 0" in out and "Stopped early" in out
     told = re.search(r"To do the rest: fp8bench (suite --resume \w+)\n", err)
     assert told and "Traceback" not in err and err.endswith(NO_HISTORY)
     assert len([line for line in err.splitlines() if " groups after " not in line]) == 3
@@ -134,7 +134,7 @@ def test_a_full_disk_loses_nothing_that_was_finished(folder: Path) -> None:
     assert "cannot be written" in err and "make room" in err
     (path,) = run_files(folder / ".fp8bench")
     run = load_run(path)
-    kept, shown = len(run.records), len(re.findall(r"^  place=\d+ ", out, re.MULTILINE))
+    kept, shown = len(run.records), len(re.findall(r"^  place \d+ ", out, re.MULTILINE))
     assert 0 < kept < 24 and shown >= kept // 2
     with started(folder, "suite", "--resume", run.id) as process:
         process.communicate(timeout=240)

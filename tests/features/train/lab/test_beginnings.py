@@ -66,8 +66,6 @@ def test_a_training_that_begins_with_another_one(store: Path, monkeypatch: pytes
     ):  # fmt: skip
         with pytest.raises(Exception, match=why):
             started_from(asked, store)
-    with pytest.raises(UsageError, match="--shift needs a text of another kind"):
-        job.train(replace(request, settings=replace(request.settings, shift=0.5)), store, NotedTraining(), "")
 
 
 def kept(path: Path, state: object) -> str:

@@ -355,6 +355,14 @@ def by_torch(steps: int, make: Callable[[torch.optim.Optimizer], Any]) -> list[f
     return rates
 
 
+@for_each("warmup", [0.1, 0.3])
+def test_one_cycle_is_torchs(warmup: float) -> None:
+    wanted = by_torch(50, lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 1.0, total_steps=50, pct_start=warmup, final_div_factor=1 / 25 / 0.1, cycle_momentum=False,
+    ))  # fmt: skip
+    assert shares(50, f"one-cycle:warmup={warmup}") == pytest.approx(wanted, rel=1e-6)
+
+
 def test_schedules_by_hand() -> None:
     cosine = shares(101, "cosine")
     assert cosine[:10] == pytest.approx([0.1 * (step + 1) for step in range(10)])
@@ -367,6 +375,12 @@ def test_schedules_by_hand() -> None:
     assert stable[10:80] == pytest.approx([1.0] * 70)
     assert stable[80:] == pytest.approx([(19 - step) / 20 for step in range(20)])
     assert shares(10, "constant:warmup=0") == [1.0] * 10
+    roots = shares(100, "inverse-sqrt:floor=0")
+    assert (
+        roots[9] == pytest.approx(1)
+        and roots[39] == pytest.approx(0.5)
+        and roots[99] == pytest.approx((10 / 100) ** 0.5)
+    )
 
 
 @for_each("schedule", SCHEDULES)

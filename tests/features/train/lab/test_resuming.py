@@ -84,8 +84,9 @@ TOGETHER = (
     ("schedule linear", "betas", "clipping by tensor"),
     ("schedule constant", "optimizer adafactor", "rates", "a tied head"),
     ("schedule wsd", "updates in fp8", "a scale that changes"),
-    ("schedule plateau", "sgd in low precision"), ("optimizer sgd",),
-    ("plateau that drops at once",), ("batch norm in fp16",), ("batch norm in fp8",),
+    ("schedule one-cycle", "sgd in low precision"),
+    ("schedule inverse-sqrt", "optimizer sgd"),
+    ("schedule plateau",), ("plateau that drops at once",), ("batch norm in fp16",), ("batch norm in fp8",),
     ("arch cnn",), ("arch mlp",), ("arch moe",),
 )  # fmt: skip
 
