@@ -192,7 +192,10 @@ def _doubts(panels: Sequence[Panel], entry: Entry) -> Iterator[str]:
     on_cpu = any(panel.case.device.startswith("cpu") for panel in panels)
     if load := doubt_of_load(entry) if on_cpu else "":
         yield load
-    yield from notes_of(entry.run) if panels[0].case.workload == BENCH else entry.run.notes
+    if panels[0].case.workload == BENCH:
+        yield from notes_of(entry.run)
+    else:  # notes on other runs, which disturbed this one or are dated later
+        yield from (note for note in entry.run.notes if note.startswith("run "))
     if entry.run.request.ranks and on_cpu:
         yield FUNCTIONAL.removesuffix(".")
     told = ((case.result, words) for case in cases_of(panels) for words in _doubts_of(case.result, bool(load)))
