@@ -276,12 +276,13 @@ class KeptTraining:
 class RankLines:
     """One rank's lines of some steps, and what shows whether the ranks still train the same model. `same` are digests
     of what all ranks must have in common. `batches` has, for each checked step, digests of the tokens that this rank
-    read, and of the whole step, of which ranks read `shares` parts."""
+    read, and of the whole step, of which ranks read `shares` parts. `faults` are errors that this rank found."""
 
     lines: tuple[StreamLine, ...]
     same: tuple[tuple[str, int], ...] = ()
     batches: tuple[tuple[int, int, int], ...] = ()
     shares: int = 1
+    faults: tuple[str, ...] = ()
 
 
 class TrainingObserver:

@@ -53,16 +53,16 @@ class RankLab(RankBench, Lab):
                 self._unbuilt.setdefault(name, DescribedFault(*fault)._replace(text=f"rank {rank}: {fault[1]}"))
         return tuple(state for state in states if state.arm in self._trainers)
 
-    def advance(self, arm: str, steps: int) -> RankLines:  # type: ignore[override]
+    def advance(self, arm: str, _advanced: int) -> RankLines:  # type: ignore[override]
         """This rank's lines, with digests of its batches and of everything that all ranks must have in common."""
         trainer = self._trainer(arm)
         first = trainer.step
-        lines = super().advance(arm, steps)
+        lines = super().advance(arm, _advanced)
         looked_at = [step for step in range(first, trainer.step) if step % self._task.stride == 0]
         batches = tuple((step, *trainer.made.digest_batches(step)) for step in looked_at)
-        weights, scales = trainer.weights_digest(), trainer.scales_digest()
-        same = ("the steps done", trainer.step), ("the weights", weights), ("the scales", scales)
-        return RankLines(lines, same, batches, trainer.together.shares)
+        weights, faults = trainer.weights_digest()
+        same = ("the _advanced done", trainer.step), ("the weights", weights), ("the scales", trainer.scales_digest())
+        return RankLines(lines, same, batches, trainer.together.shares, faults)
 
     def save(self, folder: str) -> tuple[str, ...]:
         return self._on_all_ranks(lambda: super(RankLab, self).save(self._own_folder(folder)))
@@ -115,6 +115,8 @@ def _costs(answers: Sequence[ArmCost]) -> ArmCost:
 
 def _check_same(answers: Sequence[RankLines]) -> None:
     for rank, other in enumerate(answers):
+        if other.faults:
+            raise RanksDisagree(f"in a slice rank {rank} {other.faults[0]}")
         for (name, first), (_, own) in zip(answers[0].same, other.same, strict=True):
             if own != first:
                 raise RanksDisagree(f"after a slice {name} of rank {rank} are not those of rank 0")

@@ -30,6 +30,9 @@ _MOST_ELEMENTS = 1 << 24
 # and so many values of sharded weights or gradients: smaller, as a whole gradient is freed once it is sent.
 _MOST_SHARDED = 1 << 22
 _DIGESTED_ELEMENTS = 1 << 20
+# For each rank, two sums of the same float32 numbers in different orders differ by at most this share of the sum of
+# magnitudes: torch adds in blocks of fewer than 100 and then in pairs.
+_ROUNDING = 2.0**-16
 
 T = TypeVar("T")
 
@@ -77,6 +80,10 @@ class Alone:
     def common(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
         """The parameters that must be the same on all ranks."""
         return list(parameters.values())
+
+    def faults(self) -> tuple[str, ...]:
+        """What was wrong with what this rank received since the last call."""
+        return ()
 
 
 class Together(Alone):
@@ -135,6 +142,7 @@ class FullySharded(DataParallel):
         self._bytes = [whole.untyped_storage().nbytes() for whole in self._wholes]
         self._own = [nn.Parameter(self._cut(whole.detach())[self.share].clone()) for whole in self._wholes]
         self._buckets = list(bucketed([parameter.numel() * self.shares for parameter in self._own], _MOST_SHARDED))
+        self._wrong = torch.zeros((), dtype=torch.bool, device=self._wholes[0].device)
         self._release()
         return dict(zip(parameters, self._own, strict=True))
 
@@ -171,18 +179,40 @@ class FullySharded(DataParallel):
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
         """Each rank receives the mean of its own rows; the gradients of whole parameters are freed."""
+        sums = []
         with phase.communication:
             for part in self._buckets:
                 rows = torch.cat([self._cut(gradient_of(parameter)).flatten(1) for parameter in self._wholes[part]], 1)
                 for parameter in self._wholes[part]:
                     parameter.grad = None
+                sums.append(torch.stack((rows.sum(1), torch.linalg.vector_norm(rows, 1, 1))))
                 own, mean = self._own[part], self._group.own_part(rows) / self.shares
                 for parameter, piece in zip(own, torch.split(mean, [each.numel() for each in own]), strict=True):
                     parameter.grad = piece.view_as(parameter)
+            self._check(torch.stack(sums))
+
+    def _check(self, sums: Tensor) -> None:
+        """Compares what this rank received with sums that travel separately: no other rank has these rows."""
+        expected_sums = self._group.added(sums)[:, :, self.share] / self.shares
+        for part, (expected, size) in zip(self._buckets, expected_sums, strict=True):
+            received = torch.stack([gradient_of(parameter).sum() for parameter in self._own[part]]).sum()
+            difference = (received - expected).abs()
+            self._wrong |= difference.isfinite() & (difference > _ROUNDING * self.shares * size)
 
     def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
         squares = self._group.added(torch.stack(list(own)).to(torch.float64).square())
         return list(squares.sqrt().to(torch.float32))
+
+    def faults(self) -> tuple[str, ...]:
+        """Parameters have to be present."""
+        wrong, self._wrong = bool(self._wrong), torch.zeros_like(self._wrong)
+        cut = [self._cut(whole.detach())[self.share] for whole in self._wholes]
+        gathered, own = ([tensor.detach().view(torch.int32) for tensor in tensors] for tensors in (cut, self._own))
+        faults = (
+            (wrong, "received gradients for its rows that are not the mean of what all ranks sent"),
+            (not all(map(torch.equal, gathered, own)), "does not find its own rows in the gathered weights"),
+        )
+        return tuple(text for is_wrong, text in faults if is_wrong)
 
 
 class TensorParallel(Together):

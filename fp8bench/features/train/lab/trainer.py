@@ -102,10 +102,10 @@ class Trainer:
         self._skipped = self._skipped + 1 if row.skipped else 0
         self.step += 1
 
-    def weights_digest(self) -> int:
-        """A digest of the weights that all ranks share."""
+    def weights_digest(self) -> tuple[int, tuple[str, ...]]:
+        """A digest of the weights that all ranks share, and what is wrong with what this rank received."""
         with self.present(SILENT):
-            return digest_of(self.together.common(self.parameters))
+            return digest_of(self.together.common(self.parameters)), self.together.faults()
 
     def scales_digest(self) -> int:
         """A digest of the scales that come from earlier casts."""

@@ -1,10 +1,16 @@
 """Chooses how ranks train together; and the two ways that send FP8: whole weights with owners (zero), and a stream
-divided by tokens (sp)."""
+divided by tokens (sp).
+
+Some numbers of each exchange are compared with what arrived, rounded by the format's definition and not by the code
+that sends them.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +26,7 @@ from fp8bench.nn.parallel.exchanges import FP8Group, OwnedTensors, RankGroup, ex
 from fp8bench.nn.parallel.tensor_parallel import share_blocks
 from fp8bench.nn.parallel.ways import cut_of
 from fp8bench.nn.sizes import GPTConfig
+from fp8bench.numerics.collectives import E4M3, largest_scale
 from fp8bench.protocols import Phases, SilentPhases
 
 
@@ -40,17 +47,68 @@ def together_of(settings: TrainerSettings, config: GPTConfig, facts: DeviceFacts
     return DataParallel(group)
 
 
+# So many numbers of each tensor are compared.
+_SAMPLED = 64
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# For each rank, the share of the sum of magnitudes by which sums in different orders may differ.
+_ROUNDING = {"fp32": 2.0**-20, "bf16": 2.0**-7}
+
+
+def sampled(tensor: Tensor, turn: int) -> Tensor:
+    """The largest magnitude, then 64 of the numbers: different ones each turn."""
+    flat = tensor.detach().flatten().to(torch.float32)
+    stride = max(1, len(flat) // _SAMPLED)
+    places = (torch.arange(_SAMPLED, device=flat.device) * stride + turn) % len(flat)
+    return torch.cat((flat.abs().amax().view(1), flat[places]))
+
+
+def alike(tensor: Tensor, other: Tensor) -> Tensor:
+    return (tensor == other) | (tensor.isnan() & other.isnan())
+
+
+def as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
+    """What arrives of numbers of tensors with these largest magnitudes."""
+    if wire != "fp8":
+        return numbers.to(_DTYPES[wire]).to(torch.float32)
+    scale = largest_scale(amax)
+    return E4M3().decode(E4M3().encode(numbers * scale)) / scale
+
+
+def mean_as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
+    """What the mean of (ranks, ...) under one scale becomes, added up in the order of ranks."""
+    total = torch.zeros_like(numbers[0])
+    for number in numbers:
+        total += as_sent(number, amax, wire)
+    return total / len(numbers)
+
+
+def wrong_means(got: Tensor, numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
+    """Which numbers are not the mean of what ranks sent: in FP8 to the bit, else up to rounding."""
+    mean = mean_as_sent(numbers, amax, wire)
+    if wire == "fp8":
+        return ~alike(got, mean)
+    difference = (got - mean).abs()
+    return difference.isfinite() & (difference > _ROUNDING[wire] * numbers.abs().sum(0))
+
+
+# Samples of at most so many steps are kept, as when memory is measured nothing asks for them.
+_MOST_STEPS = 64
+
+
 class ZeroTensors(FullySharded):
     """Every rank reads an equal part of every micro-batch, and keeps and updates some whole weights, divided as in
     FP8-LM. Gradients go to owners and weights come from them in the format `wire`: all ranks, the owner too, compute
-    with the weights as sent."""
+    with the weights as sent. After a slice some numbers of each are compared with what ranks sent, in FP8 to the bit.
+    """
 
     def __init__(self, group: RankGroup, wire: str) -> None:
         super().__init__(group)
         self._wire = wire
+        # For each step, samples of all tensors that this rank sent, and of the means that it received.
+        self._seen, self._turn = deque[tuple[Tensor, Tensor]](maxlen=_MOST_STEPS), 0
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
-        self._wholes = list(parameters.values())
+        self._wholes, self._names = list(parameters.values()), list(parameters)
         if len(self._wholes) < self.shares:
             raise UsageError(
                 f"--parallel zero: {len(self._wholes)} weights are too few for {self.shares} ranks. Give fewer --ranks."
@@ -70,12 +128,16 @@ class ZeroTensors(FullySharded):
         )
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
-        means = self._owned.means([gradient_of(whole) for whole in self._wholes], phase)
+        own, turn = [gradient_of(whole) for whole in self._wholes], self._turn
+        sent = _samples(own, turn)
+        means = self._owned.means(own, phase)
         for whole in self._wholes:
             whole.grad = None
         for parameter, mean in zip(self._own, means, strict=True):
             parameter.grad = mean
         gradients.given()
+        self._seen.append((sent, _samples(means, turn)[:, 1:]))
+        self._turn += 1
 
     def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
         """Each norm is its owner's; `own` may be several figures of all parameters, one after the other."""
@@ -83,6 +145,72 @@ class ZeroTensors(FullySharded):
         placed = squares.new_zeros(len(squares), len(self._wholes))
         placed[:, self.mine(range(len(self._wholes)))] = squares
         return list(self._group.added(placed).sqrt().to(torch.float32).flatten())
+
+    def faults(self) -> tuple[str, ...]:
+        """Parameters have to be present."""
+        seen = list(self._seen)
+        self._seen.clear()
+        place = torch.tensor(self.mine(range(len(self._wholes))))
+        faults = []
+        if seen:
+            sent, received = map(torch.stack, zip(*seen, strict=True))
+            all_sent = torch.stack(self._group.all_of(sent))[:, :, place]  # ranks, steps, tensors, numbers
+            wrong = wrong_means(received, all_sent[..., 1:], all_sent[..., :1].amax(0), self._wire)
+            faults.append(self._fault("received a gradient that is not the mean of what all ranks sent", wrong, place))
+        own = _samples([parameter.detach() for parameter in self._own], 0)
+        rows = own.new_zeros(len(self._wholes), own.shape[1])
+        rows[place.to(own.device)] = own
+        all_rows = torch.stack(self._group.all_of(rows))
+        kept = all_rows[torch.tensor(self._owned.owners), torch.arange(len(self._wholes))]
+        numbers = _samples([whole.detach() for whole in self._wholes], 0)[:, 1:]
+        wrong = ~alike(numbers, as_sent(kept[:, 1:], kept[:, :1], self._wire))
+        faults.append(self._fault("has a weight that is not what its owner sent", wrong, torch.arange(len(wrong))))
+        return tuple(filter(None, faults))
+
+    def _fault(self, words: str, wrong: Tensor, place: Tensor) -> str:
+        """Names the first wrong tensor; '' where there is none."""
+        tensors = wrong.any(-1).view(-1, len(place)).any(0).nonzero().flatten().tolist()
+        return f"{words}: {self._names[int(place[tensors[0]])]}" if tensors else ""
+
+
+def _samples(tensors: Sequence[Tensor], turn: int) -> Tensor:
+    return torch.stack([sampled(tensor, turn) for tensor in tensors])
+
+
+# Notes of at most so many exchanges are kept.
+_MOST_NOTED = 1024
+
+
+class _Note(NamedTuple):
+    """Samples of an exchange: of what this rank sent, after its largest magnitude, and of what it received. Shapes are
+    (numbers) and (ranks, numbers) where tokens were gathered, the other way round where they were scattered."""
+
+    sent: Tensor
+    received: Tensor
+    dtype: torch.dtype
+
+
+class NotedGroup(RankGroup):
+    """Notes samples of every exchange of tokens."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.noted, self._turn = deque[_Note](maxlen=_MOST_NOTED), 0
+
+    def all_parts(self, x: Tensor) -> Tensor:
+        parts = super().all_parts(x)
+        self._note(sampled(x, self._turn), _samples([*parts], self._turn)[:, 1:], x.dtype)
+        return parts
+
+    def own_part(self, parts: Tensor) -> Tensor:
+        sent = _samples([*parts], self._turn)
+        own = super().own_part(parts)
+        self._note(sent, sampled(own, self._turn)[1:], parts.dtype)
+        return own
+
+    def _note(self, sent: Tensor, received: Tensor, dtype: torch.dtype) -> None:
+        self.noted.append(_Note(sent, received, dtype))
+        self._turn += 1
 
 
 class BF16Group(RankGroup):
@@ -96,19 +224,30 @@ class BF16Group(RankGroup):
 
 
 def _narrow(x: Tensor) -> Tensor:
-    return x if x.dtype.itemsize == torch.bfloat16.itemsize else x.to(torch.bfloat16)
+    return x if _is_narrow(x.dtype) else x.to(torch.bfloat16)
 
 
-STREAMS: dict[str, type[RankGroup]] = {"fp32": RankGroup, "bf16": BF16Group, "fp8": FP8Group}
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype.itemsize == torch.bfloat16.itemsize
+
+
+class _NotedBF16(NotedGroup, BF16Group): ...
+
+
+class _NotedFP8(NotedGroup, FP8Group): ...
+
+
+STREAMS: dict[str, type[NotedGroup]] = {"fp32": NotedGroup, "bf16": _NotedBF16, "fp8": _NotedFP8}
 
 
 class SequenceParallel(TensorParallel):
     """Tensor parallelism where each rank has only its own tokens between the parts of blocks: the stream is cut before
-    the first block and gathered after the last."""
+    the first block and gathered after the last. After a slice samples of every exchange are compared with what ranks
+    sent: all gather the same stream, so that weights would not show a wrong sum."""
 
     def __init__(self, group: RankGroup, config: GPTConfig, wire: str) -> None:
         super().__init__(group, config)
-        self.stream = STREAMS[wire](group.handle)
+        self._wire, self.stream = wire, STREAMS[wire](group.handle)
 
     def take(self, model: LanguageModel) -> None:
         assert isinstance(model, GPT)
@@ -141,3 +280,28 @@ class SequenceParallel(TensorParallel):
     def average(self, gradients: Gradients, phase: Phases) -> None:
         gradients.filled()
         self._group.added_together([parameter.grad for parameter in self._summed if parameter.grad is not None])
+
+    def faults(self) -> tuple[str, ...]:
+        notes = list(self.stream.noted)
+        self.stream.noted.clear()
+        wrong = bool(notes) and self._arrived_wrong(notes)
+        return ("received tokens of the stream that are not what all ranks sent",) if wrong else ()
+
+    def _arrived_wrong(self, notes: Sequence[_Note]) -> bool:
+        sizes = [note.sent.numel() for note in notes]
+        flat = self._group.all_of(torch.cat([note.sent.flatten() for note in notes]))
+        by_note = zip(notes, *(torch.split(tensor, sizes) for tensor in flat), strict=True)
+        return any(self._is_wrong(note, torch.stack(all_sent)) for note, *all_sent in by_note)
+
+    def _is_wrong(self, note: _Note, all_sent: Tensor) -> bool:
+        narrow, in_fp8 = _is_narrow(note.dtype), self._wire == "fp8"
+        all_sent = all_sent.view(len(all_sent), *note.sent.shape)
+        if note.received.ndim > 1:
+            expected = as_sent(all_sent[:, 1:], all_sent[:, :1], "fp32" if narrow and not in_fp8 else self._wire)
+        else:
+            numbers, amax = all_sent[:, self.rank, 1:], all_sent[..., 0].amax()
+            if not in_fp8:  # a sum in any order
+                wire = "bf16" if narrow else self._wire
+                return bool(wrong_means(note.received / len(all_sent), numbers, amax, wire).any())
+            expected = mean_as_sent(numbers, amax, self._wire) * len(all_sent)
+        return not bool(alike(note.received, expected.to(note.dtype).to(torch.float32)).all())

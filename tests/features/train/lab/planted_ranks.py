@@ -13,7 +13,7 @@ import torch
 
 from fp8bench.features.train import step
 from fp8bench.features.train.lab import evaluate
-from fp8bench.features.train.lab.together import DataParallel
+from fp8bench.features.train.lab.together import DataParallel, FullySharded
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import Arm, SeedTask, StreamLine
 from fp8bench.nn.sizes import SIZES
@@ -51,6 +51,15 @@ def _move(trainer: Trainer) -> None:
 def _spoil_average(trainer: Trainer) -> None:
     """In one step the rank takes its own gradients for the average."""
     together: Any = trainer.together
+    if isinstance(together, FullySharded):
+        scattered = together._group.own_part
+
+        def kept(every: torch.Tensor) -> torch.Tensor:
+            whole = scattered(every)
+            return every[together.share] * together.shares if trainer.step == plants.KILLED_AT else whole
+
+        together._group.own_part = kept
+        return
     average = together.average
 
     def forgotten(gradients: Any, phase: Any) -> None:

@@ -171,18 +171,20 @@ def _timeless(lines: tuple[StreamLine, ...]) -> list[StreamLine]:
 
 
 def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: RanksWorker) -> None:
-    """Another seed or text, one part twice, one bit of a weight, gradients that are not averaged, another scale."""
+    """Another seed or text, one part twice, one bit of a weight, gradients that are not averaged, another scale, and
+    faults that a rank finds itself (planted one by one in test_ways.py)."""
     text = "in step 0 rank 1 reads another text than rank 0, or with another seed"
     weights = "after a slice the weights of rank 1 are not those of rank 0"
     several = asked(ranks, 60)
-    for seed, reason in (
-        (planted.SEED, text), (planted.TEXT, text),
-        (planted.SHARE, "in step 0 the ranks did not read the batch"),
-        (planted.WEIGHTS, weights), (planted.AVERAGE, weights),
-        (planted.SCALES, "after a slice the scales of rank 1 are not those of rank 0"),
+    for seed, parallel, reason in (
+        (planted.SEED, "ddp", text), (planted.TEXT, "ddp", text),
+        (planted.SHARE, "ddp", "in step 0 the ranks did not read the batch"),
+        (planted.WEIGHTS, "ddp", weights), (planted.AVERAGE, "ddp", weights),
+        (planted.AVERAGE, "fsdp", "in a slice rank 1 received gradients for its rows that are not the mean"),
+        (planted.SCALES, "ddp", "after a slice the scales of rank 1 are not those of rank 0"),
     ):  # fmt: skip
         arm = "fp8-delayed" if seed == planted.SCALES else "fp32"
-        several.begin(of_ranks(corpus, arm, seed=seed))
+        several.begin(of_ranks(corpus, arm, seed=seed, parallel=parallel))
         if seed == planted.AVERAGE:
             assert len(losses(several.advance(arm, 5))) == 5
         with pytest.raises(WorkerError, match=f"the ranks disagree: {reason}"):
