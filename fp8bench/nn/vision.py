@@ -1,4 +1,4 @@
-"""Batches of images and states of models that take them, and a check of a step's layouts.
+"""Batches of images and states of models that take them, and checks of a step's layouts and batch norms.
 
 The order of images in memory is the model's layout throughout its convolutions, which `fault_of` checks.
 """
@@ -116,19 +116,34 @@ def _pass(state: TrainingState | InferenceState) -> tuple[Tensor, list[Tensor]]:
 
 
 def fault_of(state: TrainingState | InferenceState) -> str:
-    """Takes a step and says whether an image lies in another layout than the model's.
+    """Takes a step and says what is wrong with it: images in another layout than its own, batch norm in the wrong mode.
 
     Layouts do not matter where convolutions run on rounded values, which are put into rows and back.
     """
-    layers = [layer for layer in state.model.modules() if isinstance(layer, Convolution | BatchNorm)]
-    convolutions = [layer for layer in layers if isinstance(layer, Convolution)]
+    # 1. Remember the statistics of batch norms, and watch the layout of every image.
+    training = isinstance(state, TrainingState)
+    convolutions = [layer for layer in state.model.modules() if isinstance(layer, Convolution)]
+    norms: dict[str, tuple[BatchNorm, Tensor]] = {}
+    for name, norm in state.model.named_modules():
+        if isinstance(norm, BatchNorm) and norm.running_mean is not None:
+            norms[name] = norm, norm.running_mean.clone()
     watch = _LayoutWatch(convolutions[0].layout)
-    hooks = [layer.register_forward_hook(watch.look_at_layer) for layer in layers]
+    watched = [*convolutions, *(norm for norm, _ in norms.values())]
+    hooks = [layer.register_forward_hook(watch.look_at_layer) for layer in watched]
+
+    # 2. Take the step.
     with watch:
         state.step(SilentPhases())
     for hook in hooks:
         hook.remove()
-    return watch.fault if all(layer.arithmetic.plain for layer in convolutions) else ""
+
+    # 3. Compare.
+    if watch.fault and all(layer.arithmetic.plain for layer in convolutions):
+        return watch.fault
+    for name, (norm, mean) in norms.items():
+        if torch.equal(norm.running_mean, mean) == training:  # type: ignore[arg-type]
+            return f"batch norm {name} goes by {'kept statistics' if training else 'its batch'} in this pass"
+    return ""
 
 
 class _LayoutWatch(OperatorWatch):  # type: ignore[no-untyped-call]

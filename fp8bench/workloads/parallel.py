@@ -100,8 +100,9 @@ class Parallel(Workload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         way = WAYS[str(params["way"])]
-        if facts.ranks < self.least_ranks:
-            return refused(f"{way.name} takes {self.least_ranks} ranks, and there is 1: add --ranks {self.least_ranks}")
+        if facts.ranks < way.least_ranks:
+            there = "there is 1" if facts.ranks == 1 else f"there are {facts.ranks}"
+            return refused(f"{way.name} takes {way.least_ranks} ranks, and {there}: add --ranks {way.least_ranks}")
         options = {name: str(params[name]) for name in OPTIONS if name in params}
         foreign = [
             name

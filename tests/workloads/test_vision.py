@@ -13,6 +13,7 @@ from torch.nn import functional
 from fp8bench.errors import UsageError
 from fp8bench.model import Level, Scalar
 from fp8bench.nn import convolution
+from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.image_models import ResNet
 from fp8bench.nn.training_step import TrainingState
 from fp8bench.nn.vision import InferenceState, outcome
@@ -267,6 +268,16 @@ def test_windows_of_one_place_do_not_say_channels_last(monkeypatch: pytest.Monke
     assert "layout=contiguous" in Vision().check(state)
     monkeypatch.setattr(convolution, "_images", images)
     assert Vision().check(state) == ""
+
+
+def test_batch_norm_in_the_other_mode_is_found() -> None:
+    state = state_of("resnet")
+    state.model.eval()
+    assert "batch norm norm goes by kept statistics" in Vision().check(state)
+    state = state_of("resnet", **{"pass": "forward"})
+    state.model.train()
+    assert "batch norm norm goes by its batch" in Vision().check(state)
+    assert {norm.training for norm in state_of("resnet").model.modules() if isinstance(norm, BatchNorm)} == {True}
 
 
 @for_each("model", MODELS)

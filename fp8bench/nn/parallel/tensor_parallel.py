@@ -7,13 +7,20 @@ loss. The parts that are cut gather all tokens, and of their sums each rank gets
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.block import Block
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
+from fp8bench.nn.parallel.data_parallel import shard
 from fp8bench.nn.parallel.division import Division
 from fp8bench.nn.parallel.exchanges import FP8Group, RankGroup, added, copied, gathered, scattered
 from fp8bench.nn.parallel.group_scales import cut_roles, scaled_together
@@ -69,9 +76,12 @@ class TensorCut(Division):
 
     def full_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
-        for name, share, cut in zip(self.names, self.weights, self._cuts, strict=True):
+        for name, share, cut in zip(self.names, self._shares(), self._cuts, strict=True):
             weights[name] = share if cut is None else cut.join(self._shared.all_of(share))
         return weights
+
+    def _shares(self) -> list[Tensor]:
+        return self.weights
 
 
 class SequenceCut(TensorCut):
@@ -96,3 +106,36 @@ class SequenceCut(TensorCut):
             common = [parameter.grad for parameter, cut in pairs if cut is None and parameter.grad is not None]
             group.added_together(common)
         return loss.detach()
+
+
+class TensorFSDP(TensorCut):
+    """Tensor parallelism over pairs of ranks, and FSDP2 over the pairs, which divide the batch. A rank keeps a shard of
+    its share in the pair; the other shards are with its counterparts in other pairs."""
+
+    def __init__(self, job: Job) -> None:
+        mesh = _pairs(job.group, job.facts.kind)
+        self.sharers = mesh.get_group("data")
+        super().__init__(replace(job, group=mesh.get_group("tensor")))
+        shard(self.module, mesh["data"], "fp32")
+        Division.__init__(self, dict(self.module.named_parameters()), job.loss_scale)
+        self.group = job.group
+
+    def _shares(self) -> list[Tensor]:
+        shards = [parameter.detach() for parameter in self.parameters]
+        return [shard.full_tensor() if isinstance(shard, DTensor) else shard for shard in shards]
+
+
+@cache
+def _pairs(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
+    """The mesh (data, tensor), in which neighbouring ranks share tensors. Its groups have the backend of the whole
+    group, which may send nothing."""
+    all_ranks = dist.get_process_group_ranks(group)
+    mesh, this_rank = torch.tensor(all_ranks).view(-1, 2), all_ranks[group.rank()]
+    backend = dist.get_backend(group)
+    groups = {}
+    for name, sets in (("data", mesh.t().tolist()), ("tensor", mesh.tolist())):
+        for members in sets:  # every rank has to make every group
+            new = dist.new_group(members, backend=backend)
+            if this_rank in members:
+                groups[name] = new
+    return DeviceMesh.from_group(list(groups.values()), kind, mesh=mesh, mesh_dim_names=tuple(groups))

@@ -84,6 +84,7 @@ class Way:
     refuse: Callable[[ParallelCase], str]
     divide: Callable[[Job], Division]
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    least_ranks: int = 2
     experts: int = 0
 
 
@@ -200,9 +201,13 @@ def refuse_experts(case: ParallelCase) -> str:
 
 
 def refuse_cut(case: ParallelCase) -> str:
+    return _refuse_cut_among(case, case.ranks)
+
+
+def _refuse_cut_among(case: ParallelCase, ranks: int) -> str:
     if case.options["amax"] == OF_GROUP and case.precision.tensor_scale is TensorScale.NONE:
         return f"{case.precision.name} has no scale of a tensor that ranks could share: choose amax=own"
-    return uncuttable(case.config, case.ranks)
+    return uncuttable(case.config, ranks)
 
 
 def refuse_token_cut(case: ParallelCase) -> str:
@@ -210,6 +215,13 @@ def refuse_token_cut(case: ParallelCase) -> str:
     if tokens % case.ranks:
         return f"{tokens} tokens have no equal share for each of {case.ranks} ranks"
     return refuse_cut(case)
+
+
+def refuse_pairs(case: ParallelCase) -> str:
+    pairs, remainder = divmod(case.ranks, 2)
+    if remainder or case.batch % pairs:
+        return f"{case.batch} sequences have no equal share for each pair of {case.ranks} ranks"
+    return _refuse_cut_among(case, 2)
 
 
 class ScaleTraffic(NamedTuple):
@@ -282,6 +294,15 @@ WAYS = {
             refuse_cut,
             _divide_by("tensor_parallel:TensorCut"),
             _AMAX,
+        ),
+        # For large trainings: tensors within a machine, FSDP between machines.
+        Way(
+            "tp_fsdp",
+            "pairs of ranks share tensors as tp does, and FSDP2 shards what a pair has over all pairs",
+            refuse_pairs,
+            _divide_by("tensor_parallel:TensorFSDP"),
+            _AMAX,
+            least_ranks=4,
         ),
         Way(
             "zero",

@@ -201,6 +201,7 @@ def test_what_cannot_be_cut_is_refused_with_the_number() -> None:
         refusal("sp", config=replace(NANO, sequence=97), amax="own"): "97 tokens have no equal share for each of 2",
         refusal("tp", config=replace(NANO, experts=4), amax="own"): "experts are not cut here",
         refusal("tp", mode="mxfp8", amax="group"): "mxfp8 has no scale of a tensor that ranks could share",
+        refusal("tp_fsdp", ranks=4, batch=7, amax="own"): "7 sequences have no equal share for each pair of 4 ranks",
         refusal("pp_gpipe", config=three, microbatches="2"): "3 layers have no equal share for each of 2 ranks",
         refusal("pp_gpipe", batch=6, microbatches="4"): "6 sequences cannot be cut into 4 equal microbatches",
         refusal("pp_1f1b", ranks=2, microbatches="1"): "1 microbatches do not fill 2 stages by this schedule",
