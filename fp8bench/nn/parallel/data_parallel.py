@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear, region
-from fp8bench.nn.parallel.division import Division
-from fp8bench.nn.parallel.exchanges import FP8Wire, OwnedTensors, RankGroup, is_silent
+from fp8bench.nn.parallel.division import Division, Witness
+from fp8bench.nn.parallel.exchanges import FP8Wire, OwnedTensors, RankGroup, WireWitness, is_silent
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases, SilentPhases
 
@@ -36,11 +36,26 @@ class DDPModel(Division):
         self._phase: Phases = SilentPhases()
         devices = [job.facts.index] if job.facts.accelerated else None
         self._ddp = DistributedDataParallel(model, devices, process_group=job.group, gradient_as_bucket_view=True)
-        wire = job.options["wire"]
-        self._fp8 = FP8Wire(job.group, wire)
-        hook = self._hook(wire)
+        self._wire = job.options["wire"]
+        self._fp8 = FP8Wire(job.group, self._wire)
+        self._witness: WireWitness | None = None
+        hook = self._hook(self._wire)
         if hook is not None:  # a lambda, because torch checks annotations, which are strings here
-            self._ddp.register_comm_hook(None, lambda state, bucket: hook(bucket))
+            self._ddp.register_comm_hook(None, lambda state, bucket: self._send(hook, bucket))
+
+    def witnesses(self) -> list[Witness]:
+        witnesses = super().witnesses()
+        if self._wire.startswith("fp8"):
+            self._witness = WireWitness(self.group)
+            witnesses.append(self._witness)
+        return witnesses
+
+    def _send(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
+        if self._witness is None:
+            return hook(bucket)
+        gradients, done = bucket.buffer().clone(), hook(bucket)
+        self._witness.look(gradients, done.wait(), self._fp8.mean_of)
+        return done
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self._phase = phase
@@ -91,6 +106,7 @@ class ZeroModel(Division):
         self._all_names, self._all_weights = self.names, self.weights
         self._exchanges, sizes = RankGroup(job.group), [weight.numel() for weight in self.weights]
         self._owned = OwnedTensors(self._exchanges, sizes, job.options["wire"])
+        self.fp8_wire = self._owned.fp8
         self.names, self.weights = self._owned.own(self.names), self._owned.own(self.weights)
         if job.options["wire"] != "fp32":
             self.weights = [weight.clone() for weight in self.weights]

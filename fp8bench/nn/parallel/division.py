@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from fp8bench.model import MemoryRole
 from fp8bench.nn.gpt import GPT
-from fp8bench.protocols import Phases
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.parallel.exchanges import FP8Wire, WireWitness
+from fp8bench.nn.parallel.witnesses import ScaleWitness
+from fp8bench.protocols import Phases, Role
+
+Witness = ScaleWitness | WireWitness
 
 
 class Division:
@@ -20,12 +25,13 @@ class Division:
 
     A step calls `loss`, `gradients`, then updates `weights` in place, then `send_updates` and `drop_gradients`.
     `weights` are plain tensors, `names` their paths in the whole model; `module` has their parameters. `sharers` are
-    the ranks that divide a batch, None where each reads all of it.
+    the ranks that divide a batch, None where each reads all of it; `fp8_wire` sends in FP8 where anything does.
     """
 
     group: ProcessGroup
     module: nn.Module
     sharers: ProcessGroup | None = None
+    fp8_wire: FP8Wire | None = None
 
     def __init__(self, named: Mapping[str, nn.Parameter], loss_scale: float) -> None:
         self.names, self.parameters = list(named), list(named.values())
@@ -72,6 +78,16 @@ class Division:
         dist.all_reduce(total, group=self.group)
         return total / self.group.size()
 
+    def shared_roles(self, layer: str) -> Collection[Role]:
+        return ()
+
+    def witnesses(self) -> list[Witness]:
+        wires = [self.fp8_wire.watched()] if self.fp8_wire is not None else []
+        return [ScaleWitness(self.layers(), self.shared_roles, self.group), *wires]
+
+    def layers(self) -> dict[str, Linear]:
+        return {path: layer for path, layer in self.module.named_modules() if isinstance(layer, Linear)}
+
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {
             MemoryRole.WEIGHTS: self.weights,
@@ -101,3 +117,6 @@ class Undivided(Division):
 
     def whole_loss(self, loss: Tensor) -> Tensor:
         return loss
+
+    def witnesses(self) -> list[Witness]:
+        return []

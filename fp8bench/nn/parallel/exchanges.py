@@ -27,7 +27,7 @@ from fp8bench.numerics.collectives import (
     tensors_transported,
     transported,
 )
-from fp8bench.numerics.rank_programs import Program, on_this_rank
+from fp8bench.numerics.rank_programs import Program, on_this_rank, simulated
 from fp8bench.protocols import Phases, SilentPhases
 
 _TOKENS = 1
@@ -171,6 +171,13 @@ def all_answers(answer: Any, group: dist.ProcessGroup | None = None) -> list[Any
     return [json.loads(bytes(codes.tolist())) for codes in texts]
 
 
+def first_mistake(mistake: str, group: dist.ProcessGroup) -> str:
+    for rank, answer in enumerate(all_answers(mistake, group)):
+        if answer:
+            return f"rank {rank} {answer}"
+    return ""
+
+
 # The program of one rank, from its values and its number.
 OfRank = Callable[[Tensor, int], Program[Tensor]]
 
@@ -181,6 +188,7 @@ class FP8Wire:
     def __init__(self, group: dist.ProcessGroup, way: str = TWOSHOT) -> None:
         self.group, self.way = group, way
         self._rank, self._size = group.rank(), group.size()
+        self._witness: WireWitness | None = None
 
     def mean(self, values: Tensor, phase: Phases) -> Tensor:
         return self._sent(self.mean_of, values, phase)
@@ -198,6 +206,10 @@ class FP8Wire:
     def joined_tensors(self, part: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
         return self._sent(lambda values, rank: tensors_transported(values, rank, pieces), part, phase)
 
+    def watched(self) -> WireWitness:
+        self._witness = WireWitness(self.group)
+        return self._witness
+
     def mean_of(self, values: Tensor, rank: int) -> Program[Tensor]:
         padded = torch.nn.functional.pad(values, (0, -values.numel() % self._size))
         mean = yield from mean_in_fp8(self.way, padded, POST, rank, self._size, AutoScale())
@@ -213,7 +225,13 @@ class FP8Wire:
 
     def _sent(self, program: OfRank, values: Tensor, phase: Phases) -> Tensor:
         with phase.cast:
-            return on_this_rank(program(values, self._rank), None, phase.communication, self.group)
+            got = self._result(program(values, self._rank), phase)
+        if self._witness is not None:
+            self._witness.look(values, got, program)
+        return got
+
+    def _result(self, program: Program[Tensor], phase: Phases) -> Tensor:
+        return on_this_rank(program, None, phase.communication, self.group)
 
 
 class FP8Group(RankGroup):
@@ -231,6 +249,28 @@ class FP8Group(RankGroup):
 
     def own_part(self, parts: Tensor) -> Tensor:
         return (self.wire.part_of_mean(_flat(parts), self.phase) * self.size).view(parts.shape[1:]).to(parts.dtype)
+
+
+class WireWitness:
+    """Compares what a rank received with what one process computes from all ranks' values by the same program, bit for
+    bit."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._wrong = group, ""
+
+    def look(self, values: Tensor, got: Tensor, program: OfRank) -> None:
+        """All ranks have to call this for every exchange, because they ask each other for their values."""
+        lengths = all_answers(len(values), self._group)  # vectors may differ in length
+        padded = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
+        all_padded = RankGroup(self._group).all_of(padded)
+        everybody = [tensor[:length] for tensor, length in zip(all_padded, lengths, strict=True)]
+        expected = simulated([program(tensor, rank) for rank, tensor in enumerate(everybody)])[self._group.rank()]
+        wrong = int((got != expected).sum())
+        if wrong and not self._wrong:
+            self._wrong = f"has got {wrong:,} of {got.numel():,} numbers in FP8 that are not those of all ranks' values"
+
+    def mistake(self) -> str:
+        return first_mistake(self._wrong, self._group)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ its square, so a gain can be held much closer than a distance.
 Weights and tokens sent in FP8 are cast once more for products, so both roundings add up. Where anything rounds, a
 router sends a token near a boundary to another expert, whose weights then change by it: an expert with few tokens is
 then far off.
+
+A mistake in scales, or in a mean sent in FP8, may be far below rounding: model.py and exchanges.py find those.
 """
 
 from __future__ import annotations
@@ -181,15 +183,22 @@ def new_state(model: Division, loader: TokenLoader, facts: DeviceFacts, plain: b
 
 
 def agreement(together: ParallelState, alone: ParallelState, steps: int) -> Apart:
-    """Compares so many steps with those of one rank."""
-    # 1. Train both.
+    """Compares so many steps with those of one rank. Raises NotTheSame where a rank's scales or exchanges are wrong:
+    much of that would be less than rounding."""
+    # 1. Train both, and watch what ranks exchange.
+    witnesses = together.model.witnesses()
     initial = {name: weight.clone() for name, weight in alone.model.full_weights().items()}
     phase, gaps = SilentPhases(), []
     for _ in range(steps):
         loss = together.model.whole_loss(together.train_step(phase))
         gaps.append((loss.double() - alone.train_step(phase).double()).abs().max())
 
-    # 2. Compare the weights, and what the steps have changed in them.
+    # 2. All ranks have to ask every witness, whatever the ones before it say.
+    mistakes = [witness.mistake() for witness in witnesses]
+    for mistake in filter(None, mistakes):
+        raise NotTheSame(mistake)
+
+    # 3. Compare the weights, and what the steps have changed in them.
     weights, reference = together.model.full_weights(), alone.model.full_weights()
     distances, updates = [], {}
     for name, tensor in initial.items():

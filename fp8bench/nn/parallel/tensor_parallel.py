@@ -6,7 +6,7 @@ loss. The parts that are cut gather all tokens, and of their sums each rank gets
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 
@@ -21,12 +21,13 @@ from fp8bench.nn.block import Block
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parallel.data_parallel import shard
-from fp8bench.nn.parallel.division import Division
+from fp8bench.nn.parallel.division import Division, Witness
 from fp8bench.nn.parallel.exchanges import FP8Group, RankGroup, added, copied, gathered, scattered
 from fp8bench.nn.parallel.group_scales import cut_roles, scaled_together
 from fp8bench.nn.parallel.ways import OF_GROUP, OWN, Job, cut_of, cuts
+from fp8bench.nn.parallel.witnesses import ScaleWitness
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.protocols import Phases
+from fp8bench.protocols import Phases, Role
 
 Exchange = Callable[[Tensor, RankGroup], Tensor]
 
@@ -59,9 +60,9 @@ class TensorCut(Division):
     module: GPT
 
     def __init__(self, job: Job) -> None:
-        self._shared = self._group(job)
+        self._shared, self._config, self._amax = self._group(job), job.config, job.options["amax"]
         self.module = job.make()
-        share_blocks(self.module, job.config, self._shared, self.enter, self.leave, job.options["amax"])
+        share_blocks(self.module, job.config, self._shared, self.enter, self.leave, self._amax)
         named = dict(self.module.named_parameters())
         self._cuts = [cut_of(name, job.config) for name in named]
         super().__init__(named, job.loss_scale)
@@ -73,6 +74,10 @@ class TensorCut(Division):
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self._shared.phase = phase
         return super().loss(tokens, targets, phase)
+
+    def shared_roles(self, layer: str) -> Collection[Role]:
+        cut = cut_of(f"{layer}.weight", self._config)
+        return cut_roles(cut) if cut is not None and self._amax == OF_GROUP else ()
 
     def full_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
@@ -93,7 +98,9 @@ class SequenceCut(TensorCut):
     def _group(self, job: Job) -> RankGroup:
         if job.options["wire"] != "fp8":
             return RankGroup(job.group)
-        return FP8Group(job.group)
+        group = FP8Group(job.group)
+        self.fp8_wire = group.wire
+        return group
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         group = self._shared
@@ -114,11 +121,15 @@ class TensorFSDP(TensorCut):
 
     def __init__(self, job: Job) -> None:
         mesh = _pairs(job.group, job.facts.kind)
-        self.sharers = mesh.get_group("data")
-        super().__init__(replace(job, group=mesh.get_group("tensor")))
+        self._pair, self.sharers = mesh.get_group("tensor"), mesh.get_group("data")
+        super().__init__(replace(job, group=self._pair))
         shard(self.module, mesh["data"], "fp32")
         Division.__init__(self, dict(self.module.named_parameters()), job.loss_scale)
         self.group = job.group
+
+    def witnesses(self) -> list[Witness]:
+        pair = dist.get_process_group_ranks(self._pair)
+        return [ScaleWitness(self.layers(), self.shared_roles, self.group, pair)]
 
     def _shares(self) -> list[Tensor]:
         shards = [parameter.detach() for parameter in self.parameters]
