@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from fp8bench.errors import UsageError
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, TF32, Format, Overflow
 from fp8bench.formats.quantise import RANDOM_BITS, quantised, round_to
-from fp8bench.formats.recipes import NVFP4, TENSOR, ScaleRounding, Scaling
+from fp8bench.formats.recipes import NVFP4, NVFP4_UP, TENSOR, ScaleRounding, Scaling
 from fp8bench.formats.scaled import values
 from tests.counts import for_each
 from tests.formats.oracles import (
@@ -30,11 +34,41 @@ from tests.formats.oracles import (
 
 each_format = for_each("fmt", ALL, ids=name_of)
 each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
+SIGNED = [fmt for fmt in ALL if fmt.signed]
+
+floats = st.floats(width=32)
+formats = st.sampled_from(ALL)
+ways = st.sampled_from(EVERY_OVERFLOW)
+
+
+def rounded(value: float | list[float], fmt: Format, overflow: Overflow = Overflow.SATURATE) -> torch.Tensor:
+    return round_to(torch.tensor(value), fmt, overflow=overflow)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit by bit, but one NaN is as good as another."""
     return mismatches(one, other.numpy()) == 0
+
+
+@given(one=floats, other=floats, way=ways)
+def test_the_order_stays(one: float, other: float, way: tuple[Format, Overflow]) -> None:
+    if one > other:
+        one, other = other, one
+    small, large = rounded([one, other], *way)
+    assert small <= large or small.isnan() or large.isnan()
+
+
+@given(value=floats, fmt=formats)
+def test_nothing_of_the_format_lies_nearer(value: float, fmt: Format) -> None:
+    result = rounded(value, fmt).item()
+    if np.isnan(result) or not np.isfinite(value):
+        return
+    grid = numbers(fmt.name)
+    grid = np.unique(grid[np.isfinite(grid)])
+    place = np.searchsorted(grid, value)
+    near = grid[max(place - 2, 0) : place + 2]
+    assert np.abs(near - value).min() == abs(result - value)
+    assert result in grid
 
 
 def seed_of(number: int) -> torch.Tensor:
@@ -93,6 +127,19 @@ def test_the_share_that_goes_up_is_the_rest_of_the_step(fmt: Format) -> None:
 
 
 @each_format
+def test_the_smallest_rest_goes_up_as_rarely_as_it_should(fmt: Format) -> None:
+    value = torch.full((2,), float(np.nextafter(np.float32(1), np.float32(2))))
+    if fmt in (BF16, TF32, E8M0):  # goes up at the largest number that the lost bits can hold, and at no other
+        last = (1 << 23 - fmt.mantissa_bits) - 1
+        up, down = last, last - 1
+    else:  # goes up at the numbers below its share
+        share = 1 << RANDOM_BITS - 23 + fmt.mantissa_bits
+        up, down = share - 1, share
+    drawn = quantised(value, fmt, torch.tensor([up, down], dtype=torch.int32))
+    assert drawn.tolist() == [1 + 2.0**-fmt.mantissa_bits, 1]
+
+
+@each_format
 def test_stochastic_rounding_is_unbiased(fmt: Format) -> None:
     """Within 4 standard errors of the mean, for all values together, and as scattered as its chances say."""
     rng = np.random.default_rng(7)
@@ -128,6 +175,13 @@ def test_seeds(fmt: Format) -> None:
     assert torch.equal(round_to(values, fmt, torch.empty_like(values), seed=seed_of(1)), first)
     assert round_to(torch.empty(0, 3), fmt, seed=seed_of(1)).shape == (0, 3)
     assert round_to(torch.tensor(1.0), fmt, seed=seed_of(1)).shape == ()
+
+
+@for_each("fmt", SIGNED, ids=name_of)
+def test_a_value_and_its_negative_are_drawn_alike(fmt: Format) -> None:
+    values = torch.from_numpy(random_patterns(fmt.name, 1 << 16))
+    plus, minus = (round_to(one, fmt, seed=seed_of(4)) for one in (values, -values))
+    assert same(minus, -plus) or (not fmt.signed_zero and torch.equal(minus.nan_to_num(), -plus.nan_to_num()))
 
 
 @pytest.mark.gpu
@@ -170,6 +224,11 @@ def decibels(found: torch.Tensor, source: torch.Tensor) -> float:
     return 10 * math.log10(float(source.double().square().sum() / noise))
 
 
+def slope(found: torch.Tensor, source: torch.Tensor) -> float:
+    """Below 1 where values shrink on average."""
+    return float((found.double() * source.double()).sum() / source.double().square().sum())
+
+
 @for_each(
     ("fmt", "scaling", "expected"),
     FIGURES,
@@ -179,8 +238,67 @@ def test_noise_of_gaussian_values(fmt: Format, scaling: Scaling, expected: float
     assert decibels(values(gaussian(), fmt, scaling), gaussian()) == pytest.approx(expected, abs=0.05)
 
 
+def test_stochastic_rounding_is_biased_under_block_scales_rounded_to_nearest() -> None:
+    source = gaussian(4096)
+    seed = torch.tensor([1])
+    clipped, whole = (values(source, E2M1, scaling, seed=seed) for scaling in (NVFP4, NVFP4_UP))
+    assert slope(clipped, source) == pytest.approx(0.9965, abs=0.0003)
+    assert slope(whole, source) == pytest.approx(1, abs=0.0003)
+    assert decibels(clipped, source) == pytest.approx(17.3, abs=0.1)
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text()
+
+
+def table(title: str) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows of the first table below a title."""
+    lines = PAGE.split(f"\n## {title}\n")[1].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    cells = []
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        cells.append([cell.strip() for cell in line.strip("|").split("|")])
+    return cells[0], cells[2:]
+
+
 def test_what_the_page_says_of_overflow_and_ties() -> None:
     at, tie, over = round_to(torch.tensor([463.9, 464.0, 464.1]), E4M3, overflow=Overflow.NAN).tolist()
     assert (at, tie) == (448, 448)
     assert math.isnan(over)
     assert round_to(torch.tensor([1.5, 3.0, 1e-45]), E8M0).tolist() == [2.0, 4.0, 2.0**-127]
+
+
+def test_the_scalings_take_the_roundings_that_are_named_and_no_others() -> None:
+    _, rows = table("Scalings")
+    blocks = {"all": [(0, 0)], "a row": [(1, 0)], "1 x 16 or 16 x 16": [(1, 16), (16, 16)]}
+    for name, block, kept, roundings in rows:
+        scale = {"float32": None, "e8m0": E8M0}.get(kept, E4M3)
+        named = roundings.split(", ")
+        for rows_of_block, columns in blocks.get(block) or [tuple(map(int, block.split(" x ")))]:
+            for rounding in ScaleRounding:
+                if rounding in named:
+                    Scaling(rows_of_block, columns, scale, rounding)
+                else:
+                    with pytest.raises(UsageError, match="are not rounded by"):
+                        Scaling(rows_of_block, columns, scale, rounding)
+        assert name
+
+
+def test_the_noise_is_what_the_tests_hold_it_to() -> None:
+    lines = PAGE.split("\nWhat that costs Gaussian values")[1].splitlines()
+    header, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")
+    ]  # fmt: skip
+    shown = {
+        (row[0].strip("`"), column): float(cell)
+        for row in rows[:5]
+        for column, cell in zip(header[1:], row[1:], strict=True)
+        if cell
+    }
+    columns = {(0, None): "tensor", (1, E4M3): "NVFP4"}
+    held = {
+        (fmt.name, columns.get((scaling.rows, scaling.scale), str(scaling.rounding))): figure
+        for fmt, scaling, figure in FIGURES
+    }
+    assert shown == held

@@ -220,3 +220,21 @@ def test_places_count_and_nothing_else() -> None:
     assert torch.equal(random_bits((2, 3, 5, 7), seed).flatten(), flat)
     assert torch.equal(random_bits((3 * 35,), seed), flat[: 3 * 35])
     assert random_bits((0, 4), seed).shape == (0, 4) and random_bits((), seed).shape == ()
+
+
+def test_bits_are_set_every_second_time_and_alone() -> None:
+    """Within 5 standard errors: each of the 24, and each of them where the same one of the neighbour is set."""
+    count = 1 << 18
+    numbers = random_bits((count,), torch.tensor(3)).numpy()
+    assert numbers.min() >= 0 and numbers.max() < 1 << RANDOM_BITS
+    bits = (numbers[:, None] >> np.arange(RANDOM_BITS)) & 1
+    neighbours = bits[1:] ^ bits[:-1]
+    for set_bits in (bits, neighbours):
+        assert np.abs(set_bits.mean(0) - 0.5).max() < 5 * 0.5 / count**0.5
+
+
+def test_seeds_side_by_side_have_nothing_in_common() -> None:
+    count = 1 << 18
+    rows = torch.stack([random_bits((count,), torch.tensor(seed)) for seed in range(8)]).double()
+    correlation = torch.corrcoef(rows) - torch.eye(8)
+    assert correlation.abs().max() < 5 / count**0.5

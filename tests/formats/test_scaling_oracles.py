@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8bench.formats.codes import unpack
+from fp8bench.formats.codes import decode, unpack
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP16, TF32, Format
 from fp8bench.formats.recipes import (
     BLOCK,
@@ -21,7 +21,7 @@ from fp8bench.formats.recipes import (
     ScaleRounding,
     Scaling,
 )
-from fp8bench.formats.scaled import quantise, values
+from fp8bench.formats.scaled import factor, quantise, values
 from tests.counts import counts, for_each
 from tests.formats.scaling_definitions import (
     a_million,
@@ -54,6 +54,25 @@ def test_every_format_and_uneven_ends(fmt: Format, scaling: Scaling) -> None:
         assert differing(values(x, fmt, scaling), reference(x, fmt, scaling)) == 0
 
 
+@for_each("scaling", [Scaling(3, 0), Scaling(1, 7), Scaling(2, 5)], ids=lambda one: one.name)
+def test_blocks_of_any_extent(scaling: Scaling) -> None:
+    for x in (gaussian(8, 23), gaussian(3, 5), gaussian(1, 1)):
+        assert differing(values(x, E4M3, scaling), reference(x, E4M3, scaling)) == 0
+
+
+@each_float8
+@for_each("exponent", range(-149, 128, 9))
+def test_factors_at_every_size(fmt: Format, exponent: int) -> None:
+    amax = torch.tensor([1.0, 1.75, 1.9999999], dtype=torch.float64).mul(2.0**exponent).to(torch.float32)[:, None]
+    exact, inverse = factor(amax, fmt, ROW)
+    wanted = (fmt.largest / amax.double()).clamp(max=2.0**126)
+    assert torch.equal(exact, wanted.to(torch.float32))
+    assert torch.equal(inverse, (1 / exact.double()).to(torch.float32)) and inverse.min() >= 2.0**-126
+    power, inverse = factor(amax, fmt, ROW_POWER_OF_TWO)
+    assert torch.equal(torch.frexp(power).mantissa, torch.full_like(power, 0.5))
+    assert torch.all((power <= exact) & (exact < 2 * power)) and torch.equal(power * inverse, torch.ones_like(power))
+
+
 @each_scaling
 def test_a_scale_that_no_value_can_give_is_one(scaling: Scaling) -> None:
     for x in (
@@ -66,6 +85,18 @@ def test_a_scale_that_no_value_can_give_is_one(scaling: Scaling) -> None:
         left = values(x, E4M3, scaling)
         assert torch.equal(left.isnan(), x.isnan())
         assert torch.equal(left.nan_to_num(0.0), x.clamp(-448, 448).nan_to_num(0.0))
+
+
+@for_each("scaling", [BLOCK, ROW, SQUARE], ids=lambda one: one.name)
+def test_blocks_beside_one_that_is_not_finite_know_nothing_of_it(scaling: Scaling) -> None:
+    x = gaussian(256, 256)
+    spoilt = x.clone()
+    spoilt[200, 200], spoilt[201, 201] = torch.inf, torch.nan
+    left, clean = values(spoilt, E4M3, scaling), values(x, E4M3, scaling)
+    changed = left.ne(clean).nonzero()
+    assert changed[:, 0].min() >= (128 if scaling is SQUARE else 200)
+    assert scaling is ROW or changed[:, 1].min() >= 128
+    assert left.isnan().sum() == 1 and left[200, 200] == 448
 
 
 ELEMENTS = [E4M3, E5M2, E3M2, E2M3, E2M1]
@@ -184,6 +215,50 @@ def test_ends_that_fill_no_block(scaling: Scaling) -> None:
     for shape in ((1, 1), (5, 17), (16, 15), (33, 70)):
         x = outliers(*shape)
         assert differing(values(x, E2M1, scaling), reference(x, E2M1, scaling)) == 0
+
+
+@each_nvfp4
+def test_every_block_scale_is_met_and_block_scales_of_zero_leave_zeros(scaling: Scaling) -> None:
+    x = a_million()["octaves"]
+    stored = quantise(x, E2M1, scaling)
+    assert stored.scales is not None and stored.tensor_scale is not None
+    # 126 codes above zero; one block reaches the largest, since it has the tensor's amax.
+    assert len(stored.scales.unique()) >= 120 and stored.scales.max() == 0x7E
+    lost = stored.scales == 0
+    assert bool(lost.any()) == (scaling.rounding is ScaleRounding.NEAREST)
+    left = values(x, E2M1, scaling).view(stored.scales.shape[0], scaling.rows, -1, 16).transpose(1, 2)
+    assert not left[lost].any()
+    assert torch.equal(
+        left[lost].signbit(), x.view(-1, scaling.rows, left.shape[1], 16).transpose(1, 2)[lost].signbit()
+    )
+
+
+def test_up_is_the_scale_at_or_above_the_quotient() -> None:
+    x = a_million()["octaves"]
+    near, up = quantise(x, E2M1, NVFP4), quantise(x, E2M1, NVFP4_UP)
+    assert near.scales is not None and up.scales is not None and near.tensor_scale is not None
+    quotient = x.view(-1, 16).abs().amax(1) / 6 / near.tensor_scale
+    above, below = decode(up.scales, E4M3).flatten(), decode((up.scales - 1).clamp(max=0x7E), E4M3).flatten()
+    assert torch.all((above >= quotient) | (above == 448))
+    assert torch.all((below < quotient) | (up.scales.flatten() == 0))
+    assert torch.all((near.scales == up.scales) | (near.scales == up.scales - 1))
+
+
+@each_nvfp4
+def test_blocks_that_lie_whole_octaves_below_the_largest(scaling: Scaling) -> None:
+    for amax in torch.rand(300, generator=torch.Generator().manual_seed(4)).tolist():
+        x = gaussian(128, 16).clamp(-1, 1)
+        x[::16, 0] = 1.0
+        x *= amax * torch.arange(8).neg().exp2().repeat_interleave(16)[:, None]
+        assert differing(values(x, E2M1, scaling), reference(x, E2M1, scaling)) == 0
+
+
+def test_under_a_scale_of_zero_all_codes_are_zero_however_large_the_elements() -> None:
+    x = torch.full((1, 32), 2.0**100)
+    x[0, :16] = 2.0**120
+    stored = quantise(-x, E2M1, NVFP4)
+    assert stored.scales is not None and stored.scales.tolist() == [[0x7E, 0]]
+    assert stored.codes.tolist() == [[0xFF] * 8 + [0x88] * 8]
 
 
 @each_nvfp4

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 from fp8bench.numerics.distributions import (
+    DEGREES,
     DISTRIBUTIONS,
+    GRADIENT_DEVIATION,
+    GRADIENT_MEDIAN,
     OUTLIER_FACTOR,
     GradientSource,
     drawn,
@@ -31,12 +34,29 @@ def test_it_comes_from_the_seed_alone(name: str) -> None:
     assert made(name, shape=(3, 1)).shape == (3, 1)
 
 
+def test_student_t_has_the_tails_of_its_degrees() -> None:
+    """P(|t| > q) for three degrees of freedom; a Gaussian has none beyond 6."""
+    x = made("student-t").abs()
+    assert DEGREES == 3
+    for q in (1.0, 3.0, 10.0):
+        beyond = 1 - 2 / math.pi * (math.atan(q / math.sqrt(3)) + math.sqrt(3) * q / (q * q + 3))
+        share = float((x > q).double().mean())
+        assert share == pytest.approx(beyond, abs=4 * math.sqrt(beyond / x.numel()))
+
+
 def test_outlier_channels_are_columns() -> None:
     deviations = made("outliers").double().std(0)
     assert int((deviations > OUTLIER_FACTOR / 2).sum()) == 4
     assert float(deviations.max()) == pytest.approx(OUTLIER_FACTOR, rel=0.2)
     assert float(deviations.median()) == pytest.approx(1, abs=0.1)
     assert int((made("outliers", shape=(64, 16)).std(0) > OUTLIER_FACTOR / 2).sum()) == 1
+
+
+def test_log_normal_magnitudes() -> None:
+    logs = made("log-normal").abs().double().log()
+    assert float(logs.median()) == pytest.approx(math.log(GRADIENT_MEDIAN), abs=0.02)
+    assert float(logs.std()) == pytest.approx(GRADIENT_DEVIATION, abs=0.02)
+    assert float((logs.max() - logs.min()) / math.log(2)) > 24
 
 
 MATRICES = [(300, 64)] * 40

@@ -77,6 +77,24 @@ def test_an_exact_kernel_has_the_casts_error_alone() -> None:
     assert -20 * math.log10(whole) == pytest.approx(28.5, abs=0.3)
 
 
+def test_what_a_short_accumulator_adds_is_the_kernels() -> None:
+    a, b = operands()
+    total = torch.zeros(64, 48, dtype=torch.bfloat16)
+    for part in range(0, 512, 32):
+        total += (a[:, part : part + 32] @ b[:, part : part + 32].t()).to(torch.bfloat16)
+    whole, kernel = product_errors(total, (a, b), (a, b), ROWS)
+    assert whole == kernel > 2e-3
+
+
+def test_errors_that_are_independent_add_up_as_squares() -> None:
+    a, b = operands()
+    low = round_to(a, E4M3), round_to(b, E4M3)
+    casts, _ = product_errors(low[0].double() @ low[1].double().t(), (a, b), low, ROWS)
+    whole, kernel = product_errors(round_to(values_product(*low, torch.float32), E4M3), (a, b), low, ROWS)
+    assert whole == pytest.approx(math.hypot(casts, kernel), rel=0.05)
+    assert kernel == pytest.approx(10 ** (-31.56 / 20), rel=0.05)
+
+
 def cut(value: Fraction, bits: int) -> Fraction:
     if not value:
         return value
@@ -160,6 +178,24 @@ def values_of(kept: np.ndarray, name: str) -> Tensor:
     return torch.from_numpy(kept).view(torch.float8_e5m2 if e5 else torch.float8_e4m3fn).to(torch.float32)
 
 
+def units_by_hand(row: Sequence[float], column: Sequence[float]) -> Fraction:
+    kept = Fraction(0)
+    for start in range(0, len(row), INSTRUCTION):
+        pairs = [pair for pair in zip(row[start:], column[start : start + INSTRUCTION], strict=False) if all(pair)]
+        exponents = [sum(math.frexp(factor)[1] - 1 for factor in pair) for pair in pairs]
+        terms = [Fraction(a) * Fraction(b) for a, b in pairs]
+        if kept:
+            terms, exponents = [*terms, kept], [*exponents, math.frexp(float(kept))[1] - 1]
+        if not terms:
+            continue
+        last = Fraction(2) ** (max(exponents) - HOPPER_BITS + 1)
+        kept = sum((math.trunc(term / last) for term in terms), 0) * last
+        if kept:
+            last = Fraction(2) ** (math.frexp(float(kept))[1] - HOPPER_BITS)
+            kept = math.trunc(kept / last) * last
+    return kept
+
+
 def test_sums_of_units_are_those_that_a_gpu_made() -> None:
     with np.load(MEASURED) as kept:
         results = [name for name in kept.files if name.endswith(("fast", "promoted"))]
@@ -173,3 +209,11 @@ def test_sums_of_units_are_those_that_a_gpu_made() -> None:
             assert np.array_equal(total.numpy(), kept[name]), name
             assert not np.array_equal((a @ b.t()).numpy(), kept[name])
     assert len(results) == 12
+
+
+@for_each("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+def test_sums_of_units_by_hand(fmt: Format) -> None:
+    for k in (1, 31, 96):
+        a, b = short_operands(fmt, k, 4.0)
+        wanted = [[float(units_by_hand(row, column)) for column in b.tolist()] for row in a.tolist()]
+        assert unit_sums(a, b).tolist() == wanted

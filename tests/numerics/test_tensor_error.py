@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,18 @@ def test_a_given_scale_takes_the_place_of_the_current_one() -> None:
     result = tensor_error(x, values(x, E4M3, TENSOR, scale=scale), E4M3, factors_of(x, E4M3, TENSOR, scale))
     assert result.utilisation == pytest.approx(2) and result.saturated
     assert result.saturated == int((x.abs() > x.abs().max() / 2).sum())
+
+
+def test_peaks_are_the_largest_of_each_block_over_all_pieces() -> None:
+    x = gaussian(10, 12, seed=3).abs().double()
+    factors = Factors(torch.ones(3, 3), 4, 4)
+    peaks = torch.zeros(factors.steps.shape, dtype=torch.float64)
+    for top in range(0, 10, 3):
+        for left in range(0, 12, 8):
+            place = slice(top, min(top + 3, 10)), slice(left, min(left + 8, 12))
+            factors.raise_to_peaks(peaks, x[place], place)
+    wanted = [[float(x[r : r + 4, c : c + 4].max()) for c in range(0, 12, 4)] for r in range(0, 10, 4)]
+    assert peaks.tolist() == wanted
 
 
 GRIDS = (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, FP16, BF16, TF32)
@@ -248,6 +262,13 @@ def test_every_figure_has_its_name_and_unit() -> None:
     assert error.cosine is not None and result["cosine_loss"] == 1 - error.cosine
     assert error.utilisation is not None and result["utilisation_percent"] == 100 * error.utilisation
     assert (result["scale_drift_octaves"], result["scale_lag_octaves"]) == (1.0, 0.0)
+
+
+def test_the_page_has_every_figure_with_its_unit() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    page = page.partition("## Figures of numerical error")[2].partition("## Of a GEMM")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in page.splitlines() if line.startswith("| `")]
+    assert {name: unit for names, unit in rows for name in re.findall("`([^`]+)`", names)} == UNITS
 
 
 @pytest.mark.parametrize(

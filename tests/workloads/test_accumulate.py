@@ -44,6 +44,17 @@ def test_a_step_begins_from_zero(precision: str) -> None:
     assert all(one.any() for one in once)
 
 
+def test_bf16_sums_are_those_of_ml_dtypes() -> None:
+    """Each micro-batch is added exactly and rounded once, bit by bit."""
+    state = Accumulate().prepare(setup_for("bf16"))
+    Accumulate().step(state, SilentPhases())
+    for index, found in enumerate(state.buffer.values()):
+        total = np.zeros((48, 48), dtype=ml_dtypes.bfloat16)
+        for gradients in state.micro_batches:
+            total = (total.astype(np.float32) + gradients[index].numpy()).astype(ml_dtypes.bfloat16)
+        assert np.array_equal(found.view(torch.uint16).numpy(), total.view(np.uint16))
+
+
 def test_fp8_sums_are_those_of_ml_dtypes() -> None:
     """Each sum is rounded to E5M2 with its own scale, which maps its largest magnitude to the format's."""
     state = Accumulate().prepare(setup_for("fp8"))

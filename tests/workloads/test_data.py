@@ -19,7 +19,7 @@ from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.data import BATCHES, READY, RECORDS, Data, LoadState
 from tests.counts import for_each
-from tests.workloads.steps import CPU, SMALL, phases, setup_of
+from tests.workloads.steps import CPU, H200, SMALL, phases, setup_of
 
 SIZES = SMALL["data"]
 KINDS = for_each("kind", BATCHES)
@@ -117,6 +117,15 @@ def test_what_is_cast_on_the_device_travels_as_it_comes(corpus: Corpus, kind: st
     assert Data().error(there) == Data().error(here)
     plain = setup_for(corpus, "fp32", kind=kind, cast_on="device")
     assert phases(Data(), plain) == [FIRST[kind], "data_load"]  # there is nothing to cast
+
+
+def test_axes_and_defaults() -> None:
+    """A GPU casts by itself; a case that is cast on the host keeps its old id."""
+    for facts, where in ((CPU, "host"), (H200, "device")):
+        axes = {axis.name: axis for axis in Data().axes(facts)}
+        assert axes["kind"].default == ("reading", "transfer") and axes["cast_on"].default == (where,)
+    for where, more in (("host", ()), ("device", (("cast_on", "device"),))):
+        assert Data().expand({**SIZES, "cast_on": where}) == ((*SIZES.items(), *more),)
 
 
 def test_without_a_text_it_says_so(corpus: Corpus, tmp_path: Path) -> None:

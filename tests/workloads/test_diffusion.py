@@ -17,8 +17,9 @@ from fp8bench.analysis.findings import find
 from fp8bench.errors import UsageError
 from fp8bench.model import Label, Level, Scalar, Tape, Verdict
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.diffusion import GUIDANCE, DenoiserTraining, Sampling
+from fp8bench.nn.diffusion import GUIDANCE, DenoiserTraining, Sampling, angle
 from fp8bench.nn.linear import Linear
+from fp8bench.nn.sizes import SamplerPlan
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.diffusion import Diffusion, ends_word
@@ -328,6 +329,13 @@ def test_time_steps_in_the_carrier_are_other_time_steps() -> None:
     for precision in ("bf16", "fp8"):
         # The first of four steps is at 999, and 1000 in bf16.
         assert errors(precision, time="carrier")["single_step1_error"] > 2 * errors(precision)["single_step1_error"]
+
+
+def test_times_and_angles_go_from_noise_to_image() -> None:
+    assert [SamplerPlan(4, "none", 0, 0).time(step) for step in range(5)] == [999, 749, 499, 249, -1]
+    assert len({SamplerPlan(250, "none", 0, 0).time(step) for step in range(251)}) == 251
+    assert angle(-1) == 0 and 0 < angle(0) < angle(999) < math.pi / 2
+    assert [SamplerPlan(5, "none", 1, 2).high(step) for step in range(5)] == [True, False, False, True, True]
 
 
 def test_weights_are_cast_ahead_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,14 @@ import torch
 from fp8bench.model import Level, Request, Scalar
 from fp8bench.nn.sizes import MODELS, PRODUCTS
 from fp8bench.numerics import products
+from fp8bench.numerics.distributions import laid_out
 from fp8bench.plan.make import make_plan
 from fp8bench.profiler.allocations import AllocationStream, Begun, course
 from fp8bench.protocols import Operand, Role, Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.workloads.gemm import LARGEST, Gemm, parse_layouts, parse_shape, parse_sides
 from tests.counts import for_each
+from tests.facts import B200
 from tests.workloads.steps import CPU, H200, phases, small
 
 
@@ -240,6 +242,20 @@ def test_no_layout_changes_a_product(precision: str, product: str) -> None:
     usual = made("contiguous")
     for layout in LAYOUTS:
         torch.testing.assert_close(made(layout), usual, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise", "fp8-block", "mxfp8"])
+def test_native_codes_are_row_by_row_whatever_they_are_cast_from(precision: str) -> None:
+    arithmetic = precisions.get(precision).arithmetic(H200 if precision == "fp8-block" else B200)
+    source = torch.randn(256, 384, generator=torch.Generator().manual_seed(3)).bfloat16()
+    usual = arithmetic.cast(source, Role.INPUT)
+    for layout in ("transposed", "padded", "strided"):
+        found = arithmetic.cast(laid_out(source, layout), Role.INPUT)
+        assert found.data.is_contiguous() and found.data.stride() == usual.data.stride()
+        assert torch.equal(found.data.view(torch.uint8), usual.data.view(torch.uint8))
+        assert found.scale is not None and usual.scale is not None
+        assert found.scale.stride() == usual.scale.stride()
+        assert torch.equal(found.scale.reshape(-1).view(torch.uint8), usual.scale.reshape(-1).view(torch.uint8))
 
 
 def test_a_layout_said_twice_is_said_once_and_the_usual_one_is_no_parameter() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8bench.model import Scalar
+from fp8bench.numerics.distributions import GradientSource
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.workloads import optimizer
 from fp8bench.workloads.optimizer import Optimizer
@@ -61,6 +62,22 @@ def test_a_step_is_adamw_by_hand(fused: str) -> None:
     assert np.linalg.norm(found - update) < 1e-4 * np.linalg.norm(update)
 
 
+def test_moments_begin_as_gradients_of_steady_magnitude_make_them() -> None:
+    state = Optimizer().prepare(setup_for(tensors=1))
+    (first,), (second,) = state.buckets[0].restored()
+    source = GradientSource([(64, 64)], torch.Generator().manual_seed(0))
+    scale = source.scales[0]
+    m, v = torch.zeros(64, 64), scale**2 * torch.ones(64, 64)
+    for _ in range(1000):
+        (gradient,) = source.draw()
+        m.mul_(0.9).add_(gradient, alpha=0.1)
+        v.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+    assert (first / scale).std().item() == pytest.approx((m / scale).std().item(), rel=0.05)
+    assert (second / scale**2).mean().item() == pytest.approx((v / scale**2).mean().item(), rel=0.01)
+    # After a thousand steps an average over a thousand has 93% of its spread.
+    assert (second / scale**2).std().item() == pytest.approx((v / scale**2).std().item(), rel=0.15)
+
+
 def test_fp32_is_the_reference_exactly_and_unfused_nearly() -> None:
     assert Optimizer().error(setup_for(fused="yes")) == {
         "update_error": 0.0, "first_moment_error": 0.0, "second_moment_error": 0.0,
@@ -78,6 +95,29 @@ def test_errors_are_those_of_a_format() -> None:
     assert all(value < most for value, most in zip(values, (1e-3, 1e-2, 0.15, 0.5), strict=True))
     assert found["fp16"]["update_error"] < 5e-3 < found["fp8"]["update_error"] < 0.1 < found["nvfp4"]["update_error"]
     assert found["fp8"]["second_moment_error"] == found["fp16"]["second_moment_error"] < 1e-2
+
+
+def test_a_bf16_second_moment_only_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its decay of a thousandth is rounded away: ten steps do not show it, after a thousand it is no better than fp8
+    with a scaled fp16 second moment."""
+    bf16, fp8 = errors_of("bf16"), errors_of("fp8")
+    assert 0.15 < bf16["second_moment_error"] < 0.4 and bf16["second_moment_error"] > 20 * fp8["second_moment_error"]
+    assert bf16["update_error"] > 0.9 * fp8["update_error"]
+    monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 10)
+    few = Optimizer().error(setup_for("bf16"))
+    assert few["second_moment_error"] < 0.01 and few["update_error"] < 0.1 * bf16["update_error"]
+
+
+def test_errors_are_those_of_one_small_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        small, large = (Optimizer().error(setup_for("fp8", tensors=t, width=w)) for t, w in ((1, 64), (3, 100)))
+        assert small == large != Optimizer().error(setup_for("fp8", width=48))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_update_error_is_that_of_weights_by_hand() -> None:

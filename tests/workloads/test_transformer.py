@@ -27,6 +27,7 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases, Role, Setup, SilentPhases, WatchedArithmetic
 from fp8bench.registry import precisions
 from fp8bench.worker.static_scales import Calibrations, step
+from fp8bench.workloads import transformer
 from fp8bench.workloads.transformer import Transformer, _gradients, _loader, _model
 from tests.counts import for_each
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
@@ -127,6 +128,14 @@ def test_the_loss_falls(corpus: Corpus, precision: str) -> None:
         workload.step(state, SilentPhases())
     assert before == pytest.approx(6.05, abs=0.4)  # log 256 and the spread of the first logits: it knows nothing
     assert loss() < before - 0.1
+
+
+def test_a_loss_of_zero_has_an_error(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = iter([0.0, 0.0, 0.0, 0.5])
+    monkeypatch.setattr(transformer, "_gradients", lambda *given: (next(losses), [torch.zeros(2)]))
+    found = [Transformer().error(setup_for(corpus)) for _ in range(2)]
+    assert [one["loss_error"] for one in found] == [0.0, math.inf]
+    assert all(one["gradient_error"] == 0.0 for one in found)
 
 
 class Scores(TorchDispatchMode):
@@ -234,6 +243,16 @@ def test_a_unit_scaled_step_is_the_plain_one(corpus: Corpus, size: str, weights:
         assert (other - one).norm() < 1e-10 * one.norm()
 
 
+def test_losses_and_errors_are_those_of_steps_with_cached_weights(corpus: Corpus) -> None:
+    cached, recast = both_ways(corpus, "fp8")
+    cached, seen = casts_seen(cached)
+    assert Transformer().losses(cached, 2) == Transformer().losses(recast, 2)
+    assert seen.count(Role.WEIGHT) == 2 * 2 * 4 * TINY.layers
+    assert Transformer().error(cached) == Transformer().error(recast)
+    assert Transformer().gradient_error(cached, recast) == 0.0
+    assert seen.count(Role.WEIGHT) == 4 * 2 * 4 * TINY.layers
+
+
 def casts_seen(setup: Setup) -> tuple[Setup, list[Role]]:
     """Returns the setup, and a list of the roles of all that is cast in its own precision, turned operands included."""
     seen: list[Role] = []
@@ -276,6 +295,17 @@ def test_cached_weights_are_cast_ahead_of_the_first_micro_batch(corpus: Corpus) 
         assert found[0] == first and found[1] == ("data_load" if first == "cast" else "elementwise")
     recast = [name for name in seen(setup_for(corpus, "fp8", weights="recast")) if name != UNATTRIBUTED]
     assert recast[0] == "data_load"
+
+
+def test_layers_of_another_library_say_that_they_cast_their_weights_again() -> None:
+    found, installed = {}, replace(CPU, packages=(("torchao", "0.18.0"),))
+    for word in ("cached", "recast"):
+        params = {"size": "nano", "batch": 2, "sequence": 96, "micro_batches": 2, "weights": word}
+        for mode in ("fp8:backend=torchao", "fp8"):
+            support = Transformer().support(params, precisions.get(mode), installed)
+            assert support.level is Level.EMULATED
+            found[mode, word] = support.reason.endswith("; its layers cast their weights in every micro-batch")
+    assert [key for key, says in found.items() if says] == [("fp8:backend=torchao", "cached")]
 
 
 @for_each(
@@ -470,6 +500,17 @@ def test_a_loss_that_is_not_finite_is_the_last(corpus: Corpus, monkeypatch: pyte
     monkeypatch.setattr(TrainingState, "step", spoiling)
     losses = Transformer().losses(setup_for(corpus), 5)
     assert len(losses) == 2 and math.isfinite(losses[0]) and math.isnan(losses[1])
+
+
+def test_the_first_gradients_are_held_against_another_setups(corpus: Corpus) -> None:
+    low, high = (setup_for(corpus, name) for name in ("fp8", "bf16"))
+    found = []
+    for setup in (low, high):
+        model = Transformer().prepare(setup).model
+        found.append(_gradients(setup, model, model, setup.loss_scale)[1])
+    wanted = joint_relative_frobenius(*found)
+    assert 0 < wanted < 0.5 and Transformer().gradient_error(low, high) == wanted
+    assert Transformer().gradient_error(low, low) == 0.0
 
 
 def test_an_optimizer_that_is_not_fused_trains_alike(corpus: Corpus) -> None:

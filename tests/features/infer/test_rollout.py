@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -45,6 +46,19 @@ def test_an_interval_over_few_texts_is_wide() -> None:
     spread = abs(float(gaps.exp()[0].mean() - gaps.exp()[1].mean())) / 2
     assert (two.high - two.low) / 2 == pytest.approx(12.71 * spread, rel=0.01)
     assert one.point == pytest.approx(float(gaps[0].exp().mean())) and (one.low, one.high) == (-math.inf, math.inf)
+
+
+def test_of_known_distributions_they_are_the_truth() -> None:
+    """400,000 draws from one of two: k3 is the divergence, the ratio 1 in the mean, the share left 1 / (1 + chi2)."""
+    random = np.random.default_rng(3)
+    p, q = random.dirichlet(np.ones(40)), random.dirichlet(np.ones(40) * 50)
+    p = 0.7 * q + 0.3 * p
+    draws = random.choice(40, p=q, size=(400, 1000))
+    gap = gap_of(torch.tensor(np.log(p / q)[draws]))
+    assert gap.kl == pytest.approx(float((q * np.log(q / p)).sum()), rel=0.02)
+    assert gap.ratio.low < 1 < gap.ratio.high and gap.ratio.high - gap.ratio.low < 0.01
+    assert gap.effective[0] == pytest.approx(1 / float((p * p / q).sum()), rel=0.01) and gap.effective[1] < 0.1
+    assert gap.clipped == pytest.approx(float(q[(p / q < 0.8) | (p / q > 1.2)].sum()), abs=0.005)
 
 
 @pytest.fixture(scope="module")

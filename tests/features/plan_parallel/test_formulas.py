@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
 from fp8bench import units
 from fp8bench.features.plan_parallel import formulas as memory_module
@@ -125,6 +127,24 @@ def test_a_pipeline_idles_less_in_more_pieces() -> None:
         for virtual, count in ((1, 1), (1, 8), (2, 8))
     ]
     assert paces == [3.0, 0.375, 0.1875]
+
+
+@given(
+    shards=some.sampled_from([1, 2, 4, 8]), tensor=some.sampled_from([1, 2]), pipeline=some.sampled_from([1, 2, 4]),
+    level=some.sampled_from(list(Checkpointing)), count=some.sampled_from([1, 2, 4, 8]),
+)  # fmt: skip
+def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpointing, count: int) -> None:
+    """All states lie somewhere once; computing again takes time and gives memory; FP8 takes no more time."""
+    layout, load = ParallelLayout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
+    found = memory_of(SMALL, layout, replace(load, checkpointing=level))
+    assert found.states * shards * tensor * pipeline >= LOAD.kept.total * (SMALL.weights - SMALL.ends - 64) * 0.99
+    more = memory_of(SMALL, replace(layout, shards=2 * shards), load)
+    assert more.states == found.states / 2 and more.kept == memory_of(SMALL, layout, load).kept
+    paces = [pace_of(SMALL, layout, replace(load, checkpointing=again), LINKS).products for again in Checkpointing]
+    kept = [memory_of(SMALL, layout, replace(load, checkpointing=again)).kept for again in Checkpointing]
+    assert paces == sorted(paces) and kept == sorted(kept, reverse=True)
+    narrow = pace_of(SMALL, layout, replace(load, precision="fp8"), LINKS)
+    assert narrow.step <= pace_of(SMALL, layout, load, LINKS).step * (1 + 1e-9)
 
 
 def test_what_fp8_lm_keeps() -> None:

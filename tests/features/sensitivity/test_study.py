@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fp8bench.features.sensitivity.command import page_of
 from fp8bench.features.sensitivity.study import (
@@ -18,6 +20,7 @@ from fp8bench.features.sensitivity.study import (
     last_of,
     map_alone,
     map_of,
+    shortened,
     value_of,
 )
 from fp8bench.protocols import Layer, key_of
@@ -143,6 +146,26 @@ def test_another_reference_is_named_for_the_head_too() -> None:
     """What stays high without a map has fp8's carrier, and not the reference."""
     assert as_words(map_of(LAYERS, NAMES[:-1], ("fp8", "fp32"), "bf16")) == "head=fp32"
     assert as_words(map_of(LAYERS, NAMES, ("fp8", "fp32"), "bf16")) == "head=fp8"
+
+
+def said(layer: Layer, keys: dict[str, str], usual: dict[str, str]) -> str:
+    key = key_of(layer, keys)
+    return usual[layer.name] if key is None else keys[key]
+
+
+PARTS = st.lists(st.sampled_from(["a", "b", "ab", "0", "1"]), min_size=1, max_size=3).map(".".join)
+WILD = st.lists(st.tuples(PARTS, st.sampled_from(["a", "k", "0"]), st.booleans()), min_size=1, max_size=8).map(
+    lambda rows: [Layer(*row) for row in {row[0]: row for row in rows}.values()]
+)
+
+
+@given(WILD, st.data())
+def test_wild_names_and_kinds_are_no_trouble(layers: list[Layer], data: st.DataObject) -> None:
+    """Kinds called like names, layers inside of layers, three precisions."""
+    modes = st.sampled_from(["x", "y", "z"])
+    wanted, usual = ({layer.name: data.draw(modes) for layer in layers} for _ in range(2))
+    keys = dict(shortened(layers, wanted, usual))
+    assert {layer.name: said(layer, keys, usual) for layer in layers} == wanted
 
 
 def test_a_layer_called_like_a_kind_is_low_alone() -> None:
