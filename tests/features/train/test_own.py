@@ -159,7 +159,7 @@ def test_planted_differences_are_found_and_nothing_else(tmp_path: Path) -> None:
     assert {said.arm.name: said.judged.learned for said in verdicts.arms} == learned
     printed = " ".join(str(compared).split())
     assert "?." not in printed
-    assert "copy: " in printed and "seeds 0, 1, 2, 3 and 4 do not count" in printed
+    assert "does this arm take effect?" in printed and "seeds 0, 1, 2, 3 and 4 do not count" in printed
     assert [row[0] for row in compared.as_rows()[1]] == ["plain", *learned]
 
 
