@@ -49,7 +49,7 @@ def _take_checkpoint(model: nn.Module, folder: str, arm: str) -> None:
     kept, own = weights(folder, arm), list(model.parameters())
     if [weight.shape for weight in kept] != [parameter.shape for parameter in own]:
         raise UsageError(
-            f"--start: the weights in {folder} are of another model. Choose that one's --model, --arch and --tokens."
+            f"--start: the weights in {folder} are of another model. Choose that one's --model and --arch."
         )
     for parameter, weight in zip(own, kept, strict=True):
         parameter.copy_(weight)
