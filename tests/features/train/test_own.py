@@ -18,7 +18,9 @@ from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import COVERAGE, StreamLine, TrainingEvent, TrainingObserver
 from fp8bench.features.train.verdicts.curves import Learned, Why
+from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
+from fp8bench.features.train.view import notes_of
 from fp8bench.workloads.model import LIVE, MADE
 from tests.counts import for_each
 from tests.trainings import said
@@ -88,6 +90,7 @@ def test_a_function_of_this_process_is_trained_in_it(store: Path) -> None:
     assert not LIVE and not MADE and kept.training.request.settings.make
     verdicts = verdicts_of(kept.training, kept.lines)
     assert not verdicts.looks
+    assert any("nothing was held out" in note for note in notes_of(JudgedTraining(kept)))
     assert verdicts.arms[0].judged.why is not Why.NO_HELD_OUT and len(verdicts.arms[0].pairs) == 5
 
 
