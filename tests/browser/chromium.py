@@ -180,6 +180,12 @@ class Tab:
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         self.send("Emulation.setTouchEmulationEnabled", enabled=phone)
 
+    def media(self, kind: str, scheme: str = "light") -> None:
+        """'screen' or 'print'; 'light' or 'dark'."""
+        self.send(
+            "Emulation.setEmulatedMedia", media=kind, features=[{"name": "prefers-color-scheme", "value": scheme}]
+        )
+
     def click(self, selector: str) -> None:
         x, y = self._middle(selector)
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):

@@ -25,11 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     command = executable()
     if command is None:
         pytest.skip("needs Chromium (Debian: apt-get install chromium), and this machine has none")
+    # It ends with this module: Chromium starts processes whenever it likes, which later tests would take for a step's.
     browser = Browser(command, tmp_path_factory.mktemp("browser"))
     try:
         yield browser
@@ -49,13 +50,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def show(browser: Browser, files: dict[str, Path], tmp_path: Path) -> Iterator[Open]:
-    """Opens a page; closes it when the test is over."""
+    """Opens a page in a scheme of colours; closes it when the test is over."""
     tabs = []
 
-    def opened(name: str = "whole") -> Tab:
+    def opened(name: str = "whole", scheme: str = "light") -> Tab:
         tab = Tab.open(browser, tmp_path)
         tabs.append(tab)
         tab.resize(1280)
+        tab.media("screen", scheme)
         tab.go(files[name].as_uri())
         return tab
 

@@ -201,3 +201,60 @@ def test_nothing_of_a_chart_is_cut_off_and_cases_fit(show: Open) -> None:
     sizes = "['clientWidth', 'scrollWidth'].map((size) => document.querySelector('#results-table .scroll')[size])"
     box, content = tab.run(sizes)
     assert content <= box
+
+
+def color(tab: Tab, selector: str, what: str) -> int:
+    text = tab.run(f"getComputedStyle(document.querySelector('{selector}')).{what}")
+    return sum(int(part) for part in text.removeprefix("rgb(").removesuffix(")").split(",")) // 3
+
+
+def test_dark_and_light(show: Open) -> None:
+    tab = show(scheme="dark")
+    assert color(tab, "body", "backgroundColor") < 40 < 200 < color(tab, "body", "color")
+    assert color(tab, "#table th", "backgroundColor") < 50
+    tab.media("screen", "light")
+    assert color(tab, "body", "color") < 60 < 240 < color(tab, "body", "backgroundColor")
+
+
+def test_print(show: Open) -> None:
+    tab = show(scheme="dark")
+    tab.media("print", "dark")
+    assert color(tab, "body", "backgroundColor") == 255 and color(tab, "body", "color") < 60
+    gone = tab.run("['nav', '.skip', '.anchor', '#tip', '.tools button', '.tools label', 'details']"
+                   ".filter((one) => document.querySelector(one).getClientRects().length)")  # fmt: skip
+    assert gone == []
+    cut = tab.run("[...document.querySelectorAll('.scroll')].filter((one) => one.getClientRects().length)"
+                  ".filter((one) => one.scrollWidth > one.clientWidth + 1 || one.scrollHeight > one.clientHeight + 1)"
+                  ".map((one) => one.parentElement.id)")  # fmt: skip
+    assert cut == []
+    assert len(tab.send("Page.printToPDF", printBackground=False)["data"]) > 20_000
+
+
+# The contrast, as WCAG defines it, of each text of a chart with what is painted below it.
+CONTRASTS = """(() => {
+    const light = (colour) => {
+        const parts = colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
+        const [r, g, b] = parts.map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const texts = [...document.querySelectorAll(".drawing text")].filter((text) => text.getClientRects().length);
+    return texts.map((text) => {
+        text.scrollIntoView({ block: "center", behavior: "instant" });
+        const box = text.getBoundingClientRect(), style = getComputedStyle(text);
+        const below = document.elementFromPoint(box.left + box.width / 2, box.top + box.height / 2);
+        const ground = text.matches(".inside") ? getComputedStyle(below).fill
+            : getComputedStyle(text.closest("figure")).backgroundColor;
+        const [dark, bright] = [light(style.fill), light(ground)].sort((a, b) => a - b);
+        return [text.textContent, Math.round(100 * (bright + 0.05) / (dark + 0.05)) / 100];
+    });
+})()"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["whole", "sample"])
+def test_every_text_of_a_chart_is_readable(show: Open, name: str, scheme: str) -> None:
+    """4.5 to 1 but for the last figures of lines, which have their line's colour."""
+    tab = show(name, scheme=scheme)
+    tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    contrasts = tab.run(CONTRASTS)
+    assert len(contrasts) > 30 and not [pair for pair in contrasts if pair[1] < 4.45]
