@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 _CALL_SECONDS, _MARK_SECONDS, _CALL_SHARE = 20e-6, 0.2e-6, 0.05
 # The same of a whole slot on an accelerator, whose queue begins and ends at times that nobody knows exactly.
 _SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
+# A step is accused of moved stamps by the median of so many slots, or of the fewer that fit into these seconds.
+_SLOTS_TO_ACCUSE, _SLOTS_OF_SLOW_STEPS, _SECOND_LOOK_SECONDS = 31, 5, 0.5
 # A phase is repeated for so long, in pieces, before its window: clocks and power are its own then, its time is known.
 WARM_SECONDS = 0.3
 _PIECE_SECONDS = 0.05
@@ -349,12 +351,26 @@ class Prepared:
     def check(self) -> StateCheck:
         """Returns what is wrong with the clock, what the workload says of its states after the steps, and whether they
         are finite."""
-        # An interruption between a call's start and its first stamp lengthens one slot, never most of them.
-        if self._missing and median(self._missing) > 0:
+        if self._stamps_are_wrong() and self._stamps_stay_wrong():
             return StateCheck(_STAMPS_MOVED)
         with unchanged(), apart():
             checks = [self._checked(state) for state in self.states]
         return next((check for check in checks if check.wrong), max(checks, key=lambda check: check.not_finite))
+
+    def _stamps_are_wrong(self) -> bool:
+        # An interruption between a call's start and its first stamp lengthens one slot, never most of many.
+        return bool(self._missing) and median(self._missing) > 0
+
+    def _stamps_stay_wrong(self) -> bool:
+        """Takes more slots before a step is accused: of the three of a short run, a loaded machine can lengthen two."""
+        if self.meet is not begins_alone:
+            return True  # other ranks would have to begin the same slots
+        until = time.perf_counter() + _SECOND_LOOK_SECONDS
+        while len(self._missing) < _SLOTS_OF_SLOW_STEPS or time.perf_counter() < until:
+            self.slot(4, 0)
+            if len(self._missing) >= _SLOTS_TO_ACCUSE:
+                break
+        return self._stamps_are_wrong()
 
     def _checked(self, state: State) -> StateCheck:
         wrong = wrong_of(self.workload.check(state.held))

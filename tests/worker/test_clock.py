@@ -198,15 +198,28 @@ class Moving(Workload):
 FILLING = Filling(4, 1e-3)
 
 
+def ready_to_move(seconds: float) -> Prepared:
+    device, stamper = Waiting(), HostStamper()
+    states = (State(seconds, None, FiniteState(None), ()),)
+    return Prepared(Moving(), precisions.get("fp32"), device, 0, states, PhaseClock(stamper), stamper, Running())
+
+
 @for_each(("moved", "filling"), [(0.0, None), (0.0, FILLING), (1.7e-3, None), (1.7e-3, FILLING), (-9e-3, None)])
 def test_stamps_of_an_accelerator_are_held_against_the_wall_clock(moved: float, filling: Filling | None) -> None:
-    device, stamper = Waiting(), HostStamper()
-    states = (State(moved, None, FiniteState(None), ()),)
-    prepared = Prepared(Moving(), precisions.get("fp32"), device, 0, states, PhaseClock(stamper), stamper, Running())
+    prepared = ready_to_move(moved)
     for _ in range(3):
         prepared.slot(8, 0, filling)
     wrong = prepared.check().wrong
     assert wrong.startswith("its steps take another time than the phase clock has counted") if moved else not wrong
+
+
+@for_each(("moved", "accused"), [(0.0, False), (1.7e-3, True)])
+def test_a_step_is_looked_at_again_before_it_is_accused(moved: float, accused: bool) -> None:
+    """A loaded machine lengthens two of the three slots of a short run."""
+    prepared = ready_to_move(moved)
+    prepared._missing[:] = [1e-3, -1e-3, 1e-3]
+    assert bool(prepared.check().wrong) is accused
+    assert len(prepared._missing) > 5
 
 
 DEVICE_THREAD = """
