@@ -114,9 +114,13 @@ suite = run
 
 
 def _measured(
-    measure: Callable[[Path, Observer, str], model.Run], store: str | Path, observer: Observer | None, progress: bool,
-    report: bool, log: str | Iterable[str],
-) -> Run:  # fmt: skip
+    measure: Callable[[Path, Observer, str], model.Run],
+    store: str | Path,
+    observer: Observer | None,
+    progress: bool,
+    report: bool,
+    log: str | Iterable[str],
+) -> Run:
     targets = log_targets(log)
     kept = folder("store", store)
     with _told(observer, progress) as told:
@@ -139,9 +143,22 @@ def _followed(done: model.Run, store: Path, told: bool, report: bool, log: Seque
 
 # Fields of a request that profile does not take, or under another name.
 _NOT_OF_A_PROFILE = {
-    "suite", "dtypes", "reference", "set", "precision_map", "data", "isolation", "grid", "static_scales",
-    "scales_from", "known_scales", "refresh_scales", "saturation_bound", "max_batch", "memory_limit",
-}  # fmt: skip
+    "suite",
+    "dtypes",
+    "reference",
+    "set",
+    "precision_map",
+    "data",
+    "isolation",
+    "grid",
+    "static_scales",
+    "scales_from",
+    "known_scales",
+    "refresh_scales",
+    "saturation_bound",
+    "max_batch",
+    "memory_limit",
+}
 
 
 @takes_options_of(Request, without=_NOT_OF_A_PROFILE)
@@ -179,19 +196,25 @@ def profile(
         raise UsageError("profile takes 'module:function' alone, or a model with a batch, and a loss if it needs one.")
     target = type(model).__name__ if live else function_named(str(model))
     request = Request(
-        **profile_dtypes(names(dtypes), reference), **request_fields(Request, how),
-        axes=profile_axes(target, forward, optimizer, compile, names(skip)), precision_map=pairs(precision_map),
+        **profile_dtypes(names(dtypes), reference),
+        **request_fields(Request, how),
+        axes=profile_axes(target, forward, optimizer, compile, names(skip)),
+        precision_map=pairs(precision_map),
         isolation=isolation,
-    )  # fmt: skip
+    )
     given = (model, batch) if loss is None else (model, batch, loss)
     measure = partial(profile_live, given, request) if live else partial(profile_maker, request)
     return _measured(measure, store, observer, progress, report, log)
 
 
 def resume(
-    run: str | Path | model.Run, *, report: bool = True, store: str | Path = DEFAULT_STORE, progress: bool = True,
+    run: str | Path | model.Run,
+    *,
+    report: bool = True,
+    store: str | Path = DEFAULT_STORE,
+    progress: bool = True,
     observer: Observer | None = None,
-) -> Run:  # fmt: skip
+) -> Run:
     """Goes on with a run that was cut off; a complete run is returned as it is.
 
     What to measure, and how, is taken from the run. Raises Fp8benchError if its second half would not be measured like

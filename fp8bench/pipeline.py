@@ -66,9 +66,16 @@ AGAIN = "gate"
 
 
 def execute(
-    request: Request, store: Path, observer: Observer, command: str, origin: str = "suite", folder: Path | None = None,
-    note: str = "", cell: tuple[str, Cell] | None = None, sessions: Sessions = MappingProxyType({}),
-) -> Run:  # fmt: skip
+    request: Request,
+    store: Path,
+    observer: Observer,
+    command: str,
+    origin: str = "suite",
+    folder: Path | None = None,
+    note: str = "",
+    cell: tuple[str, Cell] | None = None,
+    sessions: Sessions = MappingProxyType({}),
+) -> Run:
     """Plan, measure, keep. Every group is in the store before the next one starts.
 
     `origin` is the door the request came in by; `folder` lies in the repository whose commit is measured, the working
@@ -148,9 +155,16 @@ def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, .
 
 
 def _measure(
-    run: Run, groups: Sequence[Group], store: Path, writer: RunWriter, ready: Ready, meters: Meters,
-    observer: Observer, start: float, sessions: Sessions = MappingProxyType({}),
-) -> Run:  # fmt: skip
+    run: Run,
+    groups: Sequence[Group],
+    store: Path,
+    writer: RunWriter,
+    ready: Ready,
+    meters: Meters,
+    observer: Observer,
+    start: float,
+    sessions: Sessions = MappingProxyType({}),
+) -> Run:
     """The groups one by one, each kept as soon as it is done."""
     worker = ready.timing
     noted: set[str] = set()
@@ -327,9 +341,17 @@ def share_of(budget: float | None, start: float, left: int) -> float | None:
 
 
 def _group(
-    group: Group, run: Run, budget: float | None, ready: Ready, meters: Meters, observer: Observer,
-    quantisers: Quantisers, ceilings: Mapping[str, Ceilings], lost: dict[str, str], untimed: Worker | None,
-) -> tuple[Record, ...]:  # fmt: skip
+    group: Group,
+    run: Run,
+    budget: float | None,
+    ready: Ready,
+    meters: Meters,
+    observer: Observer,
+    quantisers: Quantisers,
+    ceilings: Mapping[str, Ceilings],
+    lost: dict[str, str],
+    untimed: Worker | None,
+) -> tuple[Record, ...]:
     request, facts, switches = run.request, {device.key: device for device in run.devices}, ready.switches
     windows = window_rule_for(request) if request.ranks is None else None
     if not workloads.get(group.cases[0].case.workload).fused:

@@ -70,14 +70,21 @@ def rows_of(run: Run, facts: Row) -> list[Row]:
         found, rounds = findings(run)[record.case.id], alone[record.case.id]
         if found.ratio is not None and rounds.ratio is not None:
             rows.append(
-                facts | {
-                    "run": run.id, "of": record.case.id,
-                    "verdict": found.verdict.value, "rounds_verdict": rounds.verdict.value, "level": found.ratio.level,
-                    "point": found.ratio.point, "low": found.ratio.low, "high": found.ratio.high,
-                    "rounds_low": rounds.ratio.low, "rounds_high": rounds.ratio.high,
+                facts
+                | {
+                    "run": run.id,
+                    "of": record.case.id,
+                    "verdict": found.verdict.value,
+                    "rounds_verdict": rounds.verdict.value,
+                    "level": found.ratio.level,
+                    "point": found.ratio.point,
+                    "low": found.ratio.low,
+                    "high": found.ratio.high,
+                    "rounds_low": rounds.ratio.low,
+                    "rounds_high": rounds.ratio.high,
                     "known": record.reruns.runs if record.reruns is not None else 0,
                 }
-            )  # fmt: skip
+            )
     return rows
 
 
@@ -141,10 +148,11 @@ def _wrong(row: Row, rows: Sequence[Row]) -> bool:
 
 def main() -> int:
     asked = options(
-        __doc__, minutes=(0.0, "how long to measure; 0 shows what is there"),
+        __doc__,
+        minutes=(0.0, "how long to measure; 0 shows what is there"),
         out=(Path(tempfile.gettempdir(), "fp8bench-coverage"), "the folder"),
         again=(False, "judge the kept samples anew, by this code"),
-    )  # fmt: skip
+    )
     measure(asked.out, asked.minutes)
     rows = judged_again(asked.out) if asked.again else Rows(asked.out).all
     for line in table_lines([row for row in rows if sum(other["of"] == row["of"] for other in rows) > 2]):

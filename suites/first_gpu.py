@@ -104,9 +104,14 @@ def take(files: StepFiles, limit: float, native: Mapping[str, str], quick: bool)
     start = time.monotonic()
     with files.path("out").open("wb") as out, files.path("err").open("wb") as err:
         process = subprocess.Popen(
-            command, stdout=out, stderr=err, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL,
+            command,
+            stdout=out,
+            stderr=err,
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
             preexec_fn=_ended_with_parent,  # noqa: PLW1509 - there are no threads here
-        )  # fmt: skip
+        )
         try:
             state["code"] = process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -231,10 +236,12 @@ def forget(steps: Sequence[FirstStep], names: Sequence[str], folder: Path) -> No
 
 def main() -> int:
     asked = options(
-        __doc__, minutes=(9.0, "that it may take"), out=(Path, "the folder; of an earlier start, to go on"),
+        __doc__,
+        minutes=(9.0, "that it may take"),
+        out=(Path, "the folder; of an earlier start, to go on"),
         quick=(False, "the least of each step, to rehearse: no verdict"),
         again=(str, "steps to do anew, with commas"),
-    )  # fmt: skip
+    )
     if asked.out is None:
         raise SystemExit("--out names the folder of results and was not given. Give --out FOLDER.")
     asked.out.mkdir(parents=True, exist_ok=True)

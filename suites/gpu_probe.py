@@ -109,10 +109,15 @@ def probe() -> dict[str, Any]:
         overheads = worker.within(START_SECONDS).overheads(facts)
     supports = {name: precisions.get(name).support(facts) for name in precisions.names()}
     return {
-        "device": encode(facts), "computes": _computes(facts.key), "driver": _driver(), "overheads": encode(overheads),
+        "device": encode(facts),
+        "computes": _computes(facts.key),
+        "driver": _driver(),
+        "overheads": encode(overheads),
         "precisions": {name: [support.level.value, support.reason] for name, support in supports.items()},
-        "energy": _energy(facts), "cuda": torch.version.cuda, **conditions(),
-    }  # fmt: skip
+        "energy": _energy(facts),
+        "cuda": torch.version.cuda,
+        **conditions(),
+    }
 
 
 def main() -> int:

@@ -261,8 +261,12 @@ def lead(folder: Path, kind: Kind, seed: int) -> Row:
     finite, 0 without an alarm before."""
     onset = kind.begins(seed)
     batches, told = run(folder, kind, seed, onset + LEAD_STEPS)
-    ended = [line.step for _, batch in batches for line in batch if isinstance(line, StepRow)
-             and not (math.isfinite(line.loss) and math.isfinite(line.gradient_norm))]  # fmt: skip
+    ended = [
+        line.step
+        for _, batch in batches
+        for line in batch
+        if isinstance(line, StepRow) and not (math.isfinite(line.loss) and math.isfinite(line.gradient_norm))
+    ]
     first = next(((step, rule) for step, rule, _ in told if step >= onset and rule not in NOT_FINITE), None)
     row = {"lead_of": kind.title, "seed": seed, "lead": None, "rule": first and first[1], "after": None}
     if not ended:
@@ -283,10 +287,16 @@ def ill(folder: Path, kind: Kind, seed: int) -> Row:
     first = [alarm for alarm in after if alarm[0] == after[0][0]]
     right = any(rule in kind.rules.split() for _, rule, _ in first)
     return {
-        "kind": kind.title, "seed": seed, "found": bool(after), "right": right, "delay": after[0][0] if after else None,
-        "rules": [rule for _, rule, _ in after], "words": [words for *_, words in first], "early": early,
+        "kind": kind.title,
+        "seed": seed,
+        "found": bool(after),
+        "right": right,
+        "delay": after[0][0] if after else None,
+        "rules": [rule for _, rule, _ in after],
+        "words": [words for *_, words in first],
+        "early": early,
         "ended": ended,
-    }  # fmt: skip
+    }
 
 
 def well(folder: Path, kind: Kind, seed: int) -> Row:
@@ -331,10 +341,14 @@ def summary(rows: Sequence[Row]) -> None:
 def main() -> None:
     which = "tune: thresholds may be set by them; judge: those that are reported"
     arguments = options(
-        __doc__, folder=(Path, "where rows are kept"), seeds=("judge", which), only=("", "names with this"),
-        kinds=("ill well", "which of them"), kept=(False, "judge what is kept, and train nothing"),
+        __doc__,
+        folder=(Path, "where rows are kept"),
+        seeds=("judge", which),
+        only=("", "names with this"),
+        kinds=("ill well", "which of them"),
+        kept=(False, "judge what is kept, and train nothing"),
         report=("", "folder that gets all rows"),
-    )  # fmt: skip
+    )
     torch.set_num_threads(1)
     seeds, leads = SEEDS[arguments.seeds], arguments.folder / "lead"
     leads.mkdir(parents=True, exist_ok=True)

@@ -130,15 +130,32 @@ def run_of(number: int, records: tuple[Record, ...]) -> Run:
     when = _FIRST + timedelta(hours=number)
     commit = f"{number:08x}" * 5
     facts: dict[str, Scalar | None] = {
-        "fp8bench": "0", "machine": _MACHINE, "commit": commit, "commit_date": int(when.timestamp() * 1000),
-        "dirty": False, "torch": "2.13.0", "python": "3.11.7", "imports_sha256": "0" * 64, "asv_machine": _MACHINE,
-        "asv_cpu": "a processor", "asv_os": "Linux", "asv_arch": "x86_64", "asv_num_cpu": "2", "asv_ram": "8589934592",
+        "fp8bench": "0",
+        "machine": _MACHINE,
+        "commit": commit,
+        "commit_date": int(when.timestamp() * 1000),
+        "dirty": False,
+        "torch": "2.13.0",
+        "python": "3.11.7",
+        "imports_sha256": "0" * 64,
+        "asv_machine": _MACHINE,
+        "asv_cpu": "a processor",
+        "asv_os": "Linux",
+        "asv_arch": "x86_64",
+        "asv_num_cpu": "2",
+        "asv_ram": "8589934592",
         "asv_python": "/opt/venv/bin/python3",
-    }  # fmt: skip
+    }
     return Run(
-        f"{number:08x}", (when + timedelta(minutes=5)).isoformat(timespec="milliseconds"), f"fp8bench suite {SUITE}",
-        Request(SUITE), plan_of(records), Environment(facts), (_CPU,), records=records,
-    )  # fmt: skip
+        f"{number:08x}",
+        (when + timedelta(minutes=5)).isoformat(timespec="milliseconds"),
+        f"fp8bench suite {SUITE}",
+        Request(SUITE),
+        plan_of(records),
+        Environment(facts),
+        (_CPU,),
+        records=records,
+    )
 
 
 def _records(size: int, nanoseconds: Iterator[int]) -> Iterator[Record]:

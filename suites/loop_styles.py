@@ -333,9 +333,11 @@ def wave(step: int) -> float:
 def by_closure(seed: int) -> Loop:
     """Steps by a closure, as LBFGS needs, always on one large batch."""
     loop = made(
-        mlp(1), lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4), vectors(seed, 512),
+        mlp(1),
+        lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4),
+        vectors(seed, 512),
         criterion=lambda x, y: F.mse_loss(x[:, 0], y / 10),
-    )  # fmt: skip
+    )
 
     def advance() -> None:
         inputs, targets = loop.batch(0)

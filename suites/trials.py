@@ -111,10 +111,14 @@ def conditions() -> Row:
     words = ["git", "rev-parse", "--short=8", "HEAD"]
     commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "fp8bench": fp8bench.__version__, "commit": commit, "python": platform.python_version(),
-        "torch": version("torch"), "system": platform.platform(), "cores": os.cpu_count(),
+        "fp8bench": fp8bench.__version__,
+        "commit": commit,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
-    }  # fmt: skip
+    }
 
 
 @contextmanager

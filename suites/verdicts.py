@@ -289,10 +289,18 @@ def train(path: Path) -> int:
                     gaps[str(rate)] += [(round(pair.gap, 6), round(pair.held_out or 0.0, 6)) for pair in verdict.pairs]
                     failed |= verdict.same_bits or verdict.judged.learned in CALLED
     setting = {
-        "command": "python -m suites.verdicts --trained", "model": SETTINGS.model, "batch": SETTINGS.batch,
-        "sequence": SETTINGS.sequence, "steps": TRAINED_STEPS, "seeds": SEEDS, "text": text.identity,
-        "torch": facts.torch, "device": facts.name, "seconds": round(time.time() - began), **conditions(),
-    }  # fmt: skip
+        "command": "python -m suites.verdicts --trained",
+        "model": SETTINGS.model,
+        "batch": SETTINGS.batch,
+        "sequence": SETTINGS.sequence,
+        "steps": TRAINED_STEPS,
+        "seeds": SEEDS,
+        "text": text.identity,
+        "torch": facts.torch,
+        "device": facts.name,
+        "seconds": round(time.time() - began),
+        **conditions(),
+    }
     kept = {"gaps": gaps, "verdicts": verdicts, "sentences": sentences, "setting": setting}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(kept, indent=1) + "\n")
@@ -344,10 +352,12 @@ def print_figures(studies: int, only: str) -> dict[str, list[float | int | None]
 
 def main() -> int:
     asked = options(
-        __doc__, studies=(10_000, "of each kind"), only=("", "noises with this word in their names"),
+        __doc__,
+        studies=(10_000, "of each kind"),
+        only=("", "noises with this word in their names"),
         trained=(False, "real trainings that differ as rounding does, first"),
         json=(Path, "write what is printed into a file, too"),
-    )  # fmt: skip
+    )
     if asked.trained:
         return train(TRAINED)
     figures = print_figures(asked.studies, asked.only)

@@ -26,26 +26,43 @@ def case_of(mode: str, params: Mapping[str, Scalar] = NANO, workload: str = "tra
 
 
 def record(
-    mode: str, phases: Phases, params: Mapping[str, Scalar] = NANO, level: Level = Level.NATIVE,
-    reference: bool = False, memory: MemoryUse | None = None, workload: str = "transformer",
+    mode: str,
+    phases: Phases,
+    params: Mapping[str, Scalar] = NANO,
+    level: Level = Level.NATIVE,
+    reference: bool = False,
+    memory: MemoryUse | None = None,
+    workload: str = "transformer",
     coverage: Coverage | None = None,
-) -> Record:  # fmt: skip
+) -> Record:
     """24 rounds of it; the reference with its control."""
     timing = samples(tuple(phases), tuple(phases.values()), rounds=24)
     return Record(
-        case_of(mode, params, workload), Support(level, f"{mode} is {level}"), Status.OK, Work(flops=1e9), reference,
-        timing=timing, control=timing if reference else None, memory=memory, coverage=coverage,
-    )  # fmt: skip
+        case_of(mode, params, workload),
+        Support(level, f"{mode} is {level}"),
+        Status.OK,
+        Work(flops=1e9),
+        reference,
+        timing=timing,
+        control=timing if reference else None,
+        memory=memory,
+        coverage=coverage,
+    )
 
 
 def group(
-    params: Mapping[str, Scalar] = NANO, level: Level = Level.NATIVE, workload: str = "transformer",
-    bf16: Phases = BF16, **modes: Phases,
-) -> list[Record]:  # fmt: skip
+    params: Mapping[str, Scalar] = NANO,
+    level: Level = Level.NATIVE,
+    workload: str = "transformer",
+    bf16: Phases = BF16,
+    **modes: Phases,
+) -> list[Record]:
     """bf16 as the reference, and modes beside it ('fp8_rowwise' is 'fp8-rowwise')."""
     lead = record("bf16", bf16, params, reference=True, workload=workload)
-    return [lead, *(record(mode.replace("_", "-"), one, params, level, workload=workload)
-                    for mode, one in modes.items())]  # fmt: skip
+    return [
+        lead,
+        *(record(mode.replace("_", "-"), one, params, level, workload=workload) for mode, one in modes.items()),
+    ]
 
 
 def run(*groups: list[Record]) -> Run:

@@ -25,8 +25,11 @@ WIDTH, HIDDEN, LAYERS, HEADS, WORDS, ROWS, LENGTH = 64, 128, 2, 4, 96, 2, 16
 TOKENS = ROWS * LENGTH
 _TEXT: dict[str, Any] = {"vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2}
 _USUAL: dict[str, Any] = {
-    "hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-}  # fmt: skip
+    "hidden_size": WIDTH,
+    "intermediate_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+}
 
 
 def _text() -> dict[str, torch.Tensor]:
@@ -65,9 +68,14 @@ def mixtral() -> Made:
 
 def t5() -> Made:
     config = transformers.T5Config(
-        vocab_size=WORDS, d_model=WIDTH, d_kv=16, d_ff=HIDDEN, num_layers=LAYERS, num_heads=HEADS,
+        vocab_size=WORDS,
+        d_model=WIDTH,
+        d_kv=16,
+        d_ff=HIDDEN,
+        num_layers=LAYERS,
+        num_heads=HEADS,
         decoder_start_token_id=0,
-    )  # fmt: skip
+    )
     return transformers.T5ForConditionalGeneration(config), _text()
 
 
@@ -85,17 +93,27 @@ def resnet() -> Made:
 
 def unet() -> Made:
     model = UNet2DModel(
-        sample_size=8, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8, attention_head_dim=16,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )  # fmt: skip
+        sample_size=8,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        norm_num_groups=8,
+        attention_head_dim=16,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
     return model, (torch.randn(ROWS, 3, 8, 8), torch.tensor([1, 2]))
 
 
 def dit() -> Made:
     model = DiTTransformer2DModel(
-        num_attention_heads=HEADS, attention_head_dim=WIDTH // HEADS, in_channels=4, num_layers=LAYERS, sample_size=8,
-        patch_size=2, num_embeds_ada_norm=10,
-    )  # fmt: skip
+        num_attention_heads=HEADS,
+        attention_head_dim=WIDTH // HEADS,
+        in_channels=4,
+        num_layers=LAYERS,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=10,
+    )
     labels = {"timestep": torch.tensor([1, 2]), "class_labels": torch.tensor([1, 2])}
     return model, {"hidden_states": torch.randn(ROWS, 4, 8, 8), **labels}
 

@@ -31,9 +31,12 @@ if TYPE_CHECKING:  # the tests of what is light load nothing heavy for this
 # night.
 _NIGHT = bool(os.environ.get("FP8BENCH_NEW_EXAMPLES"))
 settings.register_profile(
-    "house", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=not _NIGHT,
+    "house",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=not _NIGHT,
     max_examples=500 if _NIGHT else 50,
-)  # fmt: skip
+)
 settings.load_profile("house")
 
 # Threads of one process would wait for those of the other: tensors of tests are small.
@@ -144,8 +147,14 @@ _SLOW_SECONDS = 1200
 
 # Files of few tests that take long. Where one of them came last, one process would wait for the other.
 _LONG = (
-    "faults", "features/duel", "worker", "test_energy_suite.py", "contracts", "rehearsal", "golden",
-)  # fmt: skip
+    "faults",
+    "features/duel",
+    "worker",
+    "test_energy_suite.py",
+    "contracts",
+    "rehearsal",
+    "golden",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -70,7 +70,7 @@ def energetic() -> Made:
         record("fp8", use((3.02, 2.95, 3.09), 0.0094)),
         record("nvfp4", use((31.0,), 0.12), support=EMULATED),
         record("fp16", EnergyUse("counter", why=TOO_FEW)),
-    ]  # fmt: skip
+    ]
 
     def finding(mode: str, verdict: Verdict, best: float, ratio: Interval | None = None) -> Finding:
         return Finding(case(mode, params), verdict, best, best * 1.02, 0.01, ratio, 0.004, phases(best, **parts))

@@ -69,8 +69,11 @@ class OwnForks(Forks):
         own = {name: text for name, text in environment.items() if name != "PYTHONPATH"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(theirs.fileno())],
-            env=own, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            env=own,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         theirs.close()
 
     def for_another(self) -> socket.socket:
@@ -92,9 +95,13 @@ class Forked:
         *_, module, connection, lifeline = command
         self._forks = forks
         self.pid = forks.ask(
-            "start", os.getpid(), module, dict(environment), str(Path.cwd()),
+            "start",
+            os.getpid(),
+            module,
+            dict(environment),
+            str(Path.cwd()),
             descriptors=(int(connection), int(lifeline), printed),
-        )  # fmt: skip
+        )
 
     def poll(self) -> int | None:
         status: int | None = self._forks.ask("status", self.pid)

@@ -38,8 +38,13 @@ FOLLOWED = [name for name in workloads.names(hidden=True) if workloads.get(name)
 FIRST = datetime(2026, 1, 5, 12, tzinfo=UTC)
 ROUNDS = 24
 MACHINE: dict[str, Scalar | None] = {
-    "machine": "box", "os": "Linux 6.1", "arch": "x86_64", "cpu": "AMD EPYC", "num_cpu": "2", "ram": "8589934592",
-}  # fmt: skip
+    "machine": "box",
+    "os": "Linux 6.1",
+    "arch": "x86_64",
+    "cpu": "AMD EPYC",
+    "num_cpu": "2",
+    "ram": "8589934592",
+}
 PYTHON = "/venv/bin/python3"
 
 
@@ -85,11 +90,14 @@ def run_at(number: int, hours: float | None = None, **changes: object) -> Run:
     """
     when = number + 1 if hours is None else hours
     facts = {
-        "machine": "box", "commit": commit(number), "dirty": False,
+        "machine": "box",
+        "commit": commit(number),
+        "dirty": False,
         "commit_date": int((FIRST + timedelta(hours=number)).timestamp() * 1000),
-        **{f"asv_{name}": value for name, value in MACHINE.items()}, "asv_python": PYTHON,
+        **{f"asv_{name}": value for name, value in MACHINE.items()},
+        "asv_python": PYTHON,
         **changes.pop("facts", {}),  # type: ignore[dict-item]
-    }  # fmt: skip
+    }
     run = run_of(records(), id=f"{int(100 * when):08x}", started=start(when), request=Request("gemm"))
     return replace(run, environment=Environment(facts), **changes)  # type: ignore[arg-type]
 

@@ -23,10 +23,19 @@ _ids = itertools.count()
 def facts(commit: object = COMMIT, machine: object = "box", **others: Any) -> dict[str, Any]:
     """What an environment says of a clean commit on a machine that asv could use."""
     return {
-        "commit": commit, "dirty": False, "commit_date": 1767268800000, "machine": machine, "asv_machine": machine,
-        "asv_os": "Linux 6", "asv_arch": "x86_64", "asv_cpu": "a processor", "asv_num_cpu": "2", "asv_ram": "1",
-        "asv_python": PYTHON, **others,
-    }  # fmt: skip
+        "commit": commit,
+        "dirty": False,
+        "commit_date": 1767268800000,
+        "machine": machine,
+        "asv_machine": machine,
+        "asv_os": "Linux 6",
+        "asv_arch": "x86_64",
+        "asv_cpu": "a processor",
+        "asv_num_cpu": "2",
+        "asv_ram": "1",
+        "asv_python": PYTHON,
+        **others,
+    }
 
 
 def grid_run(
@@ -43,18 +52,24 @@ def grid_run(
     )
     records = [
         Record(
-            one, NATIVE, Status.OK, Work(flops=2.7e8), is_reference=one.precision == "fp32", timing=timing,
+            one,
+            NATIVE,
+            Status.OK,
+            Work(flops=2.7e8),
+            is_reference=one.precision == "fp32",
+            timing=timing,
             measurements=(error("product_error", 1e-3), error("peak_memory", 4096.0)),
         )
         for one, timing in zip(_cases(version), timings, strict=True)
-    ]  # fmt: skip
+    ]
     # Each begins later than the one before, so that "last" is the last one.
     number = 0 if "id" in changes else next(_ids)
     wanted = {
         "id": f"{os.getpid() % 0xFFFF:04x}{number:04x}",
         "started": f"2026-01-01T00:{seconds // 60:02}:{seconds % 60:02}.{number % 1000:03}+00:00",
-        "request": Request("gemm"), "environment": Environment(facts() if environment is None else environment),
-    }  # fmt: skip
+        "request": Request("gemm"),
+        "environment": Environment(facts() if environment is None else environment),
+    }
     return run_of(records, **(wanted | changes))
 
 

@@ -20,9 +20,7 @@ from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import Environment
 from tests.facts import CPU
 
-TEXT = TrainingText(
-    TokenSpan("t.bin", 0, 900), TokenSpan("t.bin", 910, 1000), 256, "bytes", "0" * 64
-)  # fmt: skip
+TEXT = TrainingText(TokenSpan("t.bin", 0, 900), TokenSpan("t.bin", 910, 1000), 256, "bytes", "0" * 64)
 REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
 CANDIDATE = Arm("fp8", "fp8", native=False)
 REPEAT = Arm("bf16 again", "bf16", ArmRole.REPEAT)
@@ -55,9 +53,11 @@ def curve(steps: int, end: float, start: float = 5.5) -> list[float]:
 
 
 def lines(
-    gaps: Mapping[str, Sequence[float]], steps: int = 100, held: Mapping[str, Sequence[float]] | None = None,
+    gaps: Mapping[str, Sequence[float]],
+    steps: int = 100,
+    held: Mapping[str, Sequence[float]] | None = None,
     seconds: Mapping[str, float] | None = None,
-) -> tuple[StreamLine, ...]:  # fmt: skip
+) -> tuple[StreamLine, ...]:
     """Arms whose losses lie above the reference's by these shares, seed by seed, on training and on held-out text.
 
     The reference's losses differ from seed to seed. `seconds` is the time of a step of each arm.

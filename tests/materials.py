@@ -86,13 +86,17 @@ def shapes(*wanted: dict[str, Scalar], speed: float = 2.0, labels: tuple[Label, 
         findings |= {
             fp32.id: Finding(fp32, Verdict.REFERENCE, 1e-3, phases=phases(1e-3, gemm=0.9)),
             bf16.id: Finding(
-                bf16, Verdict.FASTER, ratio * 1e-3, ratio=Interval(ratio, ratio * 0.99, ratio * 1.01, 0.99),
-                phases=phases(ratio * 1e-3, gemm=0.9), labels=labels,
+                bf16,
+                Verdict.FASTER,
+                ratio * 1e-3,
+                ratio=Interval(ratio, ratio * 0.99, ratio * 1.01, 0.99),
+                phases=phases(ratio * 1e-3, gemm=0.9),
+                labels=labels,
             ),
             fp8.id: Finding(
                 fp8, Verdict.EMULATED, 5e-3, ratio=Interval(5.0, 4.9, 5.1, 0.99), phases=phases(5e-3, cast=0.9)
             ),
-        }  # fmt: skip
+        }
     return run_of(records), findings
 
 
@@ -114,18 +118,29 @@ def strange() -> Made:
     """Names that are markup and 300 characters long; errors, memory and times that are no numbers."""
     found, findings = measured()
     measurements = (
-        error("product_error", math.nan), error(LONG, math.inf), error("zero_error", 0.0),
+        error("product_error", math.nan),
+        error(LONG, math.inf),
+        error("zero_error", 0.0),
         replace(memory(1), samples=(math.inf,)),
-    )  # fmt: skip
+    )
     records = [replace(found.records[0], measurements=(*measurements[:3], memory(1 << 20)))]
     for number, seconds in enumerate((math.nan, math.inf, 0.0, 1e-3)):
         named = replace(case(LONG, LONG, {LONG: LONG, "n": number}), precision_map=((LONG, LONG),))
         records.append(Record(named, NATIVE, Status.OK, is_reference=not number, measurements=measurements))
         findings[named.id] = Finding(
-            named, Verdict.UNSURE, seconds, seconds, seconds, Interval(seconds, seconds, seconds, 0.99),
-            phases=((LONG, seconds), ("gemm", -1e-3), ("cast", 1e-3)), below_floor=(LONG,), labels=tuple(Label),
-            why=LONG, label_reasons=tuple((label, LONG) for label in Label), hard=(Label.AA_FAILED,),
-        )  # fmt: skip
+            named,
+            Verdict.UNSURE,
+            seconds,
+            seconds,
+            seconds,
+            Interval(seconds, seconds, seconds, 0.99),
+            phases=((LONG, seconds), ("gemm", -1e-3), ("cast", 1e-3)),
+            below_floor=(LONG,),
+            labels=tuple(Label),
+            why=LONG,
+            label_reasons=tuple((label, LONG) for label in Label),
+            hard=(Label.AA_FAILED,),
+        )
     return replace(found, records=tuple(records)), findings
 
 
@@ -139,14 +154,23 @@ def many(count: int) -> Made:
             named = case("gemm", mode, params)
             records.append(
                 Record(
-                    named, support, Status.OK, Work(flops=1e9), mode == "fp32",
+                    named,
+                    support,
+                    Status.OK,
+                    Work(flops=1e9),
+                    mode == "fp32",
                     timing=samples(parts, (10, 500, 100, 90, 3)),
                     measurements=(error("product_error", 1e-3), memory(1 << 20)),
                 )
-            )  # fmt: skip
+            )
             ratio = None if mode == "fp32" else Interval(0.5, 0.49, 0.51, 0.99)
             findings[named.id] = Finding(
-                named, Verdict.FASTER, best, best, 0.01, ratio,
+                named,
+                Verdict.FASTER,
+                best,
+                best,
+                0.01,
+                ratio,
                 phases=phases(best, cast=0.1, gemm=0.5, attention=0.2, elementwise=0.1),
-            )  # fmt: skip
+            )
     return run_of(records), findings

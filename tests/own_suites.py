@@ -74,9 +74,13 @@ def suite_file(folder: Path, code: str) -> Iterator[str]:
 
 @contextmanager
 def suite_run(
-    folders: pytest.TempPathFactory, code: str, suites: str, dtypes: tuple[str, ...],
-    observer: SilentObserver | None = None, **asked: Any,
-) -> Iterator[Run]:  # fmt: skip
+    folders: pytest.TempPathFactory,
+    code: str,
+    suites: str,
+    dtypes: tuple[str, ...],
+    observer: SilentObserver | None = None,
+    **asked: Any,
+) -> Iterator[Run]:
     """A run, on a processor, of suites whose code this is."""
     from fp8bench import pipeline
     from fp8bench.model import Request

@@ -43,13 +43,21 @@ _VERDICTS = (("reference", Tone.PLAIN), ("faster", Tone.GOOD), ("slower", Tone.B
 def cases(num_rows: int, name: str = "cases") -> Table:
     """A main table of fourteen columns; every seventh row was not measured."""
     columns = (
-        Column("suite"), Column("case"), Column("dtype"), Column("how", hint="native, or emulated in software"),
-        Column("best", number=True, hint="the step undisturbed", unit="s"), Column("median", number=True, unit="s"),
-        Column("spread", number=True), Column("verdict", hint="outside the noise, or not"),
-        Column("time vs bf16", number=True, unit="x"), Column("throughput", number=True, unit="tok/s"),
-        Column("error", number=True), Column("memory", number=True, unit="B"), Column("rounds", number=True),
+        Column("suite"),
+        Column("case"),
+        Column("dtype"),
+        Column("how", hint="native, or emulated in software"),
+        Column("best", number=True, hint="the step undisturbed", unit="s"),
+        Column("median", number=True, unit="s"),
+        Column("spread", number=True),
+        Column("verdict", hint="outside the noise, or not"),
+        Column("time vs bf16", number=True, unit="x"),
+        Column("throughput", number=True, unit="tok/s"),
+        Column("error", number=True),
+        Column("memory", number=True, unit="B"),
+        Column("rounds", number=True),
         Column("labels"),
-    )  # fmt: skip
+    )
     return Table(
         name, "Every case that was planned", columns, tuple(_case(index) for index in range(num_rows)), main=True
     )
@@ -89,9 +97,12 @@ def bars() -> Bars:
         for width in (256, 1024)
     )
     return Bars(
-        "speed-up", "Speed-up over bf16", "fp8 is the fastest everywhere, by 1.9x at width 1024.",
-        ChartAxis("speed-up over bf16", "x"), groups,
-    )  # fmt: skip
+        "speed-up",
+        "Speed-up over bf16",
+        "fp8 is the fastest everywhere, by 1.9x at width 1024.",
+        ChartAxis("speed-up over bf16", "x"),
+        groups,
+    )
 
 
 def _bar(dtype: str, width: int, place: int) -> Mark:
@@ -115,14 +126,17 @@ def charts() -> tuple[AnyChart, ...]:
     return (
         bars(),
         Scatter(
-            "pareto", "Speed against error", "A point a case.", ChartAxis("times faster", "x", log=True),
-            ChartAxis("relative error", "", log=True), points, "emulated: no speed",
+            "pareto",
+            "Speed against error",
+            "A point a case.",
+            ChartAxis("times faster", "x", log=True),
+            ChartAxis("relative error", "", log=True),
+            points,
+            "emulated: no speed",
         ),
-        Stacks(
-            "phases", "Where the time goes", "Phases of a step.", TIME, ("forward", "backward", "other"), stacks
-        ),
+        Stacks("phases", "Where the time goes", "Phases of a step.", TIME, ("forward", "backward", "other"), stacks),
         Lines("history", "History", "Nothing has changed.", ("a1b2c3d4", "b2c3d4e5"), TIME, history),
-    )  # fmt: skip
+    )
 
 
 def whole_page(num_rows: int = 60) -> Page:

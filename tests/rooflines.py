@@ -46,17 +46,25 @@ def made(ceiling: Ceiling | None = CEILING) -> Made:
     case = replace(fp16.case, precision="fp8-rowwise")
     native = replace(fp16, case=case, support=NATIVE, tape=tape("e4m3", 4 * GB), ceiling=ceiling)
     records = (
-        replace(bf16, tape=tape("bf16"), ceiling=ceiling), native, replace(fp8, tape=tape("fp32"), ceiling=ceiling),
-    )  # fmt: skip
+        replace(bf16, tape=tape("bf16"), ceiling=ceiling),
+        native,
+        replace(fp8, tape=tape("fp32"), ceiling=ceiling),
+    )
     assert second.ratio is not None
     ratio = replace(second.ratio, point=0.82, low=0.81, high=0.83)
     rest = {"optimizer_step": 0.025, "elementwise": 0.021}
     found = (
         replace(lead, best_seconds=0.1, phases=phases(0.1, gemm=0.54, optimizer_step=0.25, elementwise=0.21)),
         replace(
-            second, case=case, best_seconds=0.082, ratio=ratio, verdict=Verdict.FASTER, labels=(), why="",
+            second,
+            case=case,
+            best_seconds=0.082,
+            ratio=ratio,
+            verdict=Verdict.FASTER,
+            labels=(),
+            why="",
             phases=phases(0.082, gemm=0.027 / 0.082, cast=0.008 / 0.082, **{k: v / 0.082 for k, v in rest.items()}),
         ),
         third,
-    )  # fmt: skip
+    )
     return replace(run, records=records), {one.case.id: one for one in found}

@@ -56,9 +56,16 @@ def run_of(records: list[Record], **changes: object) -> Run:
     """A run whose plan is just what its records say."""
     plan = plan_of(records)
     run = Run(
-        "20260105-120000", "2026-01-05T12:00:00Z", "fp8bench suite x", Request("x"), plan, Environment({}), (CPU,),
-        records=tuple(records), finished=True,
-    )  # fmt: skip
+        "20260105-120000",
+        "2026-01-05T12:00:00Z",
+        "fp8bench suite x",
+        Request("x"),
+        plan,
+        Environment({}),
+        (CPU,),
+        records=tuple(records),
+        finished=True,
+    )
     return replace(run, **changes)  # type: ignore[arg-type]
 
 
@@ -77,39 +84,67 @@ def transformer() -> tuple[Run, dict[str, Finding]]:
     bf16, fp16, fp8 = (case("transformer", name, params) for name in ("bf16", "fp16", "fp8"))
     records = [
         Record(
-            bf16, NATIVE, Status.OK, work, is_reference=True,
+            bf16,
+            NATIVE,
+            Status.OK,
+            work,
+            is_reference=True,
             measurements=(error("loss_error", 1.24e-5), error("gradient_error", 3.1e-3), memory(300 << 20)),
         ),
         Record(
-            fp16, NATIVE, Status.OK, work,
+            fp16,
+            NATIVE,
+            Status.OK,
+            work,
             measurements=(error("loss_error", 2.2e-6), error("gradient_error", 4.2e-4), memory(200 << 20)),
         ),
         Record(
-            fp8, EMULATED, Status.OK, work,
+            fp8,
+            EMULATED,
+            Status.OK,
+            work,
             measurements=(error("loss_error", 8.8e-4), error("gradient_error", 4.7e-2), memory(345 << 20)),
         ),
-    ]  # fmt: skip
+    ]
     findings = [
         Finding(
-            bf16, Verdict.REFERENCE, 0.0243, 0.0251, 0.0213, floor=0.006,
-            phases=phases(0.0243, data_load=1e-6, gemm=0.5, attention=0.1, accumulate=0.05, optimizer_step=0.1,
-                          elementwise=0.2),
+            bf16,
+            Verdict.REFERENCE,
+            0.0243,
+            0.0251,
+            0.0213,
+            floor=0.006,
+            phases=phases(
+                0.0243, data_load=1e-6, gemm=0.5, attention=0.1, accumulate=0.05, optimizer_step=0.1, elementwise=0.2
+            ),
             below_floor=("data_load",),
         ),
         Finding(
-            fp16, Verdict.UNSURE, 0.0249, 0.0262, 0.051, Interval(1.0247, 0.9971, 1.0533, 0.99), 0.0094,
-            phases=phases(0.0249, cast=0.01, gemm=0.5, attention=0.1, accumulate=0.05, optimizer_step=0.1,
-                          elementwise=0.2),
+            fp16,
+            Verdict.UNSURE,
+            0.0249,
+            0.0262,
+            0.051,
+            Interval(1.0247, 0.9971, 1.0533, 0.99),
+            0.0094,
+            phases=phases(
+                0.0249, cast=0.01, gemm=0.5, attention=0.1, accumulate=0.05, optimizer_step=0.1, elementwise=0.2
+            ),
             labels=(Label.CONTENDED, Label.FEW_SAMPLES),
             why="80 rounds, noise floor 0.9% (A/A): a difference of 4.7% or more would have been seen",
             typical=Interval(1.04, 0.99, 1.09, 0.99),
         ),
         Finding(
-            fp8, Verdict.EMULATED, 0.061, 0.0625, 0.04,
-            phases=phases(0.061, cast=0.6, gemm=0.2, attention=0.04, accumulate=0.02, optimizer_step=0.04,
-                          elementwise=0.08),
+            fp8,
+            Verdict.EMULATED,
+            0.061,
+            0.0625,
+            0.04,
+            phases=phases(
+                0.061, cast=0.6, gemm=0.2, attention=0.04, accumulate=0.02, optimizer_step=0.04, elementwise=0.08
+            ),
         ),
-    ]  # fmt: skip
+    ]
     run = run_of(records, path=".fp8bench/runs/box/20260105T120000Z-0a1b2c3d-7f.jsonl")
     run = replace(run, plan=replace(run.plan, notes=("nvfp4 was left out: --quick keeps three precisions",)))
     return run, {one.case.id: one for one in findings}
@@ -124,9 +159,11 @@ def phases(best: float, **shares: float) -> tuple[tuple[str, float], ...]:
 def data(role: str, rows: int, columns: int, amax: float) -> TensorStatistics:
     """Operands within the range of bf16 and fp16; how many lie outside E4M3's and E2M1's depends on their columns."""
     outside = (
-        ("bf16", 0.0, 0.0), ("fp16", 0.0, 0.0), ("e4m3", 0.0, columns * 3.9e-7),
+        ("bf16", 0.0, 0.0),
+        ("fp16", 0.0, 0.0),
+        ("e4m3", 0.0, columns * 3.9e-7),
         ("e2m1", columns * 2e-9, 0.2 - columns * 1e-5),
-    )  # fmt: skip
+    )
     return TensorStatistics("operand", role, rows * columns, amax, outside)
 
 
@@ -159,10 +196,17 @@ def gemm() -> tuple[Run, dict[str, Finding]]:
         findings += [
             Finding(fp32, Verdict.REFERENCE, best, best * 1.02, 0.012, floor=0.004, phases=phases(best, gemm=0.97)),
             Finding(
-                bf16, Verdict.FASTER, best / 2, best * 0.52, 0.02, Interval(0.512, 0.508, 0.515, 0.99), 0.004,
-                phases=phases(best / 2, cast=0.1, gemm=0.87), typical=Interval(0.51, 0.5, 0.52, 0.99),
+                bf16,
+                Verdict.FASTER,
+                best / 2,
+                best * 0.52,
+                0.02,
+                Interval(0.512, 0.508, 0.515, 0.99),
+                0.004,
+                phases=phases(best / 2, cast=0.1, gemm=0.87),
+                typical=Interval(0.51, 0.5, 0.52, 0.99),
             ),
-        ]  # fmt: skip
+        ]
         if m != 512:
             shares = phases(best * 3, cast=0.7, gemm=0.28)
             findings.append(Finding(fp8, Verdict.EMULATED, best * 3, best * 3.1, 0.03, phases=shares))
@@ -181,10 +225,18 @@ def judged(*verdicts: tuple[Verdict, float | None, *tuple[Label, ...]]) -> tuple
         findings += [
             Finding(fp32, Verdict.REFERENCE, 1e-3, 1e-3, 0.01, floor=0.004, phases=phases(1e-3, gemm=0.97)),
             Finding(
-                bf16, verdict, 1e-3 * (ratio or 1), 1e-3 * (ratio or 1), 0.01, interval, floor,
-                phases(1e-3 * (ratio or 1), gemm=0.97), labels=tuple(labels), why=why,
+                bf16,
+                verdict,
+                1e-3 * (ratio or 1),
+                1e-3 * (ratio or 1),
+                0.01,
+                interval,
+                floor,
+                phases(1e-3 * (ratio or 1), gemm=0.97),
+                labels=tuple(labels),
+                why=why,
             ),
-        ]  # fmt: skip
+        ]
     return run_of(records), {one.case.id: one for one in findings}
 
 
@@ -194,14 +246,16 @@ ratios = st.one_of(st.none(), st.builds(Interval, *[st.floats(1e-6, 1e6)] * 3, s
 
 shares = st.one_of(st.just(0.0), st.floats(0, 1))
 statistics = st.builds(
-    TensorStatistics, words, words, st.integers(0, 1 << 40), st.floats(0),
+    TensorStatistics,
+    words,
+    words,
+    st.integers(0, 1 << 40),
+    st.floats(0),
     st.lists(st.tuples(words, shares, shares), max_size=6).map(tuple),
-)  # fmt: skip
+)
 
 odd = st.one_of(st.none(), st.floats())
-windows = st.builds(
-    EnergyWindow, st.integers(-1, 9), st.floats(), st.floats(), st.integers(0, 99), odd, odd, odd
-)  # fmt: skip
+windows = st.builds(EnergyWindow, st.integers(-1, 9), st.floats(), st.floats(), st.integers(0, 99), odd, odd, odd)
 energies = st.builds(EnergyUse, words, st.lists(windows, max_size=4).map(tuple), odd, odd, words)
 
 
@@ -221,18 +275,32 @@ def wild_runs(draw: st.DrawFn) -> tuple[Run, dict[str, Finding]]:
             looked_at = tuple(draw(st.lists(statistics, max_size=3)))
             records.append(
                 Record(
-                    one, support, status, work, index == 0, reason, measurements=measured, statistics=looked_at,
+                    one,
+                    support,
+                    status,
+                    work,
+                    index == 0,
+                    reason,
+                    measurements=measured,
+                    statistics=looked_at,
                     energy=draw(st.one_of(st.none(), energies)),
                 )
-            )  # fmt: skip
+            )
             best, labels = draw(numbers), draw(st.lists(st.sampled_from(list(Label)), unique=True))
             findings[one.id] = Finding(
-                one, draw(st.sampled_from(list(Verdict))), best, draw(numbers), draw(numbers), draw(ratios),
+                one,
+                draw(st.sampled_from(list(Verdict))),
+                best,
+                draw(numbers),
+                draw(numbers),
+                draw(ratios),
                 floor=draw(st.one_of(st.none(), st.floats(0, 10))),
                 phases=phases(best, gemm=0.5, cast=0.1) if best else (),
-                labels=tuple(labels), why=reason, label_reasons=tuple((label, draw(words)) for label in labels[::2]),
+                labels=tuple(labels),
+                why=reason,
+                label_reasons=tuple((label, draw(words)) for label in labels[::2]),
                 hard=tuple(label for label in labels if label in CAN_BE_HARD),
-            )  # fmt: skip
+            )
     return run_of(records, path=draw(words), troubles=(draw(words),)), findings
 
 
@@ -264,25 +332,45 @@ def measured() -> tuple[Run, dict[str, Finding]]:
     fp32 = samples(plain, (900, 20))
     records = [
         Record(
-            case("gemm", "fp32", first), NATIVE, Status.OK, work, is_reference=True, timing=fp32,
-            control=samples(plain, (903, 20)), measurements=(error("product_error", 2.3e-7),), statistics=data,
+            case("gemm", "fp32", first),
+            NATIVE,
+            Status.OK,
+            work,
+            is_reference=True,
+            timing=fp32,
+            control=samples(plain, (903, 20)),
+            measurements=(error("product_error", 2.3e-7),),
+            statistics=data,
         ),
         Record(
-            replace(case("gemm", "bf16", first), precision_map=(("head", "fp32"),)), NATIVE, Status.OK, work,
-            timing=samples(parts, (30, 400, 40, 1)), measurements=(error("product_error", 2.4e-3),),
+            replace(case("gemm", "bf16", first), precision_map=(("head", "fp32"),)),
+            NATIVE,
+            Status.OK,
+            work,
+            timing=samples(parts, (30, 400, 40, 1)),
+            measurements=(error("product_error", 2.4e-3),),
         ),
         Record(
-            case("gemm", "fp16", first), NATIVE, Status.OK, work, timing=samples(parts, (1, 2000, 1, 3), start=40),
-            paired_with=samples(plain, (910, 21), start=40), control=samples(plain, (909, 22), start=40),
+            case("gemm", "fp16", first),
+            NATIVE,
+            Status.OK,
+            work,
+            timing=samples(parts, (1, 2000, 1, 3), start=40),
+            paired_with=samples(plain, (910, 21), start=40),
+            control=samples(plain, (909, 22), start=40),
         ),
         Record(
-            case("gemm", "fp8", first), EMULATED, Status.OK, work, timing=samples(parts, (900, 500, 800, 9)),
+            case("gemm", "fp8", first),
+            EMULATED,
+            Status.OK,
+            work,
+            timing=samples(parts, (900, 500, 800, 9)),
             measurements=(error("product_error", float("inf")),),
         ),
-        Record(case("gemm", "nvfp4", first), REFUSED, Status.SKIPPED, work, reason="no hardware, and\nno \"kernel\""),
+        Record(case("gemm", "nvfp4", first), REFUSED, Status.SKIPPED, work, reason='no hardware, and\nno "kernel"'),
         Record(case("gemm", "fp32", second), NATIVE, Status.FAILED, work, reason="out of memory, even alone"),
         Record(case("gemm", "bf16", second), NATIVE, Status.OK, Work(), timing=samples(plain, (100, 2), rounds=3)),
-    ]  # fmt: skip
+    ]
     overheads = (("cpu", Overheads(marker_on=1e-6, marker_off=1e-8, stamp=1e-7)),)
     run = run_of(records, overheads=overheads, path=".fp8bench/runs/box/20260105T120000Z-0a1b2c3d-12345678.jsonl")
     return run, findings_of(run)

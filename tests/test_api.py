@@ -27,9 +27,13 @@ from tests.counts import for_each
 def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
     store = tmp_path_factory.mktemp("api") / "store"
     run = fp8bench.run(
-        "gemm", dtypes=["fp8", "bf16"], set={"shape": [32, "16x8x32"], "operands": "cast"}, rounds=3,
-        isolation=False, store=store,
-    )  # fmt: skip
+        "gemm",
+        dtypes=["fp8", "bf16"],
+        set={"shape": [32, "16x8x32"], "operands": "cast"},
+        rounds=3,
+        isolation=False,
+        store=store,
+    )
     return run, store
 
 
@@ -163,14 +167,26 @@ def test_a_workload_of_the_callers_own_runs_without_isolation(tmp_path: Path, mo
     workloads.register("notebook")(Notebook)
     listener = Listener()
     run = fp8bench.run(
-        "notebook", dtypes=["fp32", "bf16"], quick=True, isolation=False, store=tmp_path, observer=listener,
+        "notebook",
+        dtypes=["fp32", "bf16"],
+        quick=True,
+        isolation=False,
+        store=tmp_path,
+        observer=listener,
         energy=False,
-    )  # fmt: skip
+    )
     assert [record.status for record in run.records] == [Status.OK] * 2
     assert listener.heard == [
-        "planned 2", "preparing", "measuring", "checking numbers", "looking at products",
-        "checking what steps do", "measuring memory", "finished fp32", "finished bf16",
-    ]  # fmt: skip
+        "planned 2",
+        "preparing",
+        "measuring",
+        "checking numbers",
+        "looking at products",
+        "checking what steps do",
+        "measuring memory",
+        "finished fp32",
+        "finished bf16",
+    ]
     error = fp8bench.load("last", tmp_path).records[1].measurement("sum_error")
     assert error is not None and error.samples == (0.25,)
 
@@ -182,9 +198,13 @@ def test_without_isolation_the_process_is_left_as_it_was(tmp_path: Path) -> None
         torch.manual_seed(123)
         expected = torch.random.get_rng_state()
         fp8bench.run(
-            "transformer", dtypes=["bf16"], set={"size": "nano", "batch": 1, "sequence": 16, "micro_batches": 1},
-            rounds=1, isolation=False, store=tmp_path,
-        )  # fmt: skip
+            "transformer",
+            dtypes=["bf16"],
+            set={"size": "nano", "batch": 1, "sequence": 16, "micro_batches": 1},
+            rounds=1,
+            isolation=False,
+            store=tmp_path,
+        )
         assert torch.get_num_threads() == 2
         assert torch.equal(torch.random.get_rng_state(), expected)
     finally:
@@ -196,9 +216,21 @@ def test_the_signature_is_the_command_lines_options() -> None:
     plain = vars(build_parser().parse_args(["suite"]))
     # A call has other words for these, or no need of them.
     of_the_line = {
-        "dry_run", "config", "resume", "plan", "cell", "write_plan", "json", "csv", "html", "md",
-        "open", "explain", "help", "help_all",
-    }  # fmt: skip
+        "dry_run",
+        "config",
+        "resume",
+        "plan",
+        "cell",
+        "write_plan",
+        "json",
+        "csv",
+        "html",
+        "md",
+        "open",
+        "explain",
+        "help",
+        "help_all",
+    }
     called = {"axes": "set"}
     options = {called.get(action.dest, action.dest) for action in suite._actions} - of_the_line
     parameters = inspect.signature(fp8bench.run).parameters

@@ -117,9 +117,15 @@ class Place:
 
     def run(self, *command: str, expected: int = 0) -> str:
         done = subprocess.run(
-            command, cwd=self.root, env=self.environment(), capture_output=True, text=True, timeout=PATIENCE,
-            check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            command,
+            cwd=self.root,
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
         assert done.returncode == expected, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
@@ -417,8 +423,13 @@ def discover(suites: Path, place: Place) -> subprocess.CompletedProcess[str]:
     place.home.mkdir(exist_ok=True)
     return subprocess.run(
         [sys.executable, asv_runner.BENCHMARK_RUN_SCRIPT, "discover", str(suites), str(place.home / "result.json")],
-        cwd=place.home, env=place.environment(), capture_output=True, text=True, timeout=PATIENCE, check=False,
-    )  # fmt: skip
+        cwd=place.home,
+        env=place.environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -109,8 +109,9 @@ def test_a_class_without_a_cache_is_given_one_of_its_file(project: Path) -> None
     made = suite(project, bare).Gemm, suite(project, bare.replace("Gemm", "Mlp").replace("gemm", "mlp"), "mlp").Mlp
     caches = [vars(one)["setup_cache"] for one in made]
     assert [(cache.__module__, cache.__qualname__, cache.timeout) for cache in caches] == [
-        ("sheds.gemm", "Gemm.setup_cache", 3600), ("sheds.mlp", "Mlp.setup_cache", 3600),
-    ]  # fmt: skip
+        ("sheds.gemm", "Gemm.setup_cache", 3600),
+        ("sheds.mlp", "Mlp.setup_cache", 3600),
+    ]
 
 
 @pytest.mark.parametrize("reason", REFUSED)
@@ -145,9 +146,16 @@ def test_a_users_own_workload_is_imported_from_the_projects_root(
     made = suite(project, content, "mine").Mine
     assert made.params == [["bf16"], [10, 20]] and made.param_names == ["dtype", "n"]
     assert {name for name in vars(made) if name.startswith("track_")} == {
-        "track_time", "track_mean_time", "track_relative_time", "track_relative_mean_time", "track_peak_memory",
-        "track_energy", "track_flops", "track_moved_bytes", "track_launches",
-    }  # fmt: skip
+        "track_time",
+        "track_mean_time",
+        "track_relative_time",
+        "track_relative_mean_time",
+        "track_peak_memory",
+        "track_energy",
+        "track_flops",
+        "track_moved_bytes",
+        "track_launches",
+    }
     assert asv_bridge._from_root(made) == (str(project / "my_work.py"), "math")
 
 
@@ -240,16 +248,28 @@ def test_a_configuration_that_is_none_leads_to_the_default_store(content: str | 
 @for_each(
     ("words", "quick", "append", "commit"),
     [
-        ("run --quick", True, False, ""), ("run -q", True, False, ""), ("run --qui", True, False, ""),
-        ("run -nq -E x", True, False, ""), ("run -qe", True, False, ""), ("run", False, False, ""),
-        ("run --bench quick", False, False, ""), ("run -b q", False, False, ""), ("run -bgemm_q", False, False, ""),
-        ("run --no-pull", False, False, ""), ("run -E existing", False, False, ""), ("", False, False, ""),
-        ("run --append-samples", False, True, ""), ("run --append -q", True, True, ""),
-        ("run -a rounds=2", False, False, ""), ("run --attribute x=1", False, False, ""),
-        ("run --set-commit-hash 0123", False, False, "0123"), ("run --set 0123", False, False, "0123"),
-        ("run --set-commit-hash=0123 -q", True, False, "0123"), ("run --set-commit-hash", False, False, ""),
+        ("run --quick", True, False, ""),
+        ("run -q", True, False, ""),
+        ("run --qui", True, False, ""),
+        ("run -nq -E x", True, False, ""),
+        ("run -qe", True, False, ""),
+        ("run", False, False, ""),
+        ("run --bench quick", False, False, ""),
+        ("run -b q", False, False, ""),
+        ("run -bgemm_q", False, False, ""),
+        ("run --no-pull", False, False, ""),
+        ("run -E existing", False, False, ""),
+        ("", False, False, ""),
+        ("run --append-samples", False, True, ""),
+        ("run --append -q", True, True, ""),
+        ("run -a rounds=2", False, False, ""),
+        ("run --attribute x=1", False, False, ""),
+        ("run --set-commit-hash 0123", False, False, "0123"),
+        ("run --set 0123", False, False, "0123"),
+        ("run --set-commit-hash=0123 -q", True, False, "0123"),
+        ("run --set-commit-hash", False, False, ""),
     ],
-)  # fmt: skip
+)
 def test_asvs_options_as_its_parser_takes_them(words: str, quick: bool, append: bool, commit: str) -> None:
     given = ["/venv/bin/python3", "/venv/bin/asv", *words.split()]
     assert options_of(given) == (quick, append, commit)
@@ -265,10 +285,12 @@ START = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c',
 @pytest.mark.parametrize(
     ("command", "quick", "between"),
     [
-        ("asv run --quick", "True", 0), ("asv run", "False", 1), ("other run --quick", "False", 0),
+        ("asv run --quick", "True", 0),
+        ("asv run", "False", 1),
+        ("other run --quick", "False", 0),
         ("-W error -X utf8 -m asv run -q", "True", 1),
     ],
-)  # fmt: skip
+)
 def test_the_asv_that_started_a_process_is_asked(command: str, quick: str, between: int, tmp_path: Path) -> None:
     """Real processes, also with one in between, as asv's fork server is."""
     program = ASK
@@ -277,9 +299,14 @@ def test_the_asv_that_started_a_process_is_asked(command: str, quick: str, betwe
     for name in ("asv", "asv.py", "other"):
         (tmp_path / name).write_text(START.format(program=program))
     done = subprocess.run(
-        [sys.executable, *command.split()], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
+        [sys.executable, *command.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert (done.stdout.strip(), done.stderr) == (quick, "")
 
 
@@ -312,9 +339,14 @@ def a_run(name: str, *records: Record, quick: bool = False, **facts: Any) -> Run
     """A run of a commit on a machine; its id says when."""
     environment = Environment({"machine": "box", "commit": COMMIT, "dirty": False, **MACHINE, **facts})
     return run_of(
-        list(records), id=name, started=f"2026-01-0{name[-1]}T12:00:00.000+00:00", environment=environment,
-        devices=(CPU,), request=Request("gemm", quick=quick, grid=True), origin="asv",
-    )  # fmt: skip
+        list(records),
+        id=name,
+        started=f"2026-01-0{name[-1]}T12:00:00.000+00:00",
+        environment=environment,
+        devices=(CPU,),
+        request=Request("gemm", quick=quick, grid=True),
+        origin="asv",
+    )
 
 
 @pytest.fixture

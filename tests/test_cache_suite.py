@@ -47,8 +47,10 @@ def test_what_a_cache_held_is_in_the_row(fp8bench: Say, tmp_path: Path, monkeypa
         run = json.loads(out)
         hot, *others = run["records"]
         assert code == 0 and [dict(one["case"]["params"]) for one in run["records"]] == [
-            {}, {"cache": "cold"}, {"cache": "rotating"}
-        ]  # fmt: skip
+            {},
+            {"cache": "cold"},
+            {"cache": "rotating"},
+        ]
         size = run["devices"][0]["cache_bytes"]
         assert hot["status"] == "ok" and hot["rotation"] is None
         if not size:

@@ -34,9 +34,14 @@ def ran(simulation: Simulation, folder: Path, *words: str, code: int = 0, warmin
     if warming_up:
         environment.pop("FP8BENCH_WARM_UP")
     done = subprocess.run(
-        [sys.executable, "-m", "fp8bench", *words, "--store", "store"], cwd=folder, env=environment,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "fp8bench", *words, "--store", "store"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == code, done.stderr
     return load("last", folder / "store"), done.stdout
 
@@ -137,9 +142,14 @@ def test_a_training_measures_the_energy_of_each_arm(simulation: Simulation, tmp_
     environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}
     words = "train --data text --steps 4 --seeds 1 --batch 1 --sequence 16 --dtypes fp32,bf16 --store store"
     done = subprocess.run(
-        [sys.executable, "-m", "fp8bench", *words.split()], cwd=tmp_path, env=environment, capture_output=True,
-        text=True, timeout=300, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "fp8bench", *words.split()],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     (path,) = KIND.files(tmp_path / "store")
     found = {one.arm: one.energy for one in load_training(path).of(ArmCost) if one.energy}

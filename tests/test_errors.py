@@ -27,7 +27,10 @@ def test_an_unknown_name_gives_the_nearest_and_all_known() -> None:
 def test_a_fault_carries_what_the_worker_said() -> None:
     fault = WorkerFault("MemoryError", "", "Traceback ...", True)
     assert (str(fault), fault.kind, fault.trace, fault.out_of_memory) == (
-        "MemoryError", "MemoryError", "Traceback ...", True,
-    )  # fmt: skip
+        "MemoryError",
+        "MemoryError",
+        "Traceback ...",
+        True,
+    )
     assert str(WorkerFault("ValueError", "bad")) == "ValueError: bad"
     assert isinstance(pickle.loads(pickle.dumps(errors.StoreError("x"))), errors.StoreError)

@@ -336,9 +336,16 @@ def test_a_new_store_that_everybody_may_write_is_warned_of_once(umask: int, warn
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"), [("pipe", "it is a named pipe: put"), ("device", "it is a device"), ("socket", "it is a socket"),
-                      ("folder", "Is a directory"), ("loop", "Too many levels"), ("endless", "it has 64.0 GiB")],
-)  # fmt: skip
+    ("kind", "why"),
+    [
+        ("pipe", "it is a named pipe: put"),
+        ("device", "it is a device"),
+        ("socket", "it is a socket"),
+        ("folder", "Is a directory"),
+        ("loop", "Too many levels"),
+        ("endless", "it has 64.0 GiB"),
+    ],
+)
 def test_what_is_no_regular_file_of_a_plausible_size_is_a_sentence(
     kind: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,10 +353,13 @@ def test_what_is_no_regular_file_of_a_plausible_size_is_a_sentence(
     path = Path("x")
     with socket.socket(socket.AF_UNIX) as listening:
         makers: dict[str, Callable[[], object]] = {
-            "pipe": lambda: os.mkfifo(path), "device": lambda: path.symlink_to("/dev/zero"),
-            "socket": lambda: listening.bind("x"), "folder": path.mkdir, "loop": lambda: path.symlink_to("x"),
+            "pipe": lambda: os.mkfifo(path),
+            "device": lambda: path.symlink_to("/dev/zero"),
+            "socket": lambda: listening.bind("x"),
+            "folder": path.mkdir,
+            "loop": lambda: path.symlink_to("x"),
             "endless": lambda: path.touch() or os.truncate(path, 64 << 30),
-        }  # fmt: skip
+        }
         makers[kind]()
     for use in (read_file, lambda path: append_lines(path, ["{}"])):
         with pytest.raises(OSError, match=why) as caught:

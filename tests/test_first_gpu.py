@@ -26,9 +26,15 @@ def ended(folder: Path, step: FirstStep, code: int = 0, quick: bool = False) -> 
 def probe_of(folder: Path, computes: bool = True) -> StepFiles:
     probe = ended(folder, STEPS[0])
     document = {
-        "computes": computes, "device": {"name": "H1"}, "torch": "2", "driver": {}, "commit": "c", "precisions": {},
-        "overheads": {"marker_on": 1e-6}, "energy": {"why": "no driver"},
-    }  # fmt: skip
+        "computes": computes,
+        "device": {"name": "H1"},
+        "torch": "2",
+        "driver": {},
+        "commit": "c",
+        "precisions": {},
+        "overheads": {"marker_on": 1e-6},
+        "energy": {"why": "no driver"},
+    }
     probe.path("json").write_text(json.dumps(document))
     return probe
 
@@ -53,8 +59,11 @@ def step_of(name: str, *lines: Line) -> FirstStep:
 def test_what_could_not_be_is_a_row_and_never_a_pass(tmp_path: Path) -> None:
     lines = Line("a", number(2), low=1), Line("b", number(2), high=1), Line("c", number(2)), Line("d", refused, low=1)
     assert verdicts(tmp_path, step_of("x", *lines)) == {
-        "a": "reached", "b": "missed", "c": "measured", "d": "could not be: no such unit",
-    }  # fmt: skip
+        "a": "reached",
+        "b": "missed",
+        "c": "measured",
+        "d": "could not be: no such unit",
+    }
 
 
 def test_figures_that_nobody_may_trust_are_no_verdict(tmp_path: Path) -> None:
@@ -90,7 +99,7 @@ def test_ratios_are_of_the_same_cases_and_of_native_ones(tmp_path: Path) -> None
         ([[*high, "a", "3", "1"], ["fp8", "emulated", *low[2:], "a", "1", "2"]], "fp8 was emulated"),
         ([[*high, "a", "3", "1"], ["fp8", "native", "failed", "no | unit", *low[4:], "a", "", "2"]], r"no \| unit"),
         ([[*high, "a", "3", "1"]], "fp8 was not measured"),
-    ):  # fmt: skip
+    ):
         write(*rows)
         with pytest.raises(NoFigure, match=why):
             ratio("time", "bf16", "fp8")(files)

@@ -85,9 +85,19 @@ def test_a_real_suite_that_says_it_everywhere(store: Path, fp8bench: Say) -> Non
 
 def comparison(**changes: object) -> Comparison:
     made = Comparison(
-        f"{NASTY}[m=1]@cpu/bf16", NASTY, NASTY, "s", Direction.WORSE, Evidence.PAIRED, 1.0, 2.0, None, why=NASTY,
-        labels=(NASTY,), failed=True,
-    )  # fmt: skip
+        f"{NASTY}[m=1]@cpu/bf16",
+        NASTY,
+        NASTY,
+        "s",
+        Direction.WORSE,
+        Evidence.PAIRED,
+        1.0,
+        2.0,
+        None,
+        why=NASTY,
+        labels=(NASTY,),
+        failed=True,
+    )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -96,9 +106,12 @@ def test_no_renderer_passes_it_on(capsys: pytest.CaptureFixture[str]) -> None:
     table = Table("t", NASTY, columns, (tuple(Field(NASTY, hint=NASTY) for _ in columns),))
     items = Items((Text(NASTY),))
     page = Page(
-        NASTY, NASTY, (Part("p", NASTY, (Text(NASTY), items, Facts(((NASTY, NASTY),)), Code(NASTY), table), NASTY),),
-        (NASTY,), ((NASTY, NASTY),),
-    )  # fmt: skip
+        NASTY,
+        NASTY,
+        (Part("p", NASTY, (Text(NASTY), items, Facts(((NASTY, NASTY),)), Code(NASTY), table), NASTY),),
+        (NASTY,),
+        ((NASTY, NASTY),),
+    )
     for width in (40, 400):
         assert not obeyed(render(page, width))
     assert obeyed(render(page, color=True)) == {"\x1b"} and "\x1b[31mred" not in render(page, color=True)

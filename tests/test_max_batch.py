@@ -67,9 +67,15 @@ def test_who_does_not_ask_is_not_searched(store: Path) -> None:
 
 def test_from_python(store: Path) -> None:
     run = fp8bench.run(
-        "mlp", dtypes=["fp32"], devices=["cpu"], set={"width": 64, "hidden": 128, "gated": "no", "tokens": 32},
-        quick=True, energy=False, max_batch=True, memory_limit="2MiB",
-    )  # fmt: skip
+        "mlp",
+        dtypes=["fp32"],
+        devices=["cpu"],
+        set={"width": 64, "hidden": 128, "gated": "no", "tokens": 32},
+        quick=True,
+        energy=False,
+        max_batch=True,
+        memory_limit="2MiB",
+    )
     found = run.records[0].capacity
     assert found is not None and found.batch
     results = fp8bench.load(run).results

@@ -61,10 +61,14 @@ def asked(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any, **given: Any)
         ("advise", ("last",), {"training": "last", "least": 5}, "last --training last --least 5"),
         ("sensitivity", (), {"by": "kind", "isolation": False}, "--by kind --no-isolation"),
         ("sensitivity", ("m.py:make",), {"tolerance": 0.5, "quick": None}, None),
-        ("audit", ("m:f",), {"kind": "linear", "precision": "fp8", "causal": False},
-         "m:f --kind linear --precision fp8"),
+        (
+            "audit",
+            ("m:f",),
+            {"kind": "linear", "precision": "fp8", "causal": False},
+            "m:f --kind linear --precision fp8",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_call_is_the_command_line(
     name: str, words: tuple[Any, ...], given: dict[str, Any], line: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,8 +126,9 @@ def test_arguments_are_explained_by_the_command_line(monkeypatch: pytest.MonkeyP
     words = {keyword_of(action): (action.help or "").replace("%%", "%") for action in actions}
     told = arguments_of(fp8bench.suite)
     assert {name for name in told if told[name].removeprefix("False: ") == words.get(name)} >= told.keys() - {
-        "progress", "observer",
-    }  # fmt: skip
+        "progress",
+        "observer",
+    }
     assert told["isolation"].startswith("False: measure in this process")
     assert told["log"] in inspect.getdoc(fp8bench.profile)  # type: ignore[operator]
 

@@ -31,9 +31,16 @@ class Pausing(SilentObserver):
 
 def small(store: Path, isolation: bool, observer: SilentObserver | None = None, *imports: str) -> fp8bench.Run:
     return fp8bench.run(
-        "gemm", dtypes="fp32", set={"shape": 8}, rounds=1, isolation=isolation, store=store, observer=observer,
-        imports=imports, energy=False,
-    )  # fmt: skip
+        "gemm",
+        dtypes="fp32",
+        set={"shape": 8},
+        rounds=1,
+        isolation=isolation,
+        store=store,
+        observer=observer,
+        imports=imports,
+        energy=False,
+    )
 
 
 def test_a_run_without_isolation_has_the_process_to_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -98,11 +98,18 @@ def test_count_without_a_unit_has_no_trailing_blank() -> None:
 @for_each(
     ("metric", "unit"),
     [
-        ("sqnr_db", "dB"), ("underflow_percent", "%"), ("max_ulp", "ulp"), ("scale_lag_octaves", "octaves"),
-        ("product_error", "ratio"), ("gradient_vanished", "ratio"), ("db", "ratio"), ("percent_of_it", "ratio"),
-        ("relative_loss", "x"), ("cosine_loss", "ratio"),
+        ("sqnr_db", "dB"),
+        ("underflow_percent", "%"),
+        ("max_ulp", "ulp"),
+        ("scale_lag_octaves", "octaves"),
+        ("product_error", "ratio"),
+        ("gradient_vanished", "ratio"),
+        ("db", "ratio"),
+        ("percent_of_it", "ratio"),
+        ("relative_loss", "x"),
+        ("cosine_loss", "ratio"),
     ],
-)  # fmt: skip
+)
 def test_a_metric_says_its_unit_at_its_end(metric: str, unit: str) -> None:
     assert spec_of(metric).unit == unit
 
@@ -110,15 +117,33 @@ def test_a_metric_says_its_unit_at_its_end(metric: str, unit: str) -> None:
 @for_each(
     ("value", "unit", "text"),
     [
-        (31.5567, "dB", "31.6 dB"), (-0.04, "dB", "0.0 dB"), (-3.0, "dB", "-3.0 dB"), (200.0, "dB", "exact"),
-        (math.inf, "dB", "exact"), (None, "dB", "-"),
-        (0.6412, "%", "0.64%"), (0.0, "%", "0%"), (1e-5, "%", "<0.01%"), (12.34, "%", "12.3%"),
-        (-2.456, "%", "-2.5%"), (-1e-5, "%", "-<0.01%"), (None, "%", "-"),
-        (0.5, "ulp", "0.500 ulp"), (2.5, "octaves", "2.50 octaves"), (0.024, "s", "24.0 ms"), (2048.0, "B", "2.00 KiB"),
-        (None, "ulp", "-"), (0.0191, "J", "19.1 mJ"), (0.0191, "joules", "19.1 mJ"), (0.024, "seconds", "24.0 ms"),
-        (1.5, "x", "1.500x"), (1.2e-3, "ratio", "1.2e-03"), (1234.0, "", "1230"), (2.5e12, "FLOP/s", "2.50 TFLOP/s"),
+        (31.5567, "dB", "31.6 dB"),
+        (-0.04, "dB", "0.0 dB"),
+        (-3.0, "dB", "-3.0 dB"),
+        (200.0, "dB", "exact"),
+        (math.inf, "dB", "exact"),
+        (None, "dB", "-"),
+        (0.6412, "%", "0.64%"),
+        (0.0, "%", "0%"),
+        (1e-5, "%", "<0.01%"),
+        (12.34, "%", "12.3%"),
+        (-2.456, "%", "-2.5%"),
+        (-1e-5, "%", "-<0.01%"),
+        (None, "%", "-"),
+        (0.5, "ulp", "0.500 ulp"),
+        (2.5, "octaves", "2.50 octaves"),
+        (0.024, "s", "24.0 ms"),
+        (2048.0, "B", "2.00 KiB"),
+        (None, "ulp", "-"),
+        (0.0191, "J", "19.1 mJ"),
+        (0.0191, "joules", "19.1 mJ"),
+        (0.024, "seconds", "24.0 ms"),
+        (1.5, "x", "1.500x"),
+        (1.2e-3, "ratio", "1.2e-03"),
+        (1234.0, "", "1230"),
+        (2.5e12, "FLOP/s", "2.50 TFLOP/s"),
     ],
-)  # fmt: skip
+)
 def test_measured_numbers_are_shown_by_their_units(value: float | None, unit: str, text: str) -> None:
     assert units.shown(value, unit) == text
 
@@ -133,8 +158,12 @@ def test_a_plain_ratio_is_shown_by_its_metric() -> None:
 def test_units_that_a_person_writes() -> None:
     known = units.written()
     assert (known["mJ"], known["us"], known["MiB"], known["x"], known[""]) == (
-        (1e-3, "J"), (1e-6, "s"), (float(1 << 20), "B"), (1.0, "x"), (1.0, ""),
-    )  # fmt: skip
+        (1e-3, "J"),
+        (1e-6, "s"),
+        (float(1 << 20), "B"),
+        (1.0, "x"),
+        (1.0, ""),
+    )
 
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
@@ -146,12 +175,24 @@ def test_every_float_becomes_a_short_text(value: float) -> None:
 @for_each(
     ("text", "value"),
     [
-        ("2GiB", 2 << 30), ("2gib", 2 << 30), ("2 GiB", 2 << 30), ("2G", 2 << 30), ("2GB", 2 * 10**9),
+        ("2GiB", 2 << 30),
+        ("2gib", 2 << 30),
+        ("2 GiB", 2 << 30),
+        ("2G", 2 << 30),
+        ("2GB", 2 * 10**9),
         ("512MB", 512 * 10**6),
-        ("1.5G", 3 << 29), ("1.5GB", 1_500_000_000), (".5k", 512), ("4096", 4096), ("4096B", 4096), ("1T", 1 << 40),
-        (" 1KiB ", 1024), ("0", 0), ("0.1KiB", 102), ("0.3GB", 300_000_000),
+        ("1.5G", 3 << 29),
+        ("1.5GB", 1_500_000_000),
+        (".5k", 512),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("1T", 1 << 40),
+        (" 1KiB ", 1024),
+        ("0", 0),
+        ("0.1KiB", 102),
+        ("0.3GB", 300_000_000),
     ],
-)  # fmt: skip
+)
 def test_sizes_are_read(text: str, value: int) -> None:
     assert units.bytes_of(text) == value
 
@@ -159,10 +200,24 @@ def test_sizes_are_read(text: str, value: int) -> None:
 @for_each(
     "text",
     [
-        "", "G", "-1G", "+1G", "1e9", "1,5G", "1.G", "1GiBs", "1PiB", "1 G i B", "0x10", "\u0661G", "inf", "nan",
-        "1..5G", "9" * 40,
+        "",
+        "G",
+        "-1G",
+        "+1G",
+        "1e9",
+        "1,5G",
+        "1.G",
+        "1GiBs",
+        "1PiB",
+        "1 G i B",
+        "0x10",
+        "\u0661G",
+        "inf",
+        "nan",
+        "1..5G",
+        "9" * 40,
     ],
-)  # fmt: skip
+)
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected a size like 2GiB, 512MB or 1\.5G"):
         units.bytes_of(text)

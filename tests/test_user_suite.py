@@ -70,11 +70,32 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
     """Through a worker in a process of its own, warnings being errors: a table with its name, phases and errors."""
     (tmp_path / "my_suite.py").write_text(example())
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "fp8bench", "suite", *way, "--quick", "--set", "experts=64",
-         "--dtypes", "fp8,bf16", "--store", "kept", "--no-report", "--explain"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False, stdin=subprocess.DEVNULL,
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "fp8bench",
+            "suite",
+            *way,
+            "--quick",
+            "--set",
+            "experts=64",
+            "--dtypes",
+            "fp8,bf16",
+            "--store",
+            "kept",
+            "--no-report",
+            "--explain",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(ROOT), TAPE_VARIABLE: "recorded"},
-    )  # fmt: skip
+    )
     assert (done.returncode, unfolded(done.stderr)) == (0, NO_HISTORY)
     for word in ("routing", "experts=64", "bf16", "fp8", "cast", "matmul", "elementwise", "routing_error"):
         assert word in done.stdout

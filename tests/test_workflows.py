@@ -70,14 +70,22 @@ def script(name: str) -> str:
 def shell(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """As GitHub runs `shell: bash`."""
     environment = {
-        **os.environ, "BRANCH": "fp8bench-history", "GITHUB_RUN_ID": "1", "GITHUB_SHA": "0" * 40,
+        **os.environ,
+        "BRANCH": "fp8bench-history",
+        "GITHUB_RUN_ID": "1",
+        "GITHUB_SHA": "0" * 40,
         "RUNNER_TEMP": str(folder.parent),
-        "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull,
-    }  # fmt: skip
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+    }
     return subprocess.run(
-        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text], cwd=folder, env=environment, text=True,
-        capture_output=True, check=False,
-    )  # fmt: skip
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text],
+        cwd=folder,
+        env=environment,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
 
 
 def night(folder: Path, number: int, keep: bool = True) -> None:
@@ -159,10 +167,15 @@ def test_a_night_that_does_more_than_add_runs_is_not_pushed(planted: str, tmp_pa
     assert git(tmp_path / "origin.git", "rev-parse", "fp8bench-history") == before
 
 
-@pytest.mark.parametrize(("code", "page", "warned"), [
-    (0, "no regression", False), (4, "history too young: 7 nights at this level", True), (4, "cannot tell", False),
-    (1, "history too young: 7 nights at this level", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "page", "warned"),
+    [
+        (0, "no regression", False),
+        (4, "history too young: 7 nights at this level", True),
+        (4, "cannot tell", False),
+        (1, "history too young: 7 nights at this level", True),
+    ],
+)
 def test_the_gate_of_the_night(code: int, page: str, warned: bool, tmp_path: Path) -> None:
     """Its code is the step's; a young history is a warning."""
     (script,) = (step["run"] for step in steps(load(NIGHTLY)) if name_of(step) == "gate")
@@ -171,8 +184,12 @@ def test_the_gate_of_the_night(code: int, page: str, warned: bool, tmp_path: Pat
     program.write_text(f"#!/bin/sh\necho '{page}' > gate.md\nexit {code}\n")
     program.chmod(0o755)
     done = subprocess.run(
-        ["bash", "-eo", "pipefail", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False,
+        ["bash", "-eo", "pipefail", "-c", script],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "GITHUB_STEP_SUMMARY": "summary.md"},
-    )  # fmt: skip
+    )
     assert done.returncode == code and ("::warning::" in done.stdout) == warned
     assert page in (tmp_path / "summary.md").read_text()

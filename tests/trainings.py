@@ -118,9 +118,13 @@ def row_of(arm: str, seed: int, step: int) -> StepRow:
 
 
 def strikes(
-    arm: str, at: int, error: WorkerError | KeyboardInterrupt = LOST, times: int = 1, seed: int = 0,
+    arm: str,
+    at: int,
+    error: WorkerError | KeyboardInterrupt = LOST,
+    times: int = 1,
+    seed: int = 0,
     name: str = "advance",
-) -> Callable[[str, str, int, int], BaseException | None]:  # fmt: skip
+) -> Callable[[str, str, int, int], BaseException | None]:
     """A fault that strikes an arm's requests from a step on, `times` times."""
     left = [times]
 
@@ -154,9 +158,10 @@ class NotedTraining(TrainingObserver):
 def said(kept: KeptTraining) -> list[StreamLine]:
     """The lines of a training without resumptions and restarts, and without times and memory."""
     return [
-        replaced(line) for line in kept.lines
+        replaced(line)
+        for line in kept.lines
         if not isinstance(line, TrainingEvent) or line.kind not in ("resumed", "restarted", "out")
-    ]  # fmt: skip
+    ]
 
 
 def replaced(line: StreamLine) -> StreamLine:
@@ -178,9 +183,16 @@ def training(number: int = 1) -> Training:
     request, span = small(), TokenSpan("text.tokens", 0, 10_000)
     text = TrainingText(span, span, 256, "bytes", "text:0123abcd")
     return Training(
-        f"{number:08x}", f"2026-01-05T12:00:{number:02d}.000+00:00", "fp8bench train", request,
-        make_arms(request, CPU), CPU, Environment({"commit": "f" * 40, "machine": "box"}), text, 1000,
-    )  # fmt: skip
+        f"{number:08x}",
+        f"2026-01-05T12:00:{number:02d}.000+00:00",
+        "fp8bench train",
+        request,
+        make_arms(request, CPU),
+        CPU,
+        Environment({"commit": "f" * 40, "machine": "box"}),
+        text,
+        1000,
+    )
 
 
 def write_text(folder: Path = Path()) -> Path:

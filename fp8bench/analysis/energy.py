@@ -106,12 +106,22 @@ def energy_figures(record: Record) -> EnergyFigures | None:
     idle, net, why = _net(use, windows, (uncertainty or 0.0) * gross.middle)
     clocks = [window.sm_clock for window in windows if window.sm_clock is not None]
     return EnergyFigures(
-        use.source, windows, gross, seconds, statistics.median(window.joules / window.seconds for window in windows),
-        idle, net, why, uncertainty,
+        use.source,
+        windows,
+        gross,
+        seconds,
+        statistics.median(window.joules / window.seconds for window in windows),
+        idle,
+        net,
+        why,
+        uncertainty,
         statistics.median(clocks) if clocks else None,
-        tuple((spec, gross.middle * many / known) for count, (spec, many) in ENERGY_PER.items()
-              if (known := getattr(record.work, count))),
-    )  # fmt: skip
+        tuple(
+            (spec, gross.middle * many / known)
+            for count, (spec, many) in ENERGY_PER.items()
+            if (known := getattr(record.work, count))
+        ),
+    )
 
 
 def _range(values: Sequence[float]) -> Range:

@@ -104,9 +104,17 @@ def find(
         whole = verdicts.whole_steps(reference.timing, reference.control)
         claims = tuple(claims_of(reference, None))
         shared = _Standard(
-            reference, reference.timing, reference.control, emulated, (*hard, *claims), place, claims, whole,
-            _best_of_entries(reference, whole), threads,
-        )  # fmt: skip
+            reference,
+            reference.timing,
+            reference.control,
+            emulated,
+            (*hard, *claims),
+            place,
+            claims,
+            whole,
+            _best_of_entries(reference, whole),
+            threads,
+        )
     made = [
         _finding(record, shared, aa, overheads.get(record.case.device), told.get(record.case.id, ()))
         for record in records
@@ -139,9 +147,12 @@ def _chosen(records: Sequence[Record], made: list[Finding], shared: _Standard) -
     together = [
         (place, record.timing)
         for place, record in enumerate(records)
-        if record.timing and record.paired and not record.is_reference and record.support.is_native
+        if record.timing
+        and record.paired
+        and not record.is_reference
+        and record.support.is_native
         and record.paired_with is None
-    ]  # fmt: skip
+    ]
     if shared.timing is None or len(together) < LEAST_CANDIDATES or any(record.fresh for record in records):
         return made
     best = fastest([timing for _, timing in together], shared.timing, shared.control)

@@ -151,9 +151,11 @@ def labels_of(
 def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str) -> tuple[Labelled, ...]:
     """Returns the labels that take the verdict of a case, or of all cases compared with this reference."""
     labels = [
-        *_aa_failed(aa, timing.num_rounds), *_contended(timing, device), *limits_of(watch),
+        *_aa_failed(aa, timing.num_rounds),
+        *_contended(timing, device),
+        *limits_of(watch),
         *_launch_bound(timing, device),
-    ]  # fmt: skip
+    ]
     return tuple(label for label in labels if label.hard)
 
 

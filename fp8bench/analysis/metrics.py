@@ -71,12 +71,17 @@ def _step_time(told: Told) -> Iterator[Metric]:
         yield replace(blank, verdict=finding.verdict_words, why=finding.why)
     else:
         yield replace(
-            blank, value=finding.median_seconds, best=finding.best_seconds, provenance=_MEASURED,
+            blank,
+            value=finding.median_seconds,
+            best=finding.best_seconds,
+            provenance=_MEASURED,
             # Whatever is known of it, the time of an emulation is no speed.
             interval=None if emulated else finding.ratio,
-            verdict=Verdict.EMULATED.value if emulated else finding.verdict_words, labels=finding.labels,
-            why=_joined(finding.why, dict(finding.label_reasons).get(Label.EAGER_QUANTISER, "")), **told.timed,
-        )  # fmt: skip
+            verdict=Verdict.EMULATED.value if emulated else finding.verdict_words,
+            labels=finding.labels,
+            why=_joined(finding.why, dict(finding.label_reasons).get(Label.EAGER_QUANTISER, "")),
+            **told.timed,
+        )
 
 
 def _replays(told: Told) -> Iterator[Metric]:
@@ -88,10 +93,14 @@ def _replays(told: Told) -> Iterator[Metric]:
         yield blank
         return
     yield replace(
-        blank, value=statistics.median(totals(timing).tolist()), best=best_seconds(timing),
-        rounds=timing.num_rounds, count=timing.num_calls, samples=partial(step_samples, timing),
+        blank,
+        value=statistics.median(totals(timing).tolist()),
+        best=best_seconds(timing),
+        rounds=timing.num_rounds,
+        count=timing.num_calls,
+        samples=partial(step_samples, timing),
         why=replays.loaded and f"without loading {replays.loaded}",
-    )  # fmt: skip
+    )
 
 
 def _means(told: Told) -> Iterator[Metric]:
@@ -109,9 +118,14 @@ def _sustained(told: Told) -> Iterator[Metric]:
     beside: dict[MetricSpec, float | None] = {}
     if figures is not None and record.is_ok:
         yield Metric(
-            specs.SUSTAINED_TIME, figures.seconds, provenance=_MEASURED, cost=told.emulated, count=figures.turns,
-            interval=sustained_ratio(record, told.base), samples=partial(sustained_samples, record),
-        )  # fmt: skip
+            specs.SUSTAINED_TIME,
+            figures.seconds,
+            provenance=_MEASURED,
+            cost=told.emulated,
+            count=figures.turns,
+            interval=sustained_ratio(record, told.base),
+            samples=partial(sustained_samples, record),
+        )
         beside = {specs.SUSTAINED_CLOCK: figures.clock, specs.SUSTAINED_POWER: figures.watts}
     beside[specs.SM_CLOCK] = record.timing.clock if record.timing is not None else None
     for spec, value in beside.items():
@@ -146,9 +160,16 @@ def _phases(told: Told) -> Iterator[Metric]:
         seconds, share = medians.get(phase, (0.0, 0.0) if best == 0 else (None, None))
         samples = tuple if timing is None else partial(phase_samples, timing, phase)
         metric = Metric(
-            specs.TIME, seconds, best, phase, provenance=_MEASURED, cost=told.emulated,
-            labels=_with_floor(finding, phase), samples=samples, **told.timed,
-        )  # fmt: skip
+            specs.TIME,
+            seconds,
+            best,
+            phase,
+            provenance=_MEASURED,
+            cost=told.emulated,
+            labels=_with_floor(finding, phase),
+            samples=samples,
+            **told.timed,
+        )
         yield metric
         if finding is not None and finding.best_seconds and best is not None:
             share_of_best = best / finding.best_seconds
@@ -183,9 +204,11 @@ def _by_tape(told: Told) -> Iterator[Metric]:
     for roof in () if told.emulated else phase_roofs(told.record, told.finding):
         labels = _with_floor(told.finding, roof.count.phase)
         rates = {
-            specs.RATES["flops"]: roof.flop_rate, specs.RATES["bytes"]: roof.byte_rate,
-            specs.SHARE_OF_CEILING: roof.of_ceiling, specs.SHARE_OF_DATASHEET: roof.of_sheet,
-        }  # fmt: skip
+            specs.RATES["flops"]: roof.flop_rate,
+            specs.RATES["bytes"]: roof.byte_rate,
+            specs.SHARE_OF_CEILING: roof.of_ceiling,
+            specs.SHARE_OF_DATASHEET: roof.of_sheet,
+        }
         for spec, rate in rates.items():
             if rate is not None:
                 yield Metric(spec, best=rate, phase=roof.count.phase, labels=labels)
@@ -200,10 +223,12 @@ def _measurements(told: Told) -> Iterator[Metric]:
         spec = spec_of(measurement.metric)
         yield Metric(
             spec if spec.unit == measurement.unit else replace(spec, unit=measurement.unit),
-            statistics.median(measurement.samples) if measurement.samples else None, phase=measurement.phase or STEP,
-            provenance=measurement.provenance, count=len(measurement.samples),
+            statistics.median(measurement.samples) if measurement.samples else None,
+            phase=measurement.phase or STEP,
+            provenance=measurement.provenance,
+            count=len(measurement.samples),
             samples=partial(tuple, measurement.samples),
-        )  # fmt: skip
+        )
 
 
 def _energy(told: Told) -> Iterator[Metric]:
@@ -239,9 +264,13 @@ def _of_phases(energies: PhaseEnergies, finding: Finding | None, blank: Metric) 
     for phase_joules in energies.phases:
         labels = _with_floor(finding, phase_joules.phase)
         phase = replace(
-            blank, value=phase_joules.joules, phase=phase_joules.phase, provenance=phase_joules.provenance,
-            labels=labels, why=phase_joules.why,
-        )  # fmt: skip
+            blank,
+            value=phase_joules.joules,
+            phase=phase_joules.phase,
+            provenance=phase_joules.provenance,
+            labels=labels,
+            why=phase_joules.why,
+        )
         yield phase
         for spec, end in ((specs.ENERGY_LOW, phase_joules.low), (specs.ENERGY_HIGH, phase_joules.high)):
             if end is not None:
@@ -289,13 +318,17 @@ def _capacity(told: Told) -> Iterator[Metric]:
         return
     share = capacity_ratio(told.record, told.base)
     yield Metric(
-        specs.MAX_BATCH, None if capacity.batch is None else float(capacity.batch), provenance=_MEASURED,
-        why=why_no_larger(capacity), interval=None if share is None else Interval(share, share, share, 1.0),
-    )  # fmt: skip
+        specs.MAX_BATCH,
+        None if capacity.batch is None else float(capacity.batch),
+        provenance=_MEASURED,
+        why=why_no_larger(capacity),
+        interval=None if share is None else Interval(share, share, share, 1.0),
+    )
     beside = {
-        specs.MAX_BATCH_TOKENS: capacity.tokens or None, specs.MAX_BATCH_MEMORY: capacity.peak,
+        specs.MAX_BATCH_TOKENS: capacity.tokens or None,
+        specs.MAX_BATCH_MEMORY: capacity.peak,
         specs.MAX_BATCH_LIMIT: capacity.limit,
-    }  # fmt: skip
+    }
     yield from (_size(spec, size) for spec, size in beside.items() if size is not None)
     if capacity.on_device is not None:
         yield _size(specs.DEVICE_MAX_BATCH, capacity.on_device, provenance=Provenance.DERIVED)
@@ -316,9 +349,23 @@ def _data(told: Told) -> Iterator[Metric]:
 
 # The order of a case's rows.
 MEASURES: list[Callable[[Told], Iterator[Metric]]] = [
-    _step_time, _replays, _means, _sustained, _relative, _phases, _by_work, tape_metrics, coverage_metrics, _by_tape,
-    _measurements, rank_metrics, _energy, _memory, _capacity, _data,
-]  # fmt: skip
+    _step_time,
+    _replays,
+    _means,
+    _sustained,
+    _relative,
+    _phases,
+    _by_work,
+    tape_metrics,
+    coverage_metrics,
+    _by_tape,
+    _measurements,
+    rank_metrics,
+    _energy,
+    _memory,
+    _capacity,
+    _data,
+]
 
 
 class EnergyValidity(StrEnum):

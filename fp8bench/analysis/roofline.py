@@ -223,11 +223,15 @@ def gain_of(record: Record, finding: Finding, reference: Record, lead: Finding) 
     kinds = {kind_of_path(path) for some in paths for path, _ in some}
     casts = [roof for roof in own if roof.count.phase == Phase.CAST]
     return Gain(
-        before / lead.best_seconds, least / before, lead.best_seconds / (lead.best_seconds - before + at_best),
-        before / after, before / (after + sum(cast.seconds for cast in casts)),
-        sum(cast.count.bytes for cast in casts), sum(product.count.bytes for product in own_products),
+        before / lead.best_seconds,
+        least / before,
+        lead.best_seconds / (lead.best_seconds - before + at_best),
+        before / after,
+        before / (after + sum(cast.seconds for cast in casts)),
+        sum(cast.count.bytes for cast in casts),
+        sum(product.count.bytes for product in own_products),
         all(steady for kind, steady in _steadiness(record.ceiling).items() if kind in kinds),
-    )  # fmt: skip
+    )
 
 
 def _steadiness(ceiling: Ceiling | None) -> dict[str, bool]:
@@ -246,10 +250,25 @@ def _products(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:
 
 # The kind of product by the beginning of a dtype's name; the first match counts.
 _PATHS = (
-    ("fp32", "fp32"), ("tf32", "tf32"), ("bf16", "bf16"), ("fp16", "fp16"), ("float32", "fp32"), ("bfloat16", "bf16"),
-    ("float16", "fp16"), ("fp8", "fp8"), ("mxfp8", "fp8"), ("float8", "fp8"), ("e4m3", "fp8"), ("e5m2", "fp8"),
-    ("mxfp6", "fp6"), ("mxfp4", "fp4"), ("nvfp4", "fp4"), ("float4", "fp4"), ("e2m1", "fp4"), ("fp4", "fp4"),
-)  # fmt: skip
+    ("fp32", "fp32"),
+    ("tf32", "tf32"),
+    ("bf16", "bf16"),
+    ("fp16", "fp16"),
+    ("float32", "fp32"),
+    ("bfloat16", "bf16"),
+    ("float16", "fp16"),
+    ("fp8", "fp8"),
+    ("mxfp8", "fp8"),
+    ("float8", "fp8"),
+    ("e4m3", "fp8"),
+    ("e5m2", "fp8"),
+    ("mxfp6", "fp6"),
+    ("mxfp4", "fp4"),
+    ("nvfp4", "fp4"),
+    ("float4", "fp4"),
+    ("e2m1", "fp4"),
+    ("fp4", "fp4"),
+)
 
 
 @dataclass(frozen=True)

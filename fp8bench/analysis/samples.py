@@ -186,11 +186,15 @@ def sustained_figures(record: Record, finding: Finding | None) -> Sustained | No
     slots = finding.median_seconds if finding is not None else None
     courses = [turn.settling for turn in turns if turn.settling is not None]
     return Sustained(
-        median(seconds), min(seconds), max(seconds), len(turns),
+        median(seconds),
+        min(seconds),
+        max(seconds),
+        len(turns),
         sum(course.settled for course in courses) if courses else None,
-        _middle([turn.clock for turn in turns]), _middle([turn.watts for turn in turns]),
+        _middle([turn.clock for turn in turns]),
+        _middle([turn.watts for turn in turns]),
         median(seconds) / slots if slots else None,
-    )  # fmt: skip
+    )
 
 
 def sustained_ratio(record: Record, reference: Record | None) -> Interval | None:

@@ -299,8 +299,10 @@ class StepShares:
         if self.emulated:
             yield _EMULATED
         unknown = {part.what: part.calls for part in self.shares.parts if part.kind == "unknown"}
-        yield from (f"unknown: {name}, {calls} calls a step, of which no rule says what it does" for name, calls in
-                    unknown.items())  # fmt: skip
+        yield from (
+            f"unknown: {name}, {calls} calls a step, of which no rule says what it does"
+            for name, calls in unknown.items()
+        )
 
     def _of(self, share: float) -> tuple[float, float | None]:
         return share, None if self.seconds is None else share * self.seconds

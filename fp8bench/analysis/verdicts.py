@@ -251,9 +251,15 @@ def decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
 
 
 def conclude(
-    case: Timing, reference: Timing, control: Timing | None, level: float = FINAL_LEVEL, same: float = SAME,
-    reach: float = 0.0, sessions: Sequence[Interval] = (), held_up: bool = False,
-) -> Conclusion | None:  # fmt: skip
+    case: Timing,
+    reference: Timing,
+    control: Timing | None,
+    level: float = FINAL_LEVEL,
+    same: float = SAME,
+    reach: float = 0.0,
+    sessions: Sequence[Interval] = (),
+    held_up: bool = False,
+) -> Conclusion | None:
     """Returns the verdict on native samples, with its intervals; None without common rounds.
 
     The ratio's interval reaches at least `reach` from its point, as a logarithm: runs may differ more than rounds. With

@@ -31,14 +31,23 @@ CLASSES = {
 _SIDE = 4096
 # Options of TransformerLayer for a block like GPT-2's, in which qkv holds queries, keys, values and nothing is dropped.
 _BLOCK = {
-    "hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal", "attn_input_format": "bshd",
-    "normalization": "LayerNorm", "activation": "gelu", "fuse_qkv_params": True, "qkv_weight_interleaved": False,
-}  # fmt: skip
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "self_attn_mask_type": "causal",
+    "attn_input_format": "bshd",
+    "normalization": "LayerNorm",
+    "activation": "gelu",
+    "fuse_qkv_params": True,
+    "qkv_weight_interleaved": False,
+}
 _BLOCK_WEIGHTS = (
-    "self_attention.layernorm_qkv.layer_norm_weight", "layernorm_mlp.layer_norm_weight",
-    "self_attention.layernorm_qkv.weight", "self_attention.proj.weight",
-    "layernorm_mlp.fc1_weight", "layernorm_mlp.fc2_weight",
-)  # fmt: skip
+    "self_attention.layernorm_qkv.layer_norm_weight",
+    "layernorm_mlp.layer_norm_weight",
+    "self_attention.layernorm_qkv.weight",
+    "self_attention.proj.weight",
+    "layernorm_mlp.fc1_weight",
+    "layernorm_mlp.fc2_weight",
+)
 _BLOCK_BIASES = ("self_attention.layernorm_qkv.layer_norm_bias", "layernorm_mlp.layer_norm_bias")
 
 

@@ -152,7 +152,7 @@ def takes_options_of(*kinds: type, without: Iterable[str] = ()) -> Callable[[F],
                     annotation = _field_type(str(field.type), options_of(kind).get(field.name))
                     own[word] = inspect.Parameter(
                         word, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
-                    )  # fmt: skip
+                    )
 
         @wraps(function)
         def call(*values: Any, **given: Any) -> Any:

@@ -80,9 +80,12 @@ TRAINER_KEYS = {
 # casts, so that there it is the mode without a history.
 SWITCH, MODE, COMPILED_MODE = "use_fp8", "fp8-delayed", "fp8"
 MODE_OPTIONS = {
-    "fp8_format": "formats", "fp8_margin": "margin", "fp8_interval": "interval", "fp8_amax_history_len": "history",
+    "fp8_format": "formats",
+    "fp8_margin": "margin",
+    "fp8_interval": "interval",
+    "fp8_amax_history_len": "history",
     "fp8_amax_compute_algo": "algorithm",
-}  # fmt: skip
+}
 # Compared with that mode if a file names no dtypes.
 _BESIDE_TRAINING = ("bf16",)
 

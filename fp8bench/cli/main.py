@@ -60,10 +60,11 @@ def command_module(name: str) -> ModuleType:
 def build_parser(named: Collection[str] = COMMANDS) -> Parser:
     """The parser of the whole command line, with options for the commands in `named` only."""
     parser = Parser(
-        prog="fp8bench", allow_abbrev=False,
+        prog="fp8bench",
+        allow_abbrev=False,
         description="Does low precision pay here, what does it cost in numbers, and can you believe it?",
         epilog="Begin with: fp8bench suite transformer --dtypes fp8,bf16. To read more: fp8bench COMMAND --help",
-    )  # fmt: skip
+    )
     parser.add_argument("--version", action="version", version=f"fp8bench {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name in COMMANDS:

@@ -85,9 +85,11 @@ def _parser_of(kind: str, said: RequestOption) -> dict[str, Any]:
 
 
 _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
-    "int": types.whole, "float | str": types.number_or_text, "float": types.number,
+    "int": types.whole,
+    "float | str": types.number_or_text,
+    "float": types.number,
     "tuple[str": lambda rule: types.words,
-}  # fmt: skip
+}
 
 
 def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> None:
@@ -131,7 +133,11 @@ def request_of(arguments: argparse.Namespace) -> Request:
     for name, values in arguments.axes:
         axes[name] = (*axes.get(name, ()), *values)
     trace = getattr(arguments, "trace", None)
-    return Request(**{
-        **given, "axes": tuple(axes.items()), "imports": (*arguments.imports, *files_of(arguments.suite)),
-        "trace": None if trace is None else str(trace),
-    })  # fmt: skip
+    return Request(
+        **{
+            **given,
+            "axes": tuple(axes.items()),
+            "imports": (*arguments.imports, *files_of(arguments.suite)),
+            "trace": None if trace is None else str(trace),
+        }
+    )

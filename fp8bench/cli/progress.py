@@ -119,9 +119,13 @@ class LiveBlock:
         from rich.live import Live
 
         self._live = Live(
-            console=Console(file=stream, force_terminal=True), auto_refresh=False, transient=True,
-            redirect_stdout=False, redirect_stderr=False, vertical_overflow="crop",
-        )  # fmt: skip
+            console=Console(file=stream, force_terminal=True),
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            vertical_overflow="crop",
+        )
         self._live.start()
         self._live.console.show_cursor(True)
         return self._live

@@ -49,7 +49,7 @@ def complain(text: str) -> None:
         wide = max(width, MIN_WIDTH)
         lines = [
             part for line in lines for part in ([line] if line.startswith(" ") else wrap(line, wide, hang=INDENT * 2))
-        ]  # fmt: skip
+        ]
     with contextlib.suppress(OSError):
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()

@@ -74,10 +74,16 @@ class Cpu(Device):
         size, shared = last_cache()
         return (
             DeviceFacts(
-                "cpu", 0, processor_name(), memory_bytes(), str(torch.__version__), arch=platform.machine(),
-                cache_bytes=size, cache_shared=shared,
+                "cpu",
+                0,
+                processor_name(),
+                memory_bytes(),
+                str(torch.__version__),
+                arch=platform.machine(),
+                cache_bytes=size,
+                cache_shared=shared,
             ),
-        )  # fmt: skip
+        )
 
     def stamper(self, index: int) -> Stamper:
         return HostStamper()

@@ -87,12 +87,21 @@ class Cuda(Gpu):
             arch = getattr(properties, "gcnArchName", arch)
         unusable = why_no_kernels(arch, torch.cuda.get_arch_list())
         return DeviceFacts(
-            "cuda", index, properties.name, properties.total_memory, str(torch.__version__),
-            capability=(properties.major, properties.minor), cuda=torch.version.cuda, hip=torch.version.hip,
-            arch=arch, uuid=str(getattr(properties, "uuid", "")), pci=pci_address(properties), unusable=unusable,
+            "cuda",
+            index,
+            properties.name,
+            properties.total_memory,
+            str(torch.__version__),
+            capability=(properties.major, properties.minor),
+            cuda=torch.version.cuda,
+            hip=torch.version.hip,
+            arch=arch,
+            uuid=str(getattr(properties, "uuid", "")),
+            pci=pci_address(properties),
+            unusable=unusable,
             cache_bytes=_BEHIND_L2.get(arch.partition(":")[0], getattr(properties, "L2_cache_size", 0)),
             cache_shared=1,
-        )  # fmt: skip
+        )
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         import torch

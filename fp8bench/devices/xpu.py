@@ -11,9 +11,11 @@ from fp8bench.registry import devices
 
 # Errors of oneDNN, SYCL and Level Zero when memory is exhausted, beside torch's own exception.
 _NO_MEMORY = (
-    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY", "UR_RESULT_ERROR_OUT_OF_RESOURCES", "ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
+    "UR_RESULT_ERROR_OUT_OF_RESOURCES",
+    "ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
     "XPU out of memory",
-)  # fmt: skip
+)
 
 
 @devices.register("xpu")
@@ -28,10 +30,15 @@ class Xpu(Gpu):
         properties = torch.xpu.get_device_properties(index)
         products = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "XPU")
         return DeviceFacts(
-            "xpu", index, properties.name, properties.total_memory, str(torch.__version__),
-            arch=f"{getattr(properties, 'architecture', 0):#x}", uuid=str(getattr(properties, "uuid", "")),
+            "xpu",
+            index,
+            properties.name,
+            properties.total_memory,
+            str(torch.__version__),
+            arch=f"{getattr(properties, 'architecture', 0):#x}",
+            uuid=str(getattr(properties, "uuid", "")),
             scaled_products=products,
-        )  # fmt: skip
+        )
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         import torch

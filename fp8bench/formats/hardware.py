@@ -51,13 +51,17 @@ H100 = DeviceClass(
     "h100", "H100, H200, GH200: Hopper, compute capability 9.0", (9, 0), aliases=("hopper", "h200", "gh200", "sm90")
 )
 B200 = DeviceClass(
-    "b200", "B200, GB200, B300: Blackwell, compute capability 10.0 and 10.3", (10, 0),
+    "b200",
+    "B200, GB200, B300: Blackwell, compute capability 10.0 and 10.3",
+    (10, 0),
     aliases=("blackwell", "b100", "gb200", "b300", "gb300", "sm100", "sm103"),
-)  # fmt: skip
+)
 RTX5090 = DeviceClass(
-    "rtx5090", "RTX 5090, RTX PRO 6000: Blackwell for the desk, compute capability 12.0", (12, 0),
+    "rtx5090",
+    "RTX 5090, RTX PRO 6000: Blackwell for the desk, compute capability 12.0",
+    (12, 0),
     aliases=("rtx5080", "rtxpro6000", "sm120"),
-)  # fmt: skip
+)
 MI300X = DeviceClass("mi300x", "MI300X, MI325X: CDNA3, gfx942", arch="gfx942", aliases=("cdna3", "mi325x", "gfx942"))
 MI350X = DeviceClass("mi350x", "MI350X, MI355X: CDNA4, gfx950", arch="gfx950", aliases=("cdna4", "mi355x", "gfx950"))
 

@@ -145,9 +145,14 @@ def _file_of(kernel: Any) -> Path | None:
     about = Path(compiler).resolve().stat()
     options = sorted(f"{key}={value}" for key, value in os.environ.items() if key.startswith(_OPTIONS))
     parts = (
-        str(kernel), *_surroundings(), compiler, str(about.st_size), str(about.st_mtime_ns),
-        *(option for option in options if not option.startswith(_NO_OPTIONS)), *map(str, vector_width.widths("cpu")),
-    )  # fmt: skip
+        str(kernel),
+        *_surroundings(),
+        compiler,
+        str(about.st_size),
+        str(about.st_mtime_ns),
+        *(option for option in options if not option.startswith(_NO_OPTIONS)),
+        *map(str, vector_width.widths("cpu")),
+    )
     return _folder() / "fp8bench" / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.kernel.json"
 
 

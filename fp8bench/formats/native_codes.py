@@ -223,9 +223,16 @@ def _run_row_codes(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: 
 
 
 def _run_row_codes_both(
-    x: Tensor, out: Tensor, inverse: Tensor, y: Tensor, out_of_y: Tensor, inverse_of_y: Tensor,
-    fmt: str, rounding: str, block: int,
-) -> None:  # fmt: skip
+    x: Tensor,
+    out: Tensor,
+    inverse: Tensor,
+    y: Tensor,
+    out_of_y: Tensor,
+    inverse_of_y: Tensor,
+    fmt: str,
+    rounding: str,
+    block: int,
+) -> None:
     turned = _of_rows(y, out_of_y, inverse_of_y, fmt, rounding, block)
     _of_rows(x, out, inverse, fmt, rounding, block).beside(turned)
 
@@ -249,9 +256,17 @@ def _run_scale(amax: Tensor, scale: Tensor, inverse: Tensor, fmt: str, rounding:
 
 
 def _run_delayed_scale(
-    amax: Tensor, history: Tensor, casts: Tensor, scale: Tensor, used: Tensor, inverse: Tensor,
-    fmt: str, algorithm: str, margin: int, interval: int,
-) -> None:  # fmt: skip
+    amax: Tensor,
+    history: Tensor,
+    casts: Tensor,
+    scale: Tensor,
+    used: Tensor,
+    inverse: Tensor,
+    fmt: str,
+    algorithm: str,
+    margin: int,
+    interval: int,
+) -> None:
     delayed = Delayed(len(history), Amax(algorithm), margin, interval)
     kernel = DelayedScaleKernel(FORMATS[fmt], delayed, str(scale.device))
     call(kernel, used, inverse, history, casts, scale, amax)

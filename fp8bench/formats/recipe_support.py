@@ -25,9 +25,12 @@ from fp8bench.model import DeviceFacts, Support
 # Sides that suit every multiple, because shapes do not matter here.
 _SIDE = 4096
 _EXTENTS = {
-    Scheme.TENSOR: "a scale a tensor", Scheme.ROW: "a scale a row", Scheme.BLOCK: "a scale for 128 elements",
-    Scheme.MXFP8: "a scale for 32 elements", Scheme.NVFP4: "a scale for 16 elements and one a tensor",
-}  # fmt: skip
+    Scheme.TENSOR: "a scale a tensor",
+    Scheme.ROW: "a scale a row",
+    Scheme.BLOCK: "a scale for 128 elements",
+    Scheme.MXFP8: "a scale for 32 elements",
+    Scheme.NVFP4: "a scale for 16 elements and one a tensor",
+}
 # The first CUDA whose cuBLASLt has them.
 _CUDA = {Scheme.BLOCK: (12, 9), Scheme.MXFP8: (12, 8), Scheme.NVFP4: (12, 8)}
 _FNUZ = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}

@@ -393,28 +393,60 @@ def _plain(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None) -> tup
 
 
 def _run_tiled_codes(
-    x: Tensor, out: Tensor, scales: Tensor, above: Tensor | None, key: Tensor | None, tiled: bool,
-    fmt: str, rows: int, columns: int, kept: str, rounding: str,
-) -> None:  # fmt: skip
+    x: Tensor,
+    out: Tensor,
+    scales: Tensor,
+    above: Tensor | None,
+    key: Tensor | None,
+    tiled: bool,
+    fmt: str,
+    rows: int,
+    columns: int,
+    kept: str,
+    rounding: str,
+) -> None:
     written = fmt, rows, columns, kept, rounding
     kernel, tensors, _ = _called(x, out, scales, above, key, tiled, *written)
     call(kernel, *tensors)
 
 
 def _run_tiled_codes_both(
-    x: Tensor, out: Tensor, scales: Tensor, above: Tensor | None, key: Tensor | None, tiled: bool,
-    y: Tensor, out_of_y: Tensor, scales_of_y: Tensor, above_y: Tensor | None, key_of_y: Tensor | None, tiled_y: bool,
-    fmt: str, rows: int, columns: int, kept: str, rounding: str,
-) -> None:  # fmt: skip
+    x: Tensor,
+    out: Tensor,
+    scales: Tensor,
+    above: Tensor | None,
+    key: Tensor | None,
+    tiled: bool,
+    y: Tensor,
+    out_of_y: Tensor,
+    scales_of_y: Tensor,
+    above_y: Tensor | None,
+    key_of_y: Tensor | None,
+    tiled_y: bool,
+    fmt: str,
+    rows: int,
+    columns: int,
+    kept: str,
+    rounding: str,
+) -> None:
     written = fmt, rows, columns, kept, rounding
     turned = _called(y, out_of_y, scales_of_y, above_y, key_of_y, tiled_y, *written)
     _called(x, out, scales, above, key, tiled, *written).beside(turned)
 
 
 def _called(
-    x: Tensor, out: Tensor, scales: Tensor, above: Tensor | None, key: Tensor | None, tiled: bool,
-    fmt: str, rows: int, columns: int, kept: str, rounding: str,
-) -> Called:  # fmt: skip
+    x: Tensor,
+    out: Tensor,
+    scales: Tensor,
+    above: Tensor | None,
+    key: Tensor | None,
+    tiled: bool,
+    fmt: str,
+    rows: int,
+    columns: int,
+    kept: str,
+    rounding: str,
+) -> Called:
     matrix, turned = laid(x)
     scaling = Scaling(rows, columns, FORMATS[kept], ScaleRounding(rounding))
     places = Places(scaling, tiled, turned)
@@ -430,9 +462,13 @@ def _run_unscaled_codes(x: Tensor, out: Tensor) -> None:
 
 
 def _run_tensor_scales(
-    amaxes: list[Tensor], above: list[Tensor], last: Tensor | None, after: Tensor | None, keys: list[Tensor],
+    amaxes: list[Tensor],
+    above: list[Tensor],
+    last: Tensor | None,
+    after: Tensor | None,
+    keys: list[Tensor],
     steps: list[int],
-) -> None:  # fmt: skip
+) -> None:
     tensors = [*amaxes, *above, *(tensor for tensor in (last, after) if tensor is not None), *keys]
     call(TensorScalesKernel(str(tensors[0].device), len(amaxes), len(above), tuple(steps)), *tensors)
 

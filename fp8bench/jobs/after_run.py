@@ -101,9 +101,12 @@ def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
 
 
 def _logged(
-    kind: str, source: LogSource, scalars: Iterable[LoggedScalar], targets: Sequence[LogTarget],
+    kind: str,
+    source: LogSource,
+    scalars: Iterable[LoggedScalar],
+    targets: Sequence[LogTarget],
     note: Callable[[str], None],
-) -> bool:  # fmt: skip
+) -> bool:
     again = f"`fp8bench show {source.id}` takes --log, too"
     try:
         logger = ScalarLogger(targets, source, note, f"the {kind} is kept, and {again}")

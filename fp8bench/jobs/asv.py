@@ -61,10 +61,7 @@ def _others(run: Run, store: Path, commit: str) -> list[Point]:
     others = (other for other in runs_of_commit(store, commit) if other.run.id != run.id)
     company = [other for other in others if other.identity.home.is_same(home)]
     versions = {(point.series, point.version) for point in tracked.content.points}
-    return [
-        point for other in company for point in other.content.points
-        if (point.series, point.version) in versions
-    ]  # fmt: skip
+    return [point for other in company for point in other.content.points if (point.series, point.version) in versions]
 
 
 def _not_of(commit: str, run: Run) -> str:

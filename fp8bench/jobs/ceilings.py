@@ -110,16 +110,25 @@ def _record(rate: Rate, device: DeviceFacts) -> Record:
         specs.CEILING_RATE, UNITS[rate.limit], rate.runs, description="the most that was done in a second"
     )
     return Record(
-        case, support, Status.OK, Work(), first, detail=f"{shape_words(rate)}; {spread_words(rate)}",
-        measurements=(samples,), ceiling=Ceiling(rates=(rate,), device=device.name),
-    )  # fmt: skip
+        case,
+        support,
+        Status.OK,
+        Work(),
+        first,
+        detail=f"{shape_words(rate)}; {spread_words(rate)}",
+        measurements=(samples,),
+        ceiling=Ceiling(rates=(rate,), device=device.name),
+    )
 
 
 # Figures of a datasheet beside peaks: the field, the factor to its unit, and the unit of a quoted number.
 _FIGURES = {
-    "bandwidth": ("bandwidth", 1e9, "GB/s"), "memory": ("capacity", 1e9, "GB"), "capacity": ("capacity", 1e9, "GB"),
-    "link": ("link", 1e9, "GB/s"), "watts": ("watts", 1.0, "W"),
-}  # fmt: skip
+    "bandwidth": ("bandwidth", 1e9, "GB/s"),
+    "memory": ("capacity", 1e9, "GB"),
+    "capacity": ("capacity", 1e9, "GB"),
+    "link": ("link", 1e9, "GB/s"),
+    "watts": ("watts", 1.0, "W"),
+}
 _VENDORS = ("nvidia", "amd", "instinct", "intel", "google")
 # Vendors round: 989 and 989.5 are the same figure.
 _ROUNDING = 0.01

@@ -38,9 +38,12 @@ def profile_axes(
     if forward and optimizer != OPTIMIZERS[0]:
         raise UsageError("--forward has no optimizer step, so that --optimizer would change nothing. Leave one out.")
     chosen = {
-        "make": target, "pass": "forward" if forward else "training", "optimizer": optimizer,
-        "compile": "yes" if compiled else "no", "skip": ";".join(skip),
-    }  # fmt: skip
+        "make": target,
+        "pass": "forward" if forward else "training",
+        "optimizer": optimizer,
+        "compile": "yes" if compiled else "no",
+        "skip": ";".join(skip),
+    }
     return tuple((name, (value,)) for name, value in chosen.items() if value)
 
 

@@ -45,12 +45,14 @@ def _taped(planned: PlannedCase, tape: Tape | None, why: str = "") -> Taped:
 def tapes_of(run: Run) -> list[Taped]:
     tapes = [
         Taped(
-            record.case.setting, record.case.mode, record.tape,
+            record.case.setting,
+            record.case.mode,
+            record.tape,
             "" if record.tape is not None else record.reason or record.detail or "none was recorded",
             record.work.flops,
         )
         for record in run.records
-    ]  # fmt: skip
+    ]
     if not any(taped.tape for taped in tapes):
         raise UsageError(
             f"the run {run.id} has no tape, as with --quick or FP8BENCH_TAPE=off. Measure it again, with --tape."

@@ -119,9 +119,14 @@ def _asked(*words: str) -> list[str]:
     command = ["nvidia-smi", *words]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=30, check=False,
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=30,
+            check=False,
             env={**os.environ, "LC_ALL": "C"},
-        )  # fmt: skip
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"--topology reads an NVIDIA driver, and nvidia-smi gave no answer: {error}") from None
     if done.returncode:

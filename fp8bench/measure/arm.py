@@ -265,11 +265,20 @@ class MeasuredArm:
         calls = tuple(row for row in rows if row is not None)
         self.slots.append(
             SlotSample(
-                round_number, calls, raw.wall_seconds, raw.cpu_seconds, raw.host_seconds, raw.thread_seconds,
-                raw.preemptions, raw.stolen_seconds, raw.waited_seconds, place, ranks=raw.ranks,
+                round_number,
+                calls,
+                raw.wall_seconds,
+                raw.cpu_seconds,
+                raw.host_seconds,
+                raw.thread_seconds,
+                raw.preemptions,
+                raw.stolen_seconds,
+                raw.waited_seconds,
+                place,
+                ranks=raw.ranks,
                 memory_retries=raw.memory_retries,
             )
-        )  # fmt: skip
+        )
 
     def _vary(self) -> None:
         if self.varying:

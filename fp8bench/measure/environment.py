@@ -145,9 +145,15 @@ def _run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = ["git", *words]
     try:
         return subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=_GIT_SECONDS, check=False,
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_SECONDS,
+            check=False,
             env={**os.environ, "LC_ALL": "C"},
-        )  # fmt: skip
+        )
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", f"git cannot be run: {error.strerror}")
     except subprocess.TimeoutExpired:

@@ -222,9 +222,13 @@ class GroupMeasurement:
         watch = self._watch(session)
         after = watch.look if watch else None
         stopped = session.run(
-            self._worker, method.rule.after(time.monotonic() - self._start, sessions), method.judge, self._seed,
-            self._teller("measuring"), after=after,
-        )  # fmt: skip
+            self._worker,
+            method.rule.after(time.monotonic() - self._start, sessions),
+            method.judge,
+            self._seed,
+            self._teller("measuring"),
+            after=after,
+        )
         chosen = None
         if method.choose is not None:
             tell = self._teller("timing the fastest again")

@@ -296,9 +296,14 @@ def built(folder: Path, system: str = sys.platform) -> Path | str:
     command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-ldl"]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False,
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
             stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{compiler} made no probe of the allocator: {error}"
     if done.returncode:

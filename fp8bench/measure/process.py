@@ -43,9 +43,13 @@ class WorkerProcess:
         try:
             self._popen = subprocess.Popen(
                 [python, "-P", "-m", module, str(theirs.fileno()), str(lifeline_read)],
-                stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environment,
-                pass_fds=(theirs.fileno(), lifeline_read), start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env=environment,
+                pass_fds=(theirs.fileno(), lifeline_read),
+                start_new_session=True,
+            )
         except BaseException:
             self._close_all()
             raise

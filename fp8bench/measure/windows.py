@@ -162,9 +162,13 @@ class WindowPass:
         }
 
     def _in_turns(
-        self, every: Sequence[Turn], results: Mapping[tuple[str, str], WindowResult], worker: Worker,
-        window: Callable[[MeasuredArm, str, Worker, WindowResult], None], ended: str,
-    ) -> None:  # fmt: skip
+        self,
+        every: Sequence[Turn],
+        results: Mapping[tuple[str, str], WindowResult],
+        worker: Worker,
+        window: Callable[[MeasuredArm, str, Worker, WindowResult], None],
+        ended: str,
+    ) -> None:
         """Gives each turn its windows in balanced random orders, an emulation one only. A fault ends all that are
         left."""
         turns: list[Turn] = []
@@ -254,6 +258,12 @@ def _kept_window(energy: Energy, steps: int) -> EnergyWindow:
     watched = {name: read.number for name, read in energy.watched.items() if isinstance(read, Reading)}
     throttle, stretch = watched.get("throttle"), energy.stretch
     return EnergyWindow(
-        steps, energy.seconds, energy.joules, stretch.intervals, stretch.uncertainty, watched.get("sm_clock"),
-        watched.get("temperature"), None if throttle is None else int(throttle),
-    )  # fmt: skip
+        steps,
+        energy.seconds,
+        energy.joules,
+        stretch.intervals,
+        stretch.uncertainty,
+        watched.get("sm_clock"),
+        watched.get("temperature"),
+        None if throttle is None else int(throttle),
+    )

@@ -114,9 +114,15 @@ WHAT, HOW = "what to measure", "how"
 
 
 def option(
-    default: Any, rule: Rule, words: str = "", metavar: str = "", group: str = HOW, called: str = "", parse: str = "",
+    default: Any,
+    rule: Rule,
+    words: str = "",
+    metavar: str = "",
+    group: str = HOW,
+    called: str = "",
+    parse: str = "",
     choices: tuple[str, ...] = (),
-) -> Any:  # fmt: skip
+) -> Any:
     declared = RequestOption(rule, words, group, metavar, called, parse, choices)
     return field(default=default, metadata={"option": declared})
 
@@ -331,10 +337,15 @@ class Request:
 
     def _check_ranks(self) -> None:
         alone = {
-            "--no-isolation": not self.isolation, "--energy phases": self.energy_of == PHASE_ENERGY,
-            "--sustained": self.sustained is not None, "--tape": self.tape, "--shares": self.shares,
-            "--max-batch": self.max_batch, "--counters": self.counters, "--trace": self.trace is not None,
-        }  # fmt: skip
+            "--no-isolation": not self.isolation,
+            "--energy phases": self.energy_of == PHASE_ENERGY,
+            "--sustained": self.sustained is not None,
+            "--tape": self.tape,
+            "--shares": self.shares,
+            "--max-batch": self.max_batch,
+            "--counters": self.counters,
+            "--trace": self.trace is not None,
+        }
         for option, given in alone.items():
             if given:
                 raise UsageError(f"{option} is of one process, and --ranks asks for several. Leave one of them out.")

@@ -261,9 +261,20 @@ SWITCHES_SET = "switches_set"
 BUSY_CORES = "busy_cores"
 # Software and settings that times depend on: neither a comparison nor a history judges across them.
 CONDITIONS = (
-    "fp8bench", "python", "torch", "torch_git", "cudnn", "cublaslt", SWITCHES_SET, "cpu_count",
-    "cpu_affinity", "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max",
-)  # fmt: skip
+    "fp8bench",
+    "python",
+    "torch",
+    "torch_git",
+    "cudnn",
+    "cublaslt",
+    SWITCHES_SET,
+    "cpu_count",
+    "cpu_affinity",
+    "cpu_governor",
+    "cpu_turbo_off",
+    "smt",
+    "cgroup_cpu_max",
+)
 # Settings of a device, by its driver.
 DEVICE_SETTINGS = ("driver", "power_cap", "ecc", "mig")
 

@@ -220,9 +220,21 @@ class HeldProduct:
 # Marks of a transformer's parts in paths; the first that fits counts: BERT has an attention.output.dense, too.
 _PARTS = {
     "attn": ("attn", "attention"),
-    "mlp": ("mlp", "ffn", "feed_forward", "feedforward", "densereludense", "intermediate", "experts", "fc1", "fc2",
-            "linear1", "linear2", "output.dense"),
-}  # fmt: skip
+    "mlp": (
+        "mlp",
+        "ffn",
+        "feed_forward",
+        "feedforward",
+        "densereludense",
+        "intermediate",
+        "experts",
+        "fc1",
+        "fc2",
+        "linear1",
+        "linear2",
+        "output.dense",
+    ),
+}
 
 
 def part_of(path: str) -> str:

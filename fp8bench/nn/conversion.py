@@ -365,20 +365,25 @@ class AcceleratedModel(PlainArithmetic):
         from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
         recipes = {
-            "ao": AORecipeKwargs, "te": TERecipeKwargs, "msamp": partial(MSAMPRecipeKwargs, opt_level=self._level),
-        }  # fmt: skip
+            "ao": AORecipeKwargs,
+            "te": TERecipeKwargs,
+            "msamp": partial(MSAMPRecipeKwargs, opt_level=self._level),
+        }
         # The model is on its device already.
         return Accelerator(
-            mixed_precision="fp8", kwargs_handlers=[recipes[self._recipe]()], cpu=not self._facts.accelerated,
+            mixed_precision="fp8",
+            kwargs_handlers=[recipes[self._recipe]()],
+            cpu=not self._facts.accelerated,
             device_placement=False,
-        )  # fmt: skip
+        )
 
 
 def converted_in(model: nn.Module) -> frozenset[str]:
     return frozenset(
-        name for name, module in model.named_modules()
+        name
+        for name, module in model.named_modules()
         if type(module).__name__ in _CONVERTED or type(module).__module__.partition(".")[0] == _TRANSFORMER_ENGINE
-    )  # fmt: skip
+    )
 
 
 def unconverted(held: ProductWeight) -> ProductWeight:

@@ -28,9 +28,16 @@ from fp8bench.protocols import Layer, key_of, keys_of
 LINEAR, CONV1D, CONV2D, EXPERTS, HEAD = "linear", "conv1d", "conv2d", "experts", "head"
 # Layers that torch multiplies in ways that have no counterpart here.
 _OTHERS = (
-    nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Bilinear, nn.RNNBase,
-    nn.RNNCellBase, nn.MultiheadAttention,
-)  # fmt: skip
+    nn.Conv1d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Bilinear,
+    nn.RNNBase,
+    nn.RNNCellBase,
+    nn.MultiheadAttention,
+)
 # What surrounds products: embeddings and norms, the head's output, and the residual stream, which is no module.
 EMBED, NORM, LOGITS, RESIDUAL = "embed", "norm", "logits", "residual"
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RMSNorm)
@@ -274,8 +281,15 @@ Around = Callable[[str, bool, Callable[[], Any]], Any]
 
 _LINEAR = {F.linear}
 _PRODUCTS = {
-    torch.mm, torch.bmm, torch.matmul, Tensor.mm, Tensor.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__,
-}  # fmt: skip
+    torch.mm,
+    torch.bmm,
+    torch.matmul,
+    Tensor.mm,
+    Tensor.bmm,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    Tensor.__rmatmul__,
+}
 _GROUPED = {getattr(owner, name) for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if hasattr(owner, name)}
 # Names of arguments that some callers give by name.
 _NAMES = {F.linear: ("input", "weight", "bias"), **dict.fromkeys(_GROUPED, ("mat_a", "mat_b", "offs"))}

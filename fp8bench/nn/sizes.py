@@ -279,8 +279,11 @@ MODELS: dict[str, Features] = {
 }  # fmt: skip
 # The layer above all blocks: (ids of the vocabulary, width).
 HEADS: dict[str, tuple[int, int]] = {
-    "gpt2": (50257, 768), "llama3-8b": (128256, 4096), "llama3-70b": (128256, 8192), "deepseek-v3": (129280, 7168),
-}  # fmt: skip
+    "gpt2": (50257, 768),
+    "llama3-8b": (128256, 4096),
+    "llama3-70b": (128256, 8192),
+    "deepseek-v3": (129280, 7168),
+}
 PRODUCTS: dict[str, tuple[Role, Role]] = {
     "forward": (Role.INPUT, Role.WEIGHT),
     "input-gradient": (Role.GRADIENT, Role.WEIGHT),

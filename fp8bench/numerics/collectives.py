@@ -92,8 +92,11 @@ def largest_scale(amax: Tensor) -> Tensor:
 def factor_of(scaling: str, size: int, auto: AutoScale) -> float | Tensor:
     """A further factor of the scale, so that the sum over ranks is less likely too large."""
     factors: dict[str, float | Tensor] = {
-        PRE: 1 / size, POST: 1.0, MS_AMP: 1 / math.sqrt(size), FP8LM_AUTO: auto.mu,
-    }  # fmt: skip
+        PRE: 1 / size,
+        POST: 1.0,
+        MS_AMP: 1 / math.sqrt(size),
+        FP8LM_AUTO: auto.mu,
+    }
     return factors[scaling]
 
 

@@ -60,11 +60,14 @@ class Ledger:
     def statistics(self) -> tuple[TensorStatistics, ...]:
         return tuple(
             TensorStatistics(
-                kind, role, tally.count, tally.amax,
+                kind,
+                role,
+                tally.count,
+                tally.amax,
                 tuple(
                     (fmt.name, tally.above[fmt.name] / max(tally.count, 1), tally.below[fmt.name] / max(tally.count, 1))
                     for fmt in RANGES
                 ),
             )
             for (kind, role), tally in self.tallies.items()
-        )  # fmt: skip
+        )

@@ -230,12 +230,23 @@ class _Values:
         nonzero, lost, vanished = self._counts.tolist()
         saturated, subnormal, max_ulp, utilisation = grid.figures() if grid is not None else (None,) * 4
         return TensorError(
-            count, nonzero, lost, vanished,
-            float(self._signal.sum()), float(self._noise.sum()), float(self._cross), float(self._output),
-            float(self._amax), float(self._smallest) if nonzero else 0.0,
-            _spread(self._signal.sum(1), self._noise.sum(1)), _spread(self._signal, self._noise),
-            saturated, subnormal, max_ulp, utilisation,
-        )  # fmt: skip
+            count,
+            nonzero,
+            lost,
+            vanished,
+            float(self._signal.sum()),
+            float(self._noise.sum()),
+            float(self._cross),
+            float(self._output),
+            float(self._amax),
+            float(self._smallest) if nonzero else 0.0,
+            _spread(self._signal.sum(1), self._noise.sum(1)),
+            _spread(self._signal, self._noise),
+            saturated,
+            subnormal,
+            max_ulp,
+            utilisation,
+        )
 
 
 class _GridFigures:

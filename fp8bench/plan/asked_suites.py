@@ -68,8 +68,9 @@ def _suites(word: str) -> Sequence[str]:
         if "/" in word or Path(word).exists() or Path(file).is_file():
             raise UsageError(
                 f"the suite {word!r} is a path. Give a name, or a file that ends in .py.",
-                word, file if Path(file).is_file() else None,
-            )  # fmt: skip
+                word,
+                file if Path(file).is_file() else None,
+            )
         known = sorted([*known_suites(), ALL])
         raise UnknownName("suite", word, known, f"{', '.join(known)}; or a .py file with your suites")
     return [word]

@@ -81,8 +81,10 @@ class Fp8Delayed(RecipePrecision):
         Option("algorithm", "what of them: the max, or the most_recent", Amax.MAX.value, one_of(*Amax)),
         Option("margin", "scales are divided by 2^margin", "0", whole_number(0, MOST_MARGIN)),
         Option("interval", "casts between two scales", "1", whole_number(1, LONGEST_HISTORY)),
-        formats_option("hybrid"), HIGH_WEIGHT_GRADIENT, ACCUMULATOR,
-    )  # fmt: skip
+        formats_option("hybrid"),
+        HIGH_WEIGHT_GRADIENT,
+        ACCUMULATOR,
+    )
 
     def made(self) -> Recipe:
         history, margin, interval = (int(self.chosen[name]) for name in ("history", "margin", "interval"))
@@ -186,10 +188,16 @@ class MxFp6(RecipePrecision):
     block = (1, 32)
     kept = E8M0
     options = (
-        Option("formats", "e3m2 or e2m3: for all; hybrid: E2M3 for inputs and weights, E3M2 for gradients", "e3m2",
-               one_of(*_MXFP6_FORMATS), ("format",)),
-        MX_SCALE, HIGH_WEIGHT_GRADIENT,
-    )  # fmt: skip
+        Option(
+            "formats",
+            "e3m2 or e2m3: for all; hybrid: E2M3 for inputs and weights, E3M2 for gradients",
+            "e3m2",
+            one_of(*_MXFP6_FORMATS),
+            ("format",),
+        ),
+        MX_SCALE,
+        HIGH_WEIGHT_GRADIENT,
+    )
 
     @property
     def formats(self) -> tuple[Format, Format, Format]:
@@ -227,14 +235,19 @@ class NvFp4(RecipePrecision):
     words = "NVFP4"
     multiples = (32, 16)
     options = (
-        Option("weights", "2d: blocks of 16x16, the same values in both directions; 1d: of 16", "2d",
-               one_of("2d", "1d")),
+        Option(
+            "weights", "2d: blocks of 16x16, the same values in both directions; 1d: of 16", "2d", one_of("2d", "1d")
+        ),
         stochastic_option("on"),
         hadamard_option("on"),
-        Option("scale", "block scales to nearest, or up; those of stochastic gradients always up", "nearest",
-               one_of(ScaleRounding.NEAREST, ScaleRounding.UP)),
+        Option(
+            "scale",
+            "block scales to nearest, or up; those of stochastic gradients always up",
+            "nearest",
+            one_of(ScaleRounding.NEAREST, ScaleRounding.UP),
+        ),
         HIGH_WEIGHT_GRADIENT,
-    )  # fmt: skip
+    )
 
     def made(self) -> Recipe:
         rows = _NVFP4_BLOCK if self.chosen["weights"] == "2d" else 1
@@ -287,12 +300,18 @@ class Custom(RecipePrecision):
     words = "custom formats"
     options = (
         Option("format", f"of all tensors: {', '.join(_ELEMENTS)}", E4M3.name, _element),
-        _own("input"), _own("weight"), _own("gradient"),
+        _own("input"),
+        _own("weight"),
+        _own("gradient"),
         Option("scaling", f"what shares a scale: {_NONE}, {', '.join(_SCALINGS)}", "tensor", one_of(_NONE, *_SCALINGS)),
-        Option("scale", f"how scales are rounded; {_AUTO}: exact, rceil for mx, nearest for nvfp4", _AUTO,
-               one_of(_AUTO, *ScaleRounding)),
+        Option(
+            "scale",
+            f"how scales are rounded; {_AUTO}: exact, rceil for mx, nearest for nvfp4",
+            _AUTO,
+            one_of(_AUTO, *ScaleRounding),
+        ),
         HIGH_WEIGHT_GRADIENT,
-    )  # fmt: skip
+    )
 
     def made(self) -> Recipe:
         words = [str(self.chosen[role]) for role in ("input", "weight", "gradient")]

@@ -94,9 +94,13 @@ class Served(Precision):
         Option("carrier", f"what all else is in: {', '.join(CARRIERS)}", "bf16", one_of(*CARRIERS)),
         Option("kv", "the format of keys and values", "", _format_of(KV_FORMATS)),
         Option("weights", "the format of the blocks' weights", "", _format_of(WEIGHT_FORMATS)),
-        Option("activations", "low: inputs of those layers are rounded to their weights' format too", "high",
-               one_of("high", "low")),
-    )  # fmt: skip
+        Option(
+            "activations",
+            "low: inputs of those layers are rounded to their weights' format too",
+            "high",
+            one_of("high", "low"),
+        ),
+    )
 
     def support(self, facts: DeviceFacts) -> Support:
         """Refused; the workloads that serve a model override that."""

@@ -139,9 +139,15 @@ class _Stretch:
         awaited = following < len(self.backwards) and (block.gone is None or block.gone > self.backwards[following])
         inside = bool(block.phase)
         return HeldBlock(
-            block.address, block.size, block.phase, block.node > 0, inside and not block.node and awaited,
-            inside and block.brief, block.gone is None, tuple(block.said),
-        )  # fmt: skip
+            block.address,
+            block.size,
+            block.phase,
+            block.node > 0,
+            inside and not block.node and awaited,
+            inside and block.brief,
+            block.gone is None,
+            tuple(block.said),
+        )
 
 
 @dataclass(slots=True)

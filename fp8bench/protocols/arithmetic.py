@@ -206,9 +206,20 @@ Watch = Callable[[Operand, "Tensor | None", Role, Operand | None], None]
 
 # Attributes that a watched arithmetic takes from the inner one.
 AS_IT_IS = (
-    "carrier", "casts", "keeps_source", "explicit", "settles", "plain", "takes_amax",
-    "whole", "fused", "layer_scales", "memory", "recall", "restore",
-)  # fmt: skip
+    "carrier",
+    "casts",
+    "keeps_source",
+    "explicit",
+    "settles",
+    "plain",
+    "takes_amax",
+    "whole",
+    "fused",
+    "layer_scales",
+    "memory",
+    "recall",
+    "restore",
+)
 
 
 class WatchedArithmetic(Arithmetic):

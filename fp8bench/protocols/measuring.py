@@ -165,9 +165,16 @@ class Markers(Generic[Marker]):
     """A marker for each phase, by its name. A plain object, because backward may run on another thread."""
 
     __slots__ = (
-        "accumulate", "attention", "cast", "communication", "data_load", "decode", "elementwise", "gemm",
+        "accumulate",
+        "attention",
+        "cast",
+        "communication",
+        "data_load",
+        "decode",
+        "elementwise",
+        "gemm",
         "optimizer_step",
-    )  # fmt: skip
+    )
 
     data_load: Marker
     decode: Marker

@@ -57,16 +57,25 @@ class Col(Generic[T]):
 
 
 def table(
-    name: str, caption: str, cols: Sequence[Col[T]], items: Iterable[T], *, main: bool = False, folded: bool = False,
+    name: str,
+    caption: str,
+    cols: Sequence[Col[T]],
+    items: Iterable[T],
+    *,
+    main: bool = False,
+    folded: bool = False,
     kept: Collection[str] | None = None,
-) -> Table:  # fmt: skip
+) -> Table:
     """A row for each item. With `kept`, other columns are left out if all their fields are empty or dashes."""
     items = list(items)
     shown = [(col.column, [col.field(item) for item in items]) for col in cols if col.when]
     if kept is not None:
         silent = ("", units.NONE)
-        shown = [(column, fields) for column, fields in shown
-                 if column.title in kept or any(field.text not in silent for field in fields)]  # fmt: skip
+        shown = [
+            (column, fields)
+            for column, fields in shown
+            if column.title in kept or any(field.text not in silent for field in fields)
+        ]
     rows = tuple(zip(*(fields for _, fields in shown), strict=True))
     return Table(name, caption, tuple(column for column, _ in shown), rows, main, folded)
 

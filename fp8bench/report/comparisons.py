@@ -44,9 +44,23 @@ _HOW_VERDICT = (
     f"+-{units.percent(SAME, 0)}, else unsure; differs where the sides were measured under other conditions"
 )
 COLUMNS = (
-    "case", "suite", "metric", "unit", "direction", "evidence", "before", "after", "ratio", "low", "high", "level",
-    "p_value", "labels", "why", "failed",
-)  # fmt: skip
+    "case",
+    "suite",
+    "metric",
+    "unit",
+    "direction",
+    "evidence",
+    "before",
+    "after",
+    "ratio",
+    "low",
+    "high",
+    "level",
+    "p_value",
+    "labels",
+    "why",
+    "failed",
+)
 
 
 def value(comparison: Comparison, number: float | None) -> str:
@@ -135,9 +149,11 @@ def side_words(side: Side) -> str:
     """'HEAD: commit 0a1b2c3d, 3 runs (5f6a7b8c, ...)'."""
     known = ((run.environment.get("commit"), run.environment.get("dirty")) for run in side.runs)
     commits = dict.fromkeys(
-        f"commit {commit[:8]}{'' if dirty is False else ' with other changes'}" if isinstance(commit, str)
-        else "of no commit" for commit, dirty in known
-    )  # fmt: skip
+        f"commit {commit[:8]}{'' if dirty is False else ' with other changes'}"
+        if isinstance(commit, str)
+        else "of no commit"
+        for commit, dirty in known
+    )
     ids = [run.id for run in side.runs]
     shown = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
     unfinished = sum(not run.finished for run in side.runs)
@@ -164,23 +180,37 @@ def _table(shown: Sequence[Comparison]) -> Iterator[Element]:
         Col("A", lambda comparison: value(comparison, comparison.before), number=True),
         Col("B", lambda comparison: value(comparison, comparison.after), number=True),
         Col("change", lambda comparison: signed(comparison.ratio)),
-        Col("verdict", direction,
-            tone=lambda comparison: Tone.BAD if comparison.failed else TONES.get(comparison.direction, Tone.PLAIN)),
-        Col("why", below=True, of=lambda comparison: (
-            comparison.why if comparison.direction is Direction.NONE or comparison.metric in COUNTS else "")),
-        Col("labels", lambda comparison: ", ".join(label for label in comparison.labels if label not in shared) or None,
-            when=any(set(comparison.labels) - set(shared) for comparison in shown)),
-    ]  # fmt: skip
+        Col(
+            "verdict",
+            direction,
+            tone=lambda comparison: Tone.BAD if comparison.failed else TONES.get(comparison.direction, Tone.PLAIN),
+        ),
+        Col(
+            "why",
+            below=True,
+            of=lambda comparison: (
+                comparison.why if comparison.direction is Direction.NONE or comparison.metric in COUNTS else ""
+            ),
+        ),
+        Col(
+            "labels",
+            lambda comparison: ", ".join(label for label in comparison.labels if label not in shared) or None,
+            when=any(set(comparison.labels) - set(shared) for comparison in shown),
+        ),
+    ]
     yield table("comparisons", "", cols, shown)
 
 
 def value_of(compared: Compared) -> dict[str, Any]:
     sides = (
-        {"name": side.name, "runs": [
-            {"id": run.id, "started": run.started, "commit": run.environment.get("commit")} for run in side.runs
-        ]}
+        {
+            "name": side.name,
+            "runs": [
+                {"id": run.id, "started": run.started, "commit": run.environment.get("commit")} for run in side.runs
+            ],
+        }
         for side in (compared.before, compared.after)
-    )  # fmt: skip
+    )
     return {
         **dict(zip("ab", sides, strict=True)),
         "differing": encode(compared.differing),
@@ -194,8 +224,11 @@ def rows_of(comparisons: Iterable[Comparison]) -> Rows:
     encoded = ((comparison, encode(comparison)) for comparison in comparisons)
     return COLUMNS, (
         {
-            **row, **(ratio := row["ratio"] or {}), "ratio": ratio.get("point"), "labels": " ".join(comparison.labels),
+            **row,
+            **(ratio := row["ratio"] or {}),
+            "ratio": ratio.get("point"),
+            "labels": " ".join(comparison.labels),
             "failed": "yes" if comparison.failed else "no",
         }
         for comparison, row in encoded
-    )  # fmt: skip
+    )

@@ -25,9 +25,16 @@ _VERSION = 2
 CURRENT_DAYS = 7
 # Facts of the environment that tell ceilings apart, and those of each device, by its driver.
 _FACTS = (
-    "machine", "torch", "env_ONEDNN_MAX_CPU_ISA", "env_NVIDIA_TF32_OVERRIDE", "threads", SWITCHES_SET, "cpu_governor",
-    "cpu_turbo_off", "cgroup_cpu_max",
-)  # fmt: skip
+    "machine",
+    "torch",
+    "env_ONEDNN_MAX_CPU_ISA",
+    "env_NVIDIA_TF32_OVERRIDE",
+    "threads",
+    SWITCHES_SET,
+    "cpu_governor",
+    "cpu_turbo_off",
+    "cgroup_cpu_max",
+)
 _OF_DEVICE = ("driver", "power_cap", "sm_clock_max", "memory_clock_max", "mig")
 
 

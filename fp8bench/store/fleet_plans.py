@@ -180,11 +180,16 @@ def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run | str]) ->
     newest = whole or (loaded[0] if loaded else None)
     attempts, damage_of_folder = _attempts_of(folder)
     state = CellState(
-        number, plan.cells[number], CellStatus.BEGUN if newest is not None else CellStatus.WAITING,
-        newest.id if newest else "", str(newest.environment.get("machine") or "") if newest else "", "", attempts,
+        number,
+        plan.cells[number],
+        CellStatus.BEGUN if newest is not None else CellStatus.WAITING,
+        newest.id if newest else "",
+        str(newest.environment.get("machine") or "") if newest else "",
+        "",
+        attempts,
         tuple(Counter(record.status.value for record in newest.records).items()) if newest else (),
         (*damage, *damage_of_folder),
-    )  # fmt: skip
+    )
     if whole is not None:
         failed = [record.case.mode for record in whole.records if record.status is Status.FAILED]
         return replace(state, status=CellStatus.DONE, why=f"failed: {', '.join(failed)}" if failed else "")

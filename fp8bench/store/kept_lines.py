@@ -25,9 +25,16 @@ _LETTERS, _BEGINNING = 120, 20
 _SCHEMA = re.compile(r'{"schema": ?(\d+)\b')
 # The files with checksums that a store has beside its runs; acknowledgements are checked by `load_acks`.
 BESIDE_RUNS = (
-    "advice.jsonl", "ceilings/*.json", "ceilings/history.jsonl", "cells/*/attempts.jsonl", "duels/*.jsonl",
-    "inference.jsonl", "plans/*.json", "sensitivity/*.json", "trainings/*/steps.jsonl",
-)  # fmt: skip
+    "advice.jsonl",
+    "ceilings/*.json",
+    "ceilings/history.jsonl",
+    "cells/*/attempts.jsonl",
+    "duels/*.jsonl",
+    "inference.jsonl",
+    "plans/*.json",
+    "sensitivity/*.json",
+    "trainings/*/steps.jsonl",
+)
 
 
 class UnknownKind(ValueError):

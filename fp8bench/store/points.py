@@ -34,10 +34,19 @@ from fp8bench.store.series import cells_of, check_grid, class_name, reference_of
 _PRINTED_UNITS = ("seconds", "bytes")
 _DIGITS = 6
 # Times depend on these; what is counted of a step does not.
-_NOT_OF_COUNTS = frozenset({
-    "python", "cpu_count", "cpu_affinity", "cpu_governor", "cpu_turbo_off", "smt", "cgroup_cpu_max", "imports_sha256",
-    *DEVICE_SETTINGS,
-})  # fmt: skip
+_NOT_OF_COUNTS = frozenset(
+    {
+        "python",
+        "cpu_count",
+        "cpu_affinity",
+        "cpu_governor",
+        "cpu_turbo_off",
+        "smt",
+        "cgroup_cpu_max",
+        "imports_sha256",
+        *DEVICE_SETTINGS,
+    }
+)
 # Cases with quantisers, which alone depend on it, say themselves how these ran.
 _SAID_BY_CASES = f"env_{QUANTISERS_VARIABLE}"
 
@@ -64,8 +73,9 @@ def followed(run: Run) -> RunPoints:
     return RunPoints(
         tuple(point for part in parts for point in part.points),
         tuple(series for part in parts for series in part.series),
-        sum(part.others for part in parts), next((part.why for part in parts if part.why), ""),
-    )  # fmt: skip
+        sum(part.others for part in parts),
+        next((part.why for part in parts if part.why), ""),
+    )
 
 
 def merged(points: Sequence[Point], series: Iterable[Series] = ()) -> dict[tuple[str, Cell], Point]:
@@ -258,10 +268,15 @@ def _points(
         if metric.unit not in _PRINTED_UNITS and not metric.counted:
             values = tuple(float(f"{value:.{_DIGITS}g}") for value in values)
         yield Point(
-            title + metric.name, cell, version, values, record.status, record.reason,
+            title + metric.name,
+            cell,
+            version,
+            values,
+            record.status,
+            record.reason,
             hasty and metric not in grid.errors and metric.unit != "bytes" and not metric.counted,
             under=_conditions_of(grid, record, metric.name, bool(values), under),
-        )  # fmt: skip
+        )
 
 
 def _metrics_by_name(workload: Workload, record: Record, reference: Record | None) -> dict[str, Metric]:

@@ -71,11 +71,16 @@ def series_of(workload: Workload, data: str | None) -> tuple[Series, ...]:
     title = f"{workload.name}.{class_name(workload.name)}"
     return tuple(
         Series(
-            f"{title}.track_{metric.name}", workload.name, metric.name, metric.unit, tuple(params),
-            tuple(params.values()), version_of(workload.version, data),
+            f"{title}.track_{metric.name}",
+            workload.name,
+            metric.name,
+            metric.unit,
+            tuple(params),
+            tuple(params.values()),
+            version_of(workload.version, data),
         )
         for metric in tracked_by(_grid(workload))
-    )  # fmt: skip
+    )
 
 
 def cells_of(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:

@@ -24,24 +24,45 @@ MAKE_ROOM = frozenset(
 )
 # They do not read the tensor that they change.
 _OVERWRITE = frozenset(
-    {"copy_", "fill_", "zero_", "uniform_", "normal_", "random_", "bernoulli_", "exponential_", "_foreach_copy_",
-     "_foreach_zero_"}
-)  # fmt: skip
+    {
+        "copy_",
+        "fill_",
+        "zero_",
+        "uniform_",
+        "normal_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "_foreach_copy_",
+        "_foreach_zero_",
+    }
+)
 # They read no number.
 _SAY_NOTHING = frozenset({"is_same_size", "is_pinned", "record_stream", "_fused_sdp_choice", "_has_same_storage_numel"})
 # They add their first argument to a product, and do not read it where `beta` is 0.
 _ADD_TO = frozenset({"addmm", "_addmm_activation", "addbmm", "baddbmm", "addmv", "addr"})
 # They read as much of this argument as their result holds.
 _PICK = {
-    "embedding": "weight", "index": "self", "index_select": "self", "gather": "self", "take": "self",
-    "_unsafe_index": "self", "masked_select": "self",
-}  # fmt: skip
+    "embedding": "weight",
+    "index": "self",
+    "index_select": "self",
+    "gather": "self",
+    "take": "self",
+    "_unsafe_index": "self",
+    "masked_select": "self",
+}
 _BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
 # They change as much as this argument holds.
 _PUT = {
-    "index_put_": "values", "_index_put_impl_": "values", "index_add_": "source", "index_copy_": "source",
-    "scatter_": "index", "scatter_add_": "index", "masked_scatter_": "source", "index_fill_": "index",
-}  # fmt: skip
+    "index_put_": "values",
+    "_index_put_impl_": "values",
+    "index_add_": "source",
+    "index_copy_": "source",
+    "scatter_": "index",
+    "scatter_add_": "index",
+    "masked_scatter_": "source",
+    "index_fill_": "index",
+}
 _GRADIENTS = "grads"
 
 
@@ -141,10 +162,17 @@ class Traffic:
 
 
 _WORDS = {
-    "float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2", "float8_e4m3fnuz": "e4m3fnuz", "float8_e5m2fnuz": "e5m2fnuz", "float8_e8m0fnu": "e8m0",
+    "float64": "fp64",
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+    "float8_e4m3fnuz": "e4m3fnuz",
+    "float8_e5m2fnuz": "e5m2fnuz",
+    "float8_e8m0fnu": "e8m0",
     "float4_e2m1fn_x2": "e2m1x2",
-}  # fmt: skip
+}
 TF32 = "tf32"
 
 
@@ -169,10 +197,17 @@ def counted(calls: Iterable[Call], tf32: bool = False) -> Tape:
         if flops == 0 and not traffic.moves:
             continue  # a view, or room for what comes
         operator = OperatorCount(
-            call.phase, name_of(call), call.backward,
-            tuple(_words((call.given, tuple(call.named.values())))), tuple(_words(call.result)), 1,
-            flops, sum(by_dtype.values()), _path(call, argument, tf32) if flops else "", int(traffic.moves),
-        )  # fmt: skip
+            call.phase,
+            name_of(call),
+            call.backward,
+            tuple(_words((call.given, tuple(call.named.values())))),
+            tuple(_words(call.result)),
+            1,
+            flops,
+            sum(by_dtype.values()),
+            _path(call, argument, tf32) if flops else "",
+            int(traffic.moves),
+        )
         rows[operator] += 1
         sums[call.phase] = _added(sums.get(call.phase, PhaseCount(call.phase)), operator, by_dtype)
     operators = tuple(replace(operator_count, calls=count) for operator_count, count in rows.items())

@@ -262,9 +262,18 @@ def _holder(held: ProductWeight, sums: _CoveredSums, tape: _PlacedTape, multiple
         else:
             rule, reason = "not-called", "the step never calls it"
     return Holder(
-        held.name, held.shown_kind, held.shape, products, sums.of[id(held)], calls, not reason, reason, rule,
-        unfit(held, products, multiple), held.also,
-    )  # fmt: skip
+        held.name,
+        held.shown_kind,
+        held.shape,
+        products,
+        sums.of[id(held)],
+        calls,
+        not reason,
+        reason,
+        rule,
+        unfit(held, products, multiple),
+        held.also,
+    )
 
 
 def unfit(held: ProductWeight, products: Sequence[HeldProduct], multiple: int) -> str:

@@ -75,8 +75,11 @@ def _sides(named: Named, out: Any) -> tuple[int, int, int, int]:
     weight, x = named["weight"], named.get("input", named.get("self"))
     places, groups = (x if named.get("transposed") else out), int(named.get("groups", 1))
     return (
-        weight.shape[0] // groups, math.prod(weight.shape[1:]), places.shape[0] * math.prod(places.shape[2:]), groups
-    )  # fmt: skip
+        weight.shape[0] // groups,
+        math.prod(weight.shape[1:]),
+        places.shape[0] * math.prod(places.shape[2:]),
+        groups,
+    )
 
 
 def _pairs(named: Named) -> float:

@@ -252,10 +252,16 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
             ended = self._clock()
         self.calls.append(
             TimedCall(
-                func, module, backward, self._phase, "" if node is None else node.name(), optimizing,
-                None if dtypes is None else (dtypes, _dtype(result) or dtypes), ended - begun,
+                func,
+                module,
+                backward,
+                self._phase,
+                "" if node is None else node.name(),
+                optimizing,
+                None if dtypes is None else (dtypes, _dtype(result) or dtypes),
+                ended - begun,
             )
-        )  # fmt: skip
+        )
         return result
 
 

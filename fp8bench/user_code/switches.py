@@ -107,9 +107,18 @@ _LOWERING = frozenset(LOWERING)
 # Under these variables OpenMP itself binds the thread at its first loop.
 _BINDS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 _CLOCKS = (
-    "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time",
-    "thread_time_ns", "time", "time_ns", "sleep",
-)  # fmt: skip
+    "perf_counter",
+    "perf_counter_ns",
+    "monotonic",
+    "monotonic_ns",
+    "process_time",
+    "process_time_ns",
+    "thread_time",
+    "thread_time_ns",
+    "time",
+    "time_ns",
+    "sleep",
+)
 _HANDLED = tuple(
     signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "ALRM", "VTALRM", "PROF", "USR1", "USR2")
 )
@@ -129,9 +138,11 @@ def _interpreter_switches() -> Iterator[Switch]:
     yield Switch("the tracer", sys.gettrace, sys.settrace, usual=None)
     yield Switch("the profiler of calls", sys.getprofile, sys.setprofile, usual=None)
     yield Switch(
-        "tracing of allocations", tracemalloc.is_tracing,
-        lambda on: tracemalloc.start() if on else tracemalloc.stop(), usual=False,
-    )  # fmt: skip
+        "tracing of allocations",
+        tracemalloc.is_tracing,
+        lambda on: tracemalloc.start() if on else tracemalloc.stop(),
+        usual=False,
+    )
     yield Switch("the interpreter's switch interval", sys.getswitchinterval, sys.setswitchinterval, usual=0.005)
 
 
@@ -142,9 +153,10 @@ def _system_switches() -> Iterator[Switch]:
     yield Switch("niceness", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0))
     if hasattr(os, "sched_getscheduler"):
         yield Switch(
-            "the scheduling policy", partial(os.sched_getscheduler, 0),
+            "the scheduling policy",
+            partial(os.sched_getscheduler, 0),
             lambda policy: os.sched_setscheduler(0, policy, os.sched_param(0)),
-        )  # fmt: skip
+        )
     yield Switch(
         "the environment",
         _environment,
@@ -153,20 +165,26 @@ def _system_switches() -> Iterator[Switch]:
         bends=_LOWERING.intersection,
         wanted="none of " + " and ".join(sorted(_LOWERING)),
         mend="unset it, and start Python again",
-    )  # fmt: skip - each variable is a fact of its own
+    )
 
 
 def _clock_and_signal_switches() -> Iterator[Switch]:
     for name in _CLOCKS:
         yield attribute(
-            f"time.{name}", time, name, usual=f"time.{name}", bends=partial(_is_other, name),
+            f"time.{name}",
+            time,
+            name,
+            usual=f"time.{name}",
+            bends=partial(_is_other, name),
             mend="end what replaces the clocks of this process",
-        )  # fmt: skip
+        )
     for number in _HANDLED:
         yield Switch(
-            f"the handler of {number.name}", partial(_handler, number), partial(signal.signal, number),
+            f"the handler of {number.name}",
+            partial(_handler, number),
+            partial(signal.signal, number),
             set_by_imports=True,
-        )  # fmt: skip
+        )
     for kind, timer in _TIMERS.items():  # a timer that was left running is stopped; one that ended cannot be restarted
         yield Switch(f"the {kind} timer", partial(_runs, timer), partial(_stop, timer), usual=False)
 
@@ -177,9 +195,13 @@ def _library_switches() -> Iterator[Switch]:
     library = ctypes.CDLL(None)
     if hasattr(library, "fegetround"):
         yield Switch(
-            "the rounding of floats", library.fegetround, library.fesetround, usual=0, bends=bool,
+            "the rounding of floats",
+            library.fegetround,
+            library.fesetround,
+            usual=0,
+            bends=bool,
             mend="call fesetround(FE_TONEAREST)",
-        )  # fmt: skip
+        )
 
 
 def _is_other(name: str, clock: Any) -> bool:

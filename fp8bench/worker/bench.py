@@ -21,7 +21,7 @@ from fp8bench.model import (
     Rate,
     Rotation,
     Scalar,
-)  # fmt: skip
+)
 from fp8bench.model.promises import Conformity
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, Settings, StateCheck
 from fp8bench.protocols import Phases, SilentPhases, Stamper, Workload
@@ -115,9 +115,17 @@ class Bench(UntimedPasses):
         stamper = device.stamper(facts.index)
         started = running() - before
         self._prepared[key] = Prepared(
-            workload, precision, device, facts.index, states, self._clock(stamper), stamper, started, flush,
+            workload,
+            precision,
+            device,
+            facts.index,
+            states,
+            self._clock(stamper),
+            stamper,
+            started,
+            flush,
             meet=self._meet,
-        )  # fmt: skip
+        )
         gc.collect()
 
     def _state_after_one_step(self, workload: Workload, case: Case, facts: DeviceFacts) -> State:

@@ -132,9 +132,11 @@ def _timed(
 
 
 def _best(
-    counts: dict[Shape, float], prepared: Callable[[Shape], Callable[[], Any]], wait: Callable[[], None],
+    counts: dict[Shape, float],
+    prepared: Callable[[Shape], Callable[[], Any]],
+    wait: Callable[[], None],
     seconds: float,
-) -> tuple[Shape, float, int]:  # fmt: skip
+) -> tuple[Shape, float, int]:
     """Returns the shape with the highest rate, that rate, and how many shapes were tried. Every shape has an equal
     share of the time, and its rate is that of its fastest stretches. A shape whose first call would exceed its share at
     the best rate so far is left out, and so are all that do more work."""

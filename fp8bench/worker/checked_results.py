@@ -56,9 +56,12 @@ def _statistics(given: object) -> TensorStatistics:
                     f"outside holds {_shown(wrong)}; expected (format, share above, share that becomes zero)"
                 )
     return TensorStatistics(
-        _text(given.kind, "kind"), _text(given.role, "role"), _count(given.count), _number(given.amax, "amax"),
+        _text(given.kind, "kind"),
+        _text(given.role, "role"),
+        _count(given.count),
+        _number(given.amax, "amax"),
         tuple(outside),
-    )  # fmt: skip
+    )
 
 
 def _iterable(given: Any, said: str, expected: str) -> Iterable[Any]:

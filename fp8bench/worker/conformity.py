@@ -73,9 +73,13 @@ class _Compared:
     the processor: no device may be its own judge."""
 
     def __init__(
-        self, precision: Precision, native: Callable[[], Arithmetic], emulated: Callable[[], Arithmetic],
-        facts: DeviceFacts, seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        precision: Precision,
+        native: Callable[[], Arithmetic],
+        emulated: Callable[[], Arithmetic],
+        facts: DeviceFacts,
+        seed: int,
+    ) -> None:
         self.mode, self._native, self._emulated = precision.mode, native, emulated
         self._device, self._seed = facts.key, seed
         self._hopper = has_hopper_units(facts)

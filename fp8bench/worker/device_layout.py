@@ -216,8 +216,10 @@ class LaidOutArithmetic(Arithmetic):
         recipe = self._recipe(name, source, role, before)
         new = [_Holding(self._ledger.meter.note, size) for size in recipe.sizes]
         if kept := self._kept_scale(role):
-            new = [_Holding(self._ledger.meter.note, 0, kept) if n == recipe.parts[0][-1] else holding
-                   for n, holding in enumerate(new)]  # fmt: skip
+            new = [
+                _Holding(self._ledger.meter.note, 0, kept) if n == recipe.parts[0][-1] else holding
+                for n, holding in enumerate(new)
+            ]
         noted = []
         for real, operand, parts in zip(made, recipe.operands, recipe.parts, strict=True):
             if real is None or operand is None:  # hardware that turns later needs a source that nobody keeps

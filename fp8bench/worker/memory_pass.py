@@ -29,7 +29,7 @@ from fp8bench.protocols import (
     TellingMarker,
     WatchedArithmetic,
     Workload,
-)  # fmt: skip
+)
 from fp8bench.protocols.arithmetic import Watch
 from fp8bench.worker.device_layout import EMULATES_NOTHING, DeviceLedger, Hardware
 from fp8bench.worker.host_counters import memory, reset_high_water

@@ -279,8 +279,10 @@ class Prepared:
             host = time.perf_counter() - wall
             self.device.synchronise(self.index)
             wall, thread, cpu = (
-                time.perf_counter() - wall, time.thread_time() - thread, time.process_time() - cpu,
-            )  # fmt: skip
+                time.perf_counter() - wall,
+                time.thread_time() - thread,
+                time.process_time() - cpu,
+            )
             counted = grown(before, counters())
             retried_now = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
@@ -296,12 +298,19 @@ class Prepared:
         eager, fused = fusing.calls_since(quantised)
         preemptions = _known(counted["preemptions"])
         return RawSlot(
-            steps, wall, cpu, min(calls_seconds), eager, sum(fused.values()), thread,
-            None if preemptions is None else int(preemptions), _known(counted["steal"]),
+            steps,
+            wall,
+            cpu,
+            min(calls_seconds),
+            eager,
+            sum(fused.values()),
+            thread,
+            None if preemptions is None else int(preemptions),
+            _known(counted["steal"]),
             self._waited(_known(counted["waited"]), wall - thread),
             tuple(bits for bits in sorted(fused) if bits),
             memory_retries=None if retried is None or retried_now is None else retried_now - retried,
-        )  # fmt: skip
+        )
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

@@ -64,9 +64,17 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     like = product_like(precision, facts) if looking.count or kernels else ""
     unknown = not formats or (not low and looking.count > _MOST)
     return Products(
-        looking.count, None if unknown else low, tuple(looking.seen), watch.operators, tuple(watch.attention),
-        looking.wide and not looking.low, like, kernels, inputs, len(weights.unwritten() - cast_in_step),
-    )  # fmt: skip
+        looking.count,
+        None if unknown else low,
+        tuple(looking.seen),
+        watch.operators,
+        tuple(watch.attention),
+        looking.wide and not looking.low,
+        like,
+        kernels,
+        inputs,
+        len(weights.unwritten() - cast_in_step),
+    )
 
 
 class _WeightsHeld:
@@ -139,9 +147,7 @@ def product_like(precision: Precision, facts: DeviceFacts) -> str:
         return ""
     arithmetic, random = precision.arithmetic(facts), torch.Generator(facts.key).manual_seed(0)
     m, n, k = _TRIED
-    x, weight = (
-        torch.randn(rows, k, generator=random, device=facts.key).to(arithmetic.carrier) for rows in (m, n)
-    )  # fmt: skip
+    x, weight = (torch.randn(rows, k, generator=random, device=facts.key).to(arithmetic.carrier) for rows in (m, n))
     emulated = RecipeArithmetic(on_device(recipe, facts)).layer(_LAYER)
     promised = emulated.cast(x, Role.INPUT).data, emulated.cast(weight, Role.WEIGHT).data
     wide = str(arithmetic.carrier).removeprefix("torch.")

@@ -25,9 +25,19 @@ View = tuple[int, int, tuple[int, ...], tuple[int, ...], Any]
 # How many objects of a state are looked at: about a second's work.
 MOST_OBJECTS = 1_000_000
 _CLOSED = (
-    type, types.ModuleType, types.CodeType, types.FrameType, types.GetSetDescriptorType,
-    weakref.ReferenceType, str, bytes, int, float, complex, type(None),
-)  # fmt: skip
+    type,
+    types.ModuleType,
+    types.CodeType,
+    types.FrameType,
+    types.GetSetDescriptorType,
+    weakref.ReferenceType,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+)
 
 
 def state_tensors(state: object) -> StateTensors:

@@ -30,8 +30,9 @@ NO_PROBE = "the system's loader preloads no library into the worker"
 HOST = (specs.ALLOCATOR_CALLS, specs.ALLOCATED_BYTES, specs.ALLOCATOR_TIME, specs.PAGE_FAULTS)
 # By the names of torch's allocator.
 _DEVICE_COUNTS: Mapping[str, MetricSpec] = {
-    "num_device_alloc": specs.DEVICE_ALLOCATIONS, "num_alloc_retries": specs.ALLOCATION_RETRIES,
-}  # fmt: skip
+    "num_device_alloc": specs.DEVICE_ALLOCATIONS,
+    "num_alloc_retries": specs.ALLOCATION_RETRIES,
+}
 # Calls by which a driver gives or takes memory; the cuMem ones belong to expandable segments.
 _DEVICE_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMemCreate", "cuMemMap", "cuMemUnmap")
 # What was counted, and why something was not.

@@ -39,49 +39,88 @@ def switches_of_arithmetic() -> Iterator[Switch]:
 def _modes() -> Iterator[Switch]:
     autograd = torch._C._autograd
     yield Switch(
-        "torch's lock on its flags", torch.backends.flags_frozen, state.freeze, usual=False, bends=bool,
-        names=("torch.backends.disable_global_flags",), mend="do not call torch.backends.disable_global_flags()",
-    )  # fmt: skip
+        "torch's lock on its flags",
+        torch.backends.flags_frozen,
+        state.freeze,
+        usual=False,
+        bends=bool,
+        names=("torch.backends.disable_global_flags",),
+        mend="do not call torch.backends.disable_global_flags()",
+    )
     # Comes before gradients, which it turns off too.
     yield Switch(
-        "inference mode", torch.is_inference_mode_enabled, None, usual=False, bends=bool,
+        "inference mode",
+        torch.is_inference_mode_enabled,
+        None,
+        usual=False,
+        bends=bool,
         mend="leave torch.inference_mode()",
-    )  # fmt: skip
+    )
     yield _call("gradients", torch.is_grad_enabled, "torch.set_grad_enabled", usual=True)
     yield _call("the default device", state.default_device, "torch.set_default_device", usual=None)
     yield Switch(
-        "modes of torch's functions", lambda: len(state.function_modes()) - (state.default_device() is not None), None,
-        usual=0, bends=bool, mend="leave the TorchFunctionMode",
-    )  # fmt: skip
+        "modes of torch's functions",
+        lambda: len(state.function_modes()) - (state.default_device() is not None),
+        None,
+        usual=0,
+        bends=bool,
+        mend="leave the TorchFunctionMode",
+    )
     yield Switch(
-        "modes of torch's dispatcher", torch._C._len_torch_dispatch_stack, None, usual=0, bends=bool,
+        "modes of torch's dispatcher",
+        torch._C._len_torch_dispatch_stack,
+        None,
+        usual=0,
+        bends=bool,
         mend="leave the TorchDispatchMode",
-    )  # fmt: skip
+    )
     yield Switch(
-        "hooks of saved tensors", state.saved_hooks, state.put_back_saved_hooks, usual=None, bends=bool,
+        "hooks of saved tensors",
+        state.saved_hooks,
+        state.put_back_saved_hooks,
+        usual=None,
+        bends=bool,
         mend="leave torch.autograd.graph.saved_tensors_hooks",
-    )  # fmt: skip
+    )
     yield Switch(
-        "torch's profiler", autograd._profiler_enabled, None, usual=False, bends=bool, mend="end the profiler",
-    )  # fmt: skip
+        "torch's profiler",
+        autograd._profiler_enabled,
+        None,
+        usual=False,
+        bends=bool,
+        mend="end the profiler",
+    )
     for kind in _KINDS:
         yield _call(
-            f"autocast on {kind}", partial(torch.is_autocast_enabled, kind), "torch.set_autocast_enabled", kind,
-            usual=False, names=("torch.set_autocast_enabled", f"torch.set_autocast_{_OLDER[kind]}enabled"),
-        )  # fmt: skip
+            f"autocast on {kind}",
+            partial(torch.is_autocast_enabled, kind),
+            "torch.set_autocast_enabled",
+            kind,
+            usual=False,
+            names=("torch.set_autocast_enabled", f"torch.set_autocast_{_OLDER[kind]}enabled"),
+        )
         yield _call(
-            f"the dtype of autocast on {kind}", partial(torch.get_autocast_dtype, kind), "torch.set_autocast_dtype",
-            kind, names=("torch.set_autocast_dtype", f"torch.set_autocast_{kind.replace('cuda', 'gpu')}_dtype"),
-        )  # fmt: skip
+            f"the dtype of autocast on {kind}",
+            partial(torch.get_autocast_dtype, kind),
+            "torch.set_autocast_dtype",
+            kind,
+            names=("torch.set_autocast_dtype", f"torch.set_autocast_{kind.replace('cuda', 'gpu')}_dtype"),
+        )
     yield _call("the cache of autocast", torch.is_autocast_cache_enabled, "torch.set_autocast_cache_enabled")
     yield _call(
-        "anomaly detection", torch.is_anomaly_enabled, "torch.set_anomaly_enabled", usual=False,
+        "anomaly detection",
+        torch.is_anomaly_enabled,
+        "torch.set_anomaly_enabled",
+        usual=False,
         names=("torch.set_anomaly_enabled", "torch.autograd.anomaly_mode.set_detect_anomaly"),
-    )  # fmt: skip
+    )
     yield Switch(
-        "autograd's threads", torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled, usual=True,
+        "autograd's threads",
+        torch._C._is_multithreading_enabled,
+        torch._C._set_multithreading_enabled,
+        usual=True,
         names=("torch.autograd.grad_mode.set_multithreading_enabled",),
-    )  # fmt: skip
+    )
 
 
 # Before torch had devices in autocast, torch.set_autocast_enabled meant CUDA.
@@ -91,18 +130,22 @@ _OLDER = {"cpu": "cpu_", "cuda": ""}
 def _numbers() -> Iterator[Switch]:
     """Yields the switches of default dtypes, of threads, and of what becomes of the smallest numbers."""
     yield _call(
-        "the default dtype", torch.get_default_dtype, "torch.set_default_dtype", usual=torch.float32,
+        "the default dtype",
+        torch.get_default_dtype,
+        "torch.set_default_dtype",
+        usual=torch.float32,
         names=("torch.set_default_dtype", "torch.set_default_tensor_type"),
-    )  # fmt: skip
+    )
     yield _call("the number of threads", torch.get_num_threads, "torch.set_num_threads")
     yield _call("the number of interop threads", torch.get_num_interop_threads, "torch.set_num_interop_threads")
     yield _call(
-        "deterministic algorithms", torch.get_deterministic_debug_mode, "torch.set_deterministic_debug_mode",
-        names=("torch.set_deterministic_debug_mode", "torch.use_deterministic_algorithms"), recorded_as=0,
-    )  # fmt: skip
-    yield attribute(
-        "the filling of new memory", torch.utils.deterministic, "fill_uninitialized_memory", usual=True
-    )  # fmt: skip
+        "deterministic algorithms",
+        torch.get_deterministic_debug_mode,
+        "torch.set_deterministic_debug_mode",
+        names=("torch.set_deterministic_debug_mode", "torch.use_deterministic_algorithms"),
+        recorded_as=0,
+    )
+    yield attribute("the filling of new memory", torch.utils.deterministic, "fill_uninitialized_memory", usual=True)
     # torch does not tell; Python's own arithmetic shows it, because it uses the same unit of the processor.
     yield _call("denormals as zero", lambda: _SMALLEST * 1.0 == 0.0, "torch.set_flush_denormal", usual=False)
 
@@ -121,54 +164,84 @@ def _libraries() -> Iterator[Switch]:
     yield from _flag("the path finder of einsum", "opt_einsum.enabled")
     yield from _flag("the strategy of einsum", "opt_einsum.strategy")
     yield Switch(
-        "NNPACK", torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled, usual=True, bends=partial(_is_not, True),
+        "NNPACK",
+        torch._C._get_nnpack_enabled,
+        torch._C._set_nnpack_enabled,
+        usual=True,
+        bends=partial(_is_not, True),
         names=("torch.backends.nnpack.set_flags", "torch.backends.nnpack.flags"),
         mend="torch.backends.nnpack.set_flags(True)",
-    )  # fmt: skip
+    )
     for words, function in (
-        ("the library of linear algebra", "preferred_linalg_library"), ("the library of products on a GPU",
-        "preferred_blas_library"), ("the library of attention on ROCm", "preferred_rocm_fa_library"),
-    ):  # fmt: skip
+        ("the library of linear algebra", "preferred_linalg_library"),
+        ("the library of products on a GPU", "preferred_blas_library"),
+        ("the library of attention on ROCm", "preferred_rocm_fa_library"),
+    ):
         chosen = getattr(cuda, function)
         yield Switch(words, chosen, chosen, names=(f"torch.backends.cuda.{function}",))
     if hasattr(torch.backends, "python_native"):  # since torch 2.12
         native = "torch.backends.python_native"
         yield Switch(
-            "operators in Python's kernel languages", state.native_off, state.put_back_native, usual=(),
-            names=(f"{native}.DSLController.enabled", *(f"{native}.{name}" for name in (
-                "DSLController.enable", "DSLController.disable", "enable_operations", "disable_operations",
-                "enable_dispatch_keys", "disable_dispatch_keys",
-            ))),
-        )  # fmt: skip
+            "operators in Python's kernel languages",
+            state.native_off,
+            state.put_back_native,
+            usual=(),
+            names=(
+                f"{native}.DSLController.enabled",
+                *(
+                    f"{native}.{name}"
+                    for name in (
+                        "DSLController.enable",
+                        "DSLController.disable",
+                        "enable_operations",
+                        "disable_operations",
+                        "enable_dispatch_keys",
+                        "disable_dispatch_keys",
+                    )
+                ),
+            ),
+        )
 
 
 def _attention() -> Iterator[Switch]:
     cuda = torch.backends.cuda
     for words, name in (
-        ("flash attention", "flash"), ("memory-efficient attention", "mem_efficient"),
-        ("attention in plain products", "math"), ("cuDNN's attention", "cudnn"),
-    ):  # fmt: skip
+        ("flash attention", "flash"),
+        ("memory-efficient attention", "mem_efficient"),
+        ("attention in plain products", "math"),
+        ("cuDNN's attention", "cudnn"),
+    ):
         yield _call(words, getattr(cuda, f"{name}_sdp_enabled"), f"torch.backends.cuda.enable_{name}_sdp", usual=True)
     order = torch._C._get_sdp_priority_order
     if torch.cuda.is_available():
         order = partial(state.once_used, state.attention_order, NotInUse)
     yield Switch("the order of attention's kernels", order, torch._C._set_sdp_priority_order)
     yield Switch(
-        "reduced-precision sums in attention", cuda.fp16_bf16_reduction_math_sdp_allowed,
-        cuda.allow_fp16_bf16_reduction_math_sdp, usual=False, bends=bool,
+        "reduced-precision sums in attention",
+        cuda.fp16_bf16_reduction_math_sdp_allowed,
+        cuda.allow_fp16_bf16_reduction_math_sdp,
+        usual=False,
+        bends=bool,
         names=("torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",),
         mend="torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)",
-    )  # fmt: skip
+    )
     if hasattr(attention, "current_flash_attention_impl"):
         yield Switch(
-            "the implementation of flash attention", attention.current_flash_attention_impl, state.activate, usual=None,
-            names=("torch.nn.attention.activate_flash_attention_impl",
-                   "torch.nn.attention.restore_flash_attention_impl"),
-        )  # fmt: skip
+            "the implementation of flash attention",
+            attention.current_flash_attention_impl,
+            state.activate,
+            usual=None,
+            names=(
+                "torch.nn.attention.activate_flash_attention_impl",
+                "torch.nn.attention.restore_flash_attention_impl",
+            ),
+        )
     yield _call(
-        "the fast path of encoders", torch.backends.mha.get_fastpath_enabled, "torch.backends.mha.set_fastpath_enabled",
+        "the fast path of encoders",
+        torch.backends.mha.get_fastpath_enabled,
+        "torch.backends.mha.set_fastpath_enabled",
         recorded_as=True,
-    )  # fmt: skip
+    )
 
 
 def _modules_and_compilers() -> Iterator[Switch]:
@@ -180,9 +253,13 @@ def _modules_and_compilers() -> Iterator[Switch]:
             holder.update(kept)
 
     yield Switch(
-        "hooks of all modules", lambda: tuple(dict(hook) for hook in hooks) if any(hooks) else ((),) * len(hooks),
-        put_back, usual=((),) * len(hooks), bends=any, mend="remove the hooks",
-    )  # fmt: skip
+        "hooks of all modules",
+        lambda: tuple(dict(hook) for hook in hooks) if any(hooks) else ((),) * len(hooks),
+        put_back,
+        usual=((),) * len(hooks),
+        bends=any,
+        mend="remove the hooks",
+    )
     yield Switch("the stance of torch.compile", state.stance, state.set_stance, names=("torch.compiler.set_stance",))
     yield Switch(
         "the default backend of torch.compile",
@@ -201,17 +278,37 @@ def _gpus() -> Iterator[Switch]:
     rows: list[tuple[str, Callable[[], Any], Callable[[Any], object], Any, str]] = [
         ("the current GPU", cuda.current_device, cuda.set_device, 0, "torch.cuda.set_device"),
         ("the current stream", lambda: cuda.current_stream().cuda_stream, state.set_stream, 0, "torch.cuda.set_stream"),
-        ("warnings of waiting", cuda.get_sync_debug_mode, cuda.set_sync_debug_mode, 0,
-         "torch.cuda.set_sync_debug_mode"),
-        ("the share of a GPU's memory", cuda.get_per_process_memory_fraction, cuda.set_per_process_memory_fraction,
-         1.0, "torch.cuda.memory.set_per_process_memory_fraction"),
+        (
+            "warnings of waiting",
+            cuda.get_sync_debug_mode,
+            cuda.set_sync_debug_mode,
+            0,
+            "torch.cuda.set_sync_debug_mode",
+        ),
+        (
+            "the share of a GPU's memory",
+            cuda.get_per_process_memory_fraction,
+            cuda.set_per_process_memory_fraction,
+            1.0,
+            "torch.cuda.memory.set_per_process_memory_fraction",
+        ),
         ("tuned products", tunable.is_enabled, tunable.enable, False, "torch.cuda.tunable.enable"),
-        ("the tuning of products", tunable.tuning_is_enabled, tunable.tuning_enable, True,
-         "torch.cuda.tunable.tuning_enable"),
-        ("the pool of a GPU's memory", state.pools_memory,
-         cuda.memory.caching_allocator_enable, True, "torch.cuda.memory.caching_allocator_enable"),
+        (
+            "the tuning of products",
+            tunable.tuning_is_enabled,
+            tunable.tuning_enable,
+            True,
+            "torch.cuda.tunable.tuning_enable",
+        ),
+        (
+            "the pool of a GPU's memory",
+            state.pools_memory,
+            cuda.memory.caching_allocator_enable,
+            True,
+            "torch.cuda.memory.caching_allocator_enable",
+        ),
         ("cuFFT's plans", lambda: plans.max_size, lambda size: setattr(plans, "max_size", size), Unset, name),
-    ]  # fmt: skip
+    ]
     rows += [
         (f"the workspace of {called}", size, size, Unset, f"torch.backends.cuda.{function}")
         for called, function in (("cuBLAS", "cublas_workspace_size"), ("cuBLASLt", "cublaslt_workspace_size"))
@@ -226,27 +323,38 @@ def _gpus() -> Iterator[Switch]:
 def _products() -> Iterator[Switch]:
     """Yields how numbers are multiplied and summed. Older switches of float32 come first: they write newer ones."""
     yield Switch(
-        "float32 products", partial(state.unmixed, torch.get_float32_matmul_precision),
+        "float32 products",
+        partial(state.unmixed, torch.get_float32_matmul_precision),
         torch.set_float32_matmul_precision,
-        ("torch.set_float32_matmul_precision", "torch.backends.cuda.matmul.allow_tf32"), "highest",
-        lambda value: value != "highest", mend='torch.set_float32_matmul_precision("highest")',
-    )  # fmt: skip
+        ("torch.set_float32_matmul_precision", "torch.backends.cuda.matmul.allow_tf32"),
+        "highest",
+        lambda value: value != "highest",
+        mend='torch.set_float32_matmul_precision("highest")',
+    )
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     yield Switch(
-        "cuDNN's TF32", lambda: state.unmixed(lambda: cudnn.allow_tf32), lambda on: setattr(cudnn, "allow_tf32", on),
-        ("torch.backends.cudnn.allow_tf32",), True,
-    )  # fmt: skip
+        "cuDNN's TF32",
+        lambda: state.unmixed(lambda: cudnn.allow_tf32),
+        lambda on: setattr(cudnn, "allow_tf32", on),
+        ("torch.backends.cudnn.allow_tf32",),
+        True,
+    )
     for dtype in ("bf16", "fp16"):
         word = f"allow_{dtype}_reduced_precision_reduction"
         both = [word, *(f"{word}_split_k" for _ in "." if hasattr(matmul, f"{word}_split_k"))]
         yield Switch(
-            f"{dtype}'s reduced-precision sums", partial(_several, matmul, both), partial(setattr, matmul, word),
-            (f"torch.backends.cuda.matmul.{word}",), (True,) * len(both), lambda value: not all(value),
+            f"{dtype}'s reduced-precision sums",
+            partial(_several, matmul, both),
+            partial(setattr, matmul, word),
+            (f"torch.backends.cuda.matmul.{word}",),
+            (True,) * len(both),
+            lambda value: not all(value),
             mend=f"torch.backends.cuda.matmul.{word} = True",
-        )  # fmt: skip
+        )
     yield from _flag("fp16's accumulators", "cuda.matmul.allow_fp16_accumulation", False, bends=True)
     for words, path, backend, operators in (
-        ("float32 of all backends", "", "generic", "all"), ("float32 on CUDA", "cudnn.", "cuda", "all"),
+        ("float32 of all backends", "", "generic", "all"),
+        ("float32 on CUDA", "cudnn.", "cuda", "all"),
         ("float32 in oneDNN", "mkldnn.", "mkldnn", "all"),
         ("CUDA's float32 products", "cuda.matmul.", "cuda", "matmul"),
         ("cuDNN's float32 convolutions", "cudnn.conv.", "cuda", "conv"),
@@ -254,29 +362,43 @@ def _products() -> Iterator[Switch]:
         ("oneDNN's float32 products", "mkldnn.matmul.", "mkldnn", "matmul"),
         ("oneDNN's float32 convolutions", "mkldnn.conv.", "mkldnn", "conv"),
         ("oneDNN's float32 recurrences", "mkldnn.rnn.", "mkldnn", "rnn"),
-    ):  # fmt: skip
+    ):
         # Some attributes write another setting than the one they read.
         yield Switch(
-            words, partial(torch._C._get_fp32_precision_getter, backend, operators),
+            words,
+            partial(torch._C._get_fp32_precision_getter, backend, operators),
             partial(torch._C._set_fp32_precision_setter, backend, operators),
-            (f"torch.backends.{path}fp32_precision",), "tf32" if path in ("cudnn.conv.", "cudnn.rnn.") else "none",
-            _LOWERED.__contains__, wanted="ieee", mend=f'torch.backends.{path}fp32_precision = "ieee"',
-        )  # fmt: skip
+            (f"torch.backends.{path}fp32_precision",),
+            "tf32" if path in ("cudnn.conv.", "cudnn.rnn.") else "none",
+            _LOWERED.__contains__,
+            wanted="ieee",
+            mend=f'torch.backends.{path}fp32_precision = "ieee"',
+        )
 
 
 def _call(
-    name: str, read: Callable[[], Any], path: str, *first: Any, usual: Any = Unset, recorded_as: Any = Unset,
+    name: str,
+    read: Callable[[], Any],
+    path: str,
+    *first: Any,
+    usual: Any = Unset,
+    recorded_as: Any = Unset,
     names: tuple[str, ...] = (),
-) -> Switch:  # fmt: skip
+) -> Switch:
     """Makes a switch that a function of torch sets. Where a value is `usual`, any other distorts the reference;
     `recorded_as` is a value that is only the default."""
     write: Any = reduce(getattr, path.split(".")[1:], torch)
     arguments = ", ".join(map(repr, (*first, usual)))
     bends = None if usual is Unset else partial(_is_not, usual)
     return Switch(
-        name, read, partial(write, *first), names or (path,), recorded_as if usual is Unset else usual, bends,
+        name,
+        read,
+        partial(write, *first),
+        names or (path,),
+        recorded_as if usual is Unset else usual,
+        bends,
         mend=f"{path}({arguments})",
-    )  # fmt: skip
+    )
 
 
 def _flag(name: str, path: str, usual: Any = Unset, bends: bool = False) -> Iterator[Switch]:
@@ -286,9 +408,14 @@ def _flag(name: str, path: str, usual: Any = Unset, bends: bool = False) -> Iter
     if hasattr(holder, word):
         full = f"torch.backends.{path}"
         yield attribute(
-            name, holder, word, names=(full,), usual=usual, bends=partial(_is_not, usual) if bends else None,
+            name,
+            holder,
+            word,
+            names=(full,),
+            usual=usual,
+            bends=partial(_is_not, usual) if bends else None,
             mend=f"{full} = {usual!r}",
-        )  # fmt: skip
+        )
 
 
 def _is_not(usual: Any, value: Any) -> bool:

@@ -101,8 +101,10 @@ def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFac
 
     # Along a contraction one operand grows as the other falls, so that every part of the sum counts.
     x, weight, gradient = (
-        drawn(_TOKENS, _INPUTS, 1, 0.5), drawn(_OUTPUTS, _INPUTS, 1, -0.5), drawn(_TOKENS, _OUTPUTS, -1, -1),
-    )  # fmt: skip
+        drawn(_TOKENS, _INPUTS, 1, 0.5),
+        drawn(_OUTPUTS, _INPUTS, 1, -0.5),
+        drawn(_TOKENS, _OUTPUTS, -1, -1),
+    )
     sources = (x.to(arithmetic.carrier), weight, gradient.to(arithmetic.carrier))
     if whole:
         errors, most = _of_whole(arithmetic, on_device(recipe_of(precision), facts), *sources), _MOST_OF_WHOLE
@@ -125,7 +127,7 @@ def _of_operands(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Te
     a, b, g = (
         arithmetic.cast(tensor, role)
         for tensor, role in ((x, Role.INPUT), (weight, Role.WEIGHT), (gradient, Role.GRADIENT))
-    )  # fmt: skip
+    )
     pairs = {
         "forward": (a, b),
         "input gradient's": (g, arithmetic.turn(b, weight, Role.WEIGHT)),
@@ -160,8 +162,9 @@ def _of_parts(
     forward = torch.split_with_sizes(arithmetic.grouped(a, stack_operands(both), ends), sizes)
     gradients = arithmetic.grouped(
         turn_parts(arithmetic, g, gradient, Role.GRADIENT, sizes),
-        turn_parts(arithmetic, a, x, Role.INPUT, sizes), ends,
-    ).unbind()  # fmt: skip
+        turn_parts(arithmetic, a, x, Role.INPUT, sizes),
+        ends,
+    ).unbind()
     return {
         f"grouped {name}": max(
             _largest(found, left @ right.t(), left.abs() @ right.abs().t())

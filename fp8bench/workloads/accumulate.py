@@ -92,19 +92,26 @@ class Accumulate(Workload):
     name = "accumulate"
     summary = "gradients of several micro-batches added up in a buffer of each precision"
     history = Grid(
-        cpu={"width": ("256",), "micro_batches": ("8",)}, gpu={"width": ("2048",), "micro_batches": ("8",)},
-        phases=("cast", "accumulate"), errors=("accumulate_error", "accumulate_vanished"), per="bytes",
-    )  # fmt: skip
+        cpu={"width": ("256",), "micro_batches": ("8",)},
+        gpu={"width": ("2048",), "micro_batches": ("8",)},
+        phases=("cast", "accumulate"),
+        errors=("accumulate_error", "accumulate_vanished"),
+        per="bytes",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tensors, width = ("16", "2048") if facts.accelerated else ("8", "256")
         return (
-            Axis("micro_batches", "micro-batches in a step, at least two", ("2", "4", "8", "16"),
-                 whole_number(low=2, high=1024)),
+            Axis(
+                "micro_batches",
+                "micro-batches in a step, at least two",
+                ("2", "4", "8", "16"),
+                whole_number(low=2, high=1024),
+            ),
             Axis("tensors", "gradients in a micro-batch, one a layer", (tensors,), whole_number(high=4096)),
             Axis("width", "rows and columns of each gradient", (width,), whole_number(high=1 << 16)),
             Axis("gradients", "what gradients arrive in: fp32 or bf16", ("fp32",), one_of(*BYTES)),
-        )  # fmt: skip
+        )
 
     def work(self, params: Scalars) -> Work:
         count = int(params["tensors"]) * int(params["width"]) ** 2

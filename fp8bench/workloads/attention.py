@@ -33,9 +33,12 @@ if TYPE_CHECKING:
 LONGEST = 1 << 17
 _SCORES = ("high", "low", "low-prescaled")
 _KERNEL = Axis(
-    "kernel", "torch's for the core; auto: torch's own choice; math: writes the scores down, the others do not",
-    ("auto",), one_of("auto", *BACKENDS), quiet=True,
-)  # fmt: skip
+    "kernel",
+    "torch's for the core; auto: torch's own choice; math: writes the scores down, the others do not",
+    ("auto",),
+    one_of("auto", *BACKENDS),
+    quiet=True,
+)
 
 
 @workloads.register("attention")
@@ -55,31 +58,49 @@ class Attention(LayerWorkload):
     history = Grid(
         cpu={"part": ("core", "layer"), "sequence": ("512",)},
         gpu={"part": ("core", "layer"), "sequence": ("4096",)},
-        phases=("cast", "gemm", "attention", "elementwise"), errors=("output_error", "gradient_error"), per="tokens",
-    )  # fmt: skip
+        phases=("cast", "gemm", "attention", "elementwise"),
+        errors=("output_error", "gradient_error"),
+        per="tokens",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         sequences = ("1024", "4096", "16384") if facts.accelerated else ("128", "512")
         batch, heads, head_width = ("4", "16", "128") if facts.accelerated else ("1", "4", "64")
         return (
-            Axis("part", "core: attention alone; layer: with the products before and after it", ("core", "layer"),
-                 one_of("core", "layer")),
+            Axis(
+                "part",
+                "core: attention alone; layer: with the products before and after it",
+                ("core", "layer"),
+                one_of("core", "layer"),
+            ),
             Axis("sequence", "tokens in a sequence", sequences, whole_number(high=LONGEST)),
             Axis("batch", "sequences", (batch,), whole_number(high=4096)),
             Axis("heads", "heads of queries", (heads,), whole_number(high=1024)),
-            Axis("key_heads", "heads of keys and values, a divisor of heads; auto: as many", ("auto",),
-                 auto_or(whole_number(high=1024))),
+            Axis(
+                "key_heads",
+                "heads of keys and values, a divisor of heads; auto: as many",
+                ("auto",),
+                auto_or(whole_number(high=1024)),
+            ),
             Axis("head_width", "features of a head", (head_width,), whole_number(high=1024)),
             Axis("causal", "whether a token sees earlier ones only", ("yes",), one_of("yes", "no")),
             PASS,
-            Axis("scores", "high: the carrier's; low: emulated in the case's precision, scores rounded unscaled and "
-                 "then multiplied by 1/sqrt(head_width); low-prescaled: queries multiplied before", ("high",),
-                 one_of(*_SCORES)),
-            Axis("spread", "standard deviation of the values that come in: how large scores get", ("1",),
-                 whole_number(high=1024)),
+            Axis(
+                "scores",
+                "high: the carrier's; low: emulated in the case's precision, scores rounded unscaled and "
+                "then multiplied by 1/sqrt(head_width); low-prescaled: queries multiplied before",
+                ("high",),
+                one_of(*_SCORES),
+            ),
+            Axis(
+                "spread",
+                "standard deviation of the values that come in: how large scores get",
+                ("1",),
+                whole_number(high=1024),
+            ),
             _KERNEL,
             VALUES,
-        )  # fmt: skip
+        )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         heads, key_heads = int(params["heads"]), params["key_heads"]

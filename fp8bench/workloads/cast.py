@@ -49,8 +49,10 @@ class Cast(Workload):
     history = Grid(
         cpu={"shape": ("1024x1024",), "direction": ("to", "from"), "scaling": ("on",)},
         gpu={"shape": ("8192x8192",), "direction": ("to", "from"), "scaling": ("on",)},
-        dtypes=("fp32", "bf16", "fp8", "mxfp8", "nvfp4"), errors=("cast_error", "cast_vanished"), per="bytes",
-    )  # fmt: skip
+        dtypes=("fp32", "bf16", "fp8", "mxfp8", "nvfp4"),
+        errors=("cast_error", "cast_vanished"),
+        per="bytes",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         shape = "8192x8192" if facts.accelerated else "1024x1024"
@@ -58,23 +60,38 @@ class Cast(Workload):
             Axis("shape", "N (a square) or ROWSxCOLUMNS; block scales run along the columns", (shape,), parse_shape),
             Axis("source", "what is cast from, and restored to: fp32 or bf16", ("fp32",), one_of(*BYTES)),
             Axis("direction", "to the precision, or from it", ("to", "from"), one_of("to", "from")),
-            Axis("scaling", "on, or off: the elements' own grid. fp32, bf16 and fp16 have no scales: both are "
-                 "the same there. A way back always has its scales", ("on", "off"), one_of("on", "off")),
-            Axis("role", "values like inputs (fp8: E4M3) or like gradients (fp8: E5M2; fp16: times its loss scale)",
-                 ("input",), one_of(Role.INPUT.value, Role.GRADIENT.value)),
+            Axis(
+                "scaling",
+                "on, or off: the elements' own grid. fp32, bf16 and fp16 have no scales: both are "
+                "the same there. A way back always has its scales",
+                ("on", "off"),
+                one_of("on", "off"),
+            ),
+            Axis(
+                "role",
+                "values like inputs (fp8: E4M3) or like gradients (fp8: E5M2; fp16: times its loss scale)",
+                ("input",),
+                one_of(Role.INPUT.value, Role.GRADIENT.value),
+            ),
             LAYOUT,
             VALUES,
-        )  # fmt: skip
+        )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         rows, columns = (int(side) for side in str(params["shape"]).split("x"))
         scaling = (("scaling", params["scaling"]),) if params["direction"] == "to" else ()
         return (
             (
-                ("rows", rows), ("columns", columns), ("source", params["source"]), ("direction", params["direction"]),
-                *scaling, ("role", params["role"]), ("layout", LAYOUT.of(params)), ("values", VALUES.of(params)),
+                ("rows", rows),
+                ("columns", columns),
+                ("source", params["source"]),
+                ("direction", params["direction"]),
+                *scaling,
+                ("role", params["role"]),
+                ("layout", LAYOUT.of(params)),
+                ("values", VALUES.of(params)),
             ),
-        )  # fmt: skip
+        )
 
     def work(self, params: Scalars) -> Work:
         """Counts the bytes of the side in high precision for either direction, so that throughputs compare."""

@@ -62,23 +62,39 @@ class Collective(Workload):
     history = Grid(
         cpu={"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)},
         gpu={"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)},
-        dtypes=("fp32", "bf16", "fp8"), phases=("cast", "communication"), errors=("relative_error", "flushed_percent"),
+        dtypes=("fp32", "bf16", "fp8"),
+        phases=("cast", "communication"),
+        errors=("relative_error", "flushed_percent"),
         ranks=(2, 8),
-    )  # fmt: skip
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         elements = 1 << 26 if facts.accelerated else 1 << 20
         return (
             Axis("collective", "what the ranks do together", COLLECTIVES, one_of(*COLLECTIVES)),
-            Axis("elements", "numbers of the whole vector", (str(elements),), whole_number(high=1 << 32),
-                 quick=(str(1 << 16),)),
-            Axis("fp8", "how means are composed of codes: fp8_gather (all codes to all, added up in float32), "
-                 "fp8_twoshot (codes to the owner of a part, codes of its mean back), fp8_ring (rounded at every hop)",
-                 WAYS, one_of(*WAYS)),
-            Axis("scaling", "of values before they are codes: pre (1/N), post (1), ms_amp (1/sqrt N, what its code "
-                 "does), fp8lm_auto (FP8-LM's mu, and the smallest of the ranks' scales)", SCALINGS,
-                 one_of(*SCALINGS), quick=("ms_amp", "fp8lm_auto")),
-        )  # fmt: skip
+            Axis(
+                "elements",
+                "numbers of the whole vector",
+                (str(elements),),
+                whole_number(high=1 << 32),
+                quick=(str(1 << 16),),
+            ),
+            Axis(
+                "fp8",
+                "how means are composed of codes: fp8_gather (all codes to all, added up in float32), "
+                "fp8_twoshot (codes to the owner of a part, codes of its mean back), fp8_ring (rounded at every hop)",
+                WAYS,
+                one_of(*WAYS),
+            ),
+            Axis(
+                "scaling",
+                "of values before they are codes: pre (1/N), post (1), ms_amp (1/sqrt N, what its code "
+                "does), fp8lm_auto (FP8-LM's mu, and the smallest of the ranks' scales)",
+                SCALINGS,
+                one_of(*SCALINGS),
+                quick=("ms_amp", "fp8lm_auto"),
+            ),
+        )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         left_out = () if params["collective"] in REDUCING else _FP8_PARAMETERS

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 WINDOW = 9  # weights of a 3x3 window
 _NORM = Axis(
-    "norm", "behind each convolution: batch norm, or layer norm over channels", ("batch",), one_of("batch", "layer"),
+    "norm",
+    "behind each convolution: batch norm, or layer norm over channels",
+    ("batch",),
+    one_of("batch", "layer"),
     quiet=True,
-)  # fmt: skip
+)
 
 
 @workloads.register("conv")
@@ -37,9 +40,12 @@ class Conv(ConvolvedWorkload):
     batch_axis = "batch"
     not_on_device = "torch has no convolution in small formats, so that no device keeps these operands"
     history = Grid(
-        cpu={"channels": ("32",)}, gpu={"channels": ("256",)},
-        phases=("cast", "gemm", "elementwise"), errors=("output_error", "gradient_error"), per="flops",
-    )  # fmt: skip
+        cpu={"channels": ("32",)},
+        gpu={"channels": ("256",)},
+        phases=("cast", "gemm", "elementwise"),
+        errors=("output_error", "gradient_error"),
+        per="flops",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         batch, channels, image = ("128", ("64", "256"), "28") if facts.accelerated else ("8", ("32",), "16")
@@ -50,7 +56,7 @@ class Conv(ConvolvedWorkload):
             PASS,
             VALUES,
             _NORM,
-        )  # fmt: skip
+        )
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
         return tuple(Layer(name, "norm", product=False) for name in ("norm_first", "norm_second"))

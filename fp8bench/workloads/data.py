@@ -26,8 +26,13 @@ RECORDS = 256
 READY = 4
 # Bytes a second that zlib compresses on a slow machine.
 _COMPRESSING = 5e6
-_BUFFERS = Axis("buffers", "of decoded batches: fresh memory in every step, or the same, kept", ("fresh",),
-                one_of("fresh", "kept"), quiet=True)  # fmt: skip
+_BUFFERS = Axis(
+    "buffers",
+    "of decoded batches: fresh memory in every step, or the same, kept",
+    ("fresh",),
+    one_of("fresh", "kept"),
+    quiet=True,
+)
 
 
 @dataclass
@@ -64,22 +69,32 @@ class Data(Workload):
     history = Grid(
         cpu={"kind": ("reading", "transfer"), "record": ("16384",)},
         gpu={"kind": ("reading", "transfer"), "record": ("150528",)},
-        phases=("data_load", "decode", "cast"), errors=("batch_error",), per="bytes",
-    )  # fmt: skip
+        phases=("data_load", "decode", "cast"),
+        errors=("batch_error",),
+        per="bytes",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         # 150528 is an image of 224 x 224 in three colours.
         record = "150528" if facts.accelerated else "16384"
         usual = ", ".join(f"{batch} for {kind}" for kind, batch in BATCHES.items())
         return (
-            Axis("kind", "reading: compressed records from a file; transfer: whole batches in memory", tuple(BATCHES),
-                 one_of(*BATCHES)),
+            Axis(
+                "kind",
+                "reading: compressed records from a file; transfer: whole batches in memory",
+                tuple(BATCHES),
+                one_of(*BATCHES),
+            ),
             Axis("batch", f"records in a batch; auto is {usual}", ("auto",), auto_or(whole_number(high=1 << 16))),
             Axis("record", "values in a record", (record,), whole_number(high=1 << 22)),
-            Axis("cast_on", "host: before a batch is moved, which are fewer bytes; device: after it",
-                 ("device" if facts.accelerated else "host",), one_of("host", "device")),
+            Axis(
+                "cast_on",
+                "host: before a batch is moved, which are fewer bytes; device: after it",
+                ("device" if facts.accelerated else "host",),
+                one_of("host", "device"),
+            ),
             _BUFFERS,
-        )  # fmt: skip
+        )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         own = BATCHES[str(params["kind"])]

@@ -13,9 +13,13 @@ from fp8bench.registry import precisions, workloads
 from fp8bench.user_code.named import named
 
 _STATIC = Axis(
-    "static", "yes: new keys and values are written into a cache that is there; no: behind copies of all before, as "
-    "where a cache grows", ("yes",), one_of("yes", "no"), quiet=True,
-)  # fmt: skip
+    "static",
+    "yes: new keys and values are written into a cache that is there; no: behind copies of all before, as "
+    "where a cache grows",
+    ("yes",),
+    one_of("yes", "no"),
+    quiet=True,
+)
 
 
 @workloads.register("decode")
@@ -35,9 +39,12 @@ class Decode(ServedWorkload):
     new = 1
     named = staticmethod(named)
     history = Grid(
-        cpu={"size": ("nano",), "context": ("512",)}, gpu={"size": ("llama-1b",), "context": ("8192",)},
-        phases=("cast", "gemm", "attention", "elementwise"), errors=("logits_error",), per="tokens",
-    )  # fmt: skip
+        cpu={"size": ("nano",), "context": ("512",)},
+        gpu={"size": ("llama-1b",), "context": ("8192",)},
+        phases=("cast", "gemm", "attention", "elementwise"),
+        errors=("logits_error",),
+        per="tokens",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (*super().axes(facts), _STATIC)

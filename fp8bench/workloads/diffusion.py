@@ -124,32 +124,54 @@ class Diffusion(ConvolvedWorkload):
         cpu={"denoiser": ("dit", "unet"), "pass": _PASSES, "image": ("8",)},
         gpu={"denoiser": ("dit", "unet"), "pass": _PASSES, "image": ("64",)},
         phases=("cast", "gemm", "attention", "accumulate", "elementwise"),
-        errors=("latent_error", "output_error", "gradient_error"), per="flops",
-    )  # fmt: skip
+        errors=("latent_error", "output_error", "gradient_error"),
+        per="flops",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         batch, image, width, layers, steps = (
             ("4", "64", "auto", "8", "20") if facts.accelerated else ("2", "8", "64", "2", "6")
         )
         return (
-            Axis("denoiser", "dit: a transformer of patches; unet: convolutions, attention at half the resolution",
-                 ("dit", "unet"), one_of("dit", "unet")),
+            Axis(
+                "denoiser",
+                "dit: a transformer of patches; unet: convolutions, attention at half the resolution",
+                ("dit", "unet"),
+                one_of("dit", "unet"),
+            ),
             Axis("batch", "latents that are denoised together", (batch,), whole_number(high=1 << 16)),
             Axis("image", f"height and width of a latent of {CHANNELS} channels", (image,), whole_number(high=1 << 10)),
             Axis("width", "features of the stream", (width,), auto_or(whole_number(high=1 << 14))),
-            Axis("layers", "blocks of a DiT; of a UNet at full resolution, down and up", (layers,),
-                 whole_number(high=64)),
-            Axis("pass", "sampling: all steps from noise to image; training: forward and backward", ("sampling",),
-                 one_of(*_PASSES)),
+            Axis(
+                "layers", "blocks of a DiT; of a UNet at full resolution, down and up", (layers,), whole_number(high=64)
+            ),
+            Axis(
+                "pass",
+                "sampling: all steps from noise to image; training: forward and backward",
+                ("sampling",),
+                one_of(*_PASSES),
+            ),
             Axis("steps", "of the sampler, DDIM", (steps,), whole_number(high=250)),
-            Axis("guidance", "none; twice: two evaluations a step, with the condition and without; batch: one of twice "
-                 "the batch", ("none",), one_of("none", "twice", "batch")),
-            Axis("high_steps", "how many of the first and the last steps multiply in high precision, as in 4+1",
-                 ("0+0",), ends_word),
-            Axis("time", "what time steps come in: fp32, or the carrier, as in a model moved to bf16 whole", ("fp32",),
-                 one_of("fp32", "carrier")),
+            Axis(
+                "guidance",
+                "none; twice: two evaluations a step, with the condition and without; batch: one of twice the batch",
+                ("none",),
+                one_of("none", "twice", "batch"),
+            ),
+            Axis(
+                "high_steps",
+                "how many of the first and the last steps multiply in high precision, as in 4+1",
+                ("0+0",),
+                ends_word,
+            ),
+            Axis(
+                "time",
+                "what time steps come in: fp32, or the carrier, as in a model moved to bf16 whole",
+                ("fp32",),
+                one_of("fp32", "carrier"),
+            ),
             VALUES,
-        )  # fmt: skip
+        )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         if params["width"] == "auto":
@@ -189,8 +211,10 @@ class Diffusion(ConvolvedWorkload):
             return Work(flops * plan.steps * (1 if plan.guidance == "none" else 2), least_memory=least)
         # Noised latents and time's sinusoids need no gradient.
         entering = (product for product in products if product.layer.name in ("first", "time.up"))
-        return Work(3 * flops - sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in entering),
-                    least_memory=2 * least)  # fmt: skip
+        return Work(
+            3 * flops - sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in entering),
+            least_memory=2 * least,
+        )
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if not is_training(params) and precision.carried_by:

@@ -52,8 +52,10 @@ class EarlyExits(LayerWorkload):
     history = Grid(
         cpu={"width": ("128",), "exits": (_HELD,)},
         gpu={"width": ("4096",), "exits": (_HELD,)},
-        phases=("cast", "gemm", "elementwise"), errors=("output_error",), per="tokens",
-    )  # fmt: skip
+        phases=("cast", "gemm", "elementwise"),
+        errors=("output_error",),
+        per="tokens",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tokens, width, hidden = ("8192", "4096", "16384") if facts.accelerated else ("256", "128", "512")
@@ -63,12 +65,20 @@ class EarlyExits(LayerWorkload):
             Axis("hidden", "features between a block's products", (hidden,), whole_number(high=1 << 18)),
             Axis("depth", "blocks, if no row leaves ahead of the last", ("6",), whole_number(2, 256)),
             Axis("classes", "of the head behind each block", ("64",), whole_number(2, 1 << 17)),
-            Axis("leaving", "percent of the rows of a block that leave behind it in the exact pass", ("25",),
-                 whole_number(1, _MOST_PERCENT)),
-            Axis("exits", "held: drawn from the seed, the same in every precision; own: each precision's own",
-                 (_HELD, _OWN), one_of(_HELD, _OWN)),
+            Axis(
+                "leaving",
+                "percent of the rows of a block that leave behind it in the exact pass",
+                ("25",),
+                whole_number(1, _MOST_PERCENT),
+            ),
+            Axis(
+                "exits",
+                "held: drawn from the seed, the same in every precision; own: each precision's own",
+                (_HELD, _OWN),
+                one_of(_HELD, _OWN),
+            ),
             VALUES,
-        )  # fmt: skip
+        )
 
     def work(self, params: Scalars) -> Work:
         tokens, width, hidden, depth = (int(params[name]) for name in ("tokens", "width", "hidden", "depth"))
@@ -125,6 +135,7 @@ class EarlyExits(LayerWorkload):
         assert isinstance(state.layer, EarlyExit) and isinstance(wanted.layer, EarlyExit)
         own, right = state.layer.depths(*state.inputs), wanted.layer.depths(*wanted.inputs)
         return {
-            **errors, "exits_differ_percent": 100 * float((own != right).double().mean()),
+            **errors,
+            "exits_differ_percent": 100 * float((own != right).double().mean()),
             "mean_depth": float(own.double().mean()),
-        }  # fmt: skip
+        }

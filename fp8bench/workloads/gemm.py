@@ -70,27 +70,48 @@ class Gemm(Workload):
     history = Grid(
         cpu={"shape": ("512", "256x2048x512"), "product": ("forward",), "operands": ("cast",)},
         gpu={"shape": ("4096", "16384x2048x4096"), "product": ("forward",), "operands": ("cast",)},
-        phases=("cast", "gemm"), errors=("product_error", "kernel_error"), per="flops",
-    )  # fmt: skip
+        phases=("cast", "gemm"),
+        errors=("product_error", "kernel_error"),
+        per="flops",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         shapes = _GPU_SHAPES if facts.accelerated else _CPU_SHAPES
         tokens = "8192" if facts.accelerated else "512"
         return (
-            Axis("shape", f"M (a square), MxNxK, a model: {', '.join(MODELS)}; or sweep, sweep:m, sweep:nk", shapes,
-                 parse_shape),
-            Axis("product", "auto (all three for a model or a sweep), forward, input-gradient, weight-gradient",
-                 ("auto",), one_of("auto", *PRODUCTS)),
+            Axis(
+                "shape",
+                f"M (a square), MxNxK, a model: {', '.join(MODELS)}; or sweep, sweep:m, sweep:nk",
+                shapes,
+                parse_shape,
+            ),
+            Axis(
+                "product",
+                "auto (all three for a model or a sweep), forward, input-gradient, weight-gradient",
+                ("auto",),
+                one_of("auto", *PRODUCTS),
+            ),
             Axis("tokens", "rows of a model's activations", (tokens,), whole_number(high=LARGEST)),
-            Axis("operands", "cast from the carrier in every step, or ready before it; auto: cast, for a sweep both",
-                 ("auto",), one_of("auto", *_OPERANDS)),
-            Axis("base", "M or MxNxK: what a sweep holds sides at; it varies one from 16 to four times of that",
-                 ("4096" if facts.accelerated else "512",), parse_sides),
+            Axis(
+                "operands",
+                "cast from the carrier in every step, or ready before it; auto: cast, for a sweep both",
+                ("auto",),
+                one_of("auto", *_OPERANDS),
+            ),
+            Axis(
+                "base",
+                "M or MxNxK: what a sweep holds sides at; it varies one from 16 to four times of that",
+                ("4096" if facts.accelerated else "512",),
+                parse_sides,
+            ),
             Axis("factor", "from one size of a sweep to the next", ("2",), whole_number(2, 64), quick=("4",)),
-            replace(LAYOUT, description=f"{LAYOUT.description}; of both operands, or of each: transposed/contiguous",
-                    parse=parse_layouts),
+            replace(
+                LAYOUT,
+                description=f"{LAYOUT.description}; of both operands, or of each: transposed/contiguous",
+                parse=parse_layouts,
+            ),
             VALUES,
-        )  # fmt: skip
+        )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         """Expands a model to all its layers' products, and a sweep to all its sizes."""

@@ -41,18 +41,25 @@ class Learning(TrainingWorkload):
     dtypes = ("bf16", "fp8", "fp8-delayed", "mxfp8", "nvfp4")
     fused = False
     history = Grid(
-        cpu={"width": ("64",)}, gpu={"width": ("256",)}, dtypes=dtypes,
+        cpu={"width": ("64",)},
+        gpu={"width": ("256",)},
+        dtypes=dtypes,
         phases=("data_load", "cast", "gemm", "attention", "accumulate", "optimizer_step", "elementwise"),
-        errors=(RELATIVE_LOSS,), energy=False,
-    )  # fmt: skip
+        errors=(RELATIVE_LOSS,),
+        energy=False,
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (
-            Axis("width", "of the model; a feed-forward block is four times as wide",
-                 ("256" if facts.accelerated else "64",), one_of("32", "64", "128", "256", "512")),
+            Axis(
+                "width",
+                "of the model; a feed-forward block is four times as wide",
+                ("256" if facts.accelerated else "64",),
+                one_of("32", "64", "128", "256", "512"),
+            ),
             Axis("steps", "of which the losses are averaged", ("60",), whole_number(high=500)),
             Axis("draws", "of weights and batches, each trained so", ("4",), whole_number(high=64)),
-        )  # fmt: skip
+        )
 
     def work(self, params: Scalars) -> Work:
         config = _config(params)

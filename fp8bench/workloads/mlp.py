@@ -36,8 +36,10 @@ class Mlp(LayerWorkload):
     history = Grid(
         cpu={"width": ("256",), "gated": ("yes",)},
         gpu={"width": ("4096",), "gated": ("yes",)},
-        phases=("cast", "gemm", "elementwise"), errors=("output_error", "gradient_error"), per="flops",
-    )  # fmt: skip
+        phases=("cast", "gemm", "elementwise"),
+        errors=("output_error", "gradient_error"),
+        per="flops",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tokens, width, hidden = ("4096", "4096", "14336") if facts.accelerated else ("256", "256", "1024")
@@ -46,11 +48,17 @@ class Mlp(LayerWorkload):
             Axis("width", "features of input and output", (width,), whole_number(high=LARGEST)),
             Axis("hidden", "features between the two products", (hidden,), whole_number(high=LARGEST)),
             Axis("gated", "whether a second product up gates the first", ("no", "yes"), one_of("no", "yes")),
-            Axis("cut", "norm-linear, norm-mlp: behind an RMS norm, which a backend may take with up, or with all, "
-                 "into one layer; linear: no norm", (_LINEAR,), one_of(_LINEAR, NORM_LINEAR, NORM_MLP), quiet=True),
+            Axis(
+                "cut",
+                "norm-linear, norm-mlp: behind an RMS norm, which a backend may take with up, or with all, "
+                "into one layer; linear: no norm",
+                (_LINEAR,),
+                one_of(_LINEAR, NORM_LINEAR, NORM_MLP),
+                quiet=True,
+            ),
             PASS,
             VALUES,
-        )  # fmt: skip
+        )
 
     def work(self, params: Scalars) -> Work:
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))

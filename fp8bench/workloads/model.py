@@ -69,13 +69,22 @@ class Model(Workload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (
             Axis("make", "module:function that gives (model, batch), or (model, batch, loss)", ("",), _target),
-            Axis("pass", "training: forward, loss, backward, optimizer; forward: that alone, without gradients",
-                 ("training",), one_of("training", "forward")),
+            Axis(
+                "pass",
+                "training: forward, loss, backward, optimizer; forward: that alone, without gradients",
+                ("training",),
+                one_of("training", "forward"),
+            ),
             Axis("optimizer", "of a training pass", (OPTIMIZERS[0],), one_of(*OPTIMIZERS)),
             Axis("compile", "yes: torch.compile, both as it came and converted", ("no",), one_of("no", "yes")),
-            Axis("skip", "kinds, or paths of modules with * and ?, that stay as they came; semicolons between", ("",),
-                 str, quiet=True),
-        )  # fmt: skip
+            Axis(
+                "skip",
+                "kinds, or paths of modules with * and ?, that stay as they came; semicolons between",
+                ("",),
+                str,
+                quiet=True,
+            ),
+        )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         own = {**params, "optimizer": "none"} if params["pass"] == "forward" else params

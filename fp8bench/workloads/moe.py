@@ -56,8 +56,10 @@ class Moe(LayerWorkload):
     history = Grid(
         cpu={"width": ("128",), "load": ("uniform",), "pass": ("training",)},
         gpu={"width": ("2048",), "load": ("uniform",), "pass": ("training",)},
-        phases=("cast", "gemm", "elementwise"), errors=("output_error", "gradient_error"), per="flops",
-    )  # fmt: skip
+        phases=("cast", "gemm", "elementwise"),
+        errors=("output_error", "gradient_error"),
+        per="flops",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tokens, width, hidden, experts, top_k = (
@@ -70,17 +72,31 @@ class Moe(LayerWorkload):
             Axis("experts", "of a layer", (experts,), whole_number(high=1024)),
             Axis("top_k", "how many experts a token takes", (top_k,), whole_number(high=64)),
             Axis("layers", "one behind the other: choices differ the more, the deeper", ("1",), whole_number(high=64)),
-            Axis("load", "who goes where: uniform: round robin; zipf:S: by a Zipf law with that exponent; router: the "
-                 "router's own choice", ("uniform", "zipf:1"), load_word),
-            Axis("dispatch", "what rows travel to experts in: carrier, bf16, or fp8 with a scale for 128 elements",
-                 ("carrier",), one_of(*_WAYS)),
+            Axis(
+                "load",
+                "who goes where: uniform: round robin; zipf:S: by a Zipf law with that exponent; router: the "
+                "router's own choice",
+                ("uniform", "zipf:1"),
+                load_word,
+            ),
+            Axis(
+                "dispatch",
+                "what rows travel to experts in: carrier, bf16, or fp8 with a scale for 128 elements",
+                ("carrier",),
+                one_of(*_WAYS),
+            ),
             Axis("combine", "the same of the way back", ("carrier",), one_of(*_WAYS)),
-            Axis("router", f"the precision of the router's product: {', '.join(_ROUTERS)}", ("fp32",),
-                 one_of(*_ROUTERS)),
-            Axis("pass", "training: forward and backward; decode: forward alone", ("training",),
-                 one_of("training", "decode")),
+            Axis(
+                "router", f"the precision of the router's product: {', '.join(_ROUTERS)}", ("fp32",), one_of(*_ROUTERS)
+            ),
+            Axis(
+                "pass",
+                "training: forward and backward; decode: forward alone",
+                ("training",),
+                one_of("training", "decode"),
+            ),
             VALUES,
-        )  # fmt: skip
+        )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         if int(params["top_k"]) > int(params["experts"]):
@@ -102,9 +118,10 @@ class Moe(LayerWorkload):
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
         return tuple(
             Layer(f"blocks.{layer}.experts.{number}.{kind}", kind, group="mlp")
-            for layer in range(int(params["layers"])) for number in range(int(params["experts"]))
+            for layer in range(int(params["layers"]))
+            for number in range(int(params["experts"]))
             for kind in self.layer_kinds
-        )  # fmt: skip
+        )
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
         return layers_around((f"norms.{layer}" for layer in range(int(params["layers"]))), "residual")
@@ -167,8 +184,9 @@ class Moe(LayerWorkload):
         differing = next((number for number, share in enumerate(shares) if share), len(shares))
         by_layer = {f"top_k_layer{number}_differs_percent": 100 * share for number, share in enumerate(shares)}
         return {
-            **errors, "top_k_differs_percent": 100 * sum(shares) / len(shares),
+            **errors,
+            "top_k_differs_percent": 100 * sum(shares) / len(shares),
             **(by_layer if len(shares) > 1 else {}),
             "layers_that_agree": float(differing),
             **load_figures([counts for _, counts in seen], state.layer.expert_bytes()),
-        }  # fmt: skip
+        }

@@ -45,8 +45,10 @@ class NormAct(LayerWorkload):
     history = Grid(
         cpu={"operation": ("layer_norm", "gelu"), "tokens": ("512",)},
         gpu={"operation": ("layer_norm", "gelu"), "tokens": ("16384",)},
-        dtypes=("fp32", "bf16", "fp16"), errors=("output_error", "gradient_error"), per="bytes",
-    )  # fmt: skip
+        dtypes=("fp32", "bf16", "fp16"),
+        errors=("output_error", "gradient_error"),
+        per="bytes",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tokens, width = ("16384", "4096") if facts.accelerated else ("512", "768")
@@ -56,7 +58,7 @@ class NormAct(LayerWorkload):
             Axis("width", "features of a row", (width,), whole_number(high=1 << 18)),
             PASS,
             VALUES,
-        )  # fmt: skip
+        )
 
     def work(self, params: Scalars) -> Work:
         """Counts the bytes of the inputs and, in training, of the gradient that comes in, four for a number."""

@@ -71,19 +71,29 @@ class Numerics(Workload):
         dtypes=("fp16", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4"),
         errors=("relative_error", "max_ulp", "underflow_percent", "saturation_percent"),
         energy=False,
-    )  # fmt: skip
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         side = "4096" if facts.accelerated else "512"
         known = (*MADE, *CAPTURED)
         return (
-            Axis("tensor", "made, or captured from a short training of a small transformer: the input, weight and "
-                 "gradient of attn, mlp and head", known, one_of(*known), quick=_QUICK),
+            Axis(
+                "tensor",
+                "made, or captured from a short training of a small transformer: the input, weight and "
+                "gradient of attn, mlp and head",
+                known,
+                one_of(*known),
+                quick=_QUICK,
+            ),
             Axis("rows", "of a made tensor", (side,), whole_number(high=1 << 18)),
             Axis("columns", "of a made tensor; block scales run along them", (side,), whole_number(high=1 << 18)),
-            Axis("role", "which of a precision's formats and scalings it gets; auto: the one that is most its own",
-                 (_AUTO,), one_of(_AUTO, *Role)),
-        )  # fmt: skip
+            Axis(
+                "role",
+                "which of a precision's formats and scalings it gets; auto: the one that is most its own",
+                (_AUTO,),
+                one_of(_AUTO, *Role),
+            ),
+        )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         name, role = str(params["tensor"]), str(params["role"])

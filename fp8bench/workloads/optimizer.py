@@ -60,23 +60,33 @@ class Optimizer(Workload):
     summary = "AdamW, fused and not, with its moments in each precision"
     dtypes = ("fp32", "bf16", "fp16", "fp8")
     history = Grid(
-        cpu={"width": ("256",), "fused": ("yes",)}, gpu={"width": ("4096",), "fused": ("yes",)},
+        cpu={"width": ("256",), "fused": ("yes",)},
+        gpu={"width": ("4096",), "fused": ("yes",)},
         phases=("cast", "optimizer_step"),
-        errors=("update_error", "first_moment_error", "first_moment_vanished", "second_moment_error",
-                "second_moment_vanished"),
+        errors=(
+            "update_error",
+            "first_moment_error",
+            "first_moment_vanished",
+            "second_moment_error",
+            "second_moment_vanished",
+        ),
         per="bytes",
-    )  # fmt: skip
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         widths = ("1024", "4096") if facts.accelerated else ("128", "256")
         tensors = "16" if facts.accelerated else "8"
         return (
             Axis("fused", "torch's fused AdamW, or what it takes without", ("yes", "no"), one_of("yes", "no")),
-            Axis("second_moment", "that of fp8 and below: scaled-fp16, or the same format as the first's",
-                 ("scaled-fp16",), one_of("scaled-fp16", "same")),
+            Axis(
+                "second_moment",
+                "that of fp8 and below: scaled-fp16, or the same format as the first's",
+                ("scaled-fp16",),
+                one_of("scaled-fp16", "same"),
+            ),
             Axis("tensors", "weights, one a layer", (tensors,), whole_number(high=4096)),
             Axis("width", "rows and columns of each weight", widths, whole_number(high=1 << 16)),
-        )  # fmt: skip
+        )
 
     def work(self, params: Scalars) -> Work:
         count = float(int(params["tensors"]) * int(params["width"]) ** 2)

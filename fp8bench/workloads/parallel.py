@@ -66,12 +66,12 @@ class Parallel(Workload):
         return (
             Axis("way", f"how ranks train together: {known}", tuple(WAYS), one_of(*WAYS)),
             Axis("size", f"the model: {', '.join(SIZES)}", (size,), one_of(*SIZES)),
-            Axis("batch", "sequences of all ranks together", ("auto",), auto_or(whole_number(high=1 << 16)),
-                 quick=("4",)),
-            Axis("sequence", "tokens in a sequence", ("auto",), auto_or(whole_number(high=1 << 16)),
-                 quick=("32",)),
+            Axis(
+                "batch", "sequences of all ranks together", ("auto",), auto_or(whole_number(high=1 << 16)), quick=("4",)
+            ),
+            Axis("sequence", "tokens in a sequence", ("auto",), auto_or(whole_number(high=1 << 16)), quick=("32",)),
             *options,
-        )  # fmt: skip
+        )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         """Makes a case of each value of a way's own options; options that a way does not have are dropped."""
@@ -182,9 +182,15 @@ class Parallel(Workload):
         options = {name: str(params[name]) for name in OPTIONS if name in params}
         emulated = precisions.get(setup.case.precision).support(setup.facts).is_emulated
         return Job(
-            lambda: self._made(setup), _config(params), int(setup.case.param("batch")), setup.facts,
-            emulated, setup.loss_scale, options, group,
-        )  # fmt: skip
+            lambda: self._made(setup),
+            _config(params),
+            int(setup.case.param("batch")),
+            setup.facts,
+            emulated,
+            setup.loss_scale,
+            options,
+            group,
+        )
 
     def _made(self, setup: Setup) -> GPT:
         from fp8bench.nn.around import set_around

@@ -21,9 +21,12 @@ class Prefill(ServedWorkload):
     context_words = "tokens of each prompt"
     named = staticmethod(named)
     history = Grid(
-        cpu={"size": ("nano",), "context": ("128",)}, gpu={"size": ("llama-1b",), "context": ("2048",)},
-        phases=("cast", "gemm", "attention", "elementwise"), errors=("logits_error",), per="tokens",
-    )  # fmt: skip
+        cpu={"size": ("nano",), "context": ("128",)},
+        gpu={"size": ("llama-1b",), "context": ("2048",)},
+        phases=("cast", "gemm", "attention", "elementwise"),
+        errors=("logits_error",),
+        per="tokens",
+    )
 
     def precision(self, setup: Setup) -> Precision:
         return precisions.get(setup.case.precision)

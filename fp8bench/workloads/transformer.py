@@ -71,10 +71,12 @@ class Transformer(TrainingWorkload):
     unit_scales = True
     batch_axis = "batch"
     history = Grid(
-        cpu={"size": ("nano",)}, gpu={"size": ("gpt2-124m",)},
+        cpu={"size": ("nano",)},
+        gpu={"size": ("gpt2-124m",)},
         phases=("data_load", "cast", "gemm", "attention", "accumulate", "optimizer_step", "elementwise"),
-        errors=("gradient_error", "loss_error"), per="tokens",
-    )  # fmt: skip
+        errors=("gradient_error", "loss_error"),
+        per="tokens",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         size = "gpt2-124m" if facts.accelerated else "nano"
@@ -83,24 +85,61 @@ class Transformer(TrainingWorkload):
             Axis("batch", "sequences in a micro-batch", ("auto",), auto_or(whole_number(high=4096))),
             Axis("sequence", "tokens in a sequence", ("auto",), auto_or(whole_number(high=1 << 16))),
             Axis("micro_batches", "micro-batches accumulated in a step", ("2",), whole_number(high=1024)),
-            Axis("checkpointing", "blocks: keep each block's input only, compute it again in backward",
-                 (USUAL["checkpointing"],), one_of("no", "blocks")),
-            Axis("compile", "yes: torch.compile, forward and backward without phases (unattributed)",
-                 (USUAL["compile"],), one_of("no", "yes")),
-            Axis("attention", "torch's kernel for it; auto: torch's own choice", (USUAL["attention"],),
-                 one_of("auto", *BACKENDS)),
-            Axis("cut", "block: a backend may take each block into one layer, without phases; linear: products alone",
-                 (USUAL["cut"],), one_of("linear", "block"), quiet=True),
-            Axis("fused", "yes: AdamW in torch's one kernel; no: in the several that it takes without",
-                 (USUAL["fused"],), one_of("yes", "no"), quiet=True),
-            Axis("models", "rlhf: beside the model (the actor) a critic that trains on the same batches, a reference "
-                 "and a reward model that go forward alone, all as large", (USUAL["models"],),
-                 one_of("actor", "rlhf"), quiet=True),
-            Axis("frozen", f"of rlhf: what weights of the reference's and reward model's blocks are kept in: "
-                 f"{', '.join(WEIGHT_FORMATS)}", (USUAL["frozen"],), one_of(*WEIGHT_FORMATS), quiet=True),
-            Axis("weights", "cached: cast once a step; recast: in every micro-batch", (USUAL["weights"],),
-                 one_of("cached", "recast")),
-        )  # fmt: skip
+            Axis(
+                "checkpointing",
+                "blocks: keep each block's input only, compute it again in backward",
+                (USUAL["checkpointing"],),
+                one_of("no", "blocks"),
+            ),
+            Axis(
+                "compile",
+                "yes: torch.compile, forward and backward without phases (unattributed)",
+                (USUAL["compile"],),
+                one_of("no", "yes"),
+            ),
+            Axis(
+                "attention",
+                "torch's kernel for it; auto: torch's own choice",
+                (USUAL["attention"],),
+                one_of("auto", *BACKENDS),
+            ),
+            Axis(
+                "cut",
+                "block: a backend may take each block into one layer, without phases; linear: products alone",
+                (USUAL["cut"],),
+                one_of("linear", "block"),
+                quiet=True,
+            ),
+            Axis(
+                "fused",
+                "yes: AdamW in torch's one kernel; no: in the several that it takes without",
+                (USUAL["fused"],),
+                one_of("yes", "no"),
+                quiet=True,
+            ),
+            Axis(
+                "models",
+                "rlhf: beside the model (the actor) a critic that trains on the same batches, a reference "
+                "and a reward model that go forward alone, all as large",
+                (USUAL["models"],),
+                one_of("actor", "rlhf"),
+                quiet=True,
+            ),
+            Axis(
+                "frozen",
+                f"of rlhf: what weights of the reference's and reward model's blocks are kept in: "
+                f"{', '.join(WEIGHT_FORMATS)}",
+                (USUAL["frozen"],),
+                one_of(*WEIGHT_FORMATS),
+                quiet=True,
+            ),
+            Axis(
+                "weights",
+                "cached: cast once a step; recast: in every micro-batch",
+                (USUAL["weights"],),
+                one_of("cached", "recast"),
+            ),
+        )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         config, four = SIZES[str(params["size"])], _choice(params, "models") == "rlhf"
@@ -243,10 +282,16 @@ class Transformer(TrainingWorkload):
         with attention_by(attention):
             forward = _forward(setup, model)
         return new_state(
-            setup, model, loader, _weights(setup, model), attention=attention, forward=forward,
-            compiled=forward is not model or blocks_are_taken(model), fused=_choice(params, "fused") == "yes",
+            setup,
+            model,
+            loader,
+            _weights(setup, model),
+            attention=attention,
+            forward=forward,
+            compiled=forward is not model or blocks_are_taken(model),
+            fused=_choice(params, "fused") == "yes",
             micro_batches=int(params["micro_batches"]),
-        )  # fmt: skip
+        )
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares the loss and all gradients of one step with the same step in fp64 throughout, from identical

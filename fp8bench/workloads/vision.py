@@ -46,27 +46,42 @@ class Vision(TrainingWorkload):
         cpu={"model": _MODELS, "width": ("64",), "layout": ("channels_last",)},
         gpu={"model": _MODELS, "width": ("1024",), "layout": ("channels_last",)},
         phases=("data_load", "cast", "gemm", "attention", "accumulate", "optimizer_step", "elementwise"),
-        errors=("gradient_error", "loss_error"), per="flops",
-    )  # fmt: skip
+        errors=("gradient_error", "loss_error"),
+        per="flops",
+    )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         batch, image, patch, width, layers, text = (
             ("64", "224", "16", "1024", "2", "128") if facts.accelerated else ("8", "32", "8", "64", "1", "16")
         )
         return (
-            Axis("model", "resnet: its stem and a stage of bottlenecks; vit: patches and blocks; two-input: the tokens "
-                 "of a vit ahead of a text's, and as many causal blocks over both", _MODELS, one_of(*_MODELS)),
+            Axis(
+                "model",
+                "resnet: its stem and a stage of bottlenecks; vit: patches and blocks; two-input: the tokens "
+                "of a vit ahead of a text's, and as many causal blocks over both",
+                _MODELS,
+                one_of(*_MODELS),
+            ),
             Axis("batch", "images in a batch", (batch,), whole_number(high=1 << 16)),
             Axis("image", "height and width of an image", (image,), whole_number(high=1 << 12)),
             Axis("patch", "of a vit: height and width of a patch", (patch,), whole_number(high=1 << 10)),
-            Axis("width", "of the stream, in multiples of 16; of a resnet's stage a quarter is between", (width,),
-                 whole_number(high=1 << 14)),
+            Axis(
+                "width",
+                "of the stream, in multiples of 16; of a resnet's stage a quarter is between",
+                (width,),
+                whole_number(high=1 << 14),
+            ),
             Axis("layers", "blocks, or bottlenecks", (layers,), whole_number(high=256)),
             Axis("text", "of two-input: tokens beside each image", (text,), whole_number(high=1 << 14)),
-            Axis("layout", "of images and windows in memory; auto: both for a resnet, one after the other, and "
-                 "channels_last for patches", ("auto",), one_of("auto", "contiguous", "channels_last")),
+            Axis(
+                "layout",
+                "of images and windows in memory; auto: both for a resnet, one after the other, and "
+                "channels_last for patches",
+                ("auto",),
+                one_of("auto", "contiguous", "channels_last"),
+            ),
             PASS,
-        )  # fmt: skip
+        )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         model, layout = str(params["model"]), params["layout"]

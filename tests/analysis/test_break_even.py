@@ -115,8 +115,10 @@ def test_a_number_that_varies_alone_is_a_sweep() -> None:
     settings += [params(m=16, n=8, product="forward"), params(m=16, n=64, product="other"), params(m=32, n=64)]
     (sweep,) = sweeps_of(settings)
     assert (sweep.axis, sweep.held, sweep.places) == (
-        "m", params(n=64, product="forward"), ((16, 1), (32, 2), (64, 0)),
-    )  # fmt: skip
+        "m",
+        params(n=64, product="forward"),
+        ((16, 1), (32, 2), (64, 0)),
+    )
     sides = [(m, 8, 8) for m in (4, 8, 16)] + [(8, n, 8) for n in (4, 16)] + [(8, 8, k) for k in (4, 16)]
     found = sweeps_of([params(m=m, n=n, k=k) for m, n, k in sides])
     assert {sweep.axis for sweep in found} == set("mnk") and all(len(sweep.places) == 3 for sweep in found)
@@ -128,11 +130,17 @@ def test_a_number_that_varies_alone_is_a_sweep() -> None:
 def group(size: int, fp8: int, support: Support = NATIVE) -> list[Told]:
     """fp32 takes 900 us, bf16 400, fp8 so many: told with what their samples say."""
     records = [
-        Record(case("gemm", mode, {"m": size}), how, Status.OK, Work(flops=1e9), mode == "fp32",
-               timing=samples(("gemm",), (took,), rounds=24),
-               control=samples(("gemm",), (took,), rounds=24) if mode == "fp32" else None)
+        Record(
+            case("gemm", mode, {"m": size}),
+            how,
+            Status.OK,
+            Work(flops=1e9),
+            mode == "fp32",
+            timing=samples(("gemm",), (took,), rounds=24),
+            control=samples(("gemm",), (took,), rounds=24) if mode == "fp32" else None,
+        )
         for mode, how, took in (("fp32", NATIVE, 900), ("bf16", NATIVE, 400), ("fp8", support, fp8))
-    ]  # fmt: skip
+    ]
     return list(zip(records, find(records, {}), strict=True))
 
 

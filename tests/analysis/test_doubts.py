@@ -200,8 +200,10 @@ def test_how_often_it_is_right(rounds: int, noise: float) -> None:
     draw = np.random.default_rng(17)
 
     def share(apart: float) -> float:
-        pairs = ((readings(draw, 1.755e9 * (1 - apart), noise, rounds), readings(draw, 1.755e9, noise, rounds))
-                 for _ in range(1000))  # fmt: skip
+        pairs = (
+            (readings(draw, 1.755e9 * (1 - apart), noise, rounds), readings(draw, 1.755e9, noise, rounds))
+            for _ in range(1000)
+        )
         return sum(bool(told(*pair)) for pair in pairs) / 1000
 
     assert share(0.0) <= 0.01 and share(0.005) <= 0.01
@@ -266,9 +268,11 @@ def groups(slow: float, **changes: object) -> list[Timing]:
 def labels(timings: list[Timing]) -> list[dict[Label, str]]:
     reference, control, native = timings
     records = [
-        record(reference, "fp32", is_reference=True, control=control), record(native),
-        record(native, "fp8", Level.EMULATED), record(native, "fp16", paired=False),
-    ]  # fmt: skip
+        record(reference, "fp32", is_reference=True, control=control),
+        record(native),
+        record(native, "fp8", Level.EMULATED),
+        record(native, "fp16", paired=False),
+    ]
     return [dict.fromkeys(one.labels, "") | dict(one.label_reasons) for one in find(records, {})]
 
 

@@ -82,7 +82,7 @@ def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
         ({"idle_before": 220.0, "idle_after": 230.0}, "what it takes beyond idling, 225 W, is too little to tell"),
         ({"idle_before": 199.5, "idle_after": 199.5}, "what it takes beyond idling, 200 W, is too little to tell"),
     ],
-)  # fmt: skip
+)
 def test_without_an_idle_power_there_is_no_net_and_the_reason(changes: dict[str, object], why: str) -> None:
     found = energy_figures(record(replace(use((2.0,)), **changes)))  # type: ignore[arg-type]
     assert found is not None and found.net is None and found.net_why == why and found.gross.middle == 2.0
@@ -141,8 +141,10 @@ def test_what_does_not_compare_has_no_ratio_and_why_there_is_no_figure() -> None
     assert why_no_energy(record(use((1.0,)))) == ""
     assert why_no_energy(record(EnergyUse("none", why="no NVML here"))) == "no NVML here"
     assert why_no_energy(record(EnergyUse("counter"))) == "no window was measured, and nothing says why"
-    base, own = (record(use(joules, source="instant"), is_reference=which) for joules, which in
-                 (((3.0, 3.0, 3.0), True), ((1.0, 1.0, 1.0), False)))  # fmt: skip
+    base, own = (
+        record(use(joules, source="instant"), is_reference=which)
+        for joules, which in (((3.0, 3.0, 3.0), True), ((1.0, 1.0, 1.0), False))
+    )
     found, ratio = energy_figures(own), energy_ratio(own, base)
     assert found is not None and found.uncertainty is None and ratio is not None
     assert ratio.point == pytest.approx(1 / 3) and ratio.demand is Demand.UNCLEAR
@@ -254,7 +256,7 @@ def used(*windows: EnergyWindow, source: str = "counter", why: str = "") -> Ener
         (used(seen(1.0), seen(1.0, steps=0)), "a window has no energy"),
         (used(seen(1.0, 0.02), seen(1.2, 0.02)), "a window is sure to +-2.0% only; its windows are 18.2% apart"),
     ],
-)  # fmt: skip
+)
 def test_unresolved(energy: EnergyUse | None, why: str) -> None:
     assert why_unresolved(energy) == why
 
@@ -351,9 +353,16 @@ def test_another_time_than_in_the_step_is_a_label_and_far_away_void(stretch: flo
 @pytest.mark.parametrize(("joules", "void"), [(1.0, False), (1.3, True)])
 def test_where_times_are_noise_joules_alone_decide(joules: float, void: bool) -> None:
     """As on a machine that others use: phases and steps take 30% more, or less, from window to window."""
-    asked = [PhaseEnergy(name, tuple(
-        EnergyWindow(300, 300 * seconds * more, 300 * seconds * watts * joules, 12, 0.004) for more in (1.0, 1.3, 1.4)
-    )) for name, (seconds, watts) in PHASES.items()]  # fmt: skip
+    asked = [
+        PhaseEnergy(
+            name,
+            tuple(
+                EnergyWindow(300, 300 * seconds * more, 300 * seconds * watts * joules, 12, 0.004)
+                for more in (1.0, 1.3, 1.4)
+            ),
+        )
+        for name, (seconds, watts) in PHASES.items()
+    ]
     told = phase_energies(phased(asked), FINDING)
     assert told is not None and told.noise > 0.3 and told.off_pace == "" and bool(told.void) == void
 
@@ -390,7 +399,7 @@ def test_phases_have_their_ends_and_what_they_leave() -> None:
         ({"windows": (EnergyWindow(10, 0.1, 3.0, 12, 0.04),)}, EnergyValidity.UNRESOLVED),
         ({"windows": (), "why": "the GPU is lost"}, EnergyValidity.UNRESOLVED),
     ],
-)  # fmt: skip
+)
 def test_an_energy_is_certified_or_says_why_not(changes: dict[str, object], code: EnergyValidity) -> None:
     one = phased(())
     assert one.energy is not None

@@ -61,8 +61,11 @@ def test_a_time_that_the_host_set_gets_no_verdict() -> None:
         for one, name in ((TEN, "fp32"), (FIVE, "bf16"))
     )
     for first, second, verdict in (
-        (0.0, 0.0, "faster"), (0.0, 3e-3, "faster"), (0.0, 4.9e-3, "unsure"), (9.9e-3, 0.0, "unsure"),
-    ):  # fmt: skip
+        (0.0, 0.0, "faster"),
+        (0.0, 3e-3, "faster"),
+        (0.0, 4.9e-3, "unsure"),
+        (9.9e-3, 0.0, "unsure"),
+    ):
         finding = found(
             replace(lead, timing=enqueued(TEN, first)), replace(other, timing=enqueued(FIVE, second), control=None)
         )["bf16"]
@@ -163,17 +166,32 @@ any_float = st.floats(allow_nan=True, allow_infinity=True)
 maybe = st.one_of(st.none(), any_float)
 names = st.sampled_from(["thermal", "sw-thermal", "hw-thermal", "hw-power-brake", "power-cap", "something else"])
 watches = st.builds(
-    DeviceWatch, st.integers(0, 9), any_float, st.one_of(st.none(), st.integers(-(2**64), 2**64)),
-    st.lists(st.tuples(names, any_float), max_size=6).map(tuple), maybe,
-)  # fmt: skip
+    DeviceWatch,
+    st.integers(0, 9),
+    any_float,
+    st.one_of(st.none(), st.integers(-(2**64), 2**64)),
+    st.lists(st.tuples(names, any_float), max_size=6).map(tuple),
+    maybe,
+)
 windows = st.builds(
-    EnergyWindow, st.integers(-1, 9), any_float, any_float, st.integers(), maybe, maybe, maybe,
+    EnergyWindow,
+    st.integers(-1, 9),
+    any_float,
+    any_float,
+    st.integers(),
+    maybe,
+    maybe,
+    maybe,
     st.one_of(st.none(), st.integers(0, 2**40)),
-)  # fmt: skip
+)
 energies = st.builds(
-    EnergyUse, st.sampled_from(["counter", "rapl", "average", "none", ""]), st.lists(windows, max_size=4).map(tuple),
-    maybe, maybe, st.sampled_from(["", "a call failed"]),
-)  # fmt: skip
+    EnergyUse,
+    st.sampled_from(["counter", "rapl", "average", "none", ""]),
+    st.lists(windows, max_size=4).map(tuple),
+    maybe,
+    maybe,
+    st.sampled_from(["", "a call failed"]),
+)
 
 
 @st.composite
@@ -182,11 +200,15 @@ def wild_records(draw: st.DrawFn) -> Record:
     timing = steady(10 * MS, 16)
     slots = [
         replace(
-            slot, wall_seconds=draw(any_float), cpu_seconds=draw(any_float), thread_seconds=draw(maybe),
-            preemptions=draw(st.one_of(st.none(), st.integers())), stolen_seconds=draw(maybe),
+            slot,
+            wall_seconds=draw(any_float),
+            cpu_seconds=draw(any_float),
+            thread_seconds=draw(maybe),
+            preemptions=draw(st.one_of(st.none(), st.integers())),
+            stolen_seconds=draw(maybe),
         )
         for slot in timing.slots[:2]
-    ]  # fmt: skip
+    ]
     return record(
         replace(timing, slots=tuple(replace(slots[number % 2], round=number) for number in range(16))),
         device=draw(st.sampled_from(["cpu", "cuda:0"])),

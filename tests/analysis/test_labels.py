@@ -159,8 +159,9 @@ def test_what_the_device_its_energy_and_its_memory_say() -> None:
     watch = DeviceWatch(3, 10.0, 0x4 | 0x20, sm_clock=1.41e9)
     found = labelled(record(CALM, device="cuda:0", watch=watch))
     assert found == (
-        Labelled(Label.THROTTLED, "sw-thermal"), Labelled(Label.POWER_CAPPED, "SM clock 1.41 GHz"),
-    )  # fmt: skip
+        Labelled(Label.THROTTLED, "sw-thermal"),
+        Labelled(Label.POWER_CAPPED, "SM clock 1.41 GHz"),
+    )
     hot = labelled(record(CALM, device="cuda:0", watch=replace(watch, throttle=0x4 | 0x40, sm_clock=None)))
     assert hot == (Labelled(Label.THROTTLED, "hw-thermal", True), Labelled(Label.POWER_CAPPED))
     assert labelled(record(CALM, device="cuda:0", watch=DeviceWatch(3, 10.0, 0x1))) == ()
@@ -240,11 +241,16 @@ def clocked(*slots: tuple[float, float | None, int | None, float | None]) -> Tim
     it was preempted, and seconds stolen."""
     samples = [
         SlotSample(
-            number, ((10_000_000,),), WALL, process * WALL,
-            thread_seconds=None if thread is None else thread * WALL, preemptions=preempted, stolen_seconds=stolen,
+            number,
+            ((10_000_000,),),
+            WALL,
+            process * WALL,
+            thread_seconds=None if thread is None else thread * WALL,
+            preemptions=preempted,
+            stolen_seconds=stolen,
         )
         for number, (process, thread, preempted, stolen) in enumerate(slots)
-    ]  # fmt: skip
+    ]
     return Timing(Segments(("gemm",), (0,)), tuple(samples))
 
 
@@ -409,10 +415,15 @@ def test_throttled(one: DeviceWatch | None, reasons: tuple[str, ...], hard: bool
 @for_each(
     ("one", "on"),
     [
-        (None, False), (watch(None), False), (watch(0x8), False), (watch(0x4), True), (watch(0x44), True),
-        (watch(power_cap=0.05), False), (watch(power_cap=0.051), True),
+        (None, False),
+        (watch(None), False),
+        (watch(0x8), False),
+        (watch(0x4), True),
+        (watch(0x44), True),
+        (watch(power_cap=0.05), False),
+        (watch(power_cap=0.051), True),
     ],
-)  # fmt: skip
+)
 def test_power_cap(one: DeviceWatch | None, on: bool) -> None:
     assert (Label.POWER_CAPPED in [found.label for found in limits_of(one)]) == on
 

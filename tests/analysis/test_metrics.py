@@ -48,11 +48,24 @@ def test_throughput_energy_and_what_restates_another_figure() -> None:
     assert found["energy"].source and found["energy"].noisy and len(found["energy"].samples()) == found["energy"].count
     assert {"energy_per_token", "power"} <= set(found)
     run, findings = measured()
-    restated = {metric.name for record in run.records for metric in metrics_of(record, findings.get(record.case.id))
-                if metric.rank is Rank.RESTATED}  # fmt: skip
-    assert {"relative_time", "mean_time", "relative_mean_time", "seconds_per_tflop"} <= restated <= {
-        "relative_time", "mean_time", "relative_mean_time", "seconds_per_tflop", "seconds_per_mtok", "seconds_per_gb",
-    }  # fmt: skip
+    restated = {
+        metric.name
+        for record in run.records
+        for metric in metrics_of(record, findings.get(record.case.id))
+        if metric.rank is Rank.RESTATED
+    }
+    assert (
+        {"relative_time", "mean_time", "relative_mean_time", "seconds_per_tflop"}
+        <= restated
+        <= {
+            "relative_time",
+            "mean_time",
+            "relative_mean_time",
+            "seconds_per_tflop",
+            "seconds_per_mtok",
+            "seconds_per_gb",
+        }
+    )
 
 
 def test_what_was_not_measured_or_judged_has_no_value() -> None:

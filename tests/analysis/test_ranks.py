@@ -81,9 +81,12 @@ def test_memory_of_ranks_may_differ() -> None:
 def test_rates_are_those_of_nccl_tests() -> None:
     """Bytes of the vector as it is sent over the slowest rank's median, times the factor; logical bytes beside it."""
     record = Record(
-        case("collective", "bf16", {}), NATIVE, Status.OK, timing=timing(slot(0, (10, 5), (10, 5))),
+        case("collective", "bf16", {}),
+        NATIVE,
+        Status.OK,
+        timing=timing(slot(0, (10, 5), (10, 5))),
         transfer=Transfer(4e6, 2e6, 3e6, 1.5, counted=False),
-    )  # fmt: skip
+    )
     found = {str(one.name): one.value for one in rank_metrics(_told(record))}
     assert found["algbw"] == pytest.approx(2e8) and found["busbw"] == pytest.approx(3e8)
     assert found["effective_busbw"] == pytest.approx(6e8)
@@ -232,6 +235,11 @@ def test_figures_have_their_bounds_or_their_reason() -> None:
     both = tuple(one * 1e-3 for one in (39.0, 39.5, 40.0, 40.0, 40.5, 41.0))
     found = of(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))
     assert found == [
-        pytest.approx(4e-3), pytest.approx((3e-3, 5e-3)), "", pytest.approx(50.0), pytest.approx((37.5, 62.5)), "",
-    ]  # fmt: skip
+        pytest.approx(4e-3),
+        pytest.approx((3e-3, 5e-3)),
+        "",
+        pytest.approx(50.0),
+        pytest.approx((37.5, 62.5)),
+        "",
+    ]
     assert of(overlap(50e-3, 59e-3)) == [None, None, OFF.why] * 2

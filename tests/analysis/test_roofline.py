@@ -37,8 +37,10 @@ def test_each_phase_has_what_takes_longest_at_the_ceilings() -> None:
     """54 ms of products whose least is 38.34; 25 ms of 20 GB at 1 TB/s; 21 ms of 20,000 launches."""
     roofs = {roof.count.phase: roof for roof in phase_roofs(*results()[0])}
     assert {phase: one.bound for phase, one in roofs.items()} == {
-        "gemm": Bound.COMPUTE, "optimizer_step": Bound.MEMORY, "elementwise": Bound.LAUNCH,
-    }  # fmt: skip
+        "gemm": Bound.COMPUTE,
+        "optimizer_step": Bound.MEMORY,
+        "elementwise": Bound.LAUNCH,
+    }
     of = {phase: one.of_ceiling for phase, one in roofs.items()}
     assert of == pytest.approx({"gemm": 0.71, "optimizer_step": 0.8, "elementwise": 20 / 21})
     gemm = roofs["gemm"]
@@ -222,8 +224,10 @@ def test_of_a_compiled_step_only_products_bound_a_phase() -> None:
     fused = replace(lead, tape=replace(lead.tape, fused="compiled"))
     roofs = {roof.count.phase: roof for roof in phase_roofs(fused, reference)}
     assert {phase: one.bound for phase, one in roofs.items()} == {
-        "gemm": Bound.COMPUTE, "optimizer_step": None, "elementwise": None,
-    }  # fmt: skip
+        "gemm": Bound.COMPUTE,
+        "optimizer_step": None,
+        "elementwise": None,
+    }
     assert (
         roofs["gemm"].of_ceiling == pytest.approx(0.71) and roofs["gemm"].intensity is roofs["gemm"].byte_rate is None
     )
@@ -242,9 +246,12 @@ ROUNDING = 0.02
 SPARSE = 2.0
 # What has been quoted in the wrong place: (device, path) -> TFLOP/s.
 MISQUOTED = {
-    ("H200", "tf32"): 312.0, ("H100", "tf32"): 312.0, ("A100", "fp8"): 624.0, ("H200", "fp8"): 3958.0,
+    ("H200", "tf32"): 312.0,
+    ("H100", "tf32"): 312.0,
+    ("A100", "fp8"): 624.0,
+    ("H200", "fp8"): 3958.0,
     ("TPU v5p", "fp8"): 459.0,
-}  # fmt: skip
+}
 # Devices without units for a precision, by parts of their names.
 _BEFORE_FP4 = ("A100", "H100", "H200", "GH200", "L4", "RTX 4090", "MI3[02]", "TPU", "Gaudi", "Max 1550")
 NO_UNITS = {

@@ -62,9 +62,11 @@ def test_resamples_that_miss_the_fastest_rounds_are_still_right() -> None:
     samples = noisy(rng, 1.0, 40, 2)
     ranking = np.argsort(samples[:, 0])
     draws = [
-        [int(ranking[30])] * 40, [*ranking[30:].tolist()] * 4, [int(ranking[28])] * 4 + [int(ranking[35])] * 36,
+        [int(ranking[30])] * 40,
+        [*ranking[30:].tolist()] * 4,
+        [int(ranking[28])] * 4 + [int(ranking[35])] * 36,
         [int(ranking[0]), int(ranking[1]), *[int(ranking[39])] * 38],
-    ]  # fmt: skip
+    ]
     found = stats._resampled_sums(samples, counts(draws, 40))
     assert found.tolist() == pytest.approx([naive_best(samples, drawn) for drawn in draws], rel=1e-14)
 

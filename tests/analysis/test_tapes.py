@@ -32,9 +32,20 @@ TAPE = Tape(
 
 @for_each(
     ("path", "bits"),
-    [("fp32", 32), ("tf32", 32), ("bf16", 16), ("fp16", 16), ("e4m3", 8), ("e5m2fnuz", 8), ("e2m1x2", 4), ("int8", 8),
-     ("fp64", 64), ("uint8", 8), ("", 0)],
-)  # fmt: skip
+    [
+        ("fp32", 32),
+        ("tf32", 32),
+        ("bf16", 16),
+        ("fp16", 16),
+        ("e4m3", 8),
+        ("e5m2fnuz", 8),
+        ("e2m1x2", 4),
+        ("int8", 8),
+        ("fp64", 64),
+        ("uint8", 8),
+        ("", 0),
+    ],
+)
 def test_bits_of_a_path(path: str, bits: int) -> None:
     assert bits_of(path) == bits
 
@@ -49,8 +60,10 @@ def test_shares_of_flops_and_operators_side_by_side() -> None:
     other = Tape((replace(CAST, calls=4, bytes=25), replace(PRODUCT, flops=None), PRODUCT, PRODUCT))
     rows = side_by_side([TAPE, other])
     assert [(row.operator, row.backward) for row in rows] == [
-        ("fp8bench::tensor", False), ("mm", False), ("mm", True),
-    ]  # fmt: skip
+        ("fp8bench::tensor", False),
+        ("mm", False),
+        ("mm", True),
+    ]
     assert rows[0].sums == (Sums(2, 0, 200), Sums(4, 0, 100)) and rows[0].differs
     assert rows[1].sums == (Sums(3, 3000, 150), Sums(9, None, 450))
     assert rows[2].sums == (Sums(1, 1000, 50), Sums()) and not side_by_side([TAPE, TAPE])[0].differs
@@ -66,10 +79,16 @@ def test_figures_of_the_step_and_of_its_phases() -> None:
     assert {key[0] for key in found if key[1] == "cast"} == {"flops", "moved_bytes", "launches", "unknown_operators"}
     values = {name: found[name, "step"].value for name, phase in found if phase == "step"}
     assert values == {
-        "flops": 4000, "moved_bytes": 400, "launches": 6, "unknown_operators": 0, "intensity": 10,
+        "flops": 4000,
+        "moved_bytes": 400,
+        "launches": 6,
+        "unknown_operators": 0,
+        "intensity": 10,
         "useful_flops": 4000,
-        "share_of_flops_in_8_bits": 0.75, "share_of_flops_in_4_bits": 0, "share_of_flops_in_32_bits": 0.25,
-    }  # fmt: skip
+        "share_of_flops_in_8_bits": 0.75,
+        "share_of_flops_in_4_bits": 0,
+        "share_of_flops_in_32_bits": 0.25,
+    }
     flops = found["flops", "step"]
     assert flops.samples() == (4000.0,) and not flops.noisy and found["flops", "gemm"].samples() == (4000.0,)
     assert not list(tape_metrics(Told(record(steady(MS, 4)))))

@@ -113,8 +113,10 @@ def test_a_step_slower_on_three_of_four_calls_is_not_faster() -> None:
     ("slots", "words"),
     [
         ([[100, 300, 300, 300]] * 8, "about 3 of 4 calls, always the same ones of a slot, take 3.0 times as long"),
-        ([[100, 300, 300, 300], [300, 100, 300, 300], [300, 300, 300, 100]] * 8,
-         "about 3 of 4 calls take 3.0 times as long"),
+        (
+            [[100, 300, 300, 300], [300, 100, 300, 300], [300, 300, 300, 100]] * 8,
+            "about 3 of 4 calls take 3.0 times as long",
+        ),
         ([[100] * 6, [100] * 6, [150] * 6] * 8, "about 1 of 3 rounds take in all their calls 1.5 times as long"),
         (([[100]] * 19 + [[200]]) * 4, "about 1 of 18 calls take 2.0 times as long"),
         (([[100]] * 3 + [[150]] * 297), "about all but 1 of 100 calls take 1.5 times as long"),
@@ -123,7 +125,7 @@ def test_a_step_slower_on_three_of_four_calls_is_not_faster() -> None:
         ([[0, 0, 0]] * 8, ""),
         ([], ""),
     ],
-)  # fmt: skip
+)
 def test_a_pattern_is_told(slots: list[list[int]], words: str) -> None:
     assert pattern(called(*slots)) == words
 
@@ -222,10 +224,12 @@ def test_honest_noise_that_only_adds_is_told_by_stretches() -> None:
     """A little of it in every stretch: the sum of the fastest ones is as long as the fastest steps."""
     draw = np.random.default_rng(1)
     arms = [
-        timing(*[tuple(int(MS * (scale + 0.002 * draw.exponential())) for scale in (1.0, 2.0, 1.5)) for _ in range(60)],
-               phases=PHASES)
+        timing(
+            *[tuple(int(MS * (scale + 0.002 * draw.exponential())) for scale in (1.0, 2.0, 1.5)) for _ in range(60)],
+            phases=PHASES,
+        )
         for _ in range(3)
-    ]  # fmt: skip
+    ]
     known = conclude(*arms)
     assert known is not None and not known.whole and known.verdict is Verdict.SAME
     assert all(below_every_step(arm) < 0.001 for arm in arms)

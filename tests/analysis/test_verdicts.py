@@ -77,10 +77,15 @@ def test_the_rule(low: float, high: float, band: float, verdict: Verdict) -> Non
 @for_each(
     ("nanoseconds", "verdict"),
     [
-        (20_000_000, Verdict.SLOWER), (10_060_000, Verdict.SLOWER), (10_040_000, Verdict.SAME),
-        (10_000_000, Verdict.SAME), (9_960_000, Verdict.SAME), (9_940_000, Verdict.FASTER), (2_000_000, Verdict.FASTER),
+        (20_000_000, Verdict.SLOWER),
+        (10_060_000, Verdict.SLOWER),
+        (10_040_000, Verdict.SAME),
+        (10_000_000, Verdict.SAME),
+        (9_960_000, Verdict.SAME),
+        (9_940_000, Verdict.FASTER),
+        (2_000_000, Verdict.FASTER),
     ],
-)  # fmt: skip
+)
 def test_steady_samples_have_plain_verdicts(nanoseconds: int, verdict: Verdict) -> None:
     finding = against_ten(steady(nanoseconds, ROUNDS), TEN)
     assert finding.verdict is verdict and finding.why == ""
@@ -109,8 +114,11 @@ def test_a_reference_that_differs_from_its_control_widens_the_band() -> None:
     control = steady(10_150_000, ROUNDS)
     middle = 10e6 * math.sqrt(1.015)
     for ratio, verdict in (
-        (1.016, Verdict.SLOWER), (1.014, Verdict.SAME), (0.986, Verdict.SAME), (0.984, Verdict.FASTER)
-    ):  # fmt: skip
+        (1.016, Verdict.SLOWER),
+        (1.014, Verdict.SAME),
+        (0.986, Verdict.SAME),
+        (0.984, Verdict.FASTER),
+    ):
         finding = against_ten(steady(round(middle * ratio), ROUNDS), control)
         assert (finding.verdict, finding.hard) == (verdict, ())
     unsure = against_ten(once(round(middle * 1.012), round(middle * 1.03)), control)
@@ -174,8 +182,9 @@ def wobbling(best: int, rounds: int, start: int = 0) -> Timing:
 def test_fewer_rounds_than_a_plain_command_takes_have_a_range_and_no_interval(rounds: int) -> None:
     reference, case = wobbling(10 * MS, rounds), wobbling(11 * MS, rounds, 50)
     finding = found(
-        record(reference, "fp32", is_reference=True, control=wobbling(10 * MS, rounds, 20)), record(case, "bf16"),
-    )["bf16"]  # fmt: skip
+        record(reference, "fp32", is_reference=True, control=wobbling(10 * MS, rounds, 20)),
+        record(case, "bf16"),
+    )["bf16"]
     assert finding.ratio is not None and finding.typical is not None
     few = rounds < LEAST_ROUNDS
     assert finding.ratio.level == finding.typical.level == (0.0 if few else 0.99)

@@ -26,9 +26,12 @@ from tests.backends.te_names import recorded
 
 # What computes like a recipe of its here.
 MODES = {
-    "Float8CurrentScaling": "fp8", "DelayedScaling": "fp8-delayed:history=4", "Float8BlockScaling": "fp8-block",
-    "MXFP8BlockScaling": "mxfp8", "NVFP4BlockScaling": "nvfp4:stochastic=off:hadamard=off",
-}  # fmt: skip
+    "Float8CurrentScaling": "fp8",
+    "DelayedScaling": "fp8-delayed:history=4",
+    "Float8BlockScaling": "fp8-block",
+    "MXFP8BlockScaling": "mxfp8",
+    "NVFP4BlockScaling": "nvfp4:stochastic=off:hadamard=off",
+}
 KEPT = recorded()
 
 

@@ -28,8 +28,9 @@ ATTENTION = "transformer_engine/pytorch/attention/multi_head_attention.py"
 PARTS = {
     "TransformerLayer.self_attention": "transformer_engine/pytorch/transformer.py",
     "TransformerLayer.layernorm_mlp": "transformer_engine/pytorch/transformer.py",
-    "MultiheadAttention.layernorm_qkv": ATTENTION, "MultiheadAttention.proj": ATTENTION,
-}  # fmt: skip
+    "MultiheadAttention.layernorm_qkv": ATTENTION,
+    "MultiheadAttention.proj": ATTENTION,
+}
 # The pass in which a layer casts its weights, and keeps them for others.
 FIRST = "is_first_microbatch"
 META = "transformer_engine/pytorch/module/base.py"

@@ -15,9 +15,15 @@ from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 
 DEVICES = [
-    CPU, V100, A100, H200, B200, MI300X, gpu("unknown", None),
+    CPU,
+    V100,
+    A100,
+    H200,
+    B200,
+    MI300X,
+    gpu("unknown", None),
     DeviceFacts("xpu", 0, "something else", 1 << 30, "2.13.0"),
-]  # fmt: skip
+]
 RECIPES = [name for name in precisions.names() if isinstance(precisions.get(name), RecipePrecision)]
 
 
@@ -97,9 +103,12 @@ def cases(request: Request, facts: DeviceFacts) -> dict[str, tuple[Case, Support
 
 def test_a_request_s_backend_is_for_dtypes_that_name_none() -> None:
     request = Request(
-        "mlp", ("bf16", "fp8", "fp8:backend=torch"), axes=(("gated", ("no",)),), backend="emulated",
+        "mlp",
+        ("bf16", "fp8", "fp8:backend=torch"),
+        axes=(("gated", ("no",)),),
+        backend="emulated",
         precision_map=(("down", "fp8-rowwise"),),
-    )  # fmt: skip
+    )
     result = cases(request, H200)
     inside = "{down=fp8-rowwise:backend=emulated}"
     assert {f"fp8:backend=emulated{inside}", f"fp8:backend=torch{inside}", "bf16"} <= set(result)
@@ -112,9 +121,12 @@ def test_auto_leaves_names_as_they_are_and_says_who_multiplies() -> None:
     for facts, backend in ((H200, "torch 2.13.0"), (CPU, "emulated (torch 2.13.0)")):
         result = cases(Request("gemm", ("bf16", "fp8"), axes=(("shape", ("64",)),)), facts)
         assert result["fp8"][1].backend == backend and result["fp8"][0].id.endswith("/fp8")
-    assert cases(Request("gemm", ("bf16", "fp8:backend=torch"), axes=(("shape", ("64",)),)), CPU)["fp8:backend=torch"][
-        1
-    ].backend == ""  # fmt: skip
+    assert (
+        cases(Request("gemm", ("bf16", "fp8:backend=torch"), axes=(("shape", ("64",)),)), CPU)["fp8:backend=torch"][
+            1
+        ].backend
+        == ""
+    )
 
 
 def test_whole_layers_need_layers() -> None:

@@ -69,9 +69,13 @@ def test_its_codes_and_scales_are_ours(fmt: Format, scaling: Scaling) -> None:
     by_row = scaling is ROW_POWER_OF_TWO
     kept = torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2
     theirs = hp_tensor_to_float8_dynamic(
-        x, kept, LinearMMConfig(), round_scales_to_power_of_2=by_row, axiswise_dim=-1 if by_row else None,
+        x,
+        kept,
+        LinearMMConfig(),
+        round_scales_to_power_of_2=by_row,
+        axiswise_dim=-1 if by_row else None,
         scaling_granularity=ScalingGranularity.AXISWISE if by_row else ScalingGranularity.TENSORWISE,
-    )  # fmt: skip
+    )
     result, _ = factor(x, fmt, scaling)
     ours = torch_codes(x, fmt, result)
     assert torch.allclose(theirs._scale.reshape(result.shape), result, rtol=2e-7, atol=0.0)

@@ -58,9 +58,12 @@ class Browser:
         log = (os.POSIX_SPAWN_OPEN, 2, str(home / "stderr"), os.O_WRONLY | os.O_CREAT, 0o600)
         ends = ((os.POSIX_SPAWN_DUP2, its_input, 3), (os.POSIX_SPAWN_DUP2, its_output, 4))
         self._pid = os.posix_spawn(
-            command, [command, *FLAGS, f"--user-data-dir={home / 'profile'}"],
-            {**os.environ, "HOME": str(home)}, file_actions=[log, *ends], setpgroup=0,
-        )  # fmt: skip
+            command,
+            [command, *FLAGS, f"--user-data-dir={home / 'profile'}"],
+            {**os.environ, "HOME": str(home)},
+            file_actions=[log, *ends],
+            setpgroup=0,
+        )
         os.close(its_input)
         os.close(its_output)
         self._home, self._rest, self._number = home, b"", 0
@@ -138,9 +141,12 @@ class Tab:
             tab.send(f"{domain}.enable")
         tab.send("Page.setLifecycleEventsEnabled", enabled=True)
         browser.send(
-            "Browser.setDownloadBehavior", behavior="allow", browserContextId=context, downloadPath=str(downloads),
+            "Browser.setDownloadBehavior",
+            behavior="allow",
+            browserContextId=context,
+            downloadPath=str(downloads),
             eventsEnabled=True,
-        )  # fmt: skip
+        )
         return tab
 
     def send(self, method: str, **params: Any) -> Message:

@@ -163,8 +163,10 @@ def test_the_policy_holds(show: Open) -> None:
         ' \'<p id=x onclick="window.ran = 1"></p><img src="https://example.org/x.png">\')'
     )
     tab.run("document.querySelector('#x').click()")
-    tab.run("(() => { const added = document.createElement('script'); added.textContent = 'window.ran = 2';"
-            " document.body.append(added); })()")  # fmt: skip
+    tab.run(
+        "(() => { const added = document.createElement('script'); added.textContent = 'window.ran = 2';"
+        " document.body.append(added); })()"
+    )
     assert tab.run("window.ran ?? null") is None
     tab.browser.wait("Log.entryAdded", lambda params: "example.org" in params["entry"]["text"])
 
@@ -220,12 +222,16 @@ def test_print(show: Open) -> None:
     tab = show(scheme="dark")
     tab.media("print", "dark")
     assert color(tab, "body", "backgroundColor") == 255 and color(tab, "body", "color") < 60
-    gone = tab.run("['nav', '.skip', '.anchor', '#tip', '.tools button', '.tools label', 'details']"
-                   ".filter((one) => document.querySelector(one).getClientRects().length)")  # fmt: skip
+    gone = tab.run(
+        "['nav', '.skip', '.anchor', '#tip', '.tools button', '.tools label', 'details']"
+        ".filter((one) => document.querySelector(one).getClientRects().length)"
+    )
     assert gone == []
-    cut = tab.run("[...document.querySelectorAll('.scroll')].filter((one) => one.getClientRects().length)"
-                  ".filter((one) => one.scrollWidth > one.clientWidth + 1 || one.scrollHeight > one.clientHeight + 1)"
-                  ".map((one) => one.parentElement.id)")  # fmt: skip
+    cut = tab.run(
+        "[...document.querySelectorAll('.scroll')].filter((one) => one.getClientRects().length)"
+        ".filter((one) => one.scrollWidth > one.clientWidth + 1 || one.scrollHeight > one.clientHeight + 1)"
+        ".map((one) => one.parentElement.id)"
+    )
     assert cut == []
     assert len(tab.send("Page.printToPDF", printBackground=False)["data"]) > 20_000
 

@@ -327,11 +327,21 @@ def test_other_ends(
 def test_a_suite_that_ends_the_process_is_told(end: str, words: str, tmp_path: Path) -> None:
     """Otherwise it would leave only its own exit code, which was that of success."""
     lines = [
-        "import os, sys", "from fp8bench.suites import Workload, workloads", "@workloads.register('ending')",
-        "class Ending(Workload):", "    name = 'ending'", "    summary = 'ends'", "    def axes(self, facts):",
-        "        return ()", "    def work(self, params):", f"        {end}", "    def prepare(self, setup):",
-        "        return None", "    def step(self, state, phase):", "        pass",
-    ]  # fmt: skip
+        "import os, sys",
+        "from fp8bench.suites import Workload, workloads",
+        "@workloads.register('ending')",
+        "class Ending(Workload):",
+        "    name = 'ending'",
+        "    summary = 'ends'",
+        "    def axes(self, facts):",
+        "        return ()",
+        "    def work(self, params):",
+        f"        {end}",
+        "    def prepare(self, setup):",
+        "        return None",
+        "    def step(self, state, phase):",
+        "        pass",
+    ]
     (tmp_path / "ending.py").write_text("\n".join(lines))
     typed = [*PROGRAM, "suite", "./ending.py", "--dry-run"]
     done = subprocess.run(typed, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)

@@ -33,8 +33,10 @@ def test_a_precision_map_is_words_or_a_file_of_them(tmp_path: Path) -> None:
     assert precision_map("head=bf16,blocks.0=bf16,blocks.1.mlp=fp8-delayed:history=16") == said
 
 
-@for_each(("content", "words"), [(b"", "not of the form"), (b"head", "not of the form"),
-                                                (b"a=b\na=c", "twice"), (b"\xff=b", "cannot be read")])  # fmt: skip
+@for_each(
+    ("content", "words"),
+    [(b"", "not of the form"), (b"head", "not of the form"), (b"a=b\na=c", "twice"), (b"\xff=b", "cannot be read")],
+)
 def test_a_file_that_is_no_map_is_refused(content: bytes, words: str, tmp_path: Path) -> None:
     file = tmp_path / "map.txt"
     file.write_bytes(content)

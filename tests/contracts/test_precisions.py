@@ -15,9 +15,17 @@ from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 
 DEVICES = [
-    CPU, V100, A100, gpu("L40S", (8, 9)), H200, B200, gpu("of tomorrow", (13, 0)), MI300X, gpu("unknown", None),
+    CPU,
+    V100,
+    A100,
+    gpu("L40S", (8, 9)),
+    H200,
+    B200,
+    gpu("of tomorrow", (13, 0)),
+    MI300X,
+    gpu("unknown", None),
     DeviceFacts("xpu", 0, "something else", 1 << 30, "2.13.0"),
-]  # fmt: skip
+]
 NAMES = precisions.names()
 OPTIONS = [(name, option) for name in NAMES for option in precisions.get(name).options]
 
@@ -111,9 +119,13 @@ def test_casting_changes_no_input_and_can_be_had_again(name: str) -> None:
 def test_its_scope_leaves_no_trace(name: str, raises: bool) -> None:
     def switches() -> tuple[object, ...]:
         return (
-            torch.get_float32_matmul_precision(), torch.get_default_dtype(), torch.is_grad_enabled(),
-            torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled("cpu"),
-        )  # fmt: skip
+            torch.get_float32_matmul_precision(),
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_autocast_enabled("cpu"),
+        )
 
     before = switches()
     try:

@@ -270,10 +270,16 @@ def test_statistics_describe_values_by_kind_and_role(name: str, corpus: Corpus, 
 # One of each kind of number; the others, and recipes with options, where slow tests are asked for.
 LOW = ("tf32", "bf16", "fp8", "nvfp4")
 OTHERS = (
-    "fp8:scale=pow2", "fp8:weight-gradient=bf16", "fp8:accumulator=short", "fp8-block:scale=exact", "nvfp4:hadamard=on",
-    "custom:scaling=row", "custom:scaling=none", "custom:format=e2m1:scaling=1x128",
+    "fp8:scale=pow2",
+    "fp8:weight-gradient=bf16",
+    "fp8:accumulator=short",
+    "fp8-block:scale=exact",
+    "nvfp4:hadamard=on",
+    "custom:scaling=row",
+    "custom:scaling=none",
+    "custom:format=e2m1:scaling=1x128",
     "custom:format=e3m2:scaling=128x128",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("precision", sampled(LOW, (*precisions.names(), *OTHERS)))

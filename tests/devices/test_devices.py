@@ -151,14 +151,16 @@ def test_without_cuda_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None
     assert Cuda().available() == ()
 
 
-@pytest.mark.parametrize(
-    ("hip", "arch"), [(None, None), ("7.0.1", "gfx942:sramecc+:xnack-")], ids=["nvidia", "amd"]
-)  # fmt: skip
+@pytest.mark.parametrize(("hip", "arch"), [(None, None), ("7.0.1", "gfx942:sramecc+:xnack-")], ids=["nvidia", "amd"])
 def test_every_gpu_has_its_facts(monkeypatch: pytest.MonkeyPatch, hip: str | None, arch: str | None) -> None:
     properties = {
-        "name": "a GPU", "total_memory": 80 << 30, "major": 9, "minor": 4, "gcnArchName": arch or "a GPU",
+        "name": "a GPU",
+        "total_memory": 80 << 30,
+        "major": 9,
+        "minor": 4,
+        "gcnArchName": arch or "a GPU",
         "L2_cache_size": 4 << 20,
-    }  # fmt: skip
+    }
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_arch_list", list)
@@ -168,9 +170,18 @@ def test_every_gpu_has_its_facts(monkeypatch: pytest.MonkeyPatch, hip: str | Non
     found = Cuda().available()
     assert [facts.key for facts in found] == ["cuda:0", "cuda:1"]
     assert found[1] == DeviceFacts(
-        "cuda", 1, "a GPU", 80 << 30, str(torch.__version__), (9, 4), None if hip else "13.0", hip, arch or "sm_94",
-        cache_bytes=(256 if hip else 4) << 20, cache_shared=1,
-    )  # fmt: skip
+        "cuda",
+        1,
+        "a GPU",
+        80 << 30,
+        str(torch.__version__),
+        (9, 4),
+        None if hip else "13.0",
+        hip,
+        arch or "sm_94",
+        cache_bytes=(256 if hip else 4) << 20,
+        cache_shared=1,
+    )
 
 
 def test_torch_says_which_gpu_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +306,7 @@ def peak_of(meter: MemoryMeter) -> int | None:
 @for_each(
     ("count", "dtype", "size"),
     [(1001, torch.float32, 4004), (7, torch.bfloat16, 14), (333, torch.float8_e4m3fn, 333), (99, torch.int64, 792)],
-)  # fmt: skip
+)
 def test_memory_on_the_processor_is_counted_to_the_byte(count: int, dtype: torch.dtype, size: int) -> None:
     meter = ProfilerMeter()
     meter.start()
@@ -473,8 +484,11 @@ def test_phases_on_a_gpu_have_highest_points_of_their_own(monkeypatch: pytest.Mo
     meter.start()
     meter.mark()
     for phase, sizes in (
-        ("cast", (100,)), ("gemm", (3 * BLOCK, -3 * BLOCK, 40)), ("cast", (10, -10)), ("unattributed", (-140,)),
-    ):  # fmt: skip
+        ("cast", (100,)),
+        ("gemm", (3 * BLOCK, -3 * BLOCK, 40)),
+        ("cast", (10, -10)),
+        ("unattributed", (-140,)),
+    ):
         meter.enter(phase)
         for size in sizes:
             allocator.allocate(size)
@@ -482,8 +496,10 @@ def test_phases_on_a_gpu_have_highest_points_of_their_own(monkeypatch: pytest.Mo
     course = meter.stop()
     assert course is not None and course.peak == 100 + 3 * BLOCK
     assert [(one.phase, one.allocated, one.reserved) for one in course.phases] == [
-        ("unattributed", 140, 5 * BLOCK), ("cast", 150, 5 * BLOCK), ("gemm", 100 + 3 * BLOCK, 5 * BLOCK),
-    ]  # fmt: skip
+        ("unattributed", 140, 5 * BLOCK),
+        ("cast", 150, 5 * BLOCK),
+        ("gemm", 100 + 3 * BLOCK, 5 * BLOCK),
+    ]
     assert course.reserved == 5 * BLOCK and course.held == ()
 
 

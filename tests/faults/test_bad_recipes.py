@@ -110,12 +110,15 @@ def test_maps_that_name_nothing(nothing_runs: Path, capsys: pytest.CaptureFixtur
 @for_each(
     "tensor",
     [
-        torch.ones(4, 64, dtype=torch.int64), torch.ones(4, 64, dtype=torch.uint8), torch.ones(4, 64, dtype=torch.bool),
-        torch.ones(4, 64, dtype=torch.complex64), torch.ones(4, 64, dtype=torch.float64),
+        torch.ones(4, 64, dtype=torch.int64),
+        torch.ones(4, 64, dtype=torch.uint8),
+        torch.ones(4, 64, dtype=torch.bool),
+        torch.ones(4, 64, dtype=torch.complex64),
+        torch.ones(4, 64, dtype=torch.float64),
         torch.ones(4, 64).to(torch.float8_e4m3fn),
     ],
     ids=lambda tensor: str(tensor.dtype),
-)  # fmt: skip
+)
 def test_tensors_that_are_no_numbers_of_a_network(tensor: torch.Tensor) -> None:
     """Integers and complex ones above all, by every function that takes a tensor."""
     for call in (

@@ -83,8 +83,11 @@ def test_too_little_memory_is_a_sentence(words: tuple[str, ...], tmp_path: Path)
     """Too little to import torch. Whoever went on would hold the output open, and it would not end."""
     process = subprocess.Popen(
         ("sh", "-c", 'ulimit -v 400000; exec "$@"', "sh", sys.executable, "-m", "fp8bench", *words, "--store", "store"),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-    )  # fmt: skip
+    )
     out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (3, "") and err.startswith("fp8bench: ") and "Traceback" not in err

@@ -119,8 +119,9 @@ def a_duel(store: Path) -> Kind:
     def read() -> tuple[Any, Sequence[str]]:
         found = DuelKind().load(path)
         return repr(encode(replace(found, troubles=()))), (
-            *found.troubles, *(["it has no end"] if not found.finished else []),
-        )  # fmt: skip
+            *found.troubles,
+            *(["it has no end"] if not found.finished else []),
+        )
 
     return Kind(path, read)
 
@@ -136,8 +137,12 @@ def acks(store: Path) -> Kind:
 
 
 KINDS: dict[str, Callable[[Path], Kind]] = {
-    "run": a_run, "stream": a_stream, "places": places, "duel": a_duel, "acks": acks,
-}  # fmt: skip
+    "run": a_run,
+    "stream": a_stream,
+    "places": places,
+    "duel": a_duel,
+    "acks": acks,
+}
 
 
 @for_each("kind", list(KINDS))

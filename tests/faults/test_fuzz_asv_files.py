@@ -28,8 +28,24 @@ from tests.faults import damage
 
 COMMIT = "66fd6b5c" + "0123456789abcdef" * 2
 NAME = f"{COMMIT[:8]}-existing-py_python.json"
-WORDS = (b"\xef\xbb\xbf", b"\xff", b"\xc3", b"\x00", b"[" * 2000, b'{"a":' * 2000, b"9" * 5000, b"1e999", b"-NaN",
-         b"//", b'"version": 2,', b'"results": {},', b"\\ud800", b"\\u12", b"null", b"{}")  # fmt: skip
+WORDS = (
+    b"\xef\xbb\xbf",
+    b"\xff",
+    b"\xc3",
+    b"\x00",
+    b"[" * 2000,
+    b'{"a":' * 2000,
+    b"9" * 5000,
+    b"1e999",
+    b"-NaN",
+    b"//",
+    b'"version": 2,',
+    b'"results": {},',
+    b"\\ud800",
+    b"\\u12",
+    b"null",
+    b"{}",
+)
 Again = Callable[[Path], object]
 
 
@@ -92,15 +108,27 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes
         "gemm.Gemm.track_error": AsvRow((("1",),), None, (None,), (None,), (None,), None, None, "eJw="),
     }
     machine = {"machine": "box", "os": "Linux", "cpu": "a cpu", "num_cpu": "2"}
-    file = ResultsFile(COMMIT, "existing-py_python", 1767268800000, {**machine, "python": "3.11"}, "3.11", {"a": "1"},
-                       {"B": ""}, rows, {"<build>": 1.5}, others={"fp8bench": {"torch": "2.13.0"}})  # fmt: skip
+    file = ResultsFile(
+        COMMIT,
+        "existing-py_python",
+        1767268800000,
+        {**machine, "python": "3.11"},
+        "3.11",
+        {"a": "1"},
+        {"B": ""},
+        rows,
+        {"<build>": 1.5},
+        others={"fp8bench": {"torch": "2.13.0"}},
+    )
     series = [Series(name, "", "", "s", ("a", "b")[: len(row.params)], row.params, "1") for name, row in rows.items()]
     save_results(folder / NAME, file)
     save_benchmarks(folder / "benchmarks.json", merge_benchmarks({}, series))
     save_machine(folder / "machine.json", machine)
     checks: list[tuple[str, Again]] = [
-        (NAME, read_results), ("benchmarks.json", read_benchmarks), ("machine.json", read_machine)
-    ]  # fmt: skip
+        (NAME, read_results),
+        ("benchmarks.json", read_benchmarks),
+        ("machine.json", read_machine),
+    ]
     return [(name, (folder / name).read_bytes(), check) for name, check in checks]
 
 

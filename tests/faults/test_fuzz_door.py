@@ -28,10 +28,54 @@ from tests.fakes import CPU, FakeWorker
 from tests.trainings import FakeLab
 
 NONSENSE = (
-    "", " ", "-", "--", "-1", "0", "1", "3", "1e3", "nan", "inf", "1e400", "9" * 5000, "٣", "²", "x", "=", "a=", "=b",
-    "a=b", ",", ",,", "a,", "é", "🙂", "\udcff", "\n", "\t", "a\nb", "a\0b", "%s", "{}", "../..", "/", ".", "~", "*",
-    "--no-such", "--dtypes", "-h2", "x" * 10_000, "None", "True", "[1]", "{a: b}", "$HOME", "last",
-)  # fmt: skip
+    "",
+    " ",
+    "-",
+    "--",
+    "-1",
+    "0",
+    "1",
+    "3",
+    "1e3",
+    "nan",
+    "inf",
+    "1e400",
+    "9" * 5000,
+    "٣",
+    "²",
+    "x",
+    "=",
+    "a=",
+    "=b",
+    "a=b",
+    ",",
+    ",,",
+    "a,",
+    "é",
+    "🙂",
+    "\udcff",
+    "\n",
+    "\t",
+    "a\nb",
+    "a\0b",
+    "%s",
+    "{}",
+    "../..",
+    "/",
+    ".",
+    "~",
+    "*",
+    "--no-such",
+    "--dtypes",
+    "-h2",
+    "x" * 10_000,
+    "None",
+    "True",
+    "[1]",
+    "{a: b}",
+    "$HOME",
+    "last",
+)
 AXES = ("shape", "size", "sequence", "batch", "tokens", "product", "micro_batches", "no_such_axis", "")
 KINDS = ("attn", "mlp", "head", "norm", "blocks.0", "blocks.1.mlp.up", "blocks.7.attn", "blocks.")
 MODES = ("fp8-delayed:history=16", "custom:format=e3m2:scaling=row", "fp8:histroy=2", "nvfp4:")
@@ -71,10 +115,17 @@ def measure_nothing(run: Run, groups: object, store: Path, writer: RunWriter, *_
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
     made = {
-        "empty": b"", "binary": bytes(range(256)) * 300, "short": b"words\n", "text": b"some words\n" * 9000,
-        "config.yaml": b"suite: gemm\ndtypes: [fp32]\n", "broken.yaml": b"a: [1\nb: }", "wrong.yaml": b"rounds: many\n",
-        "raises.py": b"raise RuntimeError('no')\n", "syntax.py": b"def (:\n", "nothing.py": b"x = 1\n",
-    }  # fmt: skip
+        "empty": b"",
+        "binary": bytes(range(256)) * 300,
+        "short": b"words\n",
+        "text": b"some words\n" * 9000,
+        "config.yaml": b"suite: gemm\ndtypes: [fp32]\n",
+        "broken.yaml": b"a: [1\nb: }",
+        "wrong.yaml": b"rounds: many\n",
+        "raises.py": b"raise RuntimeError('no')\n",
+        "syntax.py": b"def (:\n",
+        "nothing.py": b"x = 1\n",
+    }
     for name, content in made.items():
         (tmp_path / name).write_bytes(content)
     return {name: str(tmp_path / name) for name in made} | {"folder": str(tmp_path)}

@@ -101,9 +101,13 @@ def long_ago(path: Path) -> None:
 def test_a_full_disk_leaves_the_view_as_it_was_and_keeps_the_run(store: Path) -> None:
     before = contents(store / "asv")
     done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(store)], env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=240, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", FULL_DISK, str(store)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
     assert done.stdout.startswith(f"history: {the_file(store)} cannot be written (File too large). What was there ")
     assert done.stdout.endswith(AGAIN + "\n") and done.stdout.count("\n") == 1
     assert contents(store / "asv") == before

@@ -210,9 +210,14 @@ def test_a_terminal_that_is_closed(folder: Path, ignored: bool) -> None:
     if not ignored:
         (folder / "hold 11").touch()
     with subprocess.Popen(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=terminal, stdout=terminal,
-        stderr=terminal, preexec_fn=begin,  # noqa: PLW1509 - this process has no threads that hold locks
-    ) as process:  # fmt: skip
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        preexec_fn=begin,  # noqa: PLW1509 - this process has no threads that hold locks
+    ) as process:
         try:
             os.close(terminal)
             _drained(master, lambda: num_lines(folder) >= 5)

@@ -123,8 +123,9 @@ def test_another_process_calls_it_without_the_compiler(cache: Path, tmp_path: Pa
     given = KERNEL.examples()
     compiled.run(*given)
     (file,) = (cache / "fp8bench").glob("*.kernel.json")
-    monkeyed = READ.replace("run, bits", "from fp8bench.formats import vector_width\n"
-                            "vector_width.widths = lambda device: ()\nrun, bits")  # fmt: skip
+    monkeyed = READ.replace(
+        "run, bits", "from fp8bench.formats import vector_width\nvector_width.widths = lambda device: ()\nrun, bits"
+    )
     ran((sys.executable, "-c", monkeyed, str(tmp_path / "given")))
     assert all(map(torch.equal, given, torch.load(tmp_path / "given")))
     found = unsealed(json.loads(file.read_bytes()))

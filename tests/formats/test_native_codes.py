@@ -239,9 +239,19 @@ def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
         square_codes(blocks.t(), E4M3, EXACT, both=True)
     allowed = ("empty", "detach", "aten.t.", "view", "_to_copy", "as_strided", "slice", "alias")
     assert [name for name in seen.names if not any(word in name for word in allowed)] == [
-        f"fp8bench.{name}.default" for name in ("scale", "codes", "codes", "codes", "row_codes", "delayed_scale",
-                                                "row_codes", "square_scales", "codes")
-    ]  # fmt: skip
+        f"fp8bench.{name}.default"
+        for name in (
+            "scale",
+            "codes",
+            "codes",
+            "codes",
+            "row_codes",
+            "delayed_scale",
+            "row_codes",
+            "square_scales",
+            "codes",
+        )
+    ]
 
 
 def test_in_a_graph_that_is_compiled_casts_are_plain_operations() -> None:

@@ -97,9 +97,17 @@ def test_pairs_that_no_library_multiplies() -> None:
 
 # torch's own tests of mxfp8 and nvfp4 (test_scaled_matmul_cuda.py): M, K, N that they run on CUDA.
 RUN_BY_TORCH = [
-    (128, 128, 128), (128, 256, 512), (65, 96, 112), (197, 224, 272), (1023, 64, 48), (31, 1024, 64), (45, 96, 1024),
-    (2, 1024, 128), (127, 96, 1024), (1025, 128, 96),
-]  # fmt: skip
+    (128, 128, 128),
+    (128, 256, 512),
+    (65, 96, 112),
+    (197, 224, 272),
+    (1023, 64, 48),
+    (31, 1024, 64),
+    (45, 96, 1024),
+    (2, 1024, 128),
+    (127, 96, 1024),
+    (1025, 128, 96),
+]
 
 
 @for_each("scheme", [Scheme.MXFP8, Scheme.NVFP4, Scheme.MXFP4], ids=lambda one: one.name)

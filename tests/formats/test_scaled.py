@@ -139,9 +139,11 @@ def test_strides_do_not_matter(fmt: Format, scaling: Scaling | None) -> None:
     ("fmt", "scaling", "turns"),
     [
         *((E4M3, one, one in (SQUARE, TENSOR)) for one in (SQUARE, TENSOR, BLOCK, MX, ROW)),
-        (E5M2, Scaling(16, 16), True), (E2M1, NVFP4_SQUARE, True), (E2M1, NVFP4, False),
+        (E5M2, Scaling(16, 16), True),
+        (E2M1, NVFP4_SQUARE, True),
+        (E2M1, NVFP4, False),
     ],
-)  # fmt: skip
+)
 def test_squares_may_be_transposed_before_or_after_and_others_not(fmt: Format, scaling: Scaling, turns: bool) -> None:
     assert scaling.turns is turns
     for x in (outliers(256, 384), outliers(130, 257), patterns(70, 33)) if turns else (outliers(256, 256),):

@@ -17,7 +17,7 @@ MASKS = (
     (re.compile(r"fp8bench \d+\.\d+\.\d+\w*"), "fp8bench VERSION", "a release is no change of a document"),
     (re.compile(r"acknowledged \d{4}-\d{2}-\d{2}"), "acknowledged TODAY", "a change is acknowledged while a test runs"),
     (re.compile(r"-?\d+\.\d{8,}(?:e[-+]?\d+)?"), None, "last digits are those of vector instructions"),
-)  # fmt: skip
+)
 # Characters of a line and of a text, rows of a table, values of a list, and how many times more are too many.
 _LINE, _LONG, _ROWS, _KEPT, _FEW = 150, 400, 800, 20, 3
 

@@ -75,8 +75,11 @@ RUNS = {
 }  # fmt: skip
 ON_GPU = {"gpu": "9a000001", "gpu-sweep": "9a000002", "gpu-clean": "9a000003"}
 TRAININGS = {
-    "training": "1199c4a7", "ranks-training": "48643ba9", "judged-training": "8964265c", "cut-training": "9f004d9f",
-}  # fmt: skip
+    "training": "1199c4a7",
+    "ranks-training": "48643ba9",
+    "judged-training": "8964265c",
+    "cut-training": "9f004d9f",
+}
 DUELS = {"duel": "d8d9759e", "quick-duel": "ad2e50fa", "cut-duel": "d8d9cff0"}
 AUDITS = ("pass", "fail", "model", "layers")
 SERIES = "'gemm.Gemm.track_time(bf16, 512)'"
@@ -352,10 +355,16 @@ def a_place(folder: Path, document: Document) -> Iterator[None]:
     for path in OWN.iterdir():
         shutil.copy(path, folder)
     facts = {
-        "GIT_CEILING_DIRECTORIES": str(folder.parent), "COLUMNS": str(document.width), "NO_COLOR": "1",
-        "HOME": str(folder), "LANGUAGE": "C", "FP8BENCH_QUANTISERS": "eager", "FP8BENCH_CEILINGS": "off",
-        "FP8BENCH_TAPE": "off", "FP8BENCH_WARM_UP": "off",
-    }  # fmt: skip
+        "GIT_CEILING_DIRECTORIES": str(folder.parent),
+        "COLUMNS": str(document.width),
+        "NO_COLOR": "1",
+        "HOME": str(folder),
+        "LANGUAGE": "C",
+        "FP8BENCH_QUANTISERS": "eager",
+        "FP8BENCH_CEILINGS": "off",
+        "FP8BENCH_TAPE": "off",
+        "FP8BENCH_WARM_UP": "off",
+    }
     path = mock.patch.object(sys, "path", list(sys.path))
     with contextlib.chdir(folder), mock.patch.dict(os.environ, facts), path, answered(document.value):
         yield

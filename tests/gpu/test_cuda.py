@@ -162,9 +162,12 @@ def test_exhausted_memory_is_recognised(facts: DeviceFacts) -> None:
 
 def test_a_quick_suite_of_products(tmp_path: Path) -> None:
     request = Request(
-        "gemm", dtypes=("fp32", "fp16", "mxfp8"), devices=("cuda",), quick=True,
+        "gemm",
+        dtypes=("fp32", "fp16", "mxfp8"),
+        devices=("cuda",),
+        quick=True,
         axes=(("shape", ("512", "1024", "1x1024x1024")),),
-    )  # fmt: skip
+    )
     run, result = executed(tmp_path, request)
     assert run.ok and len(run.records) == 9
     for record in run.records:

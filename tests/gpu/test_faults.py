@@ -40,13 +40,22 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_with(fault: str, library: Path, folder: Path) -> Run:
     preloaded = [str(library), *os.environ.get("LD_PRELOAD", "").split()]
     environment = {
-        **os.environ, "LD_PRELOAD": ":".join(preloaded), "FAULT": fault, "FAULT_ONCE": str(folder / "struck"),
-        PRODUCTS_VARIABLE: "unchecked", "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+        **os.environ,
+        "LD_PRELOAD": ":".join(preloaded),
+        "FAULT": fault,
+        "FAULT_ONCE": str(folder / "struck"),
+        PRODUCTS_VARIABLE: "unchecked",
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "fp8bench", *SUITE, *AXES, "--store", "store"], cwd=folder, env=environment,
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "fp8bench", *SUITE, *AXES, "--store", "store"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert (folder / "struck").exists(), f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return load("last", folder / "store")
 

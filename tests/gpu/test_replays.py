@@ -65,8 +65,13 @@ def test_a_full_queue_takes_the_host_out(bench: Bench, facts: DeviceFacts) -> No
 def test_a_cold_cache_is_slower_where_the_data_fits_it(bench: Bench, facts: DeviceFacts) -> None:
     """A cast reads little and computes less: slower by a quarter or more."""
     params = (
-        ("rows", 1024), ("columns", 2048), ("source", "fp32"), ("direction", "to"), ("scaling", "on"), ("role", "input")
-    )  # fmt: skip
+        ("rows", 1024),
+        ("columns", 2048),
+        ("source", "fp32"),
+        ("direction", "to"),
+        ("scaling", "on"),
+        ("role", "input"),
+    )
     times = {}
     for cache in ("hot", "rotating", "cold"):
         own = params if cache == "hot" else (*params, ("cache", cache))

@@ -15,10 +15,14 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|farm)/")
 # machine's or our own.
 OPENS = re.compile(r"""\.read_(?:bytes|text)\(|\.open\("(?:rb|ab|r\+b|a\+b)\"""")
 OTHERS = (
-    "plan/corpus.py", "store/asv/identity.py", "jobs/topology.py",
-    "jobs/device_units.py", "features/infer/job.py", "features/init/command.py",
+    "plan/corpus.py",
+    "store/asv/identity.py",
+    "jobs/topology.py",
+    "jobs/device_units.py",
+    "features/infer/job.py",
+    "features/init/command.py",
     "features/init/source.py",
-)  # fmt: skip
+)
 LATER = re.compile(r"\b(?:TO" + "DO|FIX" + "ME)\\b")
 
 

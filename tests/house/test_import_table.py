@@ -100,9 +100,20 @@ MOST_ROOMS = 22
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
 LAZY = HEAVY | {
-    "accelerate", "asv_runner", "ctypes", "pyarrow", "pynvml", "ray", "safetensors", "shtab",
-    "submitit", "tensorboard", "torchao", "transformer_engine", "wandb",
-}  # fmt: skip
+    "accelerate",
+    "asv_runner",
+    "ctypes",
+    "pyarrow",
+    "pynvml",
+    "ray",
+    "safetensors",
+    "shtab",
+    "submitit",
+    "tensorboard",
+    "torchao",
+    "transformer_engine",
+    "wandb",
+}
 # Where a module may import heavy packages at its top: the first prefix that fits counts.
 # What runs in the worker of an audit.
 AUDITING = (
@@ -119,8 +130,15 @@ AUDITING = (
 )
 # What a bench imports when it is asked for it, since its parent imports the bench.
 ONCE_ASKED = (
-    "bits", "conformity", "products", "step_effect", "tape_pass", "torch_state", "torch_switches", "trial",
-)  # fmt: skip
+    "bits",
+    "conformity",
+    "products",
+    "step_effect",
+    "tape_pass",
+    "torch_state",
+    "torch_switches",
+    "trial",
+)
 HEAVY_TOPS: tuple[tuple[str, frozenset[str]], ...] = (
     ("fp8bench.analysis.stats", frozenset({"numpy"})),
     ("fp8bench.cli.config_file", frozenset({"yaml"})),

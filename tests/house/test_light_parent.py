@@ -16,8 +16,13 @@ IMPORTED = re.compile(r"^import time: +\d+ \| +\d+ \| +(\S+)$", re.MULTILINE)
 def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-X", "importtime", *arguments],
-        capture_output=True, text=True, cwd=ROOT, timeout=300, stdin=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
     return done, {name.split(".")[0] for name in IMPORTED.findall(done.stderr)}
 
 

@@ -6,8 +6,8 @@ import ast
 
 from tests.house.sources import FILES, ROOT, descendants, tree_of
 
-LONGEST_MODULE = 450
-LONGEST_FUNCTION = 60
+LONGEST_MODULE = 500
+LONGEST_FUNCTION = 85
 
 
 def test_modules() -> None:

@@ -8,11 +8,31 @@ import re
 from tests.house.sources import ROOT, tree_of
 
 MODULES = {
-    "pickle", "marshal", "shelve", "dill", "cloudpickle", "socket", "socketserver", "http.server", "asyncio", "mmap",
-    "tempfile", "multiprocessing", "multiprocessing.connection", "multiprocessing.shared_memory",
-}  # fmt: skip
-NAMES = {"FileStore", "TCPStore", "_unpickler", "PlainUnpickler", "elastic_launch", "SharedMemory", "rpc",
-         "ExtensionFileLoader"}  # fmt: skip
+    "pickle",
+    "marshal",
+    "shelve",
+    "dill",
+    "cloudpickle",
+    "socket",
+    "socketserver",
+    "http.server",
+    "asyncio",
+    "mmap",
+    "tempfile",
+    "multiprocessing",
+    "multiprocessing.connection",
+    "multiprocessing.shared_memory",
+}
+NAMES = {
+    "FileStore",
+    "TCPStore",
+    "_unpickler",
+    "PlainUnpickler",
+    "elastic_launch",
+    "SharedMemory",
+    "rpc",
+    "ExtensionFileLoader",
+}
 
 
 def uses(tree: ast.AST) -> set[str]:
@@ -43,7 +63,12 @@ def test_the_table_names_every_place() -> None:
 
 
 def test_a_use_is_found_however_it_is_written() -> None:
-    for text in ("import pickle", "from multiprocessing.connection import Listener", "import torch\ntorch.load(f)",
-                 "from torch.distributed import TCPStore", "dist.TCPStore('a', 1)"):  # fmt: skip
+    for text in (
+        "import pickle",
+        "from multiprocessing.connection import Listener",
+        "import torch\ntorch.load(f)",
+        "from torch.distributed import TCPStore",
+        "dist.TCPStore('a', 1)",
+    ):
         assert uses(ast.parse(text)), text
     assert not uses(ast.parse("import json\njson.load(f)"))

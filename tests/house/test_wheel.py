@@ -26,8 +26,10 @@ def built_in(source: Path, folder: Path) -> Path:
     """The wheel, built with the tools of this environment: no network."""
     done = subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (built,) = folder.glob("*.whl")
     return built
@@ -55,9 +57,14 @@ def test_runs_from_an_empty_directory(wheel: Path, tmp_path: Path) -> None:
 
     def run(*arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, *arguments], capture_output=True, text=True, check=False, cwd=empty,
-            env={**os.environ, "PYTHONPATH": str(site)}, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            [sys.executable, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=empty,
+            env={**os.environ, "PYTHONPATH": str(site)},
+            stdin=subprocess.DEVNULL,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

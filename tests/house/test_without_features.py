@@ -17,9 +17,20 @@ from tests.house.sources import ROOT
 
 # Names of the package that are a feature's.
 _PUBLIC = {
-    "advise", "audit", "audit_model", "duel", "gate", "hugging_face_callback", "lightning_callback",
-    "ablate", "load_training", "resume_training", "sensitivity", "train", "watch",
-}  # fmt: skip
+    "advise",
+    "audit",
+    "audit_model",
+    "duel",
+    "gate",
+    "hugging_face_callback",
+    "lightning_callback",
+    "ablate",
+    "load_training",
+    "resume_training",
+    "sensitivity",
+    "train",
+    "watch",
+}
 # Tests of the core that start commands of features by their words, or read what features are part of.
 _BY_WORDS = (
     "tests/cli/test_completion.py",
@@ -71,10 +82,18 @@ def test_the_core_without_features_passes_its_tests() -> None:
         assert len(tests) > 200
         done = subprocess.run(
             [
-                sys.executable, "-m", "pytest", "-q", *(f"--deselect={name}" for name in _BY_WORDS),
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                *(f"--deselect={name}" for name in _BY_WORDS),
                 *(str(path.relative_to(ROOT)) for path in sorted(tests)),
             ],
-            cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+            cwd=copy,
+            env={**os.environ, "PYTHONPATH": str(copy)},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout[-4000:]

@@ -43,9 +43,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RUNS = {
-    Limit.PRODUCT: (4.24e11, 4.25e11, 4.26e11, 4.25e11, 4.24e11), Limit.COPY: (8e9, 1e10, 9e9, 8.5e9, 9.5e9),
+    Limit.PRODUCT: (4.24e11, 4.25e11, 4.26e11, 4.25e11, 4.24e11),
+    Limit.COPY: (8e9, 1e10, 9e9, 8.5e9, 9.5e9),
     Limit.LAUNCH: (5e5,) * 5,
-}  # fmt: skip
+}
 
 
 def measured_by_hand(monkeypatch: pytest.MonkeyPatch, fails: Limit | None = None, times: float = 1.0) -> list[Rate]:
@@ -83,8 +84,11 @@ def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.M
     assert run.finished and run.ok and run == load_run(Path(run.path))
     cases = [(record.case.param("limit"), record.case.precision, record.status.value) for record in run.records]
     assert cases == [
-        ("product", "bf16", "ok"), ("product", "nvfp4", "skipped"), ("copy", "fp32", "ok"), ("launch", "fp32", "ok"),
-    ]  # fmt: skip
+        ("product", "bf16", "ok"),
+        ("product", "nvfp4", "skipped"),
+        ("copy", "fp32", "ok"),
+        ("launch", "fp32", "ok"),
+    ]
     bf16, nvfp4, copied, _ = run.records
     assert bf16.measurements[0].samples == RUNS[Limit.PRODUCT] and nvfp4.reason == "RuntimeError: no kernel"
     assert copied.detail == "arrays of 64.0 MiB, the best of 2 searched; spread 22.2% over 5 runs: no bound"
@@ -142,15 +146,24 @@ def test_a_quote(text: str, right: bool, words: tuple[str, ...]) -> None:
 @for_each(
     ("text", "why"),
     [
-        ("", "cannot be read"), ("H200", "cannot be read"), ("H200 312", "cannot be read"),
-        ("H200 tf32 -3", "cannot be read"), ("H200 tf32 nan", "cannot be read"), ("H200 tf32 inf", "cannot be read"),
-        ("H200 speed 3", "'speed' is no figure"), ("H900 tf32 3", "no datasheet of 'H900'"),
-        ("NVIDIA tf32 3", "no datasheet"), ("H200 fp4 3", "nothing is published of fp4"),
+        ("", "cannot be read"),
+        ("H200", "cannot be read"),
+        ("H200 312", "cannot be read"),
+        ("H200 tf32 -3", "cannot be read"),
+        ("H200 tf32 nan", "cannot be read"),
+        ("H200 tf32 inf", "cannot be read"),
+        ("H200 speed 3", "'speed' is no figure"),
+        ("H900 tf32 3", "no datasheet of 'H900'"),
+        ("NVIDIA tf32 3", "no datasheet"),
+        ("H200 fp4 3", "nothing is published of fp4"),
         ("L4 memory 24", "nothing is published of memory"),
-        ("TPU v5p fp8 459", "lists 459 TFLOP/s of FP8, .* no units for FP8 .https://docs.cloud.google.com/tpu/docs/v5p"),
+        (
+            "TPU v5p fp8 459",
+            "lists 459 TFLOP/s of FP8, .* no units for FP8 .https://docs.cloud.google.com/tpu/docs/v5p",
+        ),
         ("TPU v5p e4m3", "TPU v5p has no peak of e4m3"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_quote(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         quote_of(text)

@@ -95,8 +95,10 @@ def test_every_device_says_where_its_energy_comes_from(
 def test_listing_devices_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU,))
     assert list(listing("devices", ())) == [
-        "cpu      a processor, 16.0 GiB", "cuda     none on this machine", "xpu      none on this machine",
-    ]  # fmt: skip
+        "cpu      a processor, 16.0 GiB",
+        "cuda     none on this machine",
+        "xpu      none on this machine",
+    ]
 
 
 def test_listing_a_suite_shows_the_defaults_of_the_device_it_would_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,12 @@ def planned(suite: str = "transformer", facts: DeviceFacts = CPU, dtype: str = "
 
 
 def search(
-    worker: Filled, case: PlannedCase | None = None, limit: int | None = LIMIT, facts: DeviceFacts = CPU,
+    worker: Filled,
+    case: PlannedCase | None = None,
+    limit: int | None = LIMIT,
+    facts: DeviceFacts = CPU,
     observer: SilentObserver | None = None,
-) -> Capacity:  # fmt: skip
+) -> Capacity:
     outcome = CaseOutcome(case or planned(batch="2"))
     rule = CapacityRule(limit, with_batch)
     CapacityPass(worker, {facts.key: facts}, USUAL, observer or SilentObserver(), rule).search([outcome])
@@ -150,9 +153,12 @@ def test_what_is_no_matter_of_memory_ends_the_search_with_its_reason(error: Exce
     ],
 )
 def test_what_ends_the_search(
-    takes: Callable[[int], int | None], most: int | None, limit: int | None, found: tuple[int, int | None, int | None],
+    takes: Callable[[int], int | None],
+    most: int | None,
+    limit: int | None,
+    found: tuple[int, int | None, int | None],
     why: str,
-) -> None:  # fmt: skip
+) -> None:
     worker = Filled(takes, lambda batch: NO_MEMORY if most is not None and batch > most else None)
     answer = search(worker, limit=limit)
     assert (answer.batch, answer.beyond, answer.peak) == found and (answer.tokens == 0) == (answer.batch == 0)

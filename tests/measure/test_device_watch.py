@@ -128,9 +128,10 @@ def test_looks_belong_to_the_arm_whose_slot_is_over() -> None:
 def test_a_mean_clock_counts_slots_by_how_long_they_took() -> None:
     one = arm("fp32")
     one.prepare(FakeWorker({}))
-    slots = [SlotSample(number, ((10 * MS,),), wall, wall, clock=clock) for number, (wall, clock) in enumerate(
-        [(3.0, 1e9), (1.0, 2e9), (50.0, None)]
-    )]  # fmt: skip
+    slots = [
+        SlotSample(number, ((10 * MS,),), wall, wall, clock=clock)
+        for number, (wall, clock) in enumerate([(3.0, 1e9), (1.0, 2e9), (50.0, None)])
+    ]
     assert replace(one.timing(), slots=tuple(slots)).clock == pytest.approx(1.25e9)
     assert one.timing().clock is None
 
@@ -220,9 +221,13 @@ def warming(seconds: float) -> Temperature:
 
 
 def measured(
-    monkeypatch: pytest.MonkeyPatch, temperature: Temperature, limit: float = 30.0, silent: bool = False,
-    level: Level = Level.NATIVE, scripts: Mapping[str, Script] | None = None,
-) -> tuple[dict[str, Record], FakeWorker, Listener]:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: Temperature,
+    limit: float = 30.0,
+    silent: bool = False,
+    level: Level = Level.NATIVE,
+    scripts: Mapping[str, Script] | None = None,
+) -> tuple[dict[str, Record], FakeWorker, Listener]:
     """The records of a group on such a device, and what was asked and told."""
     worker, listener = FakeWorker(scripts or {"bf16": lasting(5)}), Listener()
     monkeypatch.setattr(group_module, "Settler", partial(Settler, clock=worker.clock))

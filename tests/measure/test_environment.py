@@ -112,10 +112,16 @@ def test_variables_that_change_speed_are_kept(monkeypatch: pytest.MonkeyPatch) -
     """Those of the list that are set: of how a GPU computes, which attention kernel is asked first, what products may
     take as workspace, which kernels were tuned."""
     names = [
-        "OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING", "PYTORCH_ALLOC_CONF", "TORCH_CUDNN_SDPA_DEPRIORITIZED",
-        "TORCH_CUBLASLT_UNIFIED_WORKSPACE", "CUBLASLT_WORKSPACE_SIZE", "PYTORCH_TUNABLEOP_ENABLED",
-        "PYTORCH_TUNABLEOP_FILENAME", QUANTISERS_VARIABLE,
-    ]  # fmt: skip
+        "OMP_NUM_THREADS",
+        "CUDA_LAUNCH_BLOCKING",
+        "PYTORCH_ALLOC_CONF",
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED",
+        "TORCH_CUBLASLT_UNIFIED_WORKSPACE",
+        "CUBLASLT_WORKSPACE_SIZE",
+        "PYTORCH_TUNABLEOP_ENABLED",
+        "PYTORCH_TUNABLEOP_FILENAME",
+        QUANTISERS_VARIABLE,
+    ]
     for name in names:
         monkeypatch.setenv(name, "3")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)

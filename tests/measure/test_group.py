@@ -52,10 +52,16 @@ TRACES = TraceFolder(Path("/traces"), 7)
 
 
 def measure(
-    scripts: Mapping[str, Script], *cases: PlannedCase, reference: int = 0, capacity: int = 1000,
-    rule: StoppingRule = TEN, seed: int = 0, observer: SilentObserver | None = None,
-    traces: TraceFolder | None = None, facts: DeviceFacts = CPU,
-) -> tuple[dict[str, Record], FakeWorker]:  # fmt: skip
+    scripts: Mapping[str, Script],
+    *cases: PlannedCase,
+    reference: int = 0,
+    capacity: int = 1000,
+    rule: StoppingRule = TEN,
+    seed: int = 0,
+    observer: SilentObserver | None = None,
+    traces: TraceFolder | None = None,
+    facts: DeviceFacts = CPU,
+) -> tuple[dict[str, Record], FakeWorker]:
     """The records by mode, and the worker with its log."""
     worker = FakeWorker(scripts, capacity)
     method = Method(rule=rule, judge=decided, seed=seed, traces=traces)
@@ -108,12 +114,14 @@ def test_an_emulated_reference_has_no_control_and_leads_only_where_nothing_nativ
 
 def test_numerical_errors_come_in_a_pass_of_their_own_after_all_rounds() -> None:
     scripts = {
-        "fp8": Script(errors={"product_error": 0.03, "loss_error": 1e-4}), "bf16": Script(errors="they are constant"),
-    }  # fmt: skip
+        "fp8": Script(errors={"product_error": 0.03, "loss_error": 1e-4}),
+        "bf16": Script(errors="they are constant"),
+    }
     records, worker = measure(scripts, *native("fp32", "fp8", "bf16"), planned("tf32", skip="no"))
     assert [(figure.metric, figure.samples, figure.unit) for figure in records["fp8"].measurements] == [
-        ("product_error", (0.03,), "ratio"), ("loss_error", (1e-4,), "ratio"),
-    ]  # fmt: skip
+        ("product_error", (0.03,), "ratio"),
+        ("loss_error", (1e-4,), "ratio"),
+    ]
     assert [entry[1] for entry in worker.log if entry[0] == "error"] == ["fp32", "fp8", "bf16"]
     assert [entry[0] for entry in worker.log].index("error") > max(
         at for at, entry in enumerate(worker.log) if entry[0] in ("slot", "release")
@@ -136,9 +144,10 @@ def test_a_case_without_its_numbers_fails(error: Exception) -> None:
 
 def test_memory_comes_last_in_a_pass_of_its_own() -> None:
     scripts = {
-        "fp32": Script(peak=3 << 20, errors={"product_error": 0.1}), "bf16": Script(errors={"product_error": math.nan}),
+        "fp32": Script(peak=3 << 20, errors={"product_error": 0.1}),
+        "bf16": Script(errors={"product_error": math.nan}),
         "fp16": broken("slot"),
-    }  # fmt: skip
+    }
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16", "fp8"), planned("tf32", skip="no"))
     assert [figure.metric for figure in records["fp32"].measurements] == ["product_error", "peak_memory"]
     peak = records["fp32"].measurement("peak_memory")
@@ -170,8 +179,10 @@ def test_memory_comes_last_in_a_pass_of_its_own() -> None:
 )
 def test_what_a_pass_cannot_say_fails_nobody(name: str, what: str, error: Exception, restarts: int) -> None:
     said: dict[str, Any] = {
-        "errors": {"product_error": 0.1}, "statistics": (TensorStatistics("a", "input", 4, 1.0),), "peak": 1,
-    }  # fmt: skip
+        "errors": {"product_error": 0.1},
+        "statistics": (TensorStatistics("a", "input", 4, 1.0),),
+        "peak": 1,
+    }
     scripts = {"fp32": Script(**said, faults=[Fault(name, error)]), "bf16": Script(**said)}
     records, worker = measure(scripts, *native("fp32", "bf16"), traces=TRACES)
     assert statuses(records) == {"fp32": "ok", "bf16": "ok"} and worker.restarts == restarts
@@ -325,12 +336,28 @@ def test_cases_too_large_for_any_company_are_measured_alone_and_the_reference_so
     scripts = {"fp32": Script(memory=10), "bf16": Script(memory=20), "fp16": Script(memory=20)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=25)
     assert prepared(worker) == [
-        "fp32", "fp32'", "bf16", "fp32", "fp32'", "bf16", "fp32", "bf16", "fp32", "bf16", "fp32", "fp32'", "fp16",
-        "fp32", "fp16", "fp16",
-    ]  # fmt: skip
+        "fp32",
+        "fp32'",
+        "bf16",
+        "fp32",
+        "fp32'",
+        "bf16",
+        "fp32",
+        "bf16",
+        "fp32",
+        "bf16",
+        "fp32",
+        "fp32'",
+        "fp16",
+        "fp32",
+        "fp16",
+        "fp16",
+    ]
     assert [(record.paired, record.paired_with) for record in records.values()] == [
-        (True, None), (False, None), (False, None),
-    ]  # fmt: skip
+        (True, None),
+        (False, None),
+        (False, None),
+    ]
     assert records["fp32"].control is None
     findings = {finding.case.mode: finding for finding in find(list(records.values()), {})}
     assert Label.UNPAIRED in findings["bf16"].labels and Label.UNPAIRED not in findings["fp32"].labels

@@ -74,9 +74,17 @@ def said(fp8bench: Say, store: Path, monkeypatch: pytest.MonkeyPatch, short_slot
     def record(how: str) -> Any:
         with forgotten(here):
             code, out, err = fp8bench(
-                "suite", "./knowing_suite.py", "--dtypes", "fp32,bf16", "--set", f"how={how}", "--rounds", "12",
-                "--no-isolation", "--json",
-            )  # fmt: skip
+                "suite",
+                "./knowing_suite.py",
+                "--dtypes",
+                "fp32,bf16",
+                "--set",
+                f"how={how}",
+                "--rounds",
+                "12",
+                "--no-isolation",
+                "--json",
+            )
         records = json.loads(out)["records"] if out else []
         assert code == 0, (err, [(record["status"], record["reason"], record["detail"]) for record in records])
         reference, own = records

@@ -41,10 +41,13 @@ def after(rounds: Mapping[int, int]) -> Judge:
 
 
 def sit(
-    scripts: Mapping[str, Script], session: RoundSession, rule: StoppingRule = FOREVER, judge: Judge = never,
+    scripts: Mapping[str, Script],
+    session: RoundSession,
+    rule: StoppingRule = FOREVER,
+    judge: Judge = never,
     seed: int = 0,
     tick: Callable[[MeasuredArm, float], None] = lambda arm, share: None,
-) -> tuple[FakeWorker, str]:  # fmt: skip
+) -> tuple[FakeWorker, str]:
     """Prepare and run; the worker with its log, and why it ended."""
     worker = FakeWorker(scripts)
     session.prepare(worker)
@@ -102,11 +105,13 @@ class Noting(FakeWorker):
 @for_each(
     ("one", "states"),
     [
-        (arm("fp32"), STATES), (arm("bf16"), 1), (arm("fp32", EMULATED), 1),
+        (arm("fp32"), STATES),
+        (arm("bf16"), 1),
+        (arm("fp32", EMULATED), 1),
         (MeasuredArm("gpu", planned("fp32"), replace(CPU, kind="cuda")), 1),
         (MeasuredArm("compiled", replace(planned("fp32"), work=Work(setup_seconds=60.0)), CPU), 1),
     ],
-)  # fmt: skip
+)
 def test_a_short_step_has_several_states_of_which_each_round_takes_one(one: MeasuredArm, states: int) -> None:
     worker, session = Noting(), RoundSession(one, None, [])
     session.prepare(worker)
@@ -320,10 +325,14 @@ def test_arms_with_the_same_marks_have_the_same_cells() -> None:
     codes = (CAST, GEMM) * 10
     session = three()
     session.prepare(
-        FakeWorker({
-            "fp32": script(400_000, codes), "fp32'": script(9_000_000, codes), "bf16": script(400_000, codes[:-1]),
-        })
-    )  # fmt: skip
+        FakeWorker(
+            {
+                "fp32": script(400_000, codes),
+                "fp32'": script(9_000_000, codes),
+                "bf16": script(400_000, codes[:-1]),
+            }
+        )
+    )
     reference, control, other = session.arms
     assert control.segmentation is reference.segmentation
     assert other.segmentation is not None and other.segmentation.codes == codes[:-1]

@@ -123,9 +123,12 @@ def test_without_a_source_only_turns_run_and_the_reason_is_kept(rule: WindowRule
 
 
 def grouped(
-    scripts: Mapping[str, Script], *cases: PlannedCase, capacity: int = 1000, energy: WindowRule | None = THREE,
+    scripts: Mapping[str, Script],
+    *cases: PlannedCase,
+    capacity: int = 1000,
+    energy: WindowRule | None = THREE,
     facts: DeviceFacts = CPU,
-) -> tuple[dict[str, Record], Runner]:  # fmt: skip
+) -> tuple[dict[str, Record], Runner]:
     """The records by mode of a whole group, and the worker that ran it."""
     power = Power()
     worker = Runner(power, scripts, capacity)
@@ -208,8 +211,9 @@ class Heating(AbsentDevice):
         self.heat += (goal - self.heat) * (1 - math.exp(-(now - self.last) / 2))
         self.last = now
         return {
-            "temperature": Reading(self.heat, "degC", "test"), "sm_clock": Reading(2e9 - 5e6 * self.heat, "Hz", "test")
-        }  # fmt: skip
+            "temperature": Reading(self.heat, "degC", "test"),
+            "sm_clock": Reading(2e9 - 5e6 * self.heat, "Hz", "test"),
+        }
 
 
 def test_a_turn_begins_when_the_device_has_settled_for_its_case() -> None:

@@ -30,9 +30,16 @@ from tests.runs import render_whole
 from tests.store.test_points import BF16, FP32, run, samples
 
 RESERVE = MetricSpec(
-    "reserve", "B", "half of what tensors hold", rank=Rank.MAIN, heading="half", table="cases",
-    history="half of the memory of a step", threshold=(0.5, 1024.0), page="method.md",
-)  # fmt: skip
+    "reserve",
+    "B",
+    "half of what tensors hold",
+    rank=Rank.MAIN,
+    heading="half",
+    table="cases",
+    history="half of the memory of a step",
+    threshold=(0.5, 1024.0),
+    page="method.md",
+)
 
 
 def reserve(told: Told) -> Iterator[Metric]:

@@ -141,11 +141,13 @@ def test_a_device_has_settled_when_both_stand_still(
 @for_each(
     ("clock", "temperature"),
     [
-        (unknown, unknown), (lambda at: 1.98e9 * (1 - 0.004 * at), constant(60.0)),
-        (constant(1.98e9), lambda at: 30 + 0.5 * at), (lambda at: math.nan, lambda at: math.nan),
+        (unknown, unknown),
+        (lambda at: 1.98e9 * (1 - 0.004 * at), constant(60.0)),
+        (constant(1.98e9), lambda at: 30 + 0.5 * at),
+        (lambda at: math.nan, lambda at: math.nan),
         (constant(-1.0), unknown),
     ],
-)  # fmt: skip
+)
 def test_what_moves_or_is_unknown_never_settles(clock: Curve, temperature: Curve) -> None:
     assert settled_after(clock, temperature) is None
 
@@ -228,13 +230,20 @@ def test_what_cannot_be_is_no_reading(value: float) -> None:
 
 def test_counters_grow_or_say_why_not() -> None:
     before = {
-        "same": Reading(5, "s", "a"), "more": Reading(5, "s", "b"), "back": Reading(5, "s", "c"),
-        "gone": Reading(5, "s", "d"), "came": Unavailable("not yet"),
-    }  # fmt: skip
+        "same": Reading(5, "s", "a"),
+        "more": Reading(5, "s", "b"),
+        "back": Reading(5, "s", "c"),
+        "gone": Reading(5, "s", "d"),
+        "came": Unavailable("not yet"),
+    }
     after = {
-        "same": Reading(5, "s", "a"), "more": Reading(7, "s", "b"), "back": Reading(4, "s", "c"),
-        "gone": Unavailable("lost"), "came": Reading(1, "s", "e"), "new": Reading(1, "s", "f"),
-    }  # fmt: skip
+        "same": Reading(5, "s", "a"),
+        "more": Reading(7, "s", "b"),
+        "back": Reading(4, "s", "c"),
+        "gone": Unavailable("lost"),
+        "came": Reading(1, "s", "e"),
+        "new": Reading(1, "s", "f"),
+    }
     assert grown(before, after) == {
         "same": Reading(0, "s", "a"),
         "more": Reading(2, "s", "b"),

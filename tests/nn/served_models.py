@@ -25,10 +25,17 @@ def transformers() -> ModuleType:
 def llama(key_heads: int = KEY_HEADS, **more: Any) -> nn.Module:
     library = transformers()
     config = library.LlamaConfig(
-        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=LAYERS, rms_norm_eps=1e-5,
-        num_attention_heads=HEADS, num_key_value_heads=key_heads, max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0}, **more,
-    )  # fmt: skip
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        rms_norm_eps=1e-5,
+        num_attention_heads=HEADS,
+        num_key_value_heads=key_heads,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        **more,
+    )
     model: nn.Module = library.LlamaForCausalLM(config)
     return model
 
@@ -45,9 +52,14 @@ def gpt2() -> nn.Module:
 def mixtral() -> nn.Module:
     library = transformers()
     config = library.MixtralConfig(
-        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=LAYERS, num_local_experts=4,
-        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS,
-    )  # fmt: skip
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_local_experts=4,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+    )
     model: nn.Module = library.MixtralForCausalLM(config)
     return model
 
@@ -55,9 +67,14 @@ def mixtral() -> nn.Module:
 def mistral() -> nn.Module:
     library = transformers()
     config = library.MistralConfig(
-        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=LAYERS, sliding_window=8,
-        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS,
-    )  # fmt: skip
+        vocab_size=WORDS,
+        hidden_size=WIDTH,
+        intermediate_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        sliding_window=8,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_HEADS,
+    )
     model: nn.Module = library.MistralForCausalLM(config)
     return model
 

@@ -83,9 +83,13 @@ def test_rounding_nothing_gives_torchs_own_attention(prescaled: bool, causal: bo
 
 @for_each(
     ("device", "dtype", "repeated"),
-    [("cuda", torch.float32, True), ("cuda", torch.bfloat16, False), ("cuda", torch.float64, False),
-     ("cpu", torch.float32, False)],
-)  # fmt: skip
+    [
+        ("cuda", torch.float32, True),
+        ("cuda", torch.bfloat16, False),
+        ("cuda", torch.float64, False),
+        ("cpu", torch.float32, False),
+    ],
+)
 def test_a_gpu_in_fp32_gets_a_key_head_for_each_head(
     device: str, dtype: torch.dtype, repeated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,9 +129,11 @@ def test_operands_are_cast_along_their_contractions() -> None:
     q, k, v, _ = heads()
     EmulatedCore(recording)(q, k, v)
     assert [tuple(call.shape) for call in recording.seen] == [
-        (BATCH * HEADS * TOKENS, WIDTH), (BATCH * KEY_HEADS * TOKENS, WIDTH),
-        (BATCH * HEADS * TOKENS, TOKENS), (BATCH * KEY_HEADS * WIDTH, TOKENS),
-    ]  # fmt: skip
+        (BATCH * HEADS * TOKENS, WIDTH),
+        (BATCH * KEY_HEADS * TOKENS, WIDTH),
+        (BATCH * HEADS * TOKENS, TOKENS),
+        (BATCH * KEY_HEADS * WIDTH, TOKENS),
+    ]
     (scores,) = recording.unscaled_seen
     assert scores.shape == (BATCH * HEADS * TOKENS, TOKENS)
     probabilities = recording.seen[2].view(BATCH, HEADS, TOKENS, TOKENS)

@@ -30,9 +30,11 @@ BLACKWELL = ("mxfp8", "mxfp8:scale=floor", "nvfp4", "nvfp4:weights=1d:stochastic
 MODES = [(mode, H200) for mode in HOPPER] + [(mode, B200) for mode in BLACKWELL]
 each_mode = for_each("mode", [*HOPPER, *BLACKWELL])
 SPANS = {
-    ScalingType.BlockWise1x128.value: 128, ScalingType.BlockWise128x128.value: 128,
-    ScalingType.BlockWise1x32.value: 32, ScalingType.BlockWise1x16.value: 16,
-}  # fmt: skip
+    ScalingType.BlockWise1x128.value: 128,
+    ScalingType.BlockWise128x128.value: 128,
+    ScalingType.BlockWise1x32.value: 32,
+    ScalingType.BlockWise1x16.value: 16,
+}
 
 
 def pair(mode: str) -> tuple[BlockArithmetic, RecipeArithmetic]:

@@ -121,9 +121,13 @@ def test_a_layer_of_two_names_is_one_layer(model: Model) -> None:
 
 
 LEFT_OUT = {
-    "head": ["out"], "*.stack": ["experts.stack"], "experts": ["experts.stack", "experts.position"],
-    "conv2d": ["picture"], "Conv2d": ["picture"], "r*": ["router"],
-}  # fmt: skip
+    "head": ["out"],
+    "*.stack": ["experts.stack"],
+    "experts": ["experts.stack", "experts.position"],
+    "conv2d": ["picture"],
+    "Conv2d": ["picture"],
+    "r*": ["router"],
+}
 
 
 def test_what_is_left_out(model: Model) -> None:
@@ -132,9 +136,10 @@ def test_what_is_left_out(model: Model) -> None:
     }
     assert skipped == LEFT_OUT and [holder.name for holder in weights_of(model) if holder.head] == ["out"]
     for alone, skip, names in (
-        (nn.Linear(4, 4), [], ["Linear"]), (nn.LSTM(4, 4), [], ["weight_ih_l0", "weight_hh_l0"]),
+        (nn.Linear(4, 4), [], ["Linear"]),
+        (nn.LSTM(4, 4), [], ["weight_ih_l0", "weight_hh_l0"]),
         (Experts("bmm"), ["stack"], ["stack", "position"]),
-    ):  # fmt: skip
+    ):
         assert [holder.name for holder in weights_of(alone, skip)] == names
 
 
@@ -160,9 +165,12 @@ def test_layers_are_chosen_by_name_and_kind(model: Model) -> None:
 
     conversion = Conversion(model, choose, skip=["picture"])
     assert asked == [
-        Layer("first", "linear"), Layer("experts.stack", "experts", group="mlp"),
-        Layer("experts.position", "experts", group="mlp"), Layer("router", "linear"), Layer("out", "head"),
-    ]  # fmt: skip
+        Layer("first", "linear"),
+        Layer("experts.stack", "experts", group="mlp"),
+        Layer("experts.position", "experts", group="mlp"),
+        Layer("router", "linear"),
+        Layer("out", "head"),
+    ]
     assert [(holder.name, holder.rule) for holder in conversion.held if holder.reason] == [
         ("picture", "skipped"),
         ("out", "kept"),
@@ -205,9 +213,15 @@ def test_what_cannot_be_converted_says_why() -> None:
     model["whole"].weight = nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
     held = weights_of(model)
     assert {holder.name: holder.rule for holder in held if holder.name != "memory.weight_hh_l0"} == {
-        "attention.in_proj_weight": "class", "attention.out_proj": "not-called", "line.weight": "class",
-        "memory.weight_ih_l0": "class", "back.weight": "class", "wide": "groups", "lazy": "shape", "whole": "dtype",
-    }  # fmt: skip
+        "attention.in_proj_weight": "class",
+        "attention.out_proj": "not-called",
+        "line.weight": "class",
+        "memory.weight_ih_l0": "class",
+        "back.weight": "class",
+        "wide": "groups",
+        "lazy": "shape",
+        "whole": "dtype",
+    }
     assert all(holder.reason for holder in held)
     with pytest.raises(UsageError, match=r"nothing of ModuleDict .* \(2 weights: .* LSTM; 1 weight: "):
         converted(model)

@@ -80,9 +80,16 @@ def test_moments_are_rounded_to_their_precision_between_steps(precision: str, lo
 
 @for_each(
     ("precision", "same", "second"),
-    [("fp32", True, "as it is"), ("bf16", False, "bf16"), ("bf16", True, "bf16"), ("fp16", True, "scaled"),
-     ("fp16", False, "scaled"), ("fp8", False, "scaled"), ("fp8", True, "e4m3")],
-)  # fmt: skip
+    [
+        ("fp32", True, "as it is"),
+        ("bf16", False, "bf16"),
+        ("bf16", True, "bf16"),
+        ("fp16", True, "scaled"),
+        ("fp16", False, "scaled"),
+        ("fp8", False, "scaled"),
+        ("fp8", True, "e4m3"),
+    ],
+)
 def test_the_second_moment_is_kept_as_its_precision_needs(precision: str, same: bool, second: str) -> None:
     x = tensors(6)[0].square() * 1e-9
     wanted = {

@@ -58,9 +58,15 @@ def of_the_same_weights() -> nn.Module:
 
 
 ARMS = [
-    Arm("fp32"), Arm("fp32", "fp8"), Arm("fp32", "fp8-head"), Arm("fp32", "nvfp4"), Arm("fp32", "fp8@0=fp32"),
-    Arm("fp32", "", "int8"), Arm("fp32", "", "int4"), Arm("fp32", "fp8-token", "fp8"),
-]  # fmt: skip
+    Arm("fp32"),
+    Arm("fp32", "fp8"),
+    Arm("fp32", "fp8-head"),
+    Arm("fp32", "nvfp4"),
+    Arm("fp32", "fp8@0=fp32"),
+    Arm("fp32", "", "int8"),
+    Arm("fp32", "", "int4"),
+    Arm("fp32", "fp8-token", "fp8"),
+]
 
 
 def both_ways(model: Decoder | OwnDecoder) -> tuple[Tensor, Tensor]:

@@ -59,7 +59,7 @@ class Kind(NamedTuple):
 LINEAR = Kind(linear, torchs_linear, (96, 128), (96, 64), ("cast", "gemm", "gemm", "cast"))
 CONVOLUTION = Kind(
     convolution, torchs_convolution, (4, 8, 8, 32), (4, 8, 8, 64), ("cast", "cast", "gemm", "cast", "gemm", "cast")
-)  # fmt: skip
+)
 each_kind = pytest.mark.parametrize("kind", [LINEAR, CONVOLUTION], ids=["linear", "convolution"])
 
 
@@ -120,9 +120,10 @@ def test_the_second_orientation_is_cast_from_the_source_where_scales_demand_it(k
     kind.is_close(layer, 1e-6)
     rows = given(*kind.inputs)[..., 0].numel()
     shapes = {
-        Role.INPUT: (rows, kind.inputs[-1]), Role.WEIGHT: tuple(layer.weight.shape),
+        Role.INPUT: (rows, kind.inputs[-1]),
+        Role.WEIGHT: tuple(layer.weight.shape),
         Role.GRADIENT: (rows, kind.outputs[-1]),
-    }  # fmt: skip
+    }
     turned = [(role, shapes[role][::-1]) for role in (Role.WEIGHT, Role.GRADIENT, Role.INPUT)]
     assert seen == [*shapes.items(), *(turned if keeps_source else [])]
 

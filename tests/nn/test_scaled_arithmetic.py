@@ -32,10 +32,19 @@ from tests.nn.grouped_kernel import GroupedKernel
 from tests.nn.layers import given
 
 MODES = (
-    "fp8", "fp8:scale=pow2", "fp8:formats=e4m3", "fp8:weight-gradient=bf16", "fp8-e4m3", "fp8-delayed:history=2",
-    "fp8-delayed:margin=2:weight-gradient=bf16", "fp8-rowwise", "fp8-rowwise:formats=hybrid:scale=exact",
-    "fp8-rowwise:weight-gradient=bf16", "fp8-unit", "fp8-unit:weight-gradient=bf16",
-)  # fmt: skip
+    "fp8",
+    "fp8:scale=pow2",
+    "fp8:formats=e4m3",
+    "fp8:weight-gradient=bf16",
+    "fp8-e4m3",
+    "fp8-delayed:history=2",
+    "fp8-delayed:margin=2:weight-gradient=bf16",
+    "fp8-rowwise",
+    "fp8-rowwise:formats=hybrid:scale=exact",
+    "fp8-rowwise:weight-gradient=bf16",
+    "fp8-unit",
+    "fp8-unit:weight-gradient=bf16",
+)
 # torch 2.11 has the operator, and no kernel of it for a processor.
 NEEDS_PRODUCTS = pytest.mark.skipif(
     not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"),

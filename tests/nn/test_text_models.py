@@ -35,8 +35,10 @@ def plain_mlp(weights: dict[str, Tensor], tokens: Tensor, modern: bool) -> Tenso
     rows = []
     for row in tokens.tolist():
         for place in range(len(row)):
-            seen = [weights["embedding"][row[at]] if at >= 0 else torch.zeros(16).double()
-                    for at in range(place - CONTEXT + 1, place + 1)]  # fmt: skip
+            seen = [
+                weights["embedding"][row[at]] if at >= 0 else torch.zeros(16).double()
+                for at in range(place - CONTEXT + 1, place + 1)
+            ]
             x = torch.cat(seen) @ weights["window.weight"].T
             for block in range(CONFIG.layers):
                 up = plain_norm(x, weights[f"norms.{block}.weight"], modern) @ weights[f"blocks.{block}.up.weight"].T

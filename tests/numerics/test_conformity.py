@@ -94,7 +94,7 @@ def where_nine(one: Tensor, other: Tensor) -> Tensor:
         (lambda a, b: plain(values(a, E5M2, Scaling(1, 0)), b), Difference.UNEXPLAINED, ""),
         (lambda a, b: plain(a, b) / 0, Difference.UNEXPLAINED, "no numbers"),
     ],
-)  # fmt: skip
+)
 def test_products(dtype: torch.dtype, made: Made, difference: Difference, words: str) -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     result = made(a, b).to(dtype)
@@ -173,7 +173,7 @@ def cut_cast(x: Tensor) -> Tensor:
         (lambda x: rounded(x, E5M2), Difference.UNEXPLAINED, "values of 2 bits of mantissa, where e4m3fn has 3"),
         (torch.clone, Difference.UNEXPLAINED, ""),
     ],
-)  # fmt: skip
+)
 def test_casts(made: Callable[[Tensor], Tensor], difference: Difference, words: str) -> None:
     x = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
     explained, why = explain_cast(made(x), rounded(x), x, E4M3)
@@ -186,8 +186,9 @@ def test_what_lies_beyond_may_become_nan_or_the_largest() -> None:
     wanted = torch.tensor([[448.0, 1.0], [-448.0, 2.0]])
     result = torch.tensor([[torch.nan, 1.0], [torch.nan, 2.0]])
     assert explain_cast(result, wanted, x, E4M3) == (
-        Difference.OVERFLOW, "what lies beyond the largest becomes nan, not 448",
-    )  # fmt: skip
+        Difference.OVERFLOW,
+        "what lies beyond the largest becomes nan, not 448",
+    )
 
 
 def test_steps_are_counted_across_zero() -> None:
@@ -206,8 +207,9 @@ def test_a_device_that_computes_nothing_is_not_scaled_by_zero() -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     nothing = torch.zeros(SIZE, SIZE)
     assert explain_product(nothing, ConformitySums(a.double(), b.double(), torch.float32)) == (
-        Difference.UNEXPLAINED, "all results are 0",
-    )  # fmt: skip
+        Difference.UNEXPLAINED,
+        "all results are 0",
+    )
     wrong = ConformitySums(torch.full_like(a, torch.nan).double(), b.double(), torch.float32)
     assert explain_product(nothing + 1, wrong) == (Difference.UNEXPLAINED, "operands are no numbers")
     assert explain_cast(nothing, rounded(a[:, :SIZE]), a[:, :SIZE], E4M3) == (

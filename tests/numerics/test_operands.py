@@ -116,8 +116,12 @@ def test_the_kernel_of_attention_is_named(backend: str, gradients: bool) -> None
     assert not watch.attention
     # Of kernels that a processor has not, by what torch calls its operators.
     kernels = {
-        "_scaled_dot_product_cudnn_attention": "cudnn", "_scaled_dot_product_efficient_attention": "efficient",
-        "_scaled_dot_product_flash_attention_backward": "flash", "_safe_softmax": "math", "_softmax": "",
-        "_flash_attention_forward": "", "mm": "",
-    }  # fmt: skip
+        "_scaled_dot_product_cudnn_attention": "cudnn",
+        "_scaled_dot_product_efficient_attention": "efficient",
+        "_scaled_dot_product_flash_attention_backward": "flash",
+        "_safe_softmax": "math",
+        "_softmax": "",
+        "_flash_attention_forward": "",
+        "mm": "",
+    }
     assert {name: operands._attention(name) for name in kernels} == kernels

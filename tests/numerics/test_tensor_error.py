@@ -35,9 +35,17 @@ from tests.formats.scaling_definitions import gaussian
 
 FLOOR = Scaling(1, 32, E8M0, ScaleRounding.FLOOR)
 SCALINGS = [
-    (E4M3, None), (E4M3, TENSOR), (E5M2, ROW), (E4M3, Scaling(1, 128)), (E4M3, SQUARE), (E4M3, MX), (E2M1, FLOOR),
-    (E2M1, NVFP4), (E2M1, NVFP4_UP), (E2M1, NVFP4_SQUARE),
-]  # fmt: skip
+    (E4M3, None),
+    (E4M3, TENSOR),
+    (E5M2, ROW),
+    (E4M3, Scaling(1, 128)),
+    (E4M3, SQUARE),
+    (E4M3, MX),
+    (E2M1, FLOOR),
+    (E2M1, NVFP4),
+    (E2M1, NVFP4_UP),
+    (E2M1, NVFP4_SQUARE),
+]
 
 
 @for_each("shape", [(20, 200), (129, 33), (1, 7)])
@@ -288,9 +296,12 @@ def test_the_page_has_every_figure_with_its_unit() -> None:
     ],
 )
 def test_drift_and_lag_of_scales(
-    scales: Sequence[float], amaxes: Sequence[float], drift: tuple[float, ...], lag: tuple[float, ...],
+    scales: Sequence[float],
+    amaxes: Sequence[float],
+    drift: tuple[float, ...],
+    lag: tuple[float, ...],
     most: tuple[float, float],
-) -> None:  # fmt: skip
+) -> None:
     course = scale_course(scales, amaxes, E4M3)
     assert (course.drift, course.lag) == (drift, lag)
     result = figures(tensor_error(X, X), course)
@@ -300,10 +311,14 @@ def test_drift_and_lag_of_scales(
 @for_each(
     ("value", "reference", "error"),
     [
-        ([3.0, 5.0], [3.0, 4.0], 0.2), ([math.nan], [1.0], math.nan), ([0.0], [0.0], 0.0), ([1.0], [0.0], math.inf),
-        ([math.nan], [0.0], math.nan), ([], [], 0.0),
+        ([3.0, 5.0], [3.0, 4.0], 0.2),
+        ([math.nan], [1.0], math.nan),
+        ([0.0], [0.0], 0.0),
+        ([1.0], [0.0], math.inf),
+        ([math.nan], [0.0], math.nan),
+        ([], [], 0.0),
     ],
-)  # fmt: skip
+)
 def test_by_hand(value: list[float], reference: list[float], error: float) -> None:
     result = relative_frobenius(torch.tensor(value), torch.tensor(reference))
     assert result == pytest.approx(error, rel=1e-6, abs=0, nan_ok=True)

@@ -77,9 +77,15 @@ def test_a_gpu_gets_the_real_size(facts: DeviceFacts, size: str, batch: int, seq
     (group,) = plan(facts, "transformer", dtypes=("fp32", "bf16"))
     case = group.cases[0].case
     assert dict(case.params) == {
-        "size": size, "batch": batch, "sequence": sequence, "micro_batches": 2, "checkpointing": "no", "compile": "no",
-        "attention": "auto", "weights": "cached",
-    }  # fmt: skip
+        "size": size,
+        "batch": batch,
+        "sequence": sequence,
+        "micro_batches": 2,
+        "checkpointing": "no",
+        "compile": "no",
+        "attention": "auto",
+        "weights": "cached",
+    }
     assert group.cases[0].work.tokens == batch * sequence * 2
 
 
@@ -93,7 +99,7 @@ def test_a_gpu_gets_the_real_size(facts: DeviceFacts, size: str, batch: int, seq
         ((CPU, H200, gpu("H200", (9, 0), 1)), ("cuda:1",), ["cuda:1"]),
         ((CPU, H200), ("cpu", "cuda:0", "cuda"), ["cpu", "cuda:0"]),
     ],
-)  # fmt: skip
+)
 def test_the_first_gpu_is_the_default_device(
     known: tuple[DeviceFacts, ...], asked: tuple[str, ...], chosen: list[str]
 ) -> None:

@@ -86,9 +86,12 @@ def test_each_layer_gets_an_arithmetic_of_its_own() -> None:
     setup = Setup(case, CPU, 0, Named("own"), Named("high"), {"attn": Named("kind"), "blocks.1": Named("block")})
     choose = workloads.get("transformer").arithmetics(setup)
     wanted = {
-        "blocks.0.attn.qkv": "kind", "blocks.0.mlp.up": "own", "blocks.1.attn.qkv": "block", "blocks.1.mlp.up": "block",
+        "blocks.0.attn.qkv": "kind",
+        "blocks.0.mlp.up": "own",
+        "blocks.1.attn.qkv": "block",
+        "blocks.1.mlp.up": "block",
         "head": "high",
-    }  # fmt: skip
+    }
     found = {name: choose(name) for name in wanted}
     assert {name: (one.mode, one.name) for name, one in found.items() if isinstance(one, Named)} == {
         name: (mode, name) for name, mode in wanted.items()
@@ -126,9 +129,7 @@ def test_one_layer_with_such_scales_is_enough() -> None:
 def test_suites_without_layers_are_named_among_those_that_have_some() -> None:
     """Alone they are refused: nothing would change."""
     plan = static_plan("mlp,gemm", "fp32", "fp8")
-    assert plan.notes == (
-        "--static-scales has no effect on suite gemm, which has no layers to find scales for",
-    )  # fmt: skip
+    assert plan.notes == ("--static-scales has no effect on suite gemm, which has no layers to find scales for",)
     assert {one.case.workload for group in plan for one in group.cases if one.case.static} == {"mlp"}
     with pytest.raises(UsageError, match=r"Add a dtype that has \(.*fp8.*\), or leave it out"):
         static_plan("gemm", "fp8")

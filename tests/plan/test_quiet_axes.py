@@ -56,9 +56,10 @@ class Following(After):
     """Both values are in its history."""
 
     history = Grid(
-        cpu={"rows": ("8",), "way": ("there", "back")}, gpu={"rows": ("64",), "way": ("there", "back")},
+        cpu={"rows": ("8",), "way": ("there", "back")},
+        gpu={"rows": ("64",), "way": ("there", "back")},
         dtypes=("fp32", "bf16"),
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -99,9 +100,7 @@ def test_its_value_is_known_where_it_is_left_out() -> None:
 def test_another_batch_is_the_same_case_otherwise(suite: Callable[[type[Workload]], None]) -> None:
     """The suite is asked for its cases with every axis; each way has a search of its own."""
     suite(After)
-    plan = make_plan(
-        Request("quiet", axes=(("way", ("there", "back")),), max_batch=True, memory_limit=1 << 20), (CPU,)
-    )  # fmt: skip
+    plan = make_plan(Request("quiet", axes=(("way", ("there", "back")),), max_batch=True, memory_limit=1 << 20), (CPU,))
     for group, more in zip(plan, ("", ",way=back"), strict=True):
         other = with_batch(group.cases[0], 16, CPU)
         assert other is not None and other.case.setting == f"quiet[rows=16{more}]@cpu"
@@ -149,8 +148,10 @@ def test_every_suite_has_the_axis_of_its_cache(suite: Callable[[type[Workload]],
     request = Request("quiet", axes=(("cache", ("hot", "cold", "rotating")),), max_batch=True, memory_limit=1 << 20)
     plan = make_plan(request, (KNOWN,))
     assert [group.setting for group in plan] == [
-        "quiet[rows=8]@cpu", "quiet[rows=8,cache=cold]@cpu", "quiet[rows=8,cache=rotating]@cpu"
-    ]  # fmt: skip
+        "quiet[rows=8]@cpu",
+        "quiet[rows=8,cache=cold]@cpu",
+        "quiet[rows=8,cache=rotating]@cpu",
+    ]
     assert all(planned.runs for group in plan for planned in group.cases)
     cold = plan.groups[1].cases[0]
     other = with_batch(cold, 16, KNOWN)

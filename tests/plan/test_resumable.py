@@ -175,9 +175,16 @@ def test_the_header_comes_with_the_file(suite: str, tmp_path: Path, monkeypatch:
 
 FACTS = DeviceFacts("cpu", 0, "a processor", 1 << 30, "2.13.0")
 SAME = {
-    "machine": "box", "fp8bench": "0.1.0", "python": "3.11", "torch": "2.13.0", "torch_git": None, "threads": 1,
-    "commit": None, "dirty": None, "imports_sha256": None,
-}  # fmt: skip
+    "machine": "box",
+    "fp8bench": "0.1.0",
+    "python": "3.11",
+    "torch": "2.13.0",
+    "torch_git": None,
+    "threads": 1,
+    "commit": None,
+    "dirty": None,
+    "imports_sha256": None,
+}
 
 
 def planned(precision: str = "fp32", version: str = "1") -> Plan:

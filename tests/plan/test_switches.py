@@ -55,9 +55,11 @@ def test_all_is_done_unless_somebody_asked_for_less(
     ("variable", "usual", "word"),
     [
         *((QUANTISERS, "eager", word) for word in ("off", "Eager", "1", "eager ")),
-        (CEILINGS, "off", "no"), (TAPE, "off", "no"), (WARM_UP, "off", "no"),
+        (CEILINGS, "off", "no"),
+        (TAPE, "off", "no"),
+        (WARM_UP, "off", "no"),
     ],
-)  # fmt: skip
+)
 def test_other_words_are_refused_with_those_that_there_are(variable: str, usual: str, word: str) -> None:
     with pytest.raises(UsageError, match=rf"{variable} is '{word}'\. Set it to {usual}"):
         switches_of({variable: word}, tape=True)

@@ -45,10 +45,22 @@ CARRIERS = {
 }  # fmt: skip
 # Upper bounds on the error of a Gaussian product; every one is also held to be above half of it.
 ERRORS = {
-    "fp16": 5e-4, "tf32": 5e-4, "bf16": 4e-3, "fp8": 0.042, "fp8-delayed": 0.042, "fp8-rowwise": 0.042,
-    "fp8-block": 0.042, "fp8-e4m3": 0.042, "fp8-e5m2": 0.084, "mxfp8": 0.042, "mxfp6": 0.084, "nvfp4": 0.15,
-    "mxfp4": 0.19, "custom": 0.042, "fp8-unit": 0.042,
-}  # fmt: skip
+    "fp16": 5e-4,
+    "tf32": 5e-4,
+    "bf16": 4e-3,
+    "fp8": 0.042,
+    "fp8-delayed": 0.042,
+    "fp8-rowwise": 0.042,
+    "fp8-block": 0.042,
+    "fp8-e4m3": 0.042,
+    "fp8-e5m2": 0.084,
+    "mxfp8": 0.042,
+    "mxfp6": 0.084,
+    "nvfp4": 0.15,
+    "mxfp4": 0.19,
+    "custom": 0.042,
+    "fp8-unit": 0.042,
+}
 
 
 def on_cpu(name: str) -> Arithmetic:

@@ -16,9 +16,11 @@ from tests.facts import B200, H200, gpu
 ADA = gpu("L40S", (8, 9))
 # What the page says of a mode by whether it is native there.
 WHERE = {
-    (True, True, True): "NVIDIA from 8.9", (False, True, False): "NVIDIA 9.0", (False, False, True): "NVIDIA from 10.0",
+    (True, True, True): "NVIDIA from 8.9",
+    (False, True, False): "NVIDIA 9.0",
+    (False, False, True): "NVIDIA from 10.0",
     (False, False, False): "nowhere",
-}  # fmt: skip
+}
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "precisions.md").read_text()
 

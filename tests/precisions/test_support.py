@@ -14,9 +14,23 @@ from tests.facts import A100, B200, CPU, H200, MI300X, MI350X, V100, XPU, gpu
 
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
 NAMES = (
-    "fp32", "tf32", "fp16", "bf16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "fp8-e4m3", "fp8-e5m2", "mxfp8",
-    "mxfp6", "nvfp4", "mxfp4", "custom", "fp8-unit",
-)  # fmt: skip
+    "fp32",
+    "tf32",
+    "fp16",
+    "bf16",
+    "fp8",
+    "fp8-delayed",
+    "fp8-rowwise",
+    "fp8-block",
+    "fp8-e4m3",
+    "fp8-e5m2",
+    "mxfp8",
+    "mxfp6",
+    "nvfp4",
+    "mxfp4",
+    "custom",
+    "fp8-unit",
+)
 
 
 MI250X = gpu("MI250X", (9, 0), hip="7.0", arch="gfx90a")

@@ -48,10 +48,19 @@ def test_the_most_held_at_once_from_the_first_turn_on(events: list[Event], peak:
 def test_phases_have_their_own_highest_points() -> None:
     found = course(
         [
-            Sized(1, 10), START, Begun("cast"), Sized(2, 5), Begun("gemm"), Sized(3, 100), Sized(3, -100),
-            Begun("cast"), Sized(2, -5), Sized(4, 2), Begun("unattributed"),
+            Sized(1, 10),
+            START,
+            Begun("cast"),
+            Sized(2, 5),
+            Begun("gemm"),
+            Sized(3, 100),
+            Sized(3, -100),
+            Begun("cast"),
+            Sized(2, -5),
+            Sized(4, 2),
+            Begun("unattributed"),
         ]
-    )  # fmt: skip
+    )
     assert found is not None
     assert [(one.phase, one.allocated) for one in found.phases] == [("unattributed", 12), ("cast", 15), ("gemm", 115)]
     assert [phase.reserved for phase in found.phases] == [None] * 3
@@ -77,10 +86,24 @@ def held(*events: Event) -> dict[int, HeldBlock]:
 
 def test_when_a_block_came_and_went() -> None:
     found = held(
-        Sized(1, 1), Begun("elementwise"), Sized(2, 1), Sized(3, 1), Sized(4, 1), Begun("gemm"),
-        Begun("elementwise"), Sized(5, 1), Sized(6, 1), Sized(0, 1000), Sized(0, -1000), Sized(3, -1), Sized(6, -1),
-        Sized(7, 1, node=1), Sized(2, -1, node=1), Sized(7, -1, node=2), Sized(5, -1, node=2),
-    )  # fmt: skip
+        Sized(1, 1),
+        Begun("elementwise"),
+        Sized(2, 1),
+        Sized(3, 1),
+        Sized(4, 1),
+        Begun("gemm"),
+        Begun("elementwise"),
+        Sized(5, 1),
+        Sized(6, 1),
+        Sized(0, 1000),
+        Sized(0, -1000),
+        Sized(3, -1),
+        Sized(6, -1),
+        Sized(7, 1, node=1),
+        Sized(2, -1, node=1),
+        Sized(7, -1, node=2),
+        Sized(5, -1, node=2),
+    )
     assert found == {
         1: HeldBlock(1, 1, lasting=True),
         2: HeldBlock(2, 1, "elementwise", awaited=True),
@@ -93,9 +116,16 @@ def test_when_a_block_came_and_went() -> None:
 
 def test_backward_has_nodes_where_forward_has_pieces() -> None:
     found = held(
-        Begun("elementwise"), Sized(1, 1), Sized(2, 1, node=1), Sized(3, 1, node=1), Sized(4, 1),
-        Sized(0, 1000, node=2), Sized(0, -1000, node=2), Sized(2, -1, node=2), Sized(3, -1, node=1),
-    )  # fmt: skip
+        Begun("elementwise"),
+        Sized(1, 1),
+        Sized(2, 1, node=1),
+        Sized(3, 1, node=1),
+        Sized(4, 1),
+        Sized(0, 1000, node=2),
+        Sized(0, -1000, node=2),
+        Sized(2, -1, node=2),
+        Sized(3, -1, node=1),
+    )
     assert (found[2].backward, found[2].brief, found[2].awaited) == (True, False, False)
     assert (found[3].backward, found[3].brief) == (True, True)
     assert found[1].awaited and found[4].awaited and not found[4].backward
@@ -103,8 +133,12 @@ def test_backward_has_nodes_where_forward_has_pieces() -> None:
 
 def test_what_the_allocator_no_longer_has_is_gone() -> None:
     events: list[Event] = [
-        Sized(1, 100), Sized(2, 50), Live(frozenset({2, 9})), Begun("gemm"), Sized(1, 30),
-    ]  # fmt: skip
+        Sized(1, 100),
+        Sized(2, 50),
+        Live(frozenset({2, 9})),
+        Begun("gemm"),
+        Sized(1, 30),
+    ]
     found = course(events)
     assert found is not None and found.peak == 80
     assert [(stretch.address, stretch.size) for stretch in found.held] == [(2, 50), (1, 30)]
@@ -113,9 +147,19 @@ def test_what_the_allocator_no_longer_has_is_gone() -> None:
 def test_words_are_about_what_lies_there_when_they_are_said() -> None:
     low, weights = MemoryRole.LOW_WEIGHTS, MemoryRole.WEIGHTS
     found = held(
-        Said((1,), weights), Sized(1, 1), START, Sized(2, 1), Said((1, 2, 9), low), Sized(2, -1), Sized(2, 1),
-        Sized(3, 1), Said((3,), weights), Said((3,), low), Said((3,), weights), Sized(0, 1000),
-    )  # fmt: skip
+        Said((1,), weights),
+        Sized(1, 1),
+        START,
+        Sized(2, 1),
+        Said((1, 2, 9), low),
+        Sized(2, -1),
+        Sized(2, 1),
+        Sized(3, 1),
+        Said((3,), weights),
+        Said((3,), low),
+        Said((3,), weights),
+        Sized(0, 1000),
+    )
     assert found[1].said == (low,) and found[2].said == () and found[3].said == (weights, low)
 
 
@@ -157,8 +201,12 @@ def test_words_stand_where_they_were_said() -> None:
     del first
     events = heard(stream)
     assert [one.size if isinstance(one, Sized) else one for one in events] == [
-        40, Begun("gemm"), 80, Said((second.data_ptr(),), MemoryRole.WEIGHTS), -40,
-    ]  # fmt: skip
+        40,
+        Begun("gemm"),
+        80,
+        Said((second.data_ptr(),), MemoryRole.WEIGHTS),
+        -40,
+    ]
     assert stream.stop() is None
 
 

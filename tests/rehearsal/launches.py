@@ -16,9 +16,15 @@ from fp8bench.formats.grids import E4M3
 
 # Nothing is launched: memory is taken, or looked at in another way.
 NOTHING = (
-    "aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view", "aten::lift_fresh", "aten::promote_types",
-    "aten::_reshape_alias", "profiler::",
-)  # fmt: skip
+    "aten::empty",
+    "aten::new_empty",
+    "aten::detach",
+    "aten::_unsafe_view",
+    "aten::lift_fresh",
+    "aten::promote_types",
+    "aten::_reshape_alias",
+    "profiler::",
+)
 SEVERAL = {
     "aten::native_layer_norm_backward": 2,
     "aten::_scaled_dot_product_flash_attention_backward": 3,

@@ -17,9 +17,19 @@ from fp8bench.model import DeviceFacts
 
 WAITS = {
     f"aten::{name}"
-    for name in ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "unique_dim",
-                 "_unique2", "bincount", "unique_consecutive")
-}  # fmt: skip
+    for name in (
+        "_local_scalar_dense",
+        "item",
+        "nonzero",
+        "is_nonzero",
+        "equal",
+        "masked_select",
+        "unique_dim",
+        "_unique2",
+        "bincount",
+        "unique_consecutive",
+    )
+}
 COPIES = ("aten::_to_copy", "aten::copy_")
 FORMATS: Mapping[torch.dtype, Format] = {
     torch.float8_e4m3fn: E4M3,
@@ -48,9 +58,13 @@ _SCALINGS = {
 
 
 def broken_rule(
-    name: str, args: Any, kwargs: Mapping[str, Any], given: Sequence[Tensor], facts: DeviceFacts,
+    name: str,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    given: Sequence[Tensor],
+    facts: DeviceFacts,
     pinned: Mapping[int, Tensor],
-) -> str:  # fmt: skip
+) -> str:
     """Returns why a GPU refuses a call, or waits in it; '' if it does neither."""
     if name in WAITS and any(one.is_meta for one in given):
         return "the host waits for the device"
@@ -82,9 +96,10 @@ def _copy_waits(args: Any, kwargs: Mapping[str, Any], pinned: Mapping[int, Tenso
 
 def class_of(facts: DeviceFacts) -> DeviceClass:
     (found,) = (
-        one for one in CLASSES
+        one
+        for one in CLASSES
         if (one.arch == facts.arch if facts.hip else one.capability is not None and one.capability == facts.capability)
-    )  # fmt: skip
+    )
     return found
 
 

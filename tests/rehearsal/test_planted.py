@@ -81,7 +81,7 @@ def test_a_side_that_is_no_multiple(side: str, stage: Stage) -> None:
         (B200, E4M3, E4M3, ScalingType.RowWise, torch.float32, "the output is bf16 or fp16"),
         (MI300X, E4M3, E4M3, ScalingType.TensorWise, torch.bfloat16, "e4m3fnuz"),
     ],
-)  # fmt: skip
+)
 def test_products_that_a_device_has_not(
     facts: DeviceFacts, a: torch.dtype, b: torch.dtype, kind: ScalingType, output: torch.dtype, why: str, stage: Stage
 ) -> None:
@@ -117,7 +117,7 @@ def test_fast_sums_under_scales_of_blocks(stage: Stage) -> None:
         lambda x: x.copy_(torch.ones(64)),
         lambda x: torch.tensor(1.0, device="meta"),
     ],
-)  # fmt: skip
+)
 def test_a_wait(wait: Callable[[Tensor], object], stage: Stage) -> None:
     x = torch.ones(64, device="meta")
     with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), stage.ledger(H200):

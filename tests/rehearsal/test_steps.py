@@ -175,9 +175,19 @@ def test_an_emulated_step_waits_for_nothing(mode: str, stage: Stage, corpus: Cor
 
 
 @pytest.mark.parametrize(
-    "kept", ["kv=fp8", "kv=fp8-head", "kv=fp8-token", "kv=mxfp4", "kv=nvfp4", "weights=int8", "weights=int4",
-             "weights=fp8", "weights=nvfp4:activations=low"],
-)  # fmt: skip
+    "kept",
+    [
+        "kv=fp8",
+        "kv=fp8-head",
+        "kv=fp8-token",
+        "kv=mxfp4",
+        "kv=nvfp4",
+        "weights=int8",
+        "weights=int4",
+        "weights=fp8",
+        "weights=nvfp4:activations=low",
+    ],
+)
 def test_a_step_of_what_is_kept_low_waits_for_nothing(kept: str, stage: Stage, corpus: Corpus) -> None:
     (one,) = [one for one in cases_of("decode", f"served:{kept}", H200, corpus) if dict(one.case.params)["batch"] == 1]
     done = stage.second_step(one.case, H200)

@@ -19,9 +19,15 @@ MODES = (
 
 def left(sqnr: float, lost: float = 0.0) -> tuple[Measurement, ...]:
     named = {
-        "sqnr_db": sqnr, "sqnr_row_p1_db": sqnr - 1, "sqnr_block_p1_db": sqnr - 3, "relative_error": 10 ** (-sqnr / 20),
-        "slope": 0.99925, "underflow_percent": 0.0796, "saturation_percent": 0.0, "not_finite_percent": lost,
-    }  # fmt: skip
+        "sqnr_db": sqnr,
+        "sqnr_row_p1_db": sqnr - 1,
+        "sqnr_block_p1_db": sqnr - 3,
+        "relative_error": 10 ** (-sqnr / 20),
+        "slope": 0.99925,
+        "underflow_percent": 0.0796,
+        "saturation_percent": 0.0,
+        "not_finite_percent": lost,
+    }
     return tuple(Measurement(name, spec_of(name).unit, (value,)) for name, value in named.items())
 
 

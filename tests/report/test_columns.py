@@ -17,8 +17,11 @@ def test_a_column_shows_texts_numbers_and_what_is_missing() -> None:
     made = table("times", "caption", cols, [("a", 0.5), ("b", None)], main=True)
     assert (made.name, made.caption, made.main, made.folded) == ("times", "caption", True, False)
     assert made.columns == (
-        Column("name"), Column("time", number=True, unit="s"), Column("twice", number=True), Column("why", below=True)
-    )  # fmt: skip
+        Column("name"),
+        Column("time", number=True, unit="s"),
+        Column("twice", number=True),
+        Column("why", below=True),
+    )
     assert made.rows == (
         (Field("a"), Field("500 ms", 0.5), Field("1", 1.0), Field("a", hint="more")),
         (Field("b", tone=Tone.BAD), Field("-"), Field("-"), Field("b", hint="more")),

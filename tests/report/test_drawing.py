@@ -124,9 +124,15 @@ AXES = st.builds(ChartAxis, WILD, st.sampled_from(["", "s", "B", "x", "J", "%"])
 TONES = st.sampled_from(Tone)
 MARKS = st.builds(Mark, WILD, NUMBERS, st.none() | NUMBERS, st.none() | NUMBERS, TONES, WILD, WILD)
 POINTS = st.builds(
-    ChartPoint, st.sampled_from(["a", "b", "<c>"]) | WILD, WILD, st.none() | NUMBERS, NUMBERS, TONES, WILD,
+    ChartPoint,
+    st.sampled_from(["a", "b", "<c>"]) | WILD,
+    WILD,
+    st.none() | NUMBERS,
+    NUMBERS,
+    TONES,
+    WILD,
     st.sampled_from(["", "x"]),
-)  # fmt: skip
+)
 
 
 def few(things: st.SearchStrategy[object], most: int = 5) -> st.SearchStrategy[tuple[object, ...]]:
@@ -205,11 +211,12 @@ def places_of(shape: ElementTree.Element) -> str:
 def test_charts() -> Told:
     axes = ChartAxis("x"), ChartAxis("y")
     for claim, chart in {
-        "no bars": bars(), "a bar that is no number": bars(Mark("nan", math.nan)),
+        "no bars": bars(),
+        "a bar that is no number": bars(Mark("nan", math.nan)),
         "no points": Scatter("s", "S", "", SPEED, TIME, ()),
         "parts of nothing": Stacks("s", "S", "", TIME, ("a",), (("row", (0.0,)),)),
         "no marks": Lines("s", "S", "", ("a",), TIME, (("b", (None,)),)),
-    }.items():  # fmt: skip
+    }.items():
         yield f"there is nothing to draw of {claim}", drawing(chart)
     groups = (("empty", ()), ("nan", (Mark("a", math.nan),)), ("full", (Mark("b", 1.1),)))
     yield "a group without a bar has no heading", drawing(Bars("n", "", "", SPEED, groups))
@@ -269,16 +276,30 @@ def test_nothing_runs_over_the_sheet(values: list[float]) -> None:
 @as_before
 def test_ticks() -> Told:
     for low, high, unit, log in (
-        (0.4, 2.2, "x", True), (0.2, 5, "x", True), (0.03, 1, "x", True), (0.96, 1.05, "x", True),
-        (0, 0.0021, "s", False), (0, 5 * 2**30, "B", False),
-        (1e-7, 1e-1, "", True), (1e-3, 0.9, "ratio", True), (2e5, 3e9, "B/s", True),
-        (1e-6, 3.0, "s", True), (0, 1.3e12, "", False),
-    ):  # fmt: skip
+        (0.4, 2.2, "x", True),
+        (0.2, 5, "x", True),
+        (0.03, 1, "x", True),
+        (0.96, 1.05, "x", True),
+        (0, 0.0021, "s", False),
+        (0, 5 * 2**30, "B", False),
+        (1e-7, 1e-1, "", True),
+        (1e-3, 0.9, "ratio", True),
+        (2e5, 3e9, "B/s", True),
+        (1e-6, 3.0, "s", True),
+        (0, 1.3e12, "", False),
+    ):
         ticks = Scale(low, high, 0, 100, log, unit).ticks(6)
         yield f"from {low:g} to {high:g} {unit}{', by factors' * log}", ", ".join(text for _, text in ticks)
     for value, unit in (
-        (0.0243, "s"), (1.0312, "x"), (2**31, "B"), (0.0008, ""), (0.05, ""), (0.0, ""), (12.4, "J"), (0.05, "ratio"),
-    ):  # fmt: skip
+        (0.0243, "s"),
+        (1.0312, "x"),
+        (2**31, "B"),
+        (0.0008, ""),
+        (0.05, ""),
+        (0.0, ""),
+        (12.4, "J"),
+        (0.05, "ratio"),
+    ):
         yield f"{value} {unit}", shown(value, unit)
 
 

@@ -35,13 +35,19 @@ def labelled(
 
 WHY = "labelled throttled (hw-thermal, sw-thermal): times measured so get no verdict"
 HOT = labelled(
-    Verdict.UNSURE, Label.NOISY, Label.THROTTLED, reasons=((Label.THROTTLED, "hw-thermal, sw-thermal"),),
-    hard=(Label.THROTTLED,), why=WHY,
-)  # fmt: skip
+    Verdict.UNSURE,
+    Label.NOISY,
+    Label.THROTTLED,
+    reasons=((Label.THROTTLED, "hw-thermal, sw-thermal"),),
+    hard=(Label.THROTTLED,),
+    why=WHY,
+)
 LONG = labelled(
-    Verdict.FASTER, Label.CONTENDED, Label.EAGER_QUANTISER,
+    Verdict.FASTER,
+    Label.CONTENDED,
+    Label.EAGER_QUANTISER,
     reasons=((Label.EAGER_QUANTISER, "there is no compiler"), (Label.CONTENDED, "less than a fifth of a core")),
-)  # fmt: skip
+)
 
 
 def capped(number: int) -> Made:

@@ -18,9 +18,20 @@ from fp8bench.store.acks import Acks, Undo, acks_of, append_acks, load_acks, mer
 from tests.counts import for_each
 
 ACK = Ack(
-    "0a", "gemm.Gemm.track_time", ("bf16", "512", 3, 0.5, True), "box", "/bin/python3", "1.1", Direction.WORSE,
-    "a" * 40, "b" * 40, 1e-3, 1.1e-3, "2026-01-05T12:00:00+00:00", "wanted",
-)  # fmt: skip
+    "0a",
+    "gemm.Gemm.track_time",
+    ("bf16", "512", 3, 0.5, True),
+    "box",
+    "/bin/python3",
+    "1.1",
+    Direction.WORSE,
+    "a" * 40,
+    "b" * 40,
+    1e-3,
+    1.1e-3,
+    "2026-01-05T12:00:00+00:00",
+    "wanted",
+)
 UNDO = Undo("0a", "2026-01-06T12:00:00+00:00")
 
 

@@ -80,8 +80,12 @@ def test_ceilings_are_of_their_settings(tmp_path: Path) -> None:
     known = current_ceilings(tmp_path, environment.also({"load_1min": 3.0}), H200, None)
     assert known is not None and known.rates == WHOLE.rates and known.when[:2] == "20"
     assert dict(known.under) == {
-        **FACTS, "cuda:0 power_cap": 700.0, "cuda:0 driver": "590", "device": "cuda:0", "name": H200.name,
-    }  # fmt: skip
+        **FACTS,
+        "cuda:0 power_cap": 700.0,
+        "cuda:0 driver": "590",
+        "device": "cuda:0",
+        "name": H200.name,
+    }
     for name, value in (("threads", 1), ("cuda:0 power_cap", 500.0), ("cuda:0 driver", "600"), ("torch", "2.14")):
         assert kept(tmp_path, environment.also({name: value}), None, H200) is None
     later = Ceilings((Rate(Limit.COPY, runs=(1.0, 2.0)),))

@@ -24,10 +24,36 @@ from tests.counts import for_each
 # What excludes each other in a request: each of these is asked by itself.
 ALONE = {"isolation": False, "energy_of": "phases", "ranks": 4, "scales_from": "a1b2", "known_scales": ()}
 REQUEST = Request(
-    "gemm", ("fp8",), ("cuda:1",), "bf16", (("shape", ("64", "1x2x3")),), (("mlp", "bf16"),), "file", True, 2.5, 3, 4,
-    5, ("module",), True, 12.5, True, "traces", 8, 100, 0.5, False, "step", True, 1 << 30, "torch", 2.5, True, True,
+    "gemm",
+    ("fp8",),
+    ("cuda:1",),
+    "bf16",
+    (("shape", ("64", "1x2x3")),),
+    (("mlp", "bf16"),),
+    "file",
+    True,
+    2.5,
+    3,
+    4,
+    5,
+    ("module",),
+    True,
+    12.5,
+    True,
+    "traces",
+    8,
+    100,
+    0.5,
+    False,
+    "step",
+    True,
+    1 << 30,
+    "torch",
+    2.5,
+    True,
+    True,
     counters=True,
-)  # fmt: skip
+)
 
 
 def made(hint: Any, default: Any = None) -> Any:
@@ -67,9 +93,10 @@ def test_every_value_survives_the_trip(kind: type) -> None:
 def test_what_requests_may_not_have_together_survives_too() -> None:
     assert {field.name for field in fields(Request) if getattr(REQUEST, field.name) == field.default} == set(ALONE)
     for changes in (
-        {"isolation": False, "energy_of": "phases"}, {"ranks": 4, "energy": False},
+        {"isolation": False, "energy_of": "phases"},
+        {"ranks": 4, "energy": False},
         {"scales_from": "a1b2", "known_scales": (("fp8", "up", "input", 1.5),)},
-    ):  # fmt: skip
+    ):
         assert there_and_back(request := replace(Request("gemm"), **changes)) == request  # type: ignore[arg-type]
 
 

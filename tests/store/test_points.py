@@ -80,9 +80,13 @@ BF16 = Record(
     tape=TAPE,
 )  # fmt: skip
 FP8 = Record(
-    case("fp8"), EMULATED, Status.OK, WORK, timing=rounds(("cast", "gemm"), [(7, 3), (8, 2)]),
+    case("fp8"),
+    EMULATED,
+    Status.OK,
+    WORK,
+    timing=rounds(("cast", "gemm"), [(7, 3), (8, 2)]),
     measurements=(error("product_error", 0.03), error("kernel_error", 0.0017)),
-)  # fmt: skip
+)
 RECORDS = [FP32, BF16, FP8]
 
 
@@ -213,9 +217,16 @@ def test_the_machines_main_device_is_its_first_gpu() -> None:
 
 def transformer(data: str) -> Record:
     params: dict[str, Scalar] = {
-        "size": "nano", "batch": 2, "sequence": 96, "micro_batches": 2, "checkpointing": "no", "compile": "no",
-        "attention": "auto", "weights": "cached", "data": data,
-    }  # fmt: skip
+        "size": "nano",
+        "batch": 2,
+        "sequence": 96,
+        "micro_batches": 2,
+        "checkpointing": "no",
+        "compile": "no",
+        "attention": "auto",
+        "weights": "cached",
+        "data": data,
+    }
     made = case("bf16", tuple(params.items()), "transformer", version=workloads.get("transformer").version)
     return replace(BF16, case=made, work=Work(tokens=1000))
 
@@ -291,11 +302,14 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
 @for_each(
     ("words", "hasty"),
     [
-        ({}, False), ({"quick": True}, True), ({"rounds": LEAST_ROUNDS - 1}, True), ({"rounds": LEAST_ROUNDS}, False),
+        ({}, False),
+        ({"quick": True}, True),
+        ({"rounds": LEAST_ROUNDS - 1}, True),
+        ({"rounds": LEAST_ROUNDS}, False),
         ({"grid": True}, False),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
     by_metric = {point.series.rpartition("track_")[2]: point.hasty for point in followed(run(**words)).points}
     assert by_metric.pop("product_error") is by_metric.pop("kernel_error") is by_metric.pop("peak_memory") is False
@@ -308,8 +322,12 @@ def test_a_budget_that_ended_early_is_hasty() -> None:
     long = replace(BF16, timing=rounds(("gemm",), *[[(3,)]] * LEAST_ROUNDS))
     emulated = replace(FP8, timing=rounds(("cast", "gemm"), *[[(7, 3)]] * EMULATED_ROUNDS))  # it never gets more
     for record, budget, hasty in (
-        (BF16, None, False), (BF16, 1.0, True), (long, 1.0, False), (emulated, 1.0, False), (FP8, 1.0, True),
-    ):  # fmt: skip
+        (BF16, None, False),
+        (BF16, 1.0, True),
+        (long, 1.0, False),
+        (emulated, 1.0, False),
+        (FP8, 1.0, True),
+    ):
         points = followed(run([record], budget=budget)).points
         assert [point.hasty for point in points if metric_of(point) == "time"] == [hasty]
 
@@ -323,15 +341,24 @@ def under(changed: Run) -> Any:
 @for_each(
     ("facts", "counts"),
     [
-        ({"torch": "2.12.0"}, True), ({"fp8bench": "9"}, True),
-        ({"cublaslt": 130100}, True), ({"env_ONEDNN_MAX_CPU_ISA": "AVX2"}, True),
-        ({"cpu_governor": "powersave"}, True), ({"cpu_affinity": 1}, True), ({"load_1min": 3.0}, False),
-        ({"system": "Linux 7"}, False), ({"imports_sha256": "0123"}, False), ({"commit_date": 1}, False),
-        ({"cpu driver": "580.65"}, True), ({"cpu power_cap": 500.0}, True), ({"cuda:7 driver": "580.65"}, False),
-        ({"rank 0 NCCL_ALGO": "Ring"}, True), ({"env_FP8BENCH_QUANTISERS": "eager"}, False),
+        ({"torch": "2.12.0"}, True),
+        ({"fp8bench": "9"}, True),
+        ({"cublaslt": 130100}, True),
+        ({"env_ONEDNN_MAX_CPU_ISA": "AVX2"}, True),
+        ({"cpu_governor": "powersave"}, True),
+        ({"cpu_affinity": 1}, True),
+        ({"load_1min": 3.0}, False),
+        ({"system": "Linux 7"}, False),
+        ({"imports_sha256": "0123"}, False),
+        ({"commit_date": 1}, False),
+        ({"cpu driver": "580.65"}, True),
+        ({"cpu power_cap": 500.0}, True),
+        ({"cuda:7 driver": "580.65"}, False),
+        ({"rank 0 NCCL_ALGO": "Ring"}, True),
+        ({"env_FP8BENCH_QUANTISERS": "eager"}, False),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_software_and_settings_are_conditions(facts: dict[str, Any], counts: bool) -> None:
     """Load passes, a kernel makes no new machine, and what is imported beside a suite of fp8bench's own is not it."""
     before = Environment({"torch": "2.13.0", "cpu_governor": "performance"})
@@ -351,10 +378,15 @@ def test_the_device_and_the_code_of_a_users_suite_are_conditions(monkeypatch: py
 
 @for_each(
     ("facts", "same"),
-    [({"cpu_governor": "powersave"}, True), ({"cpu driver": "580.65"}, True), ({"python": "3.12"}, True),
-     ({"torch": "2.12.0"}, False), ({"fp8bench": "9"}, False)],
+    [
+        ({"cpu_governor": "powersave"}, True),
+        ({"cpu driver": "580.65"}, True),
+        ({"python": "3.12"}, True),
+        ({"torch": "2.12.0"}, False),
+        ({"fp8bench": "9"}, False),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_counts_depend_on_software_alone(facts: dict[str, Any], same: bool) -> None:
     """A clock's governor that changed would part their history for nothing; quantisers count as one operator, compiled
     or not."""

@@ -150,9 +150,19 @@ def test_a_class_is_called_like_its_workload() -> None:
 def test_metrics_are_those_that_a_grid_declares() -> None:
     names = [metric.name for metric in tracked_by(Grid({}, {}, phases=("cast",), errors=("loss_error",), per="tokens"))]
     assert names == [
-        "time", "mean_time", "time_cast", "seconds_per_mtok", "relative_time", "relative_mean_time", "peak_memory",
-        "flops", "moved_bytes", "launches", "energy", "loss_error",
-    ]  # fmt: skip
+        "time",
+        "mean_time",
+        "time_cast",
+        "seconds_per_mtok",
+        "relative_time",
+        "relative_mean_time",
+        "peak_memory",
+        "flops",
+        "moved_bytes",
+        "launches",
+        "energy",
+        "loss_error",
+    ]
     of_all = ["time", "mean_time", "relative_time", "relative_mean_time", "peak_memory", *COUNTS, "energy"]
     assert [metric.name for metric in tracked_by(GRID)] == of_all
     assert all(metric.description for metric in tracked_by(GRID))

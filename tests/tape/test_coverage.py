@@ -70,13 +70,14 @@ def test_each_product_has_its_holder() -> None:
     reasons = {(call.operator, call.weight): call.reason for call in coverage.others}
     assert reasons["mm", "tied.weight"] == (
         "a function multiplies by the weight, and calls no layer that could be converted"
-    )  # fmt: skip
+    )
     assert reasons["bmm", ""].startswith("no layer's")
     assert of(coverage, "tied").reason == "the step multiplies by its weight in a function, and never calls it"
     assert of(coverage, "never").reason == "the step never calls it"
     assert sorted((product.m, product.n, product.k, product.backward) for product in of(coverage, "qkv").products) == [
-        (16, 48, 16, False), (48, 16, 16, True)
-    ]  # fmt: skip
+        (16, 48, 16, False),
+        (48, 16, 16, True),
+    ]
     assert coverage.share == (6 + 6) * ONE / coverage.flops
 
 

@@ -149,9 +149,19 @@ def test_what_may_multiply_and_has_no_formula_is_unknown() -> None:
         torch._foreach_addcmul_([x.detach()], [x.detach()], [y.detach()])
         moments, step = [[torch.zeros(8, 8)] for _ in range(2)], [torch.ones(())]
         torch._fused_adamw_(
-            [x.detach()], [y.detach()], *moments, [], step, lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, eps=1e-8,
-            amsgrad=False, maximize=False,
-        )  # fmt: skip
+            [x.detach()],
+            [y.detach()],
+            *moments,
+            [],
+            step,
+            lr=0.1,
+            beta1=0.9,
+            beta2=0.9,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
 
     tape = tape_of(harmless)
     assert tape.flops == 0 and not tape.unknown
@@ -207,7 +217,7 @@ FP32, BF16, INT64 = torch.float32, torch.bfloat16, torch.int64
         (aten.mm.default, Where(phase=Phase.ELEMENTWISE), (ShareKind.GEMM, "")),
         (aten._linalg_svd.default, Where(), (ShareKind.UNKNOWN, "_linalg_svd")),
     ],
-)  # fmt: skip
+)
 def test_rules(operator: object, where: Where, kind: tuple[ShareKind, str]) -> None:
     assert kind_of(operator, where) == kind
 

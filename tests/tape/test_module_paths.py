@@ -229,14 +229,20 @@ def event(name: str, start: float, length: float, kind: str = "cpu_op", tid: int
 
 
 def test_kernels_by_the_operator_in_whose_range_they_were_launched() -> None:
-    inside, outside = seconds_by_operator([
-        event(f"{RANGE}0", 0, 20, "user_annotation"), event("aten::mm", 5, 10),
-        event("cudaLaunchKernel", 6, 2, "cuda_runtime", correlation=1),
-        event("hipLaunchKernel", 9, 2, "cuda_runtime", correlation=2),
-        event(f"{RANGE}1", 30, 20, "user_annotation"), event("cudaLaunchKernel", 35, 2, "cuda_runtime", correlation=3),
-        event("cudaLaunchKernel", 60, 2, "cuda_runtime", correlation=4),
-        event("one", 100, 5, "kernel", 9, correlation=1), event("two", 110, 6, "kernel", 9, correlation=2),
-        event("three", 120, 7, "kernel", 9, correlation=3), event("four", 130, 8, "kernel", 9, correlation=4),
-    ])  # fmt: skip
+    inside, outside = seconds_by_operator(
+        [
+            event(f"{RANGE}0", 0, 20, "user_annotation"),
+            event("aten::mm", 5, 10),
+            event("cudaLaunchKernel", 6, 2, "cuda_runtime", correlation=1),
+            event("hipLaunchKernel", 9, 2, "cuda_runtime", correlation=2),
+            event(f"{RANGE}1", 30, 20, "user_annotation"),
+            event("cudaLaunchKernel", 35, 2, "cuda_runtime", correlation=3),
+            event("cudaLaunchKernel", 60, 2, "cuda_runtime", correlation=4),
+            event("one", 100, 5, "kernel", 9, correlation=1),
+            event("two", 110, 6, "kernel", 9, correlation=2),
+            event("three", 120, 7, "kernel", 9, correlation=3),
+            event("four", 130, 8, "kernel", 9, correlation=4),
+        ]
+    )
     assert {number: round(seconds * 1e6) for number, seconds in inside.items()} == {0: 11, 1: 7}
     assert {name: round(seconds * 1e6) for name, seconds in outside.items()} == {"four": 8}

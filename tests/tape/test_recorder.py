@@ -47,9 +47,12 @@ def test_operators_have_the_innermost_phase_and_their_direction() -> None:
     tape = tape_in_phases(step)
     found = [(one.phase, one.operator, one.backward) for one in tape.operators if one.operator in ("mul", "exp", "sum")]
     assert found == [
-        ("gemm", "mul", False), ("elementwise", "exp", False), ("accumulate", "sum", False),
-        ("accumulate", "mul", True), ("cast", "mul", True),
-    ]  # fmt: skip
+        ("gemm", "mul", False),
+        ("elementwise", "exp", False),
+        ("accumulate", "sum", False),
+        ("accumulate", "mul", True),
+        ("cast", "mul", True),
+    ]
     assert [phase.phase for phase in tape.phases] == ["cast", "gemm", "accumulate", "elementwise"]
 
 

@@ -204,10 +204,11 @@ def moves(mark: Mark) -> None:
 @for_each(
     ("step", "why"),
     [
-        (sparse, "no plain part of a memory"), (moves, "aten.resize_.default gives a tensor other memory"),
+        (sparse, "no plain part of a memory"),
+        (moves, "aten.resize_.default gives a tensor other memory"),
         (lambda mark: None, "it calls no operator of torch"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_done_again_says_why(step: Step, why: str) -> None:
     with pytest.raises(CannotReplay, match=why):
         recorded(step)

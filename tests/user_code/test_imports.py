@@ -41,11 +41,14 @@ def test_a_users_file_and_module_are_imported_once(folder: Path) -> None:
 @for_each(
     ("content", "kind"),
     [
-        ("raise OSError('no luck')", "OSError"), ("def broken(:", "SyntaxError"),
-        ("import no_such_module_at_all", "ModuleNotFoundError"), ("raise BaseException('no luck')", "BaseException"),
-        ("raise GeneratorExit", "GeneratorExit"), ("import asyncio\nraise asyncio.CancelledError", "CancelledError"),
+        ("raise OSError('no luck')", "OSError"),
+        ("def broken(:", "SyntaxError"),
+        ("import no_such_module_at_all", "ModuleNotFoundError"),
+        ("raise BaseException('no luck')", "BaseException"),
+        ("raise GeneratorExit", "GeneratorExit"),
+        ("import asyncio\nraise asyncio.CancelledError", "CancelledError"),
     ],
-)  # fmt: skip
+)
 @for_each("by_path", [True, False])
 def test_a_module_that_fails_is_refused_with_its_reason(folder: Path, content: str, kind: str, by_path: bool) -> None:
     name = f"fails_by_{kind}_{by_path}"  # of its own: what Python has read of a file it may know by its date
@@ -90,9 +93,13 @@ def test_what_a_module_and_its_children_print_is_no_output(tmp_path: Path, redir
     )
     command = f"exec {shlex.join([sys.executable, 'program.py', './loud.py'])} {redirection}"
     done = subprocess.run(
-        ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False,
+        ["sh", "-c", command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ([] if "1>&-" in redirection else ["before", "after"])
     assert sorted(done.stderr.splitlines()) == err or "1>&-" in redirection
@@ -132,9 +139,13 @@ def test_the_worker_finds_what_the_parent_finds(tmp_path: Path) -> None:
         "    print(worker.probe()[0].key)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False,
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0 and done.stdout, done.stderr
 
 

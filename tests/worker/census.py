@@ -16,9 +16,19 @@ TABLE = Path(__file__).with_name("torch_names.txt")
 _SETS = re.compile(r"(set|enable|disable|use|activate|allow|restore)(_|$)|\w+_enable$")
 # Of graphs, exports, quantised networks and several processes, none of which is measured; nor is what torch tests with.
 _ELSEWHERE = {
-    "ao", "backends", "contrib", "distributed", "export", "fx", "masked", "nested", "onnx", "package", "quantization",
+    "ao",
+    "backends",
+    "contrib",
+    "distributed",
+    "export",
+    "fx",
+    "masked",
+    "nested",
+    "onnx",
+    "package",
+    "quantization",
     "testing",
-}  # fmt: skip
+}
 _IN_C = ("_C/__init__.pyi", "_C/_VariableFunctions.pyi")
 
 
@@ -26,9 +36,11 @@ def census(torch: Path) -> set[str]:
     """Returns the names that the source below a folder has; `torch` itself is among its parents."""
     backends = {path: ast.parse(path.read_text()) for path in _public((torch / "backends").rglob("*.py"), torch)}
     setters = {
-        node.name: _written(node) for tree in backends.values() for node in ast.walk(tree)
+        node.name: _written(node)
+        for tree in backends.values()
+        for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
-    }  # fmt: skip
+    }
     found = {name for path, tree in backends.items() for name in _of_backend(_dotted(path, torch), tree, setters)}
     for path in _public([*torch.glob("*.py"), *torch.glob("*/*.py"), *torch.glob("*/*/__init__.py")], torch):
         if path.relative_to(torch).parts[0] not in _ELSEWHERE:

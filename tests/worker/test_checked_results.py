@@ -53,8 +53,13 @@ def test_statistics_become_plain_values_of_their_own() -> None:
     (made,) = statistics_of(one for one in [row])
     assert made == TensorStatistics("k", "input", 4, 2.0, (("fp8", 0.5, 0.0),))
     assert [type(field) for field in (made.kind, made.count, made.amax, *made.outside[0])] == [
-        str, int, float, str, float, float,
-    ]  # fmt: skip
+        str,
+        int,
+        float,
+        str,
+        float,
+        float,
+    ]
 
 
 @for_each(

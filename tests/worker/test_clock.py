@@ -72,8 +72,11 @@ def test_nested_phases_are_exclusive(clock: PhaseClock) -> None:
     )
     assert found[1] == [10 * tick for tick in range(10)]
     assert segment(found[0], CountingStamper().intervals_ns(found[1])).segments.phases == (
-        "unattributed", "elementwise", "gemm", "cast",
-    )  # fmt: skip
+        "unattributed",
+        "elementwise",
+        "gemm",
+        "cast",
+    )
 
 
 def test_a_phase_left_open_says_which(clock: PhaseClock) -> None:
@@ -290,9 +293,18 @@ except CannotReplay as why:
 def test_marks_of_a_backward_on_another_thread_arrive_in_the_same_clock() -> None:
     """On CUDA backward has a thread of its own, which sees no thread-local of the main one."""
     expected = codes(
-        "unattributed", "elementwise", "gemm", "elementwise", "unattributed",
-        "elementwise", "cast", "elementwise", "gemm", "elementwise", "unattributed",
-    )  # fmt: skip
+        "unattributed",
+        "elementwise",
+        "gemm",
+        "elementwise",
+        "unattributed",
+        "elementwise",
+        "cast",
+        "elementwise",
+        "gemm",
+        "elementwise",
+        "unattributed",
+    )
     *clocked, taped, recorded = run_pretended(DEVICE_THREAD)
     assert clocked == [" ".join(["True", "False", *map(str, expected)])] * 2
     # A tape sees that thread's operators, in the phases that were marked there, and that they are backward's.

@@ -128,8 +128,9 @@ def test_what_waits_is_compiled_before_the_first_timed_slot() -> None:
         first = next(place for place, entry in enumerate(worker.log) if entry[:2] == ("slot", mode))
         assert any(entry[:2] == ("compile", mode) for entry in worker.log[:first])
     assert [doing for mode, doing, _ in listener.told if "compiling" in doing] == [
-        "compiling 2 quantisers", "compiling 1 quantiser",
-    ]  # fmt: skip
+        "compiling 2 quantisers",
+        "compiling 1 quantiser",
+    ]
     limits = [limit for name, limit in worker.limits if name == "compile_quantisers"]
     assert limits[0] >= 2 * COMPILE_SECONDS
     assert Limits(1.0).compiling(CASES[0].work, 2) == 2 * COMPILE_SECONDS + 1.0

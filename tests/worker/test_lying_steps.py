@@ -474,9 +474,18 @@ HANDICAPS = {
     "subnormal": Label.OTHER_INPUTS,
 }  # fmt: skip
 HONEST = (
-    "plain", "declared", "carried", "model", "autocast", "generator", "in_place", "loader", "masks", "in_turns",
+    "plain",
+    "declared",
+    "carried",
+    "model",
+    "autocast",
+    "generator",
+    "in_place",
+    "loader",
+    "masks",
+    "in_turns",
     "batches",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,33 @@ from tests.counts import for_each, sampled
 from tests.own_suites import suite_file
 
 HAZARDS = (
-    "none", "raise", "memory", "exit", "segv", "kill", "signal", "hang", "talk", "write", "thread", "prefetch", "nan",
-    "spoil", "fork", "stale", "garbage", "tensor", "widow", "pool", "dtype", "grad", "words", "widower", "weaver",
+    "none",
+    "raise",
+    "memory",
+    "exit",
+    "segv",
+    "kill",
+    "signal",
+    "hang",
+    "talk",
+    "write",
+    "thread",
+    "prefetch",
+    "nan",
+    "spoil",
+    "fork",
+    "stale",
+    "garbage",
+    "tensor",
+    "widow",
+    "pool",
+    "dtype",
+    "grad",
+    "words",
+    "widower",
+    "weaver",
     "shy",
-)  # fmt: skip
+)
 # Measured each time, in one run; the others, in another, where slow tests are asked for: most cost a worker.
 SAMPLE = ("none", "raise", "exit", "hang", "nan", "shy", "widow")
 HARMLESS = ("none", "fork", "pool", "shy")
@@ -230,32 +253,50 @@ def record_of(run: Run, how: str, precision: str) -> Record:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
-    sampled(SAMPLE, [
-        ("raise", "ZeroDivisionError: division by zero"),
-        ("memory", "out of memory, even alone"),
-        ("exit", "the worker crashed during 'slot': it exited with status 1"),
-        ("segv", "the worker crashed during 'slot': it was ended by SIGSEGV: Fatal Python error: Segmentation fault"),
-        ("kill", "it was ended by SIGKILL (the system ends processes so when memory runs out)"),
-        ("signal", "the worker crashed during 'slot': it was ended by signal 40"),
-        ("hang", "no answer to 'slot' within 3 s; the worker was ended (--case-timeout sets the limit)"),
-        ("talk", "StepPrinted: a step printed 'words of a step' and 1 more lines: printing is timed with the step."),
-        ("write", "StepPrinted: a step printed 15 bytes past Python's own stdout"),
-        ("thread", "LeftRunning: a step left 1 running (stayer)"),
-        ("prefetch", "started while preparing still run after the state was given back (stayer"),
-        ("nan", "its numbers are not finite: some_error is nan"),
-        ("spoil", "after its steps: the parameters are not finite"),
-        ("stale", "an answer to 'slot' belongs to another request (number 1, not "),
-        ("garbage", "the worker's answer to 'slot' could not be read (UnpicklingError: "),
-        ("tensor", "the worker's answer to 'slot' could not be read (UnpicklingError: torch.multiprocessing."),
-        ("dtype", "SwitchesChanged: it left the default dtype at torch.bfloat16 (it was torch.float32): other cases"),
-        ("grad", "SwitchesChanged: it left gradients at False (it was True)"),
-        ("words", "no numerical error: TypeError: error() returned list ['a number']; expected a mapping of names to"),
-        ("widower", "no numerical error: the worker crashed during 'error': it was ended by SIGKILL"),
-        ("weaver", "no numerical error: LeftRunning: it left 1 running (stayer): they are timed with what comes next"),
-        ("widow", "the worker crashed during 'slot': it was ended by SIGKILL"),
-        *((how, "") for how in HARMLESS),
-    ]),
-)  # fmt: skip
+    sampled(
+        SAMPLE,
+        [
+            ("raise", "ZeroDivisionError: division by zero"),
+            ("memory", "out of memory, even alone"),
+            ("exit", "the worker crashed during 'slot': it exited with status 1"),
+            (
+                "segv",
+                "the worker crashed during 'slot': it was ended by SIGSEGV: Fatal Python error: Segmentation fault",
+            ),
+            ("kill", "it was ended by SIGKILL (the system ends processes so when memory runs out)"),
+            ("signal", "the worker crashed during 'slot': it was ended by signal 40"),
+            ("hang", "no answer to 'slot' within 3 s; the worker was ended (--case-timeout sets the limit)"),
+            (
+                "talk",
+                "StepPrinted: a step printed 'words of a step' and 1 more lines: printing is timed with the step.",
+            ),
+            ("write", "StepPrinted: a step printed 15 bytes past Python's own stdout"),
+            ("thread", "LeftRunning: a step left 1 running (stayer)"),
+            ("prefetch", "started while preparing still run after the state was given back (stayer"),
+            ("nan", "its numbers are not finite: some_error is nan"),
+            ("spoil", "after its steps: the parameters are not finite"),
+            ("stale", "an answer to 'slot' belongs to another request (number 1, not "),
+            ("garbage", "the worker's answer to 'slot' could not be read (UnpicklingError: "),
+            ("tensor", "the worker's answer to 'slot' could not be read (UnpicklingError: torch.multiprocessing."),
+            (
+                "dtype",
+                "SwitchesChanged: it left the default dtype at torch.bfloat16 (it was torch.float32): other cases",
+            ),
+            ("grad", "SwitchesChanged: it left gradients at False (it was True)"),
+            (
+                "words",
+                "no numerical error: TypeError: error() returned list ['a number']; expected a mapping of names to",
+            ),
+            ("widower", "no numerical error: the worker crashed during 'error': it was ended by SIGKILL"),
+            (
+                "weaver",
+                "no numerical error: LeftRunning: it left 1 running (stayer): they are timed with what comes next",
+            ),
+            ("widow", "the worker crashed during 'slot': it was ended by SIGKILL"),
+            *((how, "") for how in HARMLESS),
+        ],
+    ),
+)
 def test_a_fault_fails_its_record_and_the_other_cases_go_on(
     run_with: Callable[[str], Run], how: str, words: str
 ) -> None:

@@ -187,10 +187,11 @@ EXPECTED = {
 @pytest.mark.parametrize(
     ("name", "precision"),
     [
-        *((name, "fp8") for name in SMALL), *((name, "bf16") for name in CONVERTED),
+        *((name, "fp8") for name in SMALL),
+        *((name, "bf16") for name in CONVERTED),
         *sampled([], [(name, "fp32") for name in SMALL]),
     ],
-)  # fmt: skip
+)
 def test_every_suite_knows_what_its_memory_is_for(name: str, precision: str, bench: Bench) -> None:
     axes = tuple((axis, (value,)) for axis, value in SMALL[name].items())
     for group in make_plan(Request(name, (precision,), ("cpu",), axes=axes), (CPU,)).groups:

@@ -60,11 +60,17 @@ def test_any_blocks_sum_to_their_size() -> None:
     flag = lambda: draw.random() < 0.5  # noqa: E731
     held = [
         HeldBlock(
-            number, draw.randrange(1, 99), draw.choice(("", *PHASES)), flag(), flag(), flag(), flag(),
+            number,
+            draw.randrange(1, 99),
+            draw.choice(("", *PHASES)),
+            flag(),
+            flag(),
+            flag(),
+            flag(),
             tuple(draw.sample(list(R), draw.randrange(3))),
         )
         for number in range(1000)
-    ]  # fmt: skip
+    ]
     known: list[dict[int, R | None]] = [{number: draw.choice((None, *R)) for number in range(500)} for _ in range(2)]
     found = roles(held, sum(stretch.size for stretch in held), *known)
     assert sum(found.values()) == sum(one.size for one in held) and list(found) == [role for role in R if role in found]

@@ -110,9 +110,16 @@ class MovingStamps(PlantedLies):
 """
 PLAUSIBILITY = (Label.NO_WORK, Label.LEAK, Label.NOT_FINITE)
 HOWS = (
-    "honest", "misnamed", "spoils", "leaks", "leaks now and then", "fills a cache", "empties a cache", "does nothing",
+    "honest",
+    "misnamed",
+    "spoils",
+    "leaks",
+    "leaks now and then",
+    "fills a cache",
+    "empties a cache",
+    "does nothing",
     "remembers",
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -164,10 +171,12 @@ def test_a_suite_may_say_that_its_state_diverges(run: Run) -> None:
 @for_each(
     ("how", "said"),
     [
-        ("leaks", "4.00 KiB a step"), ("leaks now and then", "1.33 KiB a step"), ("fills a cache", ""),
+        ("leaks", "4.00 KiB a step"),
+        ("leaks now and then", "1.33 KiB a step"),
+        ("fills a cache", ""),
         ("empties a cache", ""),
     ],
-)  # fmt: skip
+)
 def test_memory_that_grows_step_by_step_is_a_leak(run: Run, how: str, said: str) -> None:
     record = record_of(run, how)
     assert record.status is Status.OK and told(run, record) == ({Label.LEAK: said} if said else {})

@@ -52,13 +52,24 @@ def started(tensor: Tensor) -> Iterator[Tensor]:
 @for_each(
     "wrap",
     [
-        lambda x: x, lambda x: [x], lambda x: {"a": (1, {"b": x})}, lambda x: {x}, lambda x: deque([x]),
-        lambda x: types.SimpleNamespace(deep=[[[x]]]), Slotted, lambda x: (lambda: x), lambda x: partial(max, x),
-        lambda x: Slotted(x).__getattribute__, lambda x: x.clone,
-        lambda x: itertools.cycle([x]), started, lambda x: (x for _ in [0]),
-        lambda x: x[1:].view(-1, 1), lambda x: lambda y=x: y,
+        lambda x: x,
+        lambda x: [x],
+        lambda x: {"a": (1, {"b": x})},
+        lambda x: {x},
+        lambda x: deque([x]),
+        lambda x: types.SimpleNamespace(deep=[[[x]]]),
+        Slotted,
+        lambda x: lambda: x,
+        lambda x: partial(max, x),
+        lambda x: Slotted(x).__getattribute__,
+        lambda x: x.clone,
+        lambda x: itertools.cycle([x]),
+        started,
+        lambda x: (x for _ in [0]),
+        lambda x: x[1:].view(-1, 1),
+        lambda x: lambda y=x: y,
     ],
-)  # fmt: skip
+)
 def test_a_tensor_is_found_wherever_it_is_held(wrap: Callable[[Tensor], object]) -> None:
     x = torch.empty(10)
     found = state_tensors(wrap(x))

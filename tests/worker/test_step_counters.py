@@ -57,9 +57,12 @@ def under_probe(folder: Path, code: str) -> list[list[int]]:
     probe = built(folder)
     assert isinstance(probe, Path), probe
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "LD_PRELOAD": str(probe)}, capture_output=True, text=True,
+        [sys.executable, "-c", code],
+        env={**os.environ, "LD_PRELOAD": str(probe)},
+        capture_output=True,
+        text=True,
         check=True,
-    )  # fmt: skip
+    )
     return [[int(word) for word in line.split()] for line in done.stdout.splitlines()]
 
 

@@ -32,10 +32,17 @@ def state() -> State:
     random = torch.Generator().manual_seed(0)
     x, w = torch.randn(SIZE, SIZE, generator=random), torch.randn(SIZE, SIZE, generator=random)
     return State(
-        x=x, w=w, out=torch.empty(SIZE, SIZE), mask=torch.full((SIZE, SIZE), -torch.inf).triu(1), unused=torch.ones(3),
-        index=torch.randint(SIZE, (SIZE,), generator=random), cache={}, kept=None,
-        positive=w @ w.T + torch.eye(SIZE), number=torch.zeros(()),
-    )  # fmt: skip
+        x=x,
+        w=w,
+        out=torch.empty(SIZE, SIZE),
+        mask=torch.full((SIZE, SIZE), -torch.inf).triu(1),
+        unused=torch.ones(3),
+        index=torch.randint(SIZE, (SIZE,), generator=random),
+        cache={},
+        kept=None,
+        positive=w @ w.T + torch.eye(SIZE),
+        number=torch.zeros(()),
+    )
 
 
 def effect(step: Step, prepare: Callable[[], object] = state) -> StepEffect:
@@ -268,9 +275,19 @@ def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.
 
 
 @for_each(
-    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.int64,
-              torch.uint8, torch.bool, torch.complex64]
-)  # fmt: skip
+    "dtype",
+    [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e8m0fnu,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    ],
+)
 def test_numbers_are_replaced_by_others_of_their_range(dtype: torch.dtype) -> None:
     numbers = (torch.arange(1, 200) % 5).to(dtype)
     view, version, before = numbers.view(-1)[3:], numbers._version, digest(numbers)

@@ -46,9 +46,17 @@ def _same(*arguments: Any) -> Any:
 
 
 CLOCKS = (
-    "perf_counter_ns", "monotonic", "monotonic_ns", "process_time", "process_time_ns", "thread_time", "thread_time_ns",
-    "time", "time_ns", "sleep",
-)  # fmt: skip
+    "perf_counter_ns",
+    "monotonic",
+    "monotonic_ns",
+    "process_time",
+    "process_time_ns",
+    "thread_time",
+    "thread_time_ns",
+    "time",
+    "time_ns",
+    "sleep",
+)
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR2")
 LEFT: dict[str, tuple[Callable[[], object], str]] = {
     "dtype": (lambda: torch.set_default_dtype(torch.bfloat16), "the default dtype at torch.bfloat16 (it was torch.fl"),

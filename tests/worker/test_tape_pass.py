@@ -32,9 +32,11 @@ def records(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str)
 
 def mismatches(found: list[Record]) -> dict[str, str]:
     return {
-        record.case.id: label.reason for record in found for label in claims_of(record, None) if label.label in
-        (Label.WORK_MISMATCH, Label.NO_WORK)
-    }  # fmt: skip
+        record.case.id: label.reason
+        for record in found
+        for label in claims_of(record, None)
+        if label.label in (Label.WORK_MISMATCH, Label.NO_WORK)
+    }
 
 
 def test_products_are_what_their_suite_declares(bench: Bench, corpus: Corpus) -> None:

@@ -147,9 +147,10 @@ def step(start: float, end: float, number: int = 1) -> Event:
         {"ph": "X", "name": "no times", "cat": "cpu_op"},
         {"ph": "X", "name": None, "cat": "user_annotation", "ts": 1, "dur": 1},
         {"ph": "M", "name": "process_name", "args": {"name": "python"}},
-        event("fp8bench.nonsense", 1, 2, "user_annotation"), event("gemm", 1, 2, "user_annotation"),
+        event("fp8bench.nonsense", 1, 2, "user_annotation"),
+        event("gemm", 1, 2, "user_annotation"),
     ],
-)  # fmt: skip
+)
 def test_events_that_say_nothing_are_passed_over(wrong: Event) -> None:
     events = [step(0, 10), wrong, event("mm", 2, 4)]
     assert mended(events) == events
@@ -162,9 +163,9 @@ def overlaps(events: Sequence[Event]) -> list[tuple[Event, Event]]:
         start, end = event["ts"], event["ts"] + event["dur"]
         begin, until = other["ts"], other["ts"] + other["dur"]
         apart = end <= begin or until <= start
-        if event["tid"] == other["tid"] and not (apart or (start <= begin and until <= end) or (
-            begin <= start and end <= until
-        )):  # fmt: skip
+        if event["tid"] == other["tid"] and not (
+            apart or (start <= begin and until <= end) or (begin <= start and end <= until)
+        ):
             crossing.append((event, other))
     return crossing
 

@@ -67,9 +67,14 @@ def lie(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.slow
 def test_a_backend_that_multiplies_wrongly_is_refused_in_numbers(lie: str, tmp_path: Path) -> None:
     request = Request(
-        "gemm", ("bf16", "fp8:backend=lying", "fp8:backend=honest"), quick=True, rounds=2, energy=False,
-        axes=(("shape", ("64",)),), imports=(lie,),
-    )  # fmt: skip
+        "gemm",
+        ("bf16", "fp8:backend=lying", "fp8:backend=honest"),
+        quick=True,
+        rounds=2,
+        energy=False,
+        axes=(("shape", ("64",)),),
+        imports=(lie,),
+    )
     run = pipeline.execute(request, tmp_path / "store", SilentObserver(), "")
     records = {record.case.precision: record for record in run.records}
     refused = records["fp8:backend=lying"]

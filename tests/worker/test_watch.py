@@ -102,9 +102,15 @@ def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path
     in one process, where no worker ends with its culprit."""
     axes = (("where", WHERE), ("what", tuple(WORDS)), ("shape", ("32",)))
     request = Request(
-        f"culprit,gemm,{own}", ("fp32", "bf16"), ("cpu",), axes=axes, rounds=2, imports=(str(own),), energy=False,
+        f"culprit,gemm,{own}",
+        ("fp32", "bf16"),
+        ("cpu",),
+        axes=axes,
+        rounds=2,
+        imports=(str(own),),
+        energy=False,
         isolation=isolation,
-    )  # fmt: skip
+    )
     import_user_modules(request.imports)
     before = values_of(switches())
     run = pipeline.execute(request, tmp_path, SilentObserver(), "a test")

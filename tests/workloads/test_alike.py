@@ -18,18 +18,40 @@ from tests.workloads.steps import CPU, H200, phases, small
 @for_each(
     ("name", "axis", "value"),
     [
-        ("accumulate", "micro_batches", "1"), ("accumulate", "micro_batches", "many"), ("accumulate", "width", "0"),
-        ("accumulate", "gradients", "fp64"), ("attention", "sequence", "0"), ("attention", "key_heads", "few"),
-        ("attention", "scores", "lo"), ("attention", "pass", ""), ("conv", "batch", "0"), ("conv", "channels", "3.5"),
-        ("conv", "image", ""), ("conv", "pass", "both"), ("data", "kind", "writing"), ("data", "batch", "0"),
-        ("data", "batch", "some"), ("data", "record", "-1"), ("mlp", "tokens", "0"), ("mlp", "width", "x"),
-        ("mlp", "gated", "maybe"), ("mlp", "pass", "back"), ("norm_act", "operation", "gelus"),
-        ("norm_act", "tokens", "0"), ("norm_act", "width", "-4"), ("norm_act", "pass", ""),
-        ("optimizer", "fused", "maybe"), ("optimizer", "second_moment", "fp8"), ("optimizer", "tensors", "0"),
-        ("optimizer", "width", "1.5"), ("transformer", "batch", "0"), ("transformer", "batch", "many"),
-        ("transformer", "sequence", "-1"), ("transformer", "size", "huge"),
+        ("accumulate", "micro_batches", "1"),
+        ("accumulate", "micro_batches", "many"),
+        ("accumulate", "width", "0"),
+        ("accumulate", "gradients", "fp64"),
+        ("attention", "sequence", "0"),
+        ("attention", "key_heads", "few"),
+        ("attention", "scores", "lo"),
+        ("attention", "pass", ""),
+        ("conv", "batch", "0"),
+        ("conv", "channels", "3.5"),
+        ("conv", "image", ""),
+        ("conv", "pass", "both"),
+        ("data", "kind", "writing"),
+        ("data", "batch", "0"),
+        ("data", "batch", "some"),
+        ("data", "record", "-1"),
+        ("mlp", "tokens", "0"),
+        ("mlp", "width", "x"),
+        ("mlp", "gated", "maybe"),
+        ("mlp", "pass", "back"),
+        ("norm_act", "operation", "gelus"),
+        ("norm_act", "tokens", "0"),
+        ("norm_act", "width", "-4"),
+        ("norm_act", "pass", ""),
+        ("optimizer", "fused", "maybe"),
+        ("optimizer", "second_moment", "fp8"),
+        ("optimizer", "tensors", "0"),
+        ("optimizer", "width", "1.5"),
+        ("transformer", "batch", "0"),
+        ("transformer", "batch", "many"),
+        ("transformer", "sequence", "-1"),
+        ("transformer", "size", "huge"),
     ],
-)  # fmt: skip
+)
 def test_what_an_axis_cannot_be_is_refused(name: str, axis: str, value: str) -> None:
     for facts in (CPU, H200):
         axes = {one.name: one for one in workloads.get(name).axes(facts)}
@@ -48,11 +70,15 @@ def test_tf32_is_nothing_to_keep(name: str, why: str) -> None:
 @for_each(
     ("name", "changes"),
     [
-        ("attention", {"part": "core"}), ("attention", {"part": "layer"}), ("conv", {}), ("mlp", {}),
-        ("norm_act", {"operation": "silu_gate"}), ("norm_act", {"operation": "layer_norm"}),
+        ("attention", {"part": "core"}),
+        ("attention", {"part": "layer"}),
+        ("conv", {}),
+        ("mlp", {}),
+        ("norm_act", {"operation": "silu_gate"}),
+        ("norm_act", {"operation": "layer_norm"}),
         ("norm_act", {"operation": "cross_entropy"}),
     ],
-)  # fmt: skip
+)
 def test_two_states_of_one_seed_are_alike(name: str, changes: dict[str, Scalar]) -> None:
     one, other, different = (workloads.get(name).prepare(small(name, "bf16", seed, **changes)) for seed in (3, 3, 4))
     assert one.inputs[0].dtype == torch.bfloat16

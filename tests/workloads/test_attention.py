@@ -88,9 +88,14 @@ def test_the_core_refuses_precisions_that_would_change_nothing(precision: str) -
 
 @for_each(
     ("changes", "fits"),
-    [({}, True), ({"head_width": 10}, False), ({"sequence": 20, "batch": 1}, False),
-     ({"sequence": 20, "batch": 1, "pass": "forward"}, True), ({"part": "core", "head_width": 10}, None)],
-)  # fmt: skip
+    [
+        ({}, True),
+        ({"head_width": 10}, False),
+        ({"sequence": 20, "batch": 1}, False),
+        ({"sequence": 20, "batch": 1, "pass": "forward"}, True),
+        ({"part": "core", "head_width": 10}, None),
+    ],
+)
 def test_a_native_layer_that_does_not_fit_says_why(changes: dict[str, Scalar], fits: bool | None) -> None:
     level, reason = support("fp8", H200, **changes)
     assert level is (Level.NATIVE if fits else Level.REFUSED)

@@ -22,9 +22,14 @@ def setup_for(precision: str = "bf16", **changes: Scalar) -> Setup:
 
 
 LEVELS = [
-    ("fp32", Level.NATIVE), ("tf32", Level.NATIVE), ("fp16", Level.NATIVE), ("bf16", Level.NATIVE),
-    ("fp8", Level.EMULATED), ("mxfp8", Level.EMULATED), ("nvfp4", Level.EMULATED),
-]  # fmt: skip
+    ("fp32", Level.NATIVE),
+    ("tf32", Level.NATIVE),
+    ("fp16", Level.NATIVE),
+    ("bf16", Level.NATIVE),
+    ("fp8", Level.EMULATED),
+    ("mxfp8", Level.EMULATED),
+    ("nvfp4", Level.EMULATED),
+]
 
 
 @for_each(("precision", "level"), LEVELS)

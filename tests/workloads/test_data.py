@@ -71,8 +71,7 @@ def test_a_transfer_gathers_nothing_in_its_steps(
     assert len({float(one.sum()) for one in came}) == ready
 
 
-@for_each(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16),
-                                                  ("fp16", torch.float16)])  # fmt: skip
+@for_each(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @KINDS
 def test_batches_travel_in_their_precision(corpus: Corpus, kind: str, precision: str, dtype: torch.dtype) -> None:
     batch = arrived(Data().prepare(setup_for(corpus, precision, kind=kind)))

@@ -341,8 +341,11 @@ def test_times_and_angles_go_from_noise_to_image() -> None:
 def test_weights_are_cast_ahead_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of("dit", "fp8")
     assert weight_bytes(state.layer.modules()) == 8 * 4  # one number each
-    assert all(layer.weight.dtype == torch.bfloat16 for layer in state.layer.modules()
-               if isinstance(layer, Linear) and layer.operands is None)  # fmt: skip
+    assert all(
+        layer.weight.dtype == torch.bfloat16
+        for layer in state.layer.modules()
+        if isinstance(layer, Linear) and layer.operands is None
+    )
     kept_weights(monkeypatch)
     other = state_of("dit", "fp8")
     # Time's and those at the ends are in the carrier, and kept in it.

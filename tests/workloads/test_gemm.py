@@ -29,9 +29,16 @@ def setup_for(precision: str = "bf16", seed: int = 0, **changes: Scalar) -> Setu
 
 @for_each(
     ("text", "shape"),
-    [("512", "512x512x512"), ("1x2048x512", "1x2048x512"), ("007", "7x7x7"), ("llama3-8b", "llama3-8b"),
-     (str(LARGEST), f"{LARGEST}x{LARGEST}x{LARGEST}"), ("sweep", "sweep"), ("sweep:nk", "sweep:nk")],
-)  # fmt: skip
+    [
+        ("512", "512x512x512"),
+        ("1x2048x512", "1x2048x512"),
+        ("007", "7x7x7"),
+        ("llama3-8b", "llama3-8b"),
+        (str(LARGEST), f"{LARGEST}x{LARGEST}x{LARGEST}"),
+        ("sweep", "sweep"),
+        ("sweep:nk", "sweep:nk"),
+    ],
+)
 def test_shapes_that_can_be_meant(text: str, shape: str) -> None:
     assert parse_shape(text) == shape
 
@@ -106,8 +113,10 @@ def test_a_model_is_three_products_a_layer(model: str) -> None:
         own = [case for case in cases if case["layer"] == f"{model}/{layer}"]
         assert [case["product"] for case in own] == list(PRODUCTS)
         assert {(case["m"], case["n"], case["k"]) for case in own} == {
-            (100, outputs, inputs), (100, inputs, outputs), (outputs, inputs, 100),
-        }  # fmt: skip
+            (100, outputs, inputs),
+            (100, inputs, outputs),
+            (outputs, inputs, 100),
+        }
         assert {Gemm().work(case).flops for case in own} == {2.0 * 100 * outputs * inputs}
     assert len(expand(model, "input-gradient")) == len(MODELS[model])
 
@@ -267,13 +276,16 @@ def test_a_layout_said_twice_is_said_once_and_the_usual_one_is_no_parameter() ->
 @pytest.mark.parametrize(
     ("precision", "changes", "words"),
     [
-        ("fp8", {"operands": "ready"}, "codes are written the way"), ("fp32", {"operands": "ready"}, ""),
-        ("fp32", {"m": 1}, "operand a is one row"), ("fp32", {"m": 1, "layout": "contiguous/transposed"}, ""),
-        ("fp32", {"n": 1}, "operand b is one row"), ("bf16", {"m": 1, "layout": "strided"}, ""),
+        ("fp8", {"operands": "ready"}, "codes are written the way"),
+        ("fp32", {"operands": "ready"}, ""),
+        ("fp32", {"m": 1}, "operand a is one row"),
+        ("fp32", {"m": 1, "layout": "contiguous/transposed"}, ""),
+        ("fp32", {"n": 1}, "operand b is one row"),
+        ("bf16", {"m": 1, "layout": "strided"}, ""),
         ("served:weights=int4", {}, "weights are kept row by row"),
         ("served:weights=int4", {"layout": "strided/contiguous"}, ""),
     ],
-)  # fmt: skip
+)
 def test_layouts_that_would_change_nothing_are_refused(precision: str, changes: dict[str, Scalar], words: str) -> None:
     params = {"m": 24, "n": 40, "k": 64, "product": "forward", "operands": "cast", "layout": "transposed", **changes}
     found = Gemm().support(params, precisions.get(precision), CPU)

@@ -28,8 +28,13 @@ from tests.workloads.steps import CPU, SMALL, setup_of, small
 
 SEQUENCE = 2048
 CORE: dict[str, Scalar] = {
-    **SMALL["attention"], "part": "core", "sequence": SEQUENCE, "batch": 1, "key_heads": 4, "head_width": 64,
-}  # fmt: skip
+    **SMALL["attention"],
+    "part": "core",
+    "sequence": SEQUENCE,
+    "batch": 1,
+    "key_heads": 4,
+    "head_width": 64,
+}
 MODEL: dict[str, Scalar] = {"size": "nano", "batch": 1, "sequence": 768, "micro_batches": 1}
 linux = pytest.mark.skipif(sys.platform != "linux", reason="limits are Linux's")
 

@@ -52,9 +52,14 @@ def test_a_unit_scaled_block_is_the_plain_one(gated: str) -> None:
 
 @for_each(
     ("sizes", "fits"),
-    [({}, True), ({"width": 24}, False), ({"hidden": 40}, False), ({"tokens": 20}, False),
-     ({"tokens": 20, "pass": "forward"}, True)],
-)  # fmt: skip
+    [
+        ({}, True),
+        ({"width": 24}, False),
+        ({"hidden": 40}, False),
+        ({"tokens": 20}, False),
+        ({"tokens": 20, "pass": "forward"}, True),
+    ],
+)
 def test_native_sizes_that_do_not_fit_are_refused(sizes: dict[str, Scalar], fits: bool) -> None:
     params = {**SIZES, "tokens": 32, **sizes}
     support = Mlp().support(params, precisions.get("fp8"), H200)

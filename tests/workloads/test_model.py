@@ -263,15 +263,22 @@ def test_accelerate_prepares_a_model_by_its_own_hand() -> None:
     convert = pytest.importorskip("torchao.float8").convert_to_float8_training
     setup = setup_of(deep, "accelerate-fp8")
     state = Model().prepare(setup)
-    assert [type(one).__name__ for one in state.model[::2]] == ["Linear", "Float8Linear", "Float8Linear", "Linear",
-                                                                "Linear"]  # fmt: skip
+    assert [type(one).__name__ for one in state.model[::2]] == [
+        "Linear",
+        "Float8Linear",
+        "Float8Linear",
+        "Linear",
+        "Linear",
+    ]
     covered = Model().covered(setup)
     assert covered is not None
     assert [one.reason for one in covered.held] == [
-        "Accelerate leaves the first and the last linear layer as they are", "", "",
+        "Accelerate leaves the first and the last linear layer as they are",
+        "",
+        "",
         "Accelerate leaves layers whose sides are no multiples of 16",
         "Accelerate leaves layers whose sides are no multiples of 16",
-    ]  # fmt: skip
+    ]
     torch.manual_seed(3)
     own = Model().prepare(setup_of(deep)).model
     convert(own, module_filter_fn=lambda module, name: name in ("2", "4"))

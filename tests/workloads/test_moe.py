@@ -149,8 +149,12 @@ def test_agreement_and_load_by_hand() -> None:
     ours, exact = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[1, 0], [2, 1]])
     assert disagreements([ours], [exact]) == [0.25]
     assert load_figures([[6, 0, 1, 1], [2, 2, 2, 2]], 10) == {
-        "load_ratio": 3.0, "distinct_experts": 7.0, "expert_bytes": 70.0, "rows_least": 1.0, "rows_median": 2.0,
-    }  # fmt: skip
+        "load_ratio": 3.0,
+        "distinct_experts": 7.0,
+        "expert_bytes": 70.0,
+        "rows_least": 1.0,
+        "rows_median": 2.0,
+    }
 
 
 @for_each(("precision", "each"), [("fp32", 4), ("bf16", 2)])

@@ -80,9 +80,12 @@ def test_moments_begin_as_gradients_of_steady_magnitude_make_them() -> None:
 
 def test_fp32_is_the_reference_exactly_and_unfused_nearly() -> None:
     assert Optimizer().error(setup_for(fused="yes")) == {
-        "update_error": 0.0, "first_moment_error": 0.0, "second_moment_error": 0.0,
-        "first_moment_vanished": 0.0, "second_moment_vanished": 0.0,
-    }  # fmt: skip
+        "update_error": 0.0,
+        "first_moment_error": 0.0,
+        "second_moment_error": 0.0,
+        "first_moment_vanished": 0.0,
+        "second_moment_vanished": 0.0,
+    }
     unfused = Optimizer().error(setup_for(fused="no"))
     assert 0 < unfused["update_error"] < 1e-5 and max(unfused.values()) < 1e-5
 

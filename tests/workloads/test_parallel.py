@@ -151,10 +151,11 @@ def _by_formula(case: Case, each: list[Bytes], share: float) -> None:
     gathered = {
         "bf16": {("all_gather", "bfloat16"): 2 * (2 * IN_BLOCKS + AROUND) * share},
         "torchao_fp8": {  # norms travel as float32 among the bytes
-            ("all_gather", "uint8"): 2 * (IN_BLOCKS + 3 * NORMS) * share, ("all_gather", "float32"): 4 * AROUND * share,
+            ("all_gather", "uint8"): 2 * (IN_BLOCKS + 3 * NORMS) * share,
+            ("all_gather", "float32"): 4 * AROUND * share,
             ("all_reduce", "float32"): 4 * 4 * CONFIG.layers * 2 * share,
         },
-    }.get(str(wire), {("all_gather", "float32"): 4 * (2 * IN_BLOCKS + AROUND) * share})  # fmt: skip
+    }.get(str(wire), {("all_gather", "float32"): 4 * (2 * IN_BLOCKS + AROUND) * share})
     assert each == [{**gathered, ("reduce_scatter", "float32"): 4 * weights * share}] * len(each), wire
 
 
@@ -207,9 +208,10 @@ def _of_experts(case: Case, rank: int) -> Bytes:
     found: Bytes = {("all_reduce", "float32"): 4.0 * everywhere, ("all_gather", "int64"): CONFIG.layers * 8 * 8.0}
     if wire == "fp8":
         return found | {
-            ("all_to_all", "uint8"): out * width, ("all_to_all", "float32"): out * 4.0,
+            ("all_to_all", "uint8"): out * width,
+            ("all_to_all", "float32"): out * 4.0,
             ("all_to_all", "bfloat16"): 2.0 * width * (come + come + out),
-        }  # fmt: skip
+        }
     dtype, size = ("float32", 4) if wire == "stream" else ("bfloat16", 2)
     return found | {("all_to_all", dtype): 2.0 * (out + come) * width * size}
 

@@ -210,11 +210,16 @@ def both_ways(corpus: Corpus, mode: str, facts: DeviceFacts = CPU, **changes: Sc
 
 @pytest.mark.parametrize(
     ("mode", "facts", "checkpointing"),
-    [("bf16", CPU, "no"), ("fp8", CPU, "blocks"), ("fp8-unit", CPU, "blocks"),
-     ("mxfp8", CPU, "blocks"), ("nvfp4", CPU, "no"),
-     pytest.param("fp8", H200, "blocks", marks=NEEDS_PRODUCTS),
-     pytest.param("fp8-rowwise", H200, "no", marks=NEEDS_PRODUCTS)],
-)  # fmt: skip
+    [
+        ("bf16", CPU, "no"),
+        ("fp8", CPU, "blocks"),
+        ("fp8-unit", CPU, "blocks"),
+        ("mxfp8", CPU, "blocks"),
+        ("nvfp4", CPU, "no"),
+        pytest.param("fp8", H200, "blocks", marks=NEEDS_PRODUCTS),
+        pytest.param("fp8-rowwise", H200, "no", marks=NEEDS_PRODUCTS),
+    ],
+)
 def test_cached_weights_train_as_those_that_are_cast_again(
     corpus: Corpus, mode: str, facts: DeviceFacts, checkpointing: str
 ) -> None:
@@ -354,16 +359,25 @@ def test_attention_takes_the_kernel_that_was_asked_for(corpus: Corpus, checkpoin
 
 @for_each(
     ("size", "attention", "precision", "facts", "why"),
-    [("nano", "flash", "fp32", CPU, ""), ("nano", "math", "bf16", CPU, ""),
-     ("nano", "cudnn", "bf16", CPU, "choose auto"), ("nano", "efficient", "fp32", CPU, "choose auto"),
-     ("nano", "flash", "fp32", H200, "choose auto"), ("nano", "cudnn", "tf32", H200, "choose auto"),
-     ("nano", "cudnn", "fp8", H200, ""), ("nano", "efficient", "fp32", H200, ""),
-     ("nano", "flash", "bf16", MI300, ""), ("nano", "cudnn", "bf16", MI300, "choose auto"),
-     ("llama-1b", "efficient", "bf16", H200, "no grouped queries on a GPU"),
-     ("llama-1b", "efficient", "fp8", H200, "no grouped queries on a GPU"), ("llama-1b", "efficient", "fp32", H200, ""),
-     ("gpt2-124m", "efficient", "bf16", H200, ""), ("llama-1b", "flash", "bf16", H200, ""),
-     ("llama-1b", "auto", "bf16", H200, "")],
-)  # fmt: skip
+    [
+        ("nano", "flash", "fp32", CPU, ""),
+        ("nano", "math", "bf16", CPU, ""),
+        ("nano", "cudnn", "bf16", CPU, "choose auto"),
+        ("nano", "efficient", "fp32", CPU, "choose auto"),
+        ("nano", "flash", "fp32", H200, "choose auto"),
+        ("nano", "cudnn", "tf32", H200, "choose auto"),
+        ("nano", "cudnn", "fp8", H200, ""),
+        ("nano", "efficient", "fp32", H200, ""),
+        ("nano", "flash", "bf16", MI300, ""),
+        ("nano", "cudnn", "bf16", MI300, "choose auto"),
+        ("llama-1b", "efficient", "bf16", H200, "no grouped queries on a GPU"),
+        ("llama-1b", "efficient", "fp8", H200, "no grouped queries on a GPU"),
+        ("llama-1b", "efficient", "fp32", H200, ""),
+        ("gpt2-124m", "efficient", "bf16", H200, ""),
+        ("llama-1b", "flash", "bf16", H200, ""),
+        ("llama-1b", "auto", "bf16", H200, ""),
+    ],
+)
 def test_a_kernel_that_a_device_lacks_is_refused(
     size: str, attention: str, precision: str, facts: DeviceFacts, why: str
 ) -> None:

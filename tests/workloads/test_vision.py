@@ -132,8 +132,10 @@ def two_input_by_loops(images: Tensor, weights: Weights, text: Tensor) -> Tensor
 
 
 BY_LOOPS: dict[str, Callable[..., Tensor]] = {
-    "resnet": resnet_by_loops, "vit": vit_by_loops, "two-input": two_input_by_loops,
-}  # fmt: skip
+    "resnet": resnet_by_loops,
+    "vit": vit_by_loops,
+    "two-input": two_input_by_loops,
+}
 
 
 def agrees(model: str, layout: str, passing: str) -> bool:
@@ -314,9 +316,10 @@ def test_what_is_native_and_what_is_not() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     for model, changes, word in (
-        ("vit", {"patch": 5}, "image=16 is no multiple of patch=5"), ("resnet", {"width": 24}, "width=24"),
+        ("vit", {"patch": 5}, "image=16 is no multiple of patch=5"),
+        ("resnet", {"width": 24}, "width=24"),
         ("resnet", {"batch": 1, "image": 4}, "one value a channel"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError, match=word):
             params_of(model, **changes)
     params_of("resnet", batch=1, image=4, **{"pass": "forward"})

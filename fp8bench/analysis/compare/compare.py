@@ -17,8 +17,10 @@ from fp8bench.model.specs import COUNTS, RELATIVE, TIME
 from fp8bench.units import percent
 
 _VERDICTS = {
-    Direction.BETTER: Verdict.FASTER, Direction.WORSE: Verdict.SLOWER, Direction.SAME: Verdict.SAME,
-}  # fmt: skip
+    Direction.BETTER: Verdict.FASTER,
+    Direction.WORSE: Verdict.SLOWER,
+    Direction.SAME: Verdict.SAME,
+}
 # Others disturbed one side more, if the shares of disturbed slots, or the loads of a core beforehand, differ by this.
 _HELD_UP, _LOAD = 0.2, 1.0
 _LEAST_SHARE = 1e-3
@@ -57,9 +59,14 @@ def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
         if name in before.sightings:
             comparisons += _of_case(before.sightings[name], seen, others.get(name, ()), conditions)
     return Compared(
-        before, after, tuple(comparisons), _alone(before.sightings, after.sightings),
-        _alone(after.sightings, before.sightings), differ, conditions,
-    )  # fmt: skip
+        before,
+        after,
+        tuple(comparisons),
+        _alone(before.sightings, after.sightings),
+        _alone(after.sightings, before.sightings),
+        differ,
+        conditions,
+    )
 
 
 def _busier(before: Sequence[Sighting], after: Sequence[Sighting]) -> str:
@@ -165,9 +172,19 @@ def _of_case(
     for metric, first, second in counted(*kept):
         exact = exact_change(first, second)
         yield Comparison(
-            new.case.id, new.case.workload, metric.name, metric.unit, exact.direction, Evidence.CROSS_RUN,
-            exact.before, exact.after, exact.ratio, exact.p_value, why=exact.why, noise=exact.noise,
-        )  # fmt: skip
+            new.case.id,
+            new.case.workload,
+            metric.name,
+            metric.unit,
+            exact.direction,
+            Evidence.CROSS_RUN,
+            exact.before,
+            exact.after,
+            exact.ratio,
+            exact.p_value,
+            why=exact.why,
+            noise=exact.noise,
+        )
     if all(kept):
         yield from _of_tapes(kept[0][-1].record, kept[1][-1].record)
 
@@ -179,9 +196,17 @@ def _of_tapes(old: Record, new: Record) -> Iterator[Comparison]:
     for spec, first, second in zip(COUNTS, counts_of(old.tape), counts_of(new.tape), strict=True):
         exact = exact_change([float(first)], [float(second)], rounding=0.0)
         yield Comparison(
-            new.case.id, new.case.workload, spec.name, spec.unit, exact.direction, Evidence.CROSS_RUN, exact.before,
-            exact.after, exact.ratio, why=why if first != second else "",
-        )  # fmt: skip
+            new.case.id,
+            new.case.workload,
+            spec.name,
+            spec.unit,
+            exact.direction,
+            Evidence.CROSS_RUN,
+            exact.before,
+            exact.after,
+            exact.ratio,
+            why=why if first != second else "",
+        )
 
 
 def _whole(side: Sequence[Sighting]) -> list[Sighting]:
@@ -209,9 +234,20 @@ def of_times(figures: MatchedFigures, case: str, suite: str, labels: tuple[str, 
         labels = tuple(label for label in Label if label in (*labels, Label.UNEVEN))
     before, after = figures.shown or (_middle(figures.before), _middle(figures.after))
     return Comparison(
-        case, suite, figures.metric, figures.unit, where, Evidence.CROSS_RUN, before, after, ratio,
-        difference.p_value, labels, why, noise=difference.noise,
-    )  # fmt: skip
+        case,
+        suite,
+        figures.metric,
+        figures.unit,
+        where,
+        Evidence.CROSS_RUN,
+        before,
+        after,
+        ratio,
+        difference.p_value,
+        labels,
+        why,
+        noise=difference.noise,
+    )
 
 
 def _middle(side: Sequence[Estimate]) -> float:

@@ -30,10 +30,16 @@ _PASSING = frozenset(
     {"load_1min", BUSY_CORES, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
 )
 # Older runs did not record these; a fact that only one side has recorded may be the same on both.
-_OLDER = frozenset({
-    "torch_threads", "torch_interop_threads", "float32_matmul_precision", "deterministic",
-    "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction",
-})  # fmt: skip
+_OLDER = frozenset(
+    {
+        "torch_threads",
+        "torch_interop_threads",
+        "float32_matmul_precision",
+        "deterministic",
+        "fp16_reduced_precision_reduction",
+        "bf16_reduced_precision_reduction",
+    }
+)
 # The machine's name, also in a history: its entry in ~/.asv-machine.json, else the host's name.
 _MACHINE = "asv_machine"
 _HARDWARE = frozenset({_MACHINE, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
@@ -206,8 +212,10 @@ def timed(
     findings = (sighting.finding for side in (before, after, beside) for sighting in side)
     alike = alike and not any(finding is not None and Label.WHOLE_STEPS in finding.labels for finding in findings)
     old, new, others = (tuple(_best_case(timing, rounds, calls, alike) for timing in side) for side in timings)
-    means_of = ((stats.mean_case(means(timing, [slot.round for slot in timing.slots[:rounds]])) for timing in side)
-                for side in timings)  # fmt: skip
+    means_of = (
+        (stats.mean_case(means(timing, [slot.round for slot in timing.slots[:rounds]])) for timing in side)
+        for side in timings
+    )
     typical = tuple(tuple(Estimate(mean.point, mean.error) for mean in side) for side in means_of)
     yield MatchedFigures(TIME, "s", old, new, few, others, typical, _shown_times(before, after))
     if len({sighting.reference for sighting in (*before, *after, *beside)}) == 1:

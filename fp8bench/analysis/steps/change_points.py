@@ -332,10 +332,14 @@ def _steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
             / (8 * freedom + 3)
         ) ** 2 - _BY_LENGTH * price
         yield Step(
-            at, min(int(low), at) - 1, max(int(high), at), math.exp(row[begin:at].mean()), math.exp(row[at:end].mean()),
+            at,
+            min(int(low), at) - 1,
+            max(int(high), at),
+            math.exp(row[begin:at].mean()),
+            math.exp(row[at:end].mean()),
             math.erfc(_WORTH * math.sqrt(max(evidence, 0.0) / 2)),
             noise * math.sqrt(sum(1 / length for length in lengths)),
-        )  # fmt: skip
+        )
 
 
 def _shares(gains: Floats) -> Floats:

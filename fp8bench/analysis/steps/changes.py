@@ -284,19 +284,33 @@ def _change(stretch: Stretch, step: Step, before: float, after: float) -> Change
     why = "from or to nothing: no ratio says it" if math.isfinite(before) and math.isfinite(after) else _NOT_FINITE
     ratio = step.ratio if has_ratio else None
     comparison = Comparison(
-        case_of(trend), trend.series.workload, trend.series.metric, unit_of_series(trend.series), direction,
+        case_of(trend),
+        trend.series.workload,
+        trend.series.metric,
+        unit_of_series(trend.series),
+        direction,
         Evidence.HISTORY,
-        before, after, replace(ratio, level=1.0) if ratio is not None and stretch.counted else ratio,
-        None if exact else step.p_value, why="" if has_ratio else why,
-        since=figures[low].commit, until=figures[high].commit,
-    )  # fmt: skip
+        before,
+        after,
+        replace(ratio, level=1.0) if ratio is not None and stretch.counted else ratio,
+        None if exact else step.p_value,
+        why="" if has_ratio else why,
+        since=figures[low].commit,
+        until=figures[high].commit,
+    )
     unmeasured = len(set(inside) - set(places))
     version = figures[first].version
     newest = next(place for place in reversed(range(len(figures))) if _counted(figures[place]) is not None)
     return Change(
-        trend, comparison, figures[first].commit, len(inside), unmeasured, step.error, version,
+        trend,
+        comparison,
+        figures[first].commit,
+        len(inside),
+        unmeasured,
+        step.error,
+        version,
         current=newest in places,
-    )  # fmt: skip
+    )
 
 
 def case_of(trend: Trend) -> str:
@@ -349,10 +363,20 @@ def ack_of(change: Change, when: str, because: str) -> Ack:
     trend, comparison = change.trend, change.comparison
     assert comparison.before is not None and comparison.after is not None
     return Ack(
-        secrets.token_hex(4), trend.series.name, trend.cell, str(trend.machine["machine"]), trend.python,
-        change.version, comparison.direction, comparison.since, comparison.until, comparison.before, comparison.after,
-        when, because,
-    )  # fmt: skip
+        secrets.token_hex(4),
+        trend.series.name,
+        trend.cell,
+        str(trend.machine["machine"]),
+        trend.python,
+        change.version,
+        comparison.direction,
+        comparison.since,
+        comparison.until,
+        comparison.before,
+        comparison.after,
+        when,
+        because,
+    )
 
 
 def covers(ack: Ack, change: Change) -> bool:
@@ -360,8 +384,13 @@ def covers(ack: Ack, change: Change) -> bool:
     trend, comparison = change.trend, change.comparison
     assert comparison.before is not None and comparison.after is not None
     here = (
-        trend.series.name, trend.cell, trend.machine["machine"], trend.python, change.version, comparison.direction,
-    )  # fmt: skip
+        trend.series.name,
+        trend.cell,
+        trend.machine["machine"],
+        trend.python,
+        change.version,
+        comparison.direction,
+    )
     if (ack.series, ack.cell, ack.machine, ack.python, ack.version, ack.direction) != here:
         return False
     sign = 1 if change.is_worse else -1

@@ -43,6 +43,9 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
 
     compared = compared_sides(arguments.before, arguments.after, arguments.store, observer)
     return CommandResult(
-        compared, partial(page_of, compared), partial(value_of, compared), partial(rows_of, compared.comparisons),
+        compared,
+        partial(page_of, compared),
+        partial(value_of, compared),
+        partial(rows_of, compared.comparisons),
         whole=partial(page_of, compared, everything=True),
-    )  # fmt: skip
+    )

@@ -38,9 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
     except ImportError:
         raise UsageError("completion needs the package shtab: `pip install shtab`, then try again.") from None
     names = {
-        "dtypes": precisions.names(), "devices": devices.names(), "backend": backends.names(),
+        "dtypes": precisions.names(),
+        "devices": devices.names(),
+        "backend": backends.names(),
         "suite": [*known_suites(), "all"],
-    }  # fmt: skip
+    }
     names |= {"dtype": names["dtypes"], "reference": names["dtypes"], "device": names["devices"]}
     parser = build_parser()
     for action in _every_action(parser):
@@ -61,5 +63,7 @@ def _by_shell(name: str, words: Sequence[str]) -> dict[str, object]:
     listed, function = shlex.join(words), f"_fp8bench_{name}"
     bash = f'{_IN_BASH}{function}() {{\n  _fp8bench_names "$1" {listed}\n}}\n'
     return {
-        "bash": function, "zsh": f"_values -s , {name} {listed}", "preamble": {"bash": bash},
-    }  # fmt: skip
+        "bash": function,
+        "zsh": f"_values -s , {name} {listed}",
+        "preamble": {"bash": bash},
+    }

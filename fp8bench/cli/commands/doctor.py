@@ -14,17 +14,22 @@ from fp8bench.jobs import doctor
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--calibrate", action="store_true",
+        "--calibrate",
+        action="store_true",
         help="measure what the harness itself costs, and how far runs of a standard case lie apart",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--peak", action="append", metavar="'DEVICE FIGURE [NUMBER]'",
+        "--peak",
+        action="append",
+        metavar="'DEVICE FIGURE [NUMBER]'",
         help="compare a quoted figure with the vendor's, and print nothing else: 'H200 tf32 312'; may be repeated",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--topology", type=types.path, metavar="FILE",
+        "--topology",
+        type=types.path,
+        metavar="FILE",
         help="write how this machine's GPUs are linked to this file, as plan-parallel takes it, and print nothing else",
-    )  # fmt: skip
+    )
     shared(parser, "--store", help="where ceilings and spreads are kept, as in suite")
 
 

@@ -100,8 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
         tell(arguments, partial(faults_page, checked.faults, checked.sound, checked.files, str(store)))
         return EXIT_FAILED if any(fault.broken for fault in checked.faults) else EXIT_OK
     commands = {
-        "list": _list, "show": _show, "regressions": _regressions, "ack": _acknowledge, "rebuild": _rebuild,
-    }  # fmt: skip
+        "list": _list,
+        "show": _show,
+        "regressions": _regressions,
+        "ack": _acknowledge,
+        "rebuild": _rebuild,
+    }
     return commands[arguments.subcommand](arguments, store)
 
 
@@ -142,9 +146,10 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
         if any(word in field.text.lower() for field in row):
             rows.append(row)
     kept = {
-        name: fitting for name, lines in _kept_lines(store, left).items()
+        name: fitting
+        for name, lines in _kept_lines(store, left).items()
         if (fitting := [line for line in lines if word in line.lower()])
-    }  # fmt: skip
+    }
     if not rows and not kept and word:
         raise UsageError(f"no run has {word!r:.80} in its line. `fp8bench history list --runs` names them all.")
     tell(arguments, partial(runs_page, rows, str(store), left, in_store(store), kept))

@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = vars(arguments)
     axes = profile_axes(
         function_named(arguments.target), arguments.forward, arguments.optimizer, arguments.compile, arguments.skip
-    )  # fmt: skip
+    )
     modes = profile_dtypes(arguments.dtypes, arguments.reference)
     request = request_of(argparse.Namespace(**{**given, "axes": axes, **modes}))
     return measure_and_tell(request, arguments, profile)

@@ -24,13 +24,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     shared(parser, "--store", help="as in suite")
     shared(parser, "--html", "--md", "--open")
     parser.add_argument(
-        "--plots", type=types.path, metavar="DIR",
+        "--plots",
+        type=types.path,
+        metavar="DIR",
         help="also write each chart there as a picture for slides and papers, called as on the page",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--plots-format", type=types.words, metavar="FORMAT,...",
+        "--plots-format",
+        type=types.words,
+        metavar="FORMAT,...",
         help=f"what pictures --plots writes: {', '.join(PICTURE_FORMATS)}; default {PICTURE_FORMATS[0]}",
-    )  # fmt: skip
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -32,8 +32,15 @@ from fp8bench.units import clock
 
 PASSES = ("--trace", "--no-energy", "--energy", "--sustained", "--tape", "--shares", "--counters")
 OUTPUTS = (
-    "--explain", "--json", "--csv", "--html", "--md", "--open", "--no-report", "--log",
-)  # fmt: skip
+    "--explain",
+    "--json",
+    "--csv",
+    "--html",
+    "--md",
+    "--open",
+    "--no-report",
+    "--log",
+)
 _BESIDE_RESUME = {"--resume", "--store", *OUTPUTS}
 EXAMPLES = (
     "fp8bench suite transformer --dtypes fp8,bf16  # beside fp32",

@@ -73,12 +73,21 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     if own:
         axes["make"] = (arguments.target,)
     request = Request(
-        Model.name if own else arguments.target, (arguments.reference or (UNTOUCHED if own else "fp32"),),
-        (arguments.device,) if arguments.device else (), None, tuple(axes.items()), data=arguments.data,
-        quick=arguments.quick, budget=arguments.budget, rounds=arguments.rounds, seed=arguments.seed,
-        threads=arguments.threads, imports=(*arguments.imports, *files_of(arguments.target)),
-        isolation=arguments.isolation, case_timeout=arguments.case_timeout,
-    )  # fmt: skip
+        Model.name if own else arguments.target,
+        (arguments.reference or (UNTOUCHED if own else "fp32"),),
+        (arguments.device,) if arguments.device else (),
+        None,
+        tuple(axes.items()),
+        data=arguments.data,
+        quick=arguments.quick,
+        budget=arguments.budget,
+        rounds=arguments.rounds,
+        seed=arguments.seed,
+        threads=arguments.threads,
+        imports=(*arguments.imports, *files_of(arguments.target)),
+        isolation=arguments.isolation,
+        case_timeout=arguments.case_timeout,
+    )
     ablation = keep(ablate(request, arguments.options, arguments.store, observer), arguments.store)
     page, value, rows = partial(page_of, ablation), partial(value_of, ablation), partial(rows_of, ablation)
     return CommandResult(ablation, page, value, rows, code=EXIT_OK if ablation.arms[0].rounds else EXIT_FAILED)

@@ -115,11 +115,15 @@ def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObs
         examine(Plan((group,)), facts, worker, Limits(request.case_timeout))
         environment = gather(worker.software(), __version__, request.threads, request.imports)
         method = Method(
-            rule=rule_for(request.quick, request.rounds, request.budget), judge=lambda *timings: False,
-            seed=request.seed, limits=Limits(request.case_timeout), windows=window_rule_for(request),
-            quantisers=Quantisers(switches.why_eager), tapes=switches.tapes,
+            rule=rule_for(request.quick, request.rounds, request.budget),
+            judge=lambda *timings: False,
+            seed=request.seed,
+            limits=Limits(request.case_timeout),
+            windows=window_rule_for(request),
+            quantisers=Quantisers(switches.why_eager),
+            tapes=switches.tapes,
             tapes_apart=False,
-        )  # fmt: skip
+        )
         with observer.measuring() as watch:
             records = GroupMeasurement(group, {device.key: device}, worker, watch, method, meters.of(device)).run()
     return _ablation_of(options, device, planned, records, environment)
@@ -140,8 +144,11 @@ def planned_arms(
         dtypes = (precision,) if precision else request.dtypes
         groups = make_plan(replace(request, dtypes=dtypes, axes=tuple(axes.items())), facts, corpus, False)
         if len(groups.groups) > 1:
-            axis = next(name for name, _ in groups.groups[0].cases[0].case.params
-                        if len({group.cases[0].case.param(name) for group in groups}) > 1)  # fmt: skip
+            axis = next(
+                name
+                for name, _ in groups.groups[0].cases[0].case.params
+                if len({group.cases[0].case.param(name) for group in groups}) > 1
+            )
             raise UsageError(
                 f"suite {request.suite} has {len(groups.groups)} cases, and an ablation measures one. "
                 f"Choose: --set {axis}={groups.groups[0].cases[0].case.param(axis)}, say."
@@ -151,9 +158,12 @@ def planned_arms(
 
 
 def _ablation_of(
-    options: tuple[AblatedOption, ...], device: DeviceFacts, planned: Iterable[tuple[str, ...]],
-    records: Sequence[Record], environment: Environment,
-) -> Ablation:  # fmt: skip
+    options: tuple[AblatedOption, ...],
+    device: DeviceFacts,
+    planned: Iterable[tuple[str, ...]],
+    records: Sequence[Record],
+    environment: Environment,
+) -> Ablation:
     first = records[0]
     together = [record for record in records if record.paired and record.paired_with is None]
     native = [record.timing for record in together if record.timing and record.support.is_native]
@@ -171,18 +181,30 @@ def _ablation_of(
         why = why or ", ".join(label.value for label in finding.hard)
         arms.append(
             AblatedArm(
-                names, record.case.id, record.support.level, why,
-                _rounds(record, rounds, share) if paired else (), value_of(record.measurement(PEAK)),
+                names,
+                record.case.id,
+                record.support.level,
+                why,
+                _rounds(record, rounds, share) if paired else (),
+                value_of(record.measurement(PEAK)),
                 value_of(record.measurement(error)) if error else None,
                 None if energy is None else share * energy.gross.middle,
                 tuple(label.value for label in finding.labels),
             )
-        )  # fmt: skip
+        )
     return Ablation(
-        first.case.workload, first.case.params, device.key, device.name, first.case.precision, options, tuple(arms),
-        error, _rounds(replace(first, timing=first.control), rounds, 1.0), started=now(),
+        first.case.workload,
+        first.case.params,
+        device.key,
+        device.name,
+        first.case.precision,
+        options,
+        tuple(arms),
+        error,
+        _rounds(replace(first, timing=first.control), rounds, 1.0),
+        started=now(),
         environment=environment.facts,
-    )  # fmt: skip
+    )
 
 
 def other_work(record: Record, first: Record, share: float) -> str:

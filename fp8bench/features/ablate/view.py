@@ -202,15 +202,23 @@ def _options(ablation: Ablation) -> Element:
 def _arms(ablation: Ablation) -> Element:
     cols: list[Col[AblatedArm]] = [
         Col("arm", lambda arm: " + ".join(arm.options) or f"none ({ablation.reference})"),
-        Col("time", lambda arm: "emulated " * (arm.level is Level.EMULATED) + units.seconds(seconds_of(arm)),
-            number=True),
+        Col(
+            "time",
+            lambda arm: "emulated " * (arm.level is Level.EMULATED) + units.seconds(seconds_of(arm)),
+            number=True,
+        ),
         Col("speed-up", lambda arm: _speed(Savings(ablation).speed_up(arm)), number=True),
         Col("memory", lambda arm: arm.memory, number=True, unit="B"),
         Col("energy", lambda arm: arm.joules, number=True, unit="J", when=any(arm.joules for arm in ablation.arms)),
-        Col(ablation.error.replace("_", " ") or "error", lambda arm: arm.error, number=True,
-            show=units.relative_error, when=bool(ablation.error)),
+        Col(
+            ablation.error.replace("_", " ") or "error",
+            lambda arm: arm.error,
+            number=True,
+            show=units.relative_error,
+            when=bool(ablation.error),
+        ),
         Col("why", lambda arm: arm.why, below=True, when=any(arm.why for arm in ablation.arms)),
-    ]  # fmt: skip
+    ]
     return table("arms", "", cols, ablation.arms)
 
 
@@ -243,11 +251,12 @@ def value_of(ablation: Ablation) -> dict[str, Any]:
     savings = Savings(ablation)
     figures = {
         name: {
-            "alone": encode(savings.alone(name)), "cumulative": encode(savings.cumulative(name)),
+            "alone": encode(savings.alone(name)),
+            "cumulative": encode(savings.cumulative(name)),
             "left_out": encode(savings.left_out(name)),
         }
         for name in ablation.names
-    }  # fmt: skip
+    }
     saved = {"options": figures, "interaction": encode(savings.interaction()), "floor": savings.floor}
     return {**encode(ablation), "saved": saved, "sentences": list(sentences(ablation))}
 
@@ -256,11 +265,19 @@ def rows_of(ablation: Ablation) -> Rows:
     speeds = [(arm, Savings(ablation).speed_up(arm)) for arm in ablation.arms]
     rows = [
         {
-            "arm": "+".join(arm.options), "options": len(arm.options), "level": arm.level.value,
-            "seconds": seconds_of(arm), "speed_up": speed and speed.point, "low": speed and speed.low,
-            "high": speed and speed.high, "memory": arm.memory, "joules": arm.joules, "error": arm.error,
-            "labels": " ".join(arm.labels), "why": arm.why,
+            "arm": "+".join(arm.options),
+            "options": len(arm.options),
+            "level": arm.level.value,
+            "seconds": seconds_of(arm),
+            "speed_up": speed and speed.point,
+            "low": speed and speed.low,
+            "high": speed and speed.high,
+            "memory": arm.memory,
+            "joules": arm.joules,
+            "error": arm.error,
+            "labels": " ".join(arm.labels),
+            "why": arm.why,
         }
         for arm, speed in speeds
-    ]  # fmt: skip
+    ]
     return tuple(rows[0]), rows

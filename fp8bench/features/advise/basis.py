@@ -129,10 +129,9 @@ class ComparedCase:
         """Like of_reference, from shares of both median steps; without an interval."""
         seconds = [
             _looked_into(record, phases) * (finding.median_seconds or 0.0)
-            for record, finding, phases in (
-                (self.record, self.finding, own), (self.lead, self.lead_finding, theirs)
-            ) if record is not None and finding is not None
-        ]  # fmt: skip
+            for record, finding, phases in ((self.record, self.finding, own), (self.lead, self.lead_finding, theirs))
+            if record is not None and finding is not None
+        ]
         if len(seconds) < 2 or not all(seconds):
             return None
         ratio = seconds[0] / seconds[1]

@@ -139,8 +139,9 @@ def _reached(pair: ComparedCase, basis: Basis) -> Reply | None:
         return None
     kinds = [
         f"{kind} {units.percent(converted / coverage.flops, 0)}"
-        for kind, (_, converted) in coverage.by_kind().items() if converted
-    ]  # fmt: skip
+        for kind, (_, converted) in coverage.by_kind().items()
+        if converted
+    ]
     figure = f"{units.percent(coverage.share, 0)} of product FLOPs" + (f" ({', '.join(kinds)})" if kinds else "")
     left = max((each for each in coverage.holders if not each.converted), key=lambda each: each.flops, default=None)
     if left is not None and left.flops:
@@ -167,14 +168,17 @@ def _memory(pair: ComparedCase, basis: Basis) -> Reply | str:
     roles, before = dict(pair.record.memory.roles), dict(lead.memory.roles)
     kept = [
         f"{words} ({units.size(roles[role])})"
-        for role, words in _KEPT.items() if roles.get(role) and roles[role] >= before.get(role, 0)
-    ]  # fmt: skip
+        for role, words in _KEPT.items()
+        if roles.get(role) and roles[role] >= before.get(role, 0)
+    ]
     copies = [f"{words} ({units.size(roles[role])})" for role, words in _COPIES.items() if roles.get(role)]
     staying = f"what stays: {', '.join(kept)}" if kept else ""
     more = "; ".join(filter(None, (staying, f"what comes on top: {', '.join(copies)}" if copies else "")))
     figure = f"{units.ratio(share)} of {lead.case.mode}'s peak" + (f"; {more}" if more else "")
-    grounds = (Ground(pair.row, f"peak {units.size(pair.record.memory.peak)}"),
-               Ground(lead.case.id, f"peak {units.size(lead.memory.peak)}"))  # fmt: skip
+    grounds = (
+        Ground(pair.row, f"peak {units.size(pair.record.memory.peak)}"),
+        Ground(lead.case.id, f"peak {units.size(lead.memory.peak)}"),
+    )
     return Reply(Met.YES if share <= 1 - _LEAST_SAVING else Met.NO, figure, grounds)
 
 
@@ -215,18 +219,20 @@ def study_of(pair: ComparedCase, basis: Basis) -> Study | None:
     case = pair.record.case
     params = dict(case.params)
     fitting = [
-        study for study in basis.studies
+        study
+        for study in basis.studies
         if (study.workload, study.low, study.device) == (case.workload, case.precision, case.device)
         and all(params.get(name, value) == value for name, value in study.params if name in ("size", "make"))
         and not study.baseline.failure
-    ]  # fmt: skip
+    ]
     return max(fitting, key=lambda study: study.started, default=None)
 
 
 def tried_as(pair: ComparedCase, study: Study) -> LayerTrial:
     """Returns the candidate with the case's precision map; else the one with all layers low."""
-    return next((each for each in study.candidates if each.precision_map == pair.record.case.precision_map),
-                study.candidates[0])  # fmt: skip
+    return next(
+        (each for each in study.candidates if each.precision_map == pair.record.case.precision_map), study.candidates[0]
+    )
 
 
 def _layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
@@ -256,8 +262,11 @@ def arm_of(pair: ComparedCase, basis: Basis) -> ArmVerdict | None:
 
 
 _LEARNS = {
-    Learned.WITHIN_NOISE: Met.YES, Learned.BETTER: Met.YES, Learned.WORSE: Met.NO, Learned.DIVERGED: Met.NO,
-}  # fmt: skip
+    Learned.WITHIN_NOISE: Met.YES,
+    Learned.BETTER: Met.YES,
+    Learned.WORSE: Met.NO,
+    Learned.DIVERGED: Met.NO,
+}
 
 
 def _learns(pair: ComparedCase, basis: Basis) -> Reply | str | None:

@@ -170,5 +170,7 @@ def _columns(advised: Advised) -> list[Col[Sequence[RuleAnswer]]]:
     return [
         Col("precision", precision, shared=True),
         Col("question", lambda answers: " ".join(dict.fromkeys(answer.question for answer in answers))),
-        Col("here", here), Col("figure", figure, below=True), Col("evidence", evidence, below=True),
-    ]  # fmt: skip
+        Col("here", here),
+        Col("figure", figure, below=True),
+        Col("evidence", evidence, below=True),
+    ]

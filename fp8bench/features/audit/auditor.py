@@ -84,21 +84,46 @@ class Subject(ABC):
     # No two sides alike, a square in which a transposition keeps the shape, and a long sum.
     shapes: ClassVar[tuple[Shape, ...]] = (Shape(64, 96, 256), Shape(128, 128, 128), Shape(32, 48, 1024))
     odd: ClassVar[tuple[Shape, ...]] = (
-        Shape(1, 96, 256), Shape(33, 47, 256), Shape(64, 96, 200), Shape(17, 40, 48), Shape(130, 258, 144),
+        Shape(1, 96, 256),
+        Shape(33, 47, 256),
+        Shape(64, 96, 200),
+        Shape(17, 40, 48),
+        Shape(130, 258, 144),
         Shape(1, 1, 16),
-    )  # fmt: skip
+    )
     timed: ClassVar[Shape] = Shape(256, 256, 256)
     tall: ClassVar[Shape] = Shape(520, 264, 4096)
     small: ClassVar[Shape] = Shape(16, 32, 64)
     sizes: ClassVar[tuple[Shape, ...]] = (
-        Shape(1, 512, 768), Shape(1, 1024, 4096), Shape(2, 640, 2048), Shape(3, 1000, 1000), Shape(4, 256, 11008),
-        Shape(5, 520, 5120), Shape(6, 1030, 520), Shape(7, 300, 14336), Shape(8, 4096, 1024), Shape(12, 32000, 32),
-        Shape(16, 768, 768), Shape(24, 3072, 768), Shape(20, 136, 3072), Shape(32, 11008, 128), Shape(16, 14336, 64),
-        Shape(256, 256, 256), Shape(40, 384, 384), Shape(512, 512, 512), Shape(256, 1024, 1536),
-        Shape(1024, 1024, 1024), Shape(2048, 2048, 128), Shape(4096, 64, 64), Shape(48, 2048, 2048),
-        Shape(64, 264, 8192), Shape(257, 513, 769), Shape(1000, 129, 1000), Shape(768, 1280, 640),
+        Shape(1, 512, 768),
+        Shape(1, 1024, 4096),
+        Shape(2, 640, 2048),
+        Shape(3, 1000, 1000),
+        Shape(4, 256, 11008),
+        Shape(5, 520, 5120),
+        Shape(6, 1030, 520),
+        Shape(7, 300, 14336),
+        Shape(8, 4096, 1024),
+        Shape(12, 32000, 32),
+        Shape(16, 768, 768),
+        Shape(24, 3072, 768),
+        Shape(20, 136, 3072),
+        Shape(32, 11008, 128),
+        Shape(16, 14336, 64),
+        Shape(256, 256, 256),
+        Shape(40, 384, 384),
+        Shape(512, 512, 512),
+        Shape(256, 1024, 1536),
+        Shape(1024, 1024, 1024),
+        Shape(2048, 2048, 128),
+        Shape(4096, 64, 64),
+        Shape(48, 2048, 2048),
+        Shape(64, 264, 8192),
+        Shape(257, 513, 769),
+        Shape(1000, 129, 1000),
+        Shape(768, 1280, 640),
         Shape(32, 4096, 4096),
-    )  # fmt: skip
+    )
     data: ClassVar[tuple[str, ...]] = tuple(DATA)
     zeroed: ClassVar[tuple[int, ...]] = (0,)
 
@@ -206,10 +231,22 @@ class AttentionSubject(Subject):
     tall = Shape(520, 1, 64)
     small = Shape(16, 2, 32)
     sizes = (
-        Shape(1, 8, 64), Shape(2, 4, 128), Shape(5, 12, 64), Shape(8, 32, 128), Shape(256, 12, 64), Shape(257, 2, 80),
-        Shape(300, 3, 96), Shape(192, 1, 256), Shape(512, 4, 64), Shape(577, 2, 64), Shape(640, 1, 64),
-        Shape(777, 1, 40), Shape(1024, 2, 64), Shape(1500, 1, 112), Shape(2048, 1, 128),
-    )  # fmt: skip
+        Shape(1, 8, 64),
+        Shape(2, 4, 128),
+        Shape(5, 12, 64),
+        Shape(8, 32, 128),
+        Shape(256, 12, 64),
+        Shape(257, 2, 80),
+        Shape(300, 3, 96),
+        Shape(192, 1, 256),
+        Shape(512, 4, 64),
+        Shape(577, 2, 64),
+        Shape(640, 1, 64),
+        Shape(777, 1, 40),
+        Shape(1024, 2, 64),
+        Shape(1500, 1, 112),
+        Shape(2048, 1, 128),
+    )
     data = ("normal", "uniform", "integers", "small", "outliers across the contraction")
 
     def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:

@@ -54,8 +54,10 @@ from fp8bench.store.ceilings import current_ceilings
 from fp8bench.user_code.named import signed
 
 _EXITS = {
-    AuditOutcome.PASS: EXIT_OK, AuditOutcome.FAIL: EXIT_REGRESSION, AuditOutcome.CANNOT_TELL: EXIT_BASELINE,
-}  # fmt: skip
+    AuditOutcome.PASS: EXIT_OK,
+    AuditOutcome.FAIL: EXIT_REGRESSION,
+    AuditOutcome.CANNOT_TELL: EXIT_BASELINE,
+}
 # At most so many failures, and layers, are shown without --all.
 _SHOWN, _LISTED = 3, 8
 # The fields of a signature besides kind and precision.

@@ -70,13 +70,36 @@ _JUST = 0.999
 _CODES = {Difference.LAYOUT: "layout", Difference.SCALE: "factor", Difference.OVERFLOW: "overflow"}
 # Precisions that results are compared with to say what was found, the usual ones first.
 READINGS = (
-    "fp8", "fp8:scale=pow2", "fp8-rowwise", "fp8-rowwise:scale=exact", "fp8-block", "fp8-block:scale=exact", "mxfp8",
-    "mxfp8:scale=floor", "mxfp6", "mxfp4", "mxfp4:scale=floor", "nvfp4", "nvfp4:weights=1d", "fp8-e5m2", "fp8-unit",
-)  # fmt: skip
+    "fp8",
+    "fp8:scale=pow2",
+    "fp8-rowwise",
+    "fp8-rowwise:scale=exact",
+    "fp8-block",
+    "fp8-block:scale=exact",
+    "mxfp8",
+    "mxfp8:scale=floor",
+    "mxfp6",
+    "mxfp4",
+    "mxfp4:scale=floor",
+    "nvfp4",
+    "nvfp4:weights=1d",
+    "fp8-e5m2",
+    "fp8-unit",
+)
 OTHER_READINGS = (
-    "fp8-e4m3", "mxfp8:scale=even", "mxfp8:scale=ceil", "mxfp4:scale=even", "mxfp4:scale=ceil", "mxfp6:formats=e2m3",
-    "nvfp4:scale=up", "custom:format=e4m3fnuz", "custom:format=e4m3fnuz:scaling=row", "bf16", "fp16", "fp32",
-)  # fmt: skip
+    "fp8-e4m3",
+    "mxfp8:scale=even",
+    "mxfp8:scale=ceil",
+    "mxfp4:scale=even",
+    "mxfp4:scale=ceil",
+    "mxfp6:formats=e2m3",
+    "nvfp4:scale=up",
+    "custom:format=e4m3fnuz",
+    "custom:format=e4m3fnuz:scaling=row",
+    "bf16",
+    "fp16",
+    "fp32",
+)
 _RESULTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Matrices = tuple[Tensor, ...]
 

@@ -86,9 +86,13 @@ class DuelKind(Kind[Duel]):
 
         troubles = take_lines(sheet, take, but=1)
         return replace(
-            duel, results=tuple(results.values()), notes=tuple(notes), troubles=tuple(troubles),
-            finished=ends[-1:] == ["finished"], path=str(path),
-        )  # fmt: skip
+            duel,
+            results=tuple(results.values()),
+            notes=tuple(notes),
+            troubles=tuple(troubles),
+            finished=ends[-1:] == ["finished"],
+            path=str(path),
+        )
 
     def view(self, kept: Duel) -> View:
         from fp8bench.features.duel.view import page_of, value_of

@@ -292,9 +292,15 @@ def run_duel(
         if not wanted:
             raise UsageError(f"the sides would not measure {next(iter(only))}, which was asked for.")
         begun = Duel(
-            secrets.token_hex(4), now(), command_line(), request, _side(before, request), _side(after, request),
-            wanted, sessions,
-        )  # fmt: skip
+            secrets.token_hex(4),
+            now(),
+            command_line(),
+            request,
+            _side(before, request),
+            _side(after, request),
+            wanted,
+            sessions,
+        )
         remarks: list[str] = [*notes]
         for own, other in ((before, after), (after, before)):
             if lacking := [name for name in own.cases if name not in other.cases]:

@@ -50,9 +50,13 @@ def scratch() -> Iterator[Path]:
             f"no temporary folder can be made ({error.strerror}). Make room, or set TMPDIR to a folder that has some."
         ) from None
     warden = subprocess.Popen(
-        ["sh", "-c", _WARDEN, "sh", str(folder)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, env=_environment(), start_new_session=True,
-    )  # fmt: skip
+        ["sh", "-c", _WARDEN, "sh", str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=_environment(),
+        start_new_session=True,
+    )
     try:
         with owner:
             yield folder
@@ -141,9 +145,16 @@ def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = ["git", *words]
     try:
         return subprocess.run(
-            command, cwd=folder, env=_environment(), capture_output=True, text=True, errors="replace",
-            timeout=_GIT_SECONDS, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            command,
+            cwd=folder,
+            env=_environment(),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", f"git cannot be run ({error.strerror})")
     except subprocess.TimeoutExpired:
@@ -237,10 +248,15 @@ def _against(
         if not own:
             package = str(package_beside(folder / "package", PACKAGE))
             resolved = {path: Path(path).resolve() for path in (*_paths_in(repository), *paths)}
-            paths, there = list(resolved), list(dict.fromkeys(
-                str(tree / real.relative_to(repository)) if real.is_relative_to(repository) else path
-                for path, real in resolved.items()
-            ))  # fmt: skip
+            paths, there = (
+                list(resolved),
+                list(
+                    dict.fromkeys(
+                        str(tree / real.relative_to(repository)) if real.is_relative_to(repository) else path
+                        for path, real in resolved.items()
+                    )
+                ),
+            )
             moved, moving = _moved_imports(imports, repository, tree, word)
             yield (
                 Start(BEFORE, pythons[0], (package, *there), title, moved, commit, tree),

@@ -121,10 +121,21 @@ def judge(
     middle = (_low(before) + _low(after)) / 2
     apart = math.expm1(max(float(np.ptp(before)), float(np.ptp(after))))
     return DuelVerdict(
-        verdict, ratio, math.exp(middle - deals.shift / 2), math.exp(middle + deals.shift / 2), apart,
-        deals.chance(0.0), deals.finest, deals.distance, max(1, len(logs) - 1 - len(kept)), rounds, len(kept), typical,
-        deals.error, whole,
-    )  # fmt: skip
+        verdict,
+        ratio,
+        math.exp(middle - deals.shift / 2),
+        math.exp(middle + deals.shift / 2),
+        apart,
+        deals.chance(0.0),
+        deals.finest,
+        deals.distance,
+        max(1, len(logs) - 1 - len(kept)),
+        rounds,
+        len(kept),
+        typical,
+        deals.error,
+        whole,
+    )
 
 
 def why_unsure(times: DuelVerdict) -> str:
@@ -269,9 +280,11 @@ def _named(sizes: Sequence[tuple[int, int]], deals: Sequence[Sequence[Sequence[i
 # These labels are about rounds, on which verdicts here do not rest, or noise, which is in the interval.
 _OF_A_SUITE = {Label.NOISY, Label.FEW_SAMPLES, Label.BIMODAL, Label.DRIFT, Label.UNPAIRED}
 _DIRECTIONS = {
-    Verdict.FASTER: Direction.BETTER, Verdict.SLOWER: Direction.WORSE, Verdict.SAME: Direction.SAME,
+    Verdict.FASTER: Direction.BETTER,
+    Verdict.SLOWER: Direction.WORSE,
+    Verdict.SAME: Direction.SAME,
     Verdict.UNSURE: Direction.UNSURE,
-}  # fmt: skip
+}
 
 
 def judged(result: CaseResult) -> DuelVerdict | None:
@@ -293,9 +306,11 @@ def of_means(duel: Duel) -> Iterator[Comparison]:
 def compared(result: CaseResult) -> Iterator[Comparison]:
     yield _time(result)
     names = dict.fromkeys(
-        measurement.metric for record in (result.before, result.after) for measurement in record.measurements
+        measurement.metric
+        for record in (result.before, result.after)
+        for measurement in record.measurements
         if spec_of(measurement.metric).better is Better.LOWER
-    )  # fmt: skip
+    )
     for name in names:
         yield _value(result, name)
 

@@ -90,14 +90,20 @@ _SIDES: tuple[Col[_Figure], ...] = (
     Col("B", lambda figure: value(figure[1], figure[1].after), number=True),
 )
 _TIMES: tuple[Col[_Figure], ...] = (
-    Col("setting", _setting, shared=True), Col("case", _name), *_SIDES, Col("verdict", _verdict),
-    Col("change", lambda figure: signed(figure[1].ratio)), Col("apart", _apart, number=True),
+    Col("setting", _setting, shared=True),
+    Col("case", _name),
+    *_SIDES,
+    Col("verdict", _verdict),
+    Col("change", lambda figure: signed(figure[1].ratio)),
+    Col("apart", _apart, number=True),
     Col("labels", lambda figure: ", ".join(figure[1].labels)),
-)  # fmt: skip
+)
 _VALUES: tuple[Col[_Figure], ...] = (
-    Col("case", _name), Col("figure", lambda figure: figure[1].metric), *_SIDES,
+    Col("case", _name),
+    Col("figure", lambda figure: figure[1].metric),
+    *_SIDES,
     Col("change", lambda figure: signed(figure[1].ratio), tone=_tone),
-)  # fmt: skip
+)
 
 
 def _values(figures: Sequence[_Figure]) -> Iterator[Element]:
@@ -111,13 +117,15 @@ def _values(figures: Sequence[_Figure]) -> Iterator[Element]:
 def _notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
     reasons = [
         (comparison.why, comparison.case if comparison.metric == TIME else f"{comparison.case} {comparison.metric}")
-        for _, comparison in figures if comparison.why
-    ]  # fmt: skip
+        for _, comparison in figures
+        if comparison.why
+    ]
     reasons += [
         (record.detail, record.case.id)
-        for result in duel.results for record in (result.before, result.after)
+        for result in duel.results
+        for record in (result.before, result.after)
         if record.is_ok and record.detail
-    ]  # fmt: skip
+    ]
     return [f"{listed(list(dict.fromkeys(about)), 3)}: {why}" for why, about in together(reasons).items()]
 
 

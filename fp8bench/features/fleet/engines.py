@@ -43,8 +43,12 @@ def tied(
     error = None if output is None else subprocess.STDOUT
     return subprocess.Popen(
         [*tie, sys.executable, "-m", "fp8bench", *words],
-        stdin=subprocess.DEVNULL, stdout=output, stderr=error, env=environment, cwd=folder,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=error,
+        env=environment,
+        cwd=folder,
+    )
 
 
 def exit_code(*processes: subprocess.Popen[bytes]) -> int:
@@ -296,9 +300,13 @@ def _resource_of(kind: str) -> str:
 def _start_task(ray: Any, order: Order, number: int) -> Any:
     cell = order.plan.cells[number]
     task = ray.remote(run_on_node).options(
-        name=f"fp8bench {order.plan.name_of(number)}", num_cpus=0, num_gpus=cell.gpus,
-        resources={_resource_of(cell.kind): 1}, max_retries=0, retry_exceptions=False,
-    )  # fmt: skip
+        name=f"fp8bench {order.plan.name_of(number)}",
+        num_cpus=0,
+        num_gpus=cell.gpus,
+        resources={_resource_of(cell.kind): 1},
+        max_retries=0,
+        retry_exceptions=False,
+    )
     log = order.logs / f"ray-{order.plan.id}-{number}.txt"
     words = [*order.words, "--cell", str(number)]
     return task.remote(words, str(log), str(Path.cwd()), os.environ.get(_THREADS))

@@ -119,9 +119,20 @@ def find_differences(fields: Fields, reference: Fields) -> Iterator[str]:
 _HARDWARE = ("asv_cpu", "asv_arch", "cpu_count", "cpu_affinity")
 # Facts that identify its software, next to environment variables and the settings of devices.
 _SOFTWARE = (
-    "fp8bench", "python", "torch", "torch_git", "cudnn", "cublaslt", "threads", "switches_set", "cpu_governor",
-    "cpu_turbo_off", "smt", "cgroup_cpu_max", "imports_sha256",
-)  # fmt: skip
+    "fp8bench",
+    "python",
+    "torch",
+    "torch_git",
+    "cudnn",
+    "cublaslt",
+    "threads",
+    "switches_set",
+    "cpu_governor",
+    "cpu_turbo_off",
+    "smt",
+    "cgroup_cpu_max",
+    "imports_sha256",
+)
 _SETTINGS = ("driver", "power_cap", "ecc", "mig", "clock_limit")
 _REQUESTED = ("seed", "quick", "rounds", "budget", "isolation", "data", "ranks", "sustained")
 _CAPABILITY = "CPU capability usage: "

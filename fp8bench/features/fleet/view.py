@@ -54,11 +54,19 @@ def _machines(report: FleetReport) -> Table:
         Col("whole cells", lambda machine: Field(f"{machine.whole} of {report.settings}", machine.whole), number=True),
         Col("failed cases", lambda machine: str(machine.failed), number=True),
         Col("time", lambda machine: machine.ratio, number=True, show=units.ratio, hint="median case over its kind's"),
-        Col("MADs", lambda machine: machine.score, number=True, show=lambda score: f"{score:+.1f}",
-            hint="distance from the median of its kind, in median absolute deviations"),
-        Col("problem", lambda machine: problems.get(machine.name),
-            tone=lambda machine: Tone.BAD if machine.name in problems else Tone.PLAIN),
-    ]  # fmt: skip
+        Col(
+            "MADs",
+            lambda machine: machine.score,
+            number=True,
+            show=lambda score: f"{score:+.1f}",
+            hint="distance from the median of its kind, in median absolute deviations",
+        ),
+        Col(
+            "problem",
+            lambda machine: problems.get(machine.name),
+            tone=lambda machine: Tone.BAD if machine.name in problems else Tone.PLAIN,
+        ),
+    ]
     return table("machines", "", cols, report.machines)
 
 
@@ -70,7 +78,7 @@ def _kinds(report: FleetReport) -> Table:
         Col("torch", lambda kind: dict(kind.software).get("torch")),
         Col("times", lambda kind: "compared" if kind.deviations else f"needs {LEAST_MACHINES} machines"),
         Col("differs from A in", lambda kind: "; ".join(kind.differs), below=True),
-    ]  # fmt: skip
+    ]
     return table("kinds", "", cols, report.kinds)
 
 

@@ -152,8 +152,12 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    given = {"A B": arguments.sides, "--duel": arguments.duel is not None, "--history": arguments.history,
-             "--against": arguments.against is not None}  # fmt: skip
+    given = {
+        "A B": arguments.sides,
+        "--duel": arguments.duel is not None,
+        "--history": arguments.history,
+        "--against": arguments.against is not None,
+    }
     sources = " and ".join(name for name, there in given.items() if there)
     if sources not in given:
         words = f"{sources} were" if sources else "nothing was"
@@ -170,8 +174,16 @@ def _check(arguments: argparse.Namespace) -> None:
 
 # Options of a suite that have no effect on a duel.
 _NOT_OF_A_DUEL = {
-    "energy", "energy_of", "sustained", "shares", "tape", "trace", "max_batch", "memory_limit", "isolation",
-}  # fmt: skip
+    "energy",
+    "energy_of",
+    "sustained",
+    "shares",
+    "tape",
+    "trace",
+    "max_batch",
+    "memory_limit",
+    "isolation",
+}
 
 
 def _asked(file: Path) -> tuple[Request, int | None]:

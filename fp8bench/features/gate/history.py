@@ -104,8 +104,9 @@ def _nights(newest: Run, store: Path) -> tuple[list[Run], list[Run]]:
 
 
 def _failures(tonight: Sequence[Run], before: Sequence[Run]) -> Iterator[Comparison]:
-    now, old = ({record.case.id: record for run in reversed(night) for record in run.records}
-                for night in (tonight, before))  # fmt: skip
+    now, old = (
+        {record.case.id: record for run in reversed(night) for record in run.records} for night in (tonight, before)
+    )
     for case, record in now.items():
         if record.status is Status.FAILED and (case not in old or old[case].status is not Status.FAILED):
             yield failed(case, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
@@ -117,10 +118,12 @@ def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]
     machine was; a time per FLOP is left to the time."""
     place = from_facts(newest.environment.facts)
     here = [
-        change for change in steps.changes
-        if change.state is ChangeState.OPEN and change.trend.series.metric not in _DERIVED
+        change
+        for change in steps.changes
+        if change.state is ChangeState.OPEN
+        and change.trend.series.metric not in _DERIVED
         and (place is None or history.is_of(change.trend, place))
-    ]  # fmt: skip
+    ]
     relative = _with_relative(history)
     judged = (change for change in here if not _settled(change.trend, relative))
     return {key_of(change.comparison): change for change in sorted(judged, key=_weight)}
@@ -209,8 +212,9 @@ def _looks_of(
         if look is None or look.refused:
             alone += some
             continue
-        figures = {key_of(change.comparison): look.comparisons.get((case, change.comparison.metric))
-                   for change, case in some}  # fmt: skip
+        figures = {
+            key_of(change.comparison): look.comparisons.get((case, change.comparison.metric)) for change, case in some
+        }
         named_again = {key: replace(figure, case=key[0]) for key, figure in figures.items() if figure}
         yield replace(look, comparisons=named_again)
     if not alone:
@@ -226,9 +230,10 @@ def _looks_of(
 def _new_value(change: Change, run: Run) -> Comparison | None:
     trend, step = change.trend, change.comparison
     points = [
-        point for point in followed(run).points
+        point
+        for point in followed(run).points
         if (point.series, point.cell, point.version) == (trend.series.name, trend.cell, change.version)
-    ]  # fmt: skip
+    ]
     values = [value for point in points for value in point.samples]
     if points and points[0].status is Status.FAILED:
         return replace(step, direction=Direction.NONE, failed=True, why=points[0].reason)
@@ -243,6 +248,9 @@ def _new_value(change: Change, run: Run) -> Comparison | None:
     nearer = value > math.sqrt(step.before * step.after)
     ratio = value / step.before
     return replace(
-        step, direction=Direction.WORSE if nearer else Direction.SAME, after=value,
-        ratio=Interval(ratio, ratio, ratio, 0.0), p_value=None,
-    )  # fmt: skip
+        step,
+        direction=Direction.WORSE if nearer else Direction.SAME,
+        after=value,
+        ratio=Interval(ratio, ratio, ratio, 0.0),
+        p_value=None,
+    )

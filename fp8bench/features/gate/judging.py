@@ -126,9 +126,10 @@ class SecondLook:
 def joined(looks: Sequence[SecondLook]) -> SecondLook:
     return SecondLook(
         {key: comparison for look in looks for key, comparison in look.comparisons.items()},
-        " and ".join(look.how for look in looks if look.how), "; ".join(look.refused for look in looks if look.refused),
+        " and ".join(look.how for look in looks if look.how),
+        "; ".join(look.refused for look in looks if look.refused),
         any(look.adds_up for look in looks),
-    )  # fmt: skip
+    )
 
 
 def key_of(figure: Comparison) -> Key:

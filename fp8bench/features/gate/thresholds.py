@@ -56,8 +56,9 @@ def threshold_of(figure: Comparison, rules: Rules = ()) -> Threshold:
         )
     return Threshold(
         relative if rule.relative is None else rule.relative,
-        smallest if rule.smallest is None else rule.smallest, rule.ignored,
-    )  # fmt: skip
+        smallest if rule.smallest is None else rule.smallest,
+        rule.ignored,
+    )
 
 
 def ruled_by(figure: Comparison, rules: Rules) -> ThresholdRule | None:

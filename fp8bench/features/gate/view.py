@@ -34,9 +34,13 @@ from fp8bench.report.words.naming import many, shortened
 
 # What becomes of a test; of others there may be more to say. What nobody can tell passes no test.
 _TAGS = {
-    GateOutcome.REGRESSION: "failure", GateOutcome.FAILED: "error", GateOutcome.SUSPECTED: "error",
-    GateOutcome.CANNOT_TELL: "error", GateOutcome.NONE: "skipped", GateOutcome.IGNORED: "skipped",
-}  # fmt: skip
+    GateOutcome.REGRESSION: "failure",
+    GateOutcome.FAILED: "error",
+    GateOutcome.SUSPECTED: "error",
+    GateOutcome.CANNOT_TELL: "error",
+    GateOutcome.NONE: "skipped",
+    GateOutcome.IGNORED: "skipped",
+}
 _COUNTED = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 
 
@@ -120,9 +124,12 @@ _TITLES = {
     GateOutcome.CLEARED: "Cleared: suspected, and not so when measured again", GateOutcome.BETTER: "Better",
 }  # fmt: skip
 _TONES = {
-    GateOutcome.FAILED: Tone.BAD, GateOutcome.REGRESSION: Tone.BAD, GateOutcome.SUSPECTED: Tone.DOUBT,
-    GateOutcome.CANNOT_TELL: Tone.DOUBT, GateOutcome.BETTER: Tone.GOOD,
-}  # fmt: skip
+    GateOutcome.FAILED: Tone.BAD,
+    GateOutcome.REGRESSION: Tone.BAD,
+    GateOutcome.SUSPECTED: Tone.DOUBT,
+    GateOutcome.CANNOT_TELL: Tone.DOUBT,
+    GateOutcome.BETTER: Tone.GOOD,
+}
 _AGAIN = "again: the same change when measured once more, in a fresh process"
 _WORSE = "worse is: beyond both, the share and the difference"
 _SMALLEST = "smallest slow-down"

@@ -105,9 +105,17 @@ def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedMod
     arms = [arm_in_words(word) for word in words]
     lead = ServedArm(reference)
     question = ServingQuestion(
-        size, tuple(dict.fromkeys((lead, *arms))), _contexts(arguments), arguments.batch, arguments.quick, tokens,
-        arguments.seed, arguments.threads, arguments.device or "", arguments.rollout,
-    )  # fmt: skip
+        size,
+        tuple(dict.fromkeys((lead, *arms))),
+        _contexts(arguments),
+        arguments.batch,
+        arguments.quick,
+        tokens,
+        arguments.seed,
+        arguments.threads,
+        arguments.device or "",
+        arguments.rollout,
+    )
     return question if question.is_own else checked(question), trained
 
 

@@ -169,10 +169,15 @@ def _timed(
 
     def measured(suite: str, arms: Sequence[ServedArm], **axes: Sequence[object]) -> Run:
         request = Request(
-            suite, tuple(map(dtype_of, arms)), (facts.key,), dtype_of(arms[0]),
-            tuple((name, tuple(map(str, values))) for name, values in axes.items()), quick=question.quick,
-            seed=question.seed, threads=question.threads,
-        )  # fmt: skip
+            suite,
+            tuple(map(dtype_of, arms)),
+            (facts.key,),
+            dtype_of(arms[0]),
+            tuple((name, tuple(map(str, values))) for name, values in axes.items()),
+            quick=question.quick,
+            seed=question.seed,
+            threads=question.threads,
+        )
         with observer.measuring() as watch:
             return execute(request, store, watch, command, origin="infer")
 
@@ -191,9 +196,14 @@ def _timed(
     ceiling = next((record.ceiling for record in decode.records if record.ceiling is not None), None)
     experts = experts_read(decode, question)
     return replace(
-        answer, question=question, times=tuple(times), bandwidth=copy_rate(ceiling), runs=tuple(run.id for run in runs),
-        experts=experts, finished=finished,
-    )  # fmt: skip
+        answer,
+        question=question,
+        times=tuple(times),
+        bandwidth=copy_rate(ceiling),
+        runs=tuple(run.id for run in runs),
+        experts=experts,
+        finished=finished,
+    )
 
 
 def _until(question: ServingQuestion, decode: Run) -> ServingQuestion:
@@ -232,12 +242,15 @@ def times_of(question: ServingQuestion, native: Sequence[ServedArm], decode: Run
         prompts = (record for record in prefill.records if record.case.workload == "prefill" and is_of(record, arm))
         prompt = next(prompts, None)
         yield ArmTimes(
-            arm, tuple((context, fastest(samples)) for context, samples in rounds.items()),
-            None if line is None else line.line, crossing,
-            None if prompt is None or prompt.timing is None else fastest(step_samples(prompt.timing)), why,
+            arm,
+            tuple((context, fastest(samples)) for context, samples in rounds.items()),
+            None if line is None else line.line,
+            crossing,
+            None if prompt is None or prompt.timing is None else fastest(step_samples(prompt.timing)),
+            why,
             (_joules(prompt), _joules(records[-1][1] if records else None)),
             doubts=tuple(dict.fromkeys(label.value for _, record in records for label in found[record.case.id].hard)),
-        )  # fmt: skip
+        )
 
 
 def _joules(record: Record | None) -> float | None:
@@ -266,11 +279,13 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
         raise UsageError(f"{subject} has no arm {arm_name!r:.80}. It has {', '.join(arms)}.")
     settings = arms[arm_name].taken(training.request.settings)
     refusals = (
-        (settings.arch not in ("gpt", "moe"),
-         f"is of --arch {settings.arch}, of which no cache is served: gpt and moe are"),
+        (
+            settings.arch not in ("gpt", "moe"),
+            f"is of --arch {settings.arch}, of which no cache is served: gpt and moe are",
+        ),
         (settings.parallel not in ("", "ddp"), f"is cut by --parallel {settings.parallel}: a rank has a part of it"),
         (settings.master != "fp32", f"keeps weights as --master {settings.master}: fp32 ones are read"),
-    )  # fmt: skip
+    )
     for wrong, why in refusals:
         if wrong:
             raise UsageError(f"{subject} {why}. Choose another training.")

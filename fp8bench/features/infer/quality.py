@@ -128,10 +128,16 @@ def gap_of(gaps: Tensor) -> RolloutGap:
         return float(1 / (weights.square().sum() * weights.numel()))
 
     return RolloutGap(
-        gaps.numel(), float(gaps.abs().mean()), float(gaps.abs().max()), float((ratios - 1 - gaps).mean()),
-        _over_texts(ratios), float(ratios.min()), float(ratios.max()), float(clipped.double().mean()),
+        gaps.numel(),
+        float(gaps.abs().mean()),
+        float(gaps.abs().max()),
+        float((ratios - 1 - gaps).mean()),
+        _over_texts(ratios),
+        float(ratios.min()),
+        float(ratios.max()),
+        float(clipped.double().mean()),
         (effective(gaps), effective(gaps.sum(1))),
-    )  # fmt: skip
+    )
 
 
 def _own(task: QualityTask, maker: Callable[[], Any]) -> tuple[Serve, Tensor, str]:
@@ -195,9 +201,12 @@ def _compared(own: Predictions, reference: Predictions) -> ArmQuality:
     kl = torch.where(likely == 0, 0, likely * (reference.logs - own.logs)).sum(-1).clamp(min=0)
     alike = own.logs.argmax(-1) == reference.logs.argmax(-1)
     return ArmQuality(
-        float(kl.mean()), float(kl.flatten().quantile(_TAIL)), float(alike.double().mean()),
-        _over_texts(torch.where(reference.true == own.true, 0, reference.true - own.true)), own.bits,
-    )  # fmt: skip
+        float(kl.mean()),
+        float(kl.flatten().quantile(_TAIL)),
+        float(alike.double().mean()),
+        _over_texts(torch.where(reference.true == own.true, 0, reference.true - own.true)),
+        own.bits,
+    )
 
 
 def _over_texts(by_token: Tensor) -> Interval:

@@ -121,12 +121,16 @@ def _times(answer: ServingAnswer, whole: bool) -> Table:
         Col(f"a token at {answer.question.contexts[-1]}", answer.tpot, number=True, unit="s"),
         Col("tokens/s out", lambda times: rate(batch, answer.tpot(times)), number=True, show=units.count),
         Col("a", lambda times: _seconds(times.line.a if times.line else None), number=True, when=whole),
-        Col("b a 1k tokens", lambda times: _seconds(times.line.b if times.line else None, 1000), number=True,
-            when=whole),
+        Col(
+            "b a 1k tokens", lambda times: _seconds(times.line.b if times.line else None, 1000), number=True, when=whole
+        ),
         Col("multiplied by", lambda times: times.kernel, below=True, when=whole),
-        Col("J a token in, out", lambda times: f"{_joules(times.joules[0])}, {_joules(times.joules[1])}",
-            when=any(joules is not None for time in answer.times for joules in time.joules)),
-    ]  # fmt: skip
+        Col(
+            "J a token in, out",
+            lambda times: f"{_joules(times.joules[0])}, {_joules(times.joules[1])}",
+            when=any(joules is not None for time in answer.times for joules in time.joules),
+        ),
+    ]
     return table("times", "", cols, [time for time in answer.times if time.tpot], main=True)
 
 
@@ -161,7 +165,7 @@ def _costs(answer: ServingAnswer) -> Table:
         by_quality("99.9%", lambda quality: _short(quality.kl_tail, 0)),
         by_quality("top", lambda quality: units.percent(quality.same_top)),
         by_quality("1e3 ln ppl", _ratio),
-    ]  # fmt: skip
+    ]
     title = f"quality on {answer.quality.model}" if answer.quality is not None else ""
     return table("costs", title, cols, answer.question.arms)
 
@@ -180,7 +184,7 @@ def _rollouts(answer: ServingAnswer, gaps: Sequence[RolloutGap]) -> Table:
         Col("least, most", lambda pair: f"{pair[1].least:.2f}, {pair[1].most:.2f}", number=True),
         Col("clipped", lambda pair: units.percent(pair[1].clipped), number=True),
         Col("effective", lambda pair: ", ".join(units.percent(share) for share in pair[1].effective), number=True),
-    ]  # fmt: skip
+    ]
     return table(
         "rollouts",
         f"{gaps[0].tokens} tokens of each, scored by {word_of(answer.question.arms[0])}",
@@ -240,15 +244,27 @@ def rows_of(answer: ServingAnswer) -> Rows:
         quality, moved = answer.quality_of(arm), answer.moved(arm)
         time = times.get(arm, ArmTimes(arm))
         line, crossing = time.line, None if time.doubts else time.crossing
-        rows.append({
-            "arm": word_of(arm), "ttft": time.ttft,
-            **{f"tpot_{context}": seconds for context, seconds in time.tpot},
-            "a": line and line.a.point, "a_low": line and line.a.low, "a_high": line and line.a.high,
-            "b": line and line.b.point, "b_low": line and line.b.low, "b_high": line and line.b.high,
-            "break_even": crossing and crossing.at, "weight_bytes": moved.weights, "kv_bytes": moved.kv,
-            "kl": quality and quality.kl, "kl_tail": quality and quality.kl_tail,
-            "why": time.why, "kernel": time.kernel, "doubts": " ".join(time.doubts),
-            "log_perplexity_ratio": quality and quality.log_perplexity.point,
-        })  # fmt: skip
+        rows.append(
+            {
+                "arm": word_of(arm),
+                "ttft": time.ttft,
+                **{f"tpot_{context}": seconds for context, seconds in time.tpot},
+                "a": line and line.a.point,
+                "a_low": line and line.a.low,
+                "a_high": line and line.a.high,
+                "b": line and line.b.point,
+                "b_low": line and line.b.low,
+                "b_high": line and line.b.high,
+                "break_even": crossing and crossing.at,
+                "weight_bytes": moved.weights,
+                "kv_bytes": moved.kv,
+                "kl": quality and quality.kl,
+                "kl_tail": quality and quality.kl_tail,
+                "why": time.why,
+                "kernel": time.kernel,
+                "doubts": " ".join(time.doubts),
+                "log_perplexity_ratio": quality and quality.log_perplexity.point,
+            }
+        )
     names = dict.fromkeys(name for row in rows for name in row)
     return tuple(names), [{name: row.get(name) for name in names} for row in rows]

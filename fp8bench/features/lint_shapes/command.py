@@ -108,9 +108,11 @@ def shapes_of(model: str, tokens: int | None) -> list[LinearShape]:
 
         shapes = [
             LinearShape(holder.name, product.m, product.n, product.k)
-            for holder in coverage_of(model).holders if holder.kind in _LINEAR_KINDS
-            for product in holder.products if not product.backward
-        ]  # fmt: skip
+            for holder in coverage_of(model).holders
+            if holder.kind in _LINEAR_KINDS
+            for product in holder.products
+            if not product.backward
+        ]
         if not shapes:
             raise UsageError(f"{model} calls no linear layer. `fp8bench profile {model}` lists its products.")
         return list(dict.fromkeys(shapes))
@@ -126,9 +128,12 @@ def judge_all(
     """Judges every product of every layer, but for weight gradients that a recipe leaves in bf16."""
     return [
         judge(shape, kind, mode, device)
-        for shape in shapes for kind in PRODUCTS for mode in modes for device in devices
+        for shape in shapes
+        for kind in PRODUCTS
+        for mode in modes
+        for device in devices
         if kind != "weight-gradient" or not mode.recipe.high_weight_gradient
-    ]  # fmt: skip
+    ]
 
 
 def judge(shape: LinearShape, kind: str, mode: RecipePrecision, device: DeviceClass) -> ShapeFinding:
@@ -169,8 +174,9 @@ def page_of(model: str, findings: Sequence[ShapeFinding]) -> Page:
     parts = [Part("fitting", "products that fit as they are; -: there is no such product", (fitting,))]
     if refused := together(
         ((one.layer, one.product, one.sides, one.padded, one.why), (one.mode, one.device))
-        for one in findings if one.exists and not one.fits
-    ):  # fmt: skip
+        for one in findings
+        if one.exists and not one.fits
+    ):
         rows = table("refused", "", _REFUSED, refused.items())
         parts.append(Part("refused", "refused as they are, and what to pad them to", (rows,)))
     if lacking := together((one.why, (one.mode, one.device)) for one in findings if not one.exists):

@@ -139,9 +139,15 @@ def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         raise UsageError(f"--states {arguments.states} goes with FP8 products: give --dtype fp8 too.")
     sequence = arguments.sequence or usual_sequence(model)
     load = Load(
-        sequence, 1, checkpointing=level, precision=arguments.dtype, states=arguments.states,
-        fused_loss=arguments.compiled_loss, rlhf=arguments.rlhf, zero_one=arguments.zero_1,
-    )  # fmt: skip
+        sequence,
+        1,
+        checkpointing=level,
+        precision=arguments.dtype,
+        states=arguments.states,
+        fused_loss=arguments.compiled_loss,
+        rlhf=arguments.rlhf,
+        zero_one=arguments.zero_1,
+    )
     topology = read_topology(arguments.topology)
     by = _training(arguments.calibrate, load) if arguments.calibrate is not None else None
     if arguments.recipe and "fp8" not in (load.precision, by.load.precision if by is not None else ""):
@@ -189,10 +195,15 @@ def _training(text: str, planned: Load) -> MeasuredTraining:
         if local != int(local) or local % pieces or precision not in ("bf16", "fp8"):
             raise ValueError
         load = replace(
-            planned, sequence=positive(given.get("sequence", str(planned.sequence))), local=int(local),
-            micro_batches=pieces, precision=precision, states="fp32", rlhf=False,
+            planned,
+            sequence=positive(given.get("sequence", str(planned.sequence))),
+            local=int(local),
+            micro_batches=pieces,
+            precision=precision,
+            states="fp32",
+            rlhf=False,
             checkpointing=Checkpointing(given.get("checkpointing", planned.checkpointing)),
-        )  # fmt: skip
+        )
     except (ValueError, argparse.ArgumentTypeError):
         raise UsageError(f"--calibrate {text!r:.200} cannot be read, or divides nothing evenly. {_TRAINING}.") from None
     return MeasuredTraining(parse_model(words[0]), layout, load, pace)

@@ -95,8 +95,14 @@ class ParallelLayout:
 
     @property
     def words(self) -> str:
-        parts = (("DDP", self.copies), ("FSDP", self.shards), ("TP", self.tensor), ("PP", self.pipeline),
-                 ("CP", self.context), ("VP", self.virtual))  # fmt: skip
+        parts = (
+            ("DDP", self.copies),
+            ("FSDP", self.shards),
+            ("TP", self.tensor),
+            ("PP", self.pipeline),
+            ("CP", self.context),
+            ("VP", self.virtual),
+        )
         return ", ".join(f"{name} {count}" for name, count in parts if count > 1) or "one GPU"
 
 
@@ -211,11 +217,14 @@ def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMem
     stays = gathered if layout.pipeline > 1 or ranks == 1 else 0.0  # else one model is gathered at a time
     logit = _FUSED_LOGIT if load.fused_loss else _LOGIT if load.compiled else _EAGER_LOGIT
     return GpuMemory(
-        states, gathered,
-        kept=_kept(model, load) * tokens * layers * in_flight / layout.tensor, block=_block(model, layout) * tokens,
-        logits=logit * tokens * model.vocabulary / layout.tensor, critic=(states + stays) * load.rlhf,
+        states,
+        gathered,
+        kept=_kept(model, load) * tokens * layers * in_flight / layout.tensor,
+        block=_block(model, layout) * tokens,
+        logits=logit * tokens * model.vocabulary / layout.tensor,
+        critic=(states + stays) * load.rlhf,
         frozen=_FROZEN * load.kept.copy * stage / ranks * load.rlhf,
-    )  # fmt: skip
+    )
 
 
 def _gathered(model: DecoderModel, layout: ParallelLayout, kept: KeptStates, stage: float) -> float:

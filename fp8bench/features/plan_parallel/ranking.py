@@ -59,10 +59,13 @@ def kind_of(model: DecoderModel, layout: ParallelLayout) -> LayoutKind:
 # in turn: by the kind of that training, the predicted kind, and whether their dtypes agree. Other pairs have too few
 # machines for a band.
 HELD_OUT = {
-    (LayoutKind.DATA, LayoutKind.DATA, True): 0.24, (LayoutKind.DATA, LayoutKind.DATA, False): 0.28,
-    (LayoutKind.DATA, LayoutKind.MODEL, True): 0.20, (LayoutKind.DATA, LayoutKind.CONTEXT, True): 0.29,
-    (LayoutKind.MODEL, LayoutKind.DATA, True): 0.26, (LayoutKind.CONTEXT, LayoutKind.DATA, True): 0.40,
-}  # fmt: skip
+    (LayoutKind.DATA, LayoutKind.DATA, True): 0.24,
+    (LayoutKind.DATA, LayoutKind.DATA, False): 0.28,
+    (LayoutKind.DATA, LayoutKind.MODEL, True): 0.20,
+    (LayoutKind.DATA, LayoutKind.CONTEXT, True): 0.29,
+    (LayoutKind.MODEL, LayoutKind.DATA, True): 0.26,
+    (LayoutKind.CONTEXT, LayoutKind.DATA, True): 0.40,
+}
 HELD_OUT_WORDS = (
     "622 paces told from one training of the same machine, each of 8 machines left out in turn, were off by 11.1% in "
     "the middle; of 132 of kinds that others have, 88 were within the band that those set (26 of 26 on seven machines, "
@@ -280,24 +283,44 @@ def rulings(question: ParallelQuestion) -> tuple[Ruling, ...]:
     hidden = sent * (topology.fp8 if load.precision == "fp8" else topology.bf16) / (6 * topology.link(gpus))
     room = units.size(usable)
     rows = (
-        ("DDP", alone <= usable and dealt,
-         (f"{'a share of' if load.zero_one else 'all'} {load.kept.total} bytes a weight and one sequence take "
-          f"{units.size(alone)} of {room} that a plan may use{undealt}")),
-        ("FSDP", gpus > 1 and sharded <= usable and tokens >= hidden and dealt,
-         (f"shared by {gpus} GPUs it takes {units.size(sharded)} of {room}; {units.count(tokens)} tokens a "
-          f"GPU and step, and computing takes as long as what it sends if a micro-batch has {units.count(hidden)} or "
-          f"more{undealt}")),
-        ("TP", by_tensor and (sharded > usable or question.batch < gpus),
-         ("worth it where FSDP does not fit, or there are fewer sequences than GPUs; within the "
-          f"{topology.node} GPUs of a node alone, because products wait for what it sends"
-          f"{uneven if gpus > 1 and not by_tensor else ''}")),
-        ("PP", by_stage and gpus > topology.node and (tokens < hidden or question.batch < gpus),
-         ("worth it between nodes where a GPU has too few tokens for FSDP, or there are fewer sequences than GPUs; "
-          "with 4 micro-batches a stage or more, because stages are idle at both ends of a step"
-          f"{uneven if gpus > 1 and not by_stage else ''}")),
+        (
+            "DDP",
+            alone <= usable and dealt,
+            (
+                f"{'a share of' if load.zero_one else 'all'} {load.kept.total} bytes a weight and one sequence take "
+                f"{units.size(alone)} of {room} that a plan may use{undealt}"
+            ),
+        ),
+        (
+            "FSDP",
+            gpus > 1 and sharded <= usable and tokens >= hidden and dealt,
+            (
+                f"shared by {gpus} GPUs it takes {units.size(sharded)} of {room}; {units.count(tokens)} tokens a "
+                f"GPU and step, and computing takes as long as what it sends if a micro-batch has "
+                f"{units.count(hidden)} or more{undealt}"
+            ),
+        ),
+        (
+            "TP",
+            by_tensor and (sharded > usable or question.batch < gpus),
+            (
+                "worth it where FSDP does not fit, or there are fewer sequences than GPUs; within the "
+                f"{topology.node} GPUs of a node alone, because products wait for what it sends"
+                f"{uneven if gpus > 1 and not by_tensor else ''}"
+            ),
+        ),
+        (
+            "PP",
+            by_stage and gpus > topology.node and (tokens < hidden or question.batch < gpus),
+            (
+                "worth it between nodes where a GPU has too few tokens for FSDP, or there are fewer sequences than "
+                "GPUs; with 4 micro-batches a stage or more, because stages are idle at both ends of a step"
+                f"{uneven if gpus > 1 and not by_stage else ''}"
+            ),
+        ),
         ("CP", load.sequence >= _LONG, f"worth it for sequences from {_LONG} tokens on; these have {load.sequence}"),
         ("EP", False, "worth it for experts; this model has none"),
-    )  # fmt: skip
+    )
     return tuple(Ruling(kind, Say.YES if yes else Say.NO, why) for kind, yes, why in rows)
 
 

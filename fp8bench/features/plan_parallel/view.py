@@ -213,11 +213,19 @@ def rows_of(answers: Sequence[Answer]) -> Rows:
 def _row_of(question: ParallelQuestion, way: Planned) -> dict[str, object]:
     pace = asdict(way.pace)
     return {
-        "gpus": question.gpus, **asdict(way.layout), "micro_batches": way.load.micro_batches, "fits": way.fits,
-        "tight": way.tight, "checkpointing": way.load.checkpointing,
-        "memory_bytes": way.memory.total, **{f"{name}_bytes": size for name, size in asdict(way.memory).items()},
-        "tokens_per_second": way.tokens, "step_seconds": way.pace.step, "bubble": pace.pop("bubble"),
+        "gpus": question.gpus,
+        **asdict(way.layout),
+        "micro_batches": way.load.micro_batches,
+        "fits": way.fits,
+        "tight": way.tight,
+        "checkpointing": way.load.checkpointing,
+        "memory_bytes": way.memory.total,
+        **{f"{name}_bytes": size for name, size in asdict(way.memory).items()},
+        "tokens_per_second": way.tokens,
+        "step_seconds": way.pace.step,
+        "bubble": pace.pop("bubble"),
         **{f"{name}_seconds": seconds for name, seconds in pace.items()},
         **{f"scale_{name}": number for name, number in _scale_traffic(question, way)._asdict().items()},
-        "memory_band": memory_band(way.layout), "pace_band": _band(question, way),
-    }  # fmt: skip
+        "memory_band": memory_band(way.layout),
+        "pace_band": _band(question, way),
+    }

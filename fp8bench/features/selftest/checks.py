@@ -23,7 +23,7 @@ from fp8bench.model import (
     Support,
     Verdict,
     Work,
-)  # fmt: skip
+)
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.plan.corpus import Corpus, prepare_corpus
@@ -72,9 +72,13 @@ def rounding() -> SelfCheck:
 
 def product(side: int) -> Params:
     return (
-        ("base", "gemm"), ("base.m", side), ("base.n", side), ("base.k", side),
-        ("base.product", "forward"), ("base.operands", "cast"),
-    )  # fmt: skip
+        ("base", "gemm"),
+        ("base.m", side),
+        ("base.n", side),
+        ("base.k", side),
+        ("base.product", "forward"),
+        ("base.operands", "cast"),
+    )
 
 
 # The side of a product that takes some tenths of a millisecond.

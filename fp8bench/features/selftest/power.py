@@ -73,10 +73,17 @@ def operations(corpus: str, facts: DeviceFacts) -> tuple[Operation, ...]:
 
 def _transformer(size: str, batch: int, sequence: int, corpus: str) -> Params:
     return (
-        ("base", "transformer"), ("base.size", size), ("base.batch", batch), ("base.sequence", sequence),
-        ("base.micro_batches", 2), ("base.checkpointing", "no"), ("base.compile", "no"), ("base.attention", "auto"),
-        ("base.weights", "cached"), ("base.data", corpus),
-    )  # fmt: skip
+        ("base", "transformer"),
+        ("base.size", size),
+        ("base.batch", batch),
+        ("base.sequence", sequence),
+        ("base.micro_batches", 2),
+        ("base.checkpointing", "no"),
+        ("base.compile", "no"),
+        ("base.attention", "auto"),
+        ("base.weights", "cached"),
+        ("base.data", corpus),
+    )
 
 
 @dataclass(frozen=True)
@@ -228,10 +235,14 @@ def _trial(worker: Worker, session: RoundSession, operation: Operation, result: 
         verdict, interval = concluded.verdict, concluded.ratio
         result.outcomes.setdefault(effect, []).append(
             PowerOutcome(
-                verdict.value, _cost(timing, reference, control), timing.num_rounds,
-                interval.point, interval.low, interval.high,
+                verdict.value,
+                _cost(timing, reference, control),
+                timing.num_rounds,
+                interval.point,
+                interval.low,
+                interval.high,
             )
-        )  # fmt: skip
+        )
     result.loads.append(os.getloadavg()[0])
 
 
@@ -250,10 +261,17 @@ def _row(operation: str, effect: float, outcomes: Sequence[PowerOutcome]) -> Pow
     counts = {verdict: sum(outcome.verdict == verdict.value for outcome in outcomes) for verdict in Verdict}
     seconds = [outcome.seconds for outcome in outcomes]
     return PowerRow(
-        operation, effect, statistics.median(outcome.ratio for outcome in outcomes) - 1, len(outcomes),
-        counts[Verdict.SLOWER], counts[Verdict.FASTER], counts[Verdict.SAME], counts[Verdict.UNSURE],
-        statistics.median(seconds), max(seconds),
-    )  # fmt: skip
+        operation,
+        effect,
+        statistics.median(outcome.ratio for outcome in outcomes) - 1,
+        len(outcomes),
+        counts[Verdict.SLOWER],
+        counts[Verdict.FASTER],
+        counts[Verdict.SAME],
+        counts[Verdict.UNSURE],
+        statistics.median(seconds),
+        max(seconds),
+    )
 
 
 def power_table(power: Power) -> str:
@@ -292,13 +310,21 @@ def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> 
         "rows": [asdict(row) for result in results for row in summarise(result)],
         "operations": [
             {
-                "operation": result.operation, "step_seconds": result.step_seconds, "seconds": result.seconds,
+                "operation": result.operation,
+                "step_seconds": result.step_seconds,
+                "seconds": result.seconds,
                 "tiny_calls": {str(effect): result.extra(effect) for effect in result.outcomes},
                 "loads": [round(load, 2) for load in result.loads],
                 "comparisons": {
                     str(effect): [
-                        [outcome.verdict, round(outcome.seconds, 3), outcome.rounds, round(outcome.ratio, 5),
-                         round(outcome.low, 5), round(outcome.high, 5)]
+                        [
+                            outcome.verdict,
+                            round(outcome.seconds, 3),
+                            outcome.rounds,
+                            round(outcome.ratio, 5),
+                            round(outcome.low, 5),
+                            round(outcome.high, 5),
+                        ]
                         for outcome in outcomes
                     ]
                     for effect, outcomes in result.outcomes.items()
@@ -306,6 +332,6 @@ def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> 
             }
             for result in results
         ],
-    }  # fmt: skip
+    }
     with keeping(f"--json {path}", "Name a file in a folder you may write."):
         write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")

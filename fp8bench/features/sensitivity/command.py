@@ -111,11 +111,18 @@ def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
             )
     axis = ("make", (target,)) if target else ("size", (arguments.size or "nano",))
     request = Request(
-        Model.name if target else "transformer", (arguments.dtype,), (arguments.device,) if arguments.device else (),
-        arguments.reference or (UNTOUCHED if target else "bf16"), (axis,), data=arguments.data, seed=arguments.seed,
-        threads=arguments.threads, imports=tuple(arguments.imports), isolation=arguments.isolation,
+        Model.name if target else "transformer",
+        (arguments.dtype,),
+        (arguments.device,) if arguments.device else (),
+        arguments.reference or (UNTOUCHED if target else "bf16"),
+        (axis,),
+        data=arguments.data,
+        seed=arguments.seed,
+        threads=arguments.threads,
+        imports=tuple(arguments.imports),
+        isolation=arguments.isolation,
         case_timeout=arguments.case_timeout,
-    )  # fmt: skip
+    )
     gradients = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
     question = StudyQuestion(request, By(arguments.by), arguments.steps, arguments.tolerance / 100, gradients)
     return run_study(question, arguments.store, observer)
@@ -190,11 +197,15 @@ def _candidates(study: Study) -> Table:
         Col("candidate", lambda trial: trial.name),
         Col("layers low", lambda trial: str(len(trial.low)), number=True),
         Col("loss gap", lambda trial: _gap(study, trial), number=True),
-        Col("gradient error", lambda trial: units.percent(trial.gradient_error), number=True,
-            when=study.gradient_tolerance is not None),
+        Col(
+            "gradient error",
+            lambda trial: units.percent(trial.gradient_error),
+            number=True,
+            when=study.gradient_tolerance is not None,
+        ),
         Col("verdict", verdict),
         Col("why", lambda trial: trial.failure, below=True),
-    ]  # fmt: skip
+    ]
     return table("candidates", "", cols, study.candidates)
 
 
@@ -254,12 +265,22 @@ def rows_of(study: Study) -> Rows:
     parts = (("reference", (study.baseline,)), ("draw", study.draws), ("low", study.ranking))
     rows = [
         {
-            "part": part, "name": trial.name, "kind": trial.kind, "precision": trial.precision,
-            "precision_map": as_words(trial.precision_map), "layers_low": len(trial.low), "draw": trial.draw,
-            "loss": trial.loss, "loss_gap": study.gap(trial), "noise": study.noise,
-            "gradient_error": trial.gradient_error, "says": study.verdict(trial).value,
-            "keeps_loss": study.keeps(trial) if part == "candidate" else None, "failure": trial.failure,
+            "part": part,
+            "name": trial.name,
+            "kind": trial.kind,
+            "precision": trial.precision,
+            "precision_map": as_words(trial.precision_map),
+            "layers_low": len(trial.low),
+            "draw": trial.draw,
+            "loss": trial.loss,
+            "loss_gap": study.gap(trial),
+            "noise": study.noise,
+            "gradient_error": trial.gradient_error,
+            "says": study.verdict(trial).value,
+            "keeps_loss": study.keeps(trial) if part == "candidate" else None,
+            "failure": trial.failure,
         }
-        for part, trials in (*parts, ("candidate", study.candidates)) for trial in trials
-    ]  # fmt: skip
+        for part, trials in (*parts, ("candidate", study.candidates))
+        for trial in trials
+    ]
     return tuple(rows[0]), rows

@@ -134,10 +134,19 @@ def open_study(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: st
     layers = _layers(low, device, worker.within(limits.numbers(low.work)))
     high = precision.carried_by or precision.mode
     study = Study(
-        low.case.workload, low.case.params, device.key, low.case.precision, reference.case.precision,
-        low.support.level.value, question.by, question.steps, question.tolerance, request.seed,
-        LayerTrial("reference", "", reference.case.precision), gradient_tolerance=question.gradient_tolerance,
-    )  # fmt: skip
+        low.case.workload,
+        low.case.params,
+        device.key,
+        low.case.precision,
+        reference.case.precision,
+        low.support.level.value,
+        question.by,
+        question.steps,
+        question.tolerance,
+        request.seed,
+        LayerTrial("reference", "", reference.case.precision),
+        gradient_tolerance=question.gradient_tolerance,
+    )
     return StudyRuns(study, low.case, reference.case, layers, high, device, low.work, limits, worker)
 
 

@@ -124,11 +124,16 @@ def train(
         LIVE[name] = cast(Callable[[], Any], make)
     own = {name: options.pop(name) for name in list(options) if name in keywords_of(TrainingRequest)}
     request = request_with_defaults(
-        quick, steps, seeds, names(dtypes), margin=margin / 100, **fields_given(TrainingRequest, own),
+        quick,
+        steps,
+        seeds,
+        names(dtypes),
+        margin=margin / 100,
+        **fields_given(TrainingRequest, own),
         settings=TrainerSettings(
             **options, make=name, skip=names(skip), precision_map=pairs(precision_map), rates=pairs(rates)
         ),
-    )  # fmt: skip
+    )
     targets = log_targets(log)
     try:
         kept, page = folder("store", store), None if live is None else Path(live)
@@ -160,9 +165,12 @@ def _observing(observer: TrainingObserver | None, progress: bool) -> AbstractCon
 
 
 def resume_training(
-    training: str | Path | KeptTraining, *, store: str | Path = DEFAULT_STORE, progress: bool = True,
+    training: str | Path | KeptTraining,
+    *,
+    store: str | Path = DEFAULT_STORE,
+    progress: bool = True,
     observer: TrainingObserver | None = None,
-) -> TrainingResult:  # fmt: skip
+) -> TrainingResult:
     """Resume a training that was cut off, from its newest checkpoint; a finished one is returned.
 
     training: the training, its id, its folder, or 'last'
@@ -360,8 +368,10 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
     arms = [Arm(name, "fp32", role) for name, role in zip(loop_names, roles, strict=True)]
     lines = [
         replace(_untimed(line), arm=arm.name, seed=seed)
-        for arm, seeds in zip(arms, streams, strict=True) for seed, own in enumerate(seeds) for line in own
-    ]  # fmt: skip
+        for arm, seeds in zip(arms, streams, strict=True)
+        for seed, own in enumerate(seeds)
+        for line in own
+    ]
     steps = 1 + max(line.step for line in lines if line.arm == loop_names[0] and isinstance(line, StepRow))
     curves = curves_of(lines, steps)
     looks = any(isinstance(line, Validation) for line in lines)
@@ -375,9 +385,11 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
         (loop.arm.name, loop.steps, loop.loss, loop.held_out, *both) for loop, both in zip(loops, facts, strict=True)
     ]
     return CommandResult(
-        verdicts, partial(_loops_page, verdicts, loops, steps), partial(encode, verdicts),
+        verdicts,
+        partial(_loops_page, verdicts, loops, steps),
+        partial(encode, verdicts),
         lambda: (("arm", "steps", "loss", "held_out", "learned", "matters"), rows),
-    )  # fmt: skip
+    )
 
 
 def _read(path: Path) -> list[StreamLine]:
@@ -419,10 +431,13 @@ def _names(files: Sequence[Sequence[Path]], first: Sequence[Sequence[StreamLine]
 def _loop(arm: Arm, curves: Mapping[Key, Curve], lines: Sequence[StreamLine], among: TrainingVerdicts) -> ArmSummary:
     own = [curve for (name, _), curve in curves.items() if name == arm.name]
     return ArmSummary(
-        arm, sum(len(curve.rows) for curve in own), mean_of([curve.endpoint for curve in own if curve.whole]),
-        mean_of([curve.held_out[max(curve.held_out)] for curve in own if curve.held_out]), verdict=among.of(arm.name),
+        arm,
+        sum(len(curve.rows) for curve in own),
+        mean_of([curve.endpoint for curve in own if curve.whole]),
+        mean_of([curve.held_out[max(curve.held_out)] for curve in own if curve.held_out]),
+        verdict=among.of(arm.name),
         events=sum(isinstance(line, TrainingEvent) for line in lines if line.arm == arm.name),
-    )  # fmt: skip
+    )
 
 
 def _loops_page(verdicts: TrainingVerdicts, loops: Sequence[ArmSummary], steps: int) -> Page:

@@ -35,9 +35,20 @@ from fp8bench.workloads.model import LIVE
 MOST_ARMS = 64
 # Settings that have to be the same in all arms, which share weights and batches, or that no sweep can express.
 _SHARED = {
-    "make", "skip", "model", "arch", "batch", "sequence", "rates", "precision_map", "scales", "parallel",
-    "start", "tasks", "metric",
-}  # fmt: skip
+    "make",
+    "skip",
+    "model",
+    "arch",
+    "batch",
+    "sequence",
+    "rates",
+    "precision_map",
+    "scales",
+    "parallel",
+    "start",
+    "tasks",
+    "metric",
+}
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
 } | {"clip": number_or_text_of}
@@ -105,9 +116,19 @@ def check_training(request: TrainingRequest) -> None:
 
 # Settings of the built-in models and of how ranks divide them.
 _BUILT_IN = (
-    "model", "arch", "batch", "sequence", "rates", "dropout", "checkpointing", "compile", "attention", "parallel",
-    "wire", "tasks",
-)  # fmt: skip
+    "model",
+    "arch",
+    "batch",
+    "sequence",
+    "rates",
+    "dropout",
+    "checkpointing",
+    "compile",
+    "attention",
+    "parallel",
+    "wire",
+    "tasks",
+)
 
 
 def _check_own(request: TrainingRequest) -> None:
@@ -134,11 +155,14 @@ def _check_own(request: TrainingRequest) -> None:
             f"--{given[0].replace('_', '-')} is for built-in models and texts, and {name} gives its own. Leave it out."
         )
     refusals = (
-        (bool(settings.start) and file_of(settings.start) is None, f"--start {settings.start}",
-         "a stored training of a built-in model begins it. Give a file with its state dict, or leave --start out"),
+        (
+            bool(settings.start) and file_of(settings.start) is None,
+            f"--start {settings.start}",
+            "a stored training of a built-in model begins it. Give a file with its state dict, or leave --start out",
+        ),
         (request.ranks is not None, "--ranks", "one process reads its batches"),
         ("micro_batches" in swept, "--sweep micro-batches", "arms would not read the same batches in a step"),
-    )  # fmt: skip
+    )
     for wrong, option, why in refusals:
         if wrong:
             raise UsageError(f"{option} does not go with a model of your own ({name}): {why}. Leave it out.")
@@ -169,16 +193,18 @@ def _named(request: TrainingRequest) -> tuple[Arm, ...]:
             f"{lead} has nothing to be compared with. Add a precision to --dtypes, or --sweep master=fp32,fp16-scaled."
         )
     bands = (
-        Arm(f"{lead} again", lead, ArmRole.REPEAT), Arm(f"{lead} one ulp", lead, ArmRole.CHAOS),
-    )  # fmt: skip
+        Arm(f"{lead} again", lead, ArmRole.REPEAT),
+        Arm(f"{lead} one ulp", lead, ArmRole.CHAOS),
+    )
     # The reference at every other swept rate: arms are compared with its best one.
     swept = () if lead in others else dict(request.sweep).get("rate", ())
     rates = [rate for rate in (_value("rate", value) for value in swept) if rate != request.settings.rate]
     arms = (
-        Arm(lead, lead, ArmRole.REFERENCE), *(arm for arm in bands if arm.role.value in request.bands),
+        Arm(lead, lead, ArmRole.REFERENCE),
+        *(arm for arm in bands if arm.role.value in request.bands),
         *(Arm(f"{lead} rate={rate}", lead, ArmRole.OTHER_RATE, (("rate", rate),)) for rate in rates),
         *candidates.values(),
-    )  # fmt: skip
+    )
     if len(arms) > MOST_ARMS:
         raise UsageError(f"{len(arms)} arms are more than the {MOST_ARMS} that one training takes. Sweep less.")
     return arms

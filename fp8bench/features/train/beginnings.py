@@ -217,14 +217,23 @@ def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
     training, kept = load_head(path), newest_checkpoint(path)
     own, arm = training.request.settings, arm_name or training.arms[0].name
     refusals = (
-        (arm not in [other.name for other in training.arms],
-         f"it has no arm {arm!r:.80}, but {', '.join(other.name for other in training.arms)}"),
-        (bool(own.make) or own.parallel not in ("", "ddp") or own.master != "fp32",
-         "whole fp32 weights of a built-in model are needed: no --make, no --parallel but ddp, and no other --master"),
-        ((own.arch, own.model) != (request.settings.arch, request.settings.model),
-         f"it trained --arch {own.arch} --model {own.model}"),
+        (
+            arm not in [other.name for other in training.arms],
+            f"it has no arm {arm!r:.80}, but {', '.join(other.name for other in training.arms)}",
+        ),
+        (
+            bool(own.make) or own.parallel not in ("", "ddp") or own.master != "fp32",
+            (
+                "whole fp32 weights of a built-in model are needed: no --make, no --parallel but ddp, "
+                "and no other --master"
+            ),
+        ),
+        (
+            (own.arch, own.model) != (request.settings.arch, request.settings.model),
+            f"it trained --arch {own.arch} --model {own.model}",
+        ),
         (kept is None, f"it has no checkpoint: {training.request.steps} steps, --keep {training.request.keep}"),
-    )  # fmt: skip
+    )
     for wrong, why in refusals:
         if wrong:
             raise UsageError(f"--start {word}: {why}. Choose another training or arm.")

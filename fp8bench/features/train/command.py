@@ -33,8 +33,15 @@ from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT
 
 _BESIDE_RESUME = {
-    "--resume", "--store", "--json", "--csv", "--explain", "--log", "--fail-on", "--live",
-}  # fmt: skip
+    "--resume",
+    "--store",
+    "--json",
+    "--csv",
+    "--explain",
+    "--log",
+    "--fail-on",
+    "--live",
+}
 _REQUEST = TrainingRequest()
 
 EXAMPLES = (
@@ -103,13 +110,16 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
     sweep: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.sweep:
         sweep[name] = (*sweep.get(name, ()), *values)
-    return request_with_defaults(arguments.quick, **{
-        **own,
-        "settings": TrainerSettings(**settings),
-        "margin": arguments.margin / 100,
-        "sweep": tuple(sweep.items()),
-        "imports": tuple(arguments.imports),
-    })  # fmt: skip
+    return request_with_defaults(
+        arguments.quick,
+        **{
+            **own,
+            "settings": TrainerSettings(**settings),
+            "margin": arguments.margin / 100,
+            "sweep": tuple(sweep.items()),
+            "imports": tuple(arguments.imports),
+        },
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

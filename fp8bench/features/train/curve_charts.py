@@ -65,9 +65,13 @@ def loss_curves(kept: KeptTraining, means: Windows, ends: Sequence[int]) -> Iter
         "over its seeds. Alarms of any seed stand at their steps."
     )
     yield Lines(
-        "loss", "Training loss over steps", words, _places(ends), ChartAxis(f"{_unit(kept)}, by steps done"),
+        "loss",
+        "Training loss over steps",
+        words,
+        _places(ends),
+        ChartAxis(f"{_unit(kept)}, by steps done"),
         _drawn(_flagged(kept, series, ends)),
-    )  # fmt: skip
+    )
 
 
 def gap_curves(
@@ -88,11 +92,18 @@ def gap_curves(
         "seed stand at their steps. The axis fits the last two thirds."
     )
     yield Lines(
-        "gap", "Gap to the reference over steps", words, _places(ends),
-        ChartAxis("gap of the loss, by steps done", "%"), _drawn(_flagged(kept, series, ends)), settled=len(ends) // 3,
-        levels=tuple((sign * 100 * kept.training.request.margin, f"margin {words}")
-                     for sign, words in ((1, f"+{margin}"), (-1, f"-{margin}"))),
-    )  # fmt: skip
+        "gap",
+        "Gap to the reference over steps",
+        words,
+        _places(ends),
+        ChartAxis("gap of the loss, by steps done", "%"),
+        _drawn(_flagged(kept, series, ends)),
+        settled=len(ends) // 3,
+        levels=tuple(
+            (sign * 100 * kept.training.request.margin, f"margin {words}")
+            for sign, words in ((1, f"+{margin}"), (-1, f"-{margin}"))
+        ),
+    )
 
 
 def _flagged(kept: KeptTraining, series: Iterable[Series], ends: Sequence[int]) -> Iterator[Series]:
@@ -121,24 +132,37 @@ def held_out_curves(kept: KeptTraining) -> Iterator[Element]:
         for arm in arms
     ]
     yield Lines(
-        "held-out", "Loss on held-out text", "Means over seeds, of text that was never trained on.", _places(steps),
-        ChartAxis(f"{_unit(kept)}, by steps done"), _drawn(series),
-    )  # fmt: skip
+        "held-out",
+        "Loss on held-out text",
+        "Means over seeds, of text that was never trained on.",
+        _places(steps),
+        ChartAxis(f"{_unit(kept)}, by steps done"),
+        _drawn(series),
+    )
 
 
 def figure_curves(judged: JudgedTraining) -> Iterator[Element]:
     """Further figures of every step in the first seed, one chart each, unless a figure never changes."""
     kept, request = judged.kept, judged.training.request
-    arms = {arm.name: curve for arm in judged.training.arms if not arm.is_band
-            and (curve := judged.curves.get((arm.name, request.seed))) is not None}  # fmt: skip
+    arms = {
+        arm.name: curve
+        for arm in judged.training.arms
+        if not arm.is_band and (curve := judged.curves.get((arm.name, request.seed))) is not None
+    }
     ends = ends_of(request.steps)
     for name, title, value, folded in _FIGURES:
         series = [(arm, tuple(_figures(curve, ends, value))) for arm, curve in arms.items()]
         if len({mark.value for _, marks in series for mark in marks if mark}) > 1:
             yield Lines(
-                name, title[0].upper() + title[1:], "First seed, the values of single steps.", _places(ends),
-                ChartAxis(f"{title}, by steps done"), _drawn(series), folded=folded, settled=len(ends) // 3,
-            )  # fmt: skip
+                name,
+                title[0].upper() + title[1:],
+                "First seed, the values of single steps.",
+                _places(ends),
+                ChartAxis(f"{title}, by steps done"),
+                _drawn(series),
+                folded=folded,
+                settled=len(ends) // 3,
+            )
     yield from _pace_and_memory(kept, arms, ends)
 
 
@@ -158,10 +182,14 @@ def _pace_and_memory(kept: KeptTraining, arms: Mapping[str, Curve], ends: Sequen
     native = {arm.name for arm in kept.training.arms if arm.native}
     series = [(arm, tuple(_figures(curve, ends, _pace))) for arm, curve in arms.items() if arm in native]
     yield Lines(
-        "throughput", "Throughput over steps", "Native arms in the first seed: the median of the steps before each "
-        "point, without watched ones.",
-        _places(ends), ChartAxis("tokens/s, by steps done"), _drawn(series), folded=True,
-    )  # fmt: skip
+        "throughput",
+        "Throughput over steps",
+        "Native arms in the first seed: the median of the steps before each point, without watched ones.",
+        _places(ends),
+        ChartAxis("tokens/s, by steps done"),
+        _drawn(series),
+        folded=True,
+    )
     yield _memory_over_steps(kept)
 
 
@@ -174,10 +202,14 @@ def _memory_over_steps(kept: KeptTraining) -> Lines:
     steps = sorted(most)
     steps = steps[:: max(1, -(-len(steps) // _PLACES))]
     return Lines(
-        "memory-over-steps", "Memory over steps", "All arms together, in watched steps of the first seed.",
-        _places(step + 1 for step in steps), ChartAxis("bytes in use, by steps done", "B"),
-        _drawn([("all arms", tuple(Mark("", most[step]) for step in steps))]), folded=True,
-    )  # fmt: skip
+        "memory-over-steps",
+        "Memory over steps",
+        "All arms together, in watched steps of the first seed.",
+        _places(step + 1 for step in steps),
+        ChartAxis("bytes in use, by steps done", "B"),
+        _drawn([("all arms", tuple(Mark("", most[step]) for step in steps))]),
+        folded=True,
+    )
 
 
 def windows_of(curves: Mapping[Key, Curve], ends: Sequence[int]) -> Windows:

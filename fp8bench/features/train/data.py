@@ -48,14 +48,18 @@ def value_of(judged: JudgedTraining) -> dict[str, Any]:
     trained = [arm for arm in verdicts.arms if not arm.arm.skip]
     arms = {summary.arm.name: encode(row_of(summary, verdicts)) for summary in judged.summaries}
     return {
-        "schema": SCHEMA, "training": encode(kept.training), "finished": kept.finished, "arms": arms,
+        "schema": SCHEMA,
+        "training": encode(kept.training),
+        "finished": kept.finished,
+        "arms": arms,
         "verdicts": {arm.arm.name: {**encode(arm), "words": verdict(arm, verdicts)} for arm in trained},
-        "scores": encode(judged.scores), "repeat_band": encode(verdicts.repeat_band),
+        "scores": encode(judged.scores),
+        "repeat_band": encode(verdicts.repeat_band),
         "bands": list(bands_of(verdicts)),
         "notes": list(notes_of(judged)),
         "lines": [{"line": type(line).__name__, **encode(line)} for line in kept.lines],
         "troubles": list(kept.troubles),
-    }  # fmt: skip
+    }
 
 
 def row_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, Any]:
@@ -134,10 +138,13 @@ _NO_FIGURES = ("arm", "seed", "step", "tokens", "seconds")
 
 def source_of(training: Training) -> LogSource:
     config = {
-        **config_of(training.environment), "command": training.command, "request": encode(training.request),
-        "parameters": training.parameters, "device": f"{training.device.key}: {training.device.name}",
+        **config_of(training.environment),
+        "command": training.command,
+        "request": encode(training.request),
+        "parameters": training.parameters,
+        "device": f"{training.device.key}: {training.device.name}",
         "text": training.text.identity,
-    }  # fmt: skip
+    }
     name = safe(training.id)
     return LogSource(training.id, f"training {training.id}", begun_at(training.started), config, folder=name)
 

@@ -55,9 +55,13 @@ _PLACES = "places.json"
 _CHECKPOINTS = "checkpoints"
 # Names of the kinds of lines in the stream.
 _KINDS: dict[str, type] = {
-    "step": StepRow, "reading": LayerReading, "figure": StepFigure, "validation": Validation, "event": TrainingEvent,
+    "step": StepRow,
+    "reading": LayerReading,
+    "figure": StepFigure,
+    "validation": Validation,
+    "event": TrainingEvent,
     "cost": ArmCost,
-}  # fmt: skip
+}
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 _KEPT_CHECKPOINTS = 2
 _MAKE_ROOM = "What was kept before is in it; make room, or choose another --store DIR."
@@ -220,8 +224,9 @@ def _training_from(plain: Any) -> Training:
     """A training from the header of its file, without the arms and values that only other versions have."""
     arms = [
         {**arm, "settings": [pair for pair in arm.get("settings", ()) if pair[0] in SETTINGS_RULES]}
-        for arm in plain["arms"] if arm.get("role", "candidate") in _ROLES
-    ]  # fmt: skip
+        for arm in plain["arms"]
+        if arm.get("role", "candidate") in _ROLES
+    ]
     request = plain["request"]
     bands = [band for band in request.get("bands", BANDS) if band in BANDS] or ["none"]
     settings = _with_keys(request.get("settings", {}))
@@ -231,9 +236,11 @@ def _training_from(plain: Any) -> Training:
 
 # Settings of older headers, with their defaults, which are keys of the optimizer or the schedule now.
 _OLDER_KEYS: Mapping[str, tuple[str, object]] = {
-    "betas": ("optimizer", []), "weight_decay": ("optimizer", 0.1),
-    "warmup": ("schedule", 0.1), "floor": ("schedule", 0.1),
-}  # fmt: skip
+    "betas": ("optimizer", []),
+    "weight_decay": ("optimizer", 0.1),
+    "warmup": ("schedule", 0.1),
+    "floor": ("schedule", 0.1),
+}
 
 
 def _with_keys(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,8 +140,11 @@ def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> I
             marks = [Mark("", octaves[step] - middle) if step in octaves else None for step in steps]
             series.append((layer, tuple(marks)))
         yield Lines(
-            f"{name}-{role}s", f"{arm}: largest magnitudes of {role}s by layer",
+            f"{name}-{role}s",
+            f"{arm}: largest magnitudes of {role}s by layer",
             "Watched steps of the first seed: the largest magnitude, times its scale where it has one, against the "
             "middle of its line. A scale that follows its tensor keeps the line flat.",
-            tuple(map(units.whole, steps)), ChartAxis("octaves from its middle"), tuple(series),
-        )  # fmt: skip
+            tuple(map(units.whole, steps)),
+            ChartAxis("octaves from its middle"),
+            tuple(series),
+        )

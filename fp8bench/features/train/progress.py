@@ -128,9 +128,12 @@ class TrainingBoard(_Watching):
     """For a terminal: a board that stays in place, below the sentences."""
 
     def __init__(
-        self, stream: TextIO, environ: Mapping[str, str], say: Callable[[str], None],
+        self,
+        stream: TextIO,
+        environ: Mapping[str, str],
+        say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(say, clock)
         self._block = LiveBlock(stream)
         self._color = not environ.get("NO_COLOR")
@@ -176,10 +179,14 @@ def board_of(where: str, arms: Sequence[ArmNow]) -> Page:
         Col("arm", lambda now: now.arm.name),
         Col("loss", lambda now: now.loss, number=True, show=lambda loss: f"{loss:.4f}"),
         Col("held-out", lambda now: now.held_out, number=True, show=lambda loss: f"{loss:.4f}"),
-        Col("tokens/s", lambda now: now.tokens / now.seconds if now.arm.native and now.seconds else None, number=True,
-            show=units.count),
+        Col(
+            "tokens/s",
+            lambda now: now.tokens / now.seconds if now.arm.native and now.seconds else None,
+            number=True,
+            show=units.count,
+        ),
         Col("health", _health),
-    ]  # fmt: skip
+    ]
     return Page(where, "", (Part("arms", "", (table("arms", "", cols, arms),)),))
 
 

@@ -49,14 +49,25 @@ _WARMUP_AND_FLOOR: Mapping[str, Any] = {"warmup": 0.1, "floor": 0.1}
 # Schedules of torch.optim.lr_scheduler (wsd and inverse-sqrt by its LambdaLR). Both keys are shares: of the steps in
 # which the rate rises, and of the rate at the end.
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
-    "cosine": _WARMUP_AND_FLOOR, "linear": _WARMUP_AND_FLOOR, "constant": _WARMUP, "wsd": _WARMUP_AND_FLOOR,
-    "one-cycle": _WARMUP_AND_FLOOR, "inverse-sqrt": _WARMUP_AND_FLOOR, "plateau": _WARMUP_AND_FLOOR,
-}  # fmt: skip
+    "cosine": _WARMUP_AND_FLOOR,
+    "linear": _WARMUP_AND_FLOOR,
+    "constant": _WARMUP,
+    "wsd": _WARMUP_AND_FLOOR,
+    "one-cycle": _WARMUP_AND_FLOOR,
+    "inverse-sqrt": _WARMUP_AND_FLOOR,
+    "plateau": _WARMUP_AND_FLOOR,
+}
 # The least and the largest value of a key.
 _BOUNDS = {
-    "betas": (0, 0.999999), "momentum": (0, 0.999999), "eps": (0, 1), "weight_decay": (0, 10), "beta2_decay": (-10, 0),
-    "d": (1, 1e6), "warmup": (0, 1), "floor": (0, 1),
-}  # fmt: skip
+    "betas": (0, 0.999999),
+    "momentum": (0, 0.999999),
+    "eps": (0, 1),
+    "weight_decay": (0, 10),
+    "beta2_decay": (-10, 0),
+    "d": (1, 1e6),
+    "warmup": (0, 1),
+    "floor": (0, 1),
+}
 # How several ranks train together.
 PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
 # The formats they send, and the ways that have this choice.
@@ -183,8 +194,9 @@ def refuse_ranks(request: Any) -> None:
         raise UsageError(f"--ranks {ranks} needs a way to train together. Add --parallel {' or '.join(PARALLEL)}.")
     swept = {f"--{name.replace('_', '-')}" for name, _ in request.sweep}
     of_ranks = (
-        ("--parallel", settings.parallel), ("--wire", settings.wire != "fp32"),
-    )  # fmt: skip
+        ("--parallel", settings.parallel),
+        ("--wire", settings.wire != "fp32"),
+    )
     for word, given in of_ranks:
         if ranks is None and (given or word in swept):
             raise UsageError(f"{word} is for several ranks, and there is one. Add --ranks N.")
@@ -198,89 +210,131 @@ class TrainerSettings:
     user's own model and batches; settings of the built-in models then do not apply."""
 
     model: str = option(
-        "nano", Rule("a model's name", lambda value: isinstance(value, str) and bool(value)),
-        f"its size: {', '.join(SIZES)}; default {{default}}", "NAME", WHAT,
-    )  # fmt: skip
+        "nano",
+        Rule("a model's name", lambda value: isinstance(value, str) and bool(value)),
+        f"its size: {', '.join(SIZES)}; default {{default}}",
+        "NAME",
+        WHAT,
+    )
     make: str = option("", Rule("module:function, or file.py:function", lambda value: isinstance(value, str)), group="")
     skip: tuple[str, ...] = option(
-        (), Rule("a list of layers", lambda value: isinstance(value, tuple) and all(map(str, value))),
-        "layers of your own model that are not converted: kinds (head, linear), or paths with * and ?", "A,B",
+        (),
+        Rule("a list of layers", lambda value: isinstance(value, tuple) and all(map(str, value))),
+        "layers of your own model that are not converted: kinds (head, linear), or paths with * and ?",
+        "A,B",
         WHAT,
-    )  # fmt: skip
+    )
     arch: str = _choice("gpt", ARCHITECTURES, "the model's architecture; default {default}", WHAT)
     batch: int = option(
-        0, whole_number(0, 4096, "a whole number from 1 to 4096, or 0 for the model's own"),
-        "sequences in a micro-batch; default the model's own", "N", WHAT,
-    )  # fmt: skip
+        0,
+        whole_number(0, 4096, "a whole number from 1 to 4096, or 0 for the model's own"),
+        "sequences in a micro-batch; default the model's own",
+        "N",
+        WHAT,
+    )
     sequence: int = option(
-        0, whole_number(0, 1 << 16, "a whole number from 1 to 65536, or 0 for the model's own"),
-        "tokens in a sequence; default the model's own", "N", WHAT,
-    )  # fmt: skip
+        0,
+        whole_number(0, 1 << 16, "a whole number from 1 to 65536, or 0 for the model's own"),
+        "tokens in a sequence; default the model's own",
+        "N",
+        WHAT,
+    )
     micro_batches: int = _count(1, 1024, "micro-batches that a step accumulates; default {default}", WHAT)
     rate: float = option(
-        1e-3, number("a number above 0 and up to 10", lambda value: 0 < value <= 10),
-        "the largest learning rate; default {default}", "NUMBER", LEARNING,
-    )  # fmt: skip
+        1e-3,
+        number("a number above 0 and up to 10", lambda value: 0 < value <= 10),
+        "the largest learning rate; default {default}",
+        "NUMBER",
+        LEARNING,
+    )
     rates: tuple[tuple[str, float], ...] = option(
         (),
-        Rule(f"kinds of parameters ({', '.join(PARAMETER_KINDS)}) or of layers, or paths, and factors, like "
-             "embedding=0.5,attn=2,blocks.0=0.1", _are_rates),
+        Rule(
+            f"kinds of parameters ({', '.join(PARAMETER_KINDS)}) or of layers, or paths, and factors, like "
+            "embedding=0.5,attn=2,blocks.0=0.1",
+            _are_rates,
+        ),
         "factors of the rate: by kind of parameters or layers (attn, mlp), or the front of their path (blocks.0)",
-        "NAME=FACTOR,...", LEARNING, parse="factors",
-    )  # fmt: skip
+        "NAME=FACTOR,...",
+        LEARNING,
+        parse="factors",
+    )
     optimizer: str = option(
-        "adamw", Rule(f"one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS", _is_optimizer),
+        "adamw",
+        Rule(f"one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS", _is_optimizer),
         "what updates the weights: adamw, sgd, adafactor, or FILE.py:CLASS, a torch optimizer of your own; keys as in "
         "torch: adamw:betas=0.9,0.95, sgd:momentum=0.9; matrices decay by weight_decay, default 0.1; default {default}",
-        "NAME[:KEY=VALUE...]", LEARNING,
-    )  # fmt: skip
+        "NAME[:KEY=VALUE...]",
+        LEARNING,
+    )
     updates: str = _choice(
         "fp32", ("fp32", "bf16", "fp8"), "format of each update, also of your own optimizer; default {default}"
     )
     schedule: str = option(
-        "cosine", Rule(f"one of {', '.join(SCHEDULES)}", _is_schedule),
+        "cosine",
+        Rule(f"one of {', '.join(SCHEDULES)}", _is_schedule),
         f"how the rate changes: {', '.join(SCHEDULES)}; keys: warmup, the share of the steps in which it rises, and "
         "floor, the share of it at the end, 0.1 each; wsd falls in the last fifth of the steps, plateau halves after "
         "3 validations without a better held-out loss; default {default}",
-        "NAME[:KEY=VALUE...]", LEARNING,
-    )  # fmt: skip
+        "NAME[:KEY=VALUE...]",
+        LEARNING,
+    )
     clip: float | str = option(
-        1.0, Rule(f"a number from 0, alone or as NUMBER/GROUP (groups: {', '.join(CLIP_GROUPS)})", _is_clip),
+        1.0,
+        Rule(f"a number from 0, alone or as NUMBER/GROUP (groups: {', '.join(CLIP_GROUPS)})", _is_clip),
         "norm of all gradients above which they are clipped; 0: never; 1.0/kind, 1.0/block or 1.0/tensor: norm of each "
-        "kind (attn, mlp, embedding, norm, head), block or tensor; default {default}", "NUMBER[/GROUP]", LEARNING,
-    )  # fmt: skip
+        "kind (attn, mlp, embedding, norm, head), block or tensor; default {default}",
+        "NUMBER[/GROUP]",
+        LEARNING,
+    )
     start: str = option(
-        "", Rule("a training, TRAINING:ARM, or a file with a state dict", lambda value: isinstance(value, str)),
+        "",
+        Rule("a training, TRAINING:ARM, or a file with a state dict", lambda value: isinstance(value, str)),
         "begin with the weights in the newest checkpoint of a stored training (its reference's, or ARM's), or of a "
-        "file with a state dict (.pt, .safetensors), also of your own model", "TRAINING:ARM|FILE", WHAT,
-    )  # fmt: skip
+        "file with a state dict (.pt, .safetensors), also of your own model",
+        "TRAINING:ARM|FILE",
+        WHAT,
+    )
     tasks: tuple[str, ...] = option(
-        (), Rule(f"some of {', '.join(TASKS)}", lambda value: isinstance(value, tuple) and set(value) <= set(TASKS)),
+        (),
+        Rule(f"some of {', '.join(TASKS)}", lambda value: isinstance(value, tuple) and set(value) <= set(TASKS)),
         f"score arms after the last step on {', '.join(TASKS)}; --data task:copy,retrieval is a text that teaches the "
-        "last two", "NAME,...", WHAT,
-    )  # fmt: skip
+        "last two",
+        "NAME,...",
+        WHAT,
+    )
     metric: tuple[str, ...] = option(
-        (), Rule("functions of your own, like my_pkg:f", lambda value: isinstance(value, tuple) and all(value)),
+        (),
+        Rule("functions of your own, like my_pkg:f", lambda value: isinstance(value, tuple) and all(value)),
         "measure arms after the last step by f(model, held_out), which returns a number or several by name; more is "
-        "better, unless =lower is added", "MODULE:FUNCTION[=lower],...", WHAT,
-    )  # fmt: skip
+        "better, unless =lower is added",
+        "MODULE:FUNCTION[=lower],...",
+        WHAT,
+    )
     dropout: float = option(
-        0.0, number("a share from 0 to below 1", lambda value: 0 <= value < 1),
-        "share of values that are dropped, the same ones in all arms", "SHARE", WHAT,
-    )  # fmt: skip
+        0.0,
+        number("a share from 0 to below 1", lambda value: 0 <= value < 1),
+        "share of values that are dropped, the same ones in all arms",
+        "SHARE",
+        WHAT,
+    )
     loss_scale: str = option(
-        "auto", Rule("auto, dynamic, or a number from 1 to 2^32", _is_loss_scale),
+        "auto",
+        Rule("auto, dynamic, or a number from 1 to 2^32", _is_loss_scale),
         "auto (the precision's own), dynamic (from 2^16, halved at an overflow, doubled after 200 steps without), or a "
-        "number from 1 to 2^32; default {default}", "SCALE", LEARNING,
-    )  # fmt: skip
+        "number from 1 to 2^32; default {default}",
+        "SCALE",
+        LEARNING,
+    )
     optimizer_states: str = _choice(
         "fp32", ("fp32", "bf16", "fp8lm"), "format of the optimizer's moments; default {default}"
     )
     master: str = _choice(
-        "fp32", ("fp32", "fp16-scaled", "fp16-fp8", "bf16-stochastic"),
+        "fp32",
+        ("fp32", "fp16-scaled", "fp16-fp8", "bf16-stochastic"),
         "format of the stored weights; fp16-fp8: fp16-scaled, with fp8 copies for the passes; bf16-stochastic: rounded "
         "stochastically; default {default}",
-    )  # fmt: skip
+    )
     gradients: str = _choice("fp32", ("fp32", "bf16", "fp8"), "format of stored gradients; default {default}")
     checkpointing: str = _choice(
         "no", ("no", "blocks"), "blocks: keep each block's input alone, and recompute the rest; default {default}", WHAT
@@ -289,27 +343,33 @@ class TrainerSettings:
         "no", ("no", "yes"), "yes: torch.compile, forward and backward as one graph each; default {default}", WHAT
     )
     attention: str = _choice(
-        "auto", ("auto", "rounded", "prescaled"),
-        "rounded: attention's products in the arm's precision, too; prescaled: queries first; default {default}", WHAT,
-    )  # fmt: skip
+        "auto",
+        ("auto", "rounded", "prescaled"),
+        "rounded: attention's products in the arm's precision, too; prescaled: queries first; default {default}",
+        WHAT,
+    )
     on_nan: str = _choice(
         "stop", ("stop", "skip"), "what an arm does after a step that is not finite; default {default}"
-    )  # fmt: skip
+    )
     precision_map: tuple[tuple[str, str], ...] = _as_in_a_run(
         (), "precision_map", "layers with another precision, as in suite; the reference has none", group=WHAT
     )
     # Largest magnitudes from `scales_from`, by precision, layer and role.
     scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
     parallel: str = _choice(
-        "", ("", *PARALLEL),
+        "",
+        ("", *PARALLEL),
         "how ranks divide the work: ddp (the batch), zero (also whole weights), fsdp (also rows of weights), tp (parts "
-        "of each block), sp (tp, and tokens between blocks)", LENGTH,
-    )  # fmt: skip
+        "of each block), sp (tp, and tokens between blocks)",
+        LENGTH,
+    )
     wire: str = _choice(
-        "fp32", WIRES,
+        "fp32",
+        WIRES,
         "widest format that is sent: zero's gradients and weights, sp's activations, unless the arm's dtype is "
-        "narrower; fp8: codes, with a scale for each tensor; default {default}", LENGTH,
-    )  # fmt: skip
+        "narrower; fp8: codes, with a scale for each tensor; default {default}",
+        LENGTH,
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, SETTINGS_RULES)
@@ -334,22 +394,34 @@ class TrainingRequest:
     seed: int = _as_in_a_run(0, "seed", "the first seed; default 0")
     bands: tuple[str, ...] = option(
         BANDS,
-        Rule(f"none, or some of {', '.join(BANDS)}",
-             lambda value: isinstance(value, tuple) and (value == ("none",) or set(value) <= set(BANDS))),
+        Rule(
+            f"none, or some of {', '.join(BANDS)}",
+            lambda value: isinstance(value, tuple) and (value == ("none",) or set(value) <= set(BANDS)),
+        ),
         "arms that show what chance does to the reference: repeat (nondeterminism), one-ulp (chaos, in the first "
-        "seed), or none; default both", "NAME,...", LENGTH,
-    )  # fmt: skip
+        "seed), or none; default both",
+        "NAME,...",
+        LENGTH,
+    )
     margin: float = option(0.01, number("a share above 0 and below 1", lambda value: 0 < value < 1), group="")
     sweep: tuple[tuple[str, tuple[str, ...]], ...] = option(
-        (), Rule("settings or options of a dtype with at least one value each, like {'history': ('1', '16')}",
-                 REQUEST_RULES["axes"].holds),
+        (),
+        Rule(
+            "settings or options of a dtype with at least one value each, like {'history': ('1', '16')}",
+            REQUEST_RULES["axes"].holds,
+        ),
         "an arm for each value of a setting, or of an option of the dtypes: history=1,16,1024; several multiply",
-        "NAME=A,B", WHAT, parse="axis",
-    )  # fmt: skip
+        "NAME=A,B",
+        WHAT,
+        parse="axis",
+    )
     device: str | None = option(
-        None, Rule("a device's name", lambda value: isinstance(value, str) and bool(value)),
-        "cpu, cuda, cuda:1; default the first GPU, else cpu", "NAME", LENGTH,
-    )  # fmt: skip
+        None,
+        Rule("a device's name", lambda value: isinstance(value, str) and bool(value)),
+        "cpu, cuda, cuda:1; default the first GPU, else cpu",
+        "NAME",
+        LENGTH,
+    )
     threads: int = _as_in_a_run(1, "threads")
     data: str | None = _as_in_a_run(
         None, "data", "a text, a token file (.bin) or a saved dataset; default Python's own sources", group=WHAT
@@ -361,10 +433,12 @@ class TrainingRequest:
         True, "energy", "measure no energy; else it is measured after the last step, where a device has a counter"
     )
     scales_from: str | None = _as_in_a_run(
-        None, "scales_from",
+        None,
+        "scales_from",
         "fixed scales from a stored training or run (its id, or last) in place of those of each tensor; the reference "
-        "has none", group=LEARNING,
-    )  # fmt: skip
+        "has none",
+        group=LEARNING,
+    )
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
     isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
     ranks: int | None = _as_in_a_run(

@@ -129,9 +129,20 @@ def _row(trainer: Trainer, figures: list[float], rate: float, scale: float, seco
     finite = math.isfinite(loss + norm)
     clipped, ratio = 1 - 1 / clipping if finite else 0.0, moved / size if size else 0.0
     return StepRow(
-        trainer.arm.name, trainer.task.seed, trainer.step, loss, rate, norm, clipped, size, ratio, scale,
-        trainer.tokens, seconds, skipped=not finite,
-    )  # fmt: skip
+        trainer.arm.name,
+        trainer.task.seed,
+        trainer.step,
+        loss,
+        rate,
+        norm,
+        clipped,
+        size,
+        ratio,
+        scale,
+        trainer.tokens,
+        seconds,
+        skipped=not finite,
+    )
 
 
 def examine_arms(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:

@@ -24,8 +24,10 @@ _CANDIDATES = 4
 # A hidden word comes after at most so many bytes.
 _PASSAGE = 48
 CHANCES: Mapping[str, float] = {
-    "cloze": 1 / _CANDIDATES, "copy": 1 / len(LETTERS), "retrieval": 1 / len(DIGITS),
-}  # fmt: skip
+    "cloze": 1 / _CANDIDATES,
+    "copy": 1 / len(LETTERS),
+    "retrieval": 1 / len(DIGITS),
+}
 _WORDS = re.compile(rb"[A-Za-z]{4,12}")
 # The length of a text of tasks to train on, in bytes, and its least number of documents.
 _TEXT_BYTES, _LEAST_DOCUMENTS = 1 << 20, 256

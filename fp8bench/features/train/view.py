@@ -129,10 +129,11 @@ def whole_page(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page
     parts = [
         Part("verdict", "Does it still learn?", (answer, arms, *wire_table(judged))),
         *list_of("notes", "Notes", (*bands_of(verdicts), *notes_of(judged))),
-        *looks_of(kept), *score_parts(judged.scores),
+        *looks_of(kept),
+        *score_parts(judged.scores),
         Part("health", "What happened", tuple(_events(kept, most_events))),
         Part("ending", "", tuple(map(Text, _ending(kept)))),
-    ]  # fmt: skip
+    ]
     return Page(title_of(training), "", tuple(parts), _legend(arms), tuple(facts_of(training)))
 
 
@@ -146,7 +147,7 @@ def wire_table(judged: JudgedTraining) -> Iterator[Table]:
         Col("arm", lambda row: row.arm.name),
         Col("sent", lambda row: math.fsum(row.wire.values()), number=True, show=units.size),
         Col("as", lambda row: ", ".join(f"{what} {units.size(size)}" for what, size in row.wire.items()), below=True),
-    ]  # fmt: skip
+    ]
     if shown:
         yield table("wire", "what a rank sends in a step", cols, shown)
 
@@ -154,9 +155,11 @@ def wire_table(judged: JudgedTraining) -> Iterator[Table]:
 def plan_page(training: Training, reference: ArmState) -> Page:
     request, settings = training.request, training.request.settings
     cols: list[Col[Arm]] = [
-        Col("arm", lambda arm: arm.name), Col("role", lambda arm: arm.role.value), Col("how", _how),
+        Col("arm", lambda arm: arm.name),
+        Col("role", lambda arm: arm.role.value),
+        Col("how", _how),
         Col("why not", lambda arm: arm.skip, below=True),
-    ]  # fmt: skip
+    ]
     running = [arm for arm in training.arms if not arm.skip]
     once = sum(arm.role is ArmRole.CHAOS for arm in running)
     steps = request.steps * ((len(running) - once) * request.seeds + once)
@@ -166,7 +169,7 @@ def plan_page(training: Training, reference: ArmState) -> Page:
         + many(request.seeds, "seed"),
         *([f"ranks: {request.ranks} by {settings.parallel}"] if request.ranks else []),
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
-    )  # fmt: skip
+    )
     title = f"training of {settings.called} on {training.device.key}, which is {training.device.name}"
     arms = table("arms", "", cols, training.arms)
     return Page(title, "", (Part("arms", "", (arms,)), Part("ending", "", tuple(map(Text, ending)))))
@@ -221,25 +224,61 @@ def on_a_device(summary: ArmSummary) -> int | None:
 def arms_table(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
     cols: tuple[Col[ArmSummary], ...] = (
         Col("arm", lambda row: row.arm.name),
-        Col("how", lambda row: _how(row.arm), hint="native: the device multiplies in it",
-            tone=lambda row: Tone.DOUBT if row.arm.skip or not row.arm.native else Tone.PLAIN),
-        Col("loss", lambda row: row.loss, number=True, show=_four_digits,
-            hint="training loss, the mean over seeds and the last tenth of the steps"),
-        Col("held-out", lambda row: row.held_out, number=True, show=_four_digits,
-            hint="the loss on text that was never trained on"),
-        Col("tokens/s", lambda row: row.tokens_per_second, number=True, show=units.count,
-            hint="by the median step; of native arms"),
+        Col(
+            "how",
+            lambda row: _how(row.arm),
+            hint="native: the device multiplies in it",
+            tone=lambda row: Tone.DOUBT if row.arm.skip or not row.arm.native else Tone.PLAIN,
+        ),
+        Col(
+            "loss",
+            lambda row: row.loss,
+            number=True,
+            show=_four_digits,
+            hint="training loss, the mean over seeds and the last tenth of the steps",
+        ),
+        Col(
+            "held-out",
+            lambda row: row.held_out,
+            number=True,
+            show=_four_digits,
+            hint="the loss on text that was never trained on",
+        ),
+        Col(
+            "tokens/s",
+            lambda row: row.tokens_per_second,
+            number=True,
+            show=units.count,
+            hint="by the median step; of native arms",
+        ),
         Col("J/step", lambda row: words.joules(row.energy), number=True, hint="by windows of steps of the arm alone"),
-        Col("B/param", lambda row: None if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.3g}",
-            number=True, hint="bytes kept between two steps for each parameter, as counted"),
-        Col("memory", lambda row: row.peak_memory, number=True, show=units.size,
-            hint="tensors at the peak of a step, with no other arm in memory"),
-        Col("on a device", on_a_device, number=True, show=units.size,
-            hint="derived: the same on hardware that keeps the formats which the arm emulates"),
+        Col(
+            "B/param",
+            lambda row: None if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.3g}",
+            number=True,
+            hint="bytes kept between two steps for each parameter, as counted",
+        ),
+        Col(
+            "memory",
+            lambda row: row.peak_memory,
+            number=True,
+            show=units.size,
+            hint="tensors at the peak of a step, with no other arm in memory",
+        ),
+        Col(
+            "on a device",
+            on_a_device,
+            number=True,
+            show=units.size,
+            hint="derived: the same on hardware that keeps the formats which the arm emulates",
+        ),
         Col("events", lambda row: None if row.events is None else str(row.events), number=True),
-        Col("to the same loss", lambda row: words.speed(row.verdict.speed) if row.verdict else None,
-            hint="speed times steps: how much sooner a native arm is as good"),
-    )  # fmt: skip
+        Col(
+            "to the same loss",
+            lambda row: words.speed(row.verdict.speed) if row.verdict else None,
+            hint="speed times steps: how much sooner a native arm is as good",
+        ),
+    )
     shown = [col for col in cols if col.heading not in without]
     return table("arms", "arms", shown, rows, main=True, kept=("loss",))
 
@@ -256,8 +295,9 @@ def looks_of(kept: KeptTraining) -> Iterator[Part]:
     shown += [places[0], places[-1]] if len(places) > 1 else []
     means = {key: _mean_of(seen) for key, seen in together(((look.arm, look.of), look) for look in last).items()}
     seen = {look.arm for look in last}
-    arms = [arm.name for arm in kept.training.arms
-            if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS) and arm.name in seen]  # fmt: skip
+    arms = [
+        arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS) and arm.name in seen
+    ]
 
     def cols(show: Callable[[Validation], Field]) -> Iterator[Col[str]]:
         def cell(of: str, arm: str) -> Field | None:
@@ -330,11 +370,14 @@ def _events(kept: KeptTraining, most: int) -> Iterator[Element]:
         yield Text("Nothing: no alarm, and all values were finite.")
         return
     cols: list[Col[TrainingEvent]] = [
-        Col("arm", lambda event: event.arm), Col("seed", lambda event: event.seed, number=True, show=str),
-        Col("step", lambda event: event.step, number=True, show=str), Col("what", lambda event: event.kind),
-        Col("where", lambda event: f"{event.layer} {event.tensor}".strip()), Col("words", lambda event: event.words),
+        Col("arm", lambda event: event.arm),
+        Col("seed", lambda event: event.seed, number=True, show=str),
+        Col("step", lambda event: event.step, number=True, show=str),
+        Col("what", lambda event: event.kind),
+        Col("where", lambda event: f"{event.layer} {event.tensor}".strip()),
+        Col("words", lambda event: event.words),
         Col("what may help", lambda event: event.remedy),
-    ]  # fmt: skip
+    ]
     yield table("events", "", cols, events[:most], main=True, kept=("arm", "seed", "step", "what"))
     if len(events) > most:
         counts = Counter(event.kind for event in events[most:])

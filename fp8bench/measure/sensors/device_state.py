@@ -20,9 +20,19 @@ from fp8bench.model.readings import NoReading, Reading, Unavailable, reasons_of
 
 # Facts of the driver that are kept; names of devices are known already.
 _FACTS = (
-    "driver", "cuda_driver", "uuid", "pci", "vbios", "power_cap", "power_cap_default", "sm_clock_max",
-    "memory_clock_max", "persistence", "ecc", "mig",
-)  # fmt: skip
+    "driver",
+    "cuda_driver",
+    "uuid",
+    "pci",
+    "vbios",
+    "power_cap",
+    "power_cap_default",
+    "sm_clock_max",
+    "memory_clock_max",
+    "persistence",
+    "ecc",
+    "mig",
+)
 
 # The doctor's lines: title -> value -> its words.
 _TOLD: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {

@@ -111,9 +111,12 @@ class WandbSink:
         import wandb
 
         self._run = wandb.init(
-            project=project, name=source.title, id=f"fp8bench-{safe(source.id)}", resume="allow",
+            project=project,
+            name=source.title,
+            id=f"fp8bench-{safe(source.id)}",
+            resume="allow",
             config=dict(source.config),
-        )  # fmt: skip
+        )
         self._run.define_metric("*", step_metric="step")
         self._row: dict[str, float] = {}
 

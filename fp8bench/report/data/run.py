@@ -26,9 +26,21 @@ Cell = Scalar | None
 TidyRow = dict[str, Cell]
 # The columns: first what the row is about, ...
 _CASE_COLUMNS = (
-    "run", "started_utc", "case", "suite", "suite_version", "device", "device_name", "precision", "mode",
-    "reference_mode", "level", "status", "reason", "params",
-)  # fmt: skip
+    "run",
+    "started_utc",
+    "case",
+    "suite",
+    "suite_version",
+    "device",
+    "device_name",
+    "precision",
+    "mode",
+    "reference_mode",
+    "level",
+    "status",
+    "reason",
+    "params",
+)
 # ... then one for each parameter, then the figure. New columns go to the end, so that the others stay.
 _FIGURE_COLUMNS = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "spread", "ratio_to_reference",
@@ -70,12 +82,23 @@ def rows(run: Run, findings: Mapping[str, Finding]) -> list[TidyRow]:
 def _crossing(row: BreakEvenRow) -> TidyRow:
     """A size between those that were measured, which belongs to no case."""
     return {
-        "suite": row.suite, "device": row.device, "mode": row.mode, "reference_mode": row.against,
-        "params": show_params(row.held), **{f"param_{name}": value for name, value in row.held},
-        "metric": specs.BREAK_EVEN.name, "unit": "count", "median_in_unit": row.size, "axis": row.axis,
-        "size_low": row.low, "size_high": row.high, "ratio_confidence": row.confidence,
-        "provenance": Provenance.DERIVED.value, "verdict": row.pays, "why": row.remarks,
-    }  # fmt: skip
+        "suite": row.suite,
+        "device": row.device,
+        "mode": row.mode,
+        "reference_mode": row.against,
+        "params": show_params(row.held),
+        **{f"param_{name}": value for name, value in row.held},
+        "metric": specs.BREAK_EVEN.name,
+        "unit": "count",
+        "median_in_unit": row.size,
+        "axis": row.axis,
+        "size_low": row.low,
+        "size_high": row.high,
+        "ratio_confidence": row.confidence,
+        "provenance": Provenance.DERIVED.value,
+        "verdict": row.pays,
+        "why": row.remarks,
+    }
 
 
 @lru_cache(maxsize=4096)  # most texts stand in every row of their case
@@ -106,12 +129,21 @@ def _about(record: Record, reference: str) -> TidyRow:
 def _row(metric: Metric) -> TidyRow:
     kind, role = metric.about or (None, None)
     row: TidyRow = {
-        "phase": metric.phase, "kind": kind, "role": role, "metric": metric.name, "unit": metric.unit,
-        "median_in_unit": metric.value, "best_in_unit": metric.best, "n_rounds": metric.rounds,
-        "n_samples": metric.count, "provenance": metric.provenance and metric.provenance.value,
-        "verdict": metric.verdict, "labels": " ".join(metric.labels), "why": metric.why,
+        "phase": metric.phase,
+        "kind": kind,
+        "role": role,
+        "metric": metric.name,
+        "unit": metric.unit,
+        "median_in_unit": metric.value,
+        "best_in_unit": metric.best,
+        "n_rounds": metric.rounds,
+        "n_samples": metric.count,
+        "provenance": metric.provenance and metric.provenance.value,
+        "verdict": metric.verdict,
+        "labels": " ".join(metric.labels),
+        "why": metric.why,
         "energy_source": metric.source,
-    }  # fmt: skip
+    }
     if metric.bounds is not None:
         row["low_in_unit"], row["high_in_unit"] = metric.bounds
     if metric.energy is not None:

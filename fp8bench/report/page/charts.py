@@ -50,9 +50,14 @@ def _points(chart: AnyChart) -> int:
 
 
 def stacked(
-    name: str, title: str, description: str, axis: ChartAxis, share: str, parts: Mapping[str, str],
+    name: str,
+    title: str,
+    description: str,
+    axis: ChartAxis,
+    share: str,
+    parts: Mapping[str, str],
     rows: Sequence[tuple[str, float, Mapping[str, float]]],
-) -> Stacks:  # fmt: skip
+) -> Stacks:
     """Bars of (label, whole, its parts); `parts` are all possible ones, in order, with their words.
 
     If wholes are far apart, bars are shares, with the whole in the label.

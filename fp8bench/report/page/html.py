@@ -241,14 +241,21 @@ def index_page(reports: Iterable[ListedReport], left_out: int = 0) -> Page:
 
     cols: list[Col[ListedReport]] = [
         Col("began (UTC)", lambda report: report.when or units.NONE),
-        Col("report", lambda report: Field(
-            report.card.title, hint=report.card.command, link=f"{quote(report.folder)}/report.html"
-        )),
+        Col(
+            "report",
+            lambda report: Field(
+                report.card.title, hint=report.card.command, link=f"{quote(report.folder)}/report.html"
+            ),
+        ),
         Col("of", lambda report: report.card.kind),
-        Col("answer", lambda report: ", ".join(
-            f"{answer.about} {answer.word}".strip() for answer in report.card.answers) or units.NONE),
+        Col(
+            "answer",
+            lambda report: (
+                ", ".join(f"{answer.about} {answer.word}".strip() for answer in report.card.answers) or units.NONE
+            ),
+        ),
         Col("where", lambda report: report.card.subtitle.partition(" UTC, ")[2] or report.card.subtitle),
-    ]  # fmt: skip
+    ]
     shown = table("reports", many(len(listed), "report"), cols, listed, main=True, kept={"began (UTC)", "report"})
     older = [Text(f"{many(left_out, 'older report')} in the same folder: not listed.", Tone.DOUBT)] if left_out else []
     return Page("Reports", "", (Part("reports", "All reports, newest first", (shown, *older)),), kind="index")

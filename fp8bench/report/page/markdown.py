@@ -31,8 +31,11 @@ _LEAST_CUT = 5
 _REST = "<details><summary>The rest of the report</summary>"
 # The most rows of a chart's numbers.
 _MOST_NUMBERS = 25
-_SIGNS = {Tone.GOOD: "\N{BLACK UP-POINTING TRIANGLE} ", Tone.BAD: "\N{BLACK DOWN-POINTING TRIANGLE} ",
-          Tone.DOUBT: "\N{WHITE CIRCLE} "}  # fmt: skip
+_SIGNS = {
+    Tone.GOOD: "\N{BLACK UP-POINTING TRIANGLE} ",
+    Tone.BAD: "\N{BLACK DOWN-POINTING TRIANGLE} ",
+    Tone.DOUBT: "\N{WHITE CIRCLE} ",
+}
 _SPACES = re.compile(r"\s+")
 # Signs that are marks wherever they stand; an underscore within a word is none.
 _MARKS = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")

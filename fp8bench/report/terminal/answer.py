@@ -176,9 +176,13 @@ def device_state(panel: Panel, run: Run) -> Iterator[Text]:
 
 def _asked(panel: Panel) -> Iterator[Part]:
     tables = (
-        *sustained(panel), *energy_of_phases(panel), *other_tables(panel), *capacity(panel),
-        *break_even_table(panel, swept(panel)), *([sent] if (sent := wire(panel)).rows else []),
-    )  # fmt: skip
+        *sustained(panel),
+        *energy_of_phases(panel),
+        *other_tables(panel),
+        *capacity(panel),
+        *break_even_table(panel, swept(panel)),
+        *([sent] if (sent := wire(panel)).rows else []),
+    )
     if tables:
         yield Part("asked", "", tables)
 

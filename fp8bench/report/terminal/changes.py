@@ -91,16 +91,26 @@ def _what_to_do(change: Change, options: str) -> Iterator[Element]:
 def value_of(search: Found) -> dict[str, object]:
     changes = [
         {
-            "series": change.trend.name, "machine": change.trend.machine["machine"], "python": change.trend.python,
-            "version": change.version, **encode(change.comparison), "first": change.first, "commits": change.commits,
-            "unmeasured": change.unmeasured, "state": change.state.value, "ack": encode(change.ack),
+            "series": change.trend.name,
+            "machine": change.trend.machine["machine"],
+            "python": change.trend.python,
+            "version": change.version,
+            **encode(change.comparison),
+            "first": change.first,
+            "commits": change.commits,
+            "unmeasured": change.unmeasured,
+            "state": change.state.value,
+            "ack": encode(change.ack),
         }
         for change in search.changes
-    ]  # fmt: skip
+    ]
     return {
-        "schema": SCHEMA, "looked_at": search.looked_at, "counted": search.counted, "left": dict(search.left),
+        "schema": SCHEMA,
+        "looked_at": search.looked_at,
+        "counted": search.counted,
+        "left": dict(search.left),
         "changes": changes,
-    }  # fmt: skip
+    }
 
 
 def _counted(search: Found) -> str:

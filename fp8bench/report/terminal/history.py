@@ -55,11 +55,12 @@ def trends_page(
     """
     counts = f"{count_of(len(endings), 'series', 'series')}, {count_of(runs, 'run')} of {count_of(commits, 'commit')}"
     cols: list[Col[Ending]] = [
-        Col("series", lambda ending: ending.trend.name), Col("points", lambda ending: str(ending.points), number=True),
+        Col("series", lambda ending: ending.trend.name),
+        Col("points", lambda ending: str(ending.points), number=True),
         Col("last", lambda ending: ending.last.commit[:8]),
         Col("value", lambda ending: _shown(ending.trend, ending.last), number=True),
         Col("change", lambda ending: _change(ending.last, ending.before), number=True),
-    ]  # fmt: skip
+    ]
     parts = []
     for _, alike in itertools.groupby(
         endings, key=lambda ending: (ending.trend.machine.get("machine"), ending.trend.python)
@@ -75,10 +76,16 @@ def trends_page(
 def trend_page(trends: Sequence[Trend], description: str) -> Page:
     """One series, commit by commit, on every machine and interpreter."""
     columns = (
-        Column("conditions", shared=True), Column("date (UTC)"), Column("commit"), Column("runs", number=True),
-        Column("samples", number=True), Column("median", number=True), Column("99% interval"),
-        Column("change", number=True), Column("why", below=True),
-    )  # fmt: skip
+        Column("conditions", shared=True),
+        Column("date (UTC)"),
+        Column("commit"),
+        Column("runs", number=True),
+        Column("samples", number=True),
+        Column("median", number=True),
+        Column("99% interval"),
+        Column("change", number=True),
+        Column("why", below=True),
+    )
     parts = [
         Part("trend", "", (Table("trend", where(trend), columns, tuple(_figure_rows(trend))),)) for trend in trends
     ]
@@ -93,26 +100,41 @@ def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ..
     by_status = Counter(record.status for record in run.records)
     below = "" if run.finished else _unfinished(run, being_written) + ("" if being_written else options)
     words = (
-        run.id, run.started[:19].replace("T", " ") or units.NONE, commit + mark, run.origin, run.request.suite,
+        run.id,
+        run.started[:19].replace("T", " ") or units.NONE,
+        commit + mark,
+        run.origin,
+        run.request.suite,
         *(str(by_status[status]) for status in (Status.OK, Status.SKIPPED, Status.FAILED)),
-        str(run.environment.get("machine") or units.NONE), below,
-    )  # fmt: skip
+        str(run.environment.get("machine") or units.NONE),
+        below,
+    )
     return tuple(map(Field, words))
 
 
 def runs_page(
-    rows: Sequence[tuple[Field, ...]], store: str, left: Mapping[str, int], options: str = "",
+    rows: Sequence[tuple[Field, ...]],
+    store: str,
+    left: Mapping[str, int],
+    options: str = "",
     kept: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> Page:  # fmt: skip
+) -> Page:
     """The runs in the order given, and lines on other kept things, by kind.
 
     `options` are those with which a command finds the same store.
     """
     columns = (
-        Column("run"), Column("started (UTC)"), Column("commit"), Column("by"), Column("suite"),
-        Column("ok", number=True), Column("skipped", number=True), Column("failed", number=True), Column("machine"),
+        Column("run"),
+        Column("started (UTC)"),
+        Column("commit"),
+        Column("by"),
+        Column("suite"),
+        Column("ok", number=True),
+        Column("skipped", number=True),
+        Column("failed", number=True),
+        Column("machine"),
         Column("why", below=True),
-    )  # fmt: skip
+    )
     parts = [Part("runs", "", (Table("runs", "", columns, tuple(rows)),))] if rows else []
     for kind, lines in kept.items():
         parts += list_of(f"{kind}s", f"{kind}s (UTC), newest first", lines)
@@ -192,10 +214,16 @@ def _figure_rows(trend: Trend) -> Iterable[tuple[Field, ...]]:
         ends = ", ".join(value(trend, end, _CLOSE) for end in (figure.low, figure.high))
         told = before is not None and (before.version, before.source) == (figure.version, figure.source)
         cells = (
-            conditions, units.moment(figure.date), figure.commit[:8], str(figure.runs), str(figure.samples),
-            _shown(trend, figure, _CLOSE), units.NONE if figure.low is None else f"[{ends}]",
-            _change(figure, before) if told else units.NONE, "\n".join(below),
-        )  # fmt: skip
+            conditions,
+            units.moment(figure.date),
+            figure.commit[:8],
+            str(figure.runs),
+            str(figure.samples),
+            _shown(trend, figure, _CLOSE),
+            units.NONE if figure.low is None else f"[{ends}]",
+            _change(figure, before) if told else units.NONE,
+            "\n".join(below),
+        )
         yield tuple(map(Field, cells))
         before = figure if figure.value is not None else before
 

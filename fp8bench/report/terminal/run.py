@@ -208,13 +208,15 @@ def _legend(panels: Sequence[Panel], name: str = "answer") -> list[str]:
 
 
 def _of_numbers(panels: Sequence[Panel]) -> list[str]:
-    return sorted({
-        f"{measurement.metric}: {measurement.description}"
-        for panel in panels
-        for result in panel.results
-        for measurement in result.record.measurements
-        if measurement.description and measurement.metric not in _told_elsewhere(panel)
-    })  # fmt: skip
+    return sorted(
+        {
+            f"{measurement.metric}: {measurement.description}"
+            for panel in panels
+            for result in panel.results
+            for measurement in result.record.measurements
+            if measurement.description and measurement.metric not in _told_elsewhere(panel)
+        }
+    )
 
 
 def _told_elsewhere(panel: Panel) -> tuple[str, ...]:
@@ -257,11 +259,15 @@ def _overview(panels: Sequence[Sequence[Group]]) -> Part:
         Col("on", lambda groups: groups[0].cases[0].case.device),
         Col("groups", len, number=True, show=str),
         Col("cases", lambda groups: sum(case.runs for group in groups for case in group.cases), number=True, show=str),
-        Col("skipped", lambda groups: sum(not case.runs for group in groups for case in group.cases) or None,
-            number=True, show=str),
+        Col(
+            "skipped",
+            lambda groups: sum(not case.runs for group in groups for case in group.cases) or None,
+            number=True,
+            show=str,
+        ),
         Col("native", lambda groups: _modes(groups, Level.NATIVE)),
         Col("emulated", lambda groups: _modes(groups, Level.EMULATED)),
-    ]  # fmt: skip
+    ]
     return Part(
         "overview",
         "what would be measured",
@@ -283,8 +289,11 @@ def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Pa
     places = [show_params(pair for pair in group.cases[0].case.params if pair not in shared) for group in groups]
     lines = []  # 'one group: fp32 (reference), bf16; skip nvfp4'
     for group, place in zip(groups, places, strict=True):
-        names = [case.case.mode + " (reference)" * (number == group.reference)
-                 for number, case in enumerate(group.cases) if case.runs]  # fmt: skip
+        names = [
+            case.case.mode + " (reference)" * (number == group.reference)
+            for number, case in enumerate(group.cases)
+            if case.runs
+        ]
         skips = ", ".join(case.case.mode for case in group.cases if not case.runs)
         said = "; ".join(filter(None, (", ".join(names), f"skip {skips}" if skips else "")))
         lines.append(f"{place or 'one group'}: {said}")
@@ -308,7 +317,8 @@ def _support_table(groups: Sequence[Group]) -> Table:
         (case.case.mode, case.support) for case in cases if case.runs or case.case.mode not in running
     )
     cols: list[Col[tuple[str, Support]]] = [
-        Col("case", lambda row: row[0]), Col("how", lambda row: row[1].level.value),
+        Col("case", lambda row: row[0]),
+        Col("how", lambda row: row[1].level.value),
         Col("why", lambda row: row[1].reason),
-    ]  # fmt: skip
+    ]
     return table("support", "", cols, modes)

@@ -107,9 +107,19 @@ def _why_no_speed(results: Sequence[Result]) -> str:
 
 
 VERDICT_COLUMNS = (
-    "suite", "setting", "dtype", "reference", "verdict", "speed_up", "low", "high", "error", "memory", "energy",
+    "suite",
+    "setting",
+    "dtype",
+    "reference",
+    "verdict",
+    "speed_up",
+    "low",
+    "high",
+    "error",
+    "memory",
+    "energy",
     "reason",
-)  # fmt: skip
+)
 
 
 def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, ...]]:
@@ -122,9 +132,17 @@ def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, 
             bounds = (speed.point, speed.low, speed.high) if speed is not None else (None, None, None)
             ratio = ratio_against(result, case.group.lead)
             yield (
-                case.suite, case.place, result.mode, panel.reference, verdict_word(result), *bounds, case.error,
-                share_of(case.group, result), ratio.point if ratio is not None else None, describe_reason(case),
-            )  # fmt: skip
+                case.suite,
+                case.place,
+                result.mode,
+                panel.reference,
+                verdict_word(result),
+                *bounds,
+                case.error,
+                share_of(case.group, result),
+                ratio.point if ratio is not None else None,
+                describe_reason(case),
+            )
 
 
 def verdict_word(result: Result) -> str:

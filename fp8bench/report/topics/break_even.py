@@ -35,11 +35,17 @@ def break_even_table(panel: Panel, sweeps: Sequence[Swept], title: str = "") -> 
         return f"{row[0].axis} = {units.whole(sizes[0])} to {units.whole(sizes[-1])}, {len(sizes)} sizes"
 
     cols: list[Col[tuple[Sweep, SweptMode]]] = [
-        Col("", place, shared=True), Col("case", lambda row: row[1].mode), Col("against", lambda row: row[1].against),
-        Col("pays", lambda row: pays(row[0].axis, row[1].found) if row[1].found else None,
-            tone=lambda row: Tone.DOUBT if row[1].found is None or row[1].doubted else Tone.PLAIN),
-        Col("measured", measured), Col("remarks", lambda row: "; ".join(remarks(row[1])), below=True),
-    ]  # fmt: skip
+        Col("", place, shared=True),
+        Col("case", lambda row: row[1].mode),
+        Col("against", lambda row: row[1].against),
+        Col(
+            "pays",
+            lambda row: pays(row[0].axis, row[1].found) if row[1].found else None,
+            tone=lambda row: Tone.DOUBT if row[1].found is None or row[1].doubted else Tone.PLAIN,
+        ),
+        Col("measured", measured),
+        Col("remarks", lambda row: "; ".join(remarks(row[1])), below=True),
+    ]
     if rows := [(sweep, mode) for sweep, modes in sweeps for mode in modes]:
         yield table("break-even", f"{title}from where on it pays", cols, rows)
 

@@ -147,8 +147,11 @@ def energy(panel: Panel) -> Iterator[Table]:
     caption = f"energy of a step, by {SOURCES.get(sources[0], sources[0])}"
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
-    rows = [(case, figures, ratio_against(case.result, case.group.lead))
-            for case in panel.members if (figures := figures_of(case.result)) is not None]  # fmt: skip
+    rows = [
+        (case, figures, ratio_against(case.result, case.group.lead))
+        for case in panel.members
+        if (figures := figures_of(case.result)) is not None
+    ]
     first = {name for _, figures, _ in rows for name, _ in figures.per[:1]}
 
     def of(spec: str, heading: str) -> Col[_EnergyRow]:
@@ -167,16 +170,25 @@ def energy(panel: Panel) -> Iterator[Table]:
         return row[0].figures[specs.POWER].shown + f" of {limits}" * bool(limits)
 
     cols: list[Col[_EnergyRow]] = [
-        Col("group", lambda row: row[0].place, shared=True), Col("case", lambda row: row[0].result.mode),
-        of(ENERGY, "per step"), Col(f"vs {panel.reference or 'reference'}", demand, tone=tone),
-        Col("", lambda row: show_ratio(row[2]) if row[2] else "", tone=tone), of(specs.ENERGY_NET, "net/step"),
+        Col("group", lambda row: row[0].place, shared=True),
+        Col("case", lambda row: row[0].result.mode),
+        of(ENERGY, "per step"),
+        Col(f"vs {panel.reference or 'reference'}", demand, tone=tone),
+        Col("", lambda row: show_ratio(row[2]) if row[2] else "", tone=tone),
+        of(specs.ENERGY_NET, "net/step"),
         *(of(spec, spec.heading) for spec, _ in ENERGY_PER.values() if spec in first),
-        Col("power", power, number=True), of(specs.IDLE_POWER, "idle"),
-        Col("windows", lambda row: f"{len(row[1].windows)}" + (
-            "" if row[1].uncertainty is None else f" (+-{units.percent(row[1].uncertainty)})")),
+        Col("power", power, number=True),
+        of(specs.IDLE_POWER, "idle"),
+        Col(
+            "windows",
+            lambda row: (
+                f"{len(row[1].windows)}"
+                + ("" if row[1].uncertainty is None else f" (+-{units.percent(row[1].uncertainty)})")
+            ),
+        ),
         Col("clock", lambda row: row[1].sm_clock, number=True, show=partial(units.count, unit="Hz")),
         Col("source", lambda row: row[1].source, when=len(sources) > 1),
-    ]  # fmt: skip
+    ]
     yield with_figures(table("energy", caption, cols, rows), (row[0] for row in rows))
 
 
@@ -193,7 +205,7 @@ def energy_of_phases(panel: Panel) -> Iterator[Table]:
     cols: list[Col[tuple[ResultGroup, Result, dict[str, PhaseJoules]]]] = [
         *case_cols(),
         *(Col(PHASE_TITLES[name], partial(_of_phase, name=name), number=True) for name in names),
-    ]  # fmt: skip
+    ]
     yield table(
         "phase-energy",
         "joules per step of each phase by itself; (estimated) by share of time, or as what is left",

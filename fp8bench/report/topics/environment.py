@@ -64,17 +64,24 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("load at start", _with(fact(run, "load_1min"), "mean of ", "1 minute" if fact(run, "load_1min") else "")),
         ("commit", fact(run, "commit") + (_DIRTY if commit_of(run).endswith(_DIRTY) else "")),
         ("started", when(run)),
-        ("timed", f"{units.clock(seconds)} inside timed slots"
-         if (seconds := sum(slot.wall_seconds for timing in _timings(run.records) for slot in timing.slots)) else ""),
+        (
+            "timed",
+            f"{units.clock(seconds)} inside timed slots"
+            if (seconds := sum(slot.wall_seconds for timing in _timings(run.records) for slot in timing.slots))
+            else "",
+        ),
         ("cases", counts(run)),
         ("fp8bench", fact(run, "fp8bench")),
         ("numpy", fact(run, "numpy")),
         ("seed", str(run.request.seed) if run.started else ""),  # a header that is lost took the request with it
         ("code of --import", f"sha256 {imports}" if (imports := fact(run, "imports_sha256")) else ""),
-        *((name.removeprefix(_VARIABLE), str(value)) for name, value in sorted(run.environment.facts.items())
-          if name.startswith(_VARIABLE)),
+        *(
+            (name.removeprefix(_VARIABLE), str(value))
+            for name, value in sorted(run.environment.facts.items())
+            if name.startswith(_VARIABLE)
+        ),
         ("samples", run.path or "this run was not stored"),
-    ]  # fmt: skip
+    ]
     return ((name, text) for name, text in pairs if text)
 
 

@@ -143,18 +143,32 @@ def memory(panel: Panel) -> Iterator[Table]:
 
     cols: list[Col[_Row]] = [
         Col("group", lambda row: row[0].place, shared=True),
-        Col("case", lambda row: marked_emulated(row[0].result, row[0].result.mode)[0],
-            tone=lambda row: cost_tone(row[0].result)),
+        Col(
+            "case",
+            lambda row: marked_emulated(row[0].result, row[0].result.mode)[0],
+            tone=lambda row: cost_tone(row[0].result),
+        ),
         Col("peak", lambda row: peak_of(row[0].result), number=True, show=shown),
         Col(f"vs {panel.reference or 'reference'}", lambda row: share_of(*row[0]), number=True, unit="x"),
-        Col("on a device", lambda row: device_words(*row[0]) or None, number=True,
-            hint=DEVICE_PEAK_MEMORY.description, when=derived),
-        *(Col(MEMORY_TITLES[role], partial(_figure, name=memory_of_role(role)), number=True, show=shown)
-          for role in MemoryRole if role in present),
-        Col("in", lambda row: PHASE_TITLES.get(phase := next(iter(highest_in(row[1])), units.NONE), phase),
-            hint="the phase of the highest point"),
+        Col(
+            "on a device",
+            lambda row: device_words(*row[0]) or None,
+            number=True,
+            hint=DEVICE_PEAK_MEMORY.description,
+            when=derived,
+        ),
+        *(
+            Col(MEMORY_TITLES[role], partial(_figure, name=memory_of_role(role)), number=True, show=shown)
+            for role in MemoryRole
+            if role in present
+        ),
+        Col(
+            "in",
+            lambda row: PHASE_TITLES.get(phase := next(iter(highest_in(row[1])), units.NONE), phase),
+            hint="the phase of the highest point",
+        ),
         *(replace(figure_col(spec, partial(_figure, name=spec)), show=shown) for spec in counters_of(panel.members)),
-    ]  # fmt: skip
+    ]
     yield table("memory", f"memory at the highest point of a step, in {unit}", cols, uses)
 
 
@@ -174,17 +188,27 @@ def capacity(panel: Panel) -> Iterator[Element]:
         return Field(word if share is None else units.speed_up(share), share, cost_tone(own))
 
     cols: list[Col[tuple[ResultGroup, Result, Capacity]]] = [
-        Col("group", lambda row: show_params(
-            pair for pair in row[0].case.params if pair not in panel.shared and pair[0] != row[2].axis), shared=True),
+        Col(
+            "group",
+            lambda row: show_params(
+                pair for pair in row[0].case.params if pair not in panel.shared and pair[0] != row[2].axis
+            ),
+            shared=True,
+        ),
         Col("case", lambda row: row[1].mode, tone=lambda row: cost_tone(row[1])),
         Col("largest", lambda row: Field(show_batch(row[2]), row[2].batch, cost_tone(row[1])), number=True),
         Col(f"vs {panel.reference or 'reference'}", against),
-        Col(DEVICE_MAX_BATCH.heading, lambda row: device_batch(*row[:2]) or None, number=True,
-            hint=DEVICE_MAX_BATCH.description, when=any(row[2].on_device for row in searches)),
+        Col(
+            DEVICE_MAX_BATCH.heading,
+            lambda row: device_batch(*row[:2]) or None,
+            number=True,
+            hint=DEVICE_MAX_BATCH.description,
+            when=any(row[2].on_device for row in searches),
+        ),
         Col(MAX_BATCH_TOKENS.heading, lambda row: row[2].tokens or None, number=True, show=MAX_BATCH_TOKENS.shown),
         Col(MAX_BATCH_MEMORY.heading, lambda row: row[2].peak, number=True, unit="B"),
         Col("does not fit", lambda row: why_no_larger(row[2])),
-    ]  # fmt: skip
+    ]
     shown = table(
         "capacity", batch_title(searches[0][2]), cols, searches, kept={col.heading for col in cols} - {"group"}
     )
@@ -219,8 +243,11 @@ def memory_section(material: Material) -> Iterator[Element]:
             yield replace(made, name=f"memory-of-{panel.case.workload}", caption=f"{title}: {made.caption}")
     for place, (title, panel) in enumerate(titled_panels(material)):
         for element in capacity(panel):
-            yield replace(element, name=f"capacity-{panel.case.workload}-{place}", caption=f"{title}: {element.caption}"
-                          ) if isinstance(element, Table) else element  # fmt: skip
+            yield (
+                replace(element, name=f"capacity-{panel.case.workload}-{place}", caption=f"{title}: {element.caption}")
+                if isinstance(element, Table)
+                else element
+            )
 
 
 def _parts(case: NamedCase) -> dict[str, float]:

@@ -146,12 +146,21 @@ def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measureme
     )
     cols: list[Col[tuple[str, dict[str, list[Measurement]]]]] = [
         Col("precision", lambda row: Field(row[0], hint=_summary(row[0]))),
-        Col("how", lambda row: Field(supports[row[0]].level.value, hint=supports[row[0]].reason),
-            hint="native, or emulated in software"),
-        *(Col(metric, partial(_field, metric=metric), number=True,
-              hint=next((member.description for member in members if member.description), ""))
-          for metric, members in by_metric.items()),
-    ]  # fmt: skip
+        Col(
+            "how",
+            lambda row: Field(supports[row[0]].level.value, hint=supports[row[0]].reason),
+            hint="native, or emulated in software",
+        ),
+        *(
+            Col(
+                metric,
+                partial(_field, metric=metric),
+                number=True,
+                hint=next((member.description for member in members if member.description), ""),
+            )
+            for metric, members in by_metric.items()
+        ),
+    ]
     some = f", the smallest and the largest of {len(panel.groups)} groups" if len(panel.groups) > 1 else ""
     return table(f"errors-of-{panel.case.workload}", f"{title}: errors by precision{some}", cols, by_mode.items())
 
@@ -250,13 +259,22 @@ def by_step(panel: Panel) -> Iterator[Element]:
 
 def _steps_table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:
     cols: list[Col[SamplerStep]] = [
-        Col("group", lambda row: row.case.place, shared=True), Col("case", lambda row: row.case.result.mode),
+        Col("group", lambda row: row.case.place, shared=True),
+        Col("case", lambda row: row.case.result.mode),
         Col("step", lambda row: row.number, number=True, show=units.whole),
         # An emulation's time must not be read as a speed.
         Col("time", lambda row: f"{'emulated ' * emulated(row.case.result)}{units.seconds(row.seconds)}", number=True),
-        *(Col(heading, partial(lambda name, row: row.errors.get(name), name), number=True, show=units.relative_error,
-              hint=hint) for name, (heading, hint) in _ERROR_KINDS.items()),
-    ]  # fmt: skip
+        *(
+            Col(
+                heading,
+                partial(lambda name, row: row.errors.get(name), name),
+                number=True,
+                show=units.relative_error,
+                hint=hint,
+            )
+            for name, (heading, hint) in _ERROR_KINDS.items()
+        ),
+    ]
     return table(f"by-step-of-{panel.case.workload}", "step by step of the sampler", cols, rows)
 
 

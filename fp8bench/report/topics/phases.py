@@ -53,7 +53,7 @@ def phases_table(panel: Panel, brief: bool = False) -> Iterator[Table]:
         # An emulation's time must not be read as a speed.
         Col("total", lambda row: f"{Level.EMULATED} " * emulated(row[1]) + units.seconds(row[1].best), number=True),
         *(Col(PHASE_TITLES.get(name, name), partial(_share, name=name), number=True) for name in names),
-    ]  # fmt: skip
+    ]
     yield table("phases", "" if brief else "time of a step", cols, measured)
 
 
@@ -242,9 +242,15 @@ def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
         Col(mode, lambda row: row.seconds or None, number=True, unit="s"),
         Col("saved", lambda row: row.saved, number=True, show=_signed, unit="s", tone=lambda row: row.tone),
         Col("interval", lambda row: row.show_interval(), hint="99% for all phases together", number=True),
-        Col("speed-up", lambda row: ratio(row.reference_seconds, row.seconds), number=True, show=units.speed_up,
-            unit="x", hint="the reference's time over this, above 1x is faster"),
-    ]  # fmt: skip
+        Col(
+            "speed-up",
+            lambda row: ratio(row.reference_seconds, row.seconds),
+            number=True,
+            show=units.speed_up,
+            unit="x",
+            hint="the reference's time over this, above 1x is faster",
+        ),
+    ]
     labels = f"; labelled {', '.join(finding.labels)}" if finding.doubtful else ""
     name = f"gains-{case.result.record.case.workload}-{mode}"
     return table(name, f"{title} {case.name} against {panel.reference}{labels}", cols, rows)

@@ -92,17 +92,42 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
 def _efficiencies(panel: Panel) -> Table:
     cols: list[Col[tuple[ResultGroup, Result, RankScaling, Efficiency]]] = [
         *case_cols(""),
-        Col("one rank", lambda row: _middle(row[2].whole), number=True, unit="s",
-            hint="a step of the whole batch by one rank, the others waiting"),
-        Col("its share", lambda row: _middle(row[2].share), number=True, unit="s",
-            hint="a step of one rank's share of the batch by one rank"),
-        Col("together", lambda row: _middle(row[2].together), number=True, unit="s",
-            hint="a step of the whole batch by all ranks"),
-        Col("strong", lambda row: _interval(row[3].strong, units.percent, 100, cost_tone(row[1])), number=True,
-            unit="%", hint="one rank over ranks times together; between: what rounds leave"),
-        Col("weak", lambda row: _interval(row[3].weak, units.percent, 100, cost_tone(row[1])), number=True, unit="%",
-            hint="its share over together; between: what rounds leave"),
-    ]  # fmt: skip
+        Col(
+            "one rank",
+            lambda row: _middle(row[2].whole),
+            number=True,
+            unit="s",
+            hint="a step of the whole batch by one rank, the others waiting",
+        ),
+        Col(
+            "its share",
+            lambda row: _middle(row[2].share),
+            number=True,
+            unit="s",
+            hint="a step of one rank's share of the batch by one rank",
+        ),
+        Col(
+            "together",
+            lambda row: _middle(row[2].together),
+            number=True,
+            unit="s",
+            hint="a step of the whole batch by all ranks",
+        ),
+        Col(
+            "strong",
+            lambda row: _interval(row[3].strong, units.percent, 100, cost_tone(row[1])),
+            number=True,
+            unit="%",
+            hint="one rank over ranks times together; between: what rounds leave",
+        ),
+        Col(
+            "weak",
+            lambda row: _interval(row[3].weak, units.percent, 100, cost_tone(row[1])),
+            number=True,
+            unit="%",
+            hint="its share over together; between: what rounds leave",
+        ),
+    ]
     known = panel.known(lambda result: result.record.scaling)
     rows = [(*case, gain) for case in known if (gain := efficiency(case[1].record)) is not None]
     return table("scaling", f"scaling efficiency of {panel.case.ranks} ranks", cols, rows)
@@ -111,16 +136,34 @@ def _efficiencies(panel: Panel) -> Table:
 def _sent(panel: Panel) -> Table:
     cols: list[Col[tuple[ResultGroup, Result, Sequence[Sent]]]] = [
         *case_cols(""),
-        Col("operation", lambda row: row[2][0].operation.replace("_", "-")), Col("dtype", lambda row: row[2][0].dtype),
-        Col("calls", lambda row: max(row[2], key=attrgetter("bytes")).calls, number=True, show=str,
-            hint="of the rank that sends most by it"),
-        Col("most", lambda row: max(sent.bytes for sent in row[2]), number=True, unit="B",
-            hint="by the rank that sends most; of a collective a ring's share"),
-        Col("least", lambda row: min(sent.bytes for sent in row[2]) if len(row[2]) == panel.case.ranks else 0.0,
-            number=True, unit="B", hint="by the rank that sends least"),
-    ]  # fmt: skip
-    sent = ((*case, together(((message.operation, message.dtype), message) for message in case[1].record.sent))
-            for case in panel.members)  # fmt: skip
+        Col("operation", lambda row: row[2][0].operation.replace("_", "-")),
+        Col("dtype", lambda row: row[2][0].dtype),
+        Col(
+            "calls",
+            lambda row: max(row[2], key=attrgetter("bytes")).calls,
+            number=True,
+            show=str,
+            hint="of the rank that sends most by it",
+        ),
+        Col(
+            "most",
+            lambda row: max(sent.bytes for sent in row[2]),
+            number=True,
+            unit="B",
+            hint="by the rank that sends most; of a collective a ring's share",
+        ),
+        Col(
+            "least",
+            lambda row: min(sent.bytes for sent in row[2]) if len(row[2]) == panel.case.ranks else 0.0,
+            number=True,
+            unit="B",
+            hint="by the rank that sends least",
+        ),
+    ]
+    sent = (
+        (*case, together(((message.operation, message.dtype), message) for message in case[1].record.sent))
+        for case in panel.members
+    )
     rows = [(group, result, each) for group, result, known in sent for each in known.values()]
     return table("sent", "what a rank sends in a step, counted", cols, rows)
 
@@ -128,14 +171,24 @@ def _sent(panel: Panel) -> Table:
 def _times(panel: Panel) -> Table:
     cols: list[Col[tuple[ResultGroup, Result, Timing, Sequence[RankTimes]]]] = [
         *case_cols(""),
-        Col("slowest", lambda row: max(arm.step for arm in row[3]), number=True, unit="s",
-            hint="median of the rank that was slowest on the whole"),
+        Col(
+            "slowest",
+            lambda row: max(arm.step for arm in row[3]),
+            number=True,
+            unit="s",
+            hint="median of the rank that was slowest on the whole",
+        ),
         Col("fastest", lambda row: min(arm.step for arm in row[3]), number=True, unit="s"),
         figure_col(specs.RANK_SKEW, lambda row: (skew(row[2]) or 0.0) * 100),
         figure_col(specs.COMMUNICATION, lambda row: true_communication(row[2])),
-        Col("waiting", lambda row: None if true_communication(row[2]) is None else max(arm.waiting for arm in row[3]),
-            number=True, unit="s", hint="of the rank that waits most"),
-    ]  # fmt: skip
+        Col(
+            "waiting",
+            lambda row: None if true_communication(row[2]) is None else max(arm.waiting for arm in row[3]),
+            number=True,
+            unit="s",
+            hint="of the rank that waits most",
+        ),
+    ]
     timed = panel.known(lambda result: result.record.timing)
     rows = [(*case, times) for case in timed if (times := rank_times(case[2]))]
     return table("ranks", f"{panel.case.ranks} ranks", cols, rows)
@@ -145,14 +198,24 @@ def wire(panel: Panel) -> Table:
     errors = (("SQNR", _SQNR, "dB"), ("saturated", "saturated_ppm", "ppm"), ("flushed", "flushed_percent", "%"))
     cols: list[Col[tuple[ResultGroup, Result, Transfer, Figures]]] = [
         *case_cols(""),
-        figure_col(specs.WIRE_BYTES, lambda row: Field(
-            units.size(row[2].wire), row[2].wire, hint="counted" if row[2].counted else "a ring's share")),
+        figure_col(
+            specs.WIRE_BYTES,
+            lambda row: Field(
+                units.size(row[2].wire), row[2].wire, hint="counted" if row[2].counted else "a ring's share"
+            ),
+        ),
         figure_col(specs.LOGICAL_BYTES, lambda row: row[2].logical),
-        *(figure_col(spec, partial(lambda spec, row: Field(
-            row[3][spec].shown, row[3][spec].value, cost_tone(row[1])), spec)) for spec in _RATES),
-        *(Col(heading, partial(lambda name, row: row[3][name].value, name), number=True, unit=unit)
-          for heading, name, unit in errors),
-    ]  # fmt: skip
+        *(
+            figure_col(
+                spec, partial(lambda spec, row: Field(row[3][spec].shown, row[3][spec].value, cost_tone(row[1])), spec)
+            )
+            for spec in _RATES
+        ),
+        *(
+            Col(heading, partial(lambda name, row: row[3][name].value, name), number=True, unit=unit)
+            for heading, name, unit in errors
+        ),
+    ]
     rows = [(*case, Figures(*case[:2])) for case in panel.known(lambda result: result.record.transfer)]
     return table("wire", "bytes on the wire beside the error", cols, rows)
 
@@ -244,12 +307,17 @@ def _overlaps(panel: Panel) -> Table:
         Col("products", lambda row: _middle(row[2].compute), number=True, unit="s"),
         Col("communication", lambda row: _middle(row[2].communication), number=True, unit="s"),
         Col("both at once", lambda row: _middle(row[2].both), number=True, unit="s"),
-        Col("check sum", lambda row: row[3].check_sum, number=True, show="{:.3f}".format,
+        Col(
+            "check sum",
+            lambda row: row[3].check_sum,
+            number=True,
+            show="{:.3f}".format,
             tone=lambda row: Tone.DOUBT if row[3].exposed is OFF else Tone.PLAIN,
-            hint="both in turn over the sum of both alone"),
+            hint="both in turn over the sum of both alone",
+        ),
         figure_col(specs.EXPOSED, lambda row: _interval(row[3].exposed, units.seconds)),
         figure_col(specs.HIDDEN_COMMUNICATION, lambda row: _interval(row[3].hidden, units.percent, times=100)),
-    ]  # fmt: skip
+    ]
     known = panel.known(lambda result: result.record.overlap)
     rows = [(*case, figures) for case in known if (figures := overlap_of(case[1].record)) is not None]
     return table("overlap", "communication beside products", cols, rows)

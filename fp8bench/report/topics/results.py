@@ -176,10 +176,20 @@ def _answer_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_Sh
     """Yields the answer for each case, in the words of the terminal."""
     yield _name_column(rows, alone)
     yield Col("verdict", _verdict, hint=legend.VERDICT.removeprefix("verdict: "))
-    yield Col("speed-up", _speed, number=True, unit="x",
-              hint="step time of the reference / that of the case: above 1x is faster")  # fmt: skip
-    yield Col("a step", lambda row: row.figure(TIME, best=True), number=True, unit="s",
-              hint=legend.BEST.partition(";")[0].partition(": ")[2])  # fmt: skip
+    yield Col(
+        "speed-up",
+        _speed,
+        number=True,
+        unit="x",
+        hint="step time of the reference / that of the case: above 1x is faster",
+    )
+    yield Col(
+        "a step",
+        lambda row: row.figure(TIME, best=True),
+        number=True,
+        unit="s",
+        hint=legend.BEST.partition(";")[0].partition(": ")[2],
+    )
     yield Col("why, and at what cost", _explain, below=True)
 
 

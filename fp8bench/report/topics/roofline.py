@@ -75,8 +75,11 @@ def sources(results: Sequence[Result]) -> Iterator[str]:
     ceiling = next((result.record.ceiling for result in results if result.record.ceiling is not None), None)
     sheet = datasheet_of(ceiling.device) if ceiling is not None else None
     if ceiling is not None and ceiling.rates:
-        told = [f"{rate_words(rate)} ({units.percent(rate.spread)})" for rate in ceiling.rates
-                if rate.runs and not rate.steady]  # fmt: skip
+        told = [
+            f"{rate_words(rate)} ({units.percent(rate.spread)})"
+            for rate in ceiling.rates
+            if rate.runs and not rate.steady
+        ]
         wide = f"; these are no upper bounds, their runs differ too much: {listed(told)}" if told else ""
         yield f"Ceilings were measured here{wide}."
     if sheet is not None:
@@ -148,18 +151,41 @@ def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Ele
         PRECISION,
         Col("phase", lambda row: phase_words(row[1].count.phase)),
         Col("time", lambda row: row[1].seconds, number=True, unit="s", hint="best case"),
-        Col("FLOP/s", lambda row: row[1].flop_rate, number=True, show=partial(units.count, unit="FLOP/s"),
-            hint="counted FLOPs over the time"),
-        Col("B/s", lambda row: row[1].byte_rate or None, number=True, show=partial(units.count, unit="B/s"),
-            hint="counted bytes over the time: a cache may give more than memory"),
+        Col(
+            "FLOP/s",
+            lambda row: row[1].flop_rate,
+            number=True,
+            show=partial(units.count, unit="FLOP/s"),
+            hint="counted FLOPs over the time",
+        ),
+        Col(
+            "B/s",
+            lambda row: row[1].byte_rate or None,
+            number=True,
+            show=partial(units.count, unit="B/s"),
+            hint="counted bytes over the time: a cache may give more than memory",
+        ),
         Col("FLOP/B", lambda row: row[1].intensity, number=True, show=units.count, hint="FLOPs for each byte"),
-        Col("of ceiling", lambda row: row[1].of_ceiling, number=True, show=partial(units.percent, decimals=0),
-            hint="the least time by what was measured here, over the time"),
-        Col("of datasheet", lambda row: row[1].of_sheet, number=True, show=partial(units.percent, decimals=0),
-            hint="the same by the datasheet"),
-        Col("is", lambda row: bound_words(row[1]) or None,
-            hint="what takes longest of it at the ceilings, if that is half of its time"),
-    ]  # fmt: skip
+        Col(
+            "of ceiling",
+            lambda row: row[1].of_ceiling,
+            number=True,
+            show=partial(units.percent, decimals=0),
+            hint="the least time by what was measured here, over the time",
+        ),
+        Col(
+            "of datasheet",
+            lambda row: row[1].of_sheet,
+            number=True,
+            show=partial(units.percent, decimals=0),
+            hint="the same by the datasheet",
+        ),
+        Col(
+            "is",
+            lambda row: bound_words(row[1]) or None,
+            hint="what takes longest of it at the ceilings, if that is half of its time",
+        ),
+    ]
     rows = ((case.name, [(case, roof) for roof in _roofs(case)]) for case in cases)
     yield from table_of_cases(
         f"roofline-{panel.case.workload}", title, "each phase against the ceilings", cols, rows, "The CSV has them."

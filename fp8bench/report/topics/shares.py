@@ -29,8 +29,18 @@ _LEGEND = (
     "module: its path in the model, and the model's class for what is done between its modules",
 )
 _OF_CSV = (
-    "case", "precision", "kind", "module", "direction", "what", "calls", "share", "seconds", "provenance", "of",
-)  # fmt: skip
+    "case",
+    "precision",
+    "kind",
+    "module",
+    "direction",
+    "what",
+    "calls",
+    "share",
+    "seconds",
+    "provenance",
+    "of",
+)
 
 
 def page_of(run: Run, parts: Sequence[StepShares]) -> Page:
@@ -59,11 +69,14 @@ def tables_of(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]
     by_kind, by_module = ([of(step) for _, step in parts] for of in (attrgetter("by_kind"), attrgetter("by_module")))
     kinds = [*_largest(by_kind), UNATTRIBUTED]
     for name, caption, shares, keys in (
-        ("kind", captions[0], by_kind, kinds), ("module", captions[1], by_module, _largest(by_module)[:MOST_MODULES])
-    ):  # fmt: skip
+        ("kind", captions[0], by_kind, kinds),
+        ("module", captions[1], by_module, _largest(by_module)[:MOST_MODULES]),
+    ):
         cols: list[Col[str]] = [Col(name, lambda key: key)]
-        cols += [Col(title, partial(share, seconds=step.seconds, own=own), number=True)
-                 for (title, step), own in zip(parts, shares, strict=True)]  # fmt: skip
+        cols += [
+            Col(title, partial(share, seconds=step.seconds, own=own), number=True)
+            for (title, step), own in zip(parts, shares, strict=True)
+        ]
         if keys:
             yield table(f"{name}s", caption, cols, keys)
 
@@ -77,23 +90,33 @@ def _largest(shares: Sequence[Mapping[str, float]]) -> list[str]:
 def value_of(parts: Sequence[StepShares]) -> dict[str, object]:
     return {
         "shares": [
-            {"case": part.case.id, "precision": part.case.mode, "why": part.why, "seconds": part.seconds,
-             "of": part.shares.of.value if part.shares is not None else None, "remarks": list(part.remarks),
-             "parts": [encode(row) for row in part.rows]}
+            {
+                "case": part.case.id,
+                "precision": part.case.mode,
+                "why": part.why,
+                "seconds": part.seconds,
+                "of": part.shares.of.value if part.shares is not None else None,
+                "remarks": list(part.remarks),
+                "parts": [encode(row) for row in part.rows],
+            }
             for part in parts
         ]
-    }  # fmt: skip
+    }
 
 
 def rows_of(parts: Sequence[StepShares]) -> Rows:
     """A row for each part of a case, the longest first and the rest last; `seconds` are estimated by shares."""
     return _OF_CSV, [
         {
-            **encode(row), "case": part.case.id, "precision": part.case.mode, "provenance": Provenance.ESTIMATED.value,
+            **encode(row),
+            "case": part.case.id,
+            "precision": part.case.mode,
+            "provenance": Provenance.ESTIMATED.value,
             "of": (part.shares.of if part.shares is not None else SharesFrom.OPERATORS).value,
         }
-        for part in parts for row in part.rows
-    ]  # fmt: skip
+        for part in parts
+        for row in part.rows
+    ]
 
 
 @section("shares", "What a step is made of", 62)
@@ -123,9 +146,12 @@ def _panel(title: str, known: Sequence[tuple[NamedCase, StepShares]]) -> Iterato
 
 
 _KINDS = {
-    "linear": "linear layers", "conv1d": "Conv1D (GPT-2's linear layers)", "conv2d": "convolutions",
-    "experts": "experts (a matrix for each)", "head": "the head",
-}  # fmt: skip
+    "linear": "linear layers",
+    "conv1d": "Conv1D (GPT-2's linear layers)",
+    "conv2d": "convolutions",
+    "experts": "experts (a matrix for each)",
+    "head": "the head",
+}
 _OUTSIDE = "outside of layers"
 
 

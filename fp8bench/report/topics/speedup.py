@@ -33,14 +33,19 @@ def sustained(panel: Panel) -> Iterator[Table]:
         return show_speed(inverse(ratio)) or ("reference" if row[1].record.is_reference else units.NONE)
 
     cols: list[Col[tuple[ResultGroup, Result, Sustained]]] = [
-        *case_cols(), Col("sustained", lambda row: units.seconds(row[2].seconds), number=True),
+        *case_cols(),
+        Col("sustained", lambda row: units.seconds(row[2].seconds), number=True),
         Col("sustained speed-up", speed),
         Col("vs slots", lambda row: units.change(row[2].change), number=True),
         Col("clock", lambda row: units.count(row[2].clock, "Hz"), number=True),
         Col("power", lambda row: units.count(row[2].watts, "W"), number=True),
-        Col("turns", lambda row: f"{row[2].turns}, " + (
-            "cannot be told" if row[2].settled is None else f"{row[2].settled} settled")),
-    ]  # fmt: skip
+        Col(
+            "turns",
+            lambda row: (
+                f"{row[2].turns}, " + ("cannot be told" if row[2].settled is None else f"{row[2].settled} settled")
+            ),
+        ),
+    ]
     yield with_figures(
         table(
             "sustained",
@@ -93,8 +98,15 @@ def _find_cases(material: Material) -> Iterator[_Case]:
         metric = "" if about_tensors(panel) else panel.error
         for group, result in () if about_tensors(panel) else panel.members:
             error = value_of(result.record.measurement(metric)) if metric else None
-            yield _Case(f"{entry.label} {panel.case.device}", title, panel.reference or "the reference",
-                        group, result, metric, math.nan if error is None else error)  # fmt: skip
+            yield _Case(
+                f"{entry.label} {panel.case.device}",
+                title,
+                panel.reference or "the reference",
+                group,
+                result,
+                metric,
+                math.nan if error is None else error,
+            )
 
 
 def _draw_speeds(cases: Sequence[_Case]) -> Iterator[Bars]:
@@ -167,12 +179,14 @@ def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
     ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in by_mode.items()]
     error = figure_words(metric)
     return Scatter(
-        name, f"Speed-up against {error}: {listed(titles)}",
+        name,
+        f"Speed-up against {error}: {listed(titles)}",
         f"{many(len(spots), 'case')}, further down is more exact. {error}: {listed(ranges, 12)}.",
-        ChartAxis(f"speed-up over {spots[0].reference}", "x"), ChartAxis(error, units.RATIO, log=True),
+        ChartAxis(f"speed-up over {spots[0].reference}", "x"),
+        ChartAxis(error, units.RATIO, log=True),
         tuple(_point(spot, len(titles) > 1) for spot in spots),
         "emulated: no speed" if any(spot.speed is None for spot in spots) else "",
-    )  # fmt: skip
+    )
 
 
 def _point(spot: _Case, titled: bool) -> ChartPoint:

@@ -24,9 +24,19 @@ _LEGEND = (
     "operators: FLOPs, bytes read and written in so many calls; (b) in backward",
 )
 _OF_CSV = (
-    "setting", "tape", "phase", "operator", "backward", "inputs", "outputs", "calls", "flops", "bytes", "path",
+    "setting",
+    "tape",
+    "phase",
+    "operator",
+    "backward",
+    "inputs",
+    "outputs",
+    "calls",
+    "flops",
+    "bytes",
+    "path",
     "launches",
-)  # fmt: skip
+)
 
 
 def remarks(tape: Tape) -> list[str]:
@@ -79,8 +89,13 @@ def _count_cols(declared: Callable[[Any], float | None]) -> Iterator[Col[Any]]:
         show=units.count,
         hint="of products, forward and backward; a product of M x K by K x N has 2MNK",
     )
-    yield Col("declared", lambda row: (declared(row[0]) or None) if isinstance(row[1], Tape) else None,
-              number=True, show=units.count, hint="the FLOPs that the suite declares")  # fmt: skip
+    yield Col(
+        "declared",
+        lambda row: (declared(row[0]) or None) if isinstance(row[1], Tape) else None,
+        number=True,
+        show=units.count,
+        hint="the FLOPs that the suite declares",
+    )
     yield Col(
         "bytes",
         lambda row: row[1].bytes,
@@ -88,9 +103,17 @@ def _count_cols(declared: Callable[[Any], float | None]) -> Iterator[Col[Any]]:
         unit="B",
         hint="read and written, each tensor once a call, as if nothing lay in a cache",
     )
-    yield Col("FLOP/B", lambda row: intensity_of(row[1]) if isinstance(row[1], Tape) else (
-              row[1].flops / row[1].bytes if row[1].flops and row[1].bytes else None), number=True, show=units.count,
-              hint="FLOPs for each byte")  # fmt: skip
+    yield Col(
+        "FLOP/B",
+        lambda row: (
+            intensity_of(row[1])
+            if isinstance(row[1], Tape)
+            else (row[1].flops / row[1].bytes if row[1].flops and row[1].bytes else None)
+        ),
+        number=True,
+        show=units.count,
+        hint="FLOPs for each byte",
+    )
     yield Col(
         "launches", lambda row: row[1].launches, number=True, show=str, hint="operators that start a kernel at least"
     )
@@ -110,10 +133,13 @@ def _count_cols(declared: Callable[[Any], float | None]) -> Iterator[Col[Any]]:
 def _operators(known: Sequence[tuple[Taped, Tape]], rows: Sequence[TapeRow]) -> Table:
     cols: list[Col[TapeRow]] = [
         Col("phase", lambda row: phase_words(row.phase), shared=True),
-        Col("operator", lambda row: row.operator + (" (b)" if row.backward else ""),
-            tone=lambda row: Tone.STRONG if row.differs else Tone.PLAIN),
+        Col(
+            "operator",
+            lambda row: row.operator + (" (b)" if row.backward else ""),
+            tone=lambda row: Tone.STRONG if row.differs else Tone.PLAIN,
+        ),
         *(Col(taped.mode, partial(_sums, place=place), number=True) for place, (taped, _) in enumerate(known)),
-    ]  # fmt: skip
+    ]
     return table("operators", "", cols, rows)
 
 
@@ -129,11 +155,16 @@ def tape_rows(taped: Sequence[Taped]) -> Rows:
     """FLOPs, bytes and launches are those of one call; unknown FLOPs are empty."""
     return _OF_CSV, (
         {
-            **encode(operator), "setting": case.setting, "tape": case.mode, "inputs": " ".join(operator.inputs),
+            **encode(operator),
+            "setting": case.setting,
+            "tape": case.mode,
+            "inputs": " ".join(operator.inputs),
             "outputs": " ".join(operator.outputs),
         }
-        for case in taped if case.tape is not None for operator in case.tape.operators
-    )  # fmt: skip
+        for case in taped
+        if case.tape is not None
+        for operator in case.tape.operators
+    )
 
 
 @section("tape", "What a step does", 77)
@@ -143,10 +174,14 @@ def tape_section(material: Material) -> Iterator[Element]:
     """
     cols: list[Col[Any]] = [
         PRECISION,
-        Col("phase", lambda row: phase_words(row[1].phase) if isinstance(row[1], PhaseCount)
-            else Field("step", tone=Tone.STRONG)),
+        Col(
+            "phase",
+            lambda row: (
+                phase_words(row[1].phase) if isinstance(row[1], PhaseCount) else Field("step", tone=Tone.STRONG)
+            ),
+        ),
         *_count_cols(lambda case: case.result.record.work.flops),
-    ]  # fmt: skip
+    ]
     for title, panel in titled_panels(material):
         taped, rows = [], []
         for case in panel.members:

@@ -62,9 +62,13 @@ _PAGE_WIDTH = 10_000
 # For more tensors the table only has SQNRs.
 _MOST_IN_FULL = 2
 _SHOWN = (
-    ("SQNR", SQNR), ("worst rows", WORST_ROWS), ("worst blocks", WORST_BLOCKS), ("underflow", UNDERFLOW),
-    ("saturated", SATURATION), ("slope", "slope"),
-)  # fmt: skip
+    ("SQNR", SQNR),
+    ("worst rows", WORST_ROWS),
+    ("worst blocks", WORST_BLOCKS),
+    ("underflow", UNDERFLOW),
+    ("saturated", SATURATION),
+    ("slope", "slope"),
+)
 
 
 class TensorCell(NamedTuple):
@@ -173,9 +177,16 @@ def tensors(panel: Panel, width: int) -> Iterator[Element]:
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         Col("tensor", lambda row: tensor_name(panel, row[0]) if several else "", shared=True),
         Col("precision", lambda row: cell_of(row[1]).words),
-        *(Col(title, partial(lambda metric, row: figure(row[1], metric)[0], metric), number=True,
-              tone=(lambda _: Tone.STRONG) if metric == SQNR else None) for title, metric in _SHOWN),
-    ]  # fmt: skip
+        *(
+            Col(
+                title,
+                partial(lambda metric, row: figure(row[1], metric)[0], metric),
+                number=True,
+                tone=(lambda _: Tone.STRONG) if metric == SQNR else None,
+            )
+            for title, metric in _SHOWN
+        ),
+    ]
     yield table("tensors", "", cols, panel.members)
 
 
@@ -187,9 +198,11 @@ def _overview(panel: Panel, width: int) -> Iterator[Table]:
     for number, places in enumerate(_fitting([len(name) for name in names], width - len(INDENT) - label)):
         cols: list[Col[Result]] = [
             Col("precision", lambda result: cell_of(result).words),
-            *(Col(names[place], partial(lambda own, result: own.get(result.mode), by_group[place]), number=True)
-              for place in places),
-        ]  # fmt: skip
+            *(
+                Col(names[place], partial(lambda own, result: own.get(result.mode), by_group[place]), number=True)
+                for place in places
+            ),
+        ]
         yield table("sqnr", "" if number else _OVERVIEW, cols, modes.values())
 
 
@@ -227,8 +240,13 @@ def tensors_section(material: Material) -> Iterator[Element]:
 def _all_figures(title: str, panel: Panel) -> Table:
     def of(metric: str) -> Col[tuple[ResultGroup, Result]]:
         (name, hint), unit = FIGURES[metric], spec_of(metric).unit
-        return Col(name, lambda row: Field(*figure(row[1], metric)), number=True, hint=f"{hint}; {metric}",
-                   unit="" if unit == units.RATIO else unit)  # fmt: skip
+        return Col(
+            name,
+            lambda row: Field(*figure(row[1], metric)),
+            number=True,
+            hint=f"{hint}; {metric}",
+            unit="" if unit == units.RATIO else unit,
+        )
 
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         Col("tensor", lambda row: tensor_name(panel, row[0])),

@@ -214,8 +214,11 @@ def _reasons(result: Result) -> Iterator[str]:
 
 
 def _alone(panel: Panel, where: str) -> Iterator[str]:
-    timed = [result for result in panel.results if result.record.is_ok and result.best is not None
-             and standing(result) is Standing.REFERENCE]  # fmt: skip
+    timed = [
+        result
+        for result in panel.results
+        if result.record.is_ok and result.best is not None and standing(result) is Standing.REFERENCE
+    ]
     if timed:
         cases = f"{many(len(timed), 'case')} of {panel.case.workload}{where}"
         yield f"{panel.reference} alone was timed, in {cases}: there is nothing to compare it with"

@@ -138,10 +138,15 @@ def existing(load: Callable[[Path], T], path: Path, aside: list[Path] | None = N
 
 def definition_of(series: Series) -> dict[str, Any]:
     return {
-        "name": series.name, "type": "track", "unit": series.unit, "code": "", "timeout": 60.0,
-        "params": [list(map(repr, param)) for param in series.params], "param_names": list(series.param_names),
+        "name": series.name,
+        "type": "track",
+        "unit": series.unit,
+        "code": "",
+        "timeout": 60.0,
+        "params": [list(map(repr, param)) for param in series.params],
+        "param_names": list(series.param_names),
         "version": series.version,
-    }  # fmt: skip
+    }
 
 
 def load_benchmarks(path: Path) -> dict[str, Any]:
@@ -187,9 +192,17 @@ def save_machine(path: Path, machine: Mapping[str, Any]) -> None:
 RESULTS_VERSION = 2
 _COMMIT = re.compile(r"[0-9a-f]{8,64}")
 _KINDS: Mapping[str, type] = {
-    "commit_hash": str, "env_name": str, "date": int, "params": dict, "python": str, "requirements": dict,
-    "env_vars": dict, "result_columns": list, "results": dict, "durations": dict,
-}  # fmt: skip
+    "commit_hash": str,
+    "env_name": str,
+    "date": int,
+    "params": dict,
+    "python": str,
+    "requirements": dict,
+    "env_vars": dict,
+    "result_columns": list,
+    "results": dict,
+    "durations": dict,
+}
 # asv reads a file without these.
 _OPTIONAL = ("env_vars", "durations")
 
@@ -230,11 +243,17 @@ def save_results(path: Path, file: ResultsFile) -> None:
     """Writes a results file as asv would, in one step: statistics and durations have 5 digits."""
     rows = {name: write_row(row, file.columns) for name, row in file.rows.items()}
     content: dict[str, Any] = {
-        "commit_hash": file.commit_hash, "env_name": file.env_name, "date": file.date, "params": dict(file.params),
-        "python": file.python, "requirements": dict(file.requirements), "env_vars": dict(file.env_vars),
-        "result_columns": list(file.columns), "results": rows | {k: v for k, v in file.broken.items() if k not in rows},
+        "commit_hash": file.commit_hash,
+        "env_name": file.env_name,
+        "date": file.date,
+        "params": dict(file.params),
+        "python": file.python,
+        "requirements": dict(file.requirements),
+        "env_vars": dict(file.env_vars),
+        "result_columns": list(file.columns),
+        "results": rows | {k: v for k, v in file.broken.items() if k not in rows},
         "durations": dict(file.durations),
-    }  # fmt: skip
+    }
     content |= {key: value for key, value in file.others.items() if key not in content}
     write_object(path, {**content, "version": RESULTS_VERSION})
 

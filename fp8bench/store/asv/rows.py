@@ -20,9 +20,20 @@ from fp8bench.model.codec import Malformed
 
 # What asv 0.6 writes, in its order.
 COLUMNS = (
-    "result", "params", "version", "started_at", "duration", "stats_ci_99_a", "stats_ci_99_b", "stats_q_25",
-    "stats_q_75", "stats_number", "stats_repeat", "samples", "profile",
-)  # fmt: skip
+    "result",
+    "params",
+    "version",
+    "started_at",
+    "duration",
+    "stats_ci_99_a",
+    "stats_ci_99_b",
+    "stats_q_25",
+    "stats_q_75",
+    "stats_number",
+    "stats_repeat",
+    "samples",
+    "profile",
+)
 # As in asv's compute_stats.
 _COVERAGE = 0.99
 # The lists of a broken file may multiply to more combinations than fit into memory; nobody measures so many.
@@ -171,8 +182,10 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
     def column(key: str, sound: Callable[[object], bool] = _is_number) -> tuple[Any, ...]:
         return _column(named.get(key), key, count, sound)
 
-    kept = [column(f"stats_{field.name}", _is_count if field.name in ("number", "repeat") else _is_number)
-            for field in fields(Stats)]  # fmt: skip
+    kept = [
+        column(f"stats_{field.name}", _is_count if field.name in ("number", "repeat") else _is_number)
+        for field in fields(Stats)
+    ]
     for statistics in zip(*kept, strict=True):
         if 0 < statistics.count(None) < len(statistics):  # asv fails on an interval without quartiles
             raise Malformed("some statistics of a value are missing")
@@ -227,10 +240,13 @@ def write_row(row: AsvRow, columns: Sequence[str]) -> list[Any]:
         for field, cells_of_column in zip(fields(Stats), by_name, strict=False)
     }
     named |= {
-        "result": list(row.values), "samples": [None if sample is None else list(sample) for sample in row.samples],
-        "version": row.version, "started_at": row.started_at, "duration": _shortened(row.duration),
+        "result": list(row.values),
+        "samples": [None if sample is None else list(sample) for sample in row.samples],
+        "version": row.version,
+        "started_at": row.started_at,
+        "duration": _shortened(row.duration),
         "profile": row.profile,
-    }  # fmt: skip
+    }
     named = {
         key: None if isinstance(column, list) and all(value is None for value in column) else column
         for key, column in named.items()

@@ -109,10 +109,19 @@ class Line:
         value, low, high, index = row
         facts = self.facts.facts[index]
         return Figure(
-            place.commit, place.date, facts.version, facts.runs, facts.samples, value if facts.has_value else None,
-            low if facts.has_interval else None, high if facts.has_interval else None, facts.hasty, facts.status,
-            facts.reason, facts.under,
-        )  # fmt: skip
+            place.commit,
+            place.date,
+            facts.version,
+            facts.runs,
+            facts.samples,
+            value if facts.has_value else None,
+            low if facts.has_interval else None,
+            high if facts.has_interval else None,
+            facts.hasty,
+            facts.status,
+            facts.reason,
+            facts.under,
+        )
 
 
 @dataclass(frozen=True)

@@ -85,9 +85,14 @@ def table_of(members: Sequence[TrackedRun]) -> FigureTable:
     facts: list[FigureFacts] = []
     rows = [_row(point, numbers, facts) for point in points.values()]
     place = Place(
-        oldest.commit, _commit_date(oldest), oldest.order[0] * 1000, newest.run.started,
-        dict(newest.identity.machine), oldest.identity.home.python, oldest.identity.home.interpreter,
-    )  # fmt: skip
+        oldest.commit,
+        _commit_date(oldest),
+        oldest.order[0] * 1000,
+        newest.run.started,
+        dict(newest.identity.machine),
+        oldest.identity.home.python,
+        oldest.identity.home.interpreter,
+    )
     layout = _layout(tuple(series_of_runs(members)), tuple(points))
     return FigureTable(place, layout, tuple(map(json.dumps, facts)), np.array(rows, dtype=ROW).tobytes())
 
@@ -95,9 +100,15 @@ def table_of(members: Sequence[TrackedRun]) -> FigureTable:
 def _row(point: Point, numbers: dict[Hashable, int], facts: list[FigureFacts]) -> tuple[float, float, float, int]:
     value, low, high = _value_of(point)
     plain = (
-        point.version, point.runs, len(point.samples), value is not None, low is not None, point.hasty, point.status,
+        point.version,
+        point.runs,
+        len(point.samples),
+        value is not None,
+        low is not None,
+        point.hasty,
+        point.status,
         point.reason,
-    )  # fmt: skip
+    )
     # Conditions are long, and many points share the same: their hash is asked for once.
     under = numbers.get(id(point.under))
     if under is None:
@@ -115,9 +126,17 @@ def read_facts(text: str) -> FigureFacts:
 
 def figure_of(tracked: TrackedRun, point: Point) -> Figure:
     return Figure(
-        tracked.commit, _commit_date(tracked), point.version, point.runs, len(point.samples), *_value_of(point),
-        point.hasty, point.status, point.reason, point.under,
-    )  # fmt: skip
+        tracked.commit,
+        _commit_date(tracked),
+        point.version,
+        point.runs,
+        len(point.samples),
+        *_value_of(point),
+        point.hasty,
+        point.status,
+        point.reason,
+        point.under,
+    )
 
 
 def _value_of(point: Point) -> tuple[float | None, float | None, float | None]:

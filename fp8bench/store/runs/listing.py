@@ -67,8 +67,11 @@ class Listing:
     def notes(self, wanted: Iterable[Path]) -> list[str]:
         """Returns sentences on those of some files that do not count."""
         among = set(wanted)
-        copies = [f"{path} is a copy of {own}, or its beginning, and the run counts once"
-                  for path, own in self.copies.items() if path in among]  # fmt: skip
+        copies = [
+            f"{path} is a copy of {own}, or its beginning, and the run counts once"
+            for path, own in self.copies.items()
+            if path in among
+        ]
         groups = dict.fromkeys(group for path, group in self.refused.items() if path in among)
         return [*copies, *(f"{refusal(group)}. {REMEDY}" for group in groups)]
 

@@ -183,9 +183,14 @@ def _run(reading: _RunReading, path: Path) -> Run:
     latest = {record.case.id: record for record in records}
     ordered = sorted(latest.values(), key=lambda record: places.get(record.case.id, len(places)))
     return replace(
-        run, records=tuple(ordered), path=str(path), finished=reading.finished, troubles=tuple(troubles),
-        notes=tuple(reading.notes), resumptions=tuple(reading.resumptions),
-    )  # fmt: skip
+        run,
+        records=tuple(ordered),
+        path=str(path),
+        finished=reading.finished,
+        troubles=tuple(troubles),
+        notes=tuple(reading.notes),
+        resumptions=tuple(reading.resumptions),
+    )
 
 
 def _header(content: Content, path: Path) -> Run:
@@ -207,15 +212,23 @@ def plan_of(records: Sequence[Record]) -> Plan:
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(record.case.setting, []).append(record)
-    return Plan(tuple(
-        Group(
-            tuple(PlannedCase(member.case, member.support, member.work,
-                              member.reason if member.status is Status.SKIPPED else "")
-                  for member in members),
-            next((place for place, member in enumerate(members) if member.is_reference), 0),
+    return Plan(
+        tuple(
+            Group(
+                tuple(
+                    PlannedCase(
+                        member.case,
+                        member.support,
+                        member.work,
+                        member.reason if member.status is Status.SKIPPED else "",
+                    )
+                    for member in members
+                ),
+                next((place for place, member in enumerate(members) if member.is_reference), 0),
+            )
+            for members in groups.values()
         )
-        for members in groups.values()
-    ))  # fmt: skip
+    )
 
 
 def file_name(run: Run) -> str:

@@ -304,9 +304,11 @@ class RankBench(Bench):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             timeout=timedelta(seconds=wait_seconds),
-            store=_meet(heart.folder, self._rank, self._size), rank=self._rank, world_size=self._size,
+            store=_meet(heart.folder, self._rank, self._size),
+            rank=self._rank,
+            world_size=self._size,
             device_id=torch.device("cuda", 0) if on_gpu else None,
-        )  # fmt: skip
+        )
         # Slots begin together, so that how late each rank is from then on can be measured.
         self._meet = StartLine(heart.folder, self._rank, self._size, wait_seconds).meet
 

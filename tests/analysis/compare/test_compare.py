@@ -58,9 +58,13 @@ def timing(seconds: float, seed: int, rounds: int = 24, parts: tuple[str, ...] =
 def record(precision: str, milliseconds: float, seed: int, **changes: object) -> Record:
     numbers = (Measurement("peak_memory", "B", (1e6,)), Measurement("product_error", "ratio", (2e-3,)))
     one = Record(
-        case("gemm", precision, {"m": 64}), NATIVE, Status.OK, is_reference=precision == "fp32",
-        timing=timing(milliseconds / 1e3, seed), measurements=numbers,
-    )  # fmt: skip
+        case("gemm", precision, {"m": 64}),
+        NATIVE,
+        Status.OK,
+        is_reference=precision == "fp32",
+        timing=timing(milliseconds / 1e3, seed),
+        measurements=numbers,
+    )
     return replace(one, **changes)  # type: ignore[arg-type]
 
 
@@ -92,9 +96,14 @@ def of(compared: Compared, metric: str, precision: str = "bf16") -> Comparison:
 def test_every_figure_that_both_have() -> None:
     compared = held([run(1)], [run(2)])
     assert [(figure.case.rpartition("/")[2], figure.metric) for figure in compared.comparisons] == [
-        ("fp32", "time"), ("fp32", "peak_memory"), ("fp32", "product_error"),
-        ("bf16", "time"), ("bf16", "relative_time"), ("bf16", "peak_memory"), ("bf16", "product_error"),
-    ]  # fmt: skip
+        ("fp32", "time"),
+        ("fp32", "peak_memory"),
+        ("fp32", "product_error"),
+        ("bf16", "time"),
+        ("bf16", "relative_time"),
+        ("bf16", "peak_memory"),
+        ("bf16", "product_error"),
+    ]
     assert of(compared, "time").labels == ("cross-run",) and of(compared, "peak_memory").labels == ()
     assert of(compared, "time").suite == "gemm" and compared.comparable
     assert not compared.only_before and not compared.only_after and not compared.differing
@@ -190,16 +199,23 @@ def test_energy_is_never_exact() -> None:
 @for_each(
     ("metric", "before", "after", "direction", "ratio"),
     [
-        ("product_error", 0.5, 0.5, "same", 1.0), ("product_error", 0.5, 0.6, "worse", 1.2),
-        ("product_error", 0.6, 0.3, "better", 0.5), ("product_error", 0.5, 0.50025, "worse", 1.0005),
-        ("product_error", 0.50025, 0.5, "better", 1 / 1.0005), ("product_error", 0.5, 0.5000001, "same", 1.0000002),
-        ("peak_memory", 1e6, 1e6 + 4, "worse", 1.000004), ("peak_memory", 0.0, 0.0, "same", None),
-        ("product_error", 0.0, 0.1, "worse", None), ("product_error", 0.1, 0.0, "better", None),
-        ("product_error", 0.1, math.inf, "worse", None), ("product_error", math.inf, math.inf, "same", None),
-        ("product_error", math.nan, 0.1, "better", None), ("product_error", 0.1, math.nan, "worse", None),
+        ("product_error", 0.5, 0.5, "same", 1.0),
+        ("product_error", 0.5, 0.6, "worse", 1.2),
+        ("product_error", 0.6, 0.3, "better", 0.5),
+        ("product_error", 0.5, 0.50025, "worse", 1.0005),
+        ("product_error", 0.50025, 0.5, "better", 1 / 1.0005),
+        ("product_error", 0.5, 0.5000001, "same", 1.0000002),
+        ("peak_memory", 1e6, 1e6 + 4, "worse", 1.000004),
+        ("peak_memory", 0.0, 0.0, "same", None),
+        ("product_error", 0.0, 0.1, "worse", None),
+        ("product_error", 0.1, 0.0, "better", None),
+        ("product_error", 0.1, math.inf, "worse", None),
+        ("product_error", math.inf, math.inf, "same", None),
+        ("product_error", math.nan, 0.1, "better", None),
+        ("product_error", 0.1, math.nan, "worse", None),
         ("product_error", math.nan, math.nan, "none", None),
     ],
-)  # fmt: skip
+)
 def test_exact_values_are_judged_alike_by_compare_and_duel(
     metric: str, before: float, after: float, direction: str, ratio: float | None
 ) -> None:
@@ -286,8 +302,18 @@ def test_what_differs_is_said() -> None:
     assert held([devices[0]], [devices[1]]).conditions == "device cuda:0 was H100, 81920 MiB and is H200, 81920 MiB"
 
 
-@for_each("facts", [{"threads": 2}, {"torch": "2.14.0"}, {"cpu_governor": "powersave"}, {"cpu_affinity": 1},
-                    {"env_OMP_NUM_THREADS": "2"}, {"switch niceness": 5}, {"cpu power_cap": 200}])  # fmt: skip
+@for_each(
+    "facts",
+    [
+        {"threads": 2},
+        {"torch": "2.14.0"},
+        {"cpu_governor": "powersave"},
+        {"cpu_affinity": 1},
+        {"env_OMP_NUM_THREADS": "2"},
+        {"switch niceness": 5},
+        {"cpu power_cap": 200},
+    ],
+)
 def test_times_under_other_conditions_differ_and_are_no_regression(facts: dict[str, object]) -> None:
     usual = {"threads": 1, "cpu_governor": "performance", "cpu_affinity": 2, "switch niceness": 0, "cpu power_cap": 300}
     sides = [run(number, facts=usual) for number in range(4)], [run(9, 8.0, facts={**usual, **facts})] * 4

@@ -102,10 +102,13 @@ def by_both(fast: float, mean: float, before: float = 1.0) -> list[Change]:
     """A step of the fastest calls and one of the mean over all calls, at the same commit."""
     of_all = replace(SERIES, name="gemm.Gemm.track_mean_time", metric="mean_time")
     return list(
-        find_changes([
-            levels((20, before), (5, fast)), replace(levels((20, before), (5, mean)), series=of_all),
-        ]).changes
-    )  # fmt: skip
+        find_changes(
+            [
+                levels((20, before), (5, fast)),
+                replace(levels((20, before), (5, mean)), series=of_all),
+            ]
+        ).changes
+    )
 
 
 def test_a_mean_that_says_the_same_is_no_news_and_one_that_says_more_is() -> None:
@@ -260,9 +263,11 @@ def test_an_error_that_stops_being_a_number_alarms_at_once(broken: float) -> Non
     """By the second commit, however few there are; it is reverted where it is a number again."""
     found = find_changes([trend(figure(0, 0.02), figure(1, broken), figure(2, broken))])
     one = only(found).comparison
-    assert only(found).alarms and not found.left and (one.direction, one.ratio, one.p_value) == (
-        Direction.WORSE, None, None
-    )  # fmt: skip
+    assert (
+        only(found).alarms
+        and not found.left
+        and (one.direction, one.ratio, one.p_value) == (Direction.WORSE, None, None)
+    )
     assert (one.since, one.until, one.before, repr(one.after)) == (commit(0), commit(1), 0.02, repr(broken))
     assert exceeds(one, threshold_of(one))
     ack = ack_of(only(found), "2026-01-05T12:00:00+00:00", "")

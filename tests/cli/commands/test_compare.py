@@ -66,11 +66,21 @@ def test_compare(fp8bench: Say, anew: Anew) -> Told:
     keep(store, run_at(0, 9.5, facts={"machine": "f00"}))
     yield "containers that a person called one machine are one", session(fp8bench, f"compare {A} {B}")
     first, _ = history(anew(), 1.0, 1.5)
-    yield "what cannot be compared is refused", session(
-        fp8bench, "compare last last", "compare nosuch last", "compare last, last", "compare . last",
-        "compare 00000064 last --json --csv -", "compare 00000064 last --md no/such/file", "compare last",
-        "compare '' last", "compare 'a\0b' last",
-    )  # fmt: skip
+    yield (
+        "what cannot be compared is refused",
+        session(
+            fp8bench,
+            "compare last last",
+            "compare nosuch last",
+            "compare last, last",
+            "compare . last",
+            "compare 00000064 last --json --csv -",
+            "compare 00000064 last --md no/such/file",
+            "compare last",
+            "compare '' last",
+            "compare 'a\0b' last",
+        ),
+    )
     broken = keep(store, run_at(0, 9.5))
     broken.write_bytes(b"\xff{")
     yield (

@@ -70,10 +70,14 @@ def test_history_list(fp8bench: Say, anew: Anew) -> Told:
     anew()
     history(elsewhere, 1.0)
     keep(elsewhere, run_at(2, finished=False))
-    yield "commands that are named find the same store and suites", session(
-        fp8bench, f"history list track_time( --store '{elsewhere}' --import json",
-        f"history list --runs --store '{elsewhere}'",
-    )  # fmt: skip
+    yield (
+        "commands that are named find the same store and suites",
+        session(
+            fp8bench,
+            f"history list track_time( --store '{elsewhere}' --import json",
+            f"history list --runs --store '{elsewhere}'",
+        ),
+    )
     history(store, 1.0)
     yield "the usual store has no need to be named", session(fp8bench, "history list track_time( --store ./.fp8bench/")
 
@@ -99,10 +103,17 @@ def test_history_show(fp8bench: Say, anew: Anew) -> Told:
     history(store, 1.0)
     keep(store, run_at(1, records=tuple(records(status=Status.FAILED))))
     yield "a failure is told", session(fp8bench, bf16, "history list track_time(bf16")
-    yield "a part of a name will do; several are listed, sorted; none gives the nearest", session(
-        fp8bench, "history show 'GEMM.gemm.track_time(bf16, 512)'", "history show bf16",
-        "history show 'gemm.Gemm.track_tme(bf16, 512)'", "history show 'tme(bf16, 512)'", "history show zzz",
-    )  # fmt: skip
+    yield (
+        "a part of a name will do; several are listed, sorted; none gives the nearest",
+        session(
+            fp8bench,
+            "history show 'GEMM.gemm.track_time(bf16, 512)'",
+            "history show bf16",
+            "history show 'gemm.Gemm.track_tme(bf16, 512)'",
+            "history show 'tme(bf16, 512)'",
+            "history show zzz",
+        ),
+    )
     store = anew()
     keep(store, run_at(1, records=of_suite("my_suite")))
     mine = "history show my_suite.MySuite.track_time(bf16"

@@ -44,10 +44,20 @@ def test_history_regressions(fp8bench: Say, anew: Anew) -> Told:
     history(store, *times((12, 1.0), (4, 1.1)))
     yield "a regression is told with code 1, and all that steps with it", session(fp8bench, f"{LOOK} --explain")
     ack = f"history ack '{SERIES}'"
-    yield "one series stops alarming, then all; an undo makes it alarm again", session(
-        fp8bench, f"{ack} --because 'checks for NaN now'", LOOK, "history ack gemm.Gemm.track_*", LOOK, f"{LOOK} --all",
-        f"{ack} --undo", LOOK, f"{ack} --undo",
-    )  # fmt: skip
+    yield (
+        "one series stops alarming, then all; an undo makes it alarm again",
+        session(
+            fp8bench,
+            f"{ack} --because 'checks for NaN now'",
+            LOOK,
+            "history ack gemm.Gemm.track_*",
+            LOOK,
+            f"{LOOK} --all",
+            f"{ack} --undo",
+            LOOK,
+            f"{ack} --undo",
+        ),
+    )
     store = anew()
     history(store, *times((12, 1.0), (4, 1.1)))
     session(fp8bench, f"history ack {ALL}", "history ack *fp32*")
@@ -63,10 +73,20 @@ def test_history_regressions(fp8bench: Say, anew: Anew) -> Told:
     yield "all open changes of a series are acknowledged together", session(fp8bench, LOOK, ack, ack)
     store = anew()
     history(store, *times((12, 1.0)))
-    yield "what cannot be acknowledged is refused", session(
-        fp8bench, "history ack track_tiem(bf16", "history ack track_time", "history ack *nothing*", ack,
-        f"{ack} --undo --because x", "history ack", f"{LOOK} gemm", f"{LOOK} --store nowhere",
-    )  # fmt: skip
+    yield (
+        "what cannot be acknowledged is refused",
+        session(
+            fp8bench,
+            "history ack track_tiem(bf16",
+            "history ack track_time",
+            "history ack *nothing*",
+            ack,
+            f"{ack} --undo --because x",
+            "history ack",
+            f"{LOOK} gemm",
+            f"{LOOK} --store nowhere",
+        ),
+    )
     assert not acks_of(store).exists()
     store = anew()
     history(store, 1.0)
@@ -84,8 +104,15 @@ def test_history_regressions(fp8bench: Say, anew: Anew) -> Told:
     store = anew()
     for number, time in enumerate(times((12, 1.0), (4, 1.1))):
         for name in ("box", "other"):
-            keep(store, run_at(number, number + (name == "other") / 2, records=tuple(records(time)),
-                               facts={"machine": name, "asv_machine": name}))  # fmt: skip
+            keep(
+                store,
+                run_at(
+                    number,
+                    number + (name == "other") / 2,
+                    records=tuple(records(time)),
+                    facts={"machine": name, "asv_machine": name},
+                ),
+            )
     yield "a change is that of one machine, and so is its ack, unless both are meant", session(fp8bench, LOOK, ack)
     anew()
     history(Path("elsewhere"), *times((12, 1.0), (4, 1.1)))

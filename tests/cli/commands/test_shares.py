@@ -11,9 +11,26 @@ import pytest
 
 from tests.commands import Say, unfolded
 
-RUN = ("suite", "mlp", "--no-isolation", "--no-report", "--no-energy", "--quick", "--rounds", "2", "--dtypes",
-       "fp32,fp8", "--set", "tokens=32", "--set", "width=64", "--set", "pass=training",
-       "--set", "gated=no")  # fmt: skip
+RUN = (
+    "suite",
+    "mlp",
+    "--no-isolation",
+    "--no-report",
+    "--no-energy",
+    "--quick",
+    "--rounds",
+    "2",
+    "--dtypes",
+    "fp32,fp8",
+    "--set",
+    "tokens=32",
+    "--set",
+    "width=64",
+    "--set",
+    "pass=training",
+    "--set",
+    "gated=no",
+)
 
 
 @pytest.mark.usefixtures("short_slots")

@@ -56,18 +56,27 @@ TINY, WHOLE = {"gemm": 500, "optimizer_step": 9500}, {"unattributed": 8000}
         ("amdahl", group(bf16=WHOLE, fp8=WHOLE), Met.UNKNOWN),
         ("casts", group(bf16=WHOLE, fp8=WHOLE), Met.UNKNOWN),
         ("memory", group(fp8=FP8), Met.UNKNOWN),
-        *(("casts", group(fp8={**BF16, "gemm": gemm, "cast": cast}), wanted) for gemm, cast, wanted in (
-            (3000, 600, Met.YES), (3000, 4000, Met.NO), (6000, 600, Met.NO), (6500, 1, Met.NO))),
+        *(
+            ("casts", group(fp8={**BF16, "gemm": gemm, "cast": cast}), wanted)
+            for gemm, cast, wanted in (
+                (3000, 600, Met.YES),
+                (3000, 4000, Met.NO),
+                (6000, 600, Met.NO),
+                (6500, 1, Met.NO),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_group_by_one_rule(rule: str, records: list[Record], wanted: Met) -> None:
     assert met(rule, records) is wanted
 
 
 def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     """Products are 60% of 10 ms there, and 40% of 7.5 ms with casts of 10%: an estimate, which bounds nothing."""
-    looked = [Shares(tuple(Share(kind, "", False, seconds, 1) for kind, seconds in parts), 1.0) for parts in (
-        ((ShareKind.GEMM, 0.6),), ((ShareKind.GEMM, 0.4), (ShareKind.CAST, 0.1)))]  # fmt: skip
+    looked = [
+        Shares(tuple(Share(kind, "", False, seconds, 1) for kind, seconds in parts), 1.0)
+        for parts in (((ShareKind.GEMM, 0.6),), ((ShareKind.GEMM, 0.4), (ShareKind.CAST, 0.1)))
+    ]
     lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": 7500})
     records = [replace(lead, shares=looked[0]), replace(case, shares=looked[1])]
     found = advise(records)
@@ -75,7 +84,7 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     assert (amdahl.met, amdahl.figure) == (
         Met.YES,
         "60% of the step, which would be 1.43x with products 2.00x as fast, as here, estimated from shares of the step",
-    )  # fmt: skip
+    )
     assert casts.met is Met.YES and casts.figure.startswith("products 2.00x, with casts 1.60x, estimated")
     unlooked = advise([lead, case])
     assert "--shares tells them" in answer(unlooked, "amdahl").figure and answer(unlooked, "casts").met is Met.UNKNOWN
@@ -98,8 +107,9 @@ def holder(name: str, kind: str, flops: int, converted: bool = True) -> Holder:
 
 def test_coverage() -> None:
     """A mixture of experts of which only linear layers are converted."""
-    coverage = Coverage((holder("attn", "linear", 18), holder("mlp", "experts", 73, False), holder("head", "head", 9)),
-                        flops=100)  # fmt: skip
+    coverage = Coverage(
+        (holder("attn", "linear", 18), holder("mlp", "experts", 73, False), holder("head", "head", 9)), flops=100
+    )
     found = advise([record("bf16", BF16, reference=True), record("fp8", FP8, coverage=coverage)])
     covered = answer(found, "coverage")
     assert covered.met is Met.NO and "mlp is not: no product" in covered.figure
@@ -124,14 +134,28 @@ def study(*gaps: float) -> Study:
     maps = ((), (("head", "bf16"),), (("head", "bf16"), ("blocks.0", "bf16")))
     low = (("blocks.0.mlp", "head"), ("blocks.0.mlp",), ())
     made = [LayerTrial(f"c{n}", "", "fp8", maps[n], low[n], losses=(2 * (1 + gap),)) for n, gap in enumerate(gaps)]
-    probes = (LayerTrial("head", "head", "bf16", low=("head",), losses=(2.2,)),
-              LayerTrial("blocks.0.mlp", "mlp", "bf16", low=("blocks.0.mlp",), losses=(2.0,)))  # fmt: skip
+    probes = (
+        LayerTrial("head", "head", "bf16", low=("head",), losses=(2.2,)),
+        LayerTrial("blocks.0.mlp", "mlp", "bf16", low=("blocks.0.mlp",), losses=(2.0,)),
+    )
     return Study(
-        "transformer", (("size", "gpt2-124m"),), "cuda:0", "fp8", "bf16", "native", By.LAYER, 50, 0.01, 0,
+        "transformer",
+        (("size", "gpt2-124m"),),
+        "cuda:0",
+        "fp8",
+        "bf16",
+        "native",
+        By.LAYER,
+        50,
+        0.01,
+        0,
         LayerTrial("reference", "", "bf16", losses=(2.0,)),
-        (LayerTrial("draw 1", "", "bf16", draw=1, losses=(2.004,)),), probes, tuple(made), started="2026-01-05",
+        (LayerTrial("draw 1", "", "bf16", draw=1, losses=(2.004,)),),
+        probes,
+        tuple(made),
+        started="2026-01-05",
         path="study.json",
-    )  # fmt: skip
+    )
 
 
 @for_each(("gaps", "wanted"), [((0.005,), Met.YES), ((0.1, 0.005), Met.NO), ((), Met.UNKNOWN)])
@@ -188,13 +212,18 @@ SMALL = {"gemm": 1000, "optimizer_step": 5000, "elementwise": 4000}
 @for_each(
     ("bf16", "fp8", "rule", "gain", "words"),
     [
-        (SMALL, {**SMALL, "cast": 50, "gemm": 500}, "amdahl", 1.047,
-         "not surely the 10% that are worth it; do its products take enough of the step: no, 10% of"),
+        (
+            SMALL,
+            {**SMALL, "cast": 50, "gemm": 500},
+            "amdahl",
+            1.047,
+            "not surely the 10% that are worth it; do its products take enough of the step: no, 10% of",
+        ),
         (BF16, {**FP8, "cast": 4000}, "casts", 0.909, "keep bf16: fp8 takes 10% longer (0.909x); do casts leave what"),
         # The optimizer, which no product is, took three quarters of the time less.
         (BF16, {"optimizer_step": 100, "elementwise": 100, "gemm": 2000, "cast": 1}, "amdahl", None, "is not alike"),
     ],
-)  # fmt: skip
+)
 def test_why_nothing_is_done(
     bf16: dict[str, int], fp8: dict[str, int], rule: str, gain: float | None, words: str
 ) -> None:

@@ -63,18 +63,33 @@ def test_a_gain_that_spoils_predictions_is_none() -> None:
     ("times", "kind", "words"),
     [
         (ArmTimes(FP8_KV, why="restored"), NOTHING, "about the speed of kv=fp8, because it was not timed: restored"),
-        (ArmTimes(FP8_KV, crossing=ContextCrossing(7000.0, 6500.0, 7600.0, (False, True))), ADOPT,
-         "take kv=fp8 from a context of 7600 on: its decode step crosses that of fp32 at 7000 [6500, 7600]"),
-        (ArmTimes(FP8_KV, crossing=ContextCrossing(700.0, 650.0, 760.0, (True, False))), ADOPT,
-         "take kv=fp8 up to 650 tokens"),
-        (ArmTimes(INT8, crossing=ContextCrossing(None, 128, 2048, (True, True))), ADOPT,
-         "quantise weights (weights=int8) at contexts of 128 to 2048"),
-        (ArmTimes(FP8_KV, crossing=ContextCrossing(None, 128, 2048, (None, False))), NOTHING,
-         "because its decode step is not told apart at a context of 128 and slower at 2048, against fp32"),
-        (ArmTimes(FP8_KV, crossing=ContextCrossing(700.0, 650.0, 760.0, (True, False)), doubts=("contended",)), NOTHING,
-         "because its times are labelled contended"),
+        (
+            ArmTimes(FP8_KV, crossing=ContextCrossing(7000.0, 6500.0, 7600.0, (False, True))),
+            ADOPT,
+            "take kv=fp8 from a context of 7600 on: its decode step crosses that of fp32 at 7000 [6500, 7600]",
+        ),
+        (
+            ArmTimes(FP8_KV, crossing=ContextCrossing(700.0, 650.0, 760.0, (True, False))),
+            ADOPT,
+            "take kv=fp8 up to 650 tokens",
+        ),
+        (
+            ArmTimes(INT8, crossing=ContextCrossing(None, 128, 2048, (True, True))),
+            ADOPT,
+            "quantise weights (weights=int8) at contexts of 128 to 2048",
+        ),
+        (
+            ArmTimes(FP8_KV, crossing=ContextCrossing(None, 128, 2048, (None, False))),
+            NOTHING,
+            "because its decode step is not told apart at a context of 128 and slower at 2048, against fp32",
+        ),
+        (
+            ArmTimes(FP8_KV, crossing=ContextCrossing(700.0, 650.0, 760.0, (True, False)), doubts=("contended",)),
+            NOTHING,
+            "because its times are labelled contended",
+        ),
     ],
-)  # fmt: skip
+)
 def test_contexts(times: ArmTimes, kind: AdviceKind, words: str) -> None:
     advice = only(answer(times=(ArmTimes(LEAD), times)))
     assert advice.kind is kind and words in advice.sentence, advice.sentence

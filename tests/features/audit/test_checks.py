@@ -29,8 +29,10 @@ BY_NAME = {check.name: check for check in CHECKS}
 UNTIMED = tuple(check for check in CHECKS if check.name not in ("speed", "sizes"))
 TIMED = ("nothing beyond a size", "no product of zeros", "emulated fp8")
 QUICK = (
-    "no tail of the contraction", "rows are taken to follow one another", "an infinity of the second operand is zero",
-)  # fmt: skip
+    "no tail of the contraction",
+    "rows are taken to follow one another",
+    "an infinity of the second operand is zero",
+)
 
 
 def marked(kernels: Sequence[Kernel]) -> list[ParameterSet]:

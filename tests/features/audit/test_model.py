@@ -155,10 +155,12 @@ def test_a_product_that_no_cast_changes_is_checked_on_random_numbers() -> None:
     """Zeros, as behind a layer that begins at zero, whole numbers, and an expert without tokens."""
     whole, size = torch.randint(-3, 4, (64, 64), generator=torch.Generator().manual_seed(0)).float(), (8, 64)
     for kind, batch, weight, expected in (
-        (LowLinear, torch.zeros(size), whole, set()), (LowLinear, whole[:8], 0 * whole, set()),
-        (LowLinear, whole[:0], whole, set()), (WideLinear, torch.zeros(size), whole, {"not-cast"}),
+        (LowLinear, torch.zeros(size), whole, set()),
+        (LowLinear, whole[:8], 0 * whole, set()),
+        (LowLinear, whole[:0], whole, set()),
+        (WideLinear, torch.zeros(size), whole, {"not-cast"}),
         (WideLinear, whole[:8], whole, {"not-cast"}),
-    ):  # fmt: skip
+    ):
         layer = kind(64, 64, bias=False)
         layer.weight = nn.Parameter(weight)
         assert codes(audit_model(nn.Sequential(layer), batch)) == expected

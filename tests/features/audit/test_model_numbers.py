@@ -182,13 +182,15 @@ def test_one_broken_layer_of_three_alike_fails(place: int, name: str) -> None:
 @for_each(
     ("name", "words"),
     [
-        ("halved", "its results are 0.50 times"), ("no bias", "its bias is not added"), ("bias twice", "added 2 times"),
+        ("halved", "its results are 0.50 times"),
+        ("no bias", "its bias is not added"),
+        ("bias twice", "added 2 times"),
         ("columns past 200 are zero", "56 of 256 columns that were looked at are wrong"),
         ("wide with gradients", "with gradients on it multiplies operands as they came, and otherwise as fp8 does"),
         ("weight gradient doubled", "times what its result's gradient gives"),
         ("no input gradient", "its input gradient does not exist"),
     ],
-)  # fmt: skip
+)
 def test_a_failure_says_what_is_wrong(name: str, words: str) -> None:
     (_, why), *_ = failures(audited(network(0, BROKEN[name]), 0))
     assert words in why
@@ -256,9 +258,16 @@ class Mixed(nn.Module):
 KINDS = ((True, torch.float32), (False, torch.bfloat16))
 QUICK = ("fp8", "fp8-rowwise:scale=exact", "nvfp4")
 OWN = (
-    *QUICK, "fp8-rowwise", "fp8-block", "fp8-e4m3", "mxfp8", "mxfp8:scale=floor", "mxfp6", "mxfp4",
+    *QUICK,
+    "fp8-rowwise",
+    "fp8-block",
+    "fp8-e4m3",
+    "mxfp8",
+    "mxfp8:scale=floor",
+    "mxfp6",
+    "mxfp4",
     "fp8:accumulator=short",
-)  # fmt: skip
+)
 
 
 def accused(convert: Callable[[nn.Module], Any], precision: str, seeds: range) -> list[Any]:

@@ -56,7 +56,7 @@ def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape
         (lambda a, b: a @ b.t() * 0, "fp8", "normal", "wrong-values"),
         (lambda a, b: (a @ b.t()) / 0, "fp8", "normal", "not-finite"),
     ],
-)  # fmt: skip
+)
 def test_products(function: object, precision: str, data: str, code: str) -> None:
     assert judged(subject(function, "product", precision), data).code == code
 
@@ -67,14 +67,27 @@ LARGE, SMALL = Shape(64, 4, 64), Shape(33, 3, 128)
 @for_each(
     "name",
     [
-        "bf16 under the name of fp8", "scales rounded up", "blocks along the wrong dimension", "cast to another format",
-        "codes read as another format's", "the codes of a byte exchanged", "the tensor's scale left out",
-        "sums kept in bf16", "cut toward zero", "one scale of two is applied", "0.2% too large",
-        "torch's attention", "torch's causal attention", "attention that is not fused", "attention in mxfp8",
-        "attention in bf16 for mxfp8", "scores that are not scaled", "scores scaled by the size",
+        "bf16 under the name of fp8",
+        "scales rounded up",
+        "blocks along the wrong dimension",
+        "cast to another format",
+        "codes read as another format's",
+        "the codes of a byte exchanged",
+        "the tensor's scale left out",
+        "sums kept in bf16",
+        "cut toward zero",
+        "one scale of two is applied",
+        "0.2% too large",
+        "torch's attention",
+        "torch's causal attention",
+        "attention that is not fused",
+        "attention in mxfp8",
+        "attention in bf16 for mxfp8",
+        "scores that are not scaled",
+        "scores scaled by the size",
         "no causal mask",
     ],
-)  # fmt: skip
+)
 def test_a_mistake_has_its_name(name: str) -> None:
     kernel = _BY_NAME[name]
     kind, code = kernel.signature.kind, kernel.code

@@ -128,9 +128,14 @@ def started(project: Path, *words: str, **variables: str) -> subprocess.Popen[st
     (installed / "whoami.py").write_text("raise ImportError('the other side found this')\n")
     path = os.pathsep.join(map(str, (ROOT, project / "src", installed)))
     return subprocess.Popen(
-        [*PROGRAM, "duel", *words], cwd=project, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary), **variables},
-    )  # fmt: skip
+        [*PROGRAM, "duel", *words],
+        cwd=project,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(temporary), **variables},
+    )
 
 
 def duelled(project: Path, *words: str) -> tuple[int, str, str]:
@@ -150,14 +155,29 @@ def left_nothing(project: Path) -> None:
 def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) -> None:
     """Each side runs its own library and packages; a failure stays on its side."""
     code, out, err = duelled(
-        project, "--python-a", pythons[0], "--python-b", pythons[1], "--against", "v1", "suite", "./suites.py",
-        "--set", "hazard=none,raise,kill,hang", "--quick", "--case-timeout", "20", "--json", "--store", "kept",
-    )  # fmt: skip
+        project,
+        "--python-a",
+        pythons[0],
+        "--python-b",
+        pythons[1],
+        "--against",
+        "v1",
+        "suite",
+        "./suites.py",
+        "--set",
+        "hazard=none,raise,kill,hang",
+        "--quick",
+        "--case-timeout",
+        "20",
+        "--json",
+        "--store",
+        "kept",
+    )
     assert code == 3, err
     document = json.loads(out)
     changes = {
         (re.findall(r"hazard=(\w+)", change["case"])[0], change["metric"]): change for change in document["comparisons"]
-    }  # fmt: skip
+    }
     slower = changes["none", "time"]
     assert slower["direction"] == "worse" and slower["ratio"]["point"] > 1.3 and slower["p_value"] is None
     for hazard, failed, why in (
@@ -180,9 +200,12 @@ def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) ->
         ("last", 2, ("has no runs yet",)),  # a duel is none
     ):
         done = subprocess.run(
-            [*PROGRAM, "show", word, "--store", str(project / "kept")], cwd=ROOT, capture_output=True, text=True,
+            [*PROGRAM, "show", word, "--store", str(project / "kept")],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
             check=False,
-        )  # fmt: skip
+        )
         assert done.returncode == code and all(words in done.stdout + unfolded(done.stderr) for words in told)
 
 

@@ -146,8 +146,9 @@ def test_a_compiler_that_ends_a_worker_costs_no_case() -> None:
     assert progress.alive and "the compiler crashed" in pair[1].quantisers.why_eager
     assert not pair[0].quantisers.why_eager
     assert [[timing.eager != "" for timing in side] for side in (session.before, session.after)] == [
-        [False, False], [True, True],
-    ]  # fmt: skip
+        [False, False],
+        [True, True],
+    ]
 
 
 @for_each(
@@ -350,8 +351,10 @@ def test_what_was_written_is_read(path: Path) -> None:
     duel = DuelKind().load(path)
     wanted = header(
         results=(result("fp32", SESSION, SESSION), result("bf16", SESSION, status=Status.FAILED)),
-        notes=("both sides are the same",), finished=True, path=str(path),
-    )  # fmt: skip
+        notes=("both sides are the same",),
+        finished=True,
+        path=str(path),
+    )
     assert duel == wanted and duel.after.devices == (CPU,)
     assert path.name == "20260102T030405.678Z-0a1b2c3d.jsonl" and path.parent.name == "duels"
     assert not duel.ok and [case.measured for case in duel.results] == [True, False]

@@ -199,9 +199,13 @@ def test_a_killed_duel_leaves_nothing(commits: Path, temporary: Path) -> None:
 
     def owner(warden: str = "") -> tuple[subprocess.Popen[str], Path]:
         process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, warden], cwd=commits, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+            [sys.executable, "-c", OWNER, warden],
+            cwd=commits,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
         assert process.stdout is not None
         return process, Path(process.stdout.readline().strip())
 

@@ -71,9 +71,11 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
     for deal in itertools.product(*(itertools.combinations(range(len(pool)), 2) for pool in pools)):
         named = [pool[place] for pool, places in zip(pools, deal, strict=True) for place in places]
         rest = [
-            pool[place] for pool, places in zip(pools, deal, strict=True)
-            for place in range(len(pool)) if place not in places
-        ]  # fmt: skip
+            pool[place]
+            for pool, places in zip(pools, deal, strict=True)
+            for place in range(len(pool))
+            if place not in places
+        ]
         apart.append(low(named) - low(rest))
     own = low([value for pool in pools for value in pool[2:]]) - low([value for pool in pools for value in pool[:2]])
     return sum(abs(value) >= abs(own) - 1e-9 for value in apart) / len(apart)
@@ -95,9 +97,14 @@ def test_the_times_have_the_ratio_that_is_told() -> None:
 
 @for_each(
     ("fastest", "slow", "verdict", "uneven"),
-    [(0.975, 1.4, Verdict.UNSURE, True), (1.0, 1.4, Verdict.UNSURE, True), (1.0, 1.0, Verdict.SAME, False),
-     (0.9, 0.9, Verdict.FASTER, False), (1.1, 2.0, Verdict.SLOWER, True)],
-)  # fmt: skip
+    [
+        (0.975, 1.4, Verdict.UNSURE, True),
+        (1.0, 1.4, Verdict.UNSURE, True),
+        (1.0, 1.0, Verdict.SAME, False),
+        (0.9, 0.9, Verdict.FASTER, False),
+        (1.1, 2.0, Verdict.SLOWER, True),
+    ],
+)
 def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verdict: Verdict, uneven: bool) -> None:
     """Three of four calls on side B are slower: a verdict that agrees with them stands, with the label."""
     draw = np.random.default_rng(1)
@@ -109,7 +116,7 @@ def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verd
     sessions = [
         Session((process(1.0), process(1.0)), (process(fastest, slow, slow, slow), process(slow, fastest, slow, slow)))
         for _ in range(4)
-    ]  # fmt: skip
+    ]
     times = known(sessions)
     assert (times.verdict, times.uneven) == (verdict, uneven)
     assert times.typical.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
@@ -262,8 +269,12 @@ def test_a_slower_side() -> None:
     """With seconds of both sides, and a chance beyond what deals alone can tell; six deals tell none."""
     slower = compared_times(*SLOWER)
     assert (slower.direction, slower.evidence, slower.unit, slower.failed, slower.why) == (
-        Direction.WORSE, Evidence.PAIRED, "s", False, "",
-    )  # fmt: skip
+        Direction.WORSE,
+        Evidence.PAIRED,
+        "s",
+        False,
+        "",
+    )
     assert slower.before == pytest.approx(1.0008e-6, rel=1e-3) and slower.after == pytest.approx(1.051e-6, rel=1e-3)
     assert slower.ratio is not None and slower.ratio.low < 1.05 < slower.ratio.high and slower.ratio.level == 0.99
     assert slower.p_value is not None and slower.p_value < 1e-4 < 2 / 6**4

@@ -46,8 +46,9 @@ def test_byte_equal_copies_by_machine_and_month(tmp_path: Path, fp8bench: Say) -
     assert made.taken == {"node-a": 2, "node-b": 1} and +made.left == {"of no cell of the plan": 1} and not made.failed
     copies = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in all_files(out)}
     assert {str(path.parent.relative_to(out / "runs")) for path in copies} == {
-        "machine=node-a/month=2026-01", "machine=node-b/month=2026-01",
-    }  # fmt: skip
+        "machine=node-a/month=2026-01",
+        "machine=node-b/month=2026-01",
+    }
     assert {path.name: content for path, (content, _) in copies.items()}.items() <= {
         path.name: path.read_bytes() for store in two for path in all_files(store)
     }.items()
@@ -79,19 +80,25 @@ def test_one_that_was_gone_on_with_replaces_its_beginning(tmp_path: Path) -> Non
 @for_each(
     ("what", "said"),
     [
-        ("foreign", "is no run file, or lies where none does"), ("empty", "it is empty"), ("binary", "is no run file"),
-        ("headless", "the header is gone"), ("newer", "newer"), ("no store", "it is no directory"),
+        ("foreign", "is no run file, or lies where none does"),
+        ("empty", "it is empty"),
+        ("binary", "is no run file"),
+        ("headless", "the header is gone"),
+        ("newer", "newer"),
+        ("no store", "it is no directory"),
         ("nothing", "nothing came of the machine"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named_and_costs_nobody_the_rest(tmp_path: Path, what: str, said: str) -> None:
     store = stores(tmp_path)[1]
     path = find_run(OTHER, store)
     lines = path.read_bytes().splitlines(keepends=True)
     contents = {
-        "empty": b"", "binary": bytes(range(256)) * 9, "headless": b"".join(lines[1:]),
+        "empty": b"",
+        "binary": bytes(range(256)) * 9,
+        "headless": b"".join(lines[1:]),
         "newer": lines[0].replace(b'{"schema":', b'{"schema":9', 1) + b"".join(lines[1:]),
-    }  # fmt: skip
+    }
     if what == "foreign":
         (path.parent / "notes.txt").write_text("mine")
     elif what in contents:

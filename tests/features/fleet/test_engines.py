@@ -68,9 +68,13 @@ def test_an_interrupt_ends_the_workers_without_a_traceback(plan: Path, store: Pa
     """The next workers measure what is left."""
     words = [sys.executable, "-c", _MAIN, "fleet", "work", str(plan), "--store", str(store), "--workers", "2"]
     with subprocess.Popen(
-        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        words,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as process:  # fmt: skip
+    ) as process:
         until(lambda: "running" in states(plan, store))
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=240)

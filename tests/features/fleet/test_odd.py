@@ -46,8 +46,10 @@ def test_what_is_slow_is_named_and_nobody_else(machines: int, slow: tuple[str, .
 def test_a_machine_is_as_far_as_its_median_case_in_median_deviations() -> None:
     """Ratios of the median case: 0.96, 0.98, 1, 1, 1.02, 1.5; their middle is 1, the median deviation 0.02."""
     ratios = dict(zip("abcdef", (0.96, 0.98, 1.0, 1.0, 1.02, 1.5), strict=True))
-    times = {case: {machine: scale * ratio for machine, ratio in ratios.items()} for case, scale in
-             (("one", 1.0), ("two", 3.0), ("three", 7.0))}  # fmt: skip
+    times = {
+        case: {machine: scale * ratio for machine, ratio in ratios.items()}
+        for case, scale in (("one", 1.0), ("two", 3.0), ("three", 7.0))
+    }
     times["two"]["f"] = 900.0
     deviation = find_deviations(times)["f"]
     assert deviation.ratio == pytest.approx(1.5) and deviation.score == pytest.approx(25) and deviation.odd

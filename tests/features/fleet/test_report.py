@@ -133,11 +133,14 @@ def test_everything_that_is_planted_is_named_for_what_it_is(fleet: Fleet, fp8ben
     words = ("--json", "--html", str(page), "--csv", str(rows), "--machines", "honest0,never")
     code, out = reported(fleet, fp8bench, *words)
     wanted = {
-        ("slow", "slow"): "the limit is 10", ("fast", "fast"): "x the time of the median of its kind",
-        ("dead", "cut off"): "", ("dead", "missing"): "", ("old", "other software"): "torch 2.12.0+cpu, not 2.",
+        ("slow", "slow"): "the limit is 10",
+        ("fast", "fast"): "x the time of the median of its kind",
+        ("dead", "cut off"): "",
+        ("dead", "missing"): "",
+        ("old", "other software"): "torch 2.12.0+cpu, not 2.",
         ("broken", "failed"): "3 of the cases that others measured failed: gemm",
         ("never", "missing"): "it sent nothing",
-    }  # fmt: skip
+    }
     alarms = named(out)
     assert code == 3 and alarms.keys() == wanted.keys()
     assert all(words in alarms[key] for key, words in wanted.items()), alarms

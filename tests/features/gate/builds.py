@@ -171,9 +171,13 @@ def nights(count: int, between: float) -> Build:
             return False, sight
         last = slower[-1]
         step = replace(
-            flat, direction=Direction.WORSE, before=last.before, after=last.after, ratio=last.ratio,
+            flat,
+            direction=Direction.WORSE,
+            before=last.before,
+            after=last.after,
+            ratio=last.ratio,
             p_value=last.p_value,
-        )  # fmt: skip
+        )
         value = math.exp(draw.gauss(0, between)) * (1 + planted)
         where = Direction.WORSE if value > math.sqrt(last.before * last.after) else Direction.SAME
         ratio = Interval(value / last.before, value / last.before, value / last.before, 0.0)

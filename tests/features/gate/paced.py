@@ -57,10 +57,15 @@ class PacedFolder:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*PROGRAM, *words], cwd=self.path, text=True, capture_output=True, timeout=280, check=False,
+            [*PROGRAM, *words],
+            cwd=self.path,
+            text=True,
+            capture_output=True,
+            timeout=280,
+            check=False,
             stdin=subprocess.DEVNULL,
             env=environment(GIT_CEILING_DIRECTORIES=str(self.path.parent)),
-        )  # fmt: skip
+        )
 
     def measure(self, *words: str) -> str:
         """Measures a run of it as it is, and returns its id."""

@@ -70,8 +70,9 @@ def test_suspects_of_each_run_are_measured_again(store: Path, say: Say, monkeypa
             keep(store, run_at(number, number + hour, records=some))
     assert say(commit(0), commit(1))[0] == 1
     assert sorted((run, {case.partition("[")[0] for case in cases}) for run, cases in asked) == [
-        ("000000c8", {"gemm"}), ("000000fa", {"copy"}),
-    ]  # fmt: skip
+        ("000000c8", {"gemm"}),
+        ("000000fa", {"copy"}),
+    ]
 
 
 def test_below_ten_percent_a_stored_number_is_a_suspect_only(store: Path, say: Say) -> None:
@@ -156,16 +157,27 @@ def changed(**changes: Any) -> tuple[Record, ...]:
     [
         ([run_at(1)], 4, "the baseline is missing"),
         ([run_at(1), run_at(0, records=())], 4, "no case in common"),
-        ([run_at(1), run_at(0, records=tuple(
-            replace(record, case=replace(record.case, version="0")) for record in records()))], 4, "the work changed"),
+        (
+            [
+                run_at(1),
+                run_at(
+                    0, records=tuple(replace(record, case=replace(record.case, version="0")) for record in records())
+                ),
+            ],
+            4,
+            "the work changed",
+        ),
         ([run_at(1), run_at(0, facts={"asv_cpu": "X"})], 4, "asv_cpu was X and"),
         ([run_at(1), run_at(0, facts={"threads": 4})], 4, "threads was 4 and"),
         ([run_at(1), run_at(0, facts={"torch": "9.9.9"})], 4, "torch was 9.9.9 and"),
         ([run_at(0), run_at(1, records=())], 3, "came to a number"),
-        ([run_at(0), run_at(1, records=changed(status=Status.SKIPPED, timing=None, is_reference=False))], 3,
-         "came to a number"),
+        (
+            [run_at(0), run_at(1, records=changed(status=Status.SKIPPED, timing=None, is_reference=False))],
+            3,
+            "came to a number",
+        ),
     ],
-)  # fmt: skip
+)
 def test_never_green_for_nothing(tmp_path: Path, say: Say, runs: list[Run], code: int, expected: str) -> None:
     for run in runs:
         keep(tmp_path, run)
@@ -192,7 +204,7 @@ SIDES = [commit(0), commit(1)]
         ([*SIDES, "--thresholds", "none"], "--thresholds none cannot be"),
         ([*SIDES, "--junit", "no/such/file"], "--junit 'no/such/file' cannot be"),
     ],
-)  # fmt: skip
+)
 def test_refused(store: Path, say: Say, words: list[str], expected: str) -> None:
     if not store.exists():
         history(store, 1.0, 1.5)

@@ -44,14 +44,19 @@ def times(ratio: float, spread: float, seed: int = 0) -> tuple[Session, ...]:
 
 
 def case(
-    ratio: float = 1.0, spread: float = 0.002, precision: str = "bf16", error: float = 1e-3,
-    before: dict[str, Any] | None = None, after: dict[str, Any] | None = None, sessions: bool = True,
-) -> CaseResult:  # fmt: skip
+    ratio: float = 1.0,
+    spread: float = 0.002,
+    precision: str = "bf16",
+    error: float = 1e-3,
+    before: dict[str, Any] | None = None,
+    after: dict[str, Any] | None = None,
+    sessions: bool = True,
+) -> CaseResult:
     """One case: how much slower it became, its error on head (1e-3 on base), how its sides ended."""
     sides = [
         record(None, precision, **{"measurements": (Measurement("sum_error", "", (value,)),), **(changes or {})})
         for value, changes in ((1e-3, before), (error, after))
-    ]  # fmt: skip
+    ]
     return CaseResult(sides[0], sides[1], times(ratio, spread) if sessions else ())
 
 
@@ -165,10 +170,16 @@ class Job:
         programs.mkdir(parents=True)
         self.program("fp8bench", f'exec {sys.executable} -W error -m fp8bench "$@"')
         self.environment = environment(
-            PATH=f"{programs}:{os.environ['PATH']}", GITHUB_STEP_SUMMARY=str(self.temp / "summary"),
-            GITHUB_OUTPUT=str(self.temp / "output"), COMMENT=str(self.temp / "comment.md"), CONFIG="fp8bench.yaml",
-            THRESHOLDS="", STRICT="false", ISSUE="issue", REPLACED="comments",
-        )  # fmt: skip
+            PATH=f"{programs}:{os.environ['PATH']}",
+            GITHUB_STEP_SUMMARY=str(self.temp / "summary"),
+            GITHUB_OUTPUT=str(self.temp / "output"),
+            COMMENT=str(self.temp / "comment.md"),
+            CONFIG="fp8bench.yaml",
+            THRESHOLDS="",
+            STRICT="false",
+            ISSUE="issue",
+            REPLACED="comments",
+        )
 
     def program(self, name: str, text: str) -> None:
         file = self.temp / "bin" / name
@@ -177,9 +188,14 @@ class Job:
 
     def step(self, name: str, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEPS[name]["run"]], cwd=self.repository.path,
-            env={**self.environment, **more}, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", STEPS[name]["run"]],
+            cwd=self.repository.path,
+            env={**self.environment, **more},
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
 
     def compared(self, base: str) -> tuple[dict[str, str], str]:
         """Returns the outputs and the comment of the step that compares."""

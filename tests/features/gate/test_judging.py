@@ -52,9 +52,17 @@ def figure(times: float, **changes: object) -> Comparison:
     """A time of 1 ms that became so many times as long, by a duel, known to 1%."""
     where = Direction.WORSE if times > 1.01 else Direction.BETTER if times < 0.99 else Direction.SAME
     change = Comparison(
-        "gemm[m=64]@cpu/bf16", "gemm", "time", "s", where, Evidence.PAIRED, 1e-3, 1e-3 * times,
-        Interval(times, times * 0.99, times * 1.01, 0.99), 1e-9 if where is not Direction.SAME else 0.8,
-    )  # fmt: skip
+        "gemm[m=64]@cpu/bf16",
+        "gemm",
+        "time",
+        "s",
+        where,
+        Evidence.PAIRED,
+        1e-3,
+        1e-3 * times,
+        Interval(times, times * 0.99, times * 1.01, 0.99),
+        1e-9 if where is not Direction.SAME else 0.8,
+    )
     return replace(change, **changes)  # type: ignore[arg-type]
 
 
@@ -72,9 +80,14 @@ TAKEN: dict[str, object] = {"direction": Direction.UNSURE, "why": "steps waited"
 def exact(times: float, **changes: object) -> Comparison:
     """Memory: the same whenever the same code runs."""
     given = {
-        "metric": "peak_memory", "unit": "B", "before": 1e8, "after": 1e8 * times, "p_value": None,
-        "ratio": Interval(times, times, times, 1.0), "evidence": Evidence.CROSS_RUN,
-    }  # fmt: skip
+        "metric": "peak_memory",
+        "unit": "B",
+        "before": 1e8,
+        "after": 1e8 * times,
+        "p_value": None,
+        "ratio": Interval(times, times, times, 1.0),
+        "evidence": Evidence.CROSS_RUN,
+    }
     return figure(times, **{**given, **changes})
 
 
@@ -106,7 +119,7 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
         (figure(1.0, direction=Direction.NONE, failed=True), GateOutcome.FAILED),
         (figure(2.0, metric="x_error", before=0.0, after=0.1, ratio=None), GateOutcome.SUSPECTED),
     ],
-)  # fmt: skip
+)
 def test_a_first_look(change: Comparison, outcome: GateOutcome) -> None:
     assert first_look([change])[0].outcome is outcome
 
@@ -188,10 +201,12 @@ def test_what_would_confirm_is_named() -> None:
 def test_without_a_second_look() -> None:
     """What may fail fails, unconfirmed; the rest stays a suspect."""
     for change, outcome in (
-        (stored(1.2), GateOutcome.REGRESSION), (stored(1.08), GateOutcome.SUSPECTED),
-        (figure(1.06), GateOutcome.REGRESSION), (exact(1.05), GateOutcome.REGRESSION),
+        (stored(1.2), GateOutcome.REGRESSION),
+        (stored(1.08), GateOutcome.SUSPECTED),
+        (figure(1.06), GateOutcome.REGRESSION),
+        (exact(1.05), GateOutcome.REGRESSION),
         (stored(1.2, **TAKEN), GateOutcome.SUSPECTED),
-    ):  # fmt: skip
+    ):
         (judged,) = second_look(first_look([change]), SecondLook({}, refused="--no-rerun"))
         assert judged.outcome is outcome and "not measured again: --no-rerun" in judged.why
 
@@ -238,12 +253,19 @@ USUAL = (Setting(1, 1, 0.02), Setting(5, 5, 0.02, one_sided=True))
 
 @pytest.mark.parametrize(
     "setting",
-    sampled(USUAL, [
-        *USUAL, Setting(1, 1, 0.005), Setting(1, 1, 0.05), Setting(1, 1, 0.02, 0.02), Setting(3, 1, 0.02),
-        Setting(5, 5, 0.02),
-    ]),
+    sampled(
+        USUAL,
+        [
+            *USUAL,
+            Setting(1, 1, 0.005),
+            Setting(1, 1, 0.05),
+            Setting(1, 1, 0.02, 0.02),
+            Setting(3, 1, 0.02),
+            Setting(5, 5, 0.02),
+        ],
+    ),
     ids=str,
-)  # fmt: skip
+)
 def test_of_100_cases_nothing_alarms(setting: Setting) -> None:
     assert false_alarms(setting, BUILDS) <= MOST
 
@@ -312,9 +334,7 @@ def test_what_stored_runs_would_find() -> None:
     """With a known spread; with one from a dozen cases; and with none."""
     (many,) = sights(figure(1.0, evidence=Evidence.CROSS_RUN, noise=MANY))
     assert 0.05 < many.smallest < 0.1 and not many.unknown
-    dozen = [
-        stored(1 + 0.002 * (n - 6), case=f"gemm[m={n}]@cpu/bf16", noise=Noise(0.003, 0, 1, 1)) for n in range(13)
-    ]  # fmt: skip
+    dozen = [stored(1 + 0.002 * (n - 6), case=f"gemm[m={n}]@cpu/bf16", noise=Noise(0.003, 0, 1, 1)) for n in range(13)]
     for sight in sights(*dozen):
         assert 0.1 < sight.smallest < 0.2 and not sight.unknown and not sight.enough
     # A duel afterwards may fail what stored numbers may not.

@@ -19,9 +19,18 @@ from fp8bench.report.terminal.layout import render
 
 def judged(outcome: GateOutcome, case: str = "gemm[m=64]@cpu/bf16", why: str = "", **changes: object) -> JudgedFigure:
     change = Comparison(
-        case, case.partition("[")[0], "time", "s", Direction.WORSE, Evidence.PAIRED, 1e-3, 1.2e-3,
-        Interval(1.2, 1.18, 1.22, 0.99), 1e-8, ("noisy",),
-    )  # fmt: skip
+        case,
+        case.partition("[")[0],
+        "time",
+        "s",
+        Direction.WORSE,
+        Evidence.PAIRED,
+        1e-3,
+        1.2e-3,
+        Interval(1.2, 1.18, 1.22, 0.99),
+        1e-8,
+        ("noisy",),
+    )
     found = first_look([replace(change, **changes)])[0]  # type: ignore[arg-type]
     return replace(found, outcome=outcome, why=why)
 

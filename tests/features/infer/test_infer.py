@@ -63,15 +63,19 @@ def test_words_of_arms_and_back() -> None:
 @for_each(
     ("dtype", "level", "words"),
     [
-        ("fp32", Level.NATIVE, ""), ("bf16", Level.NATIVE, ""),
+        ("fp32", Level.NATIVE, ""),
+        ("bf16", Level.NATIVE, ""),
         ("served:weights=int8", Level.NATIVE, "_weight_int8pack_mm"),
         ("served:weights=int4", Level.NATIVE, "_weight_int4pack_mm_for_cpu"),
         ("served:weights=int8:activations=low", Level.EMULATED, "restored"),
         ("served:carrier=fp32:weights=int8", Level.EMULATED, "restored"),
-        ("served:kv=fp8", Level.EMULATED, "restored"), ("served:kv=bf16", Level.NATIVE, ""),
-        ("fp8", Level.EMULATED, ""), ("fp16", Level.REFUSED, "travel in"), ("tf32", Level.REFUSED, ""),
+        ("served:kv=fp8", Level.EMULATED, "restored"),
+        ("served:kv=bf16", Level.NATIVE, ""),
+        ("fp8", Level.EMULATED, ""),
+        ("fp16", Level.REFUSED, "travel in"),
+        ("tf32", Level.REFUSED, ""),
     ],
-)  # fmt: skip
+)
 def test_who_has_a_kernel(dtype: str, level: Level, words: str) -> None:
     support = served_support({"size": "nano", "kv": OWN, "weights": OWN}, precisions.get(dtype), CPU)
     assert support.level is level and words in support.reason
@@ -108,9 +112,12 @@ def fitted(seed: int, rounds: int, spread: float, a: float, b: float) -> LineDra
 
 @pytest.mark.parametrize(
     ("rounds", "spread", "sweeps", "least"),
-    [(10, 0.02, 60, 0.93), pytest.param(10, 0.01, 200, 0.95, marks=pytest.mark.slow),
-     *sampled([], [(10, 0.05, 200, 0.95), (24, 0.01, 200, 0.95), (24, 0.05, 200, 0.95)])],
-)  # fmt: skip
+    [
+        (10, 0.02, 60, 0.93),
+        pytest.param(10, 0.01, 200, 0.95, marks=pytest.mark.slow),
+        *sampled([], [(10, 0.05, 200, 0.95), (24, 0.01, 200, 0.95), (24, 0.05, 200, 0.95)]),
+    ],
+)
 def test_intervals_hold_the_truth(rounds: int, spread: float, sweeps: int, least: float) -> None:
     """How often a, b and the crossing at 800 tokens lie in their intervals; 'no crossing' claims nothing."""
     fast = np.sort(noisy(np.random.default_rng(99), 400_000, spread))[:100_000].mean()

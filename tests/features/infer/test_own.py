@@ -167,10 +167,16 @@ def test_what_was_measured_until_an_interrupt_is_told(monkeypatch: pytest.Monkey
     arms, contexts = (Arm("fp32"), Arm("bf16")), (128, 256, 512, 1024, 2048)
     question = ServingQuestion("nano", arms, contexts, 1, True, 512)
     records = [
-        Record(case("decode", arm.carrier, {"context": context}), NATIVE, Status.OK, timing=steady(int(1e6), 24),
-               is_reference=arm == arms[0])
-        for context in contexts for arm in arms
-    ]  # fmt: skip
+        Record(
+            case("decode", arm.carrier, {"context": context}),
+            NATIVE,
+            Status.OK,
+            timing=steady(int(1e6), 24),
+            is_reference=arm == arms[0],
+        )
+        for context in contexts
+        for arm in arms
+    ]
 
     def answered(*runs: Run) -> ServingAnswer:
         given = iter(runs)

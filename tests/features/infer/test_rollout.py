@@ -21,7 +21,7 @@ from tests.workloads.steps import CPU
 LEAD, LOW = Arm("fp32"), Arm("bf16", "fp8-tensor", "int4")
 TASK = QualityTask(
     ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], str(WEIGHTS), text=held_out_text(1024)), 0, (LEAD, LOW), CPU, 0, 2
-)  # fmt: skip
+)
 
 
 def test_figures_are_those_of_their_definitions() -> None:

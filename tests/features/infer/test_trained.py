@@ -34,9 +34,15 @@ def test_a_checkpoint_is_served(arch: str, tmp_path: Path, monkeypatch: pytest.M
     """
     stored, served = tmp_path / "store", {"gpt": "nano", "moe": "nano-moe"}[arch]
     request = TrainingRequest(
-        ("fp32", "bf16"), settings=replace(SETTINGS, arch=arch), steps=12, seeds=1, keep=8, evaluate=8, energy=False,
+        ("fp32", "bf16"),
+        settings=replace(SETTINGS, arch=arch),
+        steps=12,
+        seeds=1,
+        keep=8,
+        evaluate=8,
+        energy=False,
         isolation=False,
-    )  # fmt: skip
+    )
     train(request, stored, TrainingObserver(), "fp8bench train")
     (path,) = KIND.files(stored)
     seen = {row.arm: row.loss for row in load_training(path).of(Validation) if (row.of, row.step) == ("held-out", 8)}
@@ -61,9 +67,11 @@ def test_a_checkpoint_is_served(arch: str, tmp_path: Path, monkeypatch: pytest.M
         trained_model("last", tmp_path / "bare", 8192)
     head = load_head(path)
     for changed, words in (
-        ({"arch": "mlp"}, "gpt and moe are"), ({"arch": "cnn"}, "of which no cache is served"),
-        ({"master": "fp16-scaled"}, "fp32 ones are read"), ({"parallel": "tp"}, "a rank has a part of it"),
-    ):  # fmt: skip
+        ({"arch": "mlp"}, "gpt and moe are"),
+        ({"arch": "cnn"}, "of which no cache is served"),
+        ({"master": "fp16-scaled"}, "fp32 ones are read"),
+        ({"parallel": "tp"}, "a rank has a part of it"),
+    ):
         settings, ranks = replace(SETTINGS, **changed), 2 if "parallel" in changed else None
         other = replace(head, request=replace(head.request, ranks=ranks, isolation=True, settings=settings))
         monkeypatch.setattr(job, "load_head", lambda path, other=other: other)

@@ -68,9 +68,14 @@ def test_what_it_writes_runs(
     assert all(error is not None and 0 <= error.samples[0] < 0.2 for error in errors.values())
 
 
-@for_each(("before", "after"), [
-    (None, ".fp8bench/\n"), ("*.pyc", "*.pyc\n.fp8bench/\n"), ("a\n.fp8bench/\nb", "a\n.fp8bench/\nb"),
-])  # fmt: skip
+@for_each(
+    ("before", "after"),
+    [
+        (None, ".fp8bench/\n"),
+        ("*.pyc", "*.pyc\n.fp8bench/\n"),
+        ("a\n.fp8bench/\nb", "a\n.fp8bench/\nb"),
+    ],
+)
 def test_git_ignores_the_store(before: str | None, after: str, tmp_path: Path, fp8bench: Say) -> None:
     """Once, and after what a project ignores already."""
     project = tmp_path / str(after.count("\n")) / str(len(after))

@@ -35,7 +35,7 @@ def say(store: Path, fp8bench: Say) -> Say:
         ("gpt2 --devices l40s --dtypes fp8", 3, "head forward 8192 x 50257 x 768 8192 x 50272 x 768 N=50257 is no"),
         ("nano --devices h100 --dtypes fp8-e5m2", 3, "no padding helps two E5M2 operands are not multiplied"),
     ],
-)  # fmt: skip
+)
 def test_what_fits_and_what_does_not_is_told(say: Say, words: str, code: int, said: str) -> None:
     ended, out, _ = say(*words.split())
     assert ended == code and said in " ".join(out.split()), out
@@ -146,9 +146,11 @@ def test_what_fp8bench_has_natively_has_all_three_products() -> None:
     """Some mode is native somewhere, so that the agreement is tested; a new class gets its line above."""
     assert set(FACTS) == set(CLASSES)
     pairs = [
-        (mode, device) for mode in scaled_modes() for device in CLASSES
+        (mode, device)
+        for mode in scaled_modes()
+        for device in CLASSES
         if precisions.get(mode).support(FACTS[device]).level is Level.NATIVE
-    ]  # fmt: skip
+    ]
     assert ("fp8", H100) in pairs
     for (mode, device), kind in itertools.product(pairs, PRODUCTS):
         assert lint(LinearShape("", 64, 64, 64), mode, device, kind).fits, (mode, device, kind)

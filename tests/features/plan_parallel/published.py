@@ -69,13 +69,22 @@ def _row(entry: Mapping[str, Any]) -> Published:
     load = {name: entry[name] for name in _LOAD if name in entry}
     gpus = TABLE["gpus"][entry.get("gpus", source.get("gpus"))]
     return Published(
-        entry["name"], entry.get("gpus", source.get("gpus")), entry.get("recipe", ranking.DEFAULT_RECIPE),
-        MODELS[entry["model"]], ParallelLayout(**entry["layout"]),
+        entry["name"],
+        entry.get("gpus", source.get("gpus")),
+        entry.get("recipe", ranking.DEFAULT_RECIPE),
+        MODELS[entry["model"]],
+        ParallelLayout(**entry["layout"]),
         Load(checkpointing=Checkpointing(entry["checkpointing"]), **load),
-        Topology(gpus["node"], GIB * gpus["memory"], 1e9 * gpus["inside"], 1e9 * gpus["between"],
-                 *(1e12 * rate for rate in gpus.get("ceilings", (0, 0)))),
-        {name: entry[name] for name in ("memory", "pace") if name in entry}, entry.get("bands", {}).get("memory", 0.0),
-    )  # fmt: skip
+        Topology(
+            gpus["node"],
+            GIB * gpus["memory"],
+            1e9 * gpus["inside"],
+            1e9 * gpus["between"],
+            *(1e12 * rate for rate in gpus.get("ceilings", (0, 0))),
+        ),
+        {name: entry[name] for name in ("memory", "pace") if name in entry},
+        entry.get("bands", {}).get("memory", 0.0),
+    )
 
 
 def published() -> tuple[Published, ...]:

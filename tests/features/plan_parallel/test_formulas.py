@@ -80,13 +80,17 @@ def test_what_no_published_training_is_like_is_named() -> None:
     ("changes", "rows"),
     [
         # States of 12 bytes a weight, as if gradients took none.
-        (lambda patch: patch.setitem(STATES, "fp32", KeptStates(0, 4, 4, 4, copy=2, lying=2)),
-         {"8B, 32k, FP8", "8B, 256k, FP8"}),
+        (
+            lambda patch: patch.setitem(STATES, "fp32", KeptStates(0, 4, 4, 4, copy=2, lying=2)),
+            {"8B, 32k, FP8", "8B, 256k, FP8"},
+        ),
         # A loss that is not compiled, which is what tells the rows of 2025 apart.
-        (lambda patch: patch.setattr(memory_module, "_FUSED_LOGIT", 12),
-         {"8B, FSDP 32, FP8, H200", "8B, FSDP 64, FP8, H200"}),
+        (
+            lambda patch: patch.setattr(memory_module, "_FUSED_LOGIT", 12),
+            {"8B, FSDP 32, FP8, H200", "8B, FSDP 64, FP8, H200"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_formula_leaves_a_band(
     changes: Callable[[pytest.MonkeyPatch], None], rows: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,9 +134,12 @@ def test_a_pipeline_idles_less_in_more_pieces() -> None:
 
 
 @given(
-    shards=some.sampled_from([1, 2, 4, 8]), tensor=some.sampled_from([1, 2]), pipeline=some.sampled_from([1, 2, 4]),
-    level=some.sampled_from(list(Checkpointing)), count=some.sampled_from([1, 2, 4, 8]),
-)  # fmt: skip
+    shards=some.sampled_from([1, 2, 4, 8]),
+    tensor=some.sampled_from([1, 2]),
+    pipeline=some.sampled_from([1, 2, 4]),
+    level=some.sampled_from(list(Checkpointing)),
+    count=some.sampled_from([1, 2, 4, 8]),
+)
 def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpointing, count: int) -> None:
     """All states lie somewhere once; computing again takes time and gives memory; FP8 takes no more time."""
     layout, load = ParallelLayout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
@@ -206,8 +213,11 @@ def test_zero_one_by_hand() -> None:
     assert memory_of(SMALL, ParallelLayout(), load) == memory_of(SMALL, ParallelLayout(), LOAD)
 
 
-@pytest.mark.parametrize(("row", "share"), [*zip(TABLE["fp8_lm"], (0.32, 0.36, 0.43), strict=True)],
-                         ids=lambda value: value["model"] if isinstance(value, dict) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "share"),
+    [*zip(TABLE["fp8_lm"], (0.32, 0.36, 0.43), strict=True)],
+    ids=lambda value: value["model"] if isinstance(value, dict) else "",
+)
 def test_what_fp8_lm_saves(row: dict[str, Any], share: float) -> None:
     """Of GiB told, within 9%: bf16 weights and fp32 gradients are whole in each copy, what the optimizer keeps is
     shared out. With FP8 weights in one orientation, or nothing shared out, it is off by more than a tenth. As a share

@@ -35,9 +35,11 @@ def test_every_way_is_there_once(gpus: int, batch: int) -> None:
     wanted = {
         (tensor, pipeline, context)
         for tensor, pipeline, context in product(range(1, 9), range(1, 33), range(1, 3))
-        if 8 % tensor == 0 and gpus % (tensor * pipeline * context) == 0 and (pipeline == 1 or -32 % pipeline <= 2)
+        if 8 % tensor == 0
+        and gpus % (tensor * pipeline * context) == 0
+        and (pipeline == 1 or -32 % pipeline <= 2)
         and batch % (gpus // (tensor * pipeline * context)) == 0
-    }  # fmt: skip
+    }
     assert cut == wanted
 
 

@@ -21,10 +21,13 @@ CORPUS = Corpus("nowhere", "text", "0" * 64, 1000)
 @for_each(
     ("same", "slowed", "held"),
     [
-        (1.0, 1.12, [True, True]), (1.1, 1.12, [False, True]), (0.9, 1.12, [False, True]),
-        (1.0, 1.0, [True, False]), (1.0, 0.9, [True, False]),
+        (1.0, 1.12, [True, True]),
+        (1.1, 1.12, [False, True]),
+        (0.9, 1.12, [False, True]),
+        (1.0, 1.0, [True, False]),
+        (1.0, 0.9, [True, False]),
     ],
-)  # fmt: skip
+)
 def test_false_alarms_and_missed_slow_downs_are_noticed(same: float, slowed: float, held: list[bool]) -> None:
     """What should be identical comes out slower or faster, and what is slowed the same or faster: arms of 0.3 ms."""
     worker = Scripted(lambda key, case: 300_000 * {"same": same, "slowed": slowed}.get(key, 1.0))
@@ -59,11 +62,12 @@ def test_wrong_rounding_is_noticed(factor: float, monkeypatch: pytest.MonkeyPatc
 @for_each(
     ("phases", "seen"),
     [
-        (PHASES, ""), ({*PHASES} - {"cast"}, "never seen: cast"),
+        (PHASES, ""),
+        ({*PHASES} - {"cast"}, "never seen: cast"),
         ({*PHASES} - {"optimizer_step"}, "never seen: optimizer_step"),
         (({*PHASES} - {"communication", "decode"}) | {"unattributed"}, "12.5% unattributed"),
     ],
-)  # fmt: skip
+)
 def test_phases_that_lack_or_leave_much_are_noticed(phases: set[str], seen: str) -> None:
     codes = tuple(CELL_PHASES.index(phase) for phase in phases)
     check = checks.phases(Scripted(lambda key, case: 20e6, codes), CPU, CORPUS)

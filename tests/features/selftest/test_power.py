@@ -39,8 +39,10 @@ def by_hand() -> Arms:
     result = Arms("product", 3e-4)
     result.outcomes[0.0] = [outcome(Verdict.SAME), outcome(Verdict.UNSURE), outcome(Verdict.FASTER, 0.98)]
     result.outcomes[0.05] = [
-        outcome(Verdict.SLOWER, 1.04, 0.5), outcome(Verdict.SLOWER, 1.06, 2.5), outcome(Verdict.FASTER, 0.9, 1.5),
-    ]  # fmt: skip
+        outcome(Verdict.SLOWER, 1.04, 0.5),
+        outcome(Verdict.SLOWER, 1.06, 2.5),
+        outcome(Verdict.FASTER, 0.9, 1.5),
+    ]
     result.loads = [2.0, 0.5, 1.0]
     return result
 
@@ -51,10 +53,18 @@ def test_a_row_counts_verdicts_and_takes_medians() -> None:
     assert (alarm, wrong) == (
         PowerRow("product", 0.0, 0.0, 3, slower=0, faster=1, same=1, unsure=1, seconds_median=1.0, seconds_longest=1.0),
         PowerRow(
-            "product", 0.05, pytest.approx(0.04), 3, slower=2, faster=1, same=0, unsure=0, seconds_median=1.5,
+            "product",
+            0.05,
+            pytest.approx(0.04),
+            3,
+            slower=2,
+            faster=1,
+            same=0,
+            unsure=0,
+            seconds_median=1.5,
             seconds_longest=2.5,
         ),
-    )  # fmt: skip
+    )
     assert alarm.wrong_signs == 0 and wrong.wrong_signs == 1
     table = power_table(Power((alarm, wrong), (0.5, 1.0, 2.0)))
     assert "load 0.5 to 2.0, median 1.0" in table and max(map(len, table.splitlines())) <= 110

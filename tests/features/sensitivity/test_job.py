@@ -90,8 +90,11 @@ def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() ->
     trainer = Trainer(costs())
     study, told = studied(trainer)
     assert [mode for mode, *_ in trainer.log] == [
-        "bf16", *["bf16"] * DRAWS, *(f"bf16{{{layer.name}=fp8}}" for layer in LAYERS), "fp8{head=fp8}",
-    ]  # fmt: skip
+        "bf16",
+        *["bf16"] * DRAWS,
+        *(f"bf16{{{layer.name}=fp8}}" for layer in LAYERS),
+        "fp8{head=fp8}",
+    ]
     assert [draw for *_, draw in trainer.log] == [0, 1, 2, *[0] * 10]
     assert [trial.low for trial in study.probes] == [(layer.name,) for layer in LAYERS]
     assert [trial.gradient_error for trial in study.probes] == [0.01] * 9

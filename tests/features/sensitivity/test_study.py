@@ -30,9 +30,19 @@ from tests.counts import for_each
 
 BASE = LayerTrial("reference", "", "bf16", losses=(9.0, 5.0, 4.0, 3.0, 2.0))
 STUDY = Study(
-    "transformer", (("size", "nano"),), "cpu", "fp8", "bf16", "emulated", By.LAYER, 5, 0.01, 0, BASE,
+    "transformer",
+    (("size", "nano"),),
+    "cpu",
+    "fp8",
+    "bf16",
+    "emulated",
+    By.LAYER,
+    5,
+    0.01,
+    0,
+    BASE,
     (replace(BASE, draw=1, losses=(2.1,)), replace(BASE, draw=2, losses=(1.94,))),
-)  # fmt: skip
+)
 
 
 def probe(name: str, loss: float | None, error: float | None = 0.1, kind: str = "mlp") -> LayerTrial:
@@ -57,10 +67,12 @@ def test_gaps_are_relative_to_the_reference() -> None:
 @for_each(
     ("wanted", "loss", "gap", "says"),
     [
-        (0.0, 0.0, 0.0, "noise unknown"), (0.0, 0.5, math.inf, "noise unknown"),
-        (-2.0, -1.0, 0.5, "worse"), (-2.0, -3.0, -0.5, "better"),
+        (0.0, 0.0, 0.0, "noise unknown"),
+        (0.0, 0.5, math.inf, "noise unknown"),
+        (-2.0, -1.0, 0.5, "worse"),
+        (-2.0, -3.0, -0.5, "better"),
     ],
-)  # fmt: skip
+)
 def test_a_loss_may_be_zero_or_below(wanted: float, loss: float, gap: float, says: str) -> None:
     draws = (replace(BASE, draw=1, losses=(1.01 * wanted,)),)
     study, trial = replace(STUDY, baseline=replace(BASE, losses=(wanted,)), draws=draws), probe("a", loss)
@@ -92,9 +104,15 @@ def test_draws_that_are_the_same_say_nothing_of_noise() -> None:
 def test_the_worst_come_first() -> None:
     """Failed runs, then gaps beyond the noise by size, then the rest by the errors of their gradients, known or not."""
     probes = (
-        probe("small", 2.0, 0.1), probe("better", 1.5, 0.2), probe("worse", 2.2, 0.01), probe("worst", 2.4, 0.001),
-        probe("lost", None), probe("large", 2.05, 0.3), probe("strange", 2.0, math.nan), probe("unknown", 2.0, None),
-    )  # fmt: skip
+        probe("small", 2.0, 0.1),
+        probe("better", 1.5, 0.2),
+        probe("worse", 2.2, 0.01),
+        probe("worst", 2.4, 0.001),
+        probe("lost", None),
+        probe("large", 2.05, 0.3),
+        probe("strange", 2.0, math.nan),
+        probe("unknown", 2.0, None),
+    )
     ranking = [trial.name for trial in replace(STUDY, probes=probes).ranking]
     assert ranking == ["lost", "worst", "worse", "strange", "unknown", "large", "better", "small"]
 
@@ -132,10 +150,13 @@ NAMES = [layer.name for layer in LAYERS]
 @for_each(
     ("gone", "words"),
     [
-        ((), "head=fp8"), (("head",), ""), (("blocks.0.mlp.up",), "head=fp8,blocks.0.mlp.up=bf16"),
-        (("blocks.0.mlp", "blocks.1.mlp", "head"), "mlp=bf16"), (NAMES, "attn=bf16,mlp=bf16"),
+        ((), "head=fp8"),
+        (("head",), ""),
+        (("blocks.0.mlp.up",), "head=fp8,blocks.0.mlp.up=bf16"),
+        (("blocks.0.mlp", "blocks.1.mlp", "head"), "mlp=bf16"),
+        (NAMES, "attn=bf16,mlp=bf16"),
     ],
-)  # fmt: skip
+)
 def test_maps_are_as_short_as_one_would_write_them(gone: Sequence[str], words: str) -> None:
     """Of all layers but those. The head stays high unless it is said to be low; kinds have one word."""
     left = [name for name in NAMES if not any(f"{name}.".startswith(f"{front}.") for front in gone)]

@@ -26,9 +26,11 @@ def trained(store: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     def train(lab: FakeLab, request: TrainingRequest | None = None) -> tuple[KeptTraining, FakeLab, NotedTraining]:
         monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: lab)
         seen = NotedTraining()
-        kept = job.resume(KIND.files(store)[0], store, seen)[1] if request is None else job.train(
-            request, store, seen, "fp8bench train"
-        )  # fmt: skip
+        kept = (
+            job.resume(KIND.files(store)[0], store, seen)[1]
+            if request is None
+            else job.train(request, store, seen, "fp8bench train")
+        )
         assert lab.closed
         return kept, lab, seen
 

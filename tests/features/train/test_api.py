@@ -39,11 +39,21 @@ def test_arguments_equal_the_command_line(text: Path, store: Path) -> None:
     )
     noted = NotedTraining()
     kept = fp8bench.train(
-        dtypes=["bf16", "fp8-delayed"], steps=6, seeds=1, margin=2, sweep={"history": [1, 16]}, rate=0.01, data=text,
-        optimizer="adamw:betas=0.9,0.95", rates={"norm": 0}, clip="0.5/kind", precision_map={"mlp": "bf16"},
-        sequence=16, store=store,
+        dtypes=["bf16", "fp8-delayed"],
+        steps=6,
+        seeds=1,
+        margin=2,
+        sweep={"history": [1, 16]},
+        rate=0.01,
+        data=text,
+        optimizer="adamw:betas=0.9,0.95",
+        rates={"norm": 0},
+        clip="0.5/kind",
+        precision_map={"mlp": "bf16"},
+        sequence=16,
+        store=store,
         observer=noted,
-    )  # fmt: skip
+    )
     assert kept.training.request == request_from(build_parser().parse_args(words.split()))
     assert kept.finished and noted.places[-1] == (0, 6)
     for word in ("last", kept.training.id, Path(kept.path).parent):
@@ -117,10 +127,17 @@ def test_hugging_face(tmp_path: Path) -> None:
     )
     lines: list[StreamLine] = []
     settings = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "out"), max_steps=6, eval_strategy="steps", eval_steps=2,
-        per_device_train_batch_size=4, logging_steps=1, use_cpu=True,
-        report_to=[], save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=str(tmp_path / "out"),
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
     callback = fp8bench.hugging_face_callback(tmp_path / "steps.jsonl", told=lines.extend, stride=3)
     trainer = transformers.Trainer(
         model=model, args=settings, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[callback]

@@ -28,32 +28,54 @@ TP = TrainerSettings(parallel="tp")
 SP = replace(TP, parallel="sp")
 
 
-@for_each(("asked", "names"), [
-    # The highest precision leads, or the one that is named; bands are those asked for.
-    ({"dtypes": ("nvfp4", "fp8", "bf16")},
-     ["bf16", "bf16 again", "bf16 one ulp", "nvfp4", "fp8"]),
-    ({"dtypes": ("fp8", "bf16"), "bands": ("one-ulp",)}, ["bf16", "bf16 one ulp", "fp8"]),
-    ({"reference": "fp8", **NONE}, ["fp8", "bf16"]), ({"reference": "fp32", **NONE}, ["fp32", "bf16", "fp8"]),
-    ({"dtypes": ("bf16", *MSAMP), **NONE}, ["bf16", *MSAMP]),
-    ({"dtypes": ("bf16", "msamp-o2"), "sweep": (("rate", ("1e-3",)),), **NONE}, ["bf16", "msamp-o2"]),
-    # A rate is swept in the reference, too; rates of one precision are compared with each other.
-    ({"sweep": RATES, **NONE},
-     ["bf16", "bf16 rate=0.0005", "bf16 rate=0.002", "fp8 rate=0.0005", "fp8", "fp8 rate=0.002"]),
-    ({"dtypes": ("bf16",), "sweep": RATES, **NONE}, ["bf16", "bf16 rate=0.0005", "bf16 rate=0.002"]),
-    # An option is swept where a dtype has it; equal arms are one, by the canonical name; several multiply.
-    ({"dtypes": DELAYED, "sweep": (("history", ("1", "16", "1024")), ("margin", ("0", "1"))), **NONE},
-     ["bf16", "fp8", "fp8-delayed:history=1", "fp8-delayed:history=1:margin=1", "fp8-delayed:history=16",
-      "fp8-delayed:history=16:margin=1", "fp8-delayed", "fp8-delayed:margin=1"]),
-    ({"sweep": (("formats", ("hybrid", "e4m3")),), **NONE}, ["bf16", "fp8", "fp8:formats=e4m3"]),
-    ({"sweep": (("accumulator", ("fp32", "14", "short", "8")),), **NONE},
-     ["bf16", "fp8", "fp8:accumulator=short", "fp8:accumulator=8"]),
-    # A setting is swept in every candidate; a lone reference is its own candidate.
-    ({"sweep": (("loss-scale", ("auto", "1024")),), **NONE}, ["bf16", "fp8", "fp8 loss-scale=1024"]),
-    ({"dtypes": ("bf16",), "sweep": (("loss-scale", ("auto", "1024")),), **NONE}, ["bf16", "bf16 loss-scale=1024"]),
-    ({"sweep": (("clip", ("1", "0.5", "0.5/block")),), **NONE}, ["bf16", "fp8", "fp8 clip=0.5", "fp8 clip=0.5/block"]),
-    ({"settings": TrainerSettings(micro_batches=2), "sweep": MICRO, **NONE},
-     ["bf16", "fp8 micro-batches=1 batch=4", "fp8", "fp8 micro-batches=4 batch=1"]),
-])  # fmt: skip
+@for_each(
+    ("asked", "names"),
+    [
+        # The highest precision leads, or the one that is named; bands are those asked for.
+        ({"dtypes": ("nvfp4", "fp8", "bf16")}, ["bf16", "bf16 again", "bf16 one ulp", "nvfp4", "fp8"]),
+        ({"dtypes": ("fp8", "bf16"), "bands": ("one-ulp",)}, ["bf16", "bf16 one ulp", "fp8"]),
+        ({"reference": "fp8", **NONE}, ["fp8", "bf16"]),
+        ({"reference": "fp32", **NONE}, ["fp32", "bf16", "fp8"]),
+        ({"dtypes": ("bf16", *MSAMP), **NONE}, ["bf16", *MSAMP]),
+        ({"dtypes": ("bf16", "msamp-o2"), "sweep": (("rate", ("1e-3",)),), **NONE}, ["bf16", "msamp-o2"]),
+        # A rate is swept in the reference, too; rates of one precision are compared with each other.
+        (
+            {"sweep": RATES, **NONE},
+            ["bf16", "bf16 rate=0.0005", "bf16 rate=0.002", "fp8 rate=0.0005", "fp8", "fp8 rate=0.002"],
+        ),
+        ({"dtypes": ("bf16",), "sweep": RATES, **NONE}, ["bf16", "bf16 rate=0.0005", "bf16 rate=0.002"]),
+        # An option is swept where a dtype has it; equal arms are one, by the canonical name; several multiply.
+        (
+            {"dtypes": DELAYED, "sweep": (("history", ("1", "16", "1024")), ("margin", ("0", "1"))), **NONE},
+            [
+                "bf16",
+                "fp8",
+                "fp8-delayed:history=1",
+                "fp8-delayed:history=1:margin=1",
+                "fp8-delayed:history=16",
+                "fp8-delayed:history=16:margin=1",
+                "fp8-delayed",
+                "fp8-delayed:margin=1",
+            ],
+        ),
+        ({"sweep": (("formats", ("hybrid", "e4m3")),), **NONE}, ["bf16", "fp8", "fp8:formats=e4m3"]),
+        (
+            {"sweep": (("accumulator", ("fp32", "14", "short", "8")),), **NONE},
+            ["bf16", "fp8", "fp8:accumulator=short", "fp8:accumulator=8"],
+        ),
+        # A setting is swept in every candidate; a lone reference is its own candidate.
+        ({"sweep": (("loss-scale", ("auto", "1024")),), **NONE}, ["bf16", "fp8", "fp8 loss-scale=1024"]),
+        ({"dtypes": ("bf16",), "sweep": (("loss-scale", ("auto", "1024")),), **NONE}, ["bf16", "bf16 loss-scale=1024"]),
+        (
+            {"sweep": (("clip", ("1", "0.5", "0.5/block")),), **NONE},
+            ["bf16", "fp8", "fp8 clip=0.5", "fp8 clip=0.5/block"],
+        ),
+        (
+            {"settings": TrainerSettings(micro_batches=2), "sweep": MICRO, **NONE},
+            ["bf16", "fp8 micro-batches=1 batch=4", "fp8", "fp8 micro-batches=4 batch=1"],
+        ),
+    ],
+)
 def test_which_arms_a_request_has(asked: dict[str, Any], names: list[str]) -> None:
     arms = make_arms(TrainingRequest(**asked), CPU)
     assert [arm.name for arm in arms] == names
@@ -70,9 +92,11 @@ def test_what_arms_take_of_the_settings() -> None:
     levels = make_arms(TrainingRequest(("bf16", *MSAMP), **NONE), CPU)
     taken = [arm.taken(TrainerSettings()) for arm in levels]
     assert [(own.master, own.gradients, own.optimizer_states) for own in taken] == [
-        ("fp32", "fp32", "fp32"), ("fp16-scaled", "fp8", "fp32"), ("fp16-scaled", "fp8", "fp8lm"),
+        ("fp32", "fp32", "fp32"),
+        ("fp16-scaled", "fp8", "fp32"),
+        ("fp16-scaled", "fp8", "fp8lm"),
         ("fp16-fp8", "fp8", "fp8lm"),
-    ]  # fmt: skip
+    ]
     assert {arm.precision for arm in levels[1:]} == {"fp8:scale=pow2"}
     assert make_arms(TrainingRequest(sweep=RATES), CPU)[-1].taken(TrainerSettings()).rate == 2e-3
     arms = make_arms(TrainingRequest(settings=TrainerSettings(batch=8), sweep=MICRO), CPU)

@@ -83,16 +83,20 @@ def test_a_held_out_token_file_beside_it_is_taken(tmp_path: Path) -> None:
     assert prepared(data).identity != text.identity
 
 
-FILES = {"odd.bin": b"\0" * 999, "short.bin": b"\0" * 64, "empty.bin": b"",
-         "text.txt": TEXT[: 1 << 16]}  # fmt: skip
+FILES = {"odd.bin": b"\0" * 999, "short.bin": b"\0" * 64, "empty.bin": b"", "text.txt": TEXT[: 1 << 16]}
 
 
-@for_each(("name", "words"), [
-    ("odd.bin", "not a file of 16-bit tokens"), ("short.bin", "or a shorter --sequence"),
-    ("empty.bin", "has 0 tokens"), ("text.txt", "the held-out part has 4505 tokens, and needs 8193"),
-    ("nosuch.bin", r"--data .*nosuch.bin cannot be read"),
-    ("", "folder without train.bin, and not a saved dataset"),
-])  # fmt: skip
+@for_each(
+    ("name", "words"),
+    [
+        ("odd.bin", "not a file of 16-bit tokens"),
+        ("short.bin", "or a shorter --sequence"),
+        ("empty.bin", "has 0 tokens"),
+        ("text.txt", "the held-out part has 4505 tokens, and needs 8193"),
+        ("nosuch.bin", r"--data .*nosuch.bin cannot be read"),
+        ("", "folder without train.bin, and not a saved dataset"),
+    ],
+)
 def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, name: str, words: str) -> None:
     for file, content in FILES.items():
         (tmp_path / file).write_bytes(content)
@@ -135,11 +139,14 @@ def test_saved_datasets_that_cannot_be_read_are_refused(tmp_path: Path, monkeypa
     file = next(torn.glob("*.arrow"))
     file.write_bytes(file.read_bytes()[:5000])
     for folder, notes, words in (
-        (two, "", "has columns question, answer"), (torn, "", r"\.arrow cannot be read .*Save the dataset again"),
-        *((torn, notes, r"state\.json names no files")
-          for notes in ("{}", "[]", '{"_data_files": [1]}', '{"_data_files": 7}')),
+        (two, "", "has columns question, answer"),
+        (torn, "", r"\.arrow cannot be read .*Save the dataset again"),
+        *(
+            (torn, notes, r"state\.json names no files")
+            for notes in ("{}", "[]", '{"_data_files": [1]}', '{"_data_files": 7}')
+        ),
         (torn, "{", r"state\.json cannot be read"),
-    ):  # fmt: skip
+    ):
         if notes:
             (folder / "state.json").write_text(notes)
         with pytest.raises(UsageError, match=words):
@@ -197,10 +204,12 @@ def test_documents_fill_a_window_and_held_out_ones_differ() -> None:
 @for_each(
     ("settings", "words"),
     [
-        ({"tasks": ("copies",)}, "copy"), ({"tasks": ("copy",), "sequence": 8}, "at least 16"),
-        ({"metric": ("f",)}, "names no function"), ({"make": "pkg:make", "tasks": ("copy",)}, "Leave it out"),
+        ({"tasks": ("copies",)}, "copy"),
+        ({"tasks": ("copy",), "sequence": 8}, "at least 16"),
+        ({"metric": ("f",)}, "names no function"),
+        ({"make": "pkg:make", "tasks": ("copy",)}, "Leave it out"),
     ],
-)  # fmt: skip
+)
 def test_impossible_tasks_are_refused_before_anything_starts(settings: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         check_training(TrainingRequest(settings=TrainerSettings(**settings)))  # type: ignore[arg-type]

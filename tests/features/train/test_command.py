@@ -28,9 +28,21 @@ from tests.facts import CPU
 from tests.trainings import FakeLab, strikes, write_text
 
 TINY = (
-    "--data", "text.txt", "--steps", "4", "--seeds", "1", "--batch", "1", "--sequence", "16", "--evaluate", "4",
-    "--dtypes", "bf16,fp8",
-)  # fmt: skip
+    "--data",
+    "text.txt",
+    "--steps",
+    "4",
+    "--seeds",
+    "1",
+    "--batch",
+    "1",
+    "--sequence",
+    "16",
+    "--evaluate",
+    "4",
+    "--dtypes",
+    "bf16,fp8",
+)
 
 
 @pytest.fixture
@@ -43,21 +55,30 @@ def newest(store: Path) -> KeptTraining:
     return load_training(KIND.files(store)[0])
 
 
-@for_each(("words", "sentence"), [
-    (["--dtypes", "bf16,fb8"], "Did you mean 'fp8'"), (["--arch", "rnn"], "invalid choice: 'rnn'"),
-    (["--steps", "0"], "--steps: expected a whole number from 1 to 10000000, got '0'"),
-    (["--seeds", "0"], "--seeds: expected"), (["--margin", "100"], "--margin: expected a percentage"),
-    (["--rate", "0"], "--rate: expected a number above 0"),
-    (["--loss-scale", "0.5"], "--loss-scale: expected auto, dynamic, or"),
-    (["--optimizer", "adamw:betas=0.9"], "two numbers from 0 to 0.999999 as betas"),
-    (["--device", "cuda:9"], "unknown device on this machine 'cuda:9'"),
-    (["--data", "nowhere.txt"], "nowhere.txt cannot be read"), (["--wire", "fp8"], "--wire is for several ranks"),
-    (["--json", "--csv", "-"], "both print on stdout"), (["--dry-run", "--csv", "-"], "--dry-run measures nothing"),
-    (["--resume", "last"], "The store has no trainings yet"), (["--step", "3"], "Did you mean '--steps'?"),
-    (["--fail-on", "worse,divreged"], "Did you mean 'diverged'"), (["--live", "no/x.html"], "there is no directory"),
-    (["--live", "a.html", "--dry-run"], "nothing for --live"),
-    (["--resume", "last", "--steps", "3"], "and --steps was given too"),
-])  # fmt: skip
+@for_each(
+    ("words", "sentence"),
+    [
+        (["--dtypes", "bf16,fb8"], "Did you mean 'fp8'"),
+        (["--arch", "rnn"], "invalid choice: 'rnn'"),
+        (["--steps", "0"], "--steps: expected a whole number from 1 to 10000000, got '0'"),
+        (["--seeds", "0"], "--seeds: expected"),
+        (["--margin", "100"], "--margin: expected a percentage"),
+        (["--rate", "0"], "--rate: expected a number above 0"),
+        (["--loss-scale", "0.5"], "--loss-scale: expected auto, dynamic, or"),
+        (["--optimizer", "adamw:betas=0.9"], "two numbers from 0 to 0.999999 as betas"),
+        (["--device", "cuda:9"], "unknown device on this machine 'cuda:9'"),
+        (["--data", "nowhere.txt"], "nowhere.txt cannot be read"),
+        (["--wire", "fp8"], "--wire is for several ranks"),
+        (["--json", "--csv", "-"], "both print on stdout"),
+        (["--dry-run", "--csv", "-"], "--dry-run measures nothing"),
+        (["--resume", "last"], "The store has no trainings yet"),
+        (["--step", "3"], "Did you mean '--steps'?"),
+        (["--fail-on", "worse,divreged"], "Did you mean 'diverged'"),
+        (["--live", "no/x.html"], "there is no directory"),
+        (["--live", "a.html", "--dry-run"], "nothing for --live"),
+        (["--resume", "last", "--steps", "3"], "and --steps was given too"),
+    ],
+)
 def test_an_impossible_command_line_is_one_sentence(words: list[str], sentence: str, say: Say, local: None) -> None:
     code, out, err = say(*words)
     assert (code, out) == (2, "") and sentence in only_sentence(err)
@@ -158,10 +179,16 @@ def configured(*words: str) -> TrainingRequest:
 
 def test_a_file_of_options_equals_the_command_line(store: Path) -> None:
     wanted = TrainerSettings(
-        clip="0.5/kind", rate=2e-3, schedule="plateau", optimizer="adamw:betas=0.9,0.95:weight_decay=0.2",
-        batch=4, micro_batches=2, checkpointing="blocks", rates=(("attn", 0.5), ("blocks.0", 2.0)),
+        clip="0.5/kind",
+        rate=2e-3,
+        schedule="plateau",
+        optimizer="adamw:betas=0.9,0.95:weight_decay=0.2",
+        batch=4,
+        micro_batches=2,
+        checkpointing="blocks",
+        rates=(("attn", 0.5), ("blocks.0", 2.0)),
         precision_map=(("embed", "fp16"), ("attn", "fp8"), ("mlp", "fp8"), ("norm", "fp16"), ("output", "fp16")),
-    )  # fmt: skip
+    )
     request = configured()
     assert request.settings == wanted and request.steps == 7
     assert request.dtypes == ("bf16", "fp8", "fp8-delayed:history=16:formats=e4m3")
@@ -183,16 +210,21 @@ def test_fp8_keys_of_a_compiled_training_mean_the_fp8_that_compiles(store: Path)
         arms("use_fp8: true", "--compile", "yes")
 
 
-@for_each(("text", "why"), {
-    "max_grad_nrm: 1": "my.yaml: unknown key 'max_grad_nrm'. Did you mean 'max_grad_norm'?",
-    "clip: 1\nmax_grad_norm: 2": "my.yaml: 'max_grad_norm' sets what another key sets",
-    "use_flash_attention: false": "my.yaml: use_flash_attention: 'false' is not taken: attention is torch's own kernel",
-    "rates: {atn: 2}": "unknown parameters of --rates 'atn'. Did you mean 'attn'?",
-    "rates: {attn: fast}": "my.yaml: rates: expected kinds of parameters",
-    "clip: 1/layer": "my.yaml: clip: expected a number from 0, alone or as NUMBER/GROUP",
-    "num_epochs: 3": "num_epochs: '3' is not taken: write steps: N",
-    "precision_map: {norm: tf32}": "--precision-map norm=tf32: tf32 rounds what products read",
-}.items())  # fmt: skip
+@for_each(
+    ("text", "why"),
+    {
+        "max_grad_nrm: 1": "my.yaml: unknown key 'max_grad_nrm'. Did you mean 'max_grad_norm'?",
+        "clip: 1\nmax_grad_norm: 2": "my.yaml: 'max_grad_norm' sets what another key sets",
+        "use_flash_attention: false": (
+            "my.yaml: use_flash_attention: 'false' is not taken: attention is torch's own kernel"
+        ),
+        "rates: {atn: 2}": "unknown parameters of --rates 'atn'. Did you mean 'attn'?",
+        "rates: {attn: fast}": "my.yaml: rates: expected kinds of parameters",
+        "clip: 1/layer": "my.yaml: clip: expected a number from 0, alone or as NUMBER/GROUP",
+        "num_epochs: 3": "num_epochs: '3' is not taken: write steps: N",
+        "precision_map: {norm: tf32}": "--precision-map norm=tf32: tf32 rounds what products read",
+    }.items(),
+)
 def test_what_a_file_cannot_say_of_a_training(text: str, why: str, say: Say) -> None:
     Path("my.yaml").write_text(text)
     code, out, err = say("--config", "my.yaml", "--dry-run")
@@ -220,10 +252,19 @@ def test_scales_of_a_training_are_taken_by_another(store: Path, local: None, say
     newest, first = (load_training(path) for path in KIND.files(store))
     known = {(mode, layer, role): amax for mode, layer, role, amax in newest.training.request.settings.scales}
     amax = known["fp8", "blocks.0.mlp.up", "weight"]
-    assert amax == [line.amax for line in first.of(LayerReading)
-                    if (line.arm, line.layer, line.role) == ("fp8", "blocks.0.mlp.up", "weight")][-1]  # fmt: skip
-    (scale,) = {line.scale for line in newest.of(LayerReading)
-                if (line.arm, line.layer, line.role) == ("fp8", "blocks.0.mlp.up", "weight")}  # fmt: skip
+    assert (
+        amax
+        == [
+            line.amax
+            for line in first.of(LayerReading)
+            if (line.arm, line.layer, line.role) == ("fp8", "blocks.0.mlp.up", "weight")
+        ][-1]
+    )
+    (scale,) = {
+        line.scale
+        for line in newest.of(LayerReading)
+        if (line.arm, line.layer, line.role) == ("fp8", "blocks.0.mlp.up", "weight")
+    }
     assert scale == pytest.approx(448 / amax)
     code, _, err = say(*TINY, "--arch", "mlp", "--scales-from", "last")
     assert code == 2 and "has no scale for window, a layer of --model nano." in err

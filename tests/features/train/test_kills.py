@@ -108,9 +108,16 @@ def _text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trained(store: Path, seed: int, parallel: str = "ddp") -> KeptTraining:
     request = small(
-        dtypes=("fp32", "fp8-delayed"), settings=TrainerSettings(model=TINY, parallel=parallel),
-        ranks=2, seeds=1, seed=seed, steps=12, keep=5, imports=(planted.FILE,), energy=True,
-    )  # fmt: skip
+        dtypes=("fp32", "fp8-delayed"),
+        settings=TrainerSettings(model=TINY, parallel=parallel),
+        ranks=2,
+        seeds=1,
+        seed=seed,
+        steps=12,
+        keep=5,
+        imports=(planted.FILE,),
+        energy=True,
+    )
     with forgotten(Path(planted.FILE).parent):
         return train(request, store, NotedTraining(), "fp8bench train")
 

@@ -157,10 +157,11 @@ def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path, fp8ben
     assert run.id in fp8bench("report", "last", "--store", str(store))[1]
     start_training(replace(training(2), id="0000abcd", started="2096-01-05T12:00:00Z"), store).close()
     for words, said, code in (
-        (["report", "last"], "/20960105T", 0), (["show", "last"], "show 0000abcd", 0),
+        (["report", "last"], "/20960105T", 0),
+        (["show", "last"], "show 0000abcd", 0),
         (["show", "last", "--notes"], "nvfp4 skipped", 0),
         (["report", "last", "last"], "which has a report of its own", 2),
-    ):  # fmt: skip
+    ):
         told = fp8bench(*words, "--store", str(store))
         assert told[0] == code and said in "".join(told[1:])
 
@@ -169,9 +170,10 @@ def test_an_older_header_has_numbers_of_the_optimizer_and_schedule_on_their_own(
     """They are read as keys; what is at its default is left out."""
     older = {"betas": [0.8, 0.95], "weight_decay": 0.2, "warmup": 0.1, "floor": 0.0, "schedule": "linear"}
     for optimizer, read in (
-        ("adamw", "adamw:betas=0.8,0.95:weight_decay=0.2"), ("sgd", "sgd:momentum=0.8:weight_decay=0.2"),
+        ("adamw", "adamw:betas=0.8,0.95:weight_decay=0.2"),
+        ("sgd", "sgd:momentum=0.8:weight_decay=0.2"),
         ("lion", "adamw"),
-    ):  # fmt: skip
+    ):
         settings = kind._with_keys(older | {"optimizer": optimizer})
         assert settings == {"schedule": "linear:floor=0.0", "optimizer": settings["optimizer"]}
         plain = encode(training())

@@ -99,15 +99,19 @@ def test_makers_are_known_by_what_a_worker_can_import() -> None:
     assert name_of_maker(lambda: 0) == "test_makers_are_known_by_what_a_worker_can_import.locals.lambda"
 
 
-@for_each(("asked", "words"), [
-    ({"settings": {"arch": "mlp"}}, "--arch is for built-in models"),
-    ({"settings": {"rates": (("head", 2.0),)}}, "--rates is for"),
-    ({"settings": {"start": "last"}}, "--start last does not go with"),
-    ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is for"), ({"data": "text.txt"}, "--data is for"),
-    ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is for"),
-    ({"sweep": (("micro-batches", ("1", "2")),)}, "arms would not read the same batches"),
-    ({"settings": {"make": "net.py"}}, "names no function. Give module:function"),
-])  # fmt: skip
+@for_each(
+    ("asked", "words"),
+    [
+        ({"settings": {"arch": "mlp"}}, "--arch is for built-in models"),
+        ({"settings": {"rates": (("head", 2.0),)}}, "--rates is for"),
+        ({"settings": {"start": "last"}}, "--start last does not go with"),
+        ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is for"),
+        ({"data": "text.txt"}, "--data is for"),
+        ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is for"),
+        ({"sweep": (("micro-batches", ("1", "2")),)}, "arms would not read the same batches"),
+        ({"settings": {"make": "net.py"}}, "names no function. Give module:function"),
+    ],
+)
 def test_options_of_the_built_in_models_are_refused(asked: dict[str, Any], words: str) -> None:
     settings = TrainerSettings(**{"make": "net.py:make", **asked.pop("settings", {})})
     with pytest.raises(UsageError, match=words):
@@ -152,13 +156,20 @@ def test_planted_differences_are_found_and_nothing_else(tmp_path: Path) -> None:
         return [loop(tmp_path / f"{name}-{seed}.jsonl", seed, name=name, **how) for seed in range(SEEDS)]
 
     compared = fp8bench.compare_streams(
-        seeds("plain"), seeds("wrong", worse=0.2), seeds("rounding", noise=1e-6), seeds("copy"),
+        seeds("plain"),
+        seeds("wrong", worse=0.2),
+        seeds("rounding", noise=1e-6),
+        seeds("copy"),
         seeds("short", steps=STEPS - 1),
-    )  # fmt: skip
+    )
     verdicts = compared.found
     assert isinstance(verdicts, TrainingVerdicts)
-    learned = {"wrong": Learned.WORSE, "rounding": Learned.WITHIN_NOISE, "copy": Learned.WITHIN_NOISE,
-               "short": Learned.INCONCLUSIVE}  # fmt: skip
+    learned = {
+        "wrong": Learned.WORSE,
+        "rounding": Learned.WITHIN_NOISE,
+        "copy": Learned.WITHIN_NOISE,
+        "short": Learned.INCONCLUSIVE,
+    }
     assert {said.arm.name: said.judged.learned for said in verdicts.arms} == learned
     printed = " ".join(str(compared).split())
     assert "?." not in printed
@@ -174,9 +185,12 @@ def test_files_that_are_not_streams_are_refused(tmp_path: Path) -> None:
     for name, content in texts.items():
         paths[name].write_text(content)
     refused: list[tuple[tuple[Any, ...], str]] = [
-        ((good,), "one stream"), ((good, paths["text"]), "line 1 of .* not from a stream"),
-        ((good, paths["empty"]), "no row"), ((good, [good, good]), "1 and 2 seeds"), ((good, []), "empty"),
-    ]  # fmt: skip
+        ((good,), "one stream"),
+        ((good, paths["text"]), "line 1 of .* not from a stream"),
+        ((good, paths["empty"]), "no row"),
+        ((good, [good, good]), "1 and 2 seeds"),
+        ((good, []), "empty"),
+    ]
     for streams, words in refused:
         with pytest.raises(UsageError, match=words):
             fp8bench.compare_streams(*streams)

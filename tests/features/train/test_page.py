@@ -99,8 +99,11 @@ def test_alarms_stand_on_the_curves_by_their_rules() -> None:
     made = page(*alarms, alarm(30, "plateau", "bf16 again"))
     loss, gap = element(made, "loss", Lines), element(made, "gap", Lines)
     for chart in (loss, gap):
-        flagged = {place: mark.flag for place, mark in zip(chart.places, dict(chart.series)["fp8"], strict=True)
-                   if mark is not None and mark.flag}  # fmt: skip
+        flagged = {
+            place: mark.flag
+            for place, mark in zip(chart.places, dict(chart.series)["fp8"], strict=True)
+            if mark is not None and mark.flag
+        }
         assert list(flagged.values()) == ["plateau", "loss-gap, plateau"] and "1" in flagged
         assert 50 <= int(list(flagged)[1]) <= 52
     last = dict(loss.series)["bf16"][-1]
@@ -122,8 +125,9 @@ def test_memory_of_arms_is_compared_at_one_moment() -> None:
     use = MemoryUse(3 << 20, (("weights", 1 << 20), ("activations", 2 << 20)), forward=forward)
     other = replace(use, forward=(("weights", 1 << 20), ("activations", 1 << 19)))
     assert cells(page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, memory=other)), "memory") == [
-        ["bf16", "3.00 MiB", "1.00 MiB", "1.00 MiB"], ["fp8", "3.00 MiB", "1.00 MiB", "512 KiB"],
-    ]  # fmt: skip
+        ["bf16", "3.00 MiB", "1.00 MiB", "1.00 MiB"],
+        ["fp8", "3.00 MiB", "1.00 MiB", "512 KiB"],
+    ]
     old = page(ArmCost("bf16", 0, memory=replace(use, forward=())))
     assert cells(old, "memory") == [["bf16", "3.00 MiB", "1.00 MiB", "2.00 MiB"]]
     lost = page(ArmCost("bf16", 0, memory=use), ArmCost("fp8", 0, why="it could not be measured"))
@@ -171,8 +175,11 @@ def test_what_a_rank_sends_in_a_step_is_told() -> None:
 
 
 STEPS = 40
-LOOKS = tuple(Validation(arm, seed, STEPS, "held-out", loss, 1000)
-              for arm, loss in (("bf16", 2.1), ("fp8", 2.15)) for seed in range(5))  # fmt: skip
+LOOKS = tuple(
+    Validation(arm, seed, STEPS, "held-out", loss, 1000)
+    for arm, loss in (("bf16", 2.1), ("fp8", 2.15))
+    for seed in range(5)
+)
 LINES = (*lines({**GAPS, REPEAT.name: [0.0]}, STEPS), *LOOKS)
 
 
@@ -184,8 +191,10 @@ def test_an_own_optimizer_keeps_as_much_in_bands_as_in_the_reference_and_an_own_
     of_own = judged((*LINES, cost), own)
     sizes = {summary.arm.name: summary.bytes_per_parameter for summary in of_own.summaries}
     assert sizes[REPEAT.name] == sizes["bf16"] == 8.0
-    tables = [{getattr(element, "name", "") for part in text_of(each).parts for element in part.elements}
-              for each in (judged(LINES, asked), of_own)]  # fmt: skip
+    tables = [
+        {getattr(element, "name", "") for part in text_of(each).parts for element in part.elements}
+        for each in (judged(LINES, asked), of_own)
+    ]
     assert [{"looks", "perplexities"} & names for names in tables] == [{"looks", "perplexities"}, {"looks"}]
 
 

@@ -78,9 +78,12 @@ def run_watched(
     seen: dict[int, str] = {}
     known: set[str] = set()
     with subprocess.Popen(
-        [sys.executable, "-m", "fp8bench", *COMMANDS[name], "--store", str(store)], stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, env=environment,
-    ) as running:  # fmt: skip
+        [sys.executable, "-m", "fp8bench", *COMMANDS[name], "--store", str(store)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    ) as running:
         try:
             reading = threading.Thread(target=lambda: said.append(running.communicate(timeout=540)[0]))
             reading.start()

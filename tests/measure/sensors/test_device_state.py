@@ -38,9 +38,10 @@ def test_what_the_driver_does_not_tell_is_none_and_has_a_reason(nvml: Simulation
 def test_a_processor_says_where_its_energy_comes_from_and_a_gpu_without_a_driver_why_nothing_is_known() -> None:
     meter = Meter((), AbsentDevice("a CPU has no NVML"), "there is no RAPL")
     assert device_state_of(CPU, meter) == {
-        "cpu energy_source": "none", "cpu energy_period": None,
+        "cpu energy_source": "none",
+        "cpu energy_period": None,
         "cpu energy_why": "there is no RAPL",
-    }  # fmt: skip
+    }
     assert list(device_lines(meter)) == ["energy    cannot be measured: there is no RAPL"]
     state = device_state_of(GPU, Meter((), AbsentDevice("no driver"), "no driver"))
     assert state["cuda:1 driver"] is None and str(state["cuda:1 unknown"]).endswith("mig: no driver")

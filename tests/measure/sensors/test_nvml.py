@@ -63,9 +63,12 @@ def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, 
     before = device.violations()
     nvml.state.now_ns = 12_000_000_000
     assert values(grown(before, device.violations())) == {
-        "power-cap": (1.0, "s"), "thermal": (0.0, "s"), "sw-thermal": (0.0, "s"), "hw-thermal": (0.5, "s"),
+        "power-cap": (1.0, "s"),
+        "thermal": (0.0, "s"),
+        "sw-thermal": (0.0, "s"),
+        "hw-thermal": (0.5, "s"),
         "hw-power-brake": (0.0, "s"),
-    }  # fmt: skip
+    }
 
 
 def test_a_device_that_is_lost(nvml: Simulation, device: NvmlDevice) -> None:

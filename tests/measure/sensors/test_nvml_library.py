@@ -109,9 +109,14 @@ def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
         "library.close()\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=nvml.environment(), capture_output=True, text=True, timeout=300,
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=nvml.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
         check=True,
-    )  # fmt: skip
+    )
     assert done.stdout.splitlines() == ["570.00.1", "NVML gave no answer for 0.1 s, and is left alone since"]
 
 

@@ -215,14 +215,21 @@ def forgets_layer(kind: type[DDPModel]) -> type[DDPModel]:
 
 
 for word, body in {
-    "ddp_forgets": forgets, "ddp_seen_twice": seen_twice, "ddp_undivided": undivided, "ddp_stale": stale,
-    "ddp_forgets_layer": forgets_layer, **{f"ddp_{times:g}": heavier(times) for times in (1.06, 1.2, 1.4, 1.6, 2.0)},
-}.items():  # fmt: skip
+    "ddp_forgets": forgets,
+    "ddp_seen_twice": seen_twice,
+    "ddp_undivided": undivided,
+    "ddp_stale": stale,
+    "ddp_forgets_layer": forgets_layer,
+    **{f"ddp_{times:g}": heavier(times) for times in (1.06, 1.2, 1.4, 1.6, 2.0)},
+}.items():
     ddp(word, body)
 for word, made in {
-    "tp_twice": other_scale(0.5), "tp_half": other_scale(2.0), "tp_quarter": other_scale(0.25),
-    "tp_alone": nobody_asked, "tp_forgets": one_sum_forgotten,
-}.items():  # fmt: skip
+    "tp_twice": other_scale(0.5),
+    "tp_half": other_scale(2.0),
+    "tp_quarter": other_scale(0.25),
+    "tp_alone": nobody_asked,
+    "tp_forgets": one_sum_forgotten,
+}.items():
     plant(word, made, AMAX)
 for word in ("turned", "alone"):
     WAYS[f"ep_{word}"] = replace(WAYS["ep"], name=f"ep_{word}", divide=expert_mistake(word))

@@ -197,9 +197,14 @@ def test_mistakes_are_further_away_than_rounding(two: Ranks, first: int) -> None
 
 
 TIED = {
-    "ddp": {"wire": "fp32"}, "zero": {"wire": "fp32"}, "fsdp2": {"wire": "fp32"}, "tp": {"amax": "own"},
-    "sp": {"amax": "own", "wire": "stream"}, "pp_gpipe": {"microbatches": 2}, "pp_1f1b": {"microbatches": 2},
-}  # fmt: skip
+    "ddp": {"wire": "fp32"},
+    "zero": {"wire": "fp32"},
+    "fsdp2": {"wire": "fp32"},
+    "tp": {"amax": "own"},
+    "sp": {"amax": "own", "wire": "stream"},
+    "pp_gpipe": {"microbatches": 2},
+    "pp_1f1b": {"microbatches": 2},
+}
 
 
 @pytest.mark.slow

@@ -205,6 +205,6 @@ def test_what_cannot_be_cut_is_refused_with_the_number() -> None:
         refusal("pp_gpipe", config=three, microbatches="2"): "3 layers have no equal share for each of 2 ranks",
         refusal("pp_gpipe", batch=6, microbatches="4"): "6 sequences cannot be cut into 4 equal microbatches",
         refusal("pp_1f1b", ranks=2, microbatches="1"): "1 microbatches do not fill 2 stages by this schedule",
-    }  # fmt: skip
+    }
     for result, start in wanted.items():
         assert result.startswith(start), (result, start)

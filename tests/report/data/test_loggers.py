@@ -169,12 +169,19 @@ def test_wandb_gets_a_row_for_each_step_of_a_run_that_is_continued(monkeypatch: 
         logger.log(name, step, 2.0)
     logger.close()
     options = {
-        "project": "mine", "name": "training t1", "id": "fp8bench-t1", "resume": "allow", "config": {"command": "c"},
-    }  # fmt: skip
+        "project": "mine",
+        "name": "training t1",
+        "id": "fp8bench-t1",
+        "resume": "allow",
+        "config": {"command": "c"},
+    }
     assert wandb.calls == [
-        ("init", options), ("define", ("*", "step")), ("log", {"step": 0, "a/loss": 2.0, "b/loss": 2.0}),
-        ("log", {"step": 1, "a/loss": 2.0}), ("finish", None),
-    ]  # fmt: skip
+        ("init", options),
+        ("define", ("*", "step")),
+        ("log", {"step": 0, "a/loss": 2.0, "b/loss": 2.0}),
+        ("log", {"step": 1, "a/loss": 2.0}),
+        ("finish", None),
+    ]
 
 
 def test_the_package_itself_takes_it_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

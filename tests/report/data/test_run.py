@@ -51,8 +51,13 @@ def strict(text: str) -> Any:
 
 
 # Stored runs that fill all columns together: sweep, ranks, tensors' statistics, energy, a refused case.
-FILLING = ("gpu/runs/gpubox/*-9a000002", "runs/runs/box/*-503e8537", "gpu/runs/gpubox/*-9a000003",
-           "gpu/runs/gpubox/*-9a000001", "runs/runs/box/*-e12db2de")  # fmt: skip
+FILLING = (
+    "gpu/runs/gpubox/*-9a000002",
+    "runs/runs/box/*-503e8537",
+    "gpu/runs/gpubox/*-9a000003",
+    "gpu/runs/gpubox/*-9a000001",
+    "runs/runs/box/*-e12db2de",
+)
 
 
 def test_every_column_is_filled_by_some_run() -> None:
@@ -123,10 +128,18 @@ def test_any_run_has_rows_and_is_strict_json(wild: tuple[Run, dict[str, Finding]
 @for_each(
     ("value", "cell"),
     [
-        ("=1+1", "'=1+1"), ("+cmd", "'+cmd"), ("-2+3", "'-2+3"), ("@x", "'@x"), ("-", "-"), ("a=1", "a=1"),
-        (-1.5, "-1.5"), (None, ""), ("", ""), ("\x1b[2Jx", " [2Jx"),
+        ("=1+1", "'=1+1"),
+        ("+cmd", "'+cmd"),
+        ("-2+3", "'-2+3"),
+        ("@x", "'@x"),
+        ("-", "-"),
+        ("a=1", "a=1"),
+        (-1.5, "-1.5"),
+        (None, ""),
+        ("", ""),
+        ("\x1b[2Jx", " [2Jx"),
     ],
-)  # fmt: skip
+)
 def test_no_text_is_a_formula(value: object, cell: str) -> None:
     """Neither in a cell, whether its row has names or not, nor as the name of a column."""
     name, written = (value, cell) if isinstance(value, str) and value else ("a", "a")

@@ -154,9 +154,11 @@ TOLD = Table(
     "a", "", COLUMNS, ((Field("m=64"), Field("bf16"), Field("slower")), (Field(""), Field("fp8"), Field("unsure")))
 )
 PAGE_OF_RUN = Page(
-    f"gemm {HOSTILE}", "2026-11-26 06:38 UTC, commit 08bd5754, box", (Part("verdict", "Verdict", (TOLD,)),),
+    f"gemm {HOSTILE}",
+    "2026-11-26 06:38 UTC, commit 08bd5754, box",
+    (Part("verdict", "Verdict", (TOLD,)),),
     command="fp8bench suite gemm",
-)  # fmt: skip
+)
 
 
 def reported(reports: Path, name: str, page: Page) -> str:

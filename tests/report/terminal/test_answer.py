@@ -108,8 +108,10 @@ def test_two_precisions_take_fourteen_lines() -> None:
     assert [line for line in told if line.startswith("  fp8   no speed here  no hardware for FP8 ")]
     assert "casts 2.30 ms: they nearly cancel" in " ".join(" ".join(told).split())
     assert [line.partition(":")[0] for line in told if not line.startswith(" ")][2:] == [
-        "Why not sure", "Do this", "This run was not stored."
-    ]  # fmt: skip
+        "Why not sure",
+        "Do this",
+        "This run was not stored.",
+    ]
 
 
 def test_a_stranger_meets_no_label_no_axis_and_no_name_of_a_metric() -> None:

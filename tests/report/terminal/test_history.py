@@ -54,10 +54,16 @@ def test_trends() -> Told:
     hasty = trend(figure(1, 1.0, hasty=True), figure(2, 2.0)).ending
     yield "hasty figures are marked, and changes on either side of them", render(trends_page([hasty], "s", 2, 2, {}))
     for unit, metric, number in (
-        ("seconds", "time_gemm", 2.4e-6), ("bytes", "peak_memory", 1.5 * (1 << 30)), ("joules", "energy", 0.0191),
-        ("ratio", "relative_time", 0.4512), ("ratio", "product_error", 3.7e-2), ("ratio", "gradient_vanished", 0.0),
-        ("ratio", "gradient_vanished", 0.123), ("ratio", "gradient_vanished", None), ("%", "underflow_percent", 0.6412),
-    ):  # fmt: skip
+        ("seconds", "time_gemm", 2.4e-6),
+        ("bytes", "peak_memory", 1.5 * (1 << 30)),
+        ("joules", "energy", 0.0191),
+        ("ratio", "relative_time", 0.4512),
+        ("ratio", "product_error", 3.7e-2),
+        ("ratio", "gradient_vanished", 0.0),
+        ("ratio", "gradient_vanished", 0.123),
+        ("ratio", "gradient_vanished", None),
+        ("%", "underflow_percent", 0.6412),
+    ):
         yield f"{metric} of {number} {unit}", value(rebased(unit, metric), number)
     errors = replace(TIME, unit="ratio", metric="product_error")
     zeros = [replace(figure(number, None), value=error) for number, error in enumerate((0.0, 0.0, 0.1))]

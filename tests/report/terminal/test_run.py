@@ -107,9 +107,11 @@ def test_terminal() -> Told:
     records = tuple(replace(record, is_reference=record.case.precision == "fp8") for record in run.records)
     yield "an emulated reference is called so", on_terminal((replace(run, records=records), findings), "verdict")
     for claim, work in {
-        "tokens": Work(flops=1e9, tokens=1024, bytes=1e6), "FLOP where there are no tokens": Work(flops=1e9, bytes=1e6),
-        "bytes": Work(bytes=1e6), "nothing": Work(least_memory=1e6),
-    }.items():  # fmt: skip
+        "tokens": Work(flops=1e9, tokens=1024, bytes=1e6),
+        "FLOP where there are no tokens": Work(flops=1e9, bytes=1e6),
+        "bytes": Work(bytes=1e6),
+        "nothing": Work(least_memory=1e6),
+    }.items():
         yield f"throughput is by the most telling count: {claim}", on_terminal(with_records(work=work), "verdict")
     (reference, unknown, _), few = (
         run.records,

@@ -33,10 +33,12 @@ def test_reasons() -> Told:
         ("casts take most of it", {"cast": (6, 0), "gemm": (10, 20), "attention": (25.9, 20)}),
         ("what gains is small", {"attention": (1, 2), "gemm": (16, 16)}),
         ("what gains is small beside what loses", {"attention": (123, 120), "gemm": (5.5, 6)}),
-        ("a small gain is named beside three losses",
-         {"gemm": (9.1, 10), "attention": (31, 30), "accumulate": (31, 30), "optimizer_step": (31, 30)}),
+        (
+            "a small gain is named beside three losses",
+            {"gemm": (9.1, 10), "attention": (31, 30), "accumulate": (31, 30), "optimizer_step": (31, 30)},
+        ),
         ("several phases, a plural among them", {"gemm": (20, 16), "cast": (1, 2), "attention": (2, 5)}),
-    ):  # fmt: skip
+    ):
         reason = find_reason([gain(phase, *both) for phase, both in {**times, "elementwise": (9, 9)}.items()])
         assert reason is not None
         yield claim, describe(reason)

@@ -32,9 +32,16 @@ def words(*speeds: float) -> str:
 @as_before
 def test_break_even() -> Told:
     for speeds in (
-        (0.5, 0.8, 1.25, 2.0), (2.0, 1.25, 0.8, 0.5), (0.5, 2.0, 2.0, 0.5), (2.0, 0.5, 0.5, 2.0), (2.0, 2.0, 2.0),
-        (0.5, 0.5, 0.5), (1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (0.5, 0.5, 1.0),
-    ):  # fmt: skip
+        (0.5, 0.8, 1.25, 2.0),
+        (2.0, 1.25, 0.8, 0.5),
+        (0.5, 2.0, 2.0, 0.5),
+        (2.0, 0.5, 0.5, 2.0),
+        (2.0, 2.0, 2.0),
+        (0.5, 0.5, 0.5),
+        (1.0, 1.0, 1.0),
+        (2.0, 2.0, 1.0),
+        (0.5, 0.5, 1.0),
+    ):
         yield f"speed-ups of {speeds} pay", words(*speeds)
         rows = break_even_rows(*swept_shapes(*speeds))
         yield f"rows of {speeds}, without a size where there is no crossing", list(map(tuple, rows))

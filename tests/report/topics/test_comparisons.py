@@ -15,8 +15,12 @@ from tests.runs import gemm, judged, phases, transformer
 from tests.told_before import Told, as_before
 
 FASTER, SLOWER, SAME, UNSURE, NONE = (
-    (Verdict.FASTER, 0.5), (Verdict.SLOWER, 1.25), (Verdict.SAME, 1.01), (Verdict.UNSURE, 1.02), (Verdict.NONE, None),
-)  # fmt: skip
+    (Verdict.FASTER, 0.5),
+    (Verdict.SLOWER, 1.25),
+    (Verdict.SAME, 1.01),
+    (Verdict.UNSURE, 1.02),
+    (Verdict.NONE, None),
+)
 NOISY, FEW, CAPPED = Label.NOISY, Label.FEW_SAMPLES, Label.POWER_CAPPED
 
 
@@ -40,9 +44,14 @@ def test_comparisons() -> Told:
     fp16 = run.records[1].case.id
     own = phases(0.0209, cast=0.1, gemm=0.3, attention=0.15, accumulate=0.058, optimizer_step=0.14, elementwise=0.23)
     sure = replace(
-        findings[fp16], verdict=Verdict.FASTER, best_seconds=0.0209, ratio=Interval(0.86, 0.855, 0.87, 0.99), labels=(),
-        phases=own, why="",
-    )  # fmt: skip
+        findings[fp16],
+        verdict=Verdict.FASTER,
+        best_seconds=0.0209,
+        ratio=Interval(0.86, 0.855, 0.87, 0.99),
+        labels=(),
+        phases=own,
+        why="",
+    )
     yield "a step of several phases says what each of them does", said((run, findings | {fp16: sure}))
     doubted = replace(sure, labels=(NOISY,), floor=0.1)
     yield "for facts: what a phase gains is as sure as the whole, at most", said((run, findings | {fp16: doubted}))

@@ -18,10 +18,16 @@ KNOWN: dict[str, Scalar | None] = {
     "switch niceness": 5, "switch oneDNN": False, "switches_set": "oneDNN at False (usually True)",
 }  # fmt: skip
 DRIVER: dict[str, Scalar | None] = {
-    "cpu driver": "580.65", "cpu cuda_driver": "13.0", "cpu power_cap": 650.0, "cpu power_cap_default": 700.0,
-    "cpu ecc": "on", "cpu mig": None, "cpu persistence": "off", "cpu energy_source": "counter",
+    "cpu driver": "580.65",
+    "cpu cuda_driver": "13.0",
+    "cpu power_cap": 650.0,
+    "cpu power_cap_default": 700.0,
+    "cpu ecc": "on",
+    "cpu mig": None,
+    "cpu persistence": "off",
+    "cpu energy_source": "counter",
     "cpu energy_period": 0.1,
-}  # fmt: skip
+}
 
 
 def facts(*made: Made) -> Facts:

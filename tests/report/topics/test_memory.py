@@ -17,10 +17,22 @@ from tests.told_before import Told, as_before
 
 MIB = 1 << 20
 FP32 = {"weights": 40 * MIB, "gradients": 40 * MIB, "optimizer": 80 * MIB, "activations": 140 * MIB}
-FP16 = {"weights": 40 * MIB, "low_precision_weights": 20 * MIB, "gradients": 40 * MIB, "optimizer": 80 * MIB,
-        "activations": 20 * MIB}  # fmt: skip
-FP8 = {"weights": 40 * MIB, "low_precision_weights": 40 * MIB, "optimizer": 80 * MIB, "activations": 70 * MIB,
-       "low_precision_activations": 70 * MIB, "workspace": 45 * MIB - 9, "other": 9}  # fmt: skip
+FP16 = {
+    "weights": 40 * MIB,
+    "low_precision_weights": 20 * MIB,
+    "gradients": 40 * MIB,
+    "optimizer": 80 * MIB,
+    "activations": 20 * MIB,
+}
+FP8 = {
+    "weights": 40 * MIB,
+    "low_precision_weights": 40 * MIB,
+    "optimizer": 80 * MIB,
+    "activations": 70 * MIB,
+    "low_precision_activations": 70 * MIB,
+    "workspace": 45 * MIB - 9,
+    "other": 9,
+}
 GIB = 1 << 30
 
 
@@ -46,9 +58,10 @@ def with_uses(*uses: MemoryUse | None, made: Made | None = None) -> Made:
 def usual() -> Made:
     gemm_phase = [("gemm", 0), ("cast", 5 * MIB)]
     return with_uses(
-        use(FP32, gemm_phase, resident=600 * MIB), use(FP16, gemm_phase),
+        use(FP32, gemm_phase, resident=600 * MIB),
+        use(FP16, gemm_phase),
         use(FP8, [("cast", 0), ("elementwise", 60 * MIB)], resident=700 * MIB),
-    )  # fmt: skip
+    )
 
 
 def on_a_device(size: int | None, why: str = "", made: Made | None = None) -> Made:
@@ -97,11 +110,14 @@ def made(*capacities: tuple[str, Capacity | None], **sizes: int) -> Made:
     """One group: the first is the reference; fp8 is emulated."""
     records = [
         Record(
-            case("transformer", mode, {"size": "nano", "batch": 2, **sizes}), EMULATED if mode == "fp8" else NATIVE,
-            Status.OK, is_reference=number == 0, capacity=own_capacity,
+            case("transformer", mode, {"size": "nano", "batch": 2, **sizes}),
+            EMULATED if mode == "fp8" else NATIVE,
+            Status.OK,
+            is_reference=number == 0,
+            capacity=own_capacity,
         )
         for number, (mode, own_capacity) in enumerate(capacities)
-    ]  # fmt: skip
+    ]
     return run_of(records), {}
 
 

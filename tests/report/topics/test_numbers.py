@@ -135,8 +135,9 @@ def sampling() -> Made:
     for record in run.records:
         errors = [
             error(f"{kind}_step{step}_error", value * (1 if "floor" in kind else scales[record.case.mode]))
-            for kind, values in ERRORS.items() for step, value in enumerate(values, 1)
-        ]  # fmt: skip
+            for kind, values in ERRORS.items()
+            for step, value in enumerate(values, 1)
+        ]
         kept = replace(record, timing=sampled(*LENGTHS), measurements=(*record.measurements, *errors))
         records.append(kept)
     return replace(run, records=tuple(records)), findings

@@ -30,11 +30,16 @@ def record(precision: str, way: str, wire: float, sqnr: float, **more: object) -
     slots = tuple(SlotSample(number, ((10 * MS,),), 0.01, 0.01, ranks=took) for number in range(6))
     counted = precision == "fp8"
     return Record(
-        Case("collective", params, precision, "cpu", ranks=2), EMULATED if counted else NATIVE, Status.OK,
-        is_reference=precision == "fp32", timing=Timing(Segments(("communication",), (0,)), slots),
-        transfer=Transfer(4000.0, 2000.0, wire, 1.0, counted), measurements=(error("sqnr_db", sqnr),),
-        memory=MemoryUse(400, ranks=(RankMemory(0, 300), RankMemory(1, 400))), **more,
-    )  # fmt: skip
+        Case("collective", params, precision, "cpu", ranks=2),
+        EMULATED if counted else NATIVE,
+        Status.OK,
+        is_reference=precision == "fp32",
+        timing=Timing(Segments(("communication",), (0,)), slots),
+        transfer=Transfer(4000.0, 2000.0, wire, 1.0, counted),
+        measurements=(error("sqnr_db", sqnr),),
+        memory=MemoryUse(400, ranks=(RankMemory(0, 300), RankMemory(1, 400))),
+        **more,
+    )
 
 
 def made() -> Run:
@@ -101,9 +106,12 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
 
 def test_rows_of_a_rank_that_failed() -> None:
     lost = Record(
-        Case("collective", (("collective", "broadcast"),), "bf16", "cpu", ranks=2), NATIVE, Status.FAILED,
-        reason="rank 1 of 2 failed", failed_rank=FailedRank(1, 2, "slot", "gemm", 21, 0.5),
-    )  # fmt: skip
+        Case("collective", (("collective", "broadcast"),), "bf16", "cpu", ranks=2),
+        NATIVE,
+        Status.FAILED,
+        reason="rank 1 of 2 failed",
+        failed_rank=FailedRank(1, 2, "slot", "gemm", 21, 0.5),
+    )
     run = run_of([record("fp32", "fp8_ring", 6000.0, 151.0), lost])
     tidy = rows(run, findings(run))
     failed = [row for row in tidy if row["status"] == "failed"]

@@ -53,7 +53,7 @@ def test_a_panel_is_about_tensors_if_its_cases_have_their_figures() -> None:
         ("of-a-later-version", "of-a-later-version", "of-a-later-version"),
         ("custom:format=e9m9", "custom:format=e9m9", "custom:format=e9m9"),
     ],
-)  # fmt: skip
+)
 def test_a_precision_has_its_format_and_its_words(precision: str, fmt: str, words: str) -> None:
     """By its options; recipes and unknown precisions are called as they are."""
     assert cell_of(result(precision)) == (fmt, words)

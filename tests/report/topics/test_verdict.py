@@ -45,14 +45,20 @@ def test_verdict() -> Told:
 @for_each(
     ("metric", "errors", "word"),
     [
-        ("product_error", (0.0, 1e-5), "negligible"), ("product_error", (1e-5, -1e-2), "small"),
-        ("product_error", (0.1,), "moderate"), ("product_error", (2.0, 0.0), "large"),
-        ("product_error", (0.0, math.nan), "not finite"), ("product_error", (math.inf,), "not finite"),
+        ("product_error", (0.0, 1e-5), "negligible"),
+        ("product_error", (1e-5, -1e-2), "small"),
+        ("product_error", (0.1,), "moderate"),
+        ("product_error", (2.0, 0.0), "large"),
+        ("product_error", (0.0, math.nan), "not finite"),
+        ("product_error", (math.inf,), "not finite"),
         # The same number is more of a loss, and less of a gradient.
-        ("loss_error", (0.001,), "small"), ("loss_error", (0.009,), "moderate"), ("loss_error", (0.011,), "large"),
-        ("gradient_error", (0.29,), "moderate"), ("gradient_error", (0.31,), "large"),
+        ("loss_error", (0.001,), "small"),
+        ("loss_error", (0.009,), "moderate"),
+        ("loss_error", (0.011,), "large"),
+        ("gradient_error", (0.29,), "moderate"),
+        ("gradient_error", (0.31,), "large"),
     ],
-)  # fmt: skip
+)
 def test_the_size_of_an_error_depends_on_its_metric(metric: str, errors: tuple[float, ...], word: str) -> None:
     assert error_word((metric, error) for error in errors) == word
 

@@ -37,8 +37,12 @@ def test_naming() -> Told:
     for facts in ({"commit": "0a1b2c3d4e5f", "dirty": False}, {"commit": "0a1b2c3d4e5f", "dirty": True}, {}):
         yield f"the commit of {facts}", commit_of(under(**facts))
     for started in (
-        "2026-01-05T12:00:59Z", "2026-01-05T12:00:00+02:00", "2026-01-05T12:00:00", "once", "",
-    ):  # fmt: skip
+        "2026-01-05T12:00:59Z",
+        "2026-01-05T12:00:00+02:00",
+        "2026-01-05T12:00:00",
+        "once",
+        "",
+    ):
         yield f"when {started!r} was", when(replace(under(), started=started))
     yield "records are counted", [counts(run) for run in (gemm()[0], transformer()[0], under())]
     yield "what is counted has a plural", [many(number, "case") for number in (0, 1, 12)]

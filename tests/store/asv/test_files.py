@@ -230,6 +230,8 @@ def test_asv_writes_the_same_machine(tmp_path: Path) -> None:
 def test_a_machine_keeps_what_was_known_of_it() -> None:
     old = {**MACHINE, "gpu": "H200", "note": {"a": 1}}
     assert merge_machine(old, {"machine": "box", "os": "Linux 7", "cpu": None, "disk": "ssd"}) == {
-        **old, "os": "Linux 7", "disk": "ssd",
-    }  # fmt: skip
+        **old,
+        "os": "Linux 7",
+        "disk": "ssd",
+    }
     assert merge_machine({}, MACHINE) == MACHINE

@@ -114,9 +114,11 @@ def test_asv_reads_what_is_written_here(tmp_path: Path) -> None:
 
 
 NUMBERS = st.one_of(
-    st.floats(1e-9, 1e3), st.floats(allow_nan=False, allow_infinity=False), st.integers(-(2**60), 2**60),
+    st.floats(1e-9, 1e3),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.integers(-(2**60), 2**60),
     st.sampled_from([0.0, 1e-3, 5e-324, 1.7976931348623157e308]),
-)  # fmt: skip
+)
 SAMPLES = st.one_of(
     st.lists(NUMBERS, min_size=1, max_size=30),
     st.tuples(NUMBERS, st.integers(1, 30)).map(lambda one: [one[0]] * one[1]),

@@ -105,8 +105,15 @@ def test_two_contents_of_one_id_are_both_refused(store: Path, lie: Callable[[Pat
     other, own = lie(path), load_run(path).id
     trends, runs, left = numbers(store)
     assert (runs, left) == (1, {REFUSED: 2}) and trends != whole[0]
-    words = (f"compare {commit(0)} {own}", f"compare {commit(0)} {commit(1)}", f"compare {path} {other}",
-             f"compare {commit(0)} {path},{other}", f"show {own}", "show last", f"report {own}")  # fmt: skip
+    words = (
+        f"compare {commit(0)} {own}",
+        f"compare {commit(0)} {commit(1)}",
+        f"compare {path} {other}",
+        f"compare {commit(0)} {path},{other}",
+        f"show {own}",
+        "show last",
+        f"report {own}",
+    )
     for line in words:
         code, _, err = fp8bench(*line.split())
         assert code == 2 and str(path) in unfolded(err) and str(other) in unfolded(err), (line, err)

@@ -34,7 +34,7 @@ from fp8bench.model import (
     Support,
     Timing,
     Work,
-)  # fmt: skip
+)
 from fp8bench.model.codec import SCHEMA
 from fp8bench.store.kept_lines import sheet_of
 from fp8bench.store.runs import run_file
@@ -261,9 +261,11 @@ def test_what_is_no_run_file_is_refused_with_a_sentence(tmp_path: Path, content:
 def store(tmp_path: Path) -> Path:
     """Four runs; the newest has the id cccc3333."""
     for name, started in (
-        ("aaaa1111", "2026-01-01T00:00:00+00:00"), ("aaaa2222", "2026-01-02T00:00:00+00:00"),
-        ("cccc3333", "2026-01-04T00:00:00+00:00"), ("bbbb4444", "2026-01-03T00:00:00+00:00"),
-    ):  # fmt: skip
+        ("aaaa1111", "2026-01-01T00:00:00+00:00"),
+        ("aaaa2222", "2026-01-02T00:00:00+00:00"),
+        ("cccc3333", "2026-01-04T00:00:00+00:00"),
+        ("bbbb4444", "2026-01-03T00:00:00+00:00"),
+    ):
         start_run(run_called(name, started, machine=f"box-{name}"), tmp_path).finish("finished")
     return tmp_path
 
@@ -272,17 +274,20 @@ def test_a_run_is_found_by_what_a_person_has_at_hand_and_else_refused(store: Pat
     (store / "runs" / "box-aaaa1111" / "99990101T000000Z-nocommit-eeee5555.jsonl").mkdir()  # a folder is no run
     assert [path.stem[-8:] for path in run_files(store)] == ["cccc3333", "bbbb4444", "aaaa2222", "aaaa1111"]
     for words, name in (
-        ("aaaa1111", "aaaa1111"), ("b 20260103 20260103T000000Z-01234567-bbbb4444", "bbbb4444"),
-        ("aaaa2", "aaaa2222"), ("last", "cccc3333"),
-    ):  # fmt: skip
+        ("aaaa1111", "aaaa1111"),
+        ("b 20260103 20260103T000000Z-01234567-bbbb4444", "bbbb4444"),
+        ("aaaa2", "aaaa2222"),
+        ("last", "cccc3333"),
+    ):
         assert all(find_run(word, store).stem.endswith(name) for word in words.split()), words
     newest = next(run_files(store))
     assert find_run(str(newest), store / "no store") == newest
     for word, why in (
-        ("a", r"fits 2 runs .*aaaa1111.*Give more of the name"), ("2026", r"fits 4 runs .*aaaa1111"),
+        ("a", r"fits 2 runs .*aaaa1111.*Give more of the name"),
+        ("2026", r"fits 4 runs .*aaaa1111"),
         *((word, r"no run .*The newest is 20260104T000000Z-01234567-cccc3333\.") for word in ("zzzz", "", ".", "..")),
         ("a" * 400, "looking for run 'a+ in .* failed"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(RunNotFound, match=why):
             find_run(word, store)
     for word in ("last", "abc"):

@@ -91,9 +91,16 @@ class Health:
         now = (arm.precision, arm.taken(self._settings), alarm.layer)
         remedies = [remedy for remedy in rule.remedies if changes_something(remedy, *now)]
         return TrainingEvent(
-            arm.name, seed, step, "alarm", alarm.words, alarm.layer, alarm.tensor,
-            (("rule", rule.name), *alarm.figures), "; ".join(remedy.value for remedy in remedies),
-        )  # fmt: skip
+            arm.name,
+            seed,
+            step,
+            "alarm",
+            alarm.words,
+            alarm.layer,
+            alarm.tensor,
+            (("rule", rule.name), *alarm.figures),
+            "; ".join(remedy.value for remedy in remedies),
+        )
 
 
 _HIGH = ("fp32", "bf16", "tf32")

@@ -64,8 +64,9 @@ class LoopHabits:
         shares = {id(each): rate / highest for rate, group in self._groups() for each in group["params"] if highest > 0}
         slower = {
             ("rate_share", name.removesuffix(".weight")): share
-            for name, parameter in parameters.items() if (share := shares.get(id(parameter), 1.0)) < 1
-        }  # fmt: skip
+            for name, parameter in parameters.items()
+            if (share := shares.get(id(parameter), 1.0)) < 1
+        }
         data = {(name, ""): value for name, value in self._data.items()}
         return slower | data | {("inputs_again", ""): self._repeats, ("examples", ""): float(self.examples)}
 

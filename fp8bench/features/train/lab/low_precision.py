@@ -281,8 +281,11 @@ def stochastic_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 MASTERS = {
-    "fp32": Weights, "fp16-scaled": HalfWeights, "fp16-fp8": EightBitWeights, "bf16-stochastic": StochasticWeights,
-}  # fmt: skip
+    "fp32": Weights,
+    "fp16-scaled": HalfWeights,
+    "fp16-fp8": EightBitWeights,
+    "bf16-stochastic": StochasticWeights,
+}
 
 
 def rounded_update(fmt: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None:

@@ -39,8 +39,9 @@ EXPERTS = 8
 _RATED = "kinds of layers (attn, mlp, conv), and beginnings of paths (blocks.0, blocks.0.attn.qkv)"
 # The norms of each block, without the last one of the model.
 _NORMS: Mapping[str, tuple[str, ...]] = {
-    "mlp": ("norms.{}",), "cnn": ("blocks.{}.norm_first", "blocks.{}.norm_second"),
-}  # fmt: skip
+    "mlp": ("norms.{}",),
+    "cnn": ("blocks.{}.norm_first", "blocks.{}.norm_second"),
+}
 # Every device with native low precision takes products whose sides are multiples of this.
 _ROUND = 128
 
@@ -86,17 +87,30 @@ def check(settings: TrainerSettings) -> None:
     attends = settings.arch in ("gpt", "moe")
     why = "batch norm would count a block twice" if settings.arch == "cnn" else "an mlp keeps few activations anyway"
     refusals = (
-        (settings.arch == "cnn" and config.sequence % LINE > 0,
-         f"--arch cnn reads a text in lines of {LINE} tokens: --sequence {config.sequence} is no multiple of {LINE}."),
-        (settings.attention != "auto" and (not attends or compiled),
-         f"--attention {settings.attention} is for --arch gpt and moe without --compile yes: choose these, or auto."),
-        (parse_optimizer(settings.optimizer)[0] == "adafactor" and settings.optimizer_states != "fp32",
-         f"adafactor keeps means of rows and columns: leave --optimizer-states {settings.optimizer_states} out."),
-        (compiled and settings.arch == "moe",
-         "--compile yes does not work with --arch moe, whose experts get any number of tokens. Choose --compile no."),
-        (settings.checkpointing != "no" and not attends,
-         f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: {why}. Choose --checkpointing no."),
-    )  # fmt: skip
+        (
+            settings.arch == "cnn" and config.sequence % LINE > 0,
+            (
+                f"--arch cnn reads a text in lines of {LINE} tokens: --sequence {config.sequence} is no multiple "
+                f"of {LINE}."
+            ),
+        ),
+        (
+            settings.attention != "auto" and (not attends or compiled),
+            f"--attention {settings.attention} is for --arch gpt and moe without --compile yes: choose these, or auto.",
+        ),
+        (
+            parse_optimizer(settings.optimizer)[0] == "adafactor" and settings.optimizer_states != "fp32",
+            f"adafactor keeps means of rows and columns: leave --optimizer-states {settings.optimizer_states} out.",
+        ),
+        (
+            compiled and settings.arch == "moe",
+            "--compile yes does not work with --arch moe, whose experts get any number of tokens. Choose --compile no.",
+        ),
+        (
+            settings.checkpointing != "no" and not attends,
+            f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: {why}. Choose --checkpointing no.",
+        ),
+    )
     for wrong, message in refusals:
         if wrong:
             raise UsageError(message)
@@ -112,7 +126,7 @@ def check(settings: TrainerSettings) -> None:
 # Settings that have an effect only with some values of another one.
 _ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "wire": ("parallel", WIRED),
-}  # fmt: skip
+}
 
 
 def check_effective(arms: Sequence[TrainerSettings]) -> None:
@@ -140,28 +154,71 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
     if not cut and batch % ranks:
         raise UsageError(f"{ranks} ranks cannot share a micro-batch of {batch} equally. Give a multiple as --batch.")
     refusals = (
-        (cut and given.arch != "gpt", f"--arch {given.arch}", way,
-         "it divides the heads and hidden features of gpt's blocks. Choose --arch gpt"),
-        (cut and given.gradients != "fp32", f"--gradients {given.gradients}", way,
-         "each rank would have its own scale for its part of a gradient. Choose --gradients fp32, or --parallel zero"),
-        (given.parallel == "sp" and given.dropout > 0, f"--dropout {given.dropout:g}", way,
-         "ranks have different tokens, and would drop the same places in each. Choose --dropout 0"),
-        (rounded and given.parallel != "tp", "--precision-map", way,
-         "operations around products would be rounded by a rank's own magnitudes. Leave it out"),
+        (
+            cut and given.arch != "gpt",
+            f"--arch {given.arch}",
+            way,
+            "it divides the heads and hidden features of gpt's blocks. Choose --arch gpt",
+        ),
+        (
+            cut and given.gradients != "fp32",
+            f"--gradients {given.gradients}",
+            way,
+            (
+                "each rank would have its own scale for its part of a gradient. Choose --gradients fp32, "
+                "or --parallel zero"
+            ),
+        ),
+        (
+            given.parallel == "sp" and given.dropout > 0,
+            f"--dropout {given.dropout:g}",
+            way,
+            "ranks have different tokens, and would drop the same places in each. Choose --dropout 0",
+        ),
+        (
+            rounded and given.parallel != "tp",
+            "--precision-map",
+            way,
+            "operations around products would be rounded by a rank's own magnitudes. Leave it out",
+        ),
         (given.arch == "cnn", "--arch cnn", "--ranks", "its batch norm would see only a rank's own part of a batch"),
-        (given.gradients != "fp32" and given.parallel != "zero", f"--gradients {given.gradients}", way,
-         "its ranks average float32 gradients. Choose --parallel zero, as MS-AMP's levels do"),
-        (given.compile == "yes", "--compile yes", "--ranks",
-         "ranks send each other largest magnitudes between casts. Choose --compile no"),
-        (given.arch == "moe", "--arch moe", "--ranks",
-         "experts cast on some ranks and not on others, so that ranks cannot share magnitudes. Choose --arch gpt"),
-        (cut and given.master == "bf16-stochastic", f"--master {given.master}", way,
-         "weights that all ranks share would be rounded differently on each. Choose another master"),
-        ((cut or sharded) and parse_optimizer(given.optimizer)[0] == "adafactor", "--optimizer adafactor", way,
-         "it needs means of a weight's rows and columns, and a rank has a part of them. Choose another one"),
-        ((cut or sharded) and given.updates == "fp8", "--updates fp8", way,
-         "its scale needs the update of a whole weight, and a rank has a part of it. Choose bf16"),
-    )  # fmt: skip
+        (
+            given.gradients != "fp32" and given.parallel != "zero",
+            f"--gradients {given.gradients}",
+            way,
+            "its ranks average float32 gradients. Choose --parallel zero, as MS-AMP's levels do",
+        ),
+        (
+            given.compile == "yes",
+            "--compile yes",
+            "--ranks",
+            "ranks send each other largest magnitudes between casts. Choose --compile no",
+        ),
+        (
+            given.arch == "moe",
+            "--arch moe",
+            "--ranks",
+            "experts cast on some ranks and not on others, so that ranks cannot share magnitudes. Choose --arch gpt",
+        ),
+        (
+            cut and given.master == "bf16-stochastic",
+            f"--master {given.master}",
+            way,
+            "weights that all ranks share would be rounded differently on each. Choose another master",
+        ),
+        (
+            (cut or sharded) and parse_optimizer(given.optimizer)[0] == "adafactor",
+            "--optimizer adafactor",
+            way,
+            "it needs means of a weight's rows and columns, and a rank has a part of them. Choose another one",
+        ),
+        (
+            (cut or sharded) and given.updates == "fp8",
+            "--updates fp8",
+            way,
+            "its scale needs the update of a whole weight, and a rank has a part of it. Choose bf16",
+        ),
+    )
     for wrong, option, other, why in refusals:
         if wrong:
             raise UsageError(f"{option} does not go with {other}: {why}.")
@@ -214,11 +271,15 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
 def _support_of(settings: TrainerSettings, precision: Precision, facts: DeviceFacts) -> Support:
     """A precision's own support; one with unit scaling has constants for some models only."""
     unlike = (
-        settings.make or (settings.arch != "gpt" and f"--arch {settings.arch}"),
-        settings.attention != "auto" and f"--attention {settings.attention}",
-        settings.parallel in ("tp", "fsdp") and f"--parallel {settings.parallel}",
-        not settings.make and _around(settings) and "--precision-map for operations around products",
-    ) if precision.unit_scaled else ()  # fmt: skip
+        (
+            settings.make or (settings.arch != "gpt" and f"--arch {settings.arch}"),
+            settings.attention != "auto" and f"--attention {settings.attention}",
+            settings.parallel in ("tp", "fsdp") and f"--parallel {settings.parallel}",
+            not settings.make and _around(settings) and "--precision-map for operations around products",
+        )
+        if precision.unit_scaled
+        else ()
+    )
     for given in filter(None, unlike):
         return refused(
             f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole. It has constants for a "

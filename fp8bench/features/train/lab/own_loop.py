@@ -227,11 +227,21 @@ class OwnLoop:
         numbers = read([figures for _, figures, _, _ in self._rows])
         rows = [
             StepRow(
-                self._name, 0, step, figures["loss"], rate, figures["gradient_norm"], 0.0,
-                figures["parameter_norm"], figures["update_ratio"], scale, self._tokens, seconds,
+                self._name,
+                0,
+                step,
+                figures["loss"],
+                rate,
+                figures["gradient_norm"],
+                0.0,
+                figures["parameter_norm"],
+                figures["update_ratio"],
+                scale,
+                self._tokens,
+                seconds,
             )
             for (step, _, rate, seconds), figures in zip(self._rows, numbers, strict=True)
-        ]  # fmt: skip
+        ]
         self._rows = []
         if rows or lines:
             self._told((*rows, *lines))

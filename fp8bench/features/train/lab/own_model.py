@@ -160,9 +160,12 @@ class OwnModel(MadeModel):
             return None
         other = OwnModel(self.task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
         converted = Conversion(
-            other.model, lambda layer: self.arithmetics.get(layer.name), skip=self.settings.skip,
-            keys=dict(self.settings.precision_map), multiples=self._multiples(),
-        ).held  # fmt: skip
+            other.model,
+            lambda layer: self.arithmetics.get(layer.name),
+            skip=self.settings.skip,
+            keys=dict(self.settings.precision_map),
+            multiples=self._multiples(),
+        ).held
         multiple = max(self.precision.multiples)
 
         batch = other.read_batch(0, 0)

@@ -216,9 +216,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 _MERGED: dict[type, Callable[..., StreamLine]] = {
-    StepRow: _row, LayerReading: _reading, StepFigure: _figure, TrainingEvent: _event,
+    StepRow: _row,
+    LayerReading: _reading,
+    StepFigure: _figure,
+    TrainingEvent: _event,
     Validation: lambda parts: replace(parts[0], loss=_mean([part.loss for part in parts])),
-}  # fmt: skip
+}
 
 
 # All ranks evaluate the whole text with the same weights; only scales may be a rank's own.

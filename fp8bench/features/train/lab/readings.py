@@ -102,9 +102,15 @@ def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
     if variance < mean**2:  # the difference of two nearly equal numbers loses its digits
         return None
     figures: Figures = {
-        "count": count, "finite": count, "nonzero": nonzero, "amax": amax, "smallest": _number(low, shift),
-        "mean": mean, "variance": variance, "kept": count,
-    }  # fmt: skip
+        "count": count,
+        "finite": count,
+        "nonzero": nonzero,
+        "amax": amax,
+        "smallest": _number(low, shift),
+        "mean": mean,
+        "variance": variance,
+        "kept": count,
+    }
     if cast.left is not None:
         left = as_rows(cast.left)
         left_bits = left.abs().view(torch.int32)
@@ -134,9 +140,14 @@ def _piece(x: Tensor, left: Tensor | None) -> Figures:
     nonzero, kept = magnitudes > 0, finite
     variance, mean = torch.var_mean(values, correction=0)
     figures: Figures = {
-        "count": x.numel(), "finite": finite.sum(), "nonzero": nonzero.sum(), "amax": magnitudes.amax(),
-        "smallest": torch.where(nonzero, magnitudes, math.inf).amin(), "mean": mean, "variance": variance,
-    }  # fmt: skip
+        "count": x.numel(),
+        "finite": finite.sum(),
+        "nonzero": nonzero.sum(),
+        "amax": magnitudes.amax(),
+        "smallest": torch.where(nonzero, magnitudes, math.inf).amin(),
+        "mean": mean,
+        "variance": variance,
+    }
     if left is not None:
         left = left.to(values.dtype)
         kept = finite & (left - left == 0)
@@ -157,8 +168,12 @@ def _merged(parts: Sequence[Figures]) -> Figures:
     mean = (shares * stacked["mean"]).sum()
     merged: Figures = {"count": sum(counts), "mean": mean}
     merged["variance"] = (shares * (stacked["variance"] + (stacked["mean"] - mean).square())).sum()
-    ways = {"amax": torch.amax, "smallest": torch.amin, "signal": torch.linalg.vector_norm,
-            "noise": torch.linalg.vector_norm}  # fmt: skip
+    ways = {
+        "amax": torch.amax,
+        "smallest": torch.amin,
+        "signal": torch.linalg.vector_norm,
+        "noise": torch.linalg.vector_norm,
+    }
     return {name: ways.get(name, torch.sum)(value) for name, value in stacked.items()} | merged
 
 
@@ -190,11 +205,12 @@ def _blocks(x: Tensor, fmt: Format, scaling: Scaling, waits: bool) -> Figures:
     if not waits or float(fullest) > _SLACK:
         saturated = _beyond(blocks.magnitudes, torch.where(sound, steps * (fmt.largest * _SLACK), math.inf))
     return {
-        "fullest": fullest, "saturated": saturated,
+        "fullest": fullest,
+        "saturated": saturated,
         "octaves": torch.where(used, -steps.log2(), 0.0).sum() / used.sum(),  # the mean exponent
         "largest_step": torch.where(used, steps, 0.0).amax(),
         "least_step": torch.where(used, steps, math.inf).amin(),
-    }  # fmt: skip
+    }
 
 
 def _beyond(magnitudes: Tensor, limits: Number) -> Tensor:
@@ -245,14 +261,26 @@ def reading_of(
     in_blocks = bool(figures.get("largest_step"))
     own = "own_scale" in figures and finite == count  # with which nothing saturates
     return LayerReading(
-        arm, seed, step, layer, role, amax, figures["smallest"] if figures["nonzero"] else 0.0, mean, deviation,
-        (finite - figures["nonzero"]) / count, scale,
-        1 / figures["largest_step"] if in_blocks else scale, 1 / figures["least_step"] if in_blocks else scale,
+        arm,
+        seed,
+        step,
+        layer,
+        role,
+        amax,
+        figures["smallest"] if figures["nonzero"] else 0.0,
+        mean,
+        deviation,
+        (finite - figures["nonzero"]) / count,
+        scale,
+        1 / figures["largest_step"] if in_blocks else scale,
+        1 / figures["least_step"] if in_blocks else scale,
         _lag(figures.get("fullest", amax * scale / figures.get("largest", math.inf))),
-        drift, figures.get("vanished", 0) / count,
+        drift,
+        figures.get("vanished", 0) / count,
         0.0 if own else figures.get("saturated", 0) / count,
-        _signal_to_noise(figures), (count - figures["kept"]) / count,
-    )  # fmt: skip
+        _signal_to_noise(figures),
+        (count - figures["kept"]) / count,
+    )
 
 
 def _moments(figures: Mapping[str, float]) -> tuple[float, float]:

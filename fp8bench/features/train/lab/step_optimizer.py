@@ -44,16 +44,23 @@ def seed_of(purpose: str, *numbers: int) -> int:
 
 # Fused optimizers divide gradients and skip a step on the device, so that the host need not wait.
 _LISTED: Mapping[str, Callable[..., Optimizer]] = {
-    "adamw": partial(AdamW, fused=True), "sgd": partial(SGD, fused=True), "adafactor": Adafactor,
-}  # fmt: skip
+    "adamw": partial(AdamW, fused=True),
+    "sgd": partial(SGD, fused=True),
+    "adafactor": Adafactor,
+}
 # At most this many weights are updated at a time, because they are copied to compute how far they move. What is kept in
 # low precision is restored for an update, so that of such weights it is only a small part of the model at a time.
 _MOST_ELEMENTS, _LOW_PARTS = 1 << 24, 16
 # How reports name the states that torch's optimizers keep for a parameter.
 _STATE_NAMES = {
-    "exp_avg": "first moment", "momentum_buffer": "first moment", "row_var": "first moment",
-    "exp_avg_sq": "second moment", "col_var": "second moment", "variance": "second moment", "step": "steps",
-}  # fmt: skip
+    "exp_avg": "first moment",
+    "momentum_buffer": "first moment",
+    "row_var": "first moment",
+    "exp_avg_sq": "second moment",
+    "col_var": "second moment",
+    "variance": "second moment",
+    "step": "steps",
+}
 
 
 class Bucket:
@@ -63,9 +70,13 @@ class Bucket:
     between steps."""
 
     def __init__(
-        self, optimizer: Optimizer, parameters: Sequence[Tensor], holders: Sequence[Tensor], place: int | None,
+        self,
+        optimizer: Optimizer,
+        parameters: Sequence[Tensor],
+        holders: Sequence[Tensor],
+        place: int | None,
         storages: tuple[Storage, Storage] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.optimizer, self.parameters, self.holders, self.place = optimizer, list(parameters), holders, place
         self._storages = storages
         self._stored: dict[tuple[Tensor, str], Operand] = {}
@@ -150,9 +161,15 @@ class StepOptimizer:
     """Updates weights. Norms are those of the last step, in the order of `parameters`: those that it updates."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[Bucket], gradients: Gradients,
-        weights: Weights, updates: str, rate: float | None = None, schedule: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buckets: Sequence[Bucket],
+        gradients: Gradients,
+        weights: Weights,
+        updates: str,
+        rate: float | None = None,
+        schedule: Any = None,
+    ) -> None:
         self.parameters, self._buckets = dict(parameters), buckets
         self.gradients, self.weights = gradients, weights
         self._rate, self._schedule = rate, schedule

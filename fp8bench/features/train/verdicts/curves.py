@@ -107,9 +107,11 @@ def _curve(lines: Sequence[StreamLine], steps: int) -> Curve:
     looks = (line for line in lines if isinstance(line, Validation) and line.of == HELD_OUT)
     events = (line.kind for line in lines if isinstance(line, TrainingEvent))
     return Curve(
-        steps, tuple(row for _, row in sorted(rows.items())), {look.step: look.loss for look in looks},
+        steps,
+        tuple(row for _, row in sorted(rows.items())),
+        {look.step: look.loss for look in looks},
         frozenset(events),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,9 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     # A user's own optimizer has its state only after its first step.
     kept_bytes = {
         line.arm: sum(size for _, size in line.kept) / kept.training.parameters
-        for line in kept.of(ArmCost) if line.kept and kept.training.request.settings.make
-    }  # fmt: skip
+        for line in kept.of(ArmCost)
+        if line.kept and kept.training.request.settings.make
+    }
     lead = kept.training.arms[0].name
     energies = {line.arm: energy_of(line.energy) for line in kept.of(ArmCost) if line.energy is not None}
     events = Counter(event.arm for event in kept.of(TrainingEvent))
@@ -161,15 +162,20 @@ def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, flo
     energy = summary.energy
     speed = verdict.speed.adjusted if verdict and verdict.speed else None
     return {
-        "loss": summary.loss, "held_out": summary.held_out, **_gap("gap", verdict.judged.gap if verdict else None),
+        "loss": summary.loss,
+        "held_out": summary.held_out,
+        **_gap("gap", verdict.judged.gap if verdict else None),
         **_gap("held_out_gap", verdict.judged.held_out if verdict else None),
-        "tokens_per_second": summary.tokens_per_second, **_interval("speed_to_same_loss", speed),
-        "bytes_per_parameter": summary.bytes_per_parameter, "peak_memory": summary.peak_memory,
+        "tokens_per_second": summary.tokens_per_second,
+        **_interval("speed_to_same_loss", speed),
+        "bytes_per_parameter": summary.bytes_per_parameter,
+        "peak_memory": summary.peak_memory,
         "device_peak_memory": summary.device_peak_memory,
         "wire_bytes": math.fsum(summary.wire.values()) if summary.wire else None,
         "joules_per_step": energy.joules.middle if energy and energy.joules else None,
-        "events": summary.events, **_band(summary.arm, verdicts),
-    }  # fmt: skip
+        "events": summary.events,
+        **_band(summary.arm, verdicts),
+    }
 
 
 def _gap(name: str, gap: Gap | None) -> dict[str, float | None]:
@@ -261,8 +267,12 @@ def _verdict(request: TrainingRequest, verdict: ScoreVerdict, values: _Values, o
         floor = -math.log(1 - DECIDING) / (ITEMS * len(pairs))
         chance = CHANCES[name.removeprefix(TASK).partition("@")[0]]
         above = [_widened(gap_of([value - chance for value in scores]), floor) for scores in (own, old)]
-        return _judged(verdict, _widened(gap_of([before - new for new, before in pairs]), floor), request.margin,
-                       not any(gap and gap.decides and gap.decides.low > 0 for gap in above))  # fmt: skip
+        return _judged(
+            verdict,
+            _widened(gap_of([before - new for new, before in pairs]), floor),
+            request.margin,
+            not any(gap and gap.decides and gap.decides.low > 0 for gap in above),
+        )
     if min(old) <= 0:
         return replace(verdict, word="open: there is no share of a reference that is not above 0")
     sign = -1 if name.startswith(METRIC) and not _lower_is_better(request, name) else 1
@@ -319,8 +329,11 @@ def describe_importance(learned: Learned, matters: Matters | None, margin: float
 
 
 _TONES: Mapping[Learned | None, Tone] = {
-    Learned.DIVERGED: Tone.BAD, Learned.WORSE: Tone.BAD, Learned.BETTER: Tone.GOOD, Learned.WITHIN_NOISE: Tone.GOOD,
-}  # fmt: skip
+    Learned.DIVERGED: Tone.BAD,
+    Learned.WORSE: Tone.BAD,
+    Learned.BETTER: Tone.GOOD,
+    Learned.WITHIN_NOISE: Tone.GOOD,
+}
 
 
 def tone_of(verdict: JudgedArm | ScoreVerdict) -> Tone:
@@ -331,13 +344,14 @@ def tone_of(verdict: JudgedArm | ScoreVerdict) -> Tone:
 
 def score_parts(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
     cols: list[Col[ScoreVerdict]] = [
-        Col("arm", lambda verdict: verdict.arm), Col("figure", lambda verdict: verdict.figure),
+        Col("arm", lambda verdict: verdict.arm),
+        Col("figure", lambda verdict: verdict.figure),
         Col("value", lambda verdict: verdict.own, number=True, show=_four),
         Col("against", lambda verdict: verdict.against),
         Col("its value", lambda verdict: verdict.reference, number=True, show=_four),
         Col("worse by", _worse, number=True, hint="points of a task, else a share; with the 99% interval over seeds"),
         Col("verdict", lambda verdict: verdict.word, tone=tone_of),
-    ]  # fmt: skip
+    ]
     tasks = [task for task in CHANCES if any(row.figure.startswith(TASK + task) for row in rows)]
     chances = ", ".join(f"{task} {100 * CHANCES[task]:.3g}%" for task in tasks)
     words = [Text(f"By chance alone answers are right in: {chances}.")] if tasks else []

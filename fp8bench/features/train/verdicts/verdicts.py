@@ -121,15 +121,24 @@ def verdicts_on(
     chaos = [pair for arm in arms[ArmRole.CHAOS] for pair in _pairs(base_curves, arm, curves)[0]]
     repeats = [
         (base_curves[seed], curves[arm.name, seed])
-        for arm in arms[ArmRole.REPEAT] for seed in seeds if (arm.name, seed) in curves
-    ]  # fmt: skip
+        for arm in arms[ArmRole.REPEAT]
+        for seed in seeds
+        if (arm.name, seed) in curves
+    ]
     candidates = arms[ArmRole.CANDIDATE]
     verdicts = [_arm_verdict(reference, arm, best_curves, curves, margin, learned, looks) for arm in candidates]
     return TrainingVerdicts(
-        reference.name, margin, seeds, least, {seed: curve.fall for seed, curve in best_curves.items() if curve.rows},
+        reference.name,
+        margin,
+        seeds,
+        least,
+        {seed: curve.fall for seed, curve in best_curves.items() if curve.rows},
         tuple(verdicts) if len(at_rates) == 1 else tuple(_at_best_rate(each, candidates, curves) for each in verdicts),
-        _repeat_band(repeats) if repeats else None, looks, chaos[0] if chaos else None, len(at_rates),
-    )  # fmt: skip
+        _repeat_band(repeats) if repeats else None,
+        looks,
+        chaos[0] if chaos else None,
+        len(at_rates),
+    )
 
 
 def _best(arms: Sequence[Arm], curves: Mapping[Key, Curve], seeds: Iterable[int]) -> Arm:
@@ -160,17 +169,24 @@ def _at_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Mapping[Key,
 
 
 def _arm_verdict(
-    reference: Arm, arm: Arm, own: Mapping[int, Curve], curves: Mapping[Key, Curve], margin: float, learned: bool,
+    reference: Arm,
+    arm: Arm,
+    own: Mapping[int, Curve],
+    curves: Mapping[Key, Curve],
+    margin: float,
+    learned: bool,
     looks: bool,
-) -> ArmVerdict:  # fmt: skip
+) -> ArmVerdict:
     """`own` are the reference's curves by seed."""
     pairs, voids = _pairs(own, arm, curves)
     least = least_fall(margin)
     diverged = tuple(
-        seed for seed, curve in own.items()
-        if (ended := curves.get((arm.name, seed))) is not None and not curve.blew_up
+        seed
+        for seed, curve in own.items()
+        if (ended := curves.get((arm.name, seed))) is not None
+        and not curve.blew_up
         and (ended.blew_up or (ended.fall <= 0 and curve.fall >= least))  # no lower than it began
-    )  # fmt: skip
+    )
     judged = judge(pairs, margin, looks)
     void = Counter(why for _, why in voids).most_common(1)[0][0] if voids else None
     if judged.why is Why.FEW_PAIRS and void in INCURABLE:
@@ -211,10 +227,7 @@ def _pairs(
 
 
 def _repeat_band(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
-    both = [
-        (old, new)
-        for reference, repeat in repeats for old, new in zip(reference.rows, repeat.rows, strict=False)
-    ]  # fmt: skip
+    both = [(old, new) for reference, repeat in repeats for old, new in zip(reference.rows, repeat.rows, strict=False)]
     first = next((old.step for old, new in both if old.loss != new.loss), None)
     gaps = [abs(new.loss / old.loss - 1) if old.loss else math.inf for old, new in both if old.loss != new.loss]
     return RepeatBand(len(both), first, max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0))

@@ -83,10 +83,19 @@ class _PictureSheet(Sheet):
     def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
         look = looks("text", style)
         bold = int(look.get("font-weight", 400)) >= _BOLD_FROM
-        self._texts.append((x, y + 0.36 * self.size, text, {
-            "color": look["fill"], "fontweight": "bold" if bold else "normal",
-            "fontsize": self.size, "ha": {"start": "left", "middle": "center", "end": "right"}[anchor],
-        }))  # fmt: skip
+        self._texts.append(
+            (
+                x,
+                y + 0.36 * self.size,
+                text,
+                {
+                    "color": look["fill"],
+                    "fontweight": "bold" if bold else "normal",
+                    "fontsize": self.size,
+                    "ha": {"start": "left", "middle": "center", "end": "right"}[anchor],
+                },
+            )
+        )
 
     def figure(self, height: float, title: str) -> Figure:
         wide = self.width + 2 * _EDGE
@@ -102,10 +111,13 @@ class _PictureSheet(Sheet):
                 patch.set(transform=place, zorder=layer)
                 figure.add_artist(patch)
         ink, quiet = {"color": looks("text", "")["fill"]}, {"color": looks("text", "quiet")["fill"]}
-        above = [(0.0, 1.4 * _TITLE * (n + 0.7) + _EDGE - top, line, ink | {"fontsize": _TITLE, "fontweight": "bold"})
-                 for n, line in enumerate(heading)]  # fmt: skip
-        below = [(0.0, height + 12 + _LINE * (n + 0.7), line, quiet | {"fontsize": _SMALL})
-                 for n, line in enumerate(words)]  # fmt: skip
+        above = [
+            (0.0, 1.4 * _TITLE * (n + 0.7) + _EDGE - top, line, ink | {"fontsize": _TITLE, "fontweight": "bold"})
+            for n, line in enumerate(heading)
+        ]
+        below = [
+            (0.0, height + 12 + _LINE * (n + 0.7), line, quiet | {"fontsize": _SMALL}) for n, line in enumerate(words)
+        ]
         for x, y, text, options in (*self._texts, *above, *below):
             written = figure.text(x, y, _plain(text), transform=place, zorder=3, va="baseline", **options)
             written.set(parse_math=False, rotation_mode="anchor", fontsize=options["fontsize"] * _POINTS / _PIXELS)
@@ -129,9 +141,14 @@ def _patch(steps: Steps, look: Style) -> PathPatch | None:
     width = float(look.get("stroke-width", "1").removesuffix("px")) * _POINTS / _PIXELS
     cap = {"square": "projecting"}.get(look.get("stroke-linecap", "butt"), look.get("stroke-linecap", "butt"))
     return PathPatch(
-        Path(points, codes), facecolor=face, edgecolor=edge, linewidth=width if edge[1] else 0.0,
-        capstyle=cap, joinstyle="round", snap=False if cap == "round" else None,
-    )  # fmt: skip
+        Path(points, codes),
+        facecolor=face,
+        edgecolor=edge,
+        linewidth=width if edge[1] else 0.0,
+        capstyle=cap,
+        joinstyle="round",
+        snap=False if cap == "round" else None,
+    )
 
 
 def _color(look: Style, name: str) -> tuple[str, float]:

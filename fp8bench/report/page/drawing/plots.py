@@ -221,8 +221,11 @@ class _Frame:
 
 
 def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
-    placed = [point for point in chart.points if drawable(point.y, chart.y.log)
-              and (point.x is None or drawable(point.x, chart.x.log))]  # fmt: skip
+    placed = [
+        point
+        for point in chart.points
+        if drawable(point.y, chart.y.log) and (point.x is None or drawable(point.x, chart.x.log))
+    ]
     points = placed[:: max(1, -(-len(placed) // POINTS))]
     sheet.omit(len(chart.points) - len(placed), len(placed) - len(points))
     if not points:
@@ -239,8 +242,9 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     end = _axes(sheet, chart, frame)
     spots = _spots(points, names, frame)
     for name in chart.joined:
-        strands = together((point.strand, spot) for point, spot in zip(points, spots, strict=True)
-                           if point.series == name)  # fmt: skip
+        strands = together(
+            (point.strand, spot) for point, spot in zip(points, spots, strict=True) if point.series == name
+        )
         if lines := [sorted(strand) for strand in strands.values() if len(strand) > 1]:
             sheet.lines(looks[name][1].replace("point", "line"), lines)
     whiskers = []
@@ -285,8 +289,14 @@ def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
     for y, text in heights:
         sheet.text(first.left - 8, y, text, "tick", anchor="end")
     if frame.margin:
-        sheet.box("margin", frame.margin.left, first.top, frame.margin.right - frame.margin.left,
-                  first.bottom - first.top, layer=-1)  # fmt: skip
+        sheet.box(
+            "margin",
+            frame.margin.left,
+            first.top,
+            frame.margin.right - frame.margin.left,
+            first.bottom - first.top,
+            layer=-1,
+        )
     if frame.plot and frame.x:
         _below(sheet, chart.x, frame.x, frame.plot)
         sheet.lines("axis", [[(first.left, first.bottom), (first.right, first.bottom)]])
@@ -330,16 +340,22 @@ def _labels(
     """Labels points: strong ones, then each series' first, then second ones; joined strands need none."""
     taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
     turns: dict[str, count[int]] = defaultdict(count)
-    order = [(point.tone is not Tone.STRONG, next(turns[point.series]), number)
-             for number, point in enumerate(points) if not point.strand]  # fmt: skip
+    order = [
+        (point.tone is not Tone.STRONG, next(turns[point.series]), number)
+        for number, point in enumerate(points)
+        if not point.strand
+    ]
     wanted = [(*spots[number], points[number].label, "label") for _, _, number in sorted(order)]
     _write_beside(sheet, wanted, taken, frames, _around)
 
 
 def _write_beside(
-    sheet: Sheet, wanted: Iterable[tuple[float, float, str, str]], taken: list[_Box], frames: Sequence[_Box],
+    sheet: Sheet,
+    wanted: Iterable[tuple[float, float, str, str]],
+    taken: list[_Box],
+    frames: Sequence[_Box],
     around: Callable[[float, float, float, float], Iterable[_Spot]],
-) -> None:  # fmt: skip
+) -> None:
     """Writes texts beside their places, as many as find room."""
     written = 0
     for x, y, label, style in wanted:
@@ -347,8 +363,13 @@ def _write_beside(
             return
         text = shortened(label, _LABEL_ROOM, sheet.size)
         for box, anchor, place in around(x, y, sheet.measure(text), sheet.size) if text else ():
-            inside = any(frame.left <= box.left and box.right <= frame.right and frame.top <= box.top
-                         and box.bottom <= frame.bottom for frame in frames)  # fmt: skip
+            inside = any(
+                frame.left <= box.left
+                and box.right <= frame.right
+                and frame.top <= box.top
+                and box.bottom <= frame.bottom
+                for frame in frames
+            )
             if inside and not any(box.meets(other) for other in taken):
                 taken.append(box)
                 sheet.text(place, (box.top + box.bottom) / 2, text, style, anchor=anchor)

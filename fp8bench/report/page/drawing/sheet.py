@@ -27,9 +27,13 @@ _CORNERS: dict[str, Sequence[tuple[float, float]]] = {
 }  # fmt: skip
 # A quarter of a circle as two curves, from the lowest point.
 _QUARTER = (
-    (0.13260155, -0.5), (0.259789935, -0.447316846), (0.353553391, -0.353553391),
-    (0.447316846, -0.259789935), (0.5, -0.13260155), (0.5, 0.0),
-)  # fmt: skip
+    (0.13260155, -0.5),
+    (0.259789935, -0.447316846),
+    (0.353553391, -0.353553391),
+    (0.447316846, -0.259789935),
+    (0.5, -0.13260155),
+    (0.5, 0.0),
+)
 
 Line = Sequence[tuple[float, float]]
 # SVG's path commands with the numbers of their points.

@@ -36,10 +36,14 @@ def rows(steps: int, arm: str = "bf16", **changes: Callable[[int], float | bool]
     noise = random.Random(1)
     for step in range(steps):
         row = replace(
-            ROW, arm=arm, step=step, loss=2 + 3 * (step + 5) ** -0.4 + noise.gauss(0, 0.02),
-            gradient_norm=math.exp(noise.gauss(0, 0.2)), update_ratio=1e-3 * math.exp(noise.gauss(0, 0.1)),
+            ROW,
+            arm=arm,
+            step=step,
+            loss=2 + 3 * (step + 5) ** -0.4 + noise.gauss(0, 0.02),
+            gradient_norm=math.exp(noise.gauss(0, 0.2)),
+            update_ratio=1e-3 * math.exp(noise.gauss(0, 0.1)),
             rate=1e-3 * min(1.0, (step + 1) / 20),
-        )  # fmt: skip
+        )
         yield replace(row, **{name: of(step) for name, of in changes.items()})
 
 
@@ -234,9 +238,10 @@ def test_every_rule_has_an_illness_and_texts_with_its_constants() -> None:
         assert rule.remedies and rule.because(), rule.name
         numbers = {float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", rule.alarms_at)}
         missing = {
-            name: value for name, value in constants_of(rule).items()
+            name: value
+            for name, value in constants_of(rule).items()
             if not {value, round(100 * value, 6), *((value + 1, value - 1) if name in COUNTS else ())} & numbers
-        }  # fmt: skip
+        }
         assert not missing, rule.name
 
 
@@ -252,8 +257,11 @@ def constants_of(rule: type[HealthRule[Any]]) -> dict[str, float]:
 
 @for_each(("loss", "times", "steps"), [(6.0, 9.0, [70]), (3.2, 9.0, []), (6.0, 7.0, [])])
 def test_a_steep_batch_with_a_loss_of_its_own_is_found_sooner(loss: float, times: float, steps: list[int]) -> None:
-    noisy = rows(90, gradient_norm=lambda step: {40: 15.0, 70: times}.get(step, 1.0),
-                 loss=lambda step: loss if step == 70 else 3.0 + step % 7 / 50)  # fmt: skip
+    noisy = rows(
+        90,
+        gradient_norm=lambda step: {40: 15.0, 70: times}.get(step, 1.0),
+        loss=lambda step: loss if step == 70 else 3.0 + step % 7 / 50,
+    )
     assert alarms(noisy) == [("gradient-norm-spike", step) for step in steps]
 
 

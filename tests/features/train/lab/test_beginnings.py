@@ -61,9 +61,10 @@ def test_a_training_that_begins_with_another_one(store: Path, monkeypatch: pytes
     short = job.train(replace(request, keep=10), store, NotedTraining(), "")
     for asked, why in (
         (beginning("last:mxfp8"), "it has no arm 'mxfp8', but bf16, fp8"),
-        (beginning("last", arch="mlp"), "it trained --arch gpt"), (beginning("nothing"), "no training 'nothing'"),
+        (beginning("last", arch="mlp"), "it trained --arch gpt"),
+        (beginning("nothing"), "no training 'nothing'"),
         (beginning(short.training.id), "it has no checkpoint: 6 steps, --keep 10"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(Exception, match=why):
             started_from(asked, store)
 
@@ -113,8 +114,9 @@ def test_an_unfit_file_is_refused_with_what_it_has(corpus: Corpus, tmp_path: Pat
         (kept(tmp_path / "c", {**state, name: torch.ones(3)}), rf"{name} has shape \[3\]"),
         (kept(tmp_path / "d", {**state, name: state[name] / 0}), "not finite"),
         (kept(tmp_path / "e", [1, 2]), "expected tensors by name"),
-        (named(tmp_path / "junk.pt"), "is no state dict"), (f"{tmp_path / 'a'}::0", "has changed"),
-    )  # fmt: skip
+        (named(tmp_path / "junk.pt"), "is no state dict"),
+        (f"{tmp_path / 'a'}::0", "has changed"),
+    )
     for start, words in cases:
         with pytest.raises(UsageError, match=words):
             take_file(model, start)

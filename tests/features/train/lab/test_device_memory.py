@@ -104,11 +104,14 @@ def test_an_arm_that_stops_raises_instead_of_a_memory(corpus: Corpus) -> None:
         ["mxfp8"],
         [
             ("mxfp8", LOW),
-            *((mode, states) for states in ((), LOW) for mode in (
-                "fp8", "fp8-rowwise", "fp8-block", "fp8-delayed", "nvfp4")),
+            *(
+                (mode, states)
+                for states in ((), LOW)
+                for mode in ("fp8", "fp8-rowwise", "fp8-block", "fp8-delayed", "nvfp4")
+            ),
         ],
     ),
-)  # fmt: skip
+)
 def test_against_codes_in_memory(mode: str, states: tuple[tuple[str, str], ...], corpus: Corpus) -> None:
     """The derived bytes on the device equal, to the byte, those of the same arm with the hardware's own codes."""
     task, device = task_of(corpus, Arm("own", mode, settings=states), **LARGE), devices.get("cpu")

@@ -95,8 +95,11 @@ def test_a_compiled_arm_learns_what_an_eager_one_does(corpus: Corpus) -> None:
 def test_micro_batches_checkpointing_and_dropout(corpus: Corpus) -> None:
     """A recomputed block has the dropout that it had; two micro-batches are one batch of twice the size."""
     settings: tuple[dict[str, Any], ...] = (
-        {"dropout": 0.5}, {"dropout": 0.5, "checkpointing": "blocks"}, {"batch": 4}, {"batch": 2, "micro_batches": 2},
-    )  # fmt: skip
+        {"dropout": 0.5},
+        {"dropout": 0.5, "checkpointing": "blocks"},
+        {"batch": 4},
+        {"batch": 2, "micro_batches": 2},
+    )
     labs = [lab_of(task_of(corpus, "fp32", **own)) for own in settings]
     dropped, again, whole, halves = (losses(lab, "fp32", 3) for lab in labs)
     assert dropped == again and whole == pytest.approx(halves, rel=1e-5) and dropped[0] != halves[0]

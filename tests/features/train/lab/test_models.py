@@ -52,8 +52,13 @@ def test_the_layers_named_are_those_that_ask_for_an_arithmetic(arch: str) -> Non
 
 def test_sizes_are_the_models_own_and_those_of_the_text() -> None:
     """A small model takes the text's vocabulary, rounded up; a named one keeps its own unless the text has more."""
-    rows = (("nano", 256, 256), ("nano", 65, 128), ("micro", 1281, 1408), ("gpt2-124m", 256, 50304),
-            ("gpt2-124m", 60000, 60032))  # fmt: skip
+    rows = (
+        ("nano", 256, 256),
+        ("nano", 65, 128),
+        ("micro", 1281, 1408),
+        ("gpt2-124m", 256, 50304),
+        ("gpt2-124m", 60000, 60032),
+    )
     for model, vocabulary, own in rows:
         assert models.config_of(TrainerSettings(model=model), vocabulary).vocabulary == own
     usual, given = (models.config_of(TrainerSettings(sequence=length, batch=length), 256) for length in (0, 320))
@@ -63,8 +68,11 @@ def test_sizes_are_the_models_own_and_those_of_the_text() -> None:
 
 
 def test_heads_of_gpts_are_tied_where_their_size_is() -> None:
-    tied = {(arch, model): models.config_of(TrainerSettings(arch=arch, model=model), 256).tied
-            for arch in ARCHITECTURES for model in ("nano", "gpt2-124m")}  # fmt: skip
+    tied = {
+        (arch, model): models.config_of(TrainerSettings(arch=arch, model=model), 256).tied
+        for arch in ARCHITECTURES
+        for model in ("nano", "gpt2-124m")
+    }
     assert {pair for pair, is_tied in tied.items() if is_tied} == {("gpt", "gpt2-124m"), ("moe", "gpt2-124m")}
     models.check(TrainerSettings(model="nano", rates=(("head", 2.0),)))
 
@@ -72,7 +80,8 @@ def test_heads_of_gpts_are_tied_where_their_size_is() -> None:
 @for_each(
     ("settings", "words"),
     [
-        ({"model": "nanno"}, "Did you mean 'nano'"), ({"arch": "cnn", "sequence": 100}, "multiple of 16"),
+        ({"model": "nanno"}, "Did you mean 'nano'"),
+        ({"arch": "cnn", "sequence": 100}, "multiple of 16"),
         ({"model": "gpt2-124m", "rates": (("head", 2.0),)}, "the head of gpt2-124m is its embedding"),
         ({"arch": "moe", "compile": "yes"}, "--compile yes does not work"),
         ({"arch": "mlp", "checkpointing": "blocks"}, "--checkpointing blocks is for --arch gpt and moe.*mlp"),
@@ -80,7 +89,7 @@ def test_heads_of_gpts_are_tied_where_their_size_is() -> None:
         ({"optimizer": "adafactor", "optimizer_states": "bf16"}, "adafactor keeps means of rows and columns"),
         *(({"rates": ((name, 2.0),)}, "unknown parameters of --rates") for name in ("atn", "blocks.7", "blocks.0.att")),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_trained_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UnknownName if "nanno" in settings.values() else UsageError, match=words):
         models.check(TrainerSettings(**settings))

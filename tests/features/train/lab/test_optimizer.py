@@ -37,8 +37,11 @@ from fp8bench.formats.scaled import values
 from tests.counts import for_each
 
 SHAPES = {
-    "embedding": (24, 16), "blocks.0.norm.weight": (16,), "blocks.0.mlp.up.weight": (32, 16), "head.weight": (24, 16),
-}  # fmt: skip
+    "embedding": (24, 16),
+    "blocks.0.norm.weight": (16,),
+    "blocks.0.mlp.up.weight": (32, 16),
+    "head.weight": (24, 16),
+}
 STEPS, RATE = 6, 1e-2
 
 
@@ -77,10 +80,11 @@ def step(optimizer: StepOptimizer, divisor: float = 1.0, skip: bool = False) -> 
 @for_each(
     ("settings", "bytes_each"),
     [
-        ({}, (4, 4, 4, 4)), ({"optimizer_states": "bf16", "gradients": "bf16"}, (4, 2, 2, 2)),
+        ({}, (4, 4, 4, 4)),
+        ({"optimizer_states": "bf16", "gradients": "bf16"}, (4, 2, 2, 2)),
         ({"optimizer_states": "fp8lm", "gradients": "fp8", "master": "fp16-scaled"}, (2, 1, 1, 2)),
     ],
-)  # fmt: skip
+)
 def test_bytes_of_what_is_kept(settings: dict[str, Any], bytes_each: tuple[int, ...]) -> None:
     """A tensor has a float32 scale, before the first step as after it. A skipped step changes nothing."""
     optimizer, own = made(**settings)
@@ -220,10 +224,12 @@ def test_a_step_that_is_not_measured_changes_weights_alike(settings: dict[str, A
 
 def torchs(make: Any, skipped: int, rates: Iterable[float] = (1e-2,) * 4) -> list[list[Tensor]]:
     own = list(parameters().values())
-    optimizer = make([
-        {"params": [weight], "weight_decay": 0.1 if weight.ndim > 1 else 0.0, "lr": rate}
-        for weight, rate in zip(own, rates, strict=True)
-    ])  # fmt: skip
+    optimizer = make(
+        [
+            {"params": [weight], "weight_decay": 0.1 if weight.ndim > 1 else 0.0, "lr": rate}
+            for weight, rate in zip(own, rates, strict=True)
+        ]
+    )
     weights = []
     for step in range(STEPS):
         if step != skipped:
@@ -248,7 +254,7 @@ SGD, ADAMW, ADAFACTOR = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafacto
         ({"optimizer": "adamw:betas=0.8,0.95"}, partial(ADAMW, lr=1e-2, betas=(0.8, 0.95), fused=True)),
         ({"optimizer": "adafactor"}, partial(ADAFACTOR, lr=1e-2)),
     ],
-)  # fmt: skip
+)
 def test_updates_are_torchs(settings: dict[str, Any], make: Any, skipped: int) -> None:
     for own, theirs in zip(trained(skipped, **settings), torchs(make, skipped), strict=True):
         torch.testing.assert_close(own, theirs, rtol=0, atol=0)
@@ -321,13 +327,15 @@ def test_an_optimizer_of_your_own_by_file_and_name(updates: str, tmp_path: Path)
 @for_each(
     ("word", "message"),
     [
-        ("muon", "got 'muon': it updates matrices only"), ("LBFGS", "computes the loss several times"),
-        ("sparseadam", "takes sparse gradients"), ("lion", "one of adamw, sgd, adafactor, or FILE.py:CLASS"),
+        ("muon", "got 'muon': it updates matrices only"),
+        ("LBFGS", "computes the loss several times"),
+        ("sparseadam", "takes sparse gradients"),
+        ("lion", "one of adamw, sgd, adafactor, or FILE.py:CLASS"),
         ("adamw:momentum=1", "adamw with only the keys betas, eps, weight_decay"),
         ("adamw:betas=0.9", "two numbers from 0 to 0.999999 as betas, like betas=0.9,0.999"),
         ("sgd:weight_decay=-1", "a number from 0 to 10 as weight_decay, like weight_decay=0.1"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_optimizer(word: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TrainerSettings(optimizer=word)
@@ -357,9 +365,17 @@ def by_torch(steps: int, make: Callable[[torch.optim.Optimizer], Any]) -> list[f
 
 @for_each("warmup", [0.1, 0.3])
 def test_one_cycle_is_torchs(warmup: float) -> None:
-    wanted = by_torch(50, lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, 1.0, total_steps=50, pct_start=warmup, final_div_factor=1 / 25 / 0.1, cycle_momentum=False,
-    ))  # fmt: skip
+    wanted = by_torch(
+        50,
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer,
+            1.0,
+            total_steps=50,
+            pct_start=warmup,
+            final_div_factor=1 / 25 / 0.1,
+            cycle_momentum=False,
+        ),
+    )
     assert shares(50, f"one-cycle:warmup={warmup}") == pytest.approx(wanted, rel=1e-6)
 
 
@@ -436,23 +452,37 @@ def test_loss_scales_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -
 def test_the_longest_name_gives_the_rate() -> None:
     factors = (("attn", 2.0), ("blocks.0", 3.0), ("blocks.0.attn.out", 5.0), ("layer", 7.0), ("norm", 11.0))
     wanted = {
-        ("blocks.1.attn.qkv.weight", 2): 2.0, ("blocks.0.attn.qkv.weight", 2): 3.0,
-        ("blocks.0.attn.out.weight", 2): 5.0, ("blocks.10.attn.out.weight", 2): 2.0,
-        ("blocks.1.mlp.up.weight", 2): 7.0, ("blocks.1.norm_attn.weight", 1): 11.0,
-        ("blocks.0.norm_attn.weight", 1): 3.0, ("norm.weight", 1): 11.0, ("head.weight", 2): 1.0, ("embedding", 2): 1.0,
-    }  # fmt: skip
+        ("blocks.1.attn.qkv.weight", 2): 2.0,
+        ("blocks.0.attn.qkv.weight", 2): 3.0,
+        ("blocks.0.attn.out.weight", 2): 5.0,
+        ("blocks.10.attn.out.weight", 2): 2.0,
+        ("blocks.1.mlp.up.weight", 2): 7.0,
+        ("blocks.1.norm_attn.weight", 1): 11.0,
+        ("blocks.0.norm_attn.weight", 1): 3.0,
+        ("norm.weight", 1): 11.0,
+        ("head.weight", 2): 1.0,
+        ("embedding", 2): 1.0,
+    }
     assert {key: factor_of(*key, factors) for key in wanted} == wanted
     check(TrainerSettings(rates=factors))
 
 
 def test_groups_of_clipping() -> None:
-    names = [("embedding", 2), ("positions", 2), ("blocks.0.attn.qkv.weight", 2), ("blocks.1.mlp.up.weight", 2),
-             ("blocks.1.norm_mlp.weight", 1), ("norm.weight", 1), ("head.weight", 2)]  # fmt: skip
+    names = [
+        ("embedding", 2),
+        ("positions", 2),
+        ("blocks.0.attn.qkv.weight", 2),
+        ("blocks.1.mlp.up.weight", 2),
+        ("blocks.1.norm_mlp.weight", 1),
+        ("norm.weight", 1),
+        ("head.weight", 2),
+    ]
     for by, wanted in {
         "kind": ["embedding", "embedding", "attn", "mlp", "norm", "norm", "head"],
         "block": ["embedding", "positions", "blocks.0", "blocks.1", "blocks.1", "norm", "head"],
-        "": [""] * 7, "tensor": [name for name, _ in names],
-    }.items():  # fmt: skip
+        "": [""] * 7,
+        "tensor": [name for name, _ in names],
+    }.items():
         assert [group_of(*name, by) for name in names] == wanted
 
 

@@ -94,9 +94,12 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def watched(
-    steps: int, make: Callable[[Any], torch.optim.Optimizer] = adam, net: nn.Module | None = None, parts: int = 1,
+    steps: int,
+    make: Callable[[Any], torch.optim.Optimizer] = adam,
+    net: nn.Module | None = None,
+    parts: int = 1,
     **options: Any,
-) -> tuple[list[float], Lines]:  # fmt: skip
+) -> tuple[list[float], Lines]:
     net, lines = Net() if net is None else net, Lines()
     optimizer = make(net.parameters())
     with fp8bench.watch(net, optimizer, told=lines.extend, stride=2, **options):
@@ -318,8 +321,11 @@ def test_predictions_of_a_cross_entropy() -> None:
     logits, targets = (3 * torch.randn(8, 5)).requires_grad_(), torch.arange(8) % 5
     loss = F.cross_entropy(logits, targets)
     p = logits.detach().softmax(-1)
-    expected = {"classes": 5.0, "entropy": float(-(p * p.log()).sum(-1).mean()),
-                "logit_range": float((p.log().amax(-1) - p.log().amin(-1)).amax())}  # fmt: skip
+    expected = {
+        "classes": 5.0,
+        "entropy": float(-(p * p.log()).sum(-1).mean()),
+        "logit_range": float((p.log().amax(-1) - p.log().amin(-1)).amax()),
+    }
     images = F.cross_entropy(logits.t()[None, :, :, None], targets[None, :, None])
     for root in (loss, loss * 1024 / 4, (loss / 2).to(torch.float64), images):
         assert {name: float(value) for name, value in predictions_of(root).items()} == pytest.approx(expected)
@@ -363,8 +369,9 @@ def test_one_step_of_each_stride_is_watched_in_any_phase(stride: int) -> None:
 Change = Callable[[nn.Module, torch.optim.Optimizer, int], object]
 
 
-def loop(steps: int, change: Change = lambda *_: None, zero: Change = lambda module, optimizer, step: (
-    optimizer.zero_grad())) -> Lines:  # fmt: skip
+def loop(
+    steps: int, change: Change = lambda *_: None, zero: Change = lambda module, optimizer, step: optimizer.zero_grad()
+) -> Lines:
     """A loop in which `change` runs before each step, and `zero` clears the gradients before backward."""
     torch.manual_seed(0)
     module, lines = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), Lines()

@@ -34,10 +34,13 @@ from tests.trainings import replaced
 pytestmark = pytest.mark.slow
 RANKS = replace(CPU, ranks=2)
 ARMS = (
-    "fp32", "fp8", "fp8-delayed:history=3", "nvfp4",
+    "fp32",
+    "fp8",
+    "fp8-delayed:history=3",
+    "nvfp4",
     Arm("low", "bf16", settings=(("optimizer_states", "fp8lm"), ("master", "fp16-scaled"), ("micro_batches", 2))),
     Arm("again", "fp8-delayed", settings=(("checkpointing", "blocks"), ("dropout", 0.1), ("attention", "rounded"))),
-)  # fmt: skip
+)
 STEPS = 12
 
 
@@ -177,12 +180,14 @@ def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: Ranks
     weights = "after a slice the weights of rank 1 are not those of rank 0"
     several = asked(ranks, 60)
     for seed, parallel, reason in (
-        (planted.SEED, "ddp", text), (planted.TEXT, "ddp", text),
+        (planted.SEED, "ddp", text),
+        (planted.TEXT, "ddp", text),
         (planted.SHARE, "ddp", "in step 0 the ranks did not read the batch"),
-        (planted.WEIGHTS, "ddp", weights), (planted.AVERAGE, "ddp", weights),
+        (planted.WEIGHTS, "ddp", weights),
+        (planted.AVERAGE, "ddp", weights),
         (planted.AVERAGE, "fsdp", "in a slice rank 1 received gradients for its rows that are not the mean"),
         (planted.SCALES, "ddp", "after a slice the scales of rank 1 are not those of rank 0"),
-    ):  # fmt: skip
+    ):
         arm = "fp8-delayed" if seed == planted.SCALES else "fp32"
         several.begin(of_ranks(corpus, arm, seed=seed, parallel=parallel))
         if seed == planted.AVERAGE:

@@ -46,13 +46,21 @@ def test_a_step_is_that_of_all_ranks_and_takes_as_long_as_the_slowest() -> None:
     assert one(ROW, replace(ROW, seconds=0.75)) == replace(ROW, seconds=0.75)
 
 
-@for_each(("other", "why"), [
-    (said(replace(ROW, loss=2.5000000000000004)), r"in step 3 of fp8 loss is 2\.5 on rank 0 and 2\.5000000000000004"),
-    (said(replace(ROW, skipped=True)), "skipped is False on rank 0 and True on rank 1"),
-    (replace(said(ROW), faults=("lost its rows",)), "rank 1 lost its rows"),
-    (said(ROW, weights=2), "the weights of rank 1 are not those of rank 0"), (said(ROW, ROW), "different kinds"),
-    (said(ROW, whole=9), "in step 3 rank 1 reads another text"), (said(ROW, own=1), "did not read the batch"),
-])  # fmt: skip
+@for_each(
+    ("other", "why"),
+    [
+        (
+            said(replace(ROW, loss=2.5000000000000004)),
+            r"in step 3 of fp8 loss is 2\.5 on rank 0 and 2\.5000000000000004",
+        ),
+        (said(replace(ROW, skipped=True)), "skipped is False on rank 0 and True on rank 1"),
+        (replace(said(ROW), faults=("lost its rows",)), "rank 1 lost its rows"),
+        (said(ROW, weights=2), "the weights of rank 1 are not those of rank 0"),
+        (said(ROW, ROW), "different kinds"),
+        (said(ROW, whole=9), "in step 3 rank 1 reads another text"),
+        (said(ROW, own=1), "did not read the batch"),
+    ],
+)
 def test_what_must_be_the_same_is_compared(other: RankLines, why: str) -> None:
     with pytest.raises(RanksDisagree, match=why):
         merged("advance", [said(ROW), other])

@@ -38,9 +38,12 @@ MODES = (
     Arm("attention", "fp8-delayed:history=4", settings=(("attention", "rounded"),)),
 )  # fmt: skip
 MANY = (
-    *precisions.names(), "fp8-delayed:algorithm=most_recent:margin=1", "fp8-delayed:history=2:interval=2",
-    "nvfp4:hadamard=off", "nvfp4:stochastic=off",
-)  # fmt: skip
+    *precisions.names(),
+    "fp8-delayed:algorithm=most_recent:margin=1",
+    "fp8-delayed:history=2:interval=2",
+    "nvfp4:hadamard=off",
+    "nvfp4:stochastic=off",
+)
 
 
 @pytest.mark.parametrize("arms", [MODES, pytest.param(MANY, marks=pytest.mark.slow)], ids=["some", "all"])

@@ -43,9 +43,15 @@ from tests.features.train.lab.labs import hooks_of, lab_of, restarted, rows, tas
 from tests.formats.scaling_definitions import gaussian
 
 MODES = (
-    "fp32", "bf16", "fp16", "tf32", *(name for name in precisions.names() if name.startswith(("fp8", "mx", "nv"))),
-    "mxfp8:scale=floor", "mxfp4:scale=floor", "fp8-delayed:margin=2",
-)  # fmt: skip
+    "fp32",
+    "bf16",
+    "fp16",
+    "tf32",
+    *(name for name in precisions.names() if name.startswith(("fp8", "mx", "nv"))),
+    "mxfp8:scale=floor",
+    "mxfp4:scale=floor",
+    "fp8-delayed:margin=2",
+)
 
 
 def reading(arithmetic: Arithmetic, x: Tensor, role: Role, before: float | None = None) -> tuple[LayerReading, Tensor]:
@@ -264,8 +270,10 @@ def test_every_layer_is_read_once_a_watched_step(lines: list[StreamLine]) -> Non
     products = {(layer, role.value) for layer in LAYERS for role in Role}
     for arm in ("delayed", "nvfp4", "fp16"):
         assert {key[2:] for key in keys if key[0] == arm} == {
-            *products, ("embedding", "weight"), ("positions", "weight"),
-        }  # fmt: skip
+            *products,
+            ("embedding", "weight"),
+            ("positions", "weight"),
+        }
     assert ("cnn", 0, "blocks.0.first", "gradient") in keys
     assert ("moe", 0, "blocks.0.mlp.experts.7.up", "input") in keys
 

@@ -187,10 +187,12 @@ MISPLACES = planted(all_parts=lambda own, x: all_parts(own, x).roll(int(own.rank
 @for_each(
     ("exchanges", "ranks", "words"),
     [
-        (FORGETS, {1}, "not the mean"), (OF_A_NEIGHBOUR, {0, 1, 2}, "not the mean"),
-        (UNDIVIDED, {0, 1, 2}, "not the mean"), (MISPLACES, {2}, "its own rows"),
+        (FORGETS, {1}, "not the mean"),
+        (OF_A_NEIGHBOUR, {0, 1, 2}, "not the mean"),
+        (UNDIVIDED, {0, 1, 2}, "not the mean"),
+        (MISPLACES, {2}, "its own rows"),
     ],
-)  # fmt: skip
+)
 def test_wrong_rows_are_found(exchanges: type[ThreadedGroup], ranks: set[int], words: str) -> None:
     assert faulty(trained(3, FullySharded, exchanges=exchanges), words) == ranks
 
@@ -231,10 +233,19 @@ def test_owners_have_the_bits_of_one_process_that_rounds_what_travels(ranks: int
             torch.testing.assert_close(learnt.weights, wanted, rtol=2.0**-7, atol=1e-3)
 
 
-@for_each("settings", [{"master": "fp16-scaled"}, {"optimizer_states": "fp8lm"}, {"updates": "fp8"},
-                       {"optimizer": "adafactor"}, {"gradients": "bf16"},
-                       {"gradients": "fp8", "micro_batches": 4, "parallel": "zero"},
-                       *(dict(level.settings) for level in LEVELS.values())], ids=str)  # fmt: skip
+@for_each(
+    "settings",
+    [
+        {"master": "fp16-scaled"},
+        {"optimizer_states": "fp8lm"},
+        {"updates": "fp8"},
+        {"optimizer": "adafactor"},
+        {"gradients": "bf16"},
+        {"gradients": "fp8", "micro_batches": 4, "parallel": "zero"},
+        *(dict(level.settings) for level in LEVELS.values()),
+    ],
+    ids=str,
+)
 def test_owners_update_weights_as_one_process_does(settings: dict[str, Any]) -> None:
     """In every way to keep them; an owner receives one mean of all micro-batches."""
     wanted = alone(2, "fp8", **settings | {"micro_batches": 1}).weights
@@ -280,7 +291,7 @@ def misheard(together: ZeroTensors, rank: int) -> None:
         *((wire, half_read, {1}, "a gradient that is not the mean of what all ranks sent: ") for wire in WIRES),
         *((wire, misheard, {1}, "has a weight that is not what its owner sent: embedding") for wire in WIRES),
     ],
-)  # fmt: skip
+)
 def test_wrong_scales_and_wrong_values_are_found(
     wire: str, plant: Callable[[Any, int], object], ranks: set[int], words: str
 ) -> None:

@@ -60,37 +60,51 @@ def test_intervals_are_those_of_a_t_test() -> None:
 @for_each(
     ("low", "high", "learned", "matters"),
     [
-        (0.001, 0.02, Learned.WORSE, Matters.OPEN), (0.011, 0.02, Learned.WORSE, Matters.YES),
-        (0.001, 0.01, Learned.WORSE, Matters.NO), (-0.02, -0.001, Learned.BETTER, Matters.OPEN),
-        (-0.02, -0.011, Learned.BETTER, Matters.YES), (-0.01, -0.001, Learned.BETTER, Matters.NO),
-        (-0.01, 0.01, Learned.WITHIN_NOISE, Matters.NO), (0.0, 0.0, Learned.WITHIN_NOISE, Matters.NO),
-        (0.0, 0.02, Learned.INCONCLUSIVE, Matters.OPEN), (-0.02, 0.0, Learned.INCONCLUSIVE, Matters.OPEN),
-        (-0.001, 0.0101, Learned.INCONCLUSIVE, Matters.OPEN), (-0.0101, 0.001, Learned.INCONCLUSIVE, Matters.OPEN),
+        (0.001, 0.02, Learned.WORSE, Matters.OPEN),
+        (0.011, 0.02, Learned.WORSE, Matters.YES),
+        (0.001, 0.01, Learned.WORSE, Matters.NO),
+        (-0.02, -0.001, Learned.BETTER, Matters.OPEN),
+        (-0.02, -0.011, Learned.BETTER, Matters.YES),
+        (-0.01, -0.001, Learned.BETTER, Matters.NO),
+        (-0.01, 0.01, Learned.WITHIN_NOISE, Matters.NO),
+        (0.0, 0.0, Learned.WITHIN_NOISE, Matters.NO),
+        (0.0, 0.02, Learned.INCONCLUSIVE, Matters.OPEN),
+        (-0.02, 0.0, Learned.INCONCLUSIVE, Matters.OPEN),
+        (-0.001, 0.0101, Learned.INCONCLUSIVE, Matters.OPEN),
+        (-0.0101, 0.001, Learned.INCONCLUSIVE, Matters.OPEN),
     ],
-)  # fmt: skip
+)
 def test_where_an_interval_lies(low: float, high: float, learned: Learned, matters: Matters) -> None:
     """At a margin of 1%: against 0, whether there is a difference, and against the margin, whether it matters."""
     interval = Interval((low + high) / 2, low, high, 0.99)
     assert (rule(interval, 0.01), importance(interval, 0.01)) == (learned, matters)
 
 
-@for_each(("gaps", "said"), [
-    *((pairs([0.5 + 0.001 * seed for seed in range(count)]), Why.FEW_PAIRS) for count in range(5)),
-    (pairs(around(0.5)), Learned.WORSE),
-    # Both measures agree: by sign where something is found; where nothing is, held-out text must not surely say so.
-    (pairs(around(0.02), around(0.001)), Learned.WORSE), (pairs(around(0.02), around(-0.001)), Why.DISAGREE),
-    (pairs(around(-0.02), around(0.001)), Why.DISAGREE), (pairs(around(0.0), around(0.008)), Learned.WITHIN_NOISE),
-    (pairs(around(0.0), around(0.05)), Why.DISAGREE),
-    (pairs(around(0.02), [None, *around(0.02)[1:]]), Why.NO_HELD_OUT),
-    # Inside the margin held-out text need not show a difference, but must not surely show the opposite, or more.
-    *((pairs(around(0.005), around(other)), Learned.WORSE) for other in (0.0, -0.001, 0.008)),
-    *((pairs(around(0.005), around(other)), Why.DISAGREE) for other in (-0.005, 0.05)),
-    (pairs(around(-0.005), around(0.005)), Why.DISAGREE), (pairs(around(-0.005), around(0.001)), Learned.BETTER),
-    # A spread of zero is allowed, and a difference that is sure is one, however small.
-    (pairs([0.0] * 5), Learned.WITHIN_NOISE), (pairs([0.02] * 5), Learned.WORSE),
-    (pairs(around(1e-6, 1e-2)), Learned.WITHIN_NOISE), (pairs(around(1e-6, 1e-6)), Learned.WORSE),
-    (pairs([*SPREAD, 0.5]), Why.TOO_WIDE),
-])  # fmt: skip
+@for_each(
+    ("gaps", "said"),
+    [
+        *((pairs([0.5 + 0.001 * seed for seed in range(count)]), Why.FEW_PAIRS) for count in range(5)),
+        (pairs(around(0.5)), Learned.WORSE),
+        # Both measures agree: by sign where something is found; where nothing is, held-out text must not surely say so.
+        (pairs(around(0.02), around(0.001)), Learned.WORSE),
+        (pairs(around(0.02), around(-0.001)), Why.DISAGREE),
+        (pairs(around(-0.02), around(0.001)), Why.DISAGREE),
+        (pairs(around(0.0), around(0.008)), Learned.WITHIN_NOISE),
+        (pairs(around(0.0), around(0.05)), Why.DISAGREE),
+        (pairs(around(0.02), [None, *around(0.02)[1:]]), Why.NO_HELD_OUT),
+        # Inside the margin held-out text need not show a difference, but must not surely show the opposite, or more.
+        *((pairs(around(0.005), around(other)), Learned.WORSE) for other in (0.0, -0.001, 0.008)),
+        *((pairs(around(0.005), around(other)), Why.DISAGREE) for other in (-0.005, 0.05)),
+        (pairs(around(-0.005), around(0.005)), Why.DISAGREE),
+        (pairs(around(-0.005), around(0.001)), Learned.BETTER),
+        # A spread of zero is allowed, and a difference that is sure is one, however small.
+        (pairs([0.0] * 5), Learned.WITHIN_NOISE),
+        (pairs([0.02] * 5), Learned.WORSE),
+        (pairs(around(1e-6, 1e-2)), Learned.WITHIN_NOISE),
+        (pairs(around(1e-6, 1e-6)), Learned.WORSE),
+        (pairs([*SPREAD, 0.5]), Why.TOO_WIDE),
+    ],
+)
 def test_what_pairs_say(gaps: list[Pair], said: Learned | Why) -> None:
     judged = judge(gaps, 0.01)
     assert (judged.why or judged.learned) is said
@@ -138,13 +152,18 @@ def test_an_arm_is_not_better_than_a_reference_at_a_worse_rate() -> None:
 
 def test_an_arm_that_is_better_at_its_best_is_called_so() -> None:
     planted = {
-        "bf16": [2.03 + noise for noise in NOISE], "bf16 rate=0.002": [2.0 + noise / 2 for noise in NOISE],
-        "fp8": [1.95 + noise for noise in NOISE], "fp8 rate=0.0005": [2.0] * 5, "fp8 rate=0.002": [6.0] * 5,
-    }  # fmt: skip
+        "bf16": [2.03 + noise for noise in NOISE],
+        "bf16 rate=0.002": [2.0 + noise / 2 for noise in NOISE],
+        "fp8": [1.95 + noise for noise in NOISE],
+        "fp8 rate=0.0005": [2.0] * 5,
+        "fp8 rate=0.002": [6.0] * 5,
+    }
     _, learned = verdicts_of_ends(OTHERS[1], *SWEPT, **planted)
     assert learned == {
-        "fp8": Learned.BETTER, "fp8 rate=0.0005": Learned.INCONCLUSIVE, "fp8 rate=0.002": Learned.DIVERGED,
-    }  # fmt: skip
+        "fp8": Learned.BETTER,
+        "fp8 rate=0.0005": Learned.INCONCLUSIVE,
+        "fp8 rate=0.002": Learned.DIVERGED,
+    }
     plain = verdicts_of(training(), lines({"fp8": [0.0] * 5}))
     assert (plain.reference, plain.rates) == (REFERENCE.name, 1)
 
@@ -167,13 +186,19 @@ def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -
     assert wrong <= 0.02 * studies
 
 
-@for_each(("arms", "gaps", "bound"), [
-    ((CHAOS, CANDIDATE), {"fp8": [0.002], "bf16 one ulp": [0.0005]},
-     "at most 0.84% worse in seed 0 (95%, by what one ulp does there); 1 seed counts"),
-    ((CHAOS, CANDIDATE), {"fp8": [0.002], "bf16 one ulp": [0.0]}, "inconclusive: 1 seed counts"),
-    ((CANDIDATE,), {"fp8": [0.002]}, "1 seed counts"),
-    ((CHAOS, CANDIDATE), {"fp8": [0.002, 0.001], "bf16 one ulp": [0.0005]}, "worse (95%); 2 seeds count"),
-])  # fmt: skip
+@for_each(
+    ("arms", "gaps", "bound"),
+    [
+        (
+            (CHAOS, CANDIDATE),
+            {"fp8": [0.002], "bf16 one ulp": [0.0005]},
+            "at most 0.84% worse in seed 0 (95%, by what one ulp does there); 1 seed counts",
+        ),
+        ((CHAOS, CANDIDATE), {"fp8": [0.002], "bf16 one ulp": [0.0]}, "inconclusive: 1 seed counts"),
+        ((CANDIDATE,), {"fp8": [0.002]}, "1 seed counts"),
+        ((CHAOS, CANDIDATE), {"fp8": [0.002, 0.001], "bf16 one ulp": [0.0005]}, "worse (95%); 2 seeds count"),
+    ],
+)
 def test_one_seed_is_bounded_by_what_one_ulp_does_in_it(
     arms: tuple[Arm, ...], gaps: Mapping[str, list[float]], bound: str
 ) -> None:

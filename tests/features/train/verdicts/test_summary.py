@@ -77,10 +77,15 @@ def test_equal_answers_still_have_an_interval() -> None:
     assert alike.worse.decides.high == pytest.approx(-math.log(0.01) / 640)
 
 
-@for_each(("metric", "name", "learned"), [
-    ("pkg:f", "metric:pkg:f", Learned.WORSE), ("pkg:f=lower", "metric:pkg:f", Learned.BETTER),
-    ("pkg:f=lower", "metric:pkg:f.bits", Learned.BETTER), ("pkg:f=lower", "metric:pkg:fine", Learned.WORSE),
-])  # fmt: skip
+@for_each(
+    ("metric", "name", "learned"),
+    [
+        ("pkg:f", "metric:pkg:f", Learned.WORSE),
+        ("pkg:f=lower", "metric:pkg:f", Learned.BETTER),
+        ("pkg:f=lower", "metric:pkg:f.bits", Learned.BETTER),
+        ("pkg:f=lower", "metric:pkg:fine", Learned.WORSE),
+    ],
+)
 def test_a_metric_says_which_way_is_better(metric: str, name: str, learned: Learned) -> None:
     (fallen,) = score_verdicts(scored(name, [2.0] * 5, [1.8, 1.81, 1.82, 1.8, 1.81]), metric=(metric,))
     (of_zero,) = score_verdicts(scored(name, [0.0] * 5, [1.0] * 5), metric=(metric,))
@@ -91,13 +96,15 @@ def test_quantised_losses_are_compared_with_the_reference_and_its_own_with_bf16(
     """Without losses in bf16, arms are compared with the reference alone."""
     looks = [
         Validation(arm, seed, 100, f"quantised:{mode}", loss * (1 + 1e-3 * (seed - 2)), 1000)
-        for arm, of_nvfp4 in (("bf16", 2.1), ("fp8", 2.2)) for seed in range(5)
+        for arm, of_nvfp4 in (("bf16", 2.1), ("fp8", 2.2))
+        for seed in range(5)
         for mode, loss in (("bf16", 2.0), ("nvfp4", of_nvfp4))
-    ]  # fmt: skip
+    ]
     assert [(score.arm, score.figure, score.against, score.learned) for score in score_verdicts(looks)] == [
         ("fp8", "quantised:bf16", "bf16", Learned.WITHIN_NOISE),
-        ("bf16", "quantised:nvfp4", "itself in bf16", Learned.WORSE), ("fp8", "quantised:nvfp4", "bf16", Learned.WORSE),
-    ]  # fmt: skip
+        ("bf16", "quantised:nvfp4", "itself in bf16", Learned.WORSE),
+        ("fp8", "quantised:nvfp4", "bf16", Learned.WORSE),
+    ]
     shares = [score.worse.point for score in score_verdicts(looks) if score.worse]
     assert shares == pytest.approx([0.0, 0.05, 2.2 / 2.1 - 1])
     without = [look for look in looks if look.of != "quantised:bf16"]

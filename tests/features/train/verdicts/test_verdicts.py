@@ -71,22 +71,40 @@ def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
     assert math.isnan(curves_of(told[:19], 20)["a", 0].endpoint)
 
 
-@for_each(("gaps", "learned", "verdict"), [
-    # Paired over seeds: the reference's own differences from seed to seed are larger than all of these. Bounds are
-    # Student's t by hand: of 0.1% and 0.2% at 95% 0.15% + 12.706 * 0.05%.
-    (WORSE, Learned.WORSE, "worse by +3.04% [+2.80%, +3.28%] (99%): real, all of it beyond the 1% you tolerate"),
-    (BETTER, Learned.BETTER, "better by -3.04% [-3.28%, -2.80%] (99%): real, all of it beyond the margin of 1%"),
-    (TOLERATED, Learned.WORSE, "worse by +0.84% [+0.72%, +0.96%] (99%): real, inside the 1% you tolerate"),
-    (PERHAPS, Learned.WORSE, "worse by +0.84% [+0.60%, +1.08%] (99%): real, perhaps beyond the 1% you tolerate"),
-    ([-gap for gap in TOLERATED], Learned.BETTER, "better by -0.84% [-0.96%, -0.72%] (99%): real, inside the margin"),
-    (SAME, Learned.WITHIN_NOISE, "within noise: +0.00% [-0.33%, +0.33%] (99%), inside +-1%"),
-    ([0.001], Learned.INCONCLUSIVE, "inconclusive: 1 seed counts, fewer than 5: not finished"),
-    ([0.001, 0.002], Learned.INCONCLUSIVE, "inconclusive: at most 0.79% worse (95%); 2 seeds count, fewer than 5: not"),
-    ([-0.030, -0.031], Learned.INCONCLUSIVE, "inconclusive: at most 0% worse (95%); 2 seeds count, fewer than 5: not"),
-    ([0.0, 0.03, -0.03, 0.02, 0.0], Learned.INCONCLUSIVE,
-     "inconclusive: at most 5.2% worse, as +0.4% [-4.4%, +5.2%] (99%) is too wide to tell"),
-    ([], Learned.INCONCLUSIVE, "inconclusive: 0 seeds count, fewer than 5: not finished"),
-])  # fmt: skip
+@for_each(
+    ("gaps", "learned", "verdict"),
+    [
+        # Paired over seeds: the reference's own differences from seed to seed are larger than all of these. Bounds are
+        # Student's t by hand: of 0.1% and 0.2% at 95% 0.15% + 12.706 * 0.05%.
+        (WORSE, Learned.WORSE, "worse by +3.04% [+2.80%, +3.28%] (99%): real, all of it beyond the 1% you tolerate"),
+        (BETTER, Learned.BETTER, "better by -3.04% [-3.28%, -2.80%] (99%): real, all of it beyond the margin of 1%"),
+        (TOLERATED, Learned.WORSE, "worse by +0.84% [+0.72%, +0.96%] (99%): real, inside the 1% you tolerate"),
+        (PERHAPS, Learned.WORSE, "worse by +0.84% [+0.60%, +1.08%] (99%): real, perhaps beyond the 1% you tolerate"),
+        (
+            [-gap for gap in TOLERATED],
+            Learned.BETTER,
+            "better by -0.84% [-0.96%, -0.72%] (99%): real, inside the margin",
+        ),
+        (SAME, Learned.WITHIN_NOISE, "within noise: +0.00% [-0.33%, +0.33%] (99%), inside +-1%"),
+        ([0.001], Learned.INCONCLUSIVE, "inconclusive: 1 seed counts, fewer than 5: not finished"),
+        (
+            [0.001, 0.002],
+            Learned.INCONCLUSIVE,
+            "inconclusive: at most 0.79% worse (95%); 2 seeds count, fewer than 5: not",
+        ),
+        (
+            [-0.030, -0.031],
+            Learned.INCONCLUSIVE,
+            "inconclusive: at most 0% worse (95%); 2 seeds count, fewer than 5: not",
+        ),
+        (
+            [0.0, 0.03, -0.03, 0.02, 0.0],
+            Learned.INCONCLUSIVE,
+            "inconclusive: at most 5.2% worse, as +0.4% [-4.4%, +5.2%] (99%) is too wide to tell",
+        ),
+        ([], Learned.INCONCLUSIVE, "inconclusive: 0 seeds count, fewer than 5: not finished"),
+    ],
+)
 def test_what_gaps_say(gaps: list[float], learned: Learned, verdict: str) -> None:
     own, among = judged(gaps)
     assert own.judged.learned is learned and words.verdict(own, among).startswith(verdict)
@@ -144,40 +162,78 @@ BY_HEART = [*curve(90, 0.001), *[0.001] * 10]
 UNFINISHED = ((4, Void.NOT_FINISHED),)
 
 
-@for_each(("told", "own", "diverged", "voids"), [
-    # A stopped arm has diverged; of one that was cut off or lost the reason is unknown.
-    ([*CUT_OFF, NO_NUMBER, STOPPED], Learned.DIVERGED, (3,), ((3, Void.NOT_FINISHED),)),
-    (CUT_OFF, Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
-    ([*CUT_OFF, STOPPED], Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
-    # So has one that ends where it began, or with NaN; not one that recovered.
-    (with_loss(GOOD, 5.6, 1, *range(50, 100)), Learned.DIVERGED, (1,), ()),
-    *((with_loss(GOOD, loss, 1, *range(50, 100)), Learned.DIVERGED, (1,), ((1, Void.NOT_FINITE),))
-      for loss in (math.nan, math.inf)),
-    (with_loss(GOOD, math.nan, 1, 50), Learned.WITHIN_NOISE, (), ()),
-    (with_loss(GOOD, math.nan, 1, 95), Why.FEW_PAIRS, (), ((1, Void.NOT_FINITE),)),
-    # If the reference did not learn in some seed there is no verdict, except that an arm diverged.
-    (FLAT, Learned.DID_NOT_LEARN, (), ()), (with_loss(FLAT, 5.2, 2), Learned.DID_NOT_LEARN, (), ()),
-    (with_loss(FLAT, math.nan, 0), Learned.DIVERGED, (0,), ((0, Void.NOT_FINITE),)),
-    (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), Learned.DID_NOT_LEARN, (), ((2, Void.NOT_FINITE),)),
-    # Void seeds: not finished, copies, a reference near zero, other tokens.
-    *((changed(GOOD, lambda row: None if row.seed == 4 and row.step > 97 else row, arm), Why.FEW_PAIRS, (), UNFINISHED)
-      for arm in ("fp8", REFERENCE.name)),
-    ([replace(line, seed=seed) for seed in range(5) for line in lines({"fp8": [0.03]})], Why.FEW_PAIRS, (),
-     tuple((seed, Void.COPY) for seed in range(1, 5))),
-    ([row for seed in range(5) for arm, times in (("bf16", 1), ("fp8", 2))
-      for row in rows(arm, seed, [times * loss for loss in BY_HEART])], Why.FEW_PAIRS, (),
-     tuple((seed, Void.NEARLY_ZERO) for seed in range(5))),
-    # Of a negative loss, too, even one that came up towards zero, a share would have the wrong sign.
-    ([row for seed in range(5) for arm, times in (("bf16", 1), ("fp8", 0.9))
-      for row in rows(arm, seed, [-5.0, *[-0.001 * times] * 99])], Why.FEW_PAIRS, (),
-     tuple((seed, Void.NEARLY_ZERO) for seed in range(5))),
-    (changed(GOOD, lambda row: replace(row, tokens=7)), Why.FEW_PAIRS, (),
-     tuple((seed, Void.OTHER_TOKENS) for seed in range(5))),
-    # Arms that are not in their precision: losses equal to the bit, or products of another one.
-    (lines({"fp8": [0.0]}), Why.SAME_BITS, (), tuple((seed, Void.NOT_FINISHED) for seed in range(1, 5))),
-    (lines({"fp8": [0.0] * 5}), Why.SAME_BITS, (), ()),
-    ([*GOOD, TrainingEvent("fp8", 0, 0, FALLBACK, "of bfloat16, not of fp8")], Why.FALLBACK, (), ()),
-], ids=lambda value: str(value)[:99])  # fmt: skip
+@for_each(
+    ("told", "own", "diverged", "voids"),
+    [
+        # A stopped arm has diverged; of one that was cut off or lost the reason is unknown.
+        ([*CUT_OFF, NO_NUMBER, STOPPED], Learned.DIVERGED, (3,), ((3, Void.NOT_FINISHED),)),
+        (CUT_OFF, Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
+        ([*CUT_OFF, STOPPED], Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
+        # So has one that ends where it began, or with NaN; not one that recovered.
+        (with_loss(GOOD, 5.6, 1, *range(50, 100)), Learned.DIVERGED, (1,), ()),
+        *(
+            (with_loss(GOOD, loss, 1, *range(50, 100)), Learned.DIVERGED, (1,), ((1, Void.NOT_FINITE),))
+            for loss in (math.nan, math.inf)
+        ),
+        (with_loss(GOOD, math.nan, 1, 50), Learned.WITHIN_NOISE, (), ()),
+        (with_loss(GOOD, math.nan, 1, 95), Why.FEW_PAIRS, (), ((1, Void.NOT_FINITE),)),
+        # If the reference did not learn in some seed there is no verdict, except that an arm diverged.
+        (FLAT, Learned.DID_NOT_LEARN, (), ()),
+        (with_loss(FLAT, 5.2, 2), Learned.DID_NOT_LEARN, (), ()),
+        (with_loss(FLAT, math.nan, 0), Learned.DIVERGED, (0,), ((0, Void.NOT_FINITE),)),
+        (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), Learned.DID_NOT_LEARN, (), ((2, Void.NOT_FINITE),)),
+        # Void seeds: not finished, copies, a reference near zero, other tokens.
+        *(
+            (
+                changed(GOOD, lambda row: None if row.seed == 4 and row.step > 97 else row, arm),
+                Why.FEW_PAIRS,
+                (),
+                UNFINISHED,
+            )
+            for arm in ("fp8", REFERENCE.name)
+        ),
+        (
+            [replace(line, seed=seed) for seed in range(5) for line in lines({"fp8": [0.03]})],
+            Why.FEW_PAIRS,
+            (),
+            tuple((seed, Void.COPY) for seed in range(1, 5)),
+        ),
+        (
+            [
+                row
+                for seed in range(5)
+                for arm, times in (("bf16", 1), ("fp8", 2))
+                for row in rows(arm, seed, [times * loss for loss in BY_HEART])
+            ],
+            Why.FEW_PAIRS,
+            (),
+            tuple((seed, Void.NEARLY_ZERO) for seed in range(5)),
+        ),
+        # Of a negative loss, too, even one that came up towards zero, a share would have the wrong sign.
+        (
+            [
+                row
+                for seed in range(5)
+                for arm, times in (("bf16", 1), ("fp8", 0.9))
+                for row in rows(arm, seed, [-5.0, *[-0.001 * times] * 99])
+            ],
+            Why.FEW_PAIRS,
+            (),
+            tuple((seed, Void.NEARLY_ZERO) for seed in range(5)),
+        ),
+        (
+            changed(GOOD, lambda row: replace(row, tokens=7)),
+            Why.FEW_PAIRS,
+            (),
+            tuple((seed, Void.OTHER_TOKENS) for seed in range(5)),
+        ),
+        # Arms that are not in their precision: losses equal to the bit, or products of another one.
+        (lines({"fp8": [0.0]}), Why.SAME_BITS, (), tuple((seed, Void.NOT_FINISHED) for seed in range(1, 5))),
+        (lines({"fp8": [0.0] * 5}), Why.SAME_BITS, (), ()),
+        ([*GOOD, TrainingEvent("fp8", 0, 0, FALLBACK, "of bfloat16, not of fp8")], Why.FALLBACK, (), ()),
+    ],
+    ids=lambda value: str(value)[:99],
+)
 def test_what_does_not_compare(
     told: list[StreamLine], own: Learned | Why, diverged: tuple[int, ...], voids: tuple[tuple[int, Void], ...]
 ) -> None:
@@ -195,9 +251,14 @@ def test_what_does_not_compare(
     assert arm.speed is None
 
 
-@for_each(("told", "fell"), [(FLAT, "fell by 0.0%; every seed needs at least 10.0%"),
-                             (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), "was not a number")],
-          ids=lambda value: str(value)[:99])  # fmt: skip
+@for_each(
+    ("told", "fell"),
+    [
+        (FLAT, "fell by 0.0%; every seed needs at least 10.0%"),
+        (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), "was not a number"),
+    ],
+    ids=lambda value: str(value)[:99],
+)
 def test_a_reference_that_did_not_learn_says_by_how_much(told: list[StreamLine], fell: str) -> None:
     assert fell in words.verdict(*judged(told))
 
@@ -243,9 +304,10 @@ def test_the_band_of_a_repeat() -> None:
     assert same is not None and (same.steps, same.first, same.largest) == (100, None, 0.0)
     assert "nondeterminism is zero" in words.repeat_band(same)
     told = changed(
-        repeated, lambda row: None if row.step >= 60 else replace(row, loss=row.loss * (1 + 0.001 * (row.step >= 20))),
+        repeated,
+        lambda row: None if row.step >= 60 else replace(row, loss=row.loss * (1 + 0.001 * (row.step >= 20))),
         REPEAT.name,
-    )  # fmt: skip
+    )
     other = judged(told)[1].repeat_band
     assert other is not None and (other.steps, other.first) == (60, 20)
     assert words.repeat_band(other).startswith("the repeat differs from step 20 on, by at most 0.100%")
