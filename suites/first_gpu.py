@@ -3,7 +3,7 @@
 Steps come in the order of their value, cheap ones first; each ends within 10 minutes and has its files in the folder:
 NAME.state.json, what it printed, its rows. Whatever cuts it off, the next start goes on: an ended step is not done
 again (but `--again NAME`), and a run or training that was cut off is resumed. The end is a table, FOLDER/table.md, and
-FOLDER/changes.md: what changes in README.md and in ARCHITECTURE.md's table of what has run where.
+FOLDER/changes.md: what changes in README.md and in docs/status.md, the table of what has run where.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def row_of(files: StepFiles, line: Line, nothing: str) -> Row:
 
 
 def changes(every: Sequence[StepFiles], rows: Sequence[Row]) -> str:
-    """What README.md and the rows of ARCHITECTURE.md's table that steps answer are to say."""
+    """What README.md and the rows of docs/status.md that steps answer are to say."""
     device, verdicts = every[0].device(), iter(rows)
     if not device.get("computes"):
         return "Nothing changes: no GPU that computes was seen.\n"
@@ -201,7 +201,7 @@ def changes(every: Sequence[StepFiles], rows: Sequence[Row]) -> str:
         for row in files.step.rows:
             said.setdefault(row, []).extend(f"{each.line}: {each.verdict}" for each in own)
     table = {
-        line.split(" | ")[0].removeprefix("| "): line for line in (ROOT / "ARCHITECTURE.md").read_text().splitlines()
+        line.split(" | ")[0].removeprefix("| "): line for line in (ROOT / "docs" / "status.md").read_text().splitlines()
     }
     lines = [f"README.md, Status: run on {where}, at {device['commit']}.", ""]
     for row, verdict in said.items():
@@ -219,7 +219,7 @@ def closing(steps: Sequence[FirstStep], folder: Path) -> int:
     text = "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
     write_whole(folder / "table.md", text)
     write_whole(folder / "changes.md", changes(every, rows))
-    say(text + f"\nwhat changes in README.md and ARCHITECTURE.md: {folder / 'changes.md'}")
+    say(text + f"\nwhat changes in README.md and docs/status.md: {folder / 'changes.md'}")
     return EXIT_OK if all(row.verdict in ("reached", "measured") for row in rows) else EXIT_FAILED
 
 

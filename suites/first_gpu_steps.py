@@ -49,7 +49,7 @@ class Line(NamedTuple):
 
 
 class FirstStep(NamedTuple):
-    """Its words behind `python -m`, its usual seconds, rows of ARCHITECTURE.md that it answers, what --quick adds."""
+    """Its words behind `python -m`, its usual seconds, rows of docs/status.md that it answers, what --quick adds."""
 
     name: str
     words: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -367,3 +368,14 @@ def test_the_page_names_what_is_there() -> None:
     paths = set(re.findall(r"`(\w+/[\w/]*(?:/|\.py))`", page))
     assert len(paths) > 20
     assert not {path for path in paths if not any((root / path).exists() for root in (PACKAGE, PACKAGE.parent))}
+
+
+def test_the_walk_names_functions_that_exist() -> None:
+    """Reading along the walk changes rooms at most 45 times."""
+    walk = (PACKAGE.parent / "ARCHITECTURE.md").read_text().partition("## The walk")[2].partition("\n## ")[0]
+    stops = re.findall(r"`([\w/]+\.py): (\w+)`", walk)
+    assert len(stops) >= 15 and len(walk.split()) <= 600
+    for path, name in stops:
+        assert re.search(rf"^(?:def|class) {name}\b", (PACKAGE / path).read_text(), re.MULTILINE), f"{path}: {name}"
+    rooms = [path.partition("/")[0] for path, _ in stops]
+    assert sum(room != previous for previous, room in itertools.pairwise(rooms)) <= 45
