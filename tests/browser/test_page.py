@@ -264,3 +264,30 @@ def test_every_text_of_a_chart_is_readable(show: Open, name: str, scheme: str) -
     tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     contrasts = tab.run(CONTRASTS)
     assert len(contrasts) > 30 and not [pair for pair in contrasts if pair[1] < 4.45]
+
+
+def test_a_timeline_is_zoomed_by_keyboard(show: Open) -> None:
+    """A fourth of the step, its first and then a later part: bars are stretched, and ticks say the time there."""
+    tab = show("sample")
+    chart, view = "#timeline-transformer", "document.querySelector('#timeline-transformer svg svg').viewBox.baseVal"
+
+    def ticks() -> list[float]:
+        texts = tab.run(f"[...document.querySelectorAll('{chart} .tick')].map((tick) => tick.textContent)")
+        return [float(text.removesuffix(" ms")) for text in texts]
+
+    everything = ticks()
+    tab.run(f"document.querySelector('{chart} .zoom input').focus()")
+    for key in ("ArrowRight", "ArrowLeft", *["ArrowRight"] * 4):
+        tab.press(key)
+    width = tab.run("+document.querySelector('#timeline-transformer svg svg').getAttribute('width')")
+    assert tab.run(f"{view}.width") == pytest.approx(width / 4, rel=1e-4)
+    assert ticks()[1] - ticks()[0] == pytest.approx((everything[1] - everything[0]) / 4, rel=0.01)
+    first = tab.run(f"{view}.x")
+    tab.press("Tab")
+    tab.press("ArrowRight")
+    assert tab.run(f"{view}.x") == pytest.approx(first + 0.01 * 0.75 * width, rel=1e-4)
+    tab.run(f"document.querySelector('{chart} .zoom input').focus()")
+    for _ in range(4):
+        tab.press("ArrowLeft")
+    assert ticks() == everything
+    assert not tab.heard("Runtime.exceptionThrown")
