@@ -23,7 +23,7 @@ class Standing(StrEnum):
     SLOWER = "slower"
     SAME = "same"
     DOUBTED = "doubted"
-    UNSURE = "unsure"
+    UNSURE = "cannot tell"
     REFERENCE = "reference"
     EMULATED = "emulated"
     UNTIMED = "untimed"

@@ -63,14 +63,14 @@ def test_a_time_that_the_host_set_gets_no_verdict() -> None:
     for first, second, verdict in (
         (0.0, 0.0, "faster"),
         (0.0, 3e-3, "faster"),
-        (0.0, 4.9e-3, "unsure"),
-        (9.9e-3, 0.0, "unsure"),
+        (0.0, 4.9e-3, "cannot tell"),
+        (9.9e-3, 0.0, "cannot tell"),
     ):
         finding = found(
             replace(lead, timing=enqueued(TEN, first)), replace(other, timing=enqueued(FIVE, second), control=None)
         )["bf16"]
         assert finding.verdict_words == verdict and finding.ratio is not None
-        assert (verdict == "unsure") == (finding.hard == (Label.LAUNCH_BOUND,))
+        assert (verdict == "cannot tell") == (finding.hard == (Label.LAUNCH_BOUND,))
 
 
 @for_each(

@@ -261,7 +261,7 @@ def _speeds(panels: Sequence[Panel], is_timed: bool) -> Iterator[Element]:
 
 
 def _cell(cases: Sequence[NamedCase]) -> Field:
-    """'1.90x', 'perhaps 1.90x', 'unsure 1.01x', '0.433x to 1.91x', 'emulated', 'FAILED'; the reference's time."""
+    """'1.90x', 'perhaps 1.90x', 'cannot tell, 1.01x', '0.433x to 1.91x', 'emulated', 'FAILED'; the reference's time."""
     results = [case.result for case in cases]
     if not results:
         return Field(units.NONE)
@@ -274,7 +274,7 @@ def _cell(cases: Sequence[NamedCase]) -> Field:
         worst = min(results, key=lambda result: standing(result) is not Standing.FAILED)
         return Field(status_words(worst), tone=tone_of(worst))
     stands = {standing(result) for result in results}
-    word = "unsure " if stands == {Standing.UNSURE} else "perhaps " if stands & _NOT_CLEAR else ""
+    word = "cannot tell, " if stands == {Standing.UNSURE} else "perhaps " if stands & _NOT_CLEAR else ""
     # A median would tell of no case where some are faster and some slower.
     points = speeds if stands >= _MIXED else [statistics.median(speeds)]
     shown = units.span(points, units.speed_up)

@@ -148,7 +148,6 @@ def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, 
 def verdict_word(result: Result) -> str:
     """The verdict as a reader who has never seen the tool understands it."""
     known = {
-        Standing.UNSURE: "cannot tell",
         Standing.EMULATED: "no speed here",
         Standing.SAME: "as fast",
         Standing.UNTIMED: "not timed",

@@ -171,7 +171,7 @@ def _describe_order(timings: Sequence[Timing]) -> str:
     words = "One timed step of each precision, the one of median length"
     if any(timing.varying for timing in timings):
         return f"{words}. Steps differed in their phases, so only sums were kept: this is not the order of a step."
-    return f"{words}: phases as they followed each other. One that soon comes again is drawn as one piece."
+    return f"{words}: phases in order, as they ran. One that soon comes again is drawn as one piece."
 
 
 _STEP = "step"

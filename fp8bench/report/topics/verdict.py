@@ -1,7 +1,7 @@
 """The answer: plain sentences on the verdicts of each precision.
 
-Only a verdict without doubt reads as a fact; others say 'perhaps' or 'unsure', with labels and reasons. Speed is how
-many times as fast: above 1x is faster.
+Only a verdict without doubt reads as a fact; others say 'perhaps' or 'cannot tell', with labels and reasons.
+Speed is how many times as fast: above 1x is faster.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ CACHE = (
 REPLAYED = f"replayed: {REPLAY.description}"
 VERDICT = (
     f"verdict: faster or slower if the interval lies wholly outside +-{units.percent(BAND)} (or what the reference "
-    f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else unsure"
+    f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else cannot tell"
 )
 RANGE = f"(low to high): the range of fewer than {LEAST_ROUNDS} rounds, or of such that others held up: no interval"
 BREAK_EVEN = (
