@@ -30,7 +30,7 @@ def suites_of(run: Run) -> tuple[str, ...]:
 
 def devices_of(run: Run) -> tuple[str, ...]:
     """Names of its devices ('AMD EPYC'); the key if the facts are lost."""
-    names = {facts.key: facts.name for facts in run.devices}
+    names = {facts.key: _TRADEMARKS.sub("", facts.name).strip() for facts in run.devices}
     return tuple(dict.fromkeys(names.get(case.device, case.device) for case in _cases(run)))
 
 
