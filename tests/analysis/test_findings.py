@@ -30,7 +30,7 @@ from tests.fakes import MS, record, steady
 TEN = steady(10 * MS, 24)
 FIVE = steady(5 * MS, 24)
 HOT = DeviceWatch(4, 10.0, 0x40)
-END = ": times measured so get no verdict"
+END = ", so there is no verdict"
 IDLE = StepEffect(False, "it does nothing")
 FIFTH = "contended (less than a fifth of a core in 24 of 24 slots)"
 

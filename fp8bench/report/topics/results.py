@@ -210,11 +210,11 @@ def _explain(row: _ShownCase) -> str:
     """Returns the reason, the costs and the doubts of a case; of a reference its doubts alone."""
     record, finding = row.result.record, row.result.finding
     labels = ", ".join(case_status.named_labels(row.result)) if record.is_ok else ""
-    words = [f"labels: {labels}" if labels else "", finding.why if finding else "", record.detail * record.is_ok]
+    words = [finding.why if finding else "", f"labels: {labels}" if labels else "", record.detail * record.is_ok]
     if not record.is_reference or not record.is_ok:
         answer = find_answer([row.case])
         no_speed = "" if case_status.speed_up(row.result) is not None else answer.figure
-        words = [answer.reason, no_speed, *answer.costs, *words]
+        words = [answer.reason, no_speed, words[0], *answer.costs, *words[1:]]
     return shortened("; ".join(filter(None, words)), LONGEST_REASON)
 
 
