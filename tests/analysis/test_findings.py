@@ -227,5 +227,5 @@ def test_nonsense_makes_no_fault(one: Record, reference: bool) -> None:
     for finding in findings:
         assert set(dict(finding.label_reasons)) <= set(finding.labels) <= set(Label)
         assert list(finding.labels) == sorted(finding.labels, key=list(Label).index)
-        assert set(finding.hard) <= CAN_BE_HARD and bool(finding.hard) == finding.why.endswith("get no verdict")
+        assert set(finding.hard) <= CAN_BE_HARD and bool(finding.hard) == finding.why.endswith(END)
     assert findings[1].verdict is (Verdict.UNSURE if findings[1].hard else Verdict.SAME)

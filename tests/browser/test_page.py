@@ -267,27 +267,17 @@ def test_every_text_of_a_chart_is_readable(show: Open, name: str, scheme: str) -
 
 
 def test_a_timeline_is_zoomed_by_keyboard(show: Open) -> None:
-    """A fourth of the step, its first and then a later part: bars are stretched, and ticks say the time there."""
+    """The first fourth of the step, and a later part of it: bars are stretched, and ticks say the time there."""
     tab = show("sample")
-    chart, view = "#timeline-transformer", "document.querySelector('#timeline-transformer svg svg').viewBox.baseVal"
-
-    def ticks() -> list[float]:
-        texts = tab.run(f"[...document.querySelectorAll('{chart} .tick')].map((tick) => tick.textContent)")
-        return [float(text.removesuffix(" ms")) for text in texts]
-
-    everything = ticks()
+    chart, second = "#timeline-transformer", "document.querySelectorAll('#timeline-transformer .tick')[1].textContent"
+    view = f"document.querySelector('{chart} svg svg')"
+    assert tab.run(second) == "100 ms"
     tab.run(f"document.querySelector('{chart} .zoom input').focus()")
-    for key in ("ArrowRight", "ArrowLeft", *["ArrowRight"] * 4):
+    for key in ["ArrowRight"] * 4:
         tab.press(key)
-    width = tab.run("+document.querySelector('#timeline-transformer svg svg').getAttribute('width')")
-    assert tab.run(f"{view}.width") == pytest.approx(width / 4, rel=1e-4)
-    assert ticks()[1] - ticks()[0] == pytest.approx((everything[1] - everything[0]) / 4, rel=0.01)
-    first = tab.run(f"{view}.x")
+    assert tab.run(second) == "25 ms"
+    assert tab.run(f"{view}.viewBox.baseVal.width / {view}.getAttribute('width')") == pytest.approx(0.25)
     tab.press("Tab")
     tab.press("ArrowRight")
-    assert tab.run(f"{view}.x") == pytest.approx(first + 0.01 * 0.75 * width, rel=1e-4)
-    tab.run(f"document.querySelector('{chart} .zoom input').focus()")
-    for _ in range(4):
-        tab.press("ArrowLeft")
-    assert ticks() == everything
+    assert float(tab.run(second).removesuffix(" ms")) == pytest.approx(25 + 0.01 * 0.75 * 660, rel=0.01)
     assert not tab.heard("Runtime.exceptionThrown")

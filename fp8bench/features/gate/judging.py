@@ -402,12 +402,13 @@ class GateVerdict:
     def headline(self) -> str:
         if self.problem:
             return "no baseline to judge by" if self.code == EXIT_BASELINE else "nothing was measured"
-        failed, worse, suspected, blind, open_figures = (len(self.of(outcome)) for outcome in _TOLD)
+        failed, worse, suspected, blind, unsure = (len(self.of(outcome)) for outcome in _TOLD)
         parts = [f"{failed} failed"] * (failed > 0) + [f"{worse} regression{'s' * (worse != 1)}"] * (worse > 0)
         parts += [f"{suspected} suspected"] * (suspected > 0)
         parts += [f"cannot tell whether {blind} time{'s' * (blind != 1)} became worse"] * (blind > 0)
-        rest = f" found, {open_figures} {GateOutcome.OPEN}" if open_figures else ""
-        return " and ".join(parts) or f"no regression{rest}"
+        return " and ".join(parts) or "no regression" + (
+            f" found, {unsure} cannot tell (not blocking)" if unsure else ""
+        )
 
     @property
     def counts(self) -> str:

@@ -181,14 +181,12 @@ def _answer_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_Sh
         _speed,
         number=True,
         unit="x",
-        hint="step time of the reference / that of the case: above 1x is faster",
     )
     yield Col(
         "a step",
         lambda row: row.figure(TIME, best=True),
         number=True,
         unit="s",
-        hint=legend.BEST.partition(";")[0].partition(": ")[2],
     )
     yield Col("why, and at what cost", _explain, below=True)
 

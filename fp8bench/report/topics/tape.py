@@ -79,7 +79,6 @@ def _counts(known: Sequence[tuple[Taped, Tape]]) -> Table:
         lambda row: row[0].declared or None,
         number=True,
         show=units.count,
-        hint="the FLOPs that the suite declares",
     )
     cols.insert(2, declared)
     for bits in _WIDTHS:
@@ -113,7 +112,6 @@ def _count_cols() -> Iterator[Col[Any]]:
         ),
         number=True,
         show=units.count,
-        hint="FLOPs for each byte",
     )
     yield Col(
         "launches", lambda row: row[1].launches, number=True, show=str, hint="operators that start a kernel at least"

@@ -29,7 +29,7 @@ from fp8bench.report.page.drawing.scale import (
     worded,
     x_ends,
 )
-from fp8bench.report.page.drawing.sheet import Line, Sheet, looks_of
+from fp8bench.report.page.drawing.sheet import Sheet, looks_of
 from fp8bench.report.panels import together
 
 _GAP = 8.0
@@ -338,7 +338,7 @@ def _labels(
     sheet: Sheet,
     points: Sequence[ChartPoint],
     spots: Sequence[tuple[float, float]],
-    whiskers: Sequence[Line],
+    whiskers: Sequence[Sequence[tuple[float, float]]],
     frames: Sequence[_Box],
 ) -> None:
     """Labels points: strong ones, then each series' first, then second ones; joined strands need none."""
