@@ -109,7 +109,7 @@ def index(source: Path) -> str:
     others = sorted(page.relative_to(source).as_posix()[:-3] for page in source.rglob("*.md")
                     if "docs" not in page.relative_to(source).parts)  # fmt: skip
     intro = readme.partition("\n![")[0]
-    sections = ["## " + part for part in readme.split("\n## ") if part.startswith(("Six questions", "Documentation"))]
+    sections = ["## " + part for part in readme.split("\n## ") if part.startswith(("Questions", "Documentation"))]
     return "\n".join([intro, *sections, *trees, _tree("The project", others)])
 
 

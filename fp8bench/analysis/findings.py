@@ -365,7 +365,7 @@ def _withheld(finding: Finding, own: Sequence[Labelled], of_reference: Sequence[
     whys = [f"labelled {' and '.join(map(_with_reason, own))}"] if own else []
     whys += [f"the reference is labelled {' and '.join(map(_with_reason, foreign))}"] if foreign else []
     hard = tuple(label.label for label in (*own, *foreign))
-    return replace(_unsure(finding, f"{'; '.join(whys)}: times measured so get no verdict"), hard=hard)
+    return replace(_unsure(finding, f"{'; '.join(whys)}, so there is no verdict"), hard=hard)
 
 
 def _with_reason(labelled: Labelled) -> str:

@@ -1,4 +1,4 @@
-"""From samples to verdicts: faster, slower, same or unsure, and why.
+"""From samples to verdicts: faster, slower, same or cannot tell, and why.
 
 A verdict is FASTER or SLOWER when the ratio's interval lies wholly outside the band, SAME when it lies wholly inside
 +-2%, else UNSURE. The band is +-0.5%, or as much as the reference provably differs from its own control (how far the

@@ -154,7 +154,7 @@ class Direction(StrEnum):
     BETTER = "better"
     WORSE = "worse"
     SAME = "same"
-    UNSURE = "unsure"
+    UNSURE = "cannot tell"
     DIFFERS = "differs"
     NONE = "none"
 

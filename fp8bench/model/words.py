@@ -131,7 +131,7 @@ class Verdict(StrEnum):
     FASTER = "faster"
     SLOWER = "slower"
     SAME = "same"
-    UNSURE = "unsure"
+    UNSURE = "cannot tell"
     REFERENCE = "reference"
     EMULATED = "emulated"
     NONE = "none"

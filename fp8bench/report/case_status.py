@@ -23,7 +23,7 @@ class Standing(StrEnum):
     SLOWER = "slower"
     SAME = "same"
     DOUBTED = "doubted"
-    UNSURE = "unsure"
+    UNSURE = "cannot tell"
     REFERENCE = "reference"
     EMULATED = "emulated"
     UNTIMED = "untimed"
@@ -103,14 +103,14 @@ def bounds(speed: Interval) -> str:
 
 
 def what_intervals_hold(results: Iterable[Result]) -> str:
-    """'99% of these rounds', '99% of reruns, by 12 earlier runs, hull of 3 sessions'; '' without intervals."""
+    """'99% of these rounds', '99% of reruns, judged by 12 earlier runs, spanning 3 sessions'; '' without intervals."""
     known = [(result.record, speed) for result in results if (speed := speed_up(result)) is not None]
     told = [record for record, speed in known if speed.level]
     runs = [record.reruns.runs for record in told if record.reruns is not None]
-    words = [f"99% of reruns, by {_range(runs)} earlier runs"] if runs else []
+    words = [f"99% of reruns, judged by {_range(runs)} earlier runs"] if runs else []
     words += ["99% of these rounds"] if len(runs) < len(told) else []
     sessions = [1 + len(record.sessions) for record, _ in known if record.sessions]
-    hull = [f"hull of {_range(sessions)} sessions"] if sessions else []
+    hull = [f"spanning {_range(sessions)} sessions"] if sessions else []
     return ", ".join(filter(None, (" or ".join(words), *hull)))
 
 
@@ -145,8 +145,10 @@ def meaning(label: Label, result: Result) -> str:
 
 
 def named_labels(result: Result) -> tuple[str, ...]:
-    """Labels with their short reasons: 'noisy', 'throttled (hw-thermal, sw-thermal)'."""
+    """Labels with their short reasons: 'noisy', 'throttled (hw-thermal)'; without those that took the verdict away."""
+    hard = result.finding.hard if result.finding else ()
     return tuple(
         f"{label} ({reason})" if label not in _LONG and (reason := result.reason(label)) else label.value
         for label in result.labels
+        if label not in hard
     )

@@ -41,7 +41,7 @@ _HOW_TIME = (
 _HOW_VERDICT = (
     f"verdict: better or worse if the interval excludes 0 and the change is beyond {units.percent(BAND, 0)} "
     f"({units.percent(ALONE, 0)} where there are fewer than {LEAST_FREEDOM + 2} runs in all), same if it lies within "
-    f"+-{units.percent(SAME, 0)}, else unsure; differs where the sides were measured under other conditions"
+    f"+-{units.percent(SAME, 0)}, else cannot tell; differs where the sides were measured under other conditions"
 )
 COLUMNS = (
     "case",
@@ -123,7 +123,7 @@ def page_of(compared: Compared, everything: bool = False) -> Page:
     )
     whys = tuple(f"{why} ({count})" for why, count in unsure.items())
     parts = [Part("sides", *_sides(compared)), Part("comparison", "", tuple(cases))]
-    lists = {"unsure, because": whys, "only in A": compared.only_before, "only in B": compared.only_after}
+    lists = {"cannot tell, because": whys, "only in A": compared.only_before, "only in B": compared.only_after}
     for title, words in lists.items():
         more = [f"and {len(words) - _MOST_CASES} more"] if len(words) > _MOST_CASES else []
         parts += list_of(title.replace(" ", "-"), title, [*words[:_MOST_CASES], *more])

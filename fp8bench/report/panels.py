@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -21,6 +21,7 @@ from fp8bench.model import (
     Params,
     Record,
     Run,
+    Scalar,
 )
 from fp8bench.model.specs import ENERGY, LOSS_ERROR, STEP, Better, spec_of
 from fp8bench.protocols.axes import QUIET
@@ -32,6 +33,8 @@ V = TypeVar("V")
 # The error shown first if a workload has several: the most telling.
 _MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
 _ERROR_SUFFIX = "_error"
+# Parameters whose value says what it is.
+_BY_VALUE = frozenset({"size", "make", "part", "operation", "limit", "collective"})
 
 
 def together(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
@@ -73,7 +76,7 @@ class Result:
 class ResultGroup:
     """The results of one group, in the order of the plan, and the mode of its reference ('' without one).
 
-    `place` are the parameters that tell it from the others of its panel: 'm=256 n=256'; '' where there is but one.
+    `place` are the parameters that tell it from the others of its panel: '256 x 256 x 64'; '' where there is but one.
     `error` is the panel's error that is shown first; '' if it has none.
     """
 
@@ -118,7 +121,7 @@ class NamedCase(_Member):
 
     @property
     def name(self) -> str:
-        """'m=256 n=256 bf16'; the precision alone if there is one group."""
+        """'256 x 256 x 64 bf16'; the precision alone if there is one group."""
         return f"{self.group.place} {self.result.mode}".strip()
 
 
@@ -212,7 +215,7 @@ def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:
 
 
 def _placed(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
-    """Gives groups their places and error; a quiet axis that other groups set is named, too: 'cache=hot'."""
+    """Gives groups their places and error; a quiet axis that other groups set is named, too: 'cache hot'."""
     results = (result for group in groups for result in group.results)
     metrics = dict.fromkeys(measurement.metric for result in results for measurement in result.record.measurements)
     errors = [metric for metric in metrics if metric.endswith(_ERROR_SUFFIX)]
@@ -223,7 +226,7 @@ def _placed(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
     for group in groups:
         own = dict(pair for pair in group.case.params if pair not in shared)
         usual = {name: value for name, value in QUIET.items() if name in named and name not in own}
-        words = show_params([*own.items(), *usual.items()]) or ("as usual" if len(groups) > 1 else "")
+        words = describe_params([*own.items(), *usual.items()]) or ("as usual" if len(groups) > 1 else "")
         placed.append(replace(group, place=words, error=error))
     return tuple(placed)
 
@@ -234,6 +237,25 @@ def shared_params(all_params: Sequence[Params]) -> Params:
 
 def show_params(params: Iterable[tuple[str, object]]) -> str:
     return " ".join(f"{name}={value}" for name, value in params)
+
+
+def describe_params(params: Iterable[tuple[str, Scalar]], usual: Collection[tuple[str, Scalar]] = ()) -> str:
+    """'nano, 2 x 96 tokens', '256 x 256 x 64, cache cold': parameters in words, without those that are as usual."""
+    named = {}
+    for name, value in params:
+        if name in _BY_VALUE or (name, value) not in usual:
+            is_path = ":" in str(value)
+            named[name] = str(value) if is_path else str(value).replace("_", " ")
+    words = [named.pop(name) for name in list(named) if name in _BY_VALUE]
+    if {"m", "n", "k"} <= named.keys():
+        words.append(" x ".join(named.pop(name) for name in ("m", "n", "k")))
+    if {"batch", "sequence"} <= named.keys():
+        words.append(f"{named.pop('batch')} x {named.pop('sequence')} tokens")
+    for name, value in named.items():
+        link = "=" if len(name) == 1 else " "
+        label = name.replace("_", " ")
+        words.append(label if value == "yes" else f"{label}{link}{value}")
+    return ", ".join(words)
 
 
 def heading(workload: str, shared: Params, device: str, devices: Sequence[DeviceFacts]) -> str:

@@ -262,7 +262,8 @@ def _called(name: str) -> Any:
     try:
         inspect.signature(function).bind()
     except TypeError as error:
-        raise UsageError(f"{name} is called without arguments, and {error}. Give a function that takes none.") from None
+        remedy = "Give a function that takes none and returns a model and its batches (docs/profile.md)"
+        raise UsageError(f"{name} is called without arguments, and {error}. {remedy}.") from None
     except ValueError:
         pass  # it has no signature that Python could read: calling it will tell
     try:

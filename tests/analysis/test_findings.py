@@ -30,7 +30,7 @@ from tests.fakes import MS, record, steady
 TEN = steady(10 * MS, 24)
 FIVE = steady(5 * MS, 24)
 HOT = DeviceWatch(4, 10.0, 0x40)
-END = ": times measured so get no verdict"
+END = ", so there is no verdict"
 IDLE = StepEffect(False, "it does nothing")
 FIFTH = "contended (less than a fifth of a core in 24 of 24 slots)"
 
@@ -63,14 +63,14 @@ def test_a_time_that_the_host_set_gets_no_verdict() -> None:
     for first, second, verdict in (
         (0.0, 0.0, "faster"),
         (0.0, 3e-3, "faster"),
-        (0.0, 4.9e-3, "unsure"),
-        (9.9e-3, 0.0, "unsure"),
+        (0.0, 4.9e-3, "cannot tell"),
+        (9.9e-3, 0.0, "cannot tell"),
     ):
         finding = found(
             replace(lead, timing=enqueued(TEN, first)), replace(other, timing=enqueued(FIVE, second), control=None)
         )["bf16"]
         assert finding.verdict_words == verdict and finding.ratio is not None
-        assert (verdict == "unsure") == (finding.hard == (Label.LAUNCH_BOUND,))
+        assert (verdict == "cannot tell") == (finding.hard == (Label.LAUNCH_BOUND,))
 
 
 @for_each(
@@ -227,5 +227,5 @@ def test_nonsense_makes_no_fault(one: Record, reference: bool) -> None:
     for finding in findings:
         assert set(dict(finding.label_reasons)) <= set(finding.labels) <= set(Label)
         assert list(finding.labels) == sorted(finding.labels, key=list(Label).index)
-        assert set(finding.hard) <= CAN_BE_HARD and bool(finding.hard) == finding.why.endswith("get no verdict")
+        assert set(finding.hard) <= CAN_BE_HARD and bool(finding.hard) == finding.why.endswith(END)
     assert findings[1].verdict is (Verdict.UNSURE if findings[1].hard else Verdict.SAME)

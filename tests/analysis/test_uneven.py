@@ -105,7 +105,7 @@ def test_a_step_slower_on_three_of_four_calls_is_not_faster() -> None:
     assert (finding.verdict, finding.hard) == (Verdict.UNSURE, (Label.UNEVEN,))
     assert finding.why == (
         "labelled uneven (against the reference, the mean is +150.0% off the fastest calls; about 3 of 4 calls, always "
-        "the same ones of a slot, take 3.0 times as long): times measured so get no verdict"
+        "the same ones of a slot, take 3.0 times as long), so there is no verdict"
     )
 
 

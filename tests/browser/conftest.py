@@ -14,7 +14,13 @@ from tests.pages import hostile_page, whole_page
 
 Open = Callable[..., Tab]
 # What is looked at each time; the rest is where slow tests are asked for.
-SAMPLE = ("test_numbers_sort_by_value", "test_filtering", "test_tooltips_by_keyboard", "test_the_policy_holds")
+SAMPLE = (
+    "test_numbers_sort_by_value",
+    "test_filtering",
+    "test_tooltips_by_keyboard",
+    "test_the_policy_holds",
+    "test_a_timeline_is_zoomed_by_keyboard",
+)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -264,3 +264,20 @@ def test_every_text_of_a_chart_is_readable(show: Open, name: str, scheme: str) -
     tab.run("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     contrasts = tab.run(CONTRASTS)
     assert len(contrasts) > 30 and not [pair for pair in contrasts if pair[1] < 4.45]
+
+
+def test_a_timeline_is_zoomed_by_keyboard(show: Open) -> None:
+    """The first fourth of the step, and a later part of it: bars are stretched, and ticks say the time there."""
+    tab = show("sample")
+    chart, second = "#timeline-transformer", "document.querySelectorAll('#timeline-transformer .tick')[1].textContent"
+    view = f"document.querySelector('{chart} svg svg')"
+    assert tab.run(second) == "100 ms"
+    tab.run(f"document.querySelector('{chart} .zoom input').focus()")
+    for key in ["ArrowRight"] * 4:
+        tab.press(key)
+    assert tab.run(second) == "25 ms"
+    assert tab.run(f"{view}.viewBox.baseVal.width / {view}.getAttribute('width')") == pytest.approx(0.25)
+    tab.press("Tab")
+    tab.press("ArrowRight")
+    assert float(tab.run(second).removesuffix(" ms")) == pytest.approx(25 + 0.01 * 0.75 * 660, rel=0.01)
+    assert not tab.heard("Runtime.exceptionThrown")

@@ -70,7 +70,7 @@ def test_an_interval_is_the_hull_of_all_sessions() -> None:
     finding = findings(run)[case.case.id]
     assert finding.ratio is not None and finding.ratio.point == pytest.approx((0.99 * 0.98 * 1.05) ** (1 / 3))
     assert (finding.ratio.low, finding.ratio.high) == (pytest.approx(0.98 * 0.99), pytest.approx(1.05 * 1.01))
-    assert finding.verdict == "unsure"
+    assert finding.verdict == "cannot tell"
 
 
 def test_who_interrupts_has_the_sessions_that_there_are(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def said(fp8bench: Say, store: Path, monkeypatch: pytest.MonkeyPatch, short_slot
 def test_a_step_that_does_less_once_it_is_timed(how: str, told: str, said: Any) -> None:
     own = said(how)
     assert dict(own["finding"]["label_reasons"])["work-mismatch"] == told
-    assert own["late_flops"] == 262_144 and own["finding"]["verdict"] == "unsure"
+    assert own["late_flops"] == 262_144 and own["finding"]["verdict"] == "cannot tell"
 
 
 @pytest.mark.parametrize("how", ["mode", "mode_half", "mode_dropped", "count_mode", "no_training"])
@@ -112,7 +112,7 @@ def test_a_step_that_works_only_while_it_is_looked_at(how: str, said: Any) -> No
     own = said(how)
     size = 384 if how == "mode_dropped" else 64
     assert own["late_flops"] == own["tape"]["phases"][0]["flops"] == 2 * size**3
-    assert own["effect"]["changes"] is False and own["finding"]["verdict"] == "unsure"
+    assert own["effect"]["changes"] is False and own["finding"]["verdict"] == "cannot tell"
     assert dict(own["finding"]["label_reasons"])["no-work"].startswith("timed, a step ")
 
 

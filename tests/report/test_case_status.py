@@ -52,7 +52,7 @@ def test_standing(case_result: Result, expected: Standing, tone: Tone) -> None:
     assert standing(case_result) is expected and tone_of(case_result) is tone
 
 
-@for_each(("level", "words"), [(0.99, "99% of these rounds, hull of 2 sessions"), (0.0, "hull of 2 sessions")])
+@for_each(("level", "words"), [(0.99, "99% of these rounds, spanning 2 sessions"), (0.0, "spanning 2 sessions")])
 def test_a_range_of_several_sessions_is_their_hull_too(level: float, words: str) -> None:
     one = result(ratio=replace(HALF, level=level))
     assert what_intervals_hold([replace(one, record=replace(one.record, sessions=(HALF,)))]) == words

@@ -33,7 +33,7 @@ def labelled(
     return run, findings
 
 
-WHY = "labelled throttled (hw-thermal, sw-thermal): times measured so get no verdict"
+WHY = "labelled throttled (hw-thermal, sw-thermal), so there is no verdict"
 HOT = labelled(
     Verdict.UNSURE,
     Label.NOISY,

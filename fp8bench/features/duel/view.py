@@ -32,8 +32,8 @@ _HOW_APART = (
 )
 _HOW_VERDICT = (
     f"verdict: worse (slower) or better (faster) if the interval lies outside +-{units.percent(BAND)}, same if it lies "
-    f"within +-{units.percent(SAME, 0)}, else unsure; without an interval (fewer than three sessions), only changes "
-    f"beyond {units.percent(BELIEVED, 0)} that exceed those between processes of one side have a verdict"
+    f"within +-{units.percent(SAME, 0)}, else cannot tell; without an interval (fewer than three sessions), only "
+    f"changes beyond {units.percent(BELIEVED, 0)} that exceed those between processes of one side have a verdict"
 )
 
 

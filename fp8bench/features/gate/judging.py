@@ -85,7 +85,7 @@ class GateOutcome(StrEnum):
     CANNOT_TELL = "cannot tell"
     CLEARED = "cleared"
     BETTER = "better"
-    UNSURE = "unsure"
+    OPEN = "cannot tell (not blocking)"
     FINE = "fine"
     IGNORED = "ignored"
     NONE = "none"
@@ -154,7 +154,7 @@ def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[Ju
         if looked[place].outcome is GateOutcome.SUSPECTED and not news and not clears(looked[place]):
             looked[place] = replace(
                 looked[place],
-                outcome=GateOutcome.UNSURE,
+                outcome=GateOutcome.OPEN,
                 why=f"among {len(p_values)} figures, one so far off is expected by chance",
             )
     return tuple(looked)
@@ -207,7 +207,7 @@ def _looked_at(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFi
         # Counts would be the same again: no second look is needed.
         outcome = GateOutcome.REGRESSION if figure.metric in COUNTS else GateOutcome.SUSPECTED
         return JudgedFigure(figure, threshold, outcome, figure.why)
-    outcomes = {Direction.BETTER: GateOutcome.BETTER, Direction.UNSURE: GateOutcome.UNSURE}
+    outcomes = {Direction.BETTER: GateOutcome.BETTER, Direction.UNSURE: GateOutcome.OPEN}
     return JudgedFigure(figure, threshold, outcomes.get(figure.direction, GateOutcome.FINE), figure.why)
 
 
@@ -349,7 +349,7 @@ def _unseen(figure: JudgedFigure, sight: Sight | None, lost: Collection[str]) ->
         return figure
     if figure.outcome is GateOutcome.NONE and change.case in lost:
         return replace(figure, outcome=GateOutcome.CANNOT_TELL)
-    if figure.outcome not in (GateOutcome.FINE, GateOutcome.UNSURE) or sight is None:
+    if figure.outcome not in (GateOutcome.FINE, GateOutcome.OPEN) or sight is None:
         return figure
     why = why_blind(sight, change)
     return replace(figure, outcome=GateOutcome.CANNOT_TELL, why=why) if why else figure
@@ -406,7 +406,9 @@ class GateVerdict:
         parts = [f"{failed} failed"] * (failed > 0) + [f"{worse} regression{'s' * (worse != 1)}"] * (worse > 0)
         parts += [f"{suspected} suspected"] * (suspected > 0)
         parts += [f"cannot tell whether {blind} time{'s' * (blind != 1)} became worse"] * (blind > 0)
-        return " and ".join(parts) or "no regression" + (f" found, {unsure} unsure" if unsure else "")
+        return " and ".join(parts) or "no regression" + (
+            f" found, {unsure} cannot tell (not blocking)" if unsure else ""
+        )
 
     @property
     def counts(self) -> str:
@@ -420,6 +422,6 @@ _TOLD = (
     GateOutcome.REGRESSION,
     GateOutcome.SUSPECTED,
     GateOutcome.CANNOT_TELL,
-    GateOutcome.UNSURE,
+    GateOutcome.OPEN,
 )
 _COUNTED = {GateOutcome.NONE: "without a number on both sides", GateOutcome.IGNORED: "not judged"}

@@ -141,8 +141,8 @@ def page_of(verdict: GateVerdict) -> Page:
     parts = [_part(name, title, figures) for name, title in _TITLES.items() if (figures := verdict.of(name))]
     if verdict.problem:
         parts.append(Part("problem", "Why", (Text(verdict.problem, Tone.BAD),)))
-    unsure = Counter(figure.why for figure in verdict.of(GateOutcome.UNSURE) if figure.why)
-    parts += list_of("unsure", "Unsure, because", (f"{why} ({count})" for why, count in unsure.items()))
+    reasons = Counter(figure.why for figure in verdict.of(GateOutcome.OPEN) if figure.why)
+    parts += list_of("open", "Cannot tell (not blocking), because", (f"{why} ({n})" for why, n in reasons.items()))
     parts += list_of("notes", "Notes", (f"- {note}" for note in verdict.notes[:MOST_ROWS]))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))

@@ -283,14 +283,14 @@ def power_table(power: Power) -> str:
         "'slower' is a detection, and on 0% injected any 'faster' or 'slower' is a false alarm.",
         f"One thread; {load}.",
         "",
-        heading + f"{'unsure':>8}{'time a verdict':>24}",
+        heading + f"{'cannot tell':>13}{'time a verdict':>24}",
     ]
     for row in rows:
         typical, longest = seconds(row.seconds_median, 2), seconds(row.seconds_longest, 2)
         lines.append(
             f"{row.operation:<22}{percent(row.planted):>9}{percent(row.found):>8}{row.trials:>8}"
             f"{percent(row.slower / row.trials, 0):>8}{percent(row.faster / row.trials, 0):>8}"
-            f"{percent(row.same / row.trials, 0):>7}{percent(row.unsure / row.trials, 0):>8}"
+            f"{percent(row.same / row.trials, 0):>7}{percent(row.unsure / row.trials, 0):>13}"
             f"{f'{typical} (at most {longest})':>24}"
         )
     lines.append("")

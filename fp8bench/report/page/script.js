@@ -112,6 +112,42 @@
   const next = (now, place) => now === place ? -place : now === -place ? 0 : place;
   document.querySelectorAll(".sheet:has(table)").forEach((element) => new Sheet(element));
 
+  // The bars of a timeline move into a picture of their own, whose view is the part of the step that is visible.
+  const NONE = { x: Infinity, right: 0 };
+  for (const tools of document.querySelectorAll(".zoom")) {
+    const [size, part] = tools.querySelectorAll("input");
+    const drawing = tools.parentElement.querySelector(".drawing > svg"), height = drawing.viewBox.baseVal.height;
+    const ticks = [...drawing.querySelectorAll(".tick")].map((tick) => ({ tick, text: tick.textContent, x: +tick.getAttribute("x") }));
+    let view = null, left = 0, wide = 0;
+
+    // On first use: a folded drawing has no boxes yet.
+    function equip() {
+      const bars = [...drawing.querySelectorAll(".piece")];
+      const { x, right } = bars.map((bar) => bar.getBBox())
+        .reduce((all, box) => ({ x: Math.min(all.x, box.x), right: Math.max(all.right, box.x + box.width) }), NONE);
+      [left, wide] = [x, right - x];
+      view = document.createElementNS(drawing.namespaceURI, "svg");
+      const box = { x: left, width: wide, height, preserveAspectRatio: "none" };
+      for (const name in box) view.setAttribute(name, box[name]);
+      bars[0].before(view);
+      view.append(...bars);
+    }
+    tools.oninput = () => {
+      if (!view) equip();
+      const share = 2 ** -size.value, start = (1 - share) * part.value;
+      view.setAttribute("viewBox", `${left + start * wide} 0 ${share * wide} ${height}`);
+      part.disabled = share === 1;
+      // The second tick tells how long a unit of the drawing is; no other is sure to be at its place.
+      const unit = ticks[1].text.split(" ")[1], scale = parseFloat(ticks[1].text) / (ticks[1].x - left);
+      for (const { tick, text, x } of ticks) {
+        const time = scale * (start * wide + share * (x - left));
+        tick.textContent = share === 1 ? text : `${Number(time.toPrecision(4))} ${unit}`;
+      }
+    };
+    part.disabled = true;
+    tools.hidden = false;
+  }
+
   // Words about a mark or a field, on hovering and on focus; Escape closes them.
   const tip = document.getElementById("tip");
   let about = null, leaving = 0;

@@ -20,7 +20,7 @@ from fp8bench.report.case_status import Standing, emulated, speed_up, standing, 
 from fp8bench.report.columns import Col, other_tables, table
 from fp8bench.report.elements import Element, Facts, Field, Part, Text, Tone
 from fp8bench.report.page.section import Entry
-from fp8bench.report.panels import NamedCase, Panel, Result, together
+from fp8bench.report.panels import NamedCase, Panel, Result, describe_params, together
 from fp8bench.report.terminal.short_answer import short_answer
 from fp8bench.report.topics.answers import QUESTION, QUESTION_OF_CALLABLES, find_answers, propose
 from fp8bench.report.topics.break_even import break_even_table, swept
@@ -36,7 +36,6 @@ from fp8bench.report.words.legend import LABELS
 from fp8bench.report.words.naming import (
     common_tone,
     describe_devices,
-    describe_params,
     listed,
     many,
     notes_of,
@@ -138,7 +137,9 @@ def _heading(panels: Sequence[Panel], run: Run) -> str:
     keys = {panel.case.device for panel in panels}
     devices = [facts for facts in run.devices if facts.key in keys]
     settings = sum(len(panel.groups) for panel in panels)
-    params = describe_params(panels[0].shared, usual_params(panels[0].case, devices)) if len(panels) == 1 else ""
+    params = (
+        describe_params(panels[0].shared, usual_params(panels[0].case, devices).items()) if len(panels) == 1 else ""
+    )
     about = "; ".join(filter(None, (params, many(settings, "setting") if settings > 1 else "")))
     names = ", ".join(dict.fromkeys(panel.case.workload for panel in panels))
     where = [describe_devices(devices) or listed(sorted(keys))]
@@ -235,9 +236,7 @@ def _speeds(panels: Sequence[Panel], is_timed: bool) -> Iterator[Element]:
     if len(panels) == 1:
         (panel,) = panels
         for group in panel.groups[:_MOST_GROUPS]:
-            own = describe_params((pair for pair in group.case.params if pair not in panel.shared), {})
-            name = own if own and own not in rows else group.place
-            rows[name] = [NamedCase(group, result) for result in group.results]
+            rows[group.place] = [NamedCase(group, result) for result in group.results]
     else:
         for panel in panels:
             name = f"{panel.case.workload}{f' on {panel.case.device}' if several else ''}"
@@ -262,7 +261,7 @@ def _speeds(panels: Sequence[Panel], is_timed: bool) -> Iterator[Element]:
 
 
 def _cell(cases: Sequence[NamedCase]) -> Field:
-    """'1.90x', 'perhaps 1.90x', 'unsure 1.01x', '0.433x to 1.91x', 'emulated', 'FAILED'; the reference's time."""
+    """'1.90x', 'perhaps 1.90x', 'cannot tell, 1.01x', '0.433x to 1.91x', 'emulated', 'FAILED'; the reference's time."""
     results = [case.result for case in cases]
     if not results:
         return Field(units.NONE)
@@ -275,7 +274,7 @@ def _cell(cases: Sequence[NamedCase]) -> Field:
         worst = min(results, key=lambda result: standing(result) is not Standing.FAILED)
         return Field(status_words(worst), tone=tone_of(worst))
     stands = {standing(result) for result in results}
-    word = "unsure " if stands == {Standing.UNSURE} else "perhaps " if stands & _NOT_CLEAR else ""
+    word = "cannot tell, " if stands == {Standing.UNSURE} else "perhaps " if stands & _NOT_CLEAR else ""
     # A median would tell of no case where some are faster and some slower.
     points = speeds if stands >= _MIXED else [statistics.median(speeds)]
     shown = units.span(points, units.speed_up)

@@ -26,7 +26,7 @@ from fp8bench.report.words.naming import common_tone, shortened
 
 QUESTION = "Does low precision pay here?"
 QUESTION_OF_CALLABLES = "Is it faster, and as exact?"
-# Beyond this ratio the smaller of two errors is nearer to float64.
+# Beyond this ratio the smaller of two errors is more exact.
 _NEARER = 1.05
 # In letters.
 LONGEST_REASON = 300
@@ -148,7 +148,6 @@ def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, 
 def verdict_word(result: Result) -> str:
     """The verdict as a reader who has never seen the tool understands it."""
     known = {
-        Standing.UNSURE: "cannot tell",
         Standing.EMULATED: "no speed here",
         Standing.SAME: "as fast",
         Standing.UNTIMED: "not timed",
@@ -177,7 +176,7 @@ def _accuracy(cases: Sequence[NamedCase]) -> str:
 
 
 def _accuracy_of_callables(cases: Sequence[NamedCase]) -> str:
-    """'2.9e-03 from torch:matmul; from float64 2.9e-03, torch:matmul 2.9e-07: torch:matmul is nearer'.
+    """'differs from torch:matmul by 2.9e-03; off float64 by 2.9e-03 (torch:matmul 2.9e-07, more exact)'.
 
     Of several cases the one with the largest difference counts; '' where none has one.
     """
@@ -190,15 +189,16 @@ def _accuracy_of_callables(cases: Sequence[NamedCase]) -> str:
         return ""
     apart, case = max(differences, key=lambda pair: pair[0])
     mode, lead, shown = case.group.reference, case.group.lead, units.relative_error
-    words = f"{'up to ' if len(differences) > 1 else ''}{shown(apart)} from {mode}" if apart else f"equal to {mode}"
+    up_to = "up to " if len(differences) > 1 else ""
+    words = f"differs from {mode} by {up_to}{shown(apart)}" if apart else f"equal to {mode}"
     exact = value_of(case.result.record.measurement(OUTPUT_ERROR))
     theirs = value_of(lead.record.measurement(OUTPUT_ERROR)) if lead is not None else None
     if exact is None or theirs is None:
-        return f"{words}; not known from float64, in which {mode} does not compute"
+        return f"{words}; its error is not known: {mode} does not compute in float64"
     if max(exact, theirs) <= _NEARER * min(exact, theirs):
-        return f"{words}; both {shown(exact)} from float64"
-    nearer = case.result.mode if exact < theirs else mode
-    return f"{words}; from float64 {shown(exact)}, {mode} {shown(theirs)}: {nearer} is nearer"
+        return f"{words}; both off float64 by {shown(exact)}"
+    word = "less" if exact < theirs else "more"
+    return f"{words}; off float64 by {shown(exact)} ({mode} {shown(theirs)}, {word} exact)"
 
 
 def _memory(cases: Sequence[NamedCase]) -> str:

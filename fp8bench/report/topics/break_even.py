@@ -11,7 +11,7 @@ from fp8bench.model import Finding, Params, Run
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Table, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Panel, panels_of, show_params, together
+from fp8bench.report.panels import Panel, describe_params, panels_of, together
 from fp8bench.report.words.legend import BREAK_EVEN
 from fp8bench.report.words.naming import listed
 
@@ -27,7 +27,7 @@ def swept(panel: Panel) -> list[Swept]:
 
 def break_even_table(panel: Panel, sweeps: Sequence[Swept], title: str = "") -> Iterator[Table]:
     def place(row: tuple[Sweep, SweptMode]) -> str:
-        held = show_params(pair for pair in row[0].held if pair not in panel.shared)
+        held = describe_params(pair for pair in row[0].held if pair not in panel.shared)
         return f"over {row[0].axis}{' at ' * bool(held)}{held}"
 
     def measured(row: tuple[Sweep, SweptMode]) -> str:

@@ -24,7 +24,7 @@ from fp8bench.report.columns import Col, figure_col, table, with_figures
 from fp8bench.report.elements import ChartAxis, Element, Field, Stacks, Table, Text
 from fp8bench.report.page.charts import stacked
 from fp8bench.report.page.section import Material, marked_emulated, section, titled_panels
-from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, show_params, value_of
+from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, describe_params, value_of
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS, PHASE_TITLES
 
@@ -190,7 +190,7 @@ def capacity(panel: Panel) -> Iterator[Element]:
     cols: list[Col[tuple[ResultGroup, Result, Capacity]]] = [
         Col(
             "group",
-            lambda row: show_params(
+            lambda row: describe_params(
                 pair for pair in row[0].case.params if pair not in panel.shared and pair[0] != row[2].axis
             ),
             shared=True,

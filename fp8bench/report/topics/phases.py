@@ -107,7 +107,8 @@ def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> 
 def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
     below: dict[str, list[str]] = {}
     for case in cases:
-        for phase in case.result.finding.below_floor if case.result.finding else ():
+        phases = case.result.finding.below_floor if case.result.finding else ()
+        for phase in set(phases) - {UNATTRIBUTED}:
             below.setdefault(phase_words(phase), []).append(case.name)
     if below:
         words = "; ".join(f"{phase} in {listed(names)}" for phase, names in below.items())
@@ -167,14 +168,10 @@ def _find_middle_step(timing: Timing) -> list[tuple[str, float]]:
 
 
 def _describe_order(timings: Sequence[Timing]) -> str:
-    words = "One timed step of each precision, the one of middle length. "
+    words = "One timed step of each precision, the one of median length"
     if any(timing.varying for timing in timings):
-        return f"{words}Steps differed in their phases, so only sums were kept: this is not the order of a step."
-    stretches = [len({*timing.segments.blocks}) for timing in timings]
-    return (
-        f"{words}Phases follow each other as they ran. The step is cut into {units.span(stretches, str)} stretches: a "
-        "phase that comes twice within one is drawn once."
-    )
+        return f"{words}. Steps differed in their phases, so only sums were kept: this is not the order of a step."
+    return f"{words}: phases in order, as they ran. One that soon comes again is drawn as one piece."
 
 
 _STEP = "step"

@@ -20,9 +20,9 @@ from fp8bench.report.panels import (
     Panel,
     Result,
     ResultGroup,
+    describe_params,
     floor_of,
     shared_params,
-    show_params,
 )
 from fp8bench.report.topics.answers import LONGEST_REASON, find_answer, verdict_word
 from fp8bench.report.topics.tensors import about_tensors
@@ -112,7 +112,7 @@ def results_section(material: Material) -> Iterator[Element]:
         rows = []
         for entry, panel, case in cases:
             params = [pair for pair in case.group.case.params if pair not in shared[panel.case.workload]]
-            rows.append(_ShownCase(entry, panel, case, show_params(params)))
+            rows.append(_ShownCase(entry, panel, case, describe_params(params)))
         yield table(
             "results-table",
             "All cases",
@@ -124,7 +124,7 @@ def results_section(material: Material) -> Iterator[Element]:
         yield from _compare_with_earlier(rows, material)
         details = [*_detail_columns(rows, material.alone), *map(_of_spec, in_table("cases"))]
         yield table("details", "More figures of every case", details, rows, folded=True, kept={"case"})
-        words = "; ".join(f"{suite} {show_params(params)}" for suite, params in shared.items() if params)
+        words = "; ".join(f"{suite}: {describe_params(params)}" for suite, params in shared.items() if params)
         yield from [Text(f"The same in every row: {words}.")] if words else []
         panels = {id(panel): panel for _, panel, _ in cases}  # not by value: that reads all samples
         for panel in panels.values():
@@ -167,9 +167,9 @@ def _name_column(rows: Sequence[_ShownCase], alone: bool) -> Col[_ShownCase]:
             device,
             "" if alone or row.entry.label == suite else row.entry.label,
         )
-        return Field(", ".join(filter(None, words)), hint=show_params(row.result.record.case.params))
+        return Field(", ".join(filter(None, words)))
 
-    return Col("case", name, hint="hover for all parameters")
+    return Col("case", name)
 
 
 def _answer_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_ShownCase]]:
@@ -181,14 +181,12 @@ def _answer_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_Sh
         _speed,
         number=True,
         unit="x",
-        hint="step time of the reference / that of the case: above 1x is faster",
     )
     yield Col(
         "a step",
         lambda row: row.figure(TIME, best=True),
         number=True,
         unit="s",
-        hint=legend.BEST.partition(";")[0].partition(": ")[2],
     )
     yield Col("why, and at what cost", _explain, below=True)
 
@@ -210,11 +208,11 @@ def _explain(row: _ShownCase) -> str:
     """Returns the reason, the costs and the doubts of a case; of a reference its doubts alone."""
     record, finding = row.result.record, row.result.finding
     labels = ", ".join(case_status.named_labels(row.result)) if record.is_ok else ""
-    words = [f"labels: {labels}" if labels else "", finding.why if finding else "", record.detail * record.is_ok]
+    words = [finding.why if finding else "", f"labels: {labels}" if labels else "", record.detail * record.is_ok]
     if not record.is_reference or not record.is_ok:
         answer = find_answer([row.case])
         no_speed = "" if case_status.speed_up(row.result) is not None else answer.figure
-        words = [answer.reason, no_speed, *answer.costs, *words]
+        words = [answer.reason, no_speed, words[0], *answer.costs, *words[1:]]
     return shortened("; ".join(filter(None, words)), LONGEST_REASON)
 
 

@@ -181,7 +181,7 @@ def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
     return Scatter(
         name,
         f"Speed-up against {error}: {listed(titles)}",
-        f"{many(len(spots), 'case')}, further down is more exact. {error}: {listed(ranges, 12)}.",
+        f"{many(len(spots), 'case')}; further down is more exact. The {error} of {listed(ranges, 12)}.",
         ChartAxis(f"speed-up over {spots[0].reference}", "x"),
         ChartAxis(error, units.RATIO, log=True),
         tuple(_point(spot, len(titles) > 1) for spot in spots),

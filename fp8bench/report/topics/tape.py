@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -73,14 +73,21 @@ def _elements(taped: Sequence[Taped]) -> list[Element]:
 
 
 def _counts(known: Sequence[tuple[Taped, Tape]]) -> Table:
-    cols: list[Col[tuple[Taped, Tape]]] = [
-        Col("tape", lambda row: row[0].mode),
-        *_count_cols(lambda taped: taped.declared),
-    ]
+    cols: list[Col[tuple[Taped, Tape]]] = [Col("tape", lambda row: row[0].mode), *_count_cols()]
+    declared = Col[tuple[Taped, Tape]](
+        "declared",
+        lambda row: row[0].declared or None,
+        number=True,
+        show=units.count,
+    )
+    cols.insert(2, declared)
+    for bits in _WIDTHS:
+        share = partial(lambda bits, row: share_of(row[1], bits) or None, bits)
+        cols.append(Col(f"{bits} bits", share, number=True, show=units.percent))
     return table("counts", "", cols, known)
 
 
-def _count_cols(declared: Callable[[Any], float | None]) -> Iterator[Col[Any]]:
+def _count_cols() -> Iterator[Col[Any]]:
     """For rows of a case and its step's tape, or a phase's counts."""
     yield Col(
         "FLOPs",
@@ -88,13 +95,6 @@ def _count_cols(declared: Callable[[Any], float | None]) -> Iterator[Col[Any]]:
         number=True,
         show=units.count,
         hint="of products, forward and backward; a product of M x K by K x N has 2MNK",
-    )
-    yield Col(
-        "declared",
-        lambda row: (declared(row[0]) or None) if isinstance(row[1], Tape) else None,
-        number=True,
-        show=units.count,
-        hint="the FLOPs that the suite declares",
     )
     yield Col(
         "bytes",
@@ -112,7 +112,6 @@ def _count_cols(declared: Callable[[Any], float | None]) -> Iterator[Col[Any]]:
         ),
         number=True,
         show=units.count,
-        hint="FLOPs for each byte",
     )
     yield Col(
         "launches", lambda row: row[1].launches, number=True, show=str, hint="operators that start a kernel at least"
@@ -124,10 +123,6 @@ def _count_cols(declared: Callable[[Any], float | None]) -> Iterator[Col[Any]]:
         show=str,
         hint="calls of operators that have no formula, in no sum of FLOPs",
     )
-    words = "the share of FLOPs that multiply elements so wide"
-    for bits in _WIDTHS:
-        share = partial(lambda bits, row: (share_of(row[1], bits) or None) if isinstance(row[1], Tape) else None, bits)
-        yield Col(f"{bits} bits", share, number=True, show=units.percent, hint=words)
 
 
 def _operators(known: Sequence[tuple[Taped, Tape]], rows: Sequence[TapeRow]) -> Table:
@@ -169,9 +164,7 @@ def tape_rows(taped: Sequence[Taped]) -> Rows:
 
 @section("tape", "What a step does", 77)
 def tape_section(material: Material) -> Iterator[Element]:
-    """Counted operator by operator in an untimed step; only the column 'declared' comes from the suite. `fp8bench
-    show RUN --tape` has the operators.
-    """
+    """Counted operator by operator in an untimed step; `fp8bench show RUN --tape` has the operators."""
     cols: list[Col[Any]] = [
         PRECISION,
         Col(
@@ -180,7 +173,7 @@ def tape_section(material: Material) -> Iterator[Element]:
                 phase_words(row[1].phase) if isinstance(row[1], PhaseCount) else Field("step", tone=Tone.STRONG)
             ),
         ),
-        *_count_cols(lambda case: case.result.record.work.flops),
+        *_count_cols(),
     ]
     for title, panel in titled_panels(material):
         taped, rows = [], []

@@ -1,7 +1,7 @@
 """The answer: plain sentences on the verdicts of each precision.
 
-Only a verdict without doubt reads as a fact; others say 'perhaps' or 'unsure', with labels and reasons. Speed is how
-many times as fast: above 1x is faster.
+Only a verdict without doubt reads as a fact; others say 'perhaps' or 'cannot tell', with labels and reasons.
+Speed is how many times as fast: above 1x is faster.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def by_chance(entry: Entry) -> Iterator[Text]:
 def _lead(material: Material) -> str:
     results = list(chain.from_iterable(panel.results for _, panel in timed_panels(material)))
     speeds = [speed for result in results if (speed := speed_up(result))]
-    said = f"[low, high]: {words}." if (words := what_intervals_hold(results)) else ""
+    said = f"The interval [low, high] holds {words}." if (words := what_intervals_hold(results)) else ""
     ranges = f"{legend.RANGE}." if any(speed.level == 0 for speed in speeds) else ""
     return " ".join(filter(None, ["Speed against the reference: above 1x is faster.", said, ranges])) if speeds else ""
 

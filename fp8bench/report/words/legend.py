@@ -55,9 +55,9 @@ CACHE = (
 REPLAYED = f"replayed: {REPLAY.description}"
 VERDICT = (
     f"verdict: faster or slower if the interval lies wholly outside +-{units.percent(BAND)} (or what the reference "
-    f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else unsure"
+    f"provably differs from its own control), same if wholly inside +-{units.percent(SAME, 0)}, else cannot tell"
 )
-RANGE = f"(low to high): the range of fewer than {LEAST_ROUNDS} rounds, or of such that others held up: no interval"
+RANGE = f"(low to high): the range seen, no interval: fewer than {LEAST_ROUNDS} rounds, or other programs held them up"
 BREAK_EVEN = (
     "The sizes at which a precision takes less time than what it is held against (bf16 for what lies below it, "
     "where that was measured, else the reference). Between two sizes the logarithm of the speed-up runs straight over "

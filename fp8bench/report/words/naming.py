@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 from fp8bench import units
@@ -14,11 +14,9 @@ from fp8bench.model.specs import METRICS
 from fp8bench.protocols.axes import CACHE, COLD, HOT
 from fp8bench.registry import workloads
 from fp8bench.report.elements import Tone
-from fp8bench.report.panels import ResultGroup, show_params
+from fp8bench.report.panels import ResultGroup, describe_params
 
 COMMIT_LETTERS = 8
-# Parameters whose value says what it is.
-_BY_VALUE = frozenset({"size", "make", "part", "operation", "limit", "collective"})
 # Values that only say that something is off or left to torch, and the parameter that names the texts.
 _OFF = frozenset({"no", "auto", "none"})
 _TEXTS = "data"
@@ -32,7 +30,7 @@ def suites_of(run: Run) -> tuple[str, ...]:
 
 def devices_of(run: Run) -> tuple[str, ...]:
     """Names of its devices ('AMD EPYC'); the key if the facts are lost."""
-    names = {facts.key: facts.name for facts in run.devices}
+    names = {facts.key: _TRADEMARKS.sub("", facts.name).strip() for facts in run.devices}
     return tuple(dict.fromkeys(names.get(case.device, case.device) for case in _cases(run)))
 
 
@@ -127,23 +125,8 @@ def missing_of(run: Run) -> str:
 
 
 def setting_of(group: ResultGroup) -> str:
-    """'m=256 n=256 k=256', what tells a group from its neighbours; its sizes if it is alone."""
+    """'256 x 256 x 256', what tells a group from its neighbours; its sizes if it is alone."""
     return group.place or sizes(group.case)
-
-
-def describe_params(params: Iterable[tuple[str, Scalar]], usual: Mapping[str, Scalar]) -> str:
-    """'nano, 2 x 96 tokens', '256 x 256 x 64, cache cold': parameters in words, without those that are as usual."""
-    named = {name: value for name, value in params if name in _BY_VALUE or usual.get(name) != value}
-    words = [str(named.pop(name)) for name in list(named) if name in _BY_VALUE]
-    if {"m", "n", "k"} <= named.keys():
-        words.append(" x ".join(str(named.pop(name)) for name in ("m", "n", "k")))
-    if {"batch", "sequence"} <= named.keys():
-        words.append(f"{named.pop('batch')} x {named.pop('sequence')} tokens")
-    for name, value in named.items():
-        link = "=" if len(name) == 1 else " "
-        label = name.replace("_", " ")
-        words.append(label if value == "yes" else f"{label}{link}{value}")
-    return ", ".join(words)
 
 
 def usual_params(case: Case, devices: Iterable[DeviceFacts]) -> dict[str, Scalar]:
@@ -165,8 +148,8 @@ def describe_devices(devices: Iterable[DeviceFacts]) -> str:
 
 
 def sizes(case: Case) -> str:
-    """The numbers among its parameters: 'batch=2 sequence=96'."""
-    return show_params(
+    """The numbers among its parameters: '2 x 96 tokens'."""
+    return describe_params(
         pair for pair in case.params if isinstance(pair[1], int | float) and not isinstance(pair[1], bool)
     )
 

@@ -109,14 +109,14 @@ def test_every_figure_that_both_have() -> None:
     assert not compared.only_before and not compared.only_after and not compared.differing
 
 
-@for_each(("factor", "expected"), [(1.3, "worse"), (0.7, "better"), (1.05, "unsure"), (1.0, "unsure")])
+@for_each(("factor", "expected"), [(1.3, "worse"), (0.7, "better"), (1.05, "cannot tell"), (1.0, "cannot tell")])
 def test_one_run_each(factor: float, expected: str) -> None:
     compared = held([run(1)], [run(2, factor)])
     for metric in ("time", "relative_time"):
         one = of(compared, metric)
         assert one.direction == expected and one.p_value is None
         assert one.ratio is not None and one.ratio.point == pytest.approx(factor, rel=0.01)
-        assert (expected == "unsure") is bool(one.why)
+        assert (expected == "cannot tell") is bool(one.why)
     assert of(compared, "product_error").direction is Direction.SAME
 
 
@@ -132,7 +132,7 @@ def test_runs_slower_on_some_calls_are_not_faster(runs: int, faster: float) -> N
     compared = held([run(one) for one in range(runs)], [run(9 + one, timing=uneven(one)) for one in range(runs)])
     for metric in ("time", "relative_time"):
         one = of(compared, metric)
-        assert one.direction == "unsure" and "uneven" in one.labels
+        assert one.direction == "cannot tell" and "uneven" in one.labels
         assert one.why == "the mean over all calls does not confirm what the fastest calls say"
     assert of(compared, "time", "fp32").labels == ("cross-run",)
 

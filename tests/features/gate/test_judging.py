@@ -106,13 +106,13 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
         (figure(0.9), GateOutcome.BETTER),
         (figure(1.04), GateOutcome.FINE),
         (figure(1.06), GateOutcome.SUSPECTED),
-        (figure(1.06, direction=Direction.UNSURE), GateOutcome.UNSURE),
+        (figure(1.06, direction=Direction.UNSURE), GateOutcome.OPEN),
         (figure(2.0, before=1e-6, after=2e-6), GateOutcome.FINE),
-        (figure(1.06, p_value=0.03), GateOutcome.UNSURE),
-        (stored(1.04), GateOutcome.UNSURE),
+        (figure(1.06, p_value=0.03), GateOutcome.OPEN),
+        (stored(1.04), GateOutcome.OPEN),
         (stored(1.06), GateOutcome.SUSPECTED),
         (stored(1.2), GateOutcome.SUSPECTED),
-        (stored(1.06, ratio=Interval(1.06, 0.95, 1.2, 0.99)), GateOutcome.UNSURE),
+        (stored(1.06, ratio=Interval(1.06, 0.95, 1.2, 0.99)), GateOutcome.OPEN),
         (exact(1.01), GateOutcome.FINE),
         (exact(1.03), GateOutcome.SUSPECTED),
         (figure(1.0, direction=Direction.NONE, before=None), GateOutcome.NONE),
@@ -130,7 +130,7 @@ def test_chance_among_many() -> None:
     others = [figure(1.0, case=f"gemm[m={n}]@cpu/bf16") for n in range(99)]
     assert first_look([suspect])[0].outcome is GateOutcome.SUSPECTED
     judged = first_look([suspect, *others])[0]
-    assert judged.outcome is GateOutcome.UNSURE and "among 100 figures" in judged.why
+    assert judged.outcome is GateOutcome.OPEN and "among 100 figures" in judged.why
 
 
 def test_the_rule_of_benjamini_and_hochberg() -> None:
@@ -215,7 +215,7 @@ def test_what_is_ignored() -> None:
     """A time beside its ratio to the reference, unless a rule names it. Rules are about numbers: a failed case still
     fails."""
     both = [stored(1.5), stored(1.0, metric="relative_time", unit="x", before=0.5, after=0.5)]
-    assert [judged.outcome for judged in first_look(both)] == [GateOutcome.IGNORED, GateOutcome.UNSURE]
+    assert [judged.outcome for judged in first_look(both)] == [GateOutcome.IGNORED, GateOutcome.OPEN]
     assert first_look(both, (ThresholdRule("gemm", "time", 0.1),))[0].outcome is GateOutcome.SUSPECTED
     assert first_look([figure(1.5)])[0].outcome is GateOutcome.SUSPECTED
     rules = (ThresholdRule("*", "*", ignored=True),)
@@ -227,8 +227,8 @@ def test_what_is_ignored() -> None:
     ("outcomes", "code", "headline"),
     [
         ("", 0, "no regression"),
-        ("FINE SUSPECTED CLEARED UNSURE BETTER", 4, "1 suspected"),
-        ("FINE CLEARED UNSURE BETTER", 0, "no regression found, 1 unsure"),
+        ("FINE SUSPECTED CLEARED OPEN BETTER", 4, "1 suspected"),
+        ("FINE CLEARED OPEN BETTER", 0, "no regression found, 1 cannot tell (not blocking)"),
         ("REGRESSION REGRESSION", 1, "2 regressions"),
         ("REGRESSION SUSPECTED", 1, "1 regression and 1 suspected"),
         ("REGRESSION FAILED", 3, "1 failed and 1 regression"),
@@ -437,7 +437,7 @@ WIDE = Interval(1.0, 0.9, 1.11, 0.99)
         # No time: it is listed, and changes no exit.
         (
             figure(1.0, ratio=WIDE, noise=Noise(0.04, 11), direction=Direction.UNSURE, metric="energy", unit="J"),
-            GateOutcome.UNSURE,
+            GateOutcome.OPEN,
             "",
         ),
         (figure(1.0, direction=Direction.NONE, ratio=None, metric="energy"), GateOutcome.NONE, ""),

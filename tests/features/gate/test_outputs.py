@@ -74,7 +74,7 @@ def test_markdown() -> None:
         "Cannot tell",
         "Cleared",
         "Better",
-        "Unsure",
+        "Cannot tell (not blocking)",
         "torch was",
     ):
         assert title in page

@@ -259,7 +259,7 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
         shape, style = looks[point.series]
         tone = f" {point.tone.value}" if point.tone is not Tone.PLAIN else ""
         sheet.dot(f"mark {style}{tone}", shape, x, y, _DOT, _hint(chart, point))
-    _labels(sheet, points, spots, [box for box in (frame.plot, frame.margin) if box])
+    _labels(sheet, points, spots, whiskers, [box for box in (frame.plot, frame.margin) if box])
     return end
 
 
@@ -335,10 +335,17 @@ def _hint(chart: Scatter, point: ChartPoint) -> Hint:
 
 
 def _labels(
-    sheet: Sheet, points: Sequence[ChartPoint], spots: Sequence[tuple[float, float]], frames: Sequence[_Box]
+    sheet: Sheet,
+    points: Sequence[ChartPoint],
+    spots: Sequence[tuple[float, float]],
+    whiskers: Sequence[Sequence[tuple[float, float]]],
+    frames: Sequence[_Box],
 ) -> None:
     """Labels points: strong ones, then each series' first, then second ones; joined strands need none."""
     taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
+    taken += [
+        _Box(left, min(first, last) - 2, right, max(first, last) + 2) for (left, first), (right, last) in whiskers
+    ]
     turns: dict[str, count[int]] = defaultdict(count)
     order = [
         (point.tone is not Tone.STRONG, next(turns[point.series]), number)
