@@ -191,8 +191,7 @@ def _find_case(
     timing = record.timing
     if not record.is_ok or timing is None or not timing.slots:
         return Finding(record.case, Verdict.NONE)
-    # 1. The rounds that it is judged by: its own sitting's, or those after it was chosen as the fastest.
-    group_best = standard.best
+    # 1. The rounds that judge it: those of its sitting, or those after it was chosen as the fastest.
     standard = _of_sitting(record, timing, standard)
     if record.fresh is not None:
         standard = replace(standard, timing=record.fresh.reference, control=record.fresh.control)
@@ -201,7 +200,7 @@ def _find_case(
     # 2. Times, scaled so that they have the speed-up that is shown.
     whole = conclusion.whole if conclusion is not None else standard.whole if record.is_reference else None
     ratio = conclusion.ratio if conclusion is not None else None
-    phases = _scale_to_ratio(verdicts.best_phases(timing, whole), record, group_best, ratio)
+    phases = _scale_to_ratio(verdicts.best_phases(timing, whole), record, standard.best, ratio)
     all_calls = verdicts.totals(timing)
     blank = Finding(
         record.case,

@@ -143,7 +143,7 @@ BIMODAL_LESSER = 0.2
 
 
 class _Evidence(NamedTuple):
-    """What a case's labels rest on. `reference` is the timing in the same rounds, `aa` their A/A interval."""
+    """The sources of a case's labels. `reference` is its timing in the same rounds, `aa` their A/A interval."""
 
     record: Record
     timing: Timing
@@ -180,7 +180,7 @@ def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, 
 
 
 def label_in_process(run: Run) -> tuple[Labelled, ...]:
-    """Labels every case of a profile that was not measured in a process of its own."""
+    """Labels every case of a profile that was not measured in a separate process."""
     return (Labelled(Label.IN_PROCESS),) if run.origin == PROFILE and not run.request.isolation else ()
 
 
@@ -214,7 +214,7 @@ def _check_shape(evidence: _Evidence) -> Iterator[Labelled]:
 
 
 def _check_device(evidence: _Evidence) -> Iterator[Labelled]:
-    """Yields what the driver says, and doubts about energy."""
+    """Yields limits that the driver reports, and doubts about energy."""
     record = evidence.record
     yield from label_shared_device(record.watch)
     yield from limits_of(record.watch)

@@ -229,8 +229,8 @@ def match_times(
     layouts = {(timing.segments, timing.varying) for timing in all_timings}
     whole = len(layouts) > 1 or any(map(_compares_whole_steps, (*old, *new, *extra)))
     best = [_estimate_best(side, rounds, calls, whole) for side in timings]
-    means = [_estimate_means(side, rounds) for side in timings]
-    yield MatchedFigures(TIME, "s", best[0], best[1], few, best[2], tuple(means), _shown_times(old, new))
+    typical = tuple(_estimate_means(side, rounds) for side in timings)
+    yield MatchedFigures(TIME, "s", best[0], best[1], few, best[2], typical, _shown_times(old, new))
     # 3. Ratios compare only if all have the same reference.
     if len({sighting.reference for sighting in (*old, *new, *extra)}) > 1:
         return
