@@ -39,7 +39,7 @@ from fp8bench.report.panels import panels_of
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.run import page_of, render
 from fp8bench.report.topics.answers import VERDICT_COLUMNS, verdict_rows
-from fp8bench.store.runs.listing import find_run, load_named
+from fp8bench.store.runs.listing import find_run, load_stored_run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -239,7 +239,7 @@ def _shown(run: model.Run) -> Run:
 
 def load(run: str | Path | model.Run, store: str | Path = DEFAULT_STORE) -> Run:
     """Returns a stored run; its `.results` are the rows of --csv, its `.verdicts` those of the terminal's answer."""
-    return _shown(run if isinstance(run, model.Run) else load_named(str(run), folder("store", store)))
+    return _shown(run if isinstance(run, model.Run) else load_stored_run(str(run), folder("store", store)))
 
 
 def findings(run: model.Run) -> Findings:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from fp8bench import __version__
-from fp8bench.analysis.verdicts import decided, fastest
+from fp8bench.analysis.verdicts import find_fastest, is_decided
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
 from fp8bench.files import check_folder
 from fp8bench.measure.arm import Quantisers
@@ -360,7 +360,7 @@ def _group(
     searched = request.max_batch and group.setting in searched_for_batches(run.plan)
     method = Method(
         rule=rule_for(request.quick, request.rounds, budget),
-        judge=decided,
+        judge=is_decided,
         seed=request.seed,
         limits=Limits(request.case_timeout),
         quantisers=quantisers,
@@ -370,7 +370,7 @@ def _group(
         ceilings=ceilings,
         warm_up_seconds=switches.warm_up_seconds,
         lost=lost,
-        choose=None if request.quick or request.budget is not None else fastest,
+        choose=None if request.quick or request.budget is not None else find_fastest,
         tapes=switches.tapes,
         tapes_apart=switches.tapes_apart,
         looks_again=request.tape or not request.quick,

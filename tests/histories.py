@@ -14,6 +14,7 @@ from fp8bench.model import (
     Cell,
     Environment,
     Figure,
+    Point,
     Record,
     Request,
     Run,
@@ -27,9 +28,9 @@ from fp8bench.model import (
 )
 from fp8bench.registry import workloads
 from fp8bench.store.asv.identity import Home
-from fp8bench.store.commit_runs import by_place, commit_points, files_by_commit, read_runs, series_of_runs
+from fp8bench.store.commit_runs import TrackedRun, by_place, commit_points, files_by_commit, read_runs, series_of_runs
 from fp8bench.store.figures.lines import History, home_of, order
-from fp8bench.store.figures.tables import figure_of
+from fp8bench.store.figures.tables import commit_date, value_of
 from fp8bench.store.runs.run_file import load_run, start_run
 from fp8bench.store.series import cells_of
 from tests.runs import CPU, NATIVE, run_of
@@ -152,6 +153,21 @@ class Trends(NamedTuple):
 
 def trends_of(history: History, wanted: Callable[[str], bool]) -> Trends:
     return Trends(history.trends(wanted), history.runs, history.commits, history.left)
+
+
+def figure_of(tracked: TrackedRun, point: Point) -> Figure:
+    return Figure(
+        tracked.commit,
+        commit_date(tracked),
+        point.version,
+        point.runs,
+        len(point.samples),
+        *value_of(point),
+        point.hasty,
+        point.status,
+        point.reason,
+        point.under,
+    )
 
 
 def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:

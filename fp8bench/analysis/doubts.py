@@ -1,12 +1,12 @@
-"""Labels that need several cases or arms: time that does not grow with the declared work, a clock that differs from
-the reference's, and a place in the round that makes slots longer."""
+"""Labels that compare several cases: time that does not grow with the declared work, a clock that differs from the
+reference's, and a place in the round that makes slots longer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import permutations
+from itertools import chain, permutations
 from statistics import NormalDist, fmean
 from typing import NamedTuple, TypeGuard
 
@@ -14,16 +14,16 @@ import numpy as np
 
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
-from fp8bench.analysis.compare.interval import mean_of
+from fp8bench.analysis.compare.interval import mean_with_reach
 from fp8bench.analysis.labels import HOST_PARTLY, Labelled, host_share
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import FINAL_LEVEL, LEAST_FOR_VERDICT, means
-from fp8bench.model import DeviceWatch, Interval, Label, Record, Scalar, Timing, Work
+from fp8bench.model import DeviceWatch, Interval, Label, Record, Scalar, SlotSample, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, slopes
 
-# So many times the work is another size.
+# A size counts as larger from this many times the work on.
 _TWICE = 2.0
-# The ratio of two times must be known to so many standard errors, and may be this much; a wider one shows nothing.
+# Times are the same if their ratio is surely (by this many standard errors) below this.
 _ERRORS, _AT_MOST = 3.0, 1.1
 # The host's time for an operator of any size, with autograd and Python around it: twice the 14 us of a convolution of 8
 # channels on an AMD EPYC (Zen 5). Steps that take less than that an operator need not grow with their work.
@@ -33,65 +33,69 @@ _OPERATOR_SECONDS = 30e-6
 def flat_times(records: Iterable[Record], threads: int = 1) -> dict[str, Labelled]:
     """Returns labels by case for the larger of two sizes that takes no longer.
 
-    They are not hard, because what the counts do not show may be the same in both. A GPU, or several threads, that were
-    half idle take as long for twice the work, so they are checked only where the larger size claims more than half of
+    They are not hard, because work that the counts do not show may be the same in both. A GPU, or several threads, that
+    were half idle take as long for twice the work, so they are checked only if the larger size claims more than half of
     what they can do. Cases with fewer rounds than an emulated one gets are left out.
     """
-    kinds: dict[tuple[str, ...], list[Record]] = {}
+    sizes: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         case = record.case
         if record.timing and record.timing.num_rounds >= EMULATED_ROUNDS:
-            kinds.setdefault((case.workload, case.version, case.mode, case.device), []).append(record)
+            sizes.setdefault((case.workload, case.version, case.mode, case.device), []).append(record)
     labels: dict[str, Labelled] = {}
-    for alike in kinds.values():
-        for small, large in permutations(alike, 2):
-            if _grown(small, large) and _is_busy(large, threads) and (reason := _flat(small, large)):
-                labels.setdefault(large.case.id, Labelled(Label.FLAT_TIME, reason))
+    for small, large in chain.from_iterable(permutations(of_mode, 2) for of_mode in sizes.values()):
+        if _is_larger(small, large) and _is_busy(large, threads) and (reason := _describe_flat_time(small, large)):
+            labels.setdefault(large.case.id, Labelled(Label.FLAT_TIME, reason))
     return labels
 
 
-def _grown(small: Record, large: Record) -> bool:
-    """Whether it is at least twice the work in every declared count, by larger numbers and in nothing else.
+def _is_larger(small: Record, large: Record) -> bool:
+    """Whether it has at least twice the work in every declared count, by larger parameters and no other differences.
 
     The memory that a state surely needs stands for undeclared bytes: a product of one row takes as long as one of two,
     because both read all weights.
     """
-    before, after = small.work, large.work
-    if not (before.flops or before.bytes or before.tokens) or after.tokens < before.tokens:
+    few, many = small.work, large.work
+    if not (few.flops or few.bytes or few.tokens) or many.tokens < few.tokens:
         return False
-    pairs = [(before.flops, after.flops), (before.bytes or before.least_memory, after.bytes or after.least_memory)]
-    if not (before.flops or before.bytes):
-        pairs.append((before.tokens, after.tokens))
-    few, many = dict(small.case.params), dict(large.case.params)
-    larger = few.keys() == many.keys() and all(_at_least(many[name], value) for name, value in few.items())
-    return larger and all(more >= _TWICE * less for less, more in pairs)
-
-
-def _at_least(value: Scalar, other: Scalar) -> bool:
-    if isinstance(value, str | bool) or isinstance(other, str | bool):
-        return value == other
-    return value >= other
-
-
-def _flat(small: Record, large: Record) -> str:
-    """Returns both times and works where the larger size provably takes no longer; else ''."""
-    assert small.timing is not None and large.timing is not None
-    before, after = verdicts.best_seconds(small.timing), verdicts.best_seconds(large.timing)
-    operators = None if small.products is None else small.products.operators
-    if operators is None or before <= _OPERATOR_SECONDS * operators:
-        return ""  # its time is not that of its work: it may grow with nothing
-    if host_share(small.timing, small.case.device) > HOST_PARTLY:
-        return ""
-    if after > _AT_MOST * before:
-        return ""
-    fewest = ((timing, min(len(slot.calls_ns) for slot in timing.slots)) for timing in (small.timing, large.timing))
-    error = _ERRORS * math.hypot(*(stats.best_case(verdicts.cells(timing, calls)).error for timing, calls in fewest))
-    grown = math.log(after / before)
-    if grown - error > 0 or grown + error > math.log(_AT_MOST):
-        return ""
-    return (
-        f"{units.seconds(after)} for {_work_words(large.work)}, {units.seconds(before)} for {_work_words(small.work)}"
+    counts = [(few.flops, many.flops), (few.bytes or few.least_memory, many.bytes or many.least_memory)]
+    if not (few.flops or few.bytes):
+        counts.append((few.tokens, many.tokens))
+    if not all(count >= _TWICE * small_count for small_count, count in counts):
+        return False
+    small_params, params = dict(small.case.params), dict(large.case.params)
+    return small_params.keys() == params.keys() and all(
+        _is_at_least(params[name], value) for name, value in small_params.items()
     )
+
+
+def _is_at_least(value: Scalar, bound: Scalar) -> bool:
+    if isinstance(value, str | bool) or isinstance(bound, str | bool):
+        return value == bound
+    return value >= bound
+
+
+def _describe_flat_time(small: Record, large: Record) -> str:
+    """Returns both times and works if the larger size provably takes no longer; else ''."""
+    assert small.timing is not None and large.timing is not None
+    small_seconds, seconds = verdicts.best_seconds(small.timing), verdicts.best_seconds(large.timing)
+    # 1. The host's time for operators need not grow with the work, nor that of a host that a device waits for.
+    operators = None if small.products is None else small.products.operators
+    if operators is None or small_seconds <= _OPERATOR_SECONDS * operators:
+        return ""
+    if host_share(small.timing, small.case.device) > HOST_PARTLY or seconds > _AT_MOST * small_seconds:
+        return ""
+    # 2. The ratio must be the same beyond its error.
+    error = _ERRORS * math.hypot(_best_error(small.timing), _best_error(large.timing))
+    log = math.log(seconds / small_seconds)
+    if log - error > 0 or log + error > math.log(_AT_MOST):
+        return ""
+    words = f"{units.seconds(seconds)} for {_describe_work(large.work)}"
+    return f"{words}, {units.seconds(small_seconds)} for {_describe_work(small.work)}"
+
+
+def _best_error(timing: Timing) -> float:
+    return stats.best_case(verdicts.cells(timing, verdicts.fewest_calls(timing))).error
 
 
 def _is_busy(record: Record, threads: int) -> bool:
@@ -105,14 +109,14 @@ def _is_busy(record: Record, threads: int) -> bool:
     return record.work.flops > half * flops or record.work.bytes > half * moved
 
 
-def _work_words(work: Work) -> str:
+def _describe_work(work: Work) -> str:
     if work.flops:
         return units.count(work.flops, "FLOP")
     return units.count(work.bytes, "B") if work.bytes else units.count(work.tokens, "tokens")
 
 
-# A pair is void if its clocks differ by this and surely by half of it: drivers report clocks in steps of 15 MHz, which
-# are 0.8% of a fast one.
+# A comparison is void if clocks differ by this share, and surely by half of it: drivers report clocks in steps of 15
+# MHz, which are 0.8% of a fast one.
 APART = 0.01
 _SURELY = 0.005
 # Fewer rounds with all clocks do not show how far readings differ by chance.
@@ -120,55 +124,62 @@ LEAST_LOOKS = 4
 
 
 def clock_offset(case: Timing, entries: Sequence[Timing], reference: str) -> Iterator[Labelled]:
-    """Yields a hard label for a case whose clock differed from its reference's, whose entries count alike.
+    """Yields a hard label for a case whose clock differed from its reference's; all entries of that count alike.
 
-    It is paired by round, so that a device that slows down with heat shows nothing.
+    Clocks are compared round by round, so a device that slows down with heat shows nothing.
     """
-    own, *others = (_clocks(timing) for timing in (case, *entries))
-    rounds = [number for number in own if others and all(number in other for other in others)]
-    if len(rounds) < LEAST_LOOKS:
+    case_clocks = _clocks(case)
+    entry_clocks = [_clocks(timing) for timing in entries]
+    logs: dict[int, float] = {}
+    for number, clock in case_clocks.items():
+        of_round = [math.log(clocks[number]) for clocks in entry_clocks if number in clocks]
+        if entry_clocks and len(of_round) == len(entry_clocks):
+            logs[number] = math.log(clock) - fmean(of_round)
+    if len(logs) < LEAST_LOOKS:
         return
-    apart = [math.log(own[number]) - fmean(math.log(other[number]) for other in others) for number in rounds]
-    point, reach = mean_of(apart)
+    point, reach = mean_with_reach([*logs.values()])
     if abs(point) <= math.log1p(APART) or abs(point) - reach <= math.log1p(_SURELY):
         return
-    ran, against = (_mean(timings, rounds) for timings in ([case], entries))
-    shown = [units.count(clock, "Hz") for clock in (ran, against)]
-    told = f"SM clock {shown[0]} against {reference}'s {shown[1]}, {units.change(math.exp(point))}"
-    yield Labelled(Label.CLOCK_OFFSET, told, hard=True)
+    words, reference_words = (units.count(_mean_clock(timings, logs), "Hz") for timings in ([case], entries))
+    reason = f"SM clock {words} against {reference}'s {reference_words}, {units.change(math.exp(point))}"
+    yield Labelled(Label.CLOCK_OFFSET, reason, hard=True)
 
 
-def unsettled(watch: DeviceWatch | None) -> Iterator[Labelled]:
+def label_unsettled_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
     """Yields a label for a case whose device had not settled when the first round began."""
     course = watch.warm_up if watch is not None else None
     if course is None or course.settled or not course.looks:
         return
     moved = slopes(course.looks)
-    told = [f"after {units.seconds(course.seconds)} of warming up"]
+    words = [f"after {units.seconds(course.seconds)} of warming up"]
     if moved.clock is not None:
-        told.append(f"clock {units.count(course.looks[-1].clock, 'Hz')}, {100 * moved.clock:+.1f}% a second")
+        words.append(f"clock {units.count(course.looks[-1].clock, 'Hz')}, {100 * moved.clock:+.1f}% a second")
     if moved.temperature is not None:
-        told.append(f"{course.looks[-1].temperature:g} degC, {moved.temperature:+.1f} a second")
-    yield Labelled(Label.UNSETTLED, ", ".join(told))
+        words.append(f"{course.looks[-1].temperature:g} degC, {moved.temperature:+.1f} a second")
+    yield Labelled(Label.UNSETTLED, ", ".join(words))
 
 
 def _clocks(timing: Timing) -> dict[int, float]:
-    """Returns the clocks by round, without those that a changed file made impossible."""
+    """Returns the clocks by round, without impossible ones (somebody may have changed the file)."""
     clocks = {slot.round: slot.clock for slot in timing.slots if slot.clock is not None}
     return {number: clock for number, clock in clocks.items() if 0 < clock < math.inf}
 
 
-def _mean(timings: Sequence[Timing], rounds: Sequence[int]) -> float:
-    slots = tuple(slot for timing in timings for slot in timing.slots if slot.round in rounds)
-    return replace(timings[0], slots=slots).clock or 0.0
+def _all_slots(timings: Sequence[Timing]) -> list[SlotSample]:
+    return list(chain.from_iterable(timing.slots for timing in timings))
 
 
-# No round has more slots.
+def _mean_clock(timings: Sequence[Timing], rounds: Container[int]) -> float:
+    slots = [slot for slot in _all_slots(timings) if slot.round in rounds]
+    return replace(timings[0], slots=tuple(slots)).clock or 0.0
+
+
+# No round has this many slots.
 _MOST = 1000
 
 
 class PlaceEffect(NamedTuple):
-    """A slot at this place, counted from 0, takes so many times as long as the others of its round."""
+    """How many times as long a slot at this place takes, counted from 0, as the other slots of its round."""
 
     place: int
     ratio: Interval
@@ -181,50 +192,55 @@ class PlaceEffect(NamedTuple):
 
 
 def place_effect(timings: Sequence[Timing]) -> PlaceEffect | None:
-    """Returns the place that differs most surely, of arms that shared rounds; None where none does.
+    """Returns the place whose effect is surest, among arms that shared rounds; None if no place has one.
 
-    A slot counts by how far its mean lies from its arm's median, and is compared with the rest of its round, so that a
+    A slot counts by how far its mean lies from its arm's median, and is compared with the rest of its round, so a
     machine that slows down shows nothing. If places had no effect, whatever the noise is like, any slot of the round
-    might have been there: that gives the variance. All places together err in one of 100 groups.
+    might have had this place: that gives the variance. All places together err in one of 100 groups.
     """
-    table = _table(timings)
+    # 1. How far each slot lies from the mean of the other slots of its round.
+    table = _tabulate_slots(timings)
     table = table[(~np.isnan(table)).sum(axis=1) > 1]
     counts = (~np.isnan(table)).sum(axis=1, keepdims=True)
-    apart = table - np.nansum(table, axis=1, keepdims=True) / counts
-    # A slot against the others of its round, of which it is none.
-    against = apart * counts / (counts - 1)
-    variance = np.nansum(against**2, axis=1, keepdims=True) / counts
-    judged = [place for place in range(table.shape[1]) if (~np.isnan(table[:, place])).sum() >= LEAST_FOR_VERDICT]
-    judged = judged[:1] if table.shape[1] == 2 else judged  # of two places, what one gains is what the other loses
-    reach = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(judged)))
-    effects: list[tuple[float, PlaceEffect]] = []
-    for place in judged:
-        there = ~np.isnan(table[:, place])
-        point = float(against[there, place].mean())
-        error = math.sqrt(float(variance[there].sum())) / int(there.sum())
-        if abs(point) > reach * error:
+    from_round = table - np.nansum(table, axis=1, keepdims=True) / counts
+    from_rest = from_round * counts / (counts - 1)
+    variance = np.nansum(from_rest**2, axis=1, keepdims=True) / counts
+    # 2. Of two places, one gains what the other loses, so one of them is enough.
+    places = [place for place in range(table.shape[1]) if (~np.isnan(table[:, place])).sum() >= LEAST_FOR_VERDICT]
+    if table.shape[1] == 2:
+        places = places[:1]
+    reach = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(places)))
+    # 3. The surest effect.
+    surest, effect = 0.0, None
+    for place in places:
+        present = ~np.isnan(table[:, place])
+        point = float(from_rest[present, place].mean())
+        error = math.sqrt(float(variance[present].sum())) / int(present.sum())
+        if abs(point) > reach * error and abs(point) / error > surest:
+            surest = abs(point) / error
             middle, low, high = (math.exp(point + side * reach * error) for side in (0, -1, 1))
-            effects.append((abs(point) / error, PlaceEffect(place, Interval(middle, low, high, FINAL_LEVEL))))
-    return max(effects, key=lambda effect: effect[0])[1] if effects else None
+            effect = PlaceEffect(place, Interval(middle, low, high, FINAL_LEVEL))
+    return effect
 
 
-def _is_known(place: int | None) -> TypeGuard[int]:
-    """Older runs have no places, and a changed file may have any."""
+def _is_sound(place: int | None) -> TypeGuard[int]:
+    """Older runs have no places, and a changed file may have any number."""
     return place is not None and 0 <= place < _MOST
 
 
-def _table(timings: Sequence[Timing]) -> Floats:
-    """Returns by round and place the logarithm of a slot's mean over its arm's median; NaN where unknown."""
-    slots = [slot for timing in timings for slot in timing.slots]
-    rounds = {number: row for row, number in enumerate(sorted({slot.round for slot in slots}))}
-    places = 1 + max((slot.place for slot in slots if _is_known(slot.place)), default=-1)
-    table: Floats = np.full((len(rounds), places), np.nan)
+def _tabulate_slots(timings: Sequence[Timing]) -> Floats:
+    """Returns by round and place the logarithm of a slot's mean over its arm's median; NaN if unknown."""
+    slots = _all_slots(timings)
+    numbers = sorted({slot.round for slot in slots})
+    rows = {number: row for row, number in enumerate(numbers)}
+    places = 1 + max((slot.place for slot in slots if _is_sound(slot.place)), default=-1)
+    table: Floats = np.full((len(rows), places), np.nan)
     for timing in timings:
         seconds = means(timing, [slot.round for slot in timing.slots])
         if not len(seconds) or seconds.min() <= 0:
             continue
         logs = np.log(seconds / np.median(seconds))
         for slot, log in zip(timing.slots, logs, strict=True):
-            if _is_known(slot.place):
-                table[rounds[slot.round], slot.place] = log
+            if _is_sound(slot.place):
+                table[rows[slot.round], slot.place] = log
     return table

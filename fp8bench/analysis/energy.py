@@ -1,6 +1,6 @@
-"""Energy from a case's windows: joules of a step, gross and net, for its work, and against the reference.
+"""Energy from a case's windows: joules of a step, gross and net, for its work, and compared with the reference.
 
-What a window reads is measured; what is computed of several numbers is derived. The energy of a phase is that of
+A window's reading is measured; what is computed from several numbers is derived. The energy of a phase is that of
 windows in which it ran by itself, or its share of the step by time. Phases by themselves are checked against the step:
 if their joules and times do not fit it, no phase has a measured figure.
 """
@@ -22,9 +22,9 @@ from fp8bench.model.consumed import CHOSEN, reasons_in
 from fp8bench.model.specs import ENERGY_PER, MetricSpec
 from fp8bench.model.words import UNATTRIBUTED
 
-# Fewer windows on either side do not show how far windows of the same code differ.
+# Fewer windows on either side do not show how much windows of the same code differ.
 LEAST_WINDOWS = 3
-# With these labels a comparison of energy is no fact: another step ran, or at other clocks.
+# With these labels a comparison of energy is not reliable: another step ran, or clocks were different.
 _DOUBTS = frozenset({Label.ENERGY_UNRESOLVED, Label.THROTTLED, Label.CONTENDED, Label.AA_FAILED})
 
 
@@ -40,7 +40,7 @@ class Range:
     def width(self) -> float:
         return self.high - self.low
 
-    def widened(self, share: float) -> Range:
+    def widen(self, share: float) -> Range:
         return Range(self.middle, self.low * (1 - share), self.high * (1 + share))
 
 
@@ -99,12 +99,15 @@ def energy_figures(record: Record) -> EnergyFigures | None:
     use, windows = record.energy, _sound(record.energy)
     if use is None or not windows:
         return None
-    joules = energy_samples(use)
-    gross, seconds = _range(joules), _range([window.seconds / window.steps for window in windows])
-    known = [window.uncertainty for window in windows if window.uncertainty is not None and 0 <= window.uncertainty < 1]
-    uncertainty = max(known) if len(known) == len(windows) else None
-    idle, net, why = _net(use, windows, (uncertainty or 0.0) * gross.middle)
+    gross = _range(energy_samples(use))
+    seconds = _range([window.seconds / window.steps for window in windows])
+    uncertainty = _largest_uncertainty(windows)
+    idle, net, reason = _net(use, windows, (uncertainty or 0.0) * gross.middle)
     clocks = [window.sm_clock for window in windows if window.sm_clock is not None]
+    joules_per = []
+    for count, (spec, unit_size) in ENERGY_PER.items():
+        if work := getattr(record.work, count):
+            joules_per.append((spec, gross.middle * unit_size / work))
     return EnergyFigures(
         use.source,
         windows,
@@ -113,15 +116,21 @@ def energy_figures(record: Record) -> EnergyFigures | None:
         statistics.median(window.joules / window.seconds for window in windows),
         idle,
         net,
-        why,
+        reason,
         uncertainty,
         statistics.median(clocks) if clocks else None,
-        tuple(
-            (spec, gross.middle * many / known)
-            for count, (spec, many) in ENERGY_PER.items()
-            if (known := getattr(record.work, count))
-        ),
+        tuple(joules_per),
     )
+
+
+def _largest_uncertainty(windows: Sequence[EnergyWindow]) -> float | None:
+    """Returns None if that of any window is unknown."""
+    largest = 0.0
+    for window in windows:
+        if window.uncertainty is None or not 0 <= window.uncertainty < 1:
+            return None
+        largest = max(largest, window.uncertainty)
+    return largest
 
 
 def _range(values: Sequence[float]) -> Range:
@@ -129,9 +138,9 @@ def _range(values: Sequence[float]) -> Range:
 
 
 def other_pace(figures: EnergyFigures, finding: Finding) -> float | None:
-    """Returns the time of a step in windows over that in slots; None where it is within the noise of either.
+    """Returns the time of a step in windows over that in slots; None if it is within the noise of either.
 
-    Windows last seconds, so only they show a clock that falls under a longer load, or a queue that is full by then.
+    Windows last seconds, so only they show a clock that falls under a longer load, or a queue that has filled up.
     """
     slots, windows = finding.median_seconds, figures.seconds
     if slots is None or not slots > 0:
@@ -142,7 +151,7 @@ def other_pace(figures: EnergyFigures, finding: Finding) -> float | None:
 
 
 def why_no_energy(record: Record) -> str:
-    """Returns why a case that was asked for its energy has no figure; '' if it has one, or none was asked for."""
+    """Returns why a case whose energy was requested has no figure; '' if it has one, or none was requested."""
     if record.energy is None or _sound(record.energy):
         return ""
     return record.energy.why or "no window was measured, and nothing says why"
@@ -151,30 +160,32 @@ def why_no_energy(record: Record) -> str:
 def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Label] = ()) -> EnergyRatio | None:
     """Returns a case's energy over its reference's; None for the reference and for emulations.
 
-    It is less, or more, where the windows of the two lie further apart than those of either do, all with their
-    uncertainty: of three windows a side that are noise alone, fewer than 1 in 100 pairs do (docs/energy.md).
+    It is less, or more, if the windows of the two lie further apart than those of either do, all with their
+    uncertainty: with three windows a side that are noise alone, fewer than 1 in 100 pairs do (docs/energy.md).
     """
     if reference is None or record.is_reference or {record.support.level, reference.support.level} != {Level.NATIVE}:
         return None
-    own, base = energy_figures(record), energy_figures(reference)
-    if own is None or base is None or own.source != base.source:
+    figures, base = energy_figures(record), energy_figures(reference)
+    if figures is None or base is None or figures.source != base.source:
         return None
-    first, second = (figures.gross.widened(figures.uncertainty or 0.0) for figures in (own, base))
-    low, high = first.low / second.high, first.high / second.low if second.low > 0 else math.inf
-    point = own.gross.middle / base.gross.middle
-    why = _why_unclear(record, own, base, frozenset(labels))
-    apart = max(second.low - first.high, first.low - second.high)
-    if not why and apart <= max(first.width, second.width):
-        why = "their windows lie too close together"
-    demand = Demand.UNCLEAR if why else Demand.LESS if point < 1 else Demand.MORE
-    return EnergyRatio(point, low, high, demand, why)
+    gross, base_gross = (side.gross.widen(side.uncertainty or 0.0) for side in (figures, base))
+    low = gross.low / base_gross.high
+    high = gross.high / base_gross.low if base_gross.low > 0 else math.inf
+    point = figures.gross.middle / base.gross.middle
+    reason = _why_unclear(record, figures, base, frozenset(labels))
+    distance = max(base_gross.low - gross.high, gross.low - base_gross.high)
+    if not reason and distance <= max(gross.width, base_gross.width):
+        reason = "their windows lie too close together"
+    if reason:
+        return EnergyRatio(point, low, high, Demand.UNCLEAR, reason)
+    return EnergyRatio(point, low, high, Demand.LESS if point < 1 else Demand.MORE)
 
 
-def _why_unclear(record: Record, own: EnergyFigures, base: EnergyFigures, labels: frozenset[Label]) -> str:
-    """Returns why no comparison is a fact, whatever the windows are; '' if it may be."""
-    if None in (own.uncertainty, base.uncertainty):
+def _why_unclear(record: Record, figures: EnergyFigures, base: EnergyFigures, labels: frozenset[Label]) -> str:
+    """Returns why no comparison is reliable, whatever the windows are; '' if it may be."""
+    if None in (figures.uncertainty, base.uncertainty):
         return "it is unknown how far its power sensor can be off"
-    fewest = min(len(own.windows), len(base.windows))
+    fewest = min(len(figures.windows), len(base.windows))
     if fewest < LEAST_WINDOWS:
         return "one window is too few to compare" if fewest == 1 else f"{fewest} windows are too few to compare"
     if not record.paired:
@@ -187,33 +198,39 @@ def _sound(use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
 
 
 def sound_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
+    """Drops windows whose numbers cannot be, because somebody changed the file."""
     return tuple(
         window
         for window in windows
-        if window.steps > 0 and all(1e-30 < number < 1e30 for number in (window.seconds, window.joules))
+        if window.steps > 0 and 1e-30 < window.seconds < 1e30 and 1e-30 < window.joules < 1e30
     )
 
 
 def _net(use: EnergyUse, windows: Sequence[EnergyWindow], unsure: float) -> tuple[float | None, Range | None, str]:
-    """Returns idle power, what a step takes beyond it, or why that is unknown; its ends are by the two idle powers.
+    """Returns idle power and what a step takes beyond it, or why that is unknown; its ends are by the two idle powers.
 
-    There is none where its low end is within the joules that a step is `unsure` by: the difference of two numbers that
+    There is none if its low end is within the joules by which a step is `unsure`: the difference of two numbers that
     are nearly the same is noise.
     """
-    ends = (("before", use.idle_before), ("after", use.idle_after))
-    idles = [watts for _, watts in ends if watts is not None and 0 <= watts < math.inf]
-    if len(idles) < len(ends):
-        missing = " and ".join(when for when, watts in ends if watts not in idles)
-        return None, None, use.why or f"the idle power {missing} its windows was not measured"
+    idles, missing = [], []
+    for when, watts in (("before", use.idle_before), ("after", use.idle_after)):
+        if watts is not None and 0 <= watts < math.inf:
+            idles.append(watts)
+        else:
+            missing.append(when)
+    if missing:
+        return None, None, use.why or f"the idle power {' and '.join(missing)} its windows was not measured"
     idle = statistics.fmean(idles)
-    low, middle, high = (
-        [(window.joules - watts * window.seconds) / window.steps for window in windows]
-        for watts in (max(idles), idle, min(idles))
-    )
-    net = Range(statistics.median(middle), min(low), max(high))
+    low = min(_net_joules(windows, max(idles)))
+    high = max(_net_joules(windows, min(idles)))
+    net = Range(statistics.median(_net_joules(windows, idle)), low, high)
     if net.low <= unsure:
         return idle, None, f"what it takes beyond idling, {units.count(idle, 'W')}, is too little to tell"
     return idle, net, ""
+
+
+def _net_joules(windows: Sequence[EnergyWindow], idle: float) -> list[float]:
+    return [(window.joules - idle * window.seconds) / window.steps for window in windows]
 
 
 NO_SOURCE = "none"
@@ -223,10 +240,10 @@ MOST_APART = 0.05
 
 
 def why_unresolved(energy: EnergyUse | None) -> str:
-    """Returns why an energy is not resolved; '' if it is, was not asked for, or the device has no source.
+    """Returns why an energy is not resolved; '' if it is, was not requested, or the device has no source.
 
-    A power sensor is never resolved, because its error is unknown. A missing idle power leaves the gross energy as good
-    as it is.
+    A power sensor is never resolved, because its error is unknown. A missing idle power does not concern the gross
+    energy.
     """
     return "" if energy is None or energy.source == NO_SOURCE else "; ".join(_reasons(energy))
 
@@ -246,44 +263,55 @@ def _reasons(energy: EnergyUse) -> Iterator[str]:
     joules = [window.joules / window.steps for window in windows if window.steps > 0]
     if len(joules) < len(windows) or not all(0 < joule < math.inf for joule in joules):
         yield "a window has no energy"
-    elif (apart := (max(joules) - min(joules)) / statistics.median(joules)) > MOST_APART:
-        yield f"its windows are {units.percent(apart)} apart"
-    seen = functools.reduce(operator.or_, (window.throttle or 0 for window in windows))
-    if held := [name for name in reasons_in(seen) if name not in CHOSEN]:
-        yield f"clocks were held back in its windows: {', '.join(held)}"
+    elif (distance := _relative_distance(joules)) > MOST_APART:
+        yield f"its windows are {units.percent(distance)} apart"
+    if names := forced_throttling(windows):
+        yield f"clocks were held back in its windows: {', '.join(names)}"
+
+
+def _relative_distance(values: Sequence[float]) -> float:
+    return (max(values) - min(values)) / statistics.median(values)
+
+
+def forced_throttling(windows: Iterable[EnergyWindow]) -> list[str]:
+    """Returns the names of reasons that held clocks back in any window, without those that somebody chose."""
+    bits = functools.reduce(operator.or_, (window.throttle or 0 for window in windows), 0)
+    return [name for name in reasons_in(bits) if name not in CHOSEN]
 
 
 # The same for joules of a phase.
 MOST_PHASE_APART = 0.10
-# If phases take more or less than their time in the step by this share, they did not do what the step does.
+# Phases that take more or less than their time in the step by this share did not do what the step does.
 MOST_OFF = 0.10
 
 
 @dataclass(frozen=True)
 class PhaseJoules:
-    """Joules of one phase of a step. `found` is the range of its windows with their uncertainty, `seconds` its time
-    by itself, `seconds_width` how much windows differ in it. All None for an estimate: the step's joules by share of
-    the time, or for unattributed time what measured phases and other estimates leave of them; `why` says why it is
-    one."""
+    """Joules of one phase of a step.
+
+    `range` is that of its windows with their uncertainty, `seconds` its time by itself, `seconds_width` how much
+    windows differ in it. An estimate has none of them, and `why` says why it is one: it is the step's joules by its
+    share of the time, or for unattributed time what all other phases leave of them.
+    """
 
     phase: str
     joules: float
-    found: Range | None = None
+    range: Range | None = None
     seconds: float | None = None
     seconds_width: float = 0.0
     why: str = ""
 
     @property
     def provenance(self) -> Provenance:
-        return Provenance.ESTIMATED if self.found is None else Provenance.MEASURED
+        return Provenance.ESTIMATED if self.range is None else Provenance.MEASURED
 
     @property
     def low(self) -> float | None:
-        return None if self.found is None else self.found.low
+        return None if self.range is None else self.range.low
 
     @property
     def high(self) -> float | None:
-        return None if self.found is None else self.found.high
+        return None if self.range is None else self.range.high
 
 
 @dataclass(frozen=True)
@@ -313,90 +341,100 @@ class PhaseEnergies:
 
 
 def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | None:
-    """Returns None where the case has no energy, or its phases are not known."""
+    """Returns None if the case has no energy, or its phases are not known."""
     figures = energy_figures(record)
     if figures is None or record.energy is None:
         return None
-    estimated = dict(_estimated(figures, finding))
-    asked = {phase.phase: phase for phase in record.energy.phases}
-    told = {phase: _measured(energy) for phase, energy in asked.items()}
-    measured = {phase: joules for phase, joules in told.items() if isinstance(joules, PhaseJoules)}
-    whys = {phase: why for phase, why in told.items() if isinstance(why, str)}
-    held = _checked_against_step(figures, measured, estimated, finding) if measured else PhaseEnergies(())
-    if held.void:
-        measured, whys = {}, dict.fromkeys(asked, held.void)
-    rest = [PhaseJoules(phase, joules, why=whys.get(phase, "")) for phase, joules in estimated.items()]
-    every = {phase.phase: phase for phase in rest} | measured
-    if measured and held.residual is not None:
-        others = (phase.joules for phase in rest if phase.phase not in {*measured, UNATTRIBUTED})
-        every[UNATTRIBUTED] = PhaseJoules(UNATTRIBUTED, max(0.0, held.residual.middle - sum(others)))
-    return replace(held, phases=tuple(every.values())) if every else None
+    estimates = _estimate_by_time(figures, finding)
+    # 1. Phases in windows of their own, and why others have none.
+    measured: dict[str, PhaseJoules] = {}
+    reasons: dict[str, str] = {}
+    for energy in record.energy.phases:
+        joules = _measure_phase(energy)
+        if isinstance(joules, str):
+            reasons[energy.phase] = joules
+        else:
+            measured[energy.phase] = joules
+    checked = _check_against_step(figures, measured, estimates, finding) if measured else PhaseEnergies(())
+    if checked.void:
+        measured = {}
+        reasons = {energy.phase: checked.void for energy in record.energy.phases}
+    # 2. Estimates for the other phases; unattributed time has what all of them leave.
+    phases = {phase: PhaseJoules(phase, joules, why=reasons.get(phase, "")) for phase, joules in estimates.items()}
+    phases |= measured
+    if measured and checked.residual is not None:
+        estimated = (joules for phase, joules in estimates.items() if phase not in {*measured, UNATTRIBUTED})
+        phases[UNATTRIBUTED] = PhaseJoules(UNATTRIBUTED, max(0.0, checked.residual.middle - sum(estimated)))
+    return replace(checked, phases=tuple(phases.values())) if phases else None
 
 
-def _estimated(figures: EnergyFigures, finding: Finding | None) -> Iterator[tuple[str, float]]:
-    """Yields the joules of a step by the best case's shares of time, as if all phases took the same power."""
+def _estimate_by_time(figures: EnergyFigures, finding: Finding | None) -> dict[str, float]:
+    """Returns the joules of a step by the best case's shares of time, as if all phases took the same power."""
     if finding is None or not finding.best_seconds:
-        return
-    for phase, seconds in finding.phases:
-        if 0 < seconds < math.inf:
-            yield phase, figures.gross.middle * seconds / finding.best_seconds
+        return {}
+    joules, total = figures.gross.middle, finding.best_seconds
+    return {phase: joules * seconds / total for phase, seconds in finding.phases if 0 < seconds < math.inf}
 
 
-def _measured(asked: PhaseEnergy) -> PhaseJoules | str:
+def _measure_phase(energy: PhaseEnergy) -> PhaseJoules | str:
     """Returns the energy in the windows of a phase, or why there is none."""
-    windows = sound_windows(asked.windows)
+    windows = sound_windows(energy.windows)
     if not windows:
-        return asked.why or "no window was measured, and nothing says why"
+        return energy.why or "no window was measured, and nothing says why"
     joules = [window.joules / window.steps for window in windows]
     middle = statistics.median(joules)
-    if (apart := max(joules) - min(joules)) > MOST_PHASE_APART * middle:
-        return f"its windows are {units.percent(apart / middle)} apart"
-    unsure = [window.uncertainty or 0.0 for window in windows]
-    ends = list(zip(joules, unsure, strict=True))
-    span = Range(
-        middle, min(value * (1 - share) for value, share in ends), max(value * (1 + share) for value, share in ends)
-    )
-    seconds = [window.seconds / window.steps for window in windows]
-    return PhaseJoules(asked.phase, middle, span, statistics.median(seconds), max(seconds) - min(seconds))
+    if max(joules) - min(joules) > MOST_PHASE_APART * middle:
+        return f"its windows are {units.percent(_relative_distance(joules))} apart"
+    low = min(window.joules / window.steps * (1 - (window.uncertainty or 0.0)) for window in windows)
+    high = max(window.joules / window.steps * (1 + (window.uncertainty or 0.0)) for window in windows)
+    seconds = _range([window.seconds / window.steps for window in windows])
+    return PhaseJoules(energy.phase, middle, Range(middle, low, high), seconds.middle, seconds.width)
 
 
-def _checked_against_step(
-    figures: EnergyFigures, measured: Mapping[str, PhaseJoules], estimated: Mapping[str, float], finding: Finding | None
+def _check_against_step(
+    figures: EnergyFigures, measured: Mapping[str, PhaseJoules], estimates: Mapping[str, float], finding: Finding | None
 ) -> PhaseEnergies:
     """Computes the residual and checks it against what the device can take in the rest of the step's time.
 
-    That is between idling and the most that it takes in any phase. Where times are too noisy, the rest is the time of
+    That is between idling and the most that it takes in any phase. If times are too noisy, the rest is the time of
     unmeasured phases.
     """
-    ranges = [phase.found for phase in measured.values() if phase.found is not None]
-    by_themselves = sum(phase.seconds or 0.0 for phase in measured.values())
-    step, gross = figures.seconds.middle, figures.gross.widened(figures.uncertainty or 0.0)
-    rest = step - by_themselves
+    # 1. The joules of the step that no measured phase takes.
+    ranges = [phase.range for phase in measured.values() if phase.range is not None]
+    gross = figures.gross.widen(figures.uncertainty or 0.0)
     residual = Range(
         gross.middle - sum(span.middle for span in ranges),
         gross.low - sum(span.high for span in ranges),
         gross.high - sum(span.low for span in ranges),
     )
-    elsewhere = sum(joules for phase, joules in estimated.items() if phase not in measured)
+    # 2. The time of the measured phases by themselves, over their time in the step.
+    step = figures.seconds.middle
+    by_themselves = sum(phase.seconds or 0.0 for phase in measured.values())
+    elsewhere = sum(joules for phase, joules in estimates.items() if phase not in measured)
     in_step = step * (1 - elsewhere / figures.gross.middle)
     pace = by_themselves / in_step if in_step > 0 else math.inf
-    own = sum(phase.seconds_width for phase in measured.values()) / by_themselves if by_themselves else 0.0
-    noise = max(SAME, (finding.spread if finding else None) or 0.0, figures.seconds.width / step, own)
+    width = sum(phase.seconds_width for phase in measured.values())
+    phase_noise = width / by_themselves if by_themselves else 0.0
+    spread = finding.spread if finding is not None else None
+    noise = max(SAME, spread or 0.0, figures.seconds.width / step, phase_noise)
+    # 3. What the device can take in the rest of the time.
     powers = [phase.joules / phase.seconds for phase in measured.values() if phase.seconds]
-    left = rest if abs(pace - 1) <= MOST_OFF else step - in_step
-    ends = sorted((left * max([*powers, figures.watts]), left * (figures.idle or 0.0)))
-    held = PhaseEnergies((), residual, rest, "", pace, noise)
-    return replace(held, void=_void(held, figures.gross.middle, by_themselves, ends))
+    rest = step - by_themselves
+    remaining = rest if abs(pace - 1) <= MOST_OFF else step - in_step
+    ends = sorted((remaining * max([*powers, figures.watts]), remaining * (figures.idle or 0.0)))
+    energies = PhaseEnergies((), residual, rest, "", pace, noise)
+    return replace(energies, void=_why_void(energies, figures.gross.middle, by_themselves, ends))
 
 
-def _void(held: PhaseEnergies, gross: float, by_themselves: float, ends: Sequence[float]) -> str:
+def _why_void(energies: PhaseEnergies, gross: float, by_themselves: float, ends: Sequence[float]) -> str:
     """Returns why no phase counts as measured, whatever its windows say; '' if they fit the step."""
-    residual, pace = held.residual, held.pace
+    residual, pace = energies.residual, energies.pace
     assert residual is not None and pace is not None
-    if abs(pace - 1) > max(MOST_OFF, held.noise):
+    if abs(pace - 1) > max(MOST_OFF, energies.noise):
+        in_step = units.seconds(by_themselves / pace if pace else None)
         return (
             f"by themselves they take {units.seconds(by_themselves)} where a step has "
-            f"{units.seconds(by_themselves / pace if pace else None)} for them: that is not what the step does"
+            f"{in_step} for them: that is not what the step does"
         )
     if residual.high < ends[0] or residual.low > ends[1]:
         return (

@@ -1,8 +1,8 @@
-"""Findings of the cases of a group: times, phases, a verdict, labels, and the labels that take the verdict away.
+"""Findings of the cases of a group: times, phases, labels and a verdict.
 
-After a hard label (a device that its hardware slowed down, a process with less than a fifth of a core, identical code
-that differs) the case is UNSURE and says why, and so is every case compared with a reference that has one. Its ratio
-stays visible. An emulated case never has a verdict on speed.
+A hard label (a device that its hardware slowed down, a process with less than a fifth of a core, identical code that
+differs) takes the verdict away: the case is UNSURE and says why, and so is every case compared with a reference that
+has one. Its ratio stays visible. An emulated case never has a verdict on speed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.claims import claims_of
 from fp8bench.analysis.compare.interval import quantile
-from fp8bench.analysis.doubts import PlaceEffect, clock_offset, flat_times, place_effect, unsettled
-from fp8bench.analysis.labels import Labelled, are_held_up, hard_labels, in_process, labels_of
+from fp8bench.analysis.doubts import PlaceEffect, clock_offset, flat_times, label_unsettled_device, place_effect
+from fp8bench.analysis.labels import Labelled, are_held_up, hard_labels, label_in_process, labels_of
 from fp8bench.analysis.phase_gains import find_phase_gains, scale_to_ratio
-from fp8bench.analysis.verdicts import fastest
 from fp8bench.model import (
     UNATTRIBUTED,
     Finding,
@@ -41,9 +40,9 @@ from fp8bench.model.words import UNTOUCHED
 
 BELOW_FLOOR_MARKERS = 20
 _FINAL = verdicts.FINAL_LEVEL, verdicts.SAME
-# The relative tolerance for a half-width that comes from the spread of earlier runs.
+# The relative tolerance of comparing a half-width with the spread of earlier runs.
 _CLOSE = 1e-9
-# A logarithm. Intervals that reach further say nothing either, and their ends overflow.
+# A logarithm: the ends of wider intervals overflow.
 _MOST_REACH = 100.0
 
 
@@ -51,8 +50,8 @@ _MOST_REACH = 100.0
 class _Standard:
     """What a case is compared with: reference and control of its rounds, and the reference's hard labels.
 
-    `place` is the effect of a place in these rounds, where that is more than noise. `claims` are the hard labels that
-    `record` has wherever it was measured. `whole` means that whole steps were compared. `best` are the seconds of the
+    `place` is the effect of a place in these rounds, if it is more than noise. `claims` are the hard labels that
+    `record` has wherever it was measured. With `whole` whole steps were compared. `best` are the seconds of the
     reference's best case, by both of its entries.
     """
 
@@ -69,174 +68,198 @@ class _Standard:
 
 
 def findings(run: Run) -> dict[str, Finding]:
+    """Returns the finding of each record by case id."""
     groups: dict[str, list[Record]] = {}
+    labels: dict[str, tuple[Labelled, ...]] = {}
+    run_labels = label_in_process(run)
+    flat = flat_times(run.records, run.request.threads)
     for record in run.records:
-        groups.setdefault(record.case.setting, []).append(record)
-    overheads = dict(run.overheads)
-    told = {case: (label,) for case, label in flat_times(run.records, run.request.threads).items()}
-    beside = in_process(run)
-    told = {record.case.id: (*told.get(record.case.id, ()), *beside) for record in run.records}
-    return {
-        finding.case.id: finding
-        for records in groups.values()
-        for finding in find(records, overheads, told, run.request.threads)
-    }
+        case = record.case
+        groups.setdefault(case.setting, []).append(record)
+        labels[case.id] = (flat[case.id], *run_labels) if case.id in flat else run_labels
+    by_case = {}
+    for records in groups.values():
+        for finding in find(records, dict(run.overheads), labels, run.request.threads):
+            by_case[finding.case.id] = finding
+    return by_case
 
 
 def find(
     records: Sequence[Record],
     overheads: Mapping[str, Overheads],
-    told: Mapping[str, Sequence[Labelled]] = MappingProxyType({}),
+    run_labels: Mapping[str, Sequence[Labelled]] = MappingProxyType({}),
     threads: int = 1,
 ) -> list[Finding]:
-    """Returns a finding for every record of one group; `told` are labels by case id from the rest of the run, `threads`
-    those that torch had."""
+    """Returns a finding for each record of one group.
+
+    `run_labels` are labels by case id that need the rest of the run; `threads` are torch's.
+    """
     reference = next((record for record in records if record.is_reference and record.timing), None)
-    shared, aa = _Standard(), None
+    standard, aa = _Standard(), None
     if reference is not None and reference.timing is not None:
-        aa = verdicts.noise(reference.timing, reference.control)
-        hard = hard_labels(reference.timing, reference.watch, aa, reference.case.device)
-        emulated = reference.support.is_emulated
-        together = [
-            record.timing for record in records if record.timing and record.paired and record.paired_with is None
-        ]
-        place = _beyond_noise([*together, reference.control], aa)
-        whole = verdicts.whole_steps(reference.timing, reference.control)
-        claims = tuple(claims_of(reference, None))
-        shared = _Standard(
-            reference,
-            reference.timing,
-            reference.control,
-            emulated,
-            (*hard, *claims),
-            place,
-            claims,
-            whole,
-            _best_of_entries(reference, whole),
-            threads,
-        )
-    made = [
-        _finding(record, shared, aa, overheads.get(record.case.device), told.get(record.case.id, ()))
-        for record in records
-    ]
-    return _chosen(records, made, shared)
+        aa = verdicts.aa_interval(reference.timing, reference.control)
+        standard = _make_standard(reference, reference.timing, records, aa, threads)
+    results = []
+    for record in records:
+        case = record.case
+        results.append(_find_case(record, standard, aa, overheads.get(case.device), run_labels.get(case.id, ())))
+    return _mark_chosen(records, results, standard)
+
+
+def _make_standard(
+    reference: Record, timing: Timing, records: Sequence[Record], aa: Interval | None, threads: int
+) -> _Standard:
+    claims = tuple(claims_of(reference, None))
+    together = [record.timing for record in records if record.paired and record.paired_with is None]
+    whole = verdicts.compares_whole_steps(timing, reference.control)
+    return _Standard(
+        reference,
+        timing,
+        reference.control,
+        reference.support.is_emulated,
+        (*hard_labels(timing, reference.watch, aa, reference.case.device), *claims),
+        _place_beyond_noise([*together, reference.control], aa),
+        claims,
+        whole,
+        _best_of_entries(reference, whole),
+        threads,
+    )
 
 
 def _best_of_entries(reference: Record, whole: bool) -> float:
+    """Returns the geometric mean of the best cases of the reference's entries; 0 without any."""
     entries = [timing for timing in (reference.timing, reference.control) if timing is not None and timing.slots]
-    logs = [math.log(best) for timing in entries if (best := verdicts.best_seconds(timing, whole)) > 0]
+    seconds = [verdicts.best_seconds(timing, whole) for timing in entries]
+    logs = [math.log(best) for best in seconds if best > 0]
     return math.exp(fmean(logs)) if logs else 0.0
 
 
-def _at_ratio(
-    phases: tuple[tuple[str, float], ...], record: Record, base: float, ratio: Interval | None
+def _scale_to_ratio(
+    phases: tuple[tuple[str, float], ...], record: Record, reference_seconds: float, ratio: Interval | None
 ) -> tuple[tuple[str, float], ...]:
-    """Scales a best case to the reference's, times the ratio: times that are shown have the speed-up that is shown.
+    """Scales a best case to the reference's times the ratio, so that the times shown have the speed-up shown.
 
-    The ratio is by as many rounds and calls on both sides, and a case by itself may have had more.
+    The ratio has as many rounds and calls on both sides; a case by itself may have had more.
     """
-    times = 1.0 if record.is_reference else ratio.point if ratio is not None else 0.0
-    own, wanted = sum(seconds for _, seconds in phases), base * times
-    if not (0 < own < math.inf and 0 < wanted < math.inf):
+    factor = ratio.point if ratio is not None else 0.0
+    seconds = sum(seconds for _, seconds in phases)
+    scaled = reference_seconds * (1.0 if record.is_reference else factor)
+    if not (0 < seconds < math.inf and 0 < scaled < math.inf):
         return phases
-    return tuple((phase, seconds * wanted / own) for phase, seconds in phases)
+    return tuple((phase, of_phase * scaled / seconds) for phase, of_phase in phases)
 
 
-def _chosen(records: Sequence[Record], made: list[Finding], shared: _Standard) -> list[Finding]:
-    """Adds a word to the fastest of several that was not timed again: the choice makes its speed-up too good."""
-    together = [
-        (place, record.timing)
-        for place, record in enumerate(records)
-        if record.timing
-        and record.paired
-        and not record.is_reference
-        and record.support.is_native
-        and record.paired_with is None
-    ]
-    if shared.timing is None or len(together) < LEAST_CANDIDATES or any(record.fresh for record in records):
-        return made
-    best = fastest([timing for _, timing in together], shared.timing, shared.control)
-    if best is None or not made[place := together[best][0]].judged:
-        return made
-    told = f"the fastest of {len(together)} by these rounds, and not timed again: chosen so, its speed-up is too good"
-    made[place] = replace(made[place], why="; ".join(filter(None, (made[place].why, told))))
-    return made
+def _mark_chosen(records: Sequence[Record], results: list[Finding], standard: _Standard) -> list[Finding]:
+    """Adds a note to the fastest of several that was not timed again: the choice makes its speed-up too good."""
+    if standard.timing is None or any(record.fresh for record in records):
+        return results
+    places, timings = [], []
+    for place, record in enumerate(records):
+        is_candidate = record.support.is_native and not record.is_reference
+        if record.timing and is_candidate and record.paired and record.paired_with is None:
+            places.append(place)
+            timings.append(record.timing)
+    if len(timings) < LEAST_CANDIDATES:
+        return results
+    fastest = verdicts.find_fastest(timings, standard.timing, standard.control)
+    if fastest is not None and results[places[fastest]].judged:
+        note = (
+            f"the fastest of {len(timings)} by these rounds, and not timed again: chosen so, its speed-up is too good"
+        )
+        results[places[fastest]] = _with_note(results[places[fastest]], note)
+    return results
 
 
-def _beyond_noise(timings: Sequence[Timing | None], aa: Interval | None) -> PlaceEffect | None:
+def _with_note(finding: Finding, note: str) -> Finding:
+    return replace(finding, why=f"{finding.why}; {note}" if finding.why else note)
+
+
+def _place_beyond_noise(timings: Sequence[Timing | None], aa: Interval | None) -> PlaceEffect | None:
     """Returns the effect of a place in these rounds if identical code differs by less."""
     effect = place_effect([timing for timing in timings if timing is not None])
     floor = max(verdicts.BAND, aa.reach if aa is not None else 0.0)
     return effect if effect is not None and abs(effect.ratio.point - 1) > floor else None
 
 
-def _finding(
-    record: Record, shared: _Standard, aa: Interval | None, overheads: Overheads | None, beside: Sequence[Labelled]
+def _find_case(
+    record: Record,
+    standard: _Standard,
+    aa: Interval | None,
+    overheads: Overheads | None,
+    run_labels: Sequence[Labelled],
 ) -> Finding:
     timing = record.timing
     if not record.is_ok or timing is None or not timing.slots:
         return Finding(record.case, Verdict.NONE)
-    standard = shared
-    if record.paired_with is not None:  # the sitting that it was in has its own: never the control of another one
-        hard = hard_labels(record.paired_with, None, None, record.case.device)
-        own = verdicts.noise(record.paired_with, record.control)
-        place = _beyond_noise([timing, record.paired_with, record.control], own)
-        standard = replace(
-            shared, timing=record.paired_with, control=record.control, hard=(*hard, *shared.claims), place=place
-        )
-    record, standard = _remeasured(record, standard)
-    conclusion = _concluded(record, standard)
-    whole = conclusion.whole if conclusion is not None else standard.whole if record.is_reference else None
-    all_calls = verdicts.totals(timing)
-    phases = _at_ratio(verdicts.best_phases(timing, whole), record, shared.best, conclusion and conclusion.ratio)
-    finding, aa = _with_verdict(
-        Finding(
-            record.case,
-            Verdict.NONE,
-            best_seconds=sum(seconds for _, seconds in phases),
-            median_seconds=float(np.median(all_calls)),
-            spread=stats.spread(all_calls),
-            phases=phases,
-            below_floor=_below_floor(timing, phases, overheads),
-            gains=_phase_gains(record, standard, conclusion),
-        ),
-        record,
-        standard,
-        conclusion,
-        aa,
-    )
+    # 1. The rounds that judge it: those of its sitting, or those after it was chosen as the fastest.
+    standard = _of_sitting(record, timing, standard)
     if record.fresh is not None:
-        told = f"the fastest of {record.fresh.candidates}: its speed-up is by rounds after the choice"
-        finding = replace(finding, why="; ".join(filter(None, (finding.why, told))))
-    claims = (
-        *claims_of(record, standard.record, standard.threads),
-        *_of_clocks(record, standard),
-        *(_of_whole_steps(record, standard) if whole else ()),
-        *([standard.place.label] if standard.place is not None and record.paired else ()),
-        *beside,
+        standard = replace(standard, timing=record.fresh.reference, control=record.fresh.control)
+        record = replace(record, timing=record.fresh.timing)
+    conclusion = _conclude(record, standard)
+    # 2. Times, scaled so that they have the speed-up that is shown.
+    whole = conclusion.whole if conclusion is not None else standard.whole if record.is_reference else None
+    ratio = conclusion.ratio if conclusion is not None else None
+    phases = _scale_to_ratio(verdicts.best_phases(timing, whole), record, standard.best, ratio)
+    all_calls = verdicts.totals(timing)
+    blank = Finding(
+        record.case,
+        Verdict.NONE,
+        best_seconds=sum(seconds for _, seconds in phases),
+        median_seconds=float(np.median(all_calls)),
+        spread=stats.spread(all_calls),
+        phases=phases,
+        below_floor=_below_floor(timing, phases, overheads),
+        gains=_phase_gains(record, standard, conclusion),
     )
-    labels = labels_of(record, finding, standard.timing, aa, claims)
+    # 3. The verdict, labels, and what takes the verdict away.
+    finding, aa = _with_verdict(blank, record, standard, conclusion, aa)
+    if record.fresh is not None:
+        note = f"the fastest of {record.fresh.candidates}: its speed-up is by rounds after the choice"
+        finding = _with_note(finding, note)
+    claims = [*claims_of(record, standard.record, standard.threads), *_clock_labels(record, standard)]
+    if whole:
+        claims.append(_whole_steps_label(record, standard))
+    if standard.place is not None and record.paired:
+        claims.append(standard.place.label)
+    labels = labels_of(record, finding, standard.timing, aa, [*claims, *run_labels])
     finding = replace(
         finding,
         labels=tuple(labelled.label for labelled in labels),
         label_reasons=tuple((labelled.label, labelled.reason) for labelled in labels if labelled.reason),
     )
-    return _withheld(finding, [label for label in labels if label.hard], standard.hard)
+    return _withhold_verdict(finding, [label for label in labels if label.hard], standard.hard)
 
 
-def _of_whole_steps(record: Record, standard: _Standard) -> Iterator[Labelled]:
-    """Yields a label that says whose cells sum to less than its fastest step: the case's or the reference's."""
-    arms = (record.timing, ""), (standard.timing, "of the reference "), (standard.control, "of the reference ")
-    shares = [(verdicts.below_every_step(timing), timing, whose) for timing, whose in arms if timing and timing.slots]
-    share, timing, whose = max(shares, key=lambda arm: arm[0])
-    fastest = float(verdicts.totals(timing).min())
-    made = f"{units.seconds(fastest * (1 - share))} by stretches, {units.seconds(fastest)} the fastest of"
-    yield Labelled(Label.WHOLE_STEPS, f"{whose}{made} {timing.num_calls} steps" if share else "")
+def _of_sitting(record: Record, timing: Timing, standard: _Standard) -> _Standard:
+    """Returns the reference and its control in the sitting of a case, never the control of another sitting."""
+    if record.paired_with is None:
+        return standard
+    hard = hard_labels(record.paired_with, None, None, record.case.device)
+    aa = verdicts.aa_interval(record.paired_with, record.control)
+    place = _place_beyond_noise([timing, record.paired_with, record.control], aa)
+    hard = (*hard, *standard.claims)
+    return replace(standard, timing=record.paired_with, control=record.control, hard=hard, place=place)
 
 
-def _of_clocks(record: Record, standard: _Standard) -> Iterator[Labelled]:
+def _whole_steps_label(record: Record, standard: _Standard) -> Labelled:
+    """Returns a label that says whose cells sum to less than its fastest step: the case's or the reference's."""
+    most, reason = 0.0, ""
+    arms = ((record.timing, ""), (standard.timing, "of the reference "), (standard.control, "of the reference "))
+    for timing, whose in arms:
+        share = verdicts.below_every_step(timing) if timing and timing.slots else 0.0
+        if timing is None or share <= most:
+            continue
+        fastest = float(verdicts.totals(timing).min())
+        by_cells, by_steps = units.seconds(fastest * (1 - share)), units.seconds(fastest)
+        reason = f"{whose}{by_cells} by stretches, {by_steps} the fastest of {timing.num_calls} steps"
+        most = share
+    return Labelled(Label.WHOLE_STEPS, reason)
+
+
+def _clock_labels(record: Record, standard: _Standard) -> Iterator[Labelled]:
     """Yields labels for clocks that moved before the first round, or differed from the reference's."""
-    yield from unsettled(record.watch)
+    yield from label_unsettled_device(record.watch)
     if record.is_reference or not record.paired or record.support.is_emulated or record.timing is None:
         return
     if standard.record is not None and standard.timing is not None and not standard.emulated:
@@ -244,19 +267,11 @@ def _of_clocks(record: Record, standard: _Standard) -> Iterator[Labelled]:
         yield from clock_offset(record.timing, entries, standard.record.case.mode)
 
 
-def _remeasured(record: Record, standard: _Standard) -> tuple[Record, _Standard]:
-    """Takes the fastest of several by the rounds after the choice; others stay as they are."""
-    fresh = record.fresh
-    if fresh is None:
-        return record, standard
-    own = replace(standard, timing=fresh.reference, control=fresh.control)
-    return replace(record, timing=fresh.timing), own
-
-
-def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | None:
-    """Returns the conclusion of its samples; None where they are no speed, or have no rounds with the reference."""
-    of_speed = not record.support.is_emulated and not standard.emulated and not record.is_reference
-    if record.timing is None or standard.timing is None or not (of_speed and record.paired):
+def _conclude(record: Record, standard: _Standard) -> verdicts.Conclusion | None:
+    """Returns the conclusion from its samples; None if they are no speed, or have no rounds with the reference."""
+    if record.support.is_emulated or standard.emulated or record.is_reference or not record.paired:
+        return None
+    if record.timing is None or standard.timing is None:
         return None
     timings = [record.timing, *verdicts.entries_of(standard.timing, standard.control)]
     held_up = record.case.device.startswith("cpu") and are_held_up(*timings)
@@ -266,7 +281,7 @@ def _concluded(record: Record, standard: _Standard) -> verdicts.Conclusion | Non
 
 
 def _phase_gains(record: Record, standard: _Standard, conclusion: verdicts.Conclusion | None) -> tuple[PhaseGain, ...]:
-    """Returns what each phase gains; nothing where the step has no speed, or too few rounds for an interval."""
+    """Returns what each phase gains; () if the step has no speed, or too few rounds for an interval."""
     if conclusion is None or record.timing is None or standard.timing is None:
         return ()
     timings = [record.timing, *verdicts.entries_of(standard.timing, standard.control)]
@@ -281,38 +296,40 @@ def _phase_gains(record: Record, standard: _Standard, conclusion: verdicts.Concl
 def _with_verdict(
     finding: Finding, record: Record, standard: _Standard, conclusion: verdicts.Conclusion | None, aa: Interval | None
 ) -> tuple[Finding, Interval | None]:
+    """Returns the finding with its verdict, and the A/A interval of its rounds."""
     assert record.timing is not None
     if record.support.is_emulated:
         return replace(finding, verdict=Verdict.EMULATED), None
     if record.is_reference:
-        return replace(finding, verdict=Verdict.REFERENCE, floor=_floor(aa, standard)), aa
+        return replace(finding, verdict=Verdict.REFERENCE, floor=_noise_floor(aa, standard)), aa
     if standard.timing is None or not record.paired:
         return _unsure(finding, "it did not share rounds with a reference"), None
     if standard.emulated:
         return _unsure(finding, "the reference is emulated, so its time is no speed"), None
     if conclusion is None:
         return _unsure(finding, "no round has both it and the reference"), None
-    aa, floor = conclusion.aa, _floor(conclusion.aa, standard)
-    why = _why_unsure(conclusion, record, floor) if conclusion.verdict is Verdict.UNSURE else ""
-    return replace(
+    floor = _noise_floor(conclusion.aa, standard)
+    finding = replace(
         finding,
         verdict=conclusion.verdict,
         ratio=conclusion.ratio,
         typical=conclusion.typical,
         floor=floor,
-        why=why,
-    ), aa
+        why=_why_unsure(conclusion, record, floor) if conclusion.verdict is Verdict.UNSURE else "",
+    )
+    return finding, conclusion.aa
 
 
 def reach_of(reruns: Reruns | None) -> float:
     """Returns how far, as a logarithm, an interval must reach from its point because earlier runs differ."""
-    if reruns is None or reruns.freedom < 1 or not 0 <= reruns.spread < math.inf:  # who changes a file may write any
+    # A file that somebody changed may hold any number.
+    if reruns is None or reruns.freedom < 1 or not 0 <= reruns.spread < math.inf:
         return 0.0
     return min(quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread, _MOST_REACH)
 
 
-def _floor(aa: Interval | None, standard: _Standard) -> float | None:
-    """Returns the most that identical code may differ by: in these rounds, or between runs where that is learned."""
+def _noise_floor(aa: Interval | None, standard: _Standard) -> float | None:
+    """Returns the most that identical code may differ by: in these rounds, or between runs if that is known."""
     reruns = standard.record.reruns if standard.record is not None else None
     return max(aa.reach, math.expm1(reach_of(reruns))) if aa is not None else None
 
@@ -322,6 +339,7 @@ def _unsure(finding: Finding, why: str) -> Finding:
 
 
 def _why_unsure(conclusion: verdicts.Conclusion, record: Record, floor: float | None) -> str:
+    """Returns the first reason that applies, with what to do about it."""
     assert record.timing is not None
     interval, rounds, reruns = conclusion.ratio, record.timing.num_rounds, record.reruns
     if rounds < verdicts.LEAST_FOR_VERDICT:
@@ -338,38 +356,47 @@ def _why_unsure(conclusion: verdicts.Conclusion, record: Record, floor: float | 
         return (
             f"runs on this machine come out up to {apart} apart, by {reruns.runs} earlier ones: more rounds do not help"
         )
-    grounds = [f"{rounds} rounds"]
-    grounds += ["others took the CPU in most of them"] if interval.level == 0.0 else []
-    grounds += [f"noise floor {units.percent(floor)} (A/A)"] if floor is not None else []
-    return f"{', '.join(grounds)}: {_describe_sight(interval, verdicts.band_of(conclusion.aa))}"
+    reasons = [f"{rounds} rounds"]
+    if interval.level == 0.0:
+        reasons.append("others took the CPU in most of them")
+    if floor is not None:
+        reasons.append(f"noise floor {units.percent(floor)} (A/A)")
+    return f"{', '.join(reasons)}: {_describe_sight(interval, verdicts.band_of(conclusion.aa))}"
 
 
-# An interval of 99% lies beyond the band in nine of ten runs if its point lies so many half-widths from the band:
+# An interval of 99% lies beyond the band in nine of ten runs if its point is this many half-widths from the band:
 # 1 + 1.2816 / 2.5758.
 _NINE_OF_TEN = 1.5
 
 
 def _describe_sight(interval: Interval, band: float) -> str:
-    """Says which difference rounds as many and as noisy would show in nine of ten runs."""
+    """Says which difference as many rounds with this noise would show in nine of ten runs."""
     if math.isinf(interval.half_width):
         return "no difference would have been seen"
     least = math.expm1(math.log1p(band) + _NINE_OF_TEN * interval.half_width)
     return f"a difference of {units.percent(least)} or more would have been seen"
 
 
-def _withheld(finding: Finding, own: Sequence[Labelled], of_reference: Sequence[Labelled]) -> Finding:
-    """Removes the verdict where a hard label of the case or of its reference forbids one."""
-    foreign = [label for label in of_reference if label.label not in {mine.label for mine in own}]
-    if finding.ratio is None or not (own or foreign):
+def _withhold_verdict(
+    finding: Finding, case_labels: Sequence[Labelled], reference_labels: Sequence[Labelled]
+) -> Finding:
+    """Removes the verdict if a hard label of the case or of its reference forbids one."""
+    names = {labelled.label for labelled in case_labels}
+    foreign = [labelled for labelled in reference_labels if labelled.label not in names]
+    if finding.ratio is None or not (case_labels or foreign):
         return finding
-    whys = [f"labelled {' and '.join(map(_with_reason, own))}"] if own else []
-    whys += [f"the reference is labelled {' and '.join(map(_with_reason, foreign))}"] if foreign else []
-    hard = tuple(label.label for label in (*own, *foreign))
-    return replace(_unsure(finding, f"{'; '.join(whys)}, so there is no verdict"), hard=hard)
+    reasons = []
+    if case_labels:
+        reasons.append(f"labelled {_join_labels(case_labels)}")
+    if foreign:
+        reasons.append(f"the reference is labelled {_join_labels(foreign)}")
+    unsure = _unsure(finding, f"{'; '.join(reasons)}, so there is no verdict")
+    return replace(unsure, hard=tuple(labelled.label for labelled in (*case_labels, *foreign)))
 
 
-def _with_reason(labelled: Labelled) -> str:
-    return f"{labelled.label} ({labelled.reason})" if labelled.reason else str(labelled.label)
+def _join_labels(labels: Sequence[Labelled]) -> str:
+    words = [f"{labelled.label} ({labelled.reason})" if labelled.reason else labelled.label for labelled in labels]
+    return " and ".join(words)
 
 
 def _below_floor(timing: Timing, phases: tuple[tuple[str, float], ...], overheads: Overheads | None) -> tuple[str, ...]:

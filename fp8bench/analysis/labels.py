@@ -1,24 +1,24 @@
-"""Labels of a case: doubts read from its samples, its slots' clocks, and what the device's driver says."""
+"""Labels of a case: doubts that its samples, its slots' clocks and the device's driver show."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp8bench import units
 from fp8bench.analysis import stats
 from fp8bench.analysis.energy import phase_energies, why_unresolved
-from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME, uneven
+from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME, is_uneven, totals
 from fp8bench.model import DeviceWatch, Finding, Interval, Label, Record, Run, Scalar, SlotSample, Timing
 from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
 from fp8bench.model.run import BUSY_CORES, PROFILE
 from fp8bench.model.stopping import LEAST_ROUNDS
 
-# These may be so grave that they take the verdict away; otherwise they cast doubt as all others do.
+# These may be so grave that they take the verdict away; all other labels only cast doubt.
 CAN_BE_HARD = frozenset(
     {
         Label.AA_FAILED, Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.NO_WORK, Label.CONTENDED,
@@ -43,32 +43,33 @@ class Labelled:
 
 # A driver's counter below this share of the time is ignored.
 HELD_SHARE = 0.005
-_OF_HARDWARE = frozenset({"hw-thermal", "hw-power-brake"})
+_HARDWARE_REASONS = frozenset({"hw-thermal", "hw-power-brake"})
 # The wall clock over the processor time. Above the lower one a slot is disturbed. Above the higher one it got less than
 # a fifth of a core, and even its fastest rounds may have been disturbed.
 AHEAD = 1.1
 FAR_AHEAD = 5.0
 # The share of slots above which a case is contended.
 SHARE = 0.5
-# What a hypervisor took explains a delay if it is this share of it.
+# A hypervisor explains a delay if it took this share of it.
 _STOLEN_SHARE = 0.5
 
 
 def disturbed_slots(timing: Timing, ahead: float) -> int:
-    """Counts the slots in which the wall clock ran so far ahead of the processor time.
+    """Counts the slots whose wall clock ran ahead of the processor time by this factor.
 
     With one thread the processor time of the process shows a delay. With several, threads that wait for a late one spin
     and count as busy, so the thread that runs the steps is asked: its own time keeps up with the wall clock while it
-    has its core. It also falls behind where it sleeps until the others are done, so it counts only if the system says
+    has its core. It also falls behind while it sleeps until the others are done, so it counts only if the system says
     that somebody took a core. A rank that waits for another one needs no core; its communication is left out.
     """
-    process = [slot for slot in timing.slots if _on_core(slot) > ahead * slot.cpu_seconds]
-    thread = [
-        slot
-        for slot in timing.slots
-        if slot.thread_seconds is not None and _on_core(slot) > ahead * slot.thread_seconds
-    ]
-    return max(len(process), len(thread) if _taken(thread) else 0)
+    late_processes, late_threads = 0, []
+    for slot in timing.slots:
+        seconds = _seconds_on_core(slot)
+        if seconds > ahead * slot.cpu_seconds:
+            late_processes += 1
+        if slot.thread_seconds is not None and seconds > ahead * slot.thread_seconds:
+            late_threads.append(slot)
+    return max(late_processes, len(late_threads) if _was_preempted(late_threads) else 0)
 
 
 def are_held_up(*timings: Timing) -> bool:
@@ -80,46 +81,48 @@ def are_held_up(*timings: Timing) -> bool:
     )
 
 
-# A run before this one is still in the mean load, with its threads and a little more.
+# The mean load still has the previous run, with its threads and a little more.
 _REST = 0.25
-# This many busy cores, and this share of all, leave a step another speed; so does the CPU taken in this share of slots.
+# This many busy cores, and this share of all, change the speed of a step; so does a CPU taken in this share of slots.
 _BUSY, _BUSY_SHARE, _HELD_UP = 0.5, 0.25, 0.2
 
 
 def load_of(run: Run) -> str:
-    """Returns 'load 3.1 on 2 cores, 1.9 busy at the start'; '' for a quiet machine, or none known."""
+    """Returns 'load 3.1 on 2 cores, 1.9 busy at the start'; '' for a quiet machine, or if nothing is known."""
     facts = run.environment.facts
-    load, cores, busy = (known_number(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES))
+    load, cores, busy = (positive_fact(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES))
     if not cores:
         return ""
-    threads, told = run.request.threads, [f"load {load:g} on {cores:g} cores"]
-    told += [f"{busy:g} busy at the start"] if busy else []
+    threads, words = run.request.threads, [f"load {load:g} on {cores:g} cores"]
+    if busy:
+        words.append(f"{busy:g} busy at the start")
     timings = [record.timing for record in run.records if record.timing and record.case.device.startswith("cpu")]
     slots = sum(len(timing.slots) for timing in timings)
     share = sum(disturbed_slots(timing, AHEAD) for timing in timings) / max(1, slots)
-    told += [f"they took the CPU in {units.percent(share, 0)} of the slots"] if share > _HELD_UP else []
+    if share > _HELD_UP:
+        words.append(f"they took the CPU in {units.percent(share, 0)} of the slots")
     is_loaded = load > max(threads, cores - threads) + _REST
     is_busy = busy >= max(_BUSY, _BUSY_SHARE * cores)
-    return ", ".join(told) if is_loaded or is_busy or share > _HELD_UP else ""
+    return ", ".join(words) if is_loaded or is_busy or share > _HELD_UP else ""
 
 
-def known_number(facts: Mapping[str, Scalar | None], name: str) -> float:
+def positive_fact(facts: Mapping[str, Scalar | None], name: str) -> float:
     """Returns a positive number among a run's facts, else 0."""
     value = facts.get(name)
     return value if isinstance(value, int | float) and 0 < value < math.inf else 0.0
 
 
-def _on_core(slot: SlotSample) -> float:
+def _seconds_on_core(slot: SlotSample) -> float:
     """Returns how long the process should have had a core; of several ranks the slowest one's counters are used."""
     last = max(slot.ranks, key=lambda rank: sum(rank.step_ns), default=None)
     return slot.wall_seconds - (0.0 if last is None else sum(last.communication_ns) * 1e-9)
 
 
-def contended(timing: Timing, ahead: float = AHEAD) -> bool:
+def is_contended(timing: Timing, ahead: float = AHEAD) -> bool:
     return disturbed_slots(timing, ahead) > SHARE * len(timing.slots)
 
 
-def _taken(slots: Sequence[SlotSample]) -> bool:
+def _was_preempted(slots: Sequence[SlotSample]) -> bool:
     """Whether others took a core: once a slot on average, or for about as long as the thread was late.
 
     All slots together, because stolen time is counted in steps of 10 ms, which may be longer than a slot.
@@ -139,71 +142,101 @@ BIMODAL_GAP = 0.05
 BIMODAL_LESSER = 0.2
 
 
+class _Evidence(NamedTuple):
+    """The sources of a case's labels. `reference` is its timing in the same rounds, `aa` their A/A interval."""
+
+    record: Record
+    timing: Timing
+    finding: Finding
+    reference: Timing | None
+    aa: Interval | None
+
+
 def labels_of(
-    record: Record, finding: Finding, reference: Timing | None, aa: Interval | None, others: Sequence[Labelled] = ()
+    record: Record, finding: Finding, reference: Timing | None, aa: Interval | None, claims: Sequence[Labelled] = ()
 ) -> tuple[Labelled, ...]:
-    """Returns all labels of a case in the order of Label; `aa` is the A/A interval of its rounds, `others` are
-    labels from elsewhere."""
-    every = [*_of_samples(record, finding, reference, aa), *others]
-    return tuple(sorted(every, key=lambda labelled: list(Label).index(labelled.label)))
+    """Returns all labels of a case in the order of Label, `claims` from other checks included.
+
+    `aa` is the A/A interval of its rounds.
+    """
+    assert record.timing is not None
+    evidence = _Evidence(record, record.timing, finding, reference, aa)
+    labels: list[Labelled] = []
+    for check in CHECKS:
+        labels += check(evidence)
+    labels += claims
+    return tuple(sorted(labels, key=lambda labelled: list(Label).index(labelled.label)))
 
 
 def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str) -> tuple[Labelled, ...]:
     """Returns the labels that take the verdict of a case, or of all cases compared with this reference."""
     labels = [
-        *_aa_failed(aa, timing.num_rounds),
-        *_contended(timing, device),
+        *_label_failed_aa(aa, timing.num_rounds),
+        *_label_contention(timing, device),
         *limits_of(watch),
-        *_launch_bound(timing, device),
+        *_label_host_bound(timing, device),
     ]
     return tuple(label for label in labels if label.hard)
 
 
-def in_process(run: Run) -> tuple[Labelled, ...]:
-    """Labels every case of a profile that was not measured in a process of its own."""
+def label_in_process(run: Run) -> tuple[Labelled, ...]:
+    """Labels every case of a profile that was not measured in a separate process."""
     return (Labelled(Label.IN_PROCESS),) if run.origin == PROFILE and not run.request.isolation else ()
 
 
-def _of_samples(record: Record, finding: Finding, reference: Timing | None, aa: Interval | None) -> Iterator[Labelled]:
-    timing = record.timing
-    assert timing is not None
-    yield from _aa_failed(aa, timing.num_rounds)
-    yield from _contended(timing, record.case.device)
-    yield from shared(record.watch)
-    yield from limits_of(record.watch)
-    if why := why_unresolved(record.energy):
-        yield Labelled(Label.ENERGY_UNRESOLVED, why)
-    phases = phase_energies(record, finding)
-    if phases is not None and phases.off_pace:
-        yield Labelled(Label.REPLAY_PACE, phases.off_pace)
-
+def _check_rounds(evidence: _Evidence) -> Iterator[Labelled]:
+    """Yields doubts about the rounds: their noise, others on the machine, and the host's own time."""
+    record, timing, finding = evidence.record, evidence.timing, evidence.finding
+    yield from _label_failed_aa(evidence.aa, timing.num_rounds)
+    yield from _label_contention(timing, record.case.device)
+    yield from _label_host_bound(timing, record.case.device)
     if finding.floor is not None and finding.floor > NOISY_FLOOR:
         yield Labelled(Label.NOISY)
-    yield from _launch_bound(timing, record.case.device)
-    if not record.support.is_emulated:  # else its time is read as no speed
-        if timing.num_rounds < LEAST_ROUNDS:
-            yield Labelled(Label.FEW_SAMPLES)
-        if _bimodal(timing):
-            yield Labelled(Label.BIMODAL)
-        yield from _uneven(finding, timing, reference)
-        if reference is not None and not record.is_reference and record.paired and _drifts(timing, reference):
-            yield Labelled(Label.DRIFT)
     if not record.paired:
         yield Labelled(Label.UNPAIRED)
-    if timing.varying:
-        yield Labelled(Label.VARYING)
-    if timing.eager:
-        # On a device of its own casts of native formats are part of what is compared; elsewhere they are emulations.
-        native = record.support.is_native and record.case.device != "cpu"
-        yield Labelled(Label.EAGER_QUANTISER, timing.eager, hard=native)
-    yield from _implausible(record, timing)
     if set(finding.below_floor) >= {phase for phase, seconds in finding.phases if seconds > 0}:
         yield Labelled(Label.BELOW_FLOOR)
 
 
-def _implausible(record: Record, timing: Timing) -> Iterator[Labelled]:
+def _check_shape(evidence: _Evidence) -> Iterator[Labelled]:
+    """Yields doubts about how calls and rounds are distributed."""
+    record, timing, reference = evidence.record, evidence.timing, evidence.reference
+    # The time of an emulation is no speed, whatever it looks like.
+    if record.support.is_emulated:
+        return
+    if timing.num_rounds < LEAST_ROUNDS:
+        yield Labelled(Label.FEW_SAMPLES)
+    if _is_bimodal(timing):
+        yield Labelled(Label.BIMODAL)
+    yield from _label_uneven_calls(evidence.finding, timing, reference)
+    if reference is not None and not record.is_reference and record.paired and _drifts(timing, reference):
+        yield Labelled(Label.DRIFT)
+
+
+def _check_device(evidence: _Evidence) -> Iterator[Labelled]:
+    """Yields limits that the driver reports, and doubts about energy."""
+    record = evidence.record
+    yield from label_shared_device(record.watch)
+    yield from limits_of(record.watch)
+    if reason := why_unresolved(record.energy):
+        yield Labelled(Label.ENERGY_UNRESOLVED, reason)
+    phases = phase_energies(record, evidence.finding)
+    if phases is not None and phases.off_pace:
+        yield Labelled(Label.REPLAY_PACE, phases.off_pace)
+
+
+def _check_state(evidence: _Evidence) -> Iterator[Labelled]:
+    """Yields doubts about the step itself: its work, its memory, its numbers."""
+    record, timing = evidence.record, evidence.timing
+    if timing.varying:
+        yield Labelled(Label.VARYING)
+    if timing.eager:
+        # On a GPU casts of native formats are part of what is compared; elsewhere they are emulations.
+        native = record.support.is_native and record.case.device != "cpu"
+        yield Labelled(Label.EAGER_QUANTISER, timing.eager, hard=native)
+    # torch gave unused memory back, for which it waits until the device is done.
     retries = [slot.memory_retries for slot in timing.slots if slot.memory_retries]
-    if retries:  # memory that nobody used had to be given back, for which torch waits until the device is done
+    if retries:
         yield Labelled(Label.MEMORY_FULL, f"in {len(retries)} of {len(timing.slots)} slots, {sum(retries)} times")
     if record.memory is not None and record.memory.leak:
         yield Labelled(Label.LEAK, f"{units.size(record.memory.leak)} a step")
@@ -211,34 +244,37 @@ def _implausible(record: Record, timing: Timing) -> Iterator[Labelled]:
         yield Labelled(Label.NOT_FINITE, f"{units.share(record.not_finite)} of the state")
 
 
-def _uneven(finding: Finding, timing: Timing, reference: Timing | None) -> Iterator[Labelled]:
+CHECKS = (_check_rounds, _check_shape, _check_device, _check_state)
+
+
+def _label_uneven_calls(finding: Finding, timing: Timing, reference: Timing | None) -> Iterator[Labelled]:
     """Labels a case whose mean over all calls differs from its fastest ones; hard unless both say faster, or both
     slower."""
     ratio, typical = finding.ratio, finding.typical
-    if ratio is None or typical is None or not uneven(ratio, typical):
+    if ratio is None or typical is None or not is_uneven(ratio, typical):
         return
     faster = ratio.high < 1 and typical.high < 1
     slower = ratio.low > 1 and typical.low > 1
-    told = [f"against the reference, the mean is {units.change(typical.point / ratio.point)} off the fastest calls"]
+    reason = f"against the reference, the mean is {units.change(typical.point / ratio.point)} off the fastest calls"
     if words := pattern(timing):
-        told.append(words)
+        reason += f"; {words}"
     elif reference is not None and (words := pattern(reference)):
-        told.append(f"of the reference {words}")
-    yield Labelled(Label.UNEVEN, "; ".join(told), hard=not (faster or slower))
+        reason += f"; of the reference {words}"
+    yield Labelled(Label.UNEVEN, reason, hard=not (faster or slower))
 
 
-def _aa_failed(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
+def _label_failed_aa(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
     """Labels identical code that differs from itself by more than what counts as the same."""
     if aa is not None and rounds >= LEAST_FOR_VERDICT and aa.clearance >= SAME:
         low, high = (units.ratio(bound).removesuffix("x") for bound in (aa.low, aa.high))
         yield Labelled(Label.AA_FAILED, f"A/A {units.ratio(aa.point)} [{low}, {high}]", hard=True)
 
 
-def _contended(timing: Timing, device: str) -> Iterator[Labelled]:
+def _label_contention(timing: Timing, device: str) -> Iterator[Labelled]:
     """Skips GPUs: a host waits for one anyway, so its clocks show nothing."""
-    if not device.startswith("cpu") or not contended(timing):
+    if not device.startswith("cpu") or not is_contended(timing):
         return
-    hard = contended(timing, FAR_AHEAD)
+    hard = is_contended(timing, FAR_AHEAD)
     slots = f"{disturbed_slots(timing, FAR_AHEAD if hard else AHEAD)} of {len(timing.slots)} slots"
     yield Labelled(Label.CONTENDED, f"less than a fifth of a core in {slots}" if hard else slots, hard)
 
@@ -255,11 +291,11 @@ def host_share(timing: Timing, device: str) -> float:
     if device.startswith("cpu"):
         return 0.0
     host = np.median([slot.host_seconds for slot in timing.slots])
-    step = np.median([sum(call) for slot in timing.slots for call in slot.calls_ns]) * 1e-9
+    step = np.median(totals(timing))
     return float(host / step) if step > 0 else math.inf
 
 
-def _launch_bound(timing: Timing, device: str) -> Iterator[Labelled]:
+def _label_host_bound(timing: Timing, device: str) -> Iterator[Labelled]:
     """Hard where the host set the time: such a time is only an upper bound of the device's."""
     share = host_share(timing, device)
     if share > HOST_PARTLY:
@@ -271,7 +307,7 @@ def _slot_minima(timing: Timing) -> dict[int, float]:
     return {slot.round: min(sum(call) for call in slot.calls_ns) * 1e-9 for slot in timing.slots}
 
 
-def _bimodal(timing: Timing) -> bool:
+def _is_bimodal(timing: Timing) -> bool:
     """Whether there are two clusters of best cases, both well populated and at least 5% apart."""
     minima = np.array(list(_slot_minima(timing).values()))
     explained, below = stats.best_split(np.sort(minima))
@@ -292,24 +328,24 @@ def _drifts(timing: Timing, reference: Timing) -> bool:
     return abs(stats.rank_correlation(ratios)) > DRIFT_CORRELATION and moved > DRIFT_SHARE
 
 
-def shared(watch: DeviceWatch | None) -> Iterator[Labelled]:
+def label_shared_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
     """Labels a device on which others have memory; no driver says whether they ran."""
     if watch is None:
         return
-    told = []
+    words = []
     if watch.others:
-        told.append(f"{watch.others} other process{'es' * (watch.others > 1)} on it")
+        words.append(f"{watch.others} other process{'es' * (watch.others > 1)} on it")
     if watch.slices:
-        told.append(f"{watch.slices} other slice{'s' * (watch.slices > 1)} of it")
-    if told:
-        yield Labelled(Label.SHARED, ", ".join(told))
+        words.append(f"{watch.slices} other slice{'s' * (watch.slices > 1)} of it")
+    if words:
+        yield Labelled(Label.SHARED, ", ".join(words))
 
 
 def limits_of(watch: DeviceWatch | None) -> Iterator[Labelled]:
     """Labels what held the clocks back, by the bits that were seen and the driver's counters.
 
-    'hw-thermal, sw-thermal 12% of the time' is throttling; it is hard where the hardware slowed itself down, or heat is
-    not explained by a software limit. A power cap has the clock that it allows beside it.
+    'hw-thermal, sw-thermal 12% of the time' is throttling; it is hard if the hardware slowed itself down, or if heat is
+    not explained by a software limit. A power cap is a label of its own, with the clock that it allows.
     """
     if watch is None:
         return
@@ -317,16 +353,22 @@ def limits_of(watch: DeviceWatch | None) -> Iterator[Labelled]:
     shares = {name: min(1.0, seconds / watch.seconds) for name, seconds in watch.held} if watch.seconds > 0 else {}
     held = {name: share for name, share in shares.items() if share > HELD_SHARE}
     heat = held.get("thermal", 0.0) - shares.get("sw-thermal", 0.0)
-    hard = bool(mask & HARDWARE or held.keys() & _OF_HARDWARE) or heat > HELD_SHARE
-    if held.keys() & {"sw-thermal", "hw-thermal"}:  # 'thermal' is what is in them, without saying which
+    hard = bool(mask & HARDWARE or held.keys() & _HARDWARE_REASONS) or heat > HELD_SHARE
+    # 'thermal' is the sum of the two others, without saying which.
+    if held.keys() & {"sw-thermal", "hw-thermal"}:
         held.pop("thermal", None)
-    names = [name for name in dict.fromkeys([*reasons_in(mask), *held]) if name not in CHOSEN]
-    how_long = {name: f" {units.percent(share, 0 if share >= 0.01 else 1)} of the time" for name, share in held.items()}
-    if names:
-        yield Labelled(Label.THROTTLED, ", ".join(name + how_long.get(name, "") for name in names), hard)
+    words = []
+    for name in dict.fromkeys([*reasons_in(mask), *held]):
+        if name in held and name not in CHOSEN:
+            digits = 0 if held[name] >= 0.01 else 1
+            words.append(f"{name} {units.percent(held[name], digits)} of the time")
+        elif name not in CHOSEN:
+            words.append(name)
+    if words:
+        yield Labelled(Label.THROTTLED, ", ".join(words), hard)
     if mask & POWER_CAP or BITS[POWER_CAP] in held:
-        known = watch.sm_clock is not None and 0 < watch.sm_clock < math.inf
-        yield Labelled(Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if known else "")
+        has_clock = watch.sm_clock is not None and 0 < watch.sm_clock < math.inf
+        yield Labelled(Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if has_clock else "")
 
 
 # Two clusters must explain this share of the variance of the logarithms, and their medians differ by this ratio.
@@ -341,33 +383,36 @@ _STRAYS = 0.05
 
 
 def pattern(timing: Timing) -> str:
-    """Describes the slower calls; '' where calls are alike, or do not form two clusters."""
-    slots = [np.array([sum(call) for call in slot.calls_ns], dtype=np.float64) for slot in timing.slots]
-    taken = sum(slot.preemptions or 0 for slot in timing.slots if slot.waited_seconds)
-    every = np.sort(np.concatenate(slots)) if slots else np.empty(0)
-    every = every[: len(every) - min(taken, len(every) // 2)]
-    if not len(every) or every[0] <= 0:
+    """Describes the slower calls; '' if calls are alike, or do not form two clusters."""
+    slots = [np.array([*map(sum, slot.calls_ns)], dtype=np.float64) for slot in timing.slots]
+    # 1. Leave out as many of the slowest calls as others may have delayed.
+    preempted = sum(slot.preemptions or 0 for slot in timing.slots if slot.waited_seconds)
+    calls = np.sort(np.concatenate(slots)) if slots else np.empty(0)
+    calls = calls[: len(calls) - min(preempted, len(calls) // 2)]
+    if not len(calls) or calls[0] <= 0:
         return ""
-    explained, place = stats.best_split(np.log(every))
-    fast, slow = every[:place], every[place:]
+    # 2. Split the others into two clusters.
+    explained, place = stats.best_split(np.log(calls))
+    fast, slow = calls[:place], calls[place:]
     if explained < EXPLAINED or min(len(fast), len(slow)) < LEAST_CALLS:
         return ""
     longer = float(np.median(slow) / np.median(fast))
     if longer < LEAST_RATIO:
         return ""
-    # A call far beyond the slow ones is one from which somebody took the core: nobody knows which it was.
-    known = [np.where(slot < _FAR * np.median(slow), slot, np.nan) for slot in slots]
-    classes: list[Any] = [np.ma.masked_invalid(calls) > (fast[-1] + slow[0]) / 2 for calls in known]
-    share = sum(int(cls.filled(False).sum()) for cls in classes) / max(1, sum(cls.count() for cls in classes))
-    return f"about {_of(share)} {_place(classes)} {longer:.1f} times as long"
+    # 3. A call far beyond the slow ones lost its core, so nobody knows which cluster it belongs to.
+    masked = [np.where(slot < _FAR * np.median(slow), slot, np.nan) for slot in slots]
+    classes: list[Any] = [np.ma.masked_invalid(calls) > (fast[-1] + slow[0]) / 2 for calls in masked]
+    slow_calls = sum(int(marks.filled(False).sum()) for marks in classes)
+    share = slow_calls / max(1, sum(marks.count() for marks in classes))
+    return f"about {_to_fraction(share)} {_place(classes)} {longer:.1f} times as long"
 
 
-def _of(share: float) -> str:
+def _to_fraction(share: float) -> str:
     """Returns '3 of 4': the simplest fraction near the share."""
-    for whole in range(2, _MOST_OF + 1):
-        part = round(share * whole)
-        if 0 < part < whole and abs(part / whole - share) <= _ABOUT * min(share, 1 - share):
-            return f"{part} of {whole}"
+    for parts in range(2, _MOST_OF + 1):
+        part = round(share * parts)
+        if 0 < part < parts and abs(part / parts - share) <= _ABOUT * min(share, 1 - share):
+            return f"{part} of {parts}"
     return f"1 of {round(1 / share)}" if share < 0.5 else f"all but 1 of {round(1 / (1 - share))}"
 
 

@@ -25,10 +25,10 @@ class EnergyConditions(NamedTuple):
 class Metric:
     """One figure of a case: `value` is the median of all samples, `best` that of an undisturbed step.
 
-    `phase` is STEP for all of the step, None for what data are made of (`about`: their kind and role). `interval` is
-    over the reference's; its level is 1 for an exact ratio and 0 for a range without a confidence. `cost` marks the
-    cost of an emulation, which is no figure of the precision. `samples` gives what the history keeps: one value a round
-    or a window. `bounds` are the interval of `value`.
+    `phase` is STEP for the whole step, None for properties of data (`about`: their kind and role). `interval` is the
+    ratio to the reference; its level is 1 for an exact ratio and 0 for a range without a confidence. `cost` marks the
+    cost of an emulation, which is no figure of the precision. `samples` returns what the history stores: one value a
+    round or a window. `bounds` are the interval of `value`.
     """
 
     spec: MetricSpec
@@ -81,22 +81,22 @@ class Reference(NamedTuple):
     labels: tuple[Label, ...] = ()
 
 
-class Told(NamedTuple):
-    """The sources of a case's metrics. Without a finding there are no best cases. `timed` has the rounds and calls
-    of its timing."""
+class MetricSources(NamedTuple):
+    """The sources of a case's metrics. Without a finding there are no best cases. `sample_counts` has the rounds and
+    calls of its timing."""
 
     record: Record
     finding: Finding | None = None
     reference: Reference | None = None
     steps: Samples = tuple
-    timed: Mapping[str, Any] = MappingProxyType({})
+    sample_counts: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def base(self) -> Record | None:
         return self.reference.record if self.reference is not None else None
 
     @property
-    def emulated(self) -> bool:
+    def is_emulated(self) -> bool:
         return self.record.support.is_emulated
 
 
@@ -106,16 +106,16 @@ def unit_of_series(series: Series) -> str:
 
 
 def capacity_ratio(record: Record, reference: Record | None) -> float | None:
-    """Returns the case's largest batch over the reference's; None for the reference, and where either is unknown.
+    """Returns the case's largest batch over the reference's; None for the reference, and if either is unknown.
 
-    None also for emulated precisions, which keep their values in wider formats.
+    None also for emulated precisions, which store their values in wider formats.
     """
     if reference is None or reference is record or Level.EMULATED in (record.support.level, reference.support.level):
         return None
-    own, base = record.capacity, reference.capacity
-    if own is None or base is None or own.batch is None or not base.batch:
+    if record.capacity is None or record.capacity.batch is None:
         return None
-    return own.batch / base.batch
+    reference_batch = reference.capacity.batch if reference.capacity is not None else None
+    return record.capacity.batch / reference_batch if reference_batch else None
 
 
 def why_no_larger(capacity: Capacity) -> str:

@@ -1,4 +1,4 @@
-"""Which phases of a step gain time against the reference, which lose time, and what that amounts to.
+"""Which phases of a step are faster than the reference's, which are slower, and what explains the whole.
 
 Each phase is estimated as the verdict estimates the step: from the fastest quarter of the rounds that case, reference
 and control share. So the gains of all phases sum to the gain of the step.
@@ -35,31 +35,28 @@ def find_phase_gains(
     The bounds of all phases hold together at the level of a verdict. With `whole` the fastest steps are compared. If
     the reference is `unmarked`, it does its products outside all phases, so these count as unattributed in the case.
     """
+    # 1. Estimate each arm, and the reference by all of its entries.
     calls = fewest_calls(*timings)
     whole = whole or are_cut_unevenly([cells(timing, calls, rounds) for timing in timings])
     case, *entries = [_estimate_phases(timing, calls, rounds, whole) for timing in timings]
     reference = np.mean([entry.seconds for entry in entries], axis=0)
     saved = np.mean([entry.resampled for entry in entries], axis=0) - case.resampled
     control = np.ptp([entry.seconds for entry in entries], axis=0)
+    # 2. Phases that an unmarked reference does not have.
     if unmarked:
         hidden = [at for at, name in enumerate(CELL_PHASES) if reference[at] == 0 and name != Phase.CAST]
         for values in (case.seconds, saved):
             values[_REST] += values[hidden].sum(axis=0)
             values[hidden] = 0
+    # 3. Bounds for all present phases together.
     present = np.flatnonzero((case.seconds > 0) | (reference > 0))
     tail = (1 - FINAL_LEVEL) / 2 / max(1, len(present))
     low, high = np.quantile(saved, [tail, 1 - tail], axis=1)
-    return tuple(
-        PhaseGain(
-            CELL_PHASES[place],
-            float(case.seconds[place]),
-            float(reference[place]),
-            float(low[place]),
-            float(high[place]),
-            float(control[place]),
-        )
-        for place in present
-    )
+    gains = []
+    for place in present:
+        values = (case.seconds[place], reference[place], low[place], high[place], control[place])
+        gains.append(PhaseGain(CELL_PHASES[place], *map(float, values)))
+    return tuple(gains)
 
 
 def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain, ...]:
@@ -71,8 +68,8 @@ def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain,
     factor = ratio * reference / seconds if seconds > 0 else 1.0
     scaled = []
     for gain in gains:
-        more = gain.seconds * (1 - factor)
-        low, high = min(gain.low, gain.low + more), max(gain.high, gain.high + more)
+        shift = gain.seconds * (1 - factor)
+        low, high = min(gain.low, gain.low + shift), max(gain.high, gain.high + shift)
         scaled.append(replace(gain, seconds=gain.seconds * factor, low=low, high=high))
     return tuple(scaled)
 
@@ -110,13 +107,13 @@ class Reason:
     reference_seconds: float
 
 
-# Gains and losses each exceed the net by so much where they cancel.
+# Gains and losses cancel if each is this many times as large as the net.
 _CANCEL = 4.0
 # Casts take the gain if they cost this share of it.
 _CASTS_SHARE = 0.5
-# The step gains less than this, although a phase that takes less than a share of the step gains.
+# The gain is small because the step gains less than the first, and the phases that gain are less than the second.
 _SMALL_GAIN, _SMALL_SHARE = 0.05, 0.25
-# One phase has all of the gain if it has this share, and no other has more than the rest.
+# One phase has all of the gain if it has this share of it.
 _ALL = 0.9
 # Smaller differences explain nothing.
 _LEAST_PART = 0.02
@@ -124,7 +121,7 @@ _MOST_PHASES = 3
 
 
 def find_reason(gains: Sequence[PhaseGain], unclear: Collection[str] = ()) -> Reason | None:
-    """Returns what the phases show; None where no phase differs clearly, or the step has but one.
+    """Returns what the phases show; None if no phase differs clearly, or the step has but one.
 
     `unclear` phases are no reason, whatever they seem to gain.
     """
@@ -150,20 +147,17 @@ def _choose_shown(clear: Sequence[PhaseGain]) -> list[PhaseGain]:
 
 
 def _find_cause(clear: Sequence[PhaseGain], net: float, reference: float) -> Cause:
-    gained = sum(gain.saved for gain in clear if gain.saved > 0)
+    faster = [gain for gain in clear if gain.saved > 0]
+    gained = sum(gain.saved for gain in faster)
     lost = -sum(gain.saved for gain in clear if gain.saved < 0)
     casts = -sum(gain.saved for gain in clear if gain.phase == Phase.CAST)
-    faster = [gain for gain in clear if gain.saved > 0]
     if gained > 0 and casts >= _CASTS_SHARE * gained and casts >= lost / 2:
         return Cause.CASTS
     if min(gained, lost) > _CANCEL * abs(net):
         return Cause.CANCEL
-    if faster and abs(net) < _SMALL_GAIN * reference and _share(faster, reference) < _SMALL_SHARE:
+    in_faster = sum(gain.reference_seconds for gain in faster)
+    if faster and abs(net) < _SMALL_GAIN * reference and in_faster < _SMALL_SHARE * reference:
         return Cause.SMALL_SHARE
     if net > 0 and abs(clear[0].saved - net) <= (1 - _ALL) * net and lost <= (1 - _ALL) * net:
         return Cause.ONE_PHASE
     return Cause.PHASES
-
-
-def _share(gains: Sequence[PhaseGain], reference: float) -> float:
-    return sum(gain.reference_seconds for gain in gains) / reference if reference > 0 else 0.0

@@ -1,5 +1,5 @@
-"""Figures of several ranks: how far apart they are, how much of a collective is waiting, how much communication hides
-behind products, and what they gain over one rank.
+"""Figures of several ranks: how much their times differ, how much of a collective is waiting, how much communication
+hides behind products, and how much faster they are than one rank.
 
 A figure of a handful of rounds is their median with its interval, or the reason why there is none.
 """
@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.metric import Metric, Told
+from fp8bench.analysis.metric import Metric, MetricSources
 from fp8bench.model import MemoryUse, Record, Timing, specs
 from fp8bench.model.ranks import Overlap, Transfer
 from fp8bench.model.specs import MetricSpec
@@ -39,7 +39,7 @@ class Middle(NamedTuple):
 
 
 class Untold(NamedTuple):
-    """Why a figure is not given, and a word in its place."""
+    """Why there is no figure, and a word in its place."""
 
     word: str
     why: str
@@ -64,7 +64,7 @@ def middle(values: Sequence[float]) -> Middle | Untold:
     """Returns the median between two of the values that hold it with CONFIDENCE, whatever the distribution.
 
     Of 5 values these are the smallest and the largest (94%), of 8 the second from either end (93%). Fewer values, or
-    one that is no number, are Untold.
+    one that is not finite, have no figure.
     """
     ordered, count = sorted(values), len(values)
     if not all(map(math.isfinite, ordered)):
@@ -89,25 +89,21 @@ class RankTimes:
 
 
 def rank_times(timing: Timing) -> tuple[RankTimes, ...]:
-    """Returns the medians over all calls; () where there was one process.
+    """Returns the medians over all calls; () if there was one process.
 
-    A collective ends for a rank when the last one has come: the least time that any rank spends in it is what it takes,
-    the rest is waiting.
+    A collective ends for a rank when the last one has arrived: the least time that any rank spends in it is the
+    collective's own, the rest is waiting.
     """
     calls = list(calls_of(timing))
     if not calls:
         return ()
-    ranks = range(len(calls[0][0]))
-    true = [min(communication) for _, communication in calls]
-    return tuple(
-        RankTimes(
-            rank,
-            statistics.median(steps[rank] for steps, _ in calls) * 1e-9,
-            statistics.median(communication[rank] for _, communication in calls) * 1e-9,
-            statistics.median(own[rank] - least for (_, own), least in zip(calls, true, strict=True)) * 1e-9,
-        )
-        for rank in ranks
-    )
+    medians = []
+    for rank in range(len(calls[0][0])):
+        step = statistics.median(steps[rank] for steps, _ in calls)
+        inside = statistics.median(communication[rank] for _, communication in calls)
+        waiting = statistics.median(communication[rank] - min(communication) for _, communication in calls)
+        medians.append(RankTimes(rank, step * 1e-9, inside * 1e-9, waiting * 1e-9))
+    return tuple(medians)
 
 
 def skew(timing: Timing) -> float | None:
@@ -130,15 +126,17 @@ def true_communication(timing: Timing) -> float | None:
     return statistics.median(map(min, calls)) * 1e-9 if calls and any(map(any, calls)) else None
 
 
-def frontier(ways: Sequence[tuple[float, float]]) -> tuple[int, ...]:
-    """Returns the indices of the (bytes, decibels) that no other beats in one without losing in the other. Bytes that
-    differ by a scale or two, behind three digits, are the same."""
-    shown = [(float(f"{sent:.3g}"), sqnr) for sent, sqnr in ways]
-    return tuple(
-        place
-        for place, (sent, sqnr) in enumerate(shown)
-        if not any(other != (sent, sqnr) and other[0] <= sent and other[1] >= sqnr for other in shown)
-    )
+def frontier(points: Sequence[tuple[float, float]]) -> tuple[int, ...]:
+    """Returns the indices of the (bytes, decibels) that no other beats in one without losing in the other.
+
+    Bytes that differ only behind three digits, by a scale or two, are the same.
+    """
+    shown = [(float(f"{sent:.3g}"), sqnr) for sent, sqnr in points]
+    return tuple(place for place, point in enumerate(shown) if not any(_beats(rival, point) for rival in shown))
+
+
+def _beats(rival: tuple[float, float], point: tuple[float, float]) -> bool:
+    return rival != point and rival[0] <= point[0] and rival[1] >= point[1]
 
 
 def calls_of(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
@@ -259,17 +257,19 @@ def _share(alone: Sequence[float], together: Sequence[float], times: float = 1.0
 
 
 def sent_by_rank(record: Record) -> tuple[float, ...]:
-    """Returns the bytes that each rank sends in a step; () where they are not counted."""
+    """Returns the bytes that each rank sends in a step; () if they are not counted."""
     if not record.sent:
         return ()
-    return tuple(
-        sum(message.bytes for message in record.sent if message.rank == rank) for rank in range(record.case.ranks)
-    )
+    totals = [0.0] * record.case.ranks
+    for message in record.sent:
+        if 0 <= message.rank < len(totals):
+            totals[message.rank] += message.bytes
+    return tuple(totals)
 
 
-def rank_metrics(told: Told) -> Iterator[Metric]:
+def rank_metrics(sources: MetricSources) -> Iterator[Metric]:
     """Rates of emulated cases are what emulating costs."""
-    record = told.record
+    record = sources.record
     if record.timing is not None and (apart := skew(record.timing)) is not None:
         yield Metric(specs.RANK_SKEW, apart * 100)
         if (true := true_communication(record.timing)) is not None:
@@ -277,7 +277,7 @@ def rank_metrics(told: Told) -> Iterator[Metric]:
     if record.memory is not None and (apart := memory_skew(record.memory)) is not None:
         yield Metric(specs.MEMORY_SKEW, apart * 100)
     if record.transfer is not None:
-        yield from _transfer_metrics(record.transfer, told.finding.median_seconds if told.finding else None)
+        yield from _transfer_metrics(record.transfer, sources.finding.median_seconds if sources.finding else None)
     if (overlap := overlap_of(record)) is not None:
         yield _figure_of(specs.EXPOSED, overlap.exposed)
         yield _figure_of(specs.HIDDEN_COMMUNICATION, overlap.hidden, 100.0)

@@ -1,6 +1,6 @@
-"""What bounds a phase: its counted FLOPs, bytes and launches over its time, beside what the device can do.
+"""What bounds a phase: its counted FLOPs, bytes and launches over its time, compared with what the device can do.
 
-And, by Amdahl's law, what a precision could give at most on a step. Vendors' figures are in datasheet.toml.
+And the most that a precision could gain on a step, by Amdahl's law. Vendors' figures are in datasheet.toml.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 from typing import Any
 
 from fp8bench.model import Ceiling, Finding, Limit, Phase, Record
@@ -22,15 +23,15 @@ from fp8bench.model.step import PhaseCount
 _LEAST_OF_PRODUCTS = 0.05
 # A phase below this share of all its ceilings is limited by none of them.
 _NEAR = 0.5
-# Operators that take less than so many times the least launch are mostly overhead.
+# Operators that take less than this many times the shortest launch are mostly overhead.
 _OVERHEAD = 10.0
-# Runs that differ by more than this are not used: something else used the device.
+# A rate whose runs differ by more than this is not used: something else used the device.
 _WILD = 0.5
 
 
 class Bound(StrEnum):
-    """What limits a phase. Far below all ceilings that is its operators' overhead, if they are so small, or
-    something that no ceiling shows: kernels that do not fit its shapes, latency, code between operators."""
+    """What limits a phase. Far below all ceilings that is its operators' overhead, if they are small, or something that
+    no ceiling shows: kernels that do not fit its shapes, latency, code between operators."""
 
     COMPUTE = "compute-bound"
     MEMORY = "memory-bound"
@@ -43,7 +44,7 @@ class Bound(StrEnum):
 class Roofs:
     """What a device does at most in a second, by one source: FLOPs of products by kind ('fp8'), bytes, launches.
 
-    `words` name the source. None where it does not say.
+    `words` name the source. None is unknown.
     """
 
     words: str
@@ -104,9 +105,10 @@ class PhaseRoof:
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs for each byte; None where either is 0, or bytes are unknown."""
-        known = self.flop_rate and self.count.bytes and not self.fused
-        return self.count.flops / self.count.bytes if known else None
+        """FLOPs for each byte; None if either is 0, or bytes are unknown."""
+        if not self.flop_rate or not self.count.bytes or self.fused:
+            return None
+        return self.count.flops / self.count.bytes
 
     @property
     def bound(self) -> Bound | None:
@@ -155,20 +157,20 @@ class Gain:
 def bounds_of(ceiling: Ceiling) -> Roofs:
     """Returns upper bounds for checks: rates whose runs agree, and copies where they are fastest."""
     steady = [rate for rate in ceiling.rates if rate.steady]
-    roofs = _measured(replace(ceiling, rates=tuple(steady)))
+    roofs = _measured_roofs(replace(ceiling, rates=tuple(steady)))
     return Roofs("measured here", roofs.products if roofs else {}, ceiling.bytes)
 
 
 def roofs_of(ceiling: Ceiling | None) -> tuple[Roofs | None, Roofs | None]:
-    """Returns the roofs that were measured here, and those of the datasheet; None where there are none."""
+    """Returns the roofs that were measured here, and those of the datasheet; None if there are none."""
     if ceiling is None:
         return None, None
     sheet = datasheet_of(ceiling.device)
-    said = Roofs(sheet.told("dense", "bandwidth"), sheet.dense, sheet.bandwidth) if sheet else None
-    return _measured(ceiling), said
+    published = Roofs(sheet.cite("dense", "bandwidth"), sheet.dense, sheet.bandwidth) if sheet else None
+    return _measured_roofs(ceiling), published
 
 
-def _measured(ceiling: Ceiling) -> Roofs | None:
+def _measured_roofs(ceiling: Ceiling) -> Roofs | None:
     values = [(rate, rate.value) for rate in ceiling.rates if rate.value is not None and rate.spread <= _WILD]
     if not values:
         return None
@@ -183,9 +185,9 @@ def _measured(ceiling: Ceiling) -> Roofs | None:
 
 
 def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...]:
-    """Returns every phase that was counted and timed, and is long enough to be told from its markers.
+    """Returns every phase that was counted and timed, and is much longer than its markers.
 
-    What ran past torch may have run in any of them.
+    Operators that ran past torch may have run in any phase.
     """
     if record.tape is None or finding is None or not finding.best_seconds:
         return ()
@@ -193,82 +195,86 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
     counts = {count.phase: replace(count, unknown=count.unknown + past) for count in record.tape.phases}
     measured, sheet = roofs_of(record.ceiling)
     fused = bool(record.tape.fused)
-    return tuple(
-        PhaseRoof(
-            count,
-            seconds,
-            measured.least(count, fused) if measured else {},
-            sheet.least(count, fused) if sheet else {},
-            fused,
-        )
-        for phase, seconds in finding.phases
-        if 0 < seconds < math.inf and phase not in finding.below_floor and (count := counts.get(phase)) is not None
-    )
+    roofs = []
+    for phase, seconds in finding.phases:
+        count = counts.get(phase)
+        if count is None or phase in finding.below_floor or not 0 < seconds < math.inf:
+            continue
+        by_measured = measured.least(count, fused) if measured else {}
+        by_sheet = sheet.least(count, fused) if sheet else {}
+        roofs.append(PhaseRoof(count, seconds, by_measured, by_sheet, fused))
+    return tuple(roofs)
 
 
-def gain_of(record: Record, finding: Finding, reference: Record, lead: Finding) -> Gain | None:
-    """Returns None for emulated precisions, which have no speed, and where ceilings or counts are missing."""
-    measured, _ = roofs_of(record.ceiling)
-    own, base = phase_roofs(record, finding), phase_roofs(reference, lead)
-    if measured is None or record.support.is_emulated or not lead.best_seconds:
+def gain_of(record: Record, finding: Finding, reference: Record, reference_finding: Finding) -> Gain | None:
+    """Returns None for emulated precisions, which have no speed, and if ceilings or counts are missing."""
+    ceilings, _ = roofs_of(record.ceiling)
+    roofs, base_roofs = phase_roofs(record, finding), phase_roofs(reference, reference_finding)
+    step = reference_finding.best_seconds
+    if ceilings is None or record.support.is_emulated or not step:
         return None
-    if any(roof.count.unknown for roof in (*own, *base)):
+    if any(roof.count.unknown for roof in (*roofs, *base_roofs)):
         return None
-    own_products, products = _products(own), _products(base)
-    before, after = (sum(roof.seconds for roof in roofs) for roofs in (products, own_products))
-    paths = [[path for roof in roofs for path in roof.count.by_path] for roofs in (products, own_products)]
-    least, at_best = (measured.product_seconds(path) for path in paths)
-    if not least or not at_best or not after:
+    # 1. The products of both steps: their seconds, and the least that these could be.
+    products, base_products = _product_roofs(roofs), _product_roofs(base_roofs)
+    seconds, base_seconds = (sum(roof.seconds for roof in part) for part in (products, base_products))
+    flops_by_path, base_flops_by_path = _list_paths(products), _list_paths(base_products)
+    least, base_least = (ceilings.product_seconds(flops) for flops in (flops_by_path, base_flops_by_path))
+    if not base_least or not least or not seconds:
         return None
-    kinds = {kind_of_path(path) for some in paths for path, _ in some}
-    casts = [roof for roof in own if roof.count.phase == Phase.CAST]
+    # 2. The casts that the precision adds.
+    casts = [roof for roof in roofs if roof.count.phase == Phase.CAST]
+    kinds = {kind_of_path(path) for path, _ in (*flops_by_path, *base_flops_by_path)}
+    steadiness = _steadiness(record.ceiling)
     return Gain(
-        before / lead.best_seconds,
-        least / before,
-        lead.best_seconds / (lead.best_seconds - before + at_best),
-        before / after,
-        before / (after + sum(cast.seconds for cast in casts)),
+        base_seconds / step,
+        base_least / base_seconds,
+        step / (step - base_seconds + least),
+        base_seconds / seconds,
+        base_seconds / (seconds + sum(cast.seconds for cast in casts)),
         sum(cast.count.bytes for cast in casts),
-        sum(product.count.bytes for product in own_products),
-        all(steady for kind, steady in _steadiness(record.ceiling).items() if kind in kinds),
+        sum(product.count.bytes for product in products),
+        all(steady for kind, steady in steadiness.items() if kind in kinds),
     )
+
+
+def _list_paths(roofs: Sequence[PhaseRoof]) -> list[tuple[str, int]]:
+    return list(chain.from_iterable(roof.count.by_path for roof in roofs))
 
 
 def _steadiness(ceiling: Ceiling | None) -> dict[str, bool]:
     """Returns for each kind of products whether the runs of its best rate agree."""
-    rates = ceiling.rates if ceiling is not None else ()
-    known = sorted(
-        (rate for rate in rates if rate.runs and rate.limit is Limit.PRODUCT), key=lambda rate: rate.value or 0.0
-    )
-    return {kind_of_path(rate.precision): rate.steady for rate in known}
+    rates = [rate for rate in ceiling.rates if rate.runs and rate.limit is Limit.PRODUCT] if ceiling is not None else []
+    rates.sort(key=lambda rate: rate.value or 0.0)
+    return {kind_of_path(rate.precision): rate.steady for rate in rates}
 
 
-def _products(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:
+def _product_roofs(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:
     flops = sum(roof.count.flops for roof in roofs)
     return [roof for roof in roofs if roof.count.flops > _LEAST_OF_PRODUCTS * flops]
 
 
 # The kind of product by the beginning of a dtype's name; the first match counts.
-_PATHS = (
-    ("fp32", "fp32"),
-    ("tf32", "tf32"),
-    ("bf16", "bf16"),
-    ("fp16", "fp16"),
-    ("float32", "fp32"),
-    ("bfloat16", "bf16"),
-    ("float16", "fp16"),
-    ("fp8", "fp8"),
-    ("mxfp8", "fp8"),
-    ("float8", "fp8"),
-    ("e4m3", "fp8"),
-    ("e5m2", "fp8"),
-    ("mxfp6", "fp6"),
-    ("mxfp4", "fp4"),
-    ("nvfp4", "fp4"),
-    ("float4", "fp4"),
-    ("e2m1", "fp4"),
-    ("fp4", "fp4"),
-)
+_PATHS = {
+    "fp32": "fp32",
+    "tf32": "tf32",
+    "bf16": "bf16",
+    "fp16": "fp16",
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "fp8": "fp8",
+    "mxfp8": "fp8",
+    "float8": "fp8",
+    "e4m3": "fp8",
+    "e5m2": "fp8",
+    "mxfp6": "fp6",
+    "mxfp4": "fp4",
+    "nvfp4": "fp4",
+    "float4": "fp4",
+    "e2m1": "fp4",
+    "fp4": "fp4",
+}
 
 
 @dataclass(frozen=True)
@@ -278,7 +284,7 @@ class Datasheet:
     `unverified` are fields that were not seen in a document of the vendor's. `sparse` needs operands with 2:4
     structure, and is no peak of anything measured here. `exceptions` say why an unusual ratio of two fields is right.
     `capacity` is bytes of memory, `link` bytes a second to other devices of a node, one way; None if unknown. Devices
-    that are only `published` were never measured. `lacks` says why a figure on the page is no peak of a precision.
+    that are only `published` were never measured. `lacks` says why a figure of the document is no peak of a precision.
     """
 
     name: str
@@ -300,14 +306,14 @@ class Datasheet:
         """Returns the peak of products in a dtype or precision; None if unknown."""
         return self.dense.get(kind_of_path(path))
 
-    def told(self, *figures: str) -> str:
-        """Returns 'datasheet', or that it is unverified where one of these fields is."""
+    def cite(self, *figures: str) -> str:
+        """Returns 'datasheet', or that it is unverified if one of these fields is."""
         return "datasheet, unverified" if {*figures} & {*self.unverified} else "datasheet"
 
 
 def kind_of_path(path: str) -> str:
     """Returns the column of the table for a path of products: 'fp8' for 'e4m3fn'; '' for anything else."""
-    return next((kind for word, kind in _PATHS if path.startswith(word)), "")
+    return next((kind for word, kind in _PATHS.items() if path.startswith(word)), "")
 
 
 @cache
@@ -317,10 +323,17 @@ def datasheets() -> tuple[Datasheet, ...]:
 
 
 def datasheet_from(entry: Mapping[str, Any]) -> Datasheet:
-    peaks = {kind: {name: 1e12 * value for name, value in entry.get(kind, {}).items()} for kind in ("dense", "sparse")}
-    lists = {name: tuple(entry.get(name, ())) for name in ("match", "unverified")}
-    told = {**entry, **peaks, **lists, "date": str(entry["date"])}
-    return Datasheet(**told | {name: 1e9 * entry[name] for name in ("bandwidth", "capacity", "link") if name in entry})
+    """Converts an entry of the file, which counts in TFLOP/s, GB/s and GB."""
+    fields = dict(entry)
+    fields["date"] = str(entry["date"])
+    for kind in ("dense", "sparse"):
+        fields[kind] = {name: 1e12 * value for name, value in entry.get(kind, {}).items()}
+    for name in ("match", "unverified"):
+        fields[name] = tuple(entry.get(name, ()))
+    for name in ("bandwidth", "capacity", "link"):
+        if name in entry:
+            fields[name] = 1e9 * entry[name]
+    return Datasheet(**fields)
 
 
 def datasheet_of(device: str) -> Datasheet | None:
@@ -330,10 +343,9 @@ def datasheet_of(device: str) -> Datasheet | None:
     """
     if "MIG" in device:
         return None
-    fitting = [
-        (len(words), datasheet)
-        for datasheet in datasheets()
-        for words in datasheet.match
-        if re.search(rf"\b{re.escape(words)}\b", device)
-    ]
-    return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
+    longest, fitting = 0, None
+    for datasheet in datasheets():
+        for words in datasheet.match:
+            if len(words) > longest and re.search(rf"\b{re.escape(words)}\b", device):
+                longest, fitting = len(words), datasheet
+    return fitting

@@ -1,13 +1,13 @@
-"""The samples that a history keeps of a case: one for each round, so that neighbours do not repeat each other.
+"""The samples of a case that a history stores: one a round, so that neighbours do not repeat each other.
 
 A round's figure is the fastest of its calls, cell by cell, so that the phases of a round sum to its step. Calls within
 a slot follow each other within microseconds and are alike for that reason alone; as samples they would make every
 interval of a median too narrow.
 
-On a busy machine the fastest call, too, has waited for a core, which is not in the mean over all calls: 21.5 ms stood
-beside a mean of 3.51 ms. So a round's figure is at most the mean of its calls.
+On a busy machine even the fastest call has waited for a core, which the mean over all calls leaves out: a fastest call
+of 21.5 ms had a mean of 3.51 ms. So a round's figure is at most the mean of its calls.
 
-What a case sustains is the time of its steps in turns of seconds, at the clock that the device keeps then.
+The sustained time of a case is that of its steps in turns of seconds, at the clock that the device then has.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean, median
 from typing import TypeVar
 
 import numpy as np
 
-from fp8bench.analysis.compare.interval import mean_of
+from fp8bench.analysis.compare.interval import mean_with_reach
 from fp8bench.analysis.stats import Floats
-from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, common_rounds, means
+from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, common_rounds, fewest_calls, means
 from fp8bench.model import Finding, Interval, Level, Record, SustainedTurn, Timing
 
 # The rounding of sums of the same numbers in another order.
@@ -31,16 +32,16 @@ _ROUNDING = 1e-9
 T = TypeVar("T")
 
 
-def _remembered(make: Callable[[Timing], T]) -> Callable[[Timing], T]:
-    """Keeps the results for the last timings: several figures use each, and a reference is used for every case."""
-    known: deque[tuple[Timing, T]] = deque(maxlen=4)
+def _remember_last(make: Callable[[Timing], T]) -> Callable[[Timing], T]:
+    """Caches the results for the last timings: several figures use each, and a reference is used for every case."""
+    results: deque[tuple[Timing, T]] = deque(maxlen=4)
 
     def of_timing(timing: Timing) -> T:
-        for asked, value in known:
-            if asked is timing:
+        for cached, value in results:
+            if cached is timing:
                 return value
         value = make(timing)
-        known.append((timing, value))
+        results.append((timing, value))
         return value
 
     return of_timing
@@ -56,27 +57,32 @@ def mean_sample(timing: Timing) -> tuple[float, ...]:
 
 
 def phase_samples(timing: Timing, phase: str) -> tuple[float, ...]:
-    """Returns the seconds of one phase in each round; nothing where the step has no such phase."""
-    wanted = [place for place, name in enumerate(timing.segments.phases) if name == phase]
-    if not timing.slots or not wanted:
+    """Returns the seconds of one phase in each round; () if the step has no such phase."""
+    places = [place for place, name in enumerate(timing.segments.phases) if name == phase]
+    if not timing.slots or not places:
         return ()
     rounds = _rounds(timing)
-    return tuple((rounds[:, wanted].sum(axis=1) if len(wanted) > 1 else rounds[:, wanted[0]]).tolist())
+    return tuple((rounds[:, places].sum(axis=1) if len(places) > 1 else rounds[:, places[0]]).tolist())
 
 
 def relative_samples(record: Record, reference: Record | None) -> tuple[float, ...]:
     """Returns the time over the reference's in the same round, by both entries of the reference if it has two.
 
-    Nothing where the ratio would be no speed (an emulated side), for the reference itself, or without common rounds.
+    () if the ratio would be no speed (an emulated side), for the reference itself, or without common rounds.
     """
-    entries = _entries(record, reference)
+    entries = [_by_round(entry) for entry in _entries(record, reference)]
     if record.timing is None or not entries:
         return ()
-    own, *others = map(_by_round, (record.timing, *entries))
-    if len(others) == 1:
-        return tuple(seconds / base for number, seconds in own.items() if (base := others[0].get(number)))
-    common = [number for number in own if all(entry.get(number) for entry in others)]  # a clock may not see a step
-    return tuple(own[number] / math.prod(entry[number] for entry in others) ** (1 / len(others)) for number in common)
+    samples = []
+    for number, seconds in _by_round(record.timing).items():
+        bases = [entry.get(number) for entry in entries]
+        if all(bases):  # a clock may not see a step
+            samples.append(seconds / _geometric_mean([base for base in bases if base]))
+    return tuple(samples)
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return values[0] if len(values) == 1 else math.prod(values) ** (1 / len(values))
 
 
 def relative_mean_sample(record: Record, reference: Record | None) -> tuple[float, ...]:
@@ -84,20 +90,20 @@ def relative_mean_sample(record: Record, reference: Record | None) -> tuple[floa
     entries = _entries(record, reference)
     if record.timing is None or not entries or not (rounds := common_rounds([record.timing, *entries])):
         return ()
-    own, *others = (_mean_of(timing, rounds) for timing in (record.timing, *entries))
-    return (own / math.prod(others) ** (1 / len(others)),)
+    base = _geometric_mean([_mean_of(entry, rounds) for entry in entries])
+    return (_mean_of(record.timing, rounds) / base,)
 
 
 def _entries(record: Record, reference: Record | None) -> list[Timing]:
-    """The timings of the reference in the case's own rounds."""
+    """Returns the timings of the reference in the case's own rounds."""
     if reference is None or record.is_reference or not record.paired:
         return []
     if not record.support.level == reference.support.level == Level.NATIVE:
         return []
-    against, control = record.paired_with, record.control
-    if against is None:
-        against, control = reference.timing, reference.control
-    return [timing for timing in (against, control) if timing is not None and timing.slots] if against else []
+    base, control = record.paired_with, record.control
+    if base is None:
+        base, control = reference.timing, reference.control
+    return [timing for timing in (base, control) if timing is not None and timing.slots] if base else []
 
 
 def phase_medians(timing: Timing) -> dict[str, tuple[float, float]]:
@@ -105,7 +111,7 @@ def phase_medians(timing: Timing) -> dict[str, tuple[float, float]]:
 
     Medians of parts do not sum to the median of the whole, as best cases do.
     """
-    calls = np.array([call for slot in timing.slots for call in slot.calls_ns], dtype=np.float64)
+    calls = np.array(list(chain.from_iterable(slot.calls_ns for slot in timing.slots)), dtype=np.float64)
     if not len(calls):
         return {}
     totals = calls.sum(axis=1)
@@ -118,17 +124,17 @@ def phase_medians(timing: Timing) -> dict[str, tuple[float, float]]:
     return medians
 
 
-@_remembered
+@_remember_last
 def _by_round(timing: Timing) -> dict[int, float]:
     return dict(zip((slot.round for slot in timing.slots), step_samples(timing), strict=True))
 
 
-@_remembered
+@_remember_last
 def _means(timing: Timing) -> Floats:
     return means(timing, [slot.round for slot in timing.slots])
 
 
-@_remembered
+@_remember_last
 def _mean_of_all(timing: Timing) -> float:
     return float(_means(timing).mean())
 
@@ -137,13 +143,13 @@ def _mean_of(timing: Timing, rounds: Sequence[int]) -> float:
     return _mean_of_all(timing) if len(rounds) == len(timing.slots) else float(means(timing, rounds).mean())
 
 
-@_remembered
+@_remember_last
 def _rounds(timing: Timing) -> Floats:
     """Returns seconds by round and cell, of as many calls of each slot as all have, since a minimum of more is lower.
 
-    They are scaled down to the slot's mean over all calls, less their waiting, where that is lower.
+    They are scaled down to the slot's mean over all calls, less their waiting, if that is lower.
     """
-    fastest = cells(timing, min(len(slot.calls_ns) for slot in timing.slots))
+    fastest = cells(timing, fewest_calls(timing))
     steps, most = fastest.sum(axis=1), _means(timing)
     beyond = steps > most * (1 + _ROUNDING)
     if not beyond.any():
@@ -158,10 +164,10 @@ LEAST_TURNS = 3
 
 @dataclass(frozen=True)
 class Sustained:
-    """Seconds of a step: the middle turn, the fastest and the slowest; the clock and the power in them.
+    """Seconds of a step: the median turn, the fastest and the slowest; the clock and the power in them.
 
-    `settled` are the turns before which clock and temperature stood still, None where nobody could tell. `change` is
-    its time over that in slots of some milliseconds.
+    `settled` counts the turns before which clock and temperature had settled, None if nobody could tell. `change` is
+    the step's time over that in slots of some milliseconds.
     """
 
     seconds: float
@@ -175,12 +181,12 @@ class Sustained:
 
 
 def sustained_samples(record: Record) -> tuple[float, ...]:
-    """Seconds of a step, one figure a turn."""
-    return tuple(_step_seconds(turn) for turn in _sound(record))
+    """Returns seconds of a step, one figure a turn."""
+    return tuple(map(_step_seconds, _sound_turns(record)))
 
 
 def sustained_figures(record: Record, finding: Finding | None) -> Sustained | None:
-    turns, seconds = _sound(record), sustained_samples(record)
+    turns, seconds = _sound_turns(record), sustained_samples(record)
     if not turns:
         return None
     slots = finding.median_seconds if finding is not None else None
@@ -191,8 +197,8 @@ def sustained_figures(record: Record, finding: Finding | None) -> Sustained | No
         max(seconds),
         len(turns),
         sum(course.settled for course in courses) if courses else None,
-        _middle([turn.clock for turn in turns]),
-        _middle([turn.watts for turn in turns]),
+        _median([turn.clock for turn in turns]),
+        _median([turn.watts for turn in turns]),
         median(seconds) / slots if slots else None,
     )
 
@@ -207,16 +213,16 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
     if not record.paired or record.paired_with is not None:
         return None
     pairs = zip(sustained_samples(record), sustained_samples(reference), strict=False)
-    logs = [math.log(own / base) for own, base in pairs]
+    logs = [math.log(seconds / base) for seconds, base in pairs]
     if not logs:
         return None
     if len(logs) < LEAST_TURNS:
         return Interval(math.exp(fmean(logs)), math.exp(min(logs)), math.exp(max(logs)), 0.0)
-    point, reach = mean_of(logs)
+    point, reach = mean_with_reach(logs)
     return Interval(math.exp(point), math.exp(point - reach), math.exp(point + reach), FINAL_LEVEL)
 
 
-def _sound(record: Record) -> list[SustainedTurn]:
+def _sound_turns(record: Record) -> list[SustainedTurn]:
     """Drops turns that a changed file made no numbers."""
     return [turn for turn in record.sustained if turn.steps > 0 and turn.seconds and 1e-12 < _step_seconds(turn) < 1e9]
 
@@ -225,6 +231,6 @@ def _step_seconds(turn: SustainedTurn) -> float:
     return sum(turn.seconds) / (turn.steps * len(turn.seconds))
 
 
-def _middle(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+def _median(values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return median(numbers) if numbers else None

@@ -108,8 +108,8 @@ def extent(ratio: Interval, rounds: Sequence[Floats]) -> Interval:
 
     The range is widened to hold the point, which may lie outside: the fastest calls of each need not be of one round.
     """
-    own, *references = np.log(rounds)
-    logs = own - np.mean(references, axis=0)
+    arm, *references = np.log(rounds)
+    logs = arm - np.mean(references, axis=0)
     low, high = (math.exp(bound) for bound in (logs.min(), logs.max()))
     return Interval(ratio.point, min(low, ratio.point), max(high, ratio.point), 0.0)
 
@@ -138,7 +138,7 @@ def resample_fastest_steps(steps: Floats) -> Floats:
     fastest = fastest_of(len(steps))
     ranking = np.argsort(steps.sum(axis=1), kind="stable")
     taken = np.minimum(_draws(len(steps))[ranking].cumsum(axis=0), fastest)
-    return np.array([_weighted(segment[ranking], taken) for segment in steps.T]) / fastest
+    return np.array([_sum_by_counts(segment[ranking], taken) for segment in steps.T]) / fastest
 
 
 def _fastest_sums(seconds: Floats, draws: Counts, fastest: int) -> Floats:
@@ -151,15 +151,15 @@ def _fastest_sums(seconds: Floats, draws: Counts, fastest: int) -> Floats:
     values = seconds[ranking]
     few = ranking[:looked_at]
     taken = np.minimum(draws[few].cumsum(axis=0), fastest)
-    sums = _weighted(values[:looked_at], taken)
+    sums = _sum_by_counts(values[:looked_at], taken)
     short = taken[-1] < fastest
     if short.any():
         all_taken = np.minimum(draws[np.ix_(ranking, np.flatnonzero(short))].cumsum(axis=0), fastest)
-        sums[short] = _weighted(values, all_taken)
+        sums[short] = _sum_by_counts(values, all_taken)
     return sums
 
 
-def _weighted(values: Floats, taken: Counts) -> Floats:
+def _sum_by_counts(values: Floats, taken: Counts) -> Floats:
     """Sums values by how much the running counts grow at each; by parts, which avoids differences of counts."""
     steps = values.copy()
     steps[:-1] -= values[1:]
@@ -196,8 +196,8 @@ def best_split(ordered: Floats) -> tuple[float, int]:
     if n < 8 or total == 0:
         return 0.0, 0
     sums = np.cumsum(ordered)[:-1]
-    left = np.arange(1, n)
-    right = n - left
-    between = (sums / left - mean) ** 2 * left + ((ordered.sum() - sums) / right - mean) ** 2 * right
+    below = np.arange(1, n)
+    above = n - below
+    between = (sums / below - mean) ** 2 * below + ((ordered.sum() - sums) / above - mean) ** 2 * above
     best = int(between.argmax())
     return float(between[best] / total), best + 1

@@ -1,14 +1,14 @@
-"""What a step is made of: metrics of its tape, operators of several tapes side by side, shares of its time."""
+"""The parts of a step: metrics of its tape, operators of several tapes side by side, shares of its time."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from fp8bench import units
-from fp8bench.analysis.metric import Metric, Told
+from fp8bench.analysis.metric import Metric, MetricSources
 from fp8bench.errors import UsageError
 from fp8bench.model import (
     CELL_PHASES,
@@ -34,33 +34,35 @@ _INTEGERS = re.compile(r"(\d+)$")
 
 def bits_of(path: str) -> int:
     """Returns the bits of the elements that a product multiplies: 8 for 'e4m3', 4 for 'e2m1x2', 32 for 'tf32', which
-    reads float32; 0 for no product."""
+    reads float32; 0 if it is no path of products."""
     if path == "tf32":
         return 32
-    if known := _FLOATS.match(path):
-        return 1 + int(known[1]) + int(known[2])
-    return int(digits[1]) if (digits := _INTEGERS.search(path)) else 0
+    if float_name := _FLOATS.match(path):
+        return 1 + int(float_name[1]) + int(float_name[2])
+    digits = _INTEGERS.search(path)
+    return int(digits[1]) if digits else 0
 
 
 def share_of(tape: Tape, bits: int) -> float | None:
-    wanted = sum(flops for path, flops in tape.by_path.items() if bits_of(path) == bits)
-    return wanted / tape.flops if tape.flops else None
+    """Returns the share of a step's FLOPs that multiply elements of this many bits."""
+    flops = sum(count for path, count in tape.by_path.items() if bits_of(path) == bits)
+    return flops / tape.flops if tape.flops else None
 
 
 def intensity_of(tape: Tape) -> float | None:
-    """Returns FLOPs for each byte; None where nothing moves, or an operator has no formula."""
+    """Returns FLOPs for each byte; None if nothing moves, or an operator has no formula."""
     return tape.flops / tape.bytes if tape.bytes and tape.complete else None
 
 
-# Padding adds less than this to a side.
-_FILLED = 128
-_Pair = tuple[list[int], list[int], OperatorCount, OperatorCount]
+# Padding adds less than this to a side of a matrix.
+_MOST_PADDING = 128
+_Pair = tuple[OperatorCount, OperatorCount]
 _SIDES = re.compile(r"\[([\d,]+)\]")
 
 
 @dataclass(frozen=True)
 class ProductWork:
-    """The FLOPs of a step's products: the useful ones, and others in this precision."""
+    """The FLOPs of a step's products: the useful ones, and those that only this precision needs."""
 
     useful: int
     rotations: int = 0
@@ -68,106 +70,127 @@ class ProductWork:
     recomputed: int = 0
 
     @property
-    def apart(self) -> dict[MetricSpec, int]:
-        told = specs.ROTATION_FLOPS, specs.PADDING_FLOPS, specs.RECOMPUTED_FLOPS
-        return {spec: flops for spec, flops in zip(told, astuple(self)[1:], strict=True) if flops}
+    def overhead(self) -> dict[MetricSpec, int]:
+        """The FLOPs that are not useful, by metric, without zeros."""
+        flops_by_spec = {
+            specs.ROTATION_FLOPS: self.rotations,
+            specs.PADDING_FLOPS: self.padding,
+            specs.RECOMPUTED_FLOPS: self.recomputed,
+        }
+        return {spec: flops for spec, flops in flops_by_spec.items() if flops}
 
 
 def product_work(tape: Tape, reference: Tape | None = None) -> ProductWork:
-    """Returns the work of a tape. The reference's does the same step without padding, and without recomputing."""
+    """Returns the work of a tape. The reference does the same step without padding, and without recomputing."""
     casts = tape.of(Phase.CAST)
     rotations = casts.flops if casts is not None else 0
-    left = tape.flops - rotations
-    if reference is None or (more := left - product_work(reference).useful) <= 0:
-        return ProductWork(left, rotations)
-    recomputed = min(more, max(0, _recomputed_flops(tape) - _recomputed_flops(reference)))
-    padding = min(more - recomputed, _padding_flops(tape, reference))
-    return ProductWork(left - recomputed - padding, rotations, padding, recomputed)
+    flops = tape.flops - rotations
+    excess = flops - product_work(reference).useful if reference is not None else 0
+    if reference is None or excess <= 0:
+        return ProductWork(flops, rotations)
+    recomputed = min(excess, max(0, _recomputed_flops(tape) - _recomputed_flops(reference)))
+    padding = min(excess - recomputed, _padding_flops(tape, reference))
+    return ProductWork(flops - recomputed - padding, rotations, padding, recomputed)
 
 
-def _products(tape: Tape) -> list[OperatorCount]:
+def _list_products(tape: Tape) -> list[OperatorCount]:
     return [operator for operator in tape.operators if operator.flops and operator.phase != Phase.CAST]
 
 
 def _recomputed_flops(tape: Tape) -> int:
     """Returns the FLOPs of products in a backward pass that repeat products of the forward pass."""
-    products = _products(tape)
+    products = _list_products(tape)
     forward = {(product.operator, product.inputs) for product in products if not product.backward}
-    again = (product for product in products if product.backward and (product.operator, product.inputs) in forward)
-    return sum(count.calls * (count.flops or 0) for count in again)
+    backward = [product for product in products if product.backward]
+    repeated = [product for product in backward if (product.operator, product.inputs) in forward]
+    return sum(product.calls * (product.flops or 0) for product in repeated)
 
 
 def _padding_flops(tape: Tape, reference: Tape) -> int:
     """Returns FLOPs of products whose sides are a little longer than those of their counterparts in the reference.
 
-    Counterparts are taken in order. If these do not fit (the parts of experts, once filled up, are alike where the
-    tokens' are not), each takes the largest that is left and may be its own, the largest first.
+    Counterparts are taken in order. If their sides do not fit (padded parts of experts are equally large, unpadded ones
+    are not), each product takes the largest unpaired one that its sides can hold, the largest product first.
     """
-    own, others = ([product for product in _products(some) for _ in range(product.calls)] for some in (tape, reference))
-    if len(own) != len(others):
+    products, references = _list_calls(tape), _list_calls(reference)
+    if len(products) != len(references):
         return 0
-    pairs = list(zip(map(_sides, own), map(_sides, others), own, others, strict=True))
-    if not all(mine == theirs or _is_longer(mine, theirs) for mine, theirs, _, _ in pairs):
-        pairs = list(_paired(own, others))
-    return sum(
-        (count.flops or 0) - (other.flops or 0) for mine, theirs, count, other in pairs if _is_longer(mine, theirs)
-    )
+    pairs = list(zip(products, references, strict=True))
+    if not all(_sides(padded) == _sides(plain) or _is_padded(padded, plain) for padded, plain in pairs):
+        pairs = list(_pair_by_size(products, references))
+    return sum((padded.flops or 0) - (plain.flops or 0) for padded, plain in pairs if _is_padded(padded, plain))
 
 
-def _paired(own: Sequence[OperatorCount], others: Sequence[OperatorCount]) -> Iterator[_Pair]:
-    left = sorted(((_sides(product), product) for product in others), key=lambda each: -(each[1].flops or 0))
-    for product in sorted(own, key=lambda product: -(product.flops or 0)):
-        mine = _sides(product)
-        place = next((place for place, (theirs, _) in enumerate(left) if _is_longer(mine, theirs)), None)
+def _list_calls(tape: Tape) -> list[OperatorCount]:
+    calls: list[OperatorCount] = []
+    for product in _list_products(tape):
+        calls += [product] * product.calls
+    return calls
+
+
+def _pair_by_size(products: Sequence[OperatorCount], references: Sequence[OperatorCount]) -> Iterator[_Pair]:
+    unpaired = sorted(references, key=lambda product: -(product.flops or 0))
+    for product in sorted(products, key=lambda product: -(product.flops or 0)):
+        place = next((place for place, plain in enumerate(unpaired) if _is_padded(product, plain)), None)
         if place is not None:
-            theirs, other = left.pop(place)
-            yield mine, theirs, product, other
+            yield product, unpaired.pop(place)
 
 
-def _sides(operator: OperatorCount) -> list[int]:
+def _sides(operator: OperatorCount) -> Sequence[int]:
+    return _parse_sides(operator.inputs)
+
+
+@lru_cache(maxsize=4096)
+def _parse_sides(inputs: tuple[str, ...]) -> tuple[int, ...]:
     """Returns the sides of the first two tensors: matrices, or stacks of them."""
-    shapes = [sides[1] for words in operator.inputs if (sides := _SIDES.search(words))]
-    return [int(side) for shape in shapes[:2] for side in shape.split(",")]
+    matches = [_SIDES.search(words) for words in inputs]
+    shapes = [match[1] for match in matches if match]
+    return tuple(map(int, ",".join(shapes[:2]).split(","))) if shapes else ()
 
 
-def _is_longer(own: Sequence[int], other: Sequence[int]) -> bool:
-    pairs = list(zip(own, other, strict=False))
-    return len(own) == len(other) and all(0 <= mine - theirs < _FILLED for mine, theirs in pairs)
+def _is_padded(product: OperatorCount, plain: OperatorCount) -> bool:
+    """Whether the sides of a product are those of the plain one, or longer by no more than padding adds."""
+    sides, plain_sides = _sides(product), _sides(plain)
+    pairs = zip(sides, plain_sides, strict=False)
+    return len(sides) == len(plain_sides) and all(0 <= side - plain < _MOST_PADDING for side, plain in pairs)
 
 
 def counts_of(tape: Tape) -> tuple[int, int, int]:
-    """Returns its exact counts in the order of COUNTS."""
+    """Returns the exact counts of a tape in the order of COUNTS."""
     return tape.flops, tape.bytes, tape.launches
 
 
-def tape_metrics(told: Told) -> Iterator[Metric]:
-    tape = told.record.tape
+def tape_metrics(sources: MetricSources) -> Iterator[Metric]:
+    """Yields the counts of the step and of its phases, its FLOPs by use and by width, and its intensity."""
+    tape = sources.record.tape
     if tape is None:
         return
-    whole: tuple[str, Tape | PhaseCount] = STEP, tape
-    for phase, count in (whole, *((phase_count.phase, phase_count) for phase_count in tape.phases)):
-        counted = (count.flops, count.bytes, count.launches, count.unknown)
-        for spec, value in zip((*specs.COUNTS, specs.UNKNOWN_OPERATORS), map(float, counted), strict=True):
+    counts: list[tuple[str, Tape | PhaseCount]] = [(STEP, tape)]
+    counts += [(count.phase, count) for count in tape.phases]
+    for phase, count in counts:
+        values = (count.flops, count.bytes, count.launches, count.unknown)
+        for spec, value in zip((*specs.COUNTS, specs.UNKNOWN_OPERATORS), map(float, values), strict=True):
             samples = partial(tuple, (value,))
             yield Metric(spec, value, phase=phase, why=tape.fused, samples=samples)
-    base = told.base.tape if told.base is not None else None
-    work = product_work(tape, base)
-    for spec, flops in ({specs.USEFUL_FLOPS: work.useful} | work.apart).items() if tape.flops else ():
-        yield Metric(spec, float(flops))
-    shares = ((spec, share_of(tape, bits)) for bits, spec in specs.SHARES_BY_BITS.items())
-    for spec, known in ((specs.INTENSITY, intensity_of(tape)), *shares):
-        if known is not None:
-            yield Metric(spec, known)
+    if tape.flops:
+        work = product_work(tape, sources.base.tape if sources.base is not None else None)
+        for spec, flops in ({specs.USEFUL_FLOPS: work.useful} | work.overhead).items():
+            yield Metric(spec, float(flops))
+    figures = {specs.INTENSITY: intensity_of(tape)}
+    figures |= {spec: share_of(tape, bits) for bits, spec in specs.SHARES_BY_BITS.items()}
+    for spec, figure in figures.items():
+        if figure is not None:
+            yield Metric(spec, figure)
 
 
-def coverage_metrics(told: Told) -> Iterator[Metric]:
-    if told.record.coverage is not None:
-        yield Metric(specs.SHARE_CONVERTED, told.record.coverage.share)
+def coverage_metrics(sources: MetricSources) -> Iterator[Metric]:
+    if sources.record.coverage is not None:
+        yield Metric(specs.SHARE_CONVERTED, sources.record.coverage.share)
 
 
 @dataclass(frozen=True)
 class Taped:
-    """The tape of a case in one mode; `why` there is none. `declared` are the FLOPs that its suite declares."""
+    """The tape of a case in one mode, or `why` there is none. `declared` are the FLOPs that its suite declares."""
 
     setting: str
     mode: str
@@ -178,8 +201,8 @@ class Taped:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the calls of one operator in one phase and direction, whatever the shapes. `flops` is None where no
-    call has a formula."""
+    """Sums over the calls of one operator in one phase and direction, whatever the shapes. `flops` is None if the
+    operator has no formula."""
 
     calls: int = 0
     flops: int | None = 0
@@ -204,20 +227,21 @@ class TapeRow:
         return len(set(self.sums)) > 1
 
 
-# So many operators are named, the others counted.
+# Operators beyond this number are counted instead of named.
 _MOST_NAMED = 4
 
 
-def what_changed(before: Tape, after: Tape) -> str:
-    """Returns 'mm in gemm: 18 calls, then 20; mul in gemm: 3 more', the largest first; '' if nothing changed."""
-    changed = [row for row in side_by_side([before, after]) if row.differs]
-    changed.sort(key=lambda row: -max(sums.bytes for sums in row.sums))
-    words = [_changed(row) for row in changed[:_MOST_NAMED]]
-    more = len(changed) - _MOST_NAMED
-    return "; ".join([*words, *([f"and {more} more operators"] if more > 0 else [])])
+def describe_changes(old: Tape, new: Tape) -> str:
+    """Returns 'mm in gemm: 18 calls, then 20; mul in gemm: 1 MiB, then 2 MiB', the largest first; '' if none."""
+    changes = [row for row in side_by_side([old, new]) if row.differs]
+    changes.sort(key=lambda row: -max(sums.bytes for sums in row.sums))
+    words = [_describe_change(row) for row in changes[:_MOST_NAMED]]
+    if len(changes) > _MOST_NAMED:
+        words.append(f"and {len(changes) - _MOST_NAMED} more operators")
+    return "; ".join(words)
 
 
-def _changed(row: TapeRow) -> str:
+def _describe_change(row: TapeRow) -> str:
     old, new = row.sums
     name = f"{row.operator} in {row.phase}{', backward' if row.backward else ''}"
     if old.calls != new.calls:
@@ -230,12 +254,16 @@ def side_by_side(tapes: Sequence[Tape]) -> list[TapeRow]:
     sums_by_key: dict[tuple[str, str, bool], list[Sums]] = {}
     for place, tape in enumerate(tapes):
         for operator in tape.operators:
-            sums = sums_by_key.setdefault((operator.phase, operator.operator, operator.backward), [Sums()] * len(tapes))
+            key = (operator.phase, operator.operator, operator.backward)
+            sums = sums_by_key.setdefault(key, [Sums()] * len(tapes))
             sums[place] = sums[place] + operator
     rows = [TapeRow(*key, tuple(sums)) for key, sums in sums_by_key.items()]
-    phases = list(CELL_PHASES)
-    most = {row: (max(sums.flops or 0 for sums in row.sums), max(sums.bytes for sums in row.sums)) for row in rows}
-    return sorted(rows, key=lambda row: (phases.index(row.phase), -most[row][0], -most[row][1]))
+    return sorted(rows, key=_rank_row)
+
+
+def _rank_row(row: TapeRow) -> tuple[int, int, int]:
+    flops = max(sums.flops or 0 for sums in row.sums)
+    return CELL_PHASES.index(row.phase), -flops, -max(sums.bytes for sums in row.sums)
 
 
 _EMULATED = "emulated: these are parts of what the emulation costs, and say nothing of the precision's speed"
@@ -243,8 +271,7 @@ _EMULATED = "emulated: these are parts of what the emulation costs, and say noth
 
 @dataclass(frozen=True)
 class SharePart:
-    """A part of a step, or the rest of it: its `share`, and the seconds of the timed step that this is; None if it
-    was not timed."""
+    """A part of a step, or what no part has: its share of the step, and its seconds (None if it was not timed)."""
 
     kind: str
     module: str
@@ -257,8 +284,8 @@ class SharePart:
 
 @dataclass(frozen=True)
 class StepShares:
-    """The parts of a case's step, or why there are none. `seconds` are its best case; for an emulated case these and
-    the parts are what the emulation costs."""
+    """The parts of a case's step, or why there are none. `seconds` are its best case; for an emulated case they are
+    the cost of emulating."""
 
     case: Case
     shares: Shares | None
@@ -268,16 +295,18 @@ class StepShares:
 
     @property
     def rows(self) -> Iterator[SharePart]:
-        """The longest first, and the rest of the step at the end."""
+        """The longest first, and the unattributed rest of the step at the end."""
         shares = self.shares
         if shares is None:
             return
         for part in shares.parts:
-            direction = "backward" if part.backward else "forward" if part.module else ""
-            yield SharePart(
-                part.kind.value, part.module, direction, part.what, part.calls, *self._of(part.seconds / shares.whole)
-            )
-        yield SharePart(UNATTRIBUTED, "", "", "", 0, *self._of(shares.unattributed))
+            direction = "forward" if part.module else ""
+            if part.backward:
+                direction = "backward"
+            share = part.seconds / shares.whole
+            seconds = self._seconds_of(share)
+            yield SharePart(part.kind.value, part.module, direction, part.what, part.calls, share, seconds)
+        yield SharePart(UNATTRIBUTED, "", "", "", 0, shares.unattributed, self._seconds_of(shares.unattributed))
 
     @property
     def by_kind(self) -> dict[str, float]:
@@ -299,13 +328,11 @@ class StepShares:
         if self.emulated:
             yield _EMULATED
         unknown = {part.what: part.calls for part in self.shares.parts if part.kind == "unknown"}
-        yield from (
-            f"unknown: {name}, {calls} calls a step, of which no rule says what it does"
-            for name, calls in unknown.items()
-        )
+        for name, calls in unknown.items():
+            yield f"unknown: {name}, {calls} calls a step, of which no rule says what it does"
 
-    def _of(self, share: float) -> tuple[float, float | None]:
-        return share, None if self.seconds is None else share * self.seconds
+    def _seconds_of(self, share: float) -> float | None:
+        return None if self.seconds is None else share * self.seconds
 
 
 def _kind_in_words(part: Share) -> str:
@@ -317,9 +344,9 @@ def parts_of(run: Run, findings: Mapping[str, Finding]) -> list[StepShares]:
 
 
 def parts_of_record(record: Record, finding: Finding | None) -> StepShares:
-    why = "" if record.shares is not None else record.reason or record.detail or "none were looked for"
+    reason = "" if record.shares is not None else record.reason or record.detail or "none were looked for"
     seconds = None if finding is None else finding.best_seconds
-    return StepShares(record.case, record.shares, why, seconds, record.support.is_emulated)
+    return StepShares(record.case, record.shares, reason, seconds, record.support.is_emulated)
 
 
 def refuse_none(run: Run) -> None:

@@ -3,26 +3,24 @@
 A verdict is FASTER or SLOWER when the ratio's interval lies wholly outside the band, SAME when it lies wholly inside
 +-2%, else UNSURE. The band is +-0.5%, or as much as the reference provably differs from its own control (how far the
 A/A interval stays away from 1), if that is more. With the far end of the A/A interval as the band, sampling noise would
-count twice: of slow-downs of 2.5% in a 30 ms step 14% were found instead of 90%, with no alarm either way. The far end
-is printed as noise floor. Both entries of the reference count.
+count twice: only 14% instead of 90% of slow-downs of 2.5% in a 30 ms step were found, with no alarm either way. The far
+end is printed as noise floor. Both entries of the reference count.
 
-The best case sees the fastest calls alone: a step that is three times slower on three of four calls is no slower to it.
+The best case sees only the fastest calls: it does not notice a step that is three times slower on three of four calls.
 So a second figure may take the verdict away: the mean over all calls, paired by round, less the time that the thread
-waited for a core. FASTER and SLOWER must not lie on the other side of it; SAME needs it wholly inside +-3.5%. With the
-waiting left in, a loaded machine puts ten times as much noise into a mean. The ratio of medians is kept beside them and
-gives no verdict.
+waited for a core. FASTER and SLOWER must not contradict it; SAME needs it wholly inside +-3.5%. With the waiting left
+in, a mean on a loaded machine has ten times as much noise.
 
-The cells of a step may make up for each other. A step that waits for its pace, or for a batch that another thread
-prepares, takes the same time as ever, and still its fastest cells, of different rounds, sum to less than any step that
-ran. Whichever arm varies more, or is cut finer, then seems the faster. So where an arm's best case lies below its
-fastest step by more than the noise floor, whole steps are compared. On a loaded machine this happens to honest steps
-too.
+The cells of a step may make up for each other. A step that waits for a clock, or for a batch that another thread
+prepares, always takes the same time, and still its fastest cells, of different rounds, sum to less than any step that
+ran. The arm that varies more, or is cut finer, would then seem faster. So if an arm's best case lies below its fastest
+step by more than the noise floor, whole steps are compared. On a loaded machine this happens to honest steps too.
 
-Fewer rounds than a plain command takes give no 99% interval: of 900 samples of ten rounds 8% did not hold the ratio of
+Fewer rounds than a plain command takes give no 99% interval: 8% of 900 samples of ten rounds did not hold the ratio of
 the long run that they were part of, because clocks and neighbours change slower than that. They give the range of the
 rounds, with a level of 0, and a verdict needs all of it.
 
-These rules use samples alone, while rounds come and at the end; `findings` adds what else is known of a case.
+These rules use samples alone, while rounds come and at the end; `findings` adds what else is known about a case.
 """
 
 from __future__ import annotations
@@ -41,18 +39,18 @@ from fp8bench.model.stopping import LEAST_ROUNDS
 
 BAND = 0.005
 SAME = 0.02
-# For the mean over all calls, which is blunter. Less than 5%, because a mean that moved by 5% would sometimes pass.
+# For the mean over all calls, which has more noise. Not 5%, or a mean that moved by 5% would sometimes pass.
 TYPICAL_SAME = 0.035
 # If the mean differs from the best case by this much, calls are not alike.
 UNEVEN = 0.05
-# While rounds still come, a decision needs more: each look is another chance to err.
+# While rounds still come, a decision needs more evidence: each look is another chance to err.
 EARLY_LEVEL = 0.998
 EARLY_SAME = 0.01
-# A narrow interval is wanted too, not only the side of 1.
+# An early decision needs a narrow interval too, not only the side of 1.
 EARLY_HALF_WIDTH = 0.02
 FINAL_LEVEL = 0.99
 LEAST_FOR_VERDICT = 10
-# Arms of one suite differ by less: a product alone is one part, with its operands' casts two or three.
+# Arms of one suite differ by less: a product alone is one cell, with the casts of its operands two or three.
 _FINER = 2.5
 
 
@@ -61,26 +59,41 @@ def cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None, whole
 
     Each slot must have that many. With `whole` a step is one cell.
     """
-    wanted = None if rounds is None else set(rounds)
-    chosen = [slot for slot in timing.slots if wanted is None or slot.round in wanted]
-    shape = (len(chosen), calls, len(timing.segments.phases))
-    flat = chain.from_iterable(chain.from_iterable(slot.calls_ns[:calls] for slot in chosen))
-    each = np.fromiter(flat, np.float64, math.prod(shape)).reshape(shape)
-    seconds: stats.Floats = (each.sum(axis=2, keepdims=True) if whole else each).min(axis=1) * 1e-9
+    slots = _slots_of(timing, rounds)
+    shape = (len(slots), calls, len(timing.segments.phases))
+    numbers = chain.from_iterable(chain.from_iterable(slot.calls_ns[:calls] for slot in slots))
+    by_call = np.fromiter(numbers, np.float64, math.prod(shape)).reshape(shape)
+    if whole:
+        by_call = by_call.sum(axis=2, keepdims=True)
+    seconds: stats.Floats = by_call.min(axis=1) * 1e-9
     return seconds
+
+
+def _slots_of(timing: Timing, rounds: Sequence[int] | None) -> Sequence[SlotSample]:
+    if rounds is None:
+        return timing.slots
+    chosen = set(rounds)
+    return [slot for slot in timing.slots if slot.round in chosen]
 
 
 def totals(timing: Timing) -> stats.Floats:
     """Returns the seconds of every call, in the order in which they ran."""
-    return np.array([sum(call) for slot in timing.slots for call in slot.calls_ns], dtype=np.float64) * 1e-9
+    calls = chain.from_iterable(slot.calls_ns for slot in timing.slots)
+    return np.array([sum(call) for call in calls], dtype=np.float64) * 1e-9
 
 
 def fewest_calls(*timings: Timing) -> int:
-    return min(len(slot.calls_ns) for timing in timings for slot in timing.slots)
+    """Returns the number of calls that every slot has."""
+    slots = chain.from_iterable(timing.slots for timing in timings)
+    return min(len(slot.calls_ns) for slot in slots)
 
 
 def common_rounds(timings: Sequence[Timing]) -> list[int]:
-    return sorted(set.intersection(*({slot.round for slot in timing.slots} for timing in timings)))
+    """Returns the rounds that all timings have a slot of."""
+    common = {slot.round for slot in timings[0].slots}
+    for timing in timings[1:]:
+        common &= {slot.round for slot in timing.slots}
+    return sorted(common)
 
 
 def below_every_step(timing: Timing, calls: int = 0, rounds: Sequence[int] | None = None) -> float:
@@ -91,7 +104,7 @@ def below_every_step(timing: Timing, calls: int = 0, rounds: Sequence[int] | Non
     return max(0.0, 1 - best / fastest) if fastest > 0 else 0.0
 
 
-def make_up(timings: Sequence[Timing], rounds: Sequence[int], floor: float) -> bool:
+def cells_make_up(timings: Sequence[Timing], rounds: Sequence[int], floor: float) -> bool:
     """Whether the cells of a timing make up for each other by more than the floor."""
     calls = fewest_calls(*timings)
     return any(below_every_step(timing, calls, rounds) > floor for timing in timings)
@@ -100,23 +113,28 @@ def make_up(timings: Sequence[Timing], rounds: Sequence[int], floor: float) -> b
 def best_ratio(
     timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL, whole: bool | None = None
 ) -> Interval:
-    """Returns the first timing's best case over that of the others, by rounds that all were in.
+    """Returns the first timing's best case over that of the others, by rounds that all were in."""
+    samples = to_comparable(timings, rounds, whole)
+    best = list(map(stats.best_case, samples))
+    return _to_ratio(best, [sample.sum(axis=1) for sample in samples], level)
+
+
+def _to_ratio(arms: Sequence[stats.Resampled], seconds: Sequence[stats.Floats], level: float) -> Interval:
+    """Returns the first arm over the others, with an interval, or the range of the rounds if these are few."""
+    ratio = stats.ratio(arms[0], arms[1:], level)
+    return stats.extent(ratio, seconds) if len(seconds[0]) < LEAST_ROUNDS else ratio
+
+
+def to_comparable(timings: Sequence[Timing], rounds: Sequence[int], whole: bool | None) -> list[stats.Floats]:
+    """Returns the cells of each timing, or its whole steps where cells do not compare.
 
     All use the same number of calls a slot, because a minimum over more calls is lower. For the same reason whole steps
-    are compared where one is cut much finer than another (a model as it came is one part, a copy with marked products
+    are compared if one arm is cut much finer than another (an unmarked model is one cell, a copy with marked products
     dozens). They are also compared if `whole` is True, or if it is None and cells make up for each other.
     """
-    samples = comparable(timings, rounds, whole)
-    own, *others = map(stats.best_case, samples)
-    if len(rounds) < LEAST_ROUNDS:
-        return stats.extent(stats.ratio(own, others), [each.sum(axis=1) for each in samples])
-    return stats.ratio(own, others, level)
-
-
-def comparable(timings: Sequence[Timing], rounds: Sequence[int], whole: bool | None) -> list[stats.Floats]:
     calls = fewest_calls(*timings)
     if whole is None:
-        whole = make_up(timings, rounds, BAND)
+        whole = cells_make_up(timings, rounds, BAND)
     samples = [] if whole else [cells(timing, calls, rounds) for timing in timings]
     if whole or are_cut_unevenly(samples):
         return [cells(timing, calls, rounds, whole=True) for timing in timings]
@@ -137,44 +155,44 @@ def _parts(samples: stats.Floats) -> float:
 
 
 def mean_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL) -> Interval:
+    """Returns the first timing's mean over all calls, over that of the others."""
     samples = [means(timing, rounds) for timing in timings]
-    own, *others = map(stats.mean_case, samples)
-    if len(rounds) < LEAST_ROUNDS:
-        return stats.extent(stats.ratio(own, others), samples)
-    return stats.ratio(own, others, level)
+    return _to_ratio(list(map(stats.mean_case, samples)), samples, level)
 
 
 def means(timing: Timing, rounds: Sequence[int]) -> stats.Floats:
-    """Returns seconds of a call by round: the mean over all calls of the slot, less what they waited for a core."""
-    wanted = set(rounds)
-    return np.array([_mean(slot) for slot in timing.slots if slot.round in wanted])
+    """Returns seconds of a call by round: the mean over all calls of the slot, less their waiting for a core."""
+    return np.array([_mean_call(slot) for slot in _slots_of(timing, rounds)])
 
 
-# Less than this share of a thread's processor time cannot be what its calls took, marks between them included.
-_LEAST_OWN = 0.75
+# Calls, with the marks between them, take at least this share of their thread's processor time.
+_LEAST_BUSY = 0.75
 
 
-def _mean(slot: SlotSample) -> float:
+def _mean_call(slot: SlotSample) -> float:
     seconds = sum(map(sum, slot.calls_ns)) * 1e-9
-    own, busy = seconds - (slot.waited_seconds or 0.0), min(seconds, slot.thread_seconds or 0.0)
-    if own < _LEAST_OWN * busy:  # it waited between two calls, which is in no call's time
-        own = busy
-    return (own if own > 0 else seconds) / len(slot.calls_ns)  # whatever the system says, calls took some time
+    running = seconds - (slot.waited_seconds or 0.0)
+    busy = min(seconds, slot.thread_seconds or 0.0)
+    # The thread may have waited between two calls, which is in no call's time.
+    if running < _LEAST_BUSY * busy:
+        running = busy
+    # Whatever the system reports, calls took some time.
+    return (running if running > 0 else seconds) / len(slot.calls_ns)
 
 
 def entries_of(reference: Timing, control: Timing | None) -> list[Timing]:
-    """Returns what a reference was entered as: its own timing, and its control's where that ran."""
+    """Returns the timings of a reference: its own, and its control's if that ran."""
     return [reference] if control is None or not control.slots else [reference, control]
 
 
-def noise(reference: Timing, control: Timing | None) -> Interval | None:
+def aa_interval(reference: Timing, control: Timing | None) -> Interval | None:
     """Returns the A/A interval; None without a control."""
     if control is None or not (rounds := common_rounds([control, reference])):
         return None
     return _floor([reference, control], rounds)[0]
 
 
-def whole_steps(reference: Timing, control: Timing | None) -> bool:
+def compares_whole_steps(reference: Timing, control: Timing | None) -> bool:
     entries = entries_of(reference, control)
     rounds = common_rounds(entries)
     return bool(rounds) and _floor(entries, rounds)[1]
@@ -190,12 +208,12 @@ def _floor(
     """
     timings = [*entries, case] if case is not None else entries
     if len(entries) < 2:
-        return None, make_up(timings, rounds, BAND)
+        return None, cells_make_up(timings, rounds, BAND)
     aa = best_ratio(entries[::-1], rounds, whole=False)
-    if not make_up(timings, rounds, BAND):
+    if not cells_make_up(timings, rounds, BAND):
         return aa, False
     by_steps = best_ratio(entries[::-1], rounds, whole=True)
-    whole = make_up(timings, rounds, max(BAND, min(aa.reach, by_steps.reach)))
+    whole = cells_make_up(timings, rounds, max(BAND, min(aa.reach, by_steps.reach)))
     return by_steps if whole else aa, whole
 
 
@@ -215,7 +233,7 @@ def rule(interval: Interval, band: float, same: float = SAME) -> Verdict:
 
 
 class Conclusion(NamedTuple):
-    """The ratio of best cases, that of the means over all calls, and the A/A interval; `whole` if whole steps were
+    """The ratio of best cases, that of the means over all calls, and the A/A interval. `whole`: whole steps were
     compared."""
 
     verdict: Verdict
@@ -225,7 +243,7 @@ class Conclusion(NamedTuple):
     whole: bool = False
 
 
-def uneven(ratio: Interval, typical: Interval) -> bool:
+def is_uneven(ratio: Interval, typical: Interval) -> bool:
     """Whether the mean over all calls differs from the fastest calls beyond the noise of both."""
     apart = max(typical.low / ratio.high, ratio.low / typical.high)
     return apart > 1 + UNEVEN or _opposite(ratio, typical)
@@ -244,10 +262,10 @@ def _opposite(ratio: Interval, typical: Interval) -> bool:
     return (ratio.high < 1 < typical.low) or (typical.high < 1 < ratio.low)
 
 
-def decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
+def is_decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
     """Whether measuring may stop for this case: a clear verdict and a narrow interval, at an early look's level."""
-    known = conclude(case, reference, control, EARLY_LEVEL, EARLY_SAME)
-    return known is not None and known.verdict is not Verdict.UNSURE and known.ratio.half_width <= EARLY_HALF_WIDTH
+    early = conclude(case, reference, control, EARLY_LEVEL, EARLY_SAME)
+    return early is not None and early.verdict is not Verdict.UNSURE and early.ratio.half_width <= EARLY_HALF_WIDTH
 
 
 def conclude(
@@ -262,50 +280,56 @@ def conclude(
 ) -> Conclusion | None:
     """Returns the verdict on native samples, with its intervals; None without common rounds.
 
-    The ratio's interval reaches at least `reach` from its point, as a logarithm: runs may differ more than rounds. With
-    the ratios of earlier `sessions` it is the hull of all, about the mean of their points. If others `held_up` the
-    fastest rounds, it also reaches to the mean over all calls less their waiting; without a `reach` it is then a range,
-    and no interval.
+    The ratio's interval reaches at least `reach` from its point, as a logarithm, because runs may differ more than
+    rounds. With the ratios of earlier `sessions` it spans all of them, about the mean of their points. If other
+    programs `held_up` the fastest rounds, it also spans the mean over all calls; without a `reach` it is then a range
+    (level 0).
     """
     entries = entries_of(reference, control)
     rounds = common_rounds([case, *entries])
     if not rounds:
         return None
+    # 1. The ratio of best cases, and that of means.
     aa, whole = _floor(entries, rounds, case)
     ratio = best_ratio([case, *entries], rounds, level, whole)
     typical = mean_ratio([case, *entries], rounds, level)
-    if held_up and ratio.level:  # of the fastest calls that were held up nobody knows how fast undisturbed ones are
+    # 2. Widen it by what these rounds cannot show.
+    if held_up and ratio.level:  # nobody knows how fast undisturbed calls would have been
         low, high = min(ratio.low, typical.low), max(ratio.high, typical.high)
         ratio = replace(ratio, low=low, high=high, level=level if reach else 0.0)
     sound = [session for session in sessions if 0 < session.low <= session.point <= session.high < math.inf]
-    ratio = _reaching(_hull([*sound, ratio]), reach / math.sqrt(1 + len(sound)))
+    ratio = _widen(_span([*sound, ratio]), reach / math.sqrt(1 + len(sound)))
+    # 3. Judge it.
     verdict = rule(ratio, band_of(aa), same) if len(rounds) >= LEAST_FOR_VERDICT else Verdict.UNSURE
-    return Conclusion(verdict if agrees(verdict, ratio, typical) else Verdict.UNSURE, ratio, typical, aa, whole)
+    if not agrees(verdict, ratio, typical):
+        verdict = Verdict.UNSURE
+    return Conclusion(verdict, ratio, typical, aa, whole)
 
 
-def _hull(ratios: Sequence[Interval]) -> Interval:
+def _span(ratios: Sequence[Interval]) -> Interval:
     """Returns the interval that holds all of them, with the level of the last."""
-    point = (
-        math.exp(float(np.mean([math.log(ratio.point) for ratio in ratios]))) if len(ratios) > 1 else ratios[-1].point
-    )
-    return replace(
-        ratios[-1], point=point, low=min(ratio.low for ratio in ratios), high=max(ratio.high for ratio in ratios)
-    )
+    if len(ratios) == 1:
+        return ratios[0]
+    point = math.exp(float(np.mean([math.log(ratio.point) for ratio in ratios])))
+    low, high = min(ratio.low for ratio in ratios), max(ratio.high for ratio in ratios)
+    return replace(ratios[-1], point=point, low=low, high=high)
 
 
 def best_log(case: Timing, reference: Timing, control: Timing | None) -> float | None:
-    """Returns the logarithm of the ratio that a verdict would be on; None where rounds are too few for an interval."""
+    """Returns the logarithm of the ratio that a verdict rests on; None if rounds are too few for an interval."""
     entries = entries_of(reference, control)
     rounds = common_rounds([case, *entries])
     if len(rounds) < LEAST_ROUNDS:
         return None
-    samples = comparable([case, *entries], rounds, _floor(entries, rounds, case)[1])
-    own, *others = (float(stats.best_by_segment(sample).sum()) for sample in samples)
-    return math.log(own) - float(np.mean(np.log(others))) if own > 0 and min(others) > 0 else None
+    samples = to_comparable([case, *entries], rounds, _floor(entries, rounds, case)[1])
+    case_seconds, *seconds = (float(stats.best_by_segment(sample).sum()) for sample in samples)
+    if case_seconds <= 0 or min(seconds) <= 0:
+        return None
+    return math.log(case_seconds) - float(np.mean(np.log(seconds)))
 
 
-def _reaching(ratio: Interval, reach: float) -> Interval:
-    """Widens an interval; the range of few rounds stays as it is."""
+def _widen(ratio: Interval, reach: float) -> Interval:
+    """Widens an interval to reach this far from its point, as a logarithm; the range of few rounds is unchanged."""
     if not ratio.level or not 0 < ratio.low <= ratio.high < math.inf:
         return ratio
     low, high = ratio.point * math.exp(-reach), ratio.point * math.exp(reach)
@@ -313,9 +337,10 @@ def _reaching(ratio: Interval, reach: float) -> Interval:
 
 
 def best_phases(timing: Timing, whole: bool | None = None) -> tuple[tuple[str, float], ...]:
-    """Returns best-case seconds of each phase, which sum to the step: the sum of its cells' fastest rounds.
+    """Returns best-case seconds of each phase, which sum to the best case of the step.
 
-    With `whole` they are those of the fastest steps, one a round; None means so where no step was as fast as its cells.
+    They are sums of the fastest rounds of each cell, or with `whole` the cells of the fastest steps. None chooses whole
+    steps if no step was as fast as the sum of its fastest cells.
     """
     calls = fewest_calls(timing)
     if whole is None:
@@ -333,18 +358,16 @@ def best_seconds(timing: Timing, whole: bool | None = None) -> float:
 
 def fastest_step_cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None) -> stats.Floats:
     """Returns the cells of the fastest step of each round, in seconds: (rounds, cells)."""
-    wanted = None if rounds is None else set(rounds)
-    chosen = [slot for slot in timing.slots if wanted is None or slot.round in wanted]
-    return np.array([min(slot.calls_ns[:calls], key=sum) for slot in chosen], dtype=np.float64) * 1e-9
+    steps = [min(slot.calls_ns[:calls], key=sum) for slot in _slots_of(timing, rounds)]
+    return np.array(steps, dtype=np.float64) * 1e-9
 
 
-def fastest(candidates: Sequence[Timing], reference: Timing, control: Timing | None) -> int | None:
-    """Returns the index of the smallest ratio of best cases to the reference; None where none is faster."""
+def find_fastest(candidates: Sequence[Timing], reference: Timing, control: Timing | None) -> int | None:
+    """Returns the index of the candidate with the smallest best case; None if none is faster than the reference."""
     entries = entries_of(reference, control)
-    ratios = {
-        number: best_ratio([timing, *entries], rounds).point
-        for number, timing in enumerate(candidates)
-        if (rounds := common_rounds([timing, *entries]))
-    }
-    best = min(ratios, key=lambda number: ratios[number], default=None)
-    return best if best is not None and ratios[best] < 1 else None
+    fastest, least = None, 1.0
+    for number, timing in enumerate(candidates):
+        rounds = common_rounds([timing, *entries])
+        if rounds and (point := best_ratio([timing, *entries], rounds).point) < least:
+            fastest, least = number, point
+    return fastest

@@ -1,6 +1,6 @@
-"""What follows a measured run: history, report, and scalars for boards; scalars of other kept things, too.
+"""The steps after a measured run: history, report, and scalars for boards; also scalars of other stored results.
 
-The run is kept by then, so a step that fails is noted and fails nothing else.
+The run is already stored, so a step that fails is noted and fails nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fp8bench.store.runs.listing import store_of
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is made of a run beside its history. Without `pages` there is no report."""
+    """What is written about a run next to its history. Without `pages` there is no report."""
 
     pages: Pages | None = None
     log: Sequence[LogTarget] = ()
@@ -67,23 +67,23 @@ def published(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]
 
 def into_history(run: Run, store: Path, view: bool = True) -> str:
     """Adds the run's figures to the history and updates asv's view; returns what became of the view."""
-    told = update_view(run, store) if view else ""
+    sentence = update_view(run, store) if view else ""
     keep_figures(store, Path(run.path))
-    return told
+    return sentence
 
 
 def log_run(run: Run, targets: Sequence[LogTarget], note: Callable[[str], None]) -> bool:
     """Logs the figures of a run, with notes; False if interrupted."""
     if not targets:
         return True
-    return _logged("run", run_source(run), run_scalars(run, findings(run)), targets, note)
+    return _log_scalars("run", run_source(run), run_scalars(run, findings(run)), targets, note)
 
 
 def log_kept(kind: Kind[K], kept: K, targets: Sequence[LogTarget], note: Callable[[str], None]) -> bool:
     source = kind.log_source(kept) if targets else None
     if source is None:
         return True
-    return _logged(kind.name, source, kind.scalars(kept), targets, note)
+    return _log_scalars(kind.name, source, kind.scalars(kept), targets, note)
 
 
 def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
@@ -100,21 +100,21 @@ def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
                 note(f"report: {short_path(page)}")
 
 
-def _logged(
+def _log_scalars(
     kind: str,
     source: LogSource,
     scalars: Iterable[LoggedScalar],
     targets: Sequence[LogTarget],
     note: Callable[[str], None],
 ) -> bool:
-    again = f"`fp8bench show {source.id}` takes --log, too"
+    how_to_log = f"`fp8bench show {source.id}` takes --log, too"
     try:
-        logger = ScalarLogger(targets, source, note, f"the {kind} is kept, and {again}")
+        logger = ScalarLogger(targets, source, note, f"the {kind} is kept, and {how_to_log}")
         for scalar in scalars:
             logger.log(*scalar)
         logger.close()
     except KeyboardInterrupt:
-        note(f"interrupted; the {kind} is kept, and {again}")
+        note(f"interrupted; the {kind} is kept, and {how_to_log}")
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Measures a workload's grid for asv, and adds what its commit has come to before."""
+"""Measures a workload's grid for asv, and adds the earlier results of its commit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fp8bench.jobs.after_run import into_history
 from fp8bench.model import Cell, Point, Request, Run, Status
 from fp8bench.pipeline import execute
 from fp8bench.protocols import Observer
-from fp8bench.store.commit_runs import commit_named, runs_of_commit, tracked_run, why_untracked
-from fp8bench.store.points import followed, merged
+from fp8bench.store.commit_runs import find_commit, runs_of_commit, tracked_run, why_outside_history
+from fp8bench.store.points import merge_points, points_of_run
 
 # ("samples", numbers), ("failed", reason) or ("none", reason).
 Outcome = tuple[str, object]
@@ -20,11 +20,12 @@ Outcome = tuple[str, object]
 def measured_by_asv(
     request: Request, store: Path, root: Path, observer: Observer, saved_as: str = ""
 ) -> dict[str, dict[Cell, Outcome]]:
-    """Measures a workload's grid, keeps the run, and returns outcomes of its commit by series and cell.
+    """Measures a workload's grid, stores the run, and returns outcomes of its commit by series and cell.
 
-    `saved_as` is the commit under which asv saves results, '' for none: results of other commits are replaced by what
-    that commit has come to, or reported as failures. A case that fails now is failed, whatever was measured before.
+    `saved_as` is the commit under which asv saves results, '' for none: results of other commits are replaced by the
+    stored ones of that commit, or reported as failures. A case that fails now is failed, whatever was measured earlier.
     """
+    # 1. Measure, and store the run.
     try:
         run = execute(request, store, observer, "asv run", origin="asv", folder=root)
         into_history(run, store, view=False)  # asv writes its own
@@ -32,43 +33,50 @@ def measured_by_asv(
         run = cast(Run, error.run)
     if not run.finished and not run.troubles:
         raise KeyboardInterrupt
-    own = followed(run)
-    if not own.points:
-        why = own.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
-        raise Fp8benchError(f"asv gets no figures of the suite {request.suite}: {why}.")
-    named = commit_named(saved_as, root) if saved_as else None
-    commit = named or str(run.environment.get("commit"))
-    why = _not_of(commit, run) if saved_as else ""
-    others = _others(run, store, commit) if why or not why_untracked(run) else []
-    outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in own.series}
-    for (name, cell), point in merged(others if why else [*others, *own.points], own.series).items():
+    measured = points_of_run(run)
+    if not measured.points:
+        reason = measured.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
+        raise Fp8benchError(f"asv gets no figures of the suite {request.suite}: {reason}.")
+    # 2. Combine its points with those of the commit's other runs, or replace them if it is of another commit.
+    commit = (find_commit(saved_as, root) if saved_as else None) or str(run.environment.get("commit"))
+    mismatch = _why_other_commit(commit, run) if saved_as else ""
+    points = _earlier_points(run, store, commit) if mismatch or not why_outside_history(run) else []
+    if not mismatch:
+        points += measured.points
+    outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in measured.series}
+    for (name, cell), point in merge_points(points, measured.series).items():
         outcomes.setdefault(name, {})[cell] = _outcome(point)
-    for point in own.points:
-        if why:
-            outcome = ("failed", why) if point.samples else _outcome(point)
+    # 3. Report failures.
+    for point in measured.points:
+        if mismatch:
+            outcome = ("failed", mismatch) if point.samples else _outcome(point)
             outcomes[point.series].setdefault(point.cell, outcome)
         elif point.status is Status.FAILED:
             outcomes[point.series][point.cell] = _outcome(point)
     return outcomes
 
 
-def _others(run: Run, store: Path, commit: str) -> list[Point]:
-    """Points of the commit's other runs on the same machine, interpreter and versions."""
+def _earlier_points(run: Run, store: Path, commit: str) -> list[Point]:
+    """Returns points of the commit's other runs on the same machine, interpreter and versions."""
     tracked = tracked_run(run)
     if tracked is None:
         return []
-    home = tracked.identity.home
-    others = (other for other in runs_of_commit(store, commit) if other.run.id != run.id)
-    company = [other for other in others if other.identity.home.is_same(home)]
     versions = {(point.series, point.version) for point in tracked.content.points}
-    return [point for other in company for point in other.content.points if (point.series, point.version) in versions]
+    points: list[Point] = []
+    for earlier in runs_of_commit(store, commit):
+        if earlier.run.id != run.id and earlier.identity.home.is_same(tracked.identity.home):
+            points += [point for point in earlier.content.points if (point.series, point.version) in versions]
+    return points
 
 
-def _not_of(commit: str, run: Run) -> str:
-    here = run.environment.get("commit")
-    if isinstance(here, str) and here != commit:
-        return f"asv saves it as commit {commit[:8]}, and commit {here[:8]} is checked out: give --set-commit-hash that"
-    return why_untracked(run)
+def _why_other_commit(commit: str, run: Run) -> str:
+    checked_out = run.environment.get("commit")
+    if isinstance(checked_out, str) and checked_out != commit:
+        return (
+            f"asv saves it as commit {commit[:8]}, and commit {checked_out[:8]} is checked out: give "
+            "--set-commit-hash that"
+        )
+    return why_outside_history(run)
 
 
 def _outcome(point: Point) -> Outcome:

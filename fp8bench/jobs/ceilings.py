@@ -1,4 +1,4 @@
-"""What devices do at most: measured ceilings, kept in the store; and quoted figures, held against datasheets.
+"""Ceilings: what devices do at most, measured and stored; and quoted figures, checked against datasheets.
 
 The suite `ceilings` is a run like any other, with a record for each rate.
 """
@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 from fp8bench import __version__
@@ -44,7 +44,7 @@ from fp8bench.model import (
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import CEILINGS
 from fp8bench.pipeline import now
-from fp8bench.plan.make import devices_asked
+from fp8bench.plan.make import choose_devices
 from fp8bench.registry import precisions
 from fp8bench.report.topics.roofline import UNITS, shape_words, spread_words
 from fp8bench.store.ceilings import new_ceilings
@@ -55,7 +55,7 @@ _ARRAYS = "fp32"
 
 
 def ceilings_run(request: Request, store: Path, command: str) -> Run:
-    """Measures the suite `ceilings` on the request's devices and keeps it as a run. Other options are refused."""
+    """Measures the suite `ceilings` on the request's devices and stores it as a run. Other options are refused."""
     allowed = Request(CEILINGS, devices=request.devices, threads=request.threads)
     if request != allowed:
         raise UsageError(
@@ -64,19 +64,18 @@ def ceilings_run(request: Request, store: Path, command: str) -> Run:
         )
     check_store(store)
     started = now()
+    # 1. Measure the rates of each device.
+    groups: list[list[Record]] = []
     with claimed(True), ProcessWorker(Settings(request.threads)) as worker:
         facts = worker.probe()
         environment = gather(worker.software(), __version__, request.threads)
-        groups: list[tuple[Record, ...]] = []
-        for device in devices_asked(request, facts):
-            state, ceilings = _measured(worker, device, store, request.threads)
+        for device in choose_devices(request, facts):
+            state, ceilings = _measure_device(worker, device, store, request.threads)
             environment = environment.also(state)
-            groups += [
-                tuple(_record(rate, device) for rate in some)
-                for _, some in groupby(ceilings.rates, lambda rate: rate.limit)
-            ]
-    planned = (tuple(PlannedCase(record.case, record.support, record.work) for record in group) for group in groups)
-    plan = Plan(tuple(Group(cases, 0) for cases in planned))
+            for _, rates in groupby(ceilings.rates, lambda rate: rate.limit):
+                groups.append([_record(rate, device) for rate in rates])
+    # 2. Write them as a run with a group for each limit.
+    plan = Plan(tuple(map(_plan_group, groups)))
     run = Run(secrets.token_hex(4), started, command, request, plan, environment, facts)
     writer = start_run(run, store)
     try:
@@ -88,10 +87,14 @@ def ceilings_run(request: Request, store: Path, command: str) -> Run:
     return load_run(writer.path)
 
 
-def _measured(
+def _plan_group(records: Sequence[Record]) -> Group:
+    return Group(tuple(PlannedCase(record.case, record.support, record.work) for record in records), 0)
+
+
+def _measure_device(
     worker: Worker, device: DeviceFacts, store: Path, threads: int
 ) -> tuple[dict[str, Scalar | None], Ceilings]:
-    """What the driver says of the device, and its ceilings, which are kept."""
+    """Returns the state of the device by its driver, and its ceilings, which are stored."""
     with meter_for(device) as meter:
         state = device_state_of(device, meter)
     environment = gather(worker.software(), __version__, threads).also(state)
@@ -99,7 +102,7 @@ def _measured(
 
 
 def _record(rate: Rate, device: DeviceFacts) -> Record:
-    """The record of a rate; skipped, with the device's reason, if there are no runs."""
+    """Returns the record of a rate; skipped, with the device's reason, if there are no runs."""
     name = rate.precision or _ARRAYS
     case = Case(CEILINGS, (("limit", rate.limit.value),), name, device.key)
     support = precisions.get(name).support(device) if rate.precision else Support(Level.NATIVE, "")
@@ -164,7 +167,8 @@ class Quote:
 
 
 def quote_of(text: str) -> Quote:
-    """Raises UsageError for text that is no quote, or a figure that no datasheet has."""
+    """Parses a quote. Raises UsageError for text that is none, or a figure that no datasheet has."""
+    # 1. The number at the end, the figure before it, and the device.
     words = text.replace(",", " ").split()
     number: float | None = None
     try:
@@ -178,18 +182,19 @@ def quote_of(text: str) -> Quote:
     figure = figure.lower()
     if figure not in _FIGURES and not kind_of_path(figure):
         raise UsageError(f"--peak {text!r:.80}: {figure!r:.40} is no figure of a datasheet. {_FORM}.")
-    wanted = [word.lower() for word in name if word.lower() not in _VENDORS]
-    known = [(sheet, sheet.name.replace(",", "")) for sheet in datasheets()]
-    fitting = [sheet for sheet, own in known if wanted and {*wanted} <= {*own.lower().split()}]
+    # 2. The datasheets of devices with these words in their name.
+    device_words = {word.lower() for word in name} - set(_VENDORS)
+    names = {sheet.name.replace(",", ""): sheet for sheet in datasheets()}
+    fitting = [sheet for name, sheet in names.items() if device_words and device_words <= {*name.lower().split()}]
     if not fitting:
-        names = ", ".join(own for _, own in known)
-        raise UsageError(f"--peak {text!r:.80}: no datasheet of {' '.join(name)!r:.60}. Known: {names}.")
+        raise UsageError(f"--peak {text!r:.80}: no datasheet of {' '.join(name)!r:.60}. Known: {', '.join(names)}.")
+    # 3. Those that publish the figure.
     quote = Quote(text, tuple(fitting), figure, number)
     published = tuple(sheet for sheet in fitting if quote.of(sheet) is not None)
     if not published:
         sheet = fitting[0]
-        if why := sheet.lacks.get(kind_of_path(figure)):
-            raise UsageError(f"--peak {text!r:.80}: {sheet.name} has no peak of {figure}: {why} ({sheet.source}).")
+        if reason := sheet.lacks.get(kind_of_path(figure)):
+            raise UsageError(f"--peak {text!r:.80}: {sheet.name} has no peak of {figure}: {reason} ({sheet.source}).")
         raise UsageError(f"--peak {text!r:.80}: nothing is published of {figure} on {sheet.name}.")
     return replace(quote, devices=published)
 
@@ -197,7 +202,8 @@ def quote_of(text: str) -> Quote:
 def quote_lines(quotes: Sequence[Quote]) -> Iterator[str]:
     for quote in quotes:
         yield from _lines_of(quote)
-    if any(device.published for quote in quotes for device in quote.devices):
+    devices = chain.from_iterable(quote.devices for quote in quotes)
+    if any(device.published for device in devices):
         yield "  published alone: fp8bench runs on no such device, and nothing of it was measured"
 
 
@@ -218,20 +224,20 @@ def _lines_of(quote: Quote) -> Iterator[str]:
         dense = ", dense" * (quote.figure not in _FIGURES)
         field = _FIGURES[quote.figure][0] if quote.figure in _FIGURES else "dense"
         yield (
-            f"  {device.name}: {quote.of(device):g} {quote.unit}{dense} ({device.told(field)}, {device.date}, "
+            f"  {device.name}: {quote.of(device):g} {quote.unit}{dense} ({device.cite(field)}, {device.date}, "
             f"{device.source})"
         )
 
 
 def _confusions(quote: Quote) -> Iterator[str]:
-    """What else the number could be: sparse, of another path, or of another device."""
+    """Yields what else the number could be: sparse, of another path, or of another device."""
     for device in quote.devices:
         if quote.is_(quote.of(device, sparse=True)):
             yield f"that is what {device.name} does of operands with 2:4 structure, half of which are zeros"
         same = [path for path, peak in device.dense.items() if quote.is_(peak / 1e12)]
         if quote.figure not in _FIGURES and same:
             yield f"that is {' and '.join(same)} of {device.name}"
-    others = [datasheet for datasheet in datasheets() if datasheet not in quote.devices]
+    sheets = [sheet for sheet in datasheets() if sheet not in quote.devices]
     for sparse in (False, True):
-        if names := [other.name for other in others if quote.is_(quote.of(other, sparse))]:
+        if names := [sheet.name for sheet in sheets if quote.is_(quote.of(sheet, sparse))]:
             yield f"that is {'sparse ' * sparse}{quote.figure} of {', '.join(names)}"

@@ -1,4 +1,4 @@
-"""Two runs, commits or stores held against each other, figure by figure."""
+"""Compares two runs, commits or stores, figure by figure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8bench.analysis.compare.compare import Compared, compare
-from fp8bench.analysis.compare.sides import machine_of, machine_words, side_of
+from fp8bench.analysis.compare.sides import Side, machine_of, machine_words, make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.observer import JobObserver
@@ -17,28 +17,32 @@ from fp8bench.store.runs.listing import each_once
 from fp8bench.store.runs.run_file import load_run
 
 
-def compared_sides(before: str, after: str, store: Path, observer: JobObserver) -> Compared:
-    old, new = (read_runs(find_runs(word, store), observer) for word in (before, after))
-    return compared_of(before, old, after, new, observer)
+def compared_sides(old_word: str, new_word: str, store: Path, observer: JobObserver) -> Compared:
+    old, new = (read_runs(find_runs(word, store), observer) for word in (old_word, new_word))
+    return compared_of(old_word, old, new_word, new, observer)
 
 
-def compared_of(before: str, old: Sequence[Run], after: str, new: Sequence[Run], observer: JobObserver) -> Compared:
+def compared_of(
+    old_word: str, old: Sequence[Run], new_word: str, new: Sequence[Run], observer: JobObserver
+) -> Compared:
     """Compares the runs that two words mean. Raises UsageError if a run is on both sides."""
-    each_once(Path(run.path) for run in (*old, *new)).none_refused()
+    each_once(Path(run.path) for run in (*old, *new)).check_refusals()
     both = {run.id for run in old} & {run.id for run in new}
     if both:
         raise UsageError(
-            f"{before!r:.80} and {after!r:.80} have the run {min(both)} in common. Give two sides of different runs."
+            f"{old_word!r:.80} and {new_word!r:.80} have the run {min(both)} in common. Give two sides of different "
+            "runs."
         )
-    old, new = _on_one_machine(before, old, after, new, observer)
-    before_side, after_side = (
-        side_of(name, [(run, findings(run)) for run in runs]) for name, runs in ((before, old), (after, new))
-    )
-    return compare(before_side, after_side)
+    old, new = _choose_machine(old_word, old, new_word, new, observer)
+    return compare(_judge_side(old_word, old), _judge_side(new_word, new))
+
+
+def _judge_side(word: str, runs: Sequence[Run]) -> Side:
+    return make_side(word, [(run, findings(run)) for run in runs])
 
 
 def read_runs(meant: ChosenRuns, observer: JobObserver) -> list[Run]:
-    """The runs that are meant. Notes unreadable ones, and raises StoreError if there are no others."""
+    """Reads the runs that are meant. Notes unreadable ones, and raises StoreError if there are no others."""
     runs, paths = [], meant.files
     for note in meant.notes:
         observer.note(note)
@@ -54,29 +58,29 @@ def read_runs(meant: ChosenRuns, observer: JobObserver) -> list[Run]:
     return runs
 
 
-def _on_one_machine(
-    before: str, old: Sequence[Run], after: str, new: Sequence[Run], observer: JobObserver
+def _choose_machine(
+    old_word: str, old: Sequence[Run], new_word: str, new: Sequence[Run], observer: JobObserver
 ) -> tuple[Sequence[Run], Sequence[Run]]:
-    """The runs of one machine that both sides have: the newest such of the second side.
+    """Returns the runs of one machine that both sides have: that of the newest such run of the new side.
 
-    Raises UsageError if there is none, unless each side is of one machine, so that nobody can confuse them.
+    Raises UsageError if there is none. If each side is of one machine, nobody can confuse them, and all runs count.
     """
-    of_old, of_new = (dict.fromkeys(map(machine_of, side)) for side in (old, new))
-    if len(of_old) == len(of_new) == 1:
+    old_machines, new_machines = (dict.fromkeys(map(machine_of, side)) for side in (old, new))
+    if len(old_machines) == len(new_machines) == 1:
         return old, new
-    shared = [run for run in new if machine_of(run) in of_old]
-    if not shared:
-        places = [" and ".join(machine_words(machines)) for machines in (of_old, of_new)]
+    comparable = [run for run in new if machine_of(run) in old_machines]
+    if not comparable:
+        places = [" and ".join(machine_words(machines)) for machines in (old_machines, new_machines)]
         raise UsageError(
-            f"{before!r:.80} was measured on {places[0]}, and {after!r:.80} on {places[1]}: runs of several machines "
-            "are not put together. Give the runs of one by their ids, with commas (`fp8bench history list --runs`)."
+            f"{old_word!r:.80} was measured on {places[0]}, and {new_word!r:.80} on {places[1]}: runs of several "
+            "machines are not put together. Give the runs of one by their ids, with commas (`fp8bench history list "
+            "--runs`)."
         )
-    wanted = machine_of(max(shared, key=lambda run: run.started))
-    kept = tuple([run for run in side if machine_of(run) == wanted] for side in (old, new))
-    left = [run for run in (*old, *new) if machine_of(run) != wanted]
-    here, *others = machine_words([wanted, *map(machine_of, left)])
+    machine = machine_of(max(comparable, key=lambda run: run.started))
+    excluded = [run for run in (*old, *new) if machine_of(run) != machine]
+    name, *excluded_names = machine_words([machine, *map(machine_of, excluded)])
     observer.note(
-        f"{many(len(left), 'run')} of other machines left out: the rest is of {here}, and they are of "
-        f"{' and '.join(others)}. Name runs by their ids to compare those"
+        f"{many(len(excluded), 'run')} of other machines left out: the rest is of {name}, and they are of "
+        f"{' and '.join(excluded_names)}. Name runs by their ids to compare those"
     )
-    return kept[0], kept[1]
+    return [run for run in old if machine_of(run) == machine], [run for run in new if machine_of(run) == machine]

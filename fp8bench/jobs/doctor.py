@@ -139,29 +139,30 @@ def _overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
         yield f"  event pair, device {seconds(cost.event_pair)}"
 
 
-def listing(what: str, imports: tuple[str, ...], name: str | None = None) -> Iterator[str]:
-    """The lines of `list WHAT`, with the support and axes of this machine."""
-    if what == "suites":
+def listing(subject: str, imports: tuple[str, ...], name: str | None = None) -> Iterator[str]:
+    """Yields the lines of `list SUBJECT`, with the support and axes of this machine."""
+    if subject == "suites":
         yield from (f"{name:<14} {_summary(name)}" for name in known_suites())
         return
-    if what == CEILINGS:
-        yield f"{what}: {_summary(what)}. It has no axes; `--devices` and `--threads` say of what"
+    if subject == CEILINGS:
+        yield f"{subject}: {_summary(subject)}. It has no axes; `--devices` and `--threads` say of what"
         return
     with ProcessWorker(Settings(imports=imports)) as worker:
         facts = worker.probe()
-    if what == "devices":
+    if subject == "devices":
         for fact in facts:
             yield f"{fact.key:<8} {fact.name}, {size(fact.memory_bytes)}"
-        missing = [kind for kind in devices.names() if all(fact.kind != kind for fact in facts)]
+        present = {fact.kind for fact in facts}
+        missing = [kind for kind in devices.names() if kind not in present]
         yield from (f"{kind:<8} none on this machine" for kind in missing)
-    elif what == "backends":
+    elif subject == "backends":
         yield from (f"{name:<8} {backends.get(name).summary}" for name in backends.names())
         yield "what each takes on this machine: fp8bench doctor"
-    elif what == "dtypes":
+    elif subject == "dtypes":
         yield from _dtypes(facts) if name is None else _dtype(precisions.get(name), facts)
     else:
         chosen = next((fact for fact in facts if fact.accelerated), facts[0])
-        for suite in suites_of(Request(what)):
+        for suite in suites_of(Request(subject)):
             yield from _axes(suite.name, chosen)
 
 

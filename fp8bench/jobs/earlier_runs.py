@@ -30,12 +30,12 @@ def find_earlier_steps(run: Run, store: Path) -> dict[str, list[float]]:
 
 
 def _find_runs(run: Run, store: Path) -> Iterator[Run]:
-    found = 0
+    runs_found = 0
     for path in listing(store).files[:_MOST_FILES]:
         with contextlib.suppress(StoreError):
-            if found < _MOST_RUNS and _is_earlier(load_head(path), run):
+            if runs_found < _MOST_RUNS and _is_earlier(load_head(path), run):
                 yield load_run(path)
-                found += 1
+                runs_found += 1
 
 
 def _is_earlier(other: Run, run: Run) -> bool:

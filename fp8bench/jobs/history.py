@@ -1,4 +1,4 @@
-"""What `history` and `store` do with a store: open it, find what changed, acknowledge, prune."""
+"""The work of `history` and `store`: open a store, find changes, acknowledge them, prune."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
 from fp8bench.analysis.steps.change_points import steps_of_many
@@ -17,7 +18,7 @@ from fp8bench.analysis.steps.changes import (
     Found,
     Stretch,
     ack_of,
-    acknowledged,
+    apply_acks,
     changes_of,
     find_changes,
 )
@@ -28,7 +29,7 @@ from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Ack, Trend
 from fp8bench.model.specs import COUNTS
 from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
-from fp8bench.store.asv.identity import resolved
+from fp8bench.store.asv.identity import resolve_interpreter
 from fp8bench.store.figures.history import open_history
 from fp8bench.store.figures.lines import History
 from fp8bench.store.runs.listing import all_files, closed_folders
@@ -39,15 +40,18 @@ _ANY = "*"
 
 
 def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> Path:
-    """The path, if a store lies there. Notes what may not be read and, with `reading`, that reading takes a while."""
+    """Returns the path if it is a store. Notes folders that cannot be read and, with `reading`, that reading takes a
+    while."""
     try:
-        what = "is no store: it has neither runs nor asv in it" if path.exists() else "is not there"
+        problem = "is no store: it has neither runs nor asv in it" if path.exists() else "is not there"
         if any((path / name).is_dir() for name in ("runs", "asv", "trainings", "ceilings")):
-            what, count = "", len(all_files(path)) if reading else 0
+            problem, count = "", len(all_files(path)) if reading else 0
     except OSError as error:
-        what = f"cannot be read ({error.strerror})"
-    if what:
-        raise StoreError(f"the store {path} {what}. Give --store DIR, or begin one with: fp8bench suite gemm --grid.")
+        problem = f"cannot be read ({error.strerror})"
+    if problem:
+        raise StoreError(
+            f"the store {path} {problem}. Give --store DIR, or begin one with: fp8bench suite gemm --grid."
+        )
     for folder in closed_folders(path):
         observer.note(f"{folder} may not be read, so that its runs are left out")
     if reading and count > _MANY_RUNS:
@@ -56,7 +60,7 @@ def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> 
 
 
 def read_history(store: Path, observer: JobObserver) -> History:
-    """The history of a store; notes that reading takes a while, and what was wrong with its files."""
+    """Reads the history of a store; notes that reading takes a while, and what was wrong with its files."""
 
     def progress(done: int, count: int) -> None:
         if count > _MANY_RUNS and not done:
@@ -69,52 +73,56 @@ def read_history(store: Path, observer: JobObserver) -> History:
 
 
 def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
-    """What nobody needs and nobody is using, with its bytes; removed with `remove`. Raises StoreError."""
-    parts = [part for kind in kinds() for part in kind.spare(store)]
+    """Returns parts that nobody needs and nobody uses, with their bytes, and removes them with `remove`. Raises
+    StoreError."""
     removable = []
-    for part in parts:
-        with ExitStack() as locked_meanwhile:
+    for part in chain.from_iterable(kind.spare(store) for kind in kinds()):
+        with ExitStack() as locks:
             if part.lock is not None:
                 with suppress(OSError):
-                    file = locked_meanwhile.enter_context(open_file(part.lock, most=None))
+                    file = locks.enter_context(open_file(part.lock, most=None))
                     if not lock(file, 0):
                         continue
-            inside = (file for path in part.paths for file in (path.rglob("*") if path.is_dir() else [path]))
-            removable.append((part.what, sum(file.lstat().st_size for file in inside if file.is_file())))
+            removable.append((part.what, sum(map(_count_bytes, part.paths))))
             for path in part.paths if remove else ():
                 with keeping(path, "It may be removed by hand."):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return removable
 
 
+def _count_bytes(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in files if file.is_file())
+
+
 def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
-    """The changes of all trends, acknowledged ones too."""
+    """Returns the changes of all trends, acknowledged ones included."""
     changes = changes_of(stretches(history), steps_of_many)
-    return acknowledged(changes, kept_acks(store, changes, observer))
+    return apply_acks(changes, kept_acks(store, changes, observer))
 
 
 def stretches(history: History) -> Iterator[list[Stretch]]:
-    """Each trend's comparable figures; a trend is read only when a stretch is used."""
+    """Yields each trend's comparable figures; a trend is read only when a stretch is used."""
     for line in history.lines:
         counted = line.trend.series.metric in COUNTS
         yield [Stretch(line.whole_trend, places, values, counted) for places, values in line.comparable]
 
 
 def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
-    """The store's acknowledgements, with interpreters named as they are in `changes`."""
+    """Returns the store's acknowledgements, with interpreters named as they are in `changes`."""
     loaded = load_acks(store)
     for trouble in loaded.troubles:
         observer.note(f"{acks_of(store)}: {trouble}")
-    named = {resolved(change.trend.python): change.trend.python for change in reversed(changes.changes)}
+    named = {resolve_interpreter(change.trend.python): change.trend.python for change in reversed(changes.changes)}
 
     def name_of(python: str) -> str:
-        return python if python in named.values() else named.get(resolved(python), python)
+        return python if python in named.values() else named.get(resolve_interpreter(python), python)
 
     return [replace(ack, python=name_of(ack.python)) for ack in loaded.acks]
 
 
 def series_meant(word: str, history: History) -> str:
-    """The one series whose name is the word, or contains it."""
+    """Returns the one series whose name is the word, or contains it."""
     names = [name for name in history.names if word.lower() in name.lower()]
     exact = [name for name in names if name.lower() == word.lower()]
     if len(exact or names) == 1:
@@ -122,8 +130,8 @@ def series_meant(word: str, history: History) -> str:
     if names:
         listed = "".join(f"\n  {name}" for name in names)
         raise UsageError(f"{word!r:.80} fits {len(names)} series. Give more of the name of one:{listed}")
-    left = f" Not in it: {'; '.join(history.left)}." if history.left else ""
-    raise UsageError(f"no series has {word!r:.80} in its name.{left} `fp8bench history list` names them all.")
+    excluded = f" Not in it: {'; '.join(history.left)}." if history.left else ""
+    raise UsageError(f"no series has {word!r:.80} in its name.{excluded} `fp8bench history list` names them all.")
 
 
 def acknowledge(
@@ -143,7 +151,7 @@ def acknowledge(
         undone = _undone(series, trends, acks)
         append_acks(store, [Undo(ack.id, now) for ack, _ in undone])
         return [(name, ack.since, ack.until) for ack, name in undone]
-    chosen = _chosen(series, acknowledged(changes, acks))
+    chosen = _choose_open(series, apply_acks(changes, acks))
     append_acks(store, [ack_of(change, now, because or "") for change in chosen])
     return [(change.trend.name, change.comparison.since, change.comparison.until) for change in chosen]
 
@@ -157,15 +165,17 @@ def _undone(word: str, trends: Sequence[Trend], acks: Sequence[Ack]) -> list[tup
     return undone
 
 
-def _chosen(word: str, search: Found) -> list[Change]:
-    """The open changes for the worse; all open ones where there is none."""
-    still = [change for change in search.changes if change.state is ChangeState.OPEN]
-    if not still:
-        known = [change for change in search.changes if change.state is ChangeState.ACKNOWLEDGED]
-        left = f" Not looked at: {'; '.join(search.left)}." if search.left and not search.looked_at else ""
-        why = " What it has is acknowledged already." if known else left
-        raise UsageError(f"{word!r:.80} has no open changes.{why}")
-    return [change for change in still if change.is_worse] or still
+def _choose_open(word: str, search: Found) -> list[Change]:
+    """Returns the open changes for the worse; all open ones if there is none."""
+    open_changes = [change for change in search.changes if change.state is ChangeState.OPEN]
+    if not open_changes:
+        reason = ""
+        if any(change.state is ChangeState.ACKNOWLEDGED for change in search.changes):
+            reason = " What it has is acknowledged already."
+        elif search.left and not search.looked_at:
+            reason = f" Not looked at: {'; '.join(search.left)}."
+        raise UsageError(f"{word!r:.80} has no open changes.{reason}")
+    return [change for change in open_changes if change.is_worse] or open_changes
 
 
 def _trends(history: History, word: str) -> Sequence[Trend]:

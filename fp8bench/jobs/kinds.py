@@ -1,6 +1,6 @@
-"""What features add to a store: kinds of kept things, and tables of them, from each feature's module `kind`.
+"""Kinds of stored results that features add, and tables of them, from each feature's module `kind`.
 
-`show`, `report`, `history list --runs` and `--log` use what is found here.
+`show`, `report`, `history list --runs` and `--log` use these kinds.
 """
 
 from __future__ import annotations
@@ -117,10 +117,14 @@ def kinds() -> list[Kind[Any]]:
 
 
 def meant_by(word: str, store: Path, only_runs: bool = False) -> list[tuple[Kind[Any], Path]]:
-    """What a word means other than a run. 'last' is what began last, of any kind."""
+    """Returns what a word means other than a run. 'last' is the result that began last, of any kind."""
     if word != "last":
-        return [(kind, path) for kind in kinds() if (path := kind.find(word, store)) is not None]
-    newest = [(kind, path) for kind in kinds() if not only_runs and (path := kind.newest(store)) is not None]
+        paths = [(kind, kind.find(word, store)) for kind in kinds()]
+        return [(kind, path) for kind, path in paths if path is not None]
+    if only_runs:
+        return []
+    candidates = [(kind, kind.newest(store)) for kind in kinds()]
+    newest = [(kind, path) for kind, path in candidates if path is not None]
     newest.sort(key=lambda pair: pair[0].names(pair[1])[-1], reverse=True)
     try:
         run = listing(store).newest if newest else None

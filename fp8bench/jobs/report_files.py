@@ -22,7 +22,7 @@ from fp8bench.report.page.html import CARD_BYTES, MOST_REPORTS, ListedReport, be
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
 from fp8bench.report.page.section import material_of, page_of
-from fp8bench.store.runs.listing import each_once, load_named, store_of
+from fp8bench.store.runs.listing import each_once, load_stored_run, store_of
 
 PAGE = "report.html"
 ROWS = "results.csv"
@@ -55,8 +55,8 @@ def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
             raise UsageError(f"{called} is a {kind.name}, which has a report of its own. Name it alone.")
         if (page := report_of_kept(kind, kind.load(path), path, store, pages)) is not None:
             return page
-    runs = [load_named(word, store) for word in words]
-    each_once(dict.fromkeys(Path(run.path) for run in runs)).none_refused()
+    runs = [load_stored_run(word, store) for word in words]
+    each_once(dict.fromkeys(Path(run.path) for run in runs)).check_refusals()
     ids = [run.id for run in runs]
     twice = next((text for place, text in enumerate(ids) if text in ids[:place]), None)
     if twice is not None:
@@ -70,7 +70,7 @@ def report_of_kept(kind: Kind[K], kept: K, path: Path, store: Path, pages: Pages
     if report is None:
         return None
     page = replace(report.page(), kind=kind.name)
-    return _written(page, report.rows(), folder_of_kept(kind.names(path)[1], store), pages)
+    return _write_page(page, report.rows(), folder_of_kept(kind.names(path)[1], store), pages)
 
 
 def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Path:
@@ -83,14 +83,14 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
     earlier = find_earlier_steps(runs[0], store) if len(runs) == 1 else {}
     page = page_of(replace(material_of(runs, verdicts, store), earlier=earlier))
     rows = run_rows(list(zip(runs, verdicts, strict=True)))
-    return _written(page, rows, folder_of(runs, store), pages)
+    return _write_page(page, rows, folder_of(runs, store), pages)
 
 
 def folder_of_kept(name: str, store: Path) -> Path:
     return store / "reports" / name
 
 
-def _written(page: Page, rows: Rows, folder: Path, pages: Pages) -> Path:
+def _write_page(page: Page, rows: Rows, folder: Path, pages: Pages) -> Path:
     text = as_html(page)
     _write(folder / PAGE, text)
     _write(folder / ROWS, csv_text(*rows))

@@ -44,7 +44,7 @@ def execute_sessions(
     known: dict[str, tuple[Interval, ...]] = {}
     for number in range(sessions):
         run = execute(request, store, observer, command, note=f"session {number + 1} of {sessions}", sessions=known)
-        if not run.finished or number + 1 == sessions or not _waited(run, apart, observer, number + 2, sessions):
+        if not run.finished or number + 1 == sessions or not _wait(run, apart, observer, number + 2, sessions):
             break
         alone = replace(run, records=tuple(replace(record, sessions=(), reruns=None) for record in run.records))
         ratios = ((case, finding.ratio) for case, finding in findings(alone).items())
@@ -53,12 +53,14 @@ def execute_sessions(
     return run
 
 
-def _waited(run: Run, apart: float, observer: Observer, number: int, sessions: int) -> bool:
+def _wait(run: Run, apart: float, observer: Observer, number: int, sessions: int) -> bool:
     until, case = time.monotonic() + apart, run.plan.groups[0].cases[0].case
     try:
-        while (left := until - time.monotonic()) > 0:
-            observer.working(case, f"session {number} of {sessions} begins in {clock(left)}", 1 - left / apart)
-            time.sleep(min(_WAIT_SHOWN_EVERY, left))
+        while (remaining := until - time.monotonic()) > 0:
+            observer.working(
+                case, f"session {number} of {sessions} begins in {clock(remaining)}", 1 - remaining / apart
+            )
+            time.sleep(min(_WAIT_SHOWN_EVERY, remaining))
     except KeyboardInterrupt:
         return False
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import chain
 from pathlib import Path
 
 from fp8bench.analysis.tapes import Taped
@@ -21,25 +22,27 @@ def tapes_now(request: Request, store: Path, observer: JobObserver) -> list[Tape
     taped: list[Taped] = []
     with worker_for(request, corpus) as worker, observer.counting() as tell:
         facts = worker.probe()
-        known = {fact.key: fact for fact in facts}
+        facts_by_device = {fact.key: fact for fact in facts}
         plan = make_plan(request, facts, corpus.identity if corpus else None)
-        planned = [case for group in plan for case in group.cases]
+        planned = list(chain.from_iterable(group.cases for group in plan))
         for case in planned:
             tell(len(taped), len(planned), "cases", case.case.id)
             if case.runs:
                 try:
                     limit = Limits(request.case_timeout).numbers(case.work)
-                    taped.append(_taped(case, worker.within(limit).tape(case.case, known[case.case.device])))
+                    taped.append(
+                        _to_taped(case, worker.within(limit).tape(case.case, facts_by_device[case.case.device]))
+                    )
                 except WorkerError as error:
-                    taped.append(_taped(case, None, str(error)))
+                    taped.append(_to_taped(case, None, str(error)))
                     worker.restart()
             else:
-                taped.append(_taped(case, None, case.skip))
+                taped.append(_to_taped(case, None, case.skip))
     return taped
 
 
-def _taped(planned: PlannedCase, tape: Tape | None, why: str = "") -> Taped:
-    return Taped(planned.case.setting, planned.case.mode, tape, why, planned.work.flops)
+def _to_taped(planned: PlannedCase, tape: Tape | None, reason: str = "") -> Taped:
+    return Taped(planned.case.setting, planned.case.mode, tape, reason, planned.work.flops)
 
 
 def tapes_of(run: Run) -> list[Taped]:

@@ -52,13 +52,13 @@ def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
     """Writes the file and yields what is in it. Raises UsageError if it exists or there are no GPUs."""
     if path.exists():
         raise UsageError(f"--topology {path} exists already. Give another name, or remove it.")
-    told = _asked(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
-    gpus = [[field.strip() for field in line.split(",")] for line in told]
+    answer = _query_driver(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
+    gpus = [list(map(str.strip, line.split(","))) for line in answer]
     if not gpus or any(len(fields) != len(_QUERY.split(",")) for fields in gpus):
-        raise UsageError(f"--topology: nvidia-smi lists no GPUs: {' '.join(told)[:200]!r}")
+        raise UsageError(f"--topology: nvidia-smi lists no GPUs: {' '.join(answer)[:200]!r}")
     if len(names := sorted({fields[0] for fields in gpus})) > 1:
         raise UsageError(f"--topology: a plan takes one kind of GPU, and this machine has {', '.join(names)}.")
-    kinds = links_between(_asked("topo", "-m"))
+    kinds = links_between(_query_driver("topo", "-m"))
     yield from (f"{name} {memory} MiB" for name, memory, *_ in gpus)
     yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'nothing to join'}"
     for name, rate in adapters(infiniband):
@@ -82,7 +82,7 @@ def _lines(gpus: list[list[str]], kinds: dict[str, int], store: Path, infiniband
         "memory", float(memory) if known else None, "MiB", "nvidia-smi" if known else "the driver is silent"
     )
     measured = measured_bandwidth(store, len(gpus))
-    links = signalled(_asked("nvlink", "-s")) if any(kind.startswith("NV") for kind in kinds) else None
+    links = link_rate(_query_driver("nvlink", "-s")) if any(kind.startswith("NV") for kind in kinds) else None
     rate: float | None
     if measured is not None:
         rate, words = measured[0] / 1e9, f"bus bandwidth of all_reduce, measured in run {measured[1]}"
@@ -98,24 +98,21 @@ def _lines(gpus: list[list[str]], kinds: dict[str, int], store: Path, infiniband
 
 
 def _rate(precision: str, name: str, store: Path) -> TopologyLine:
-    known = [
+    """Returns the newest measured ceiling of a device, else the datasheet's peak."""
+    bounds = [
         ceilings.bound(Limit.PRODUCT, precision) for ceilings in history_of_ceilings(store) if ceilings.device == name
     ]
-    if rate := next((value for value in reversed(known) if value), None):
+    if rate := next(filter(None, reversed(bounds)), None):
         return TopologyLine(precision, rate / 1e12, "TFLOP/s", "measured ceiling")
     sheet = datasheet_of(name)
     peak = sheet.peak(precision) if sheet is not None else None
     if sheet is None or peak is None:
         return TopologyLine(precision, None, "", "unknown: fp8bench suite ceilings measures it")
-    return TopologyLine(
-        precision,
-        peak / 1e12,
-        "TFLOP/s",
-        f"{sheet.told('dense')}, which no product reaches: fp8bench suite ceilings measures it",
-    )
+    source = f"{sheet.cite('dense')}, which no product reaches: fp8bench suite ceilings measures it"
+    return TopologyLine(precision, peak / 1e12, "TFLOP/s", source)
 
 
-def _asked(*words: str) -> list[str]:
+def _query_driver(*words: str) -> list[str]:
     command = ["nvidia-smi", *words]
     try:
         done = subprocess.run(
@@ -135,7 +132,7 @@ def _asked(*words: str) -> list[str]:
 
 
 def links_between(matrix: list[str]) -> dict[str, int]:
-    """How often each kind of link joins two GPUs ('NV18', 'PIX', 'SYS'), from nvidia-smi's matrix."""
+    """Returns how often each kind of link joins two GPUs ('NV18', 'PIX', 'SYS'), from nvidia-smi's matrix."""
     counts: dict[str, int] = {}
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix]
     of_gpus = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
@@ -145,8 +142,8 @@ def links_between(matrix: list[str]) -> dict[str, int]:
     return counts
 
 
-def signalled(status: list[str]) -> float:
-    """GB/s of signals on the active links of the GPU that has fewest."""
+def link_rate(status: list[str]) -> float:
+    """Returns GB/s of signals on the active links of the GPU that has fewest."""
     sums: list[float] = []
     for line in status:
         if line.startswith("GPU "):

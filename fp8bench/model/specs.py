@@ -404,7 +404,7 @@ def _by_pattern(name: str) -> MetricSpec:
     return replace(spec, name=name) if spec is not None else MetricSpec(name, **_OF_WORKLOADS)
 
 
-def taken(name: str) -> str:
+def why_reserved(name: str) -> str:
     """Why a workload may not give a figure this name, '' if it may."""
     if name in (STEP, *CELL_PHASES) or not spec_of(name).of_workload:
         return f"{name!r} is the name of a figure or a phase that fp8bench tells by itself. Rename it"

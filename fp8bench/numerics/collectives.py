@@ -29,7 +29,7 @@ from fp8bench.numerics.rank_programs import (
     RowsToRanks,
     Shift,
     on_this_rank,
-    simulated,
+    simulate,
     start,
 )
 
@@ -67,9 +67,9 @@ class AutoScale:
 
     mu: Tensor = field(default_factory=lambda: torch.ones(1))
 
-    def after(self, saturated: Tensor) -> None:
-        grown = (self.mu.to(saturated.device) * 2 ** (1 / _GROWTH_STEPS)).clamp(max=2.0)
-        self.mu = torch.where(saturated > MOST_SATURATED, self.mu.to(saturated.device) / 2, grown)
+    def after(self, saturated_share: Tensor) -> None:
+        grown = (self.mu.to(saturated_share.device) * 2 ** (1 / _GROWTH_STEPS)).clamp(max=2.0)
+        self.mu = torch.where(saturated_share > MOST_SATURATED, self.mu.to(saturated_share.device) / 2, grown)
 
 
 class Reduced(NamedTuple):
@@ -85,8 +85,8 @@ def largest_scale(amax: Tensor) -> Tensor:
     NaN for a magnitude that is not finite: E4M3 has no infinity, and 448 in its place would hide an overflow.
     """
     scale = torch.exp2(torch.floor(torch.log2(E4M3_LARGEST / amax)))
-    known = torch.where((amax > 0) & torch.isfinite(scale), scale, torch.ones_like(scale))
-    return torch.where(torch.isfinite(amax), known, torch.full_like(scale, math.nan))
+    sound = torch.where((amax > 0) & torch.isfinite(scale), scale, torch.ones_like(scale))
+    return torch.where(torch.isfinite(amax), sound, torch.full_like(scale, math.nan))
 
 
 def factor_of(scaling: str, size: int, auto: AutoScale) -> float | Tensor:
@@ -100,7 +100,7 @@ def factor_of(scaling: str, size: int, auto: AutoScale) -> float | Tensor:
     return factors[scaling]
 
 
-def scaled(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[tuple[Tensor, Tensor]]:
+def cast_scale(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[tuple[Tensor, Tensor]]:
     """Values as all ranks cast them alike, and the scale in them.
 
     MS-AMP scales by the largest magnitude of all ranks. FP8-LM keeps gradients in FP8 with each rank's own scale, takes
@@ -121,31 +121,31 @@ def mean_in_fp8(
     way: str, values: Tensor, scaling: str, rank: int, size: int, auto: AutoScale, whole: bool = True
 ) -> Program[Reduced]:
     """The mean of a vector whose length the ranks divide, or (not `whole`) this rank's part of it."""
-    shifted, scale = yield from scaled(values, scaling, size, auto)
+    shifted, scale = yield from cast_scale(values, scaling, size, auto)
     wire = E4M3()
     if way == RING:
         codes = yield from ring(shifted, wire, rank, size, whole)
         reduced = Reduced(wire.decode(codes) / (scale * size), codes)
     elif way == GATHER:
         everybody = yield AllGather(wire.encode(shifted))
-        mean = _added([wire.decode(codes_of_rank) for codes_of_rank in everybody]) / (scale * size)
+        mean = _add_up([wire.decode(codes_of_rank) for codes_of_rank in everybody]) / (scale * size)
         reduced = Reduced(mean if whole else mean.chunk(size)[rank], torch.cat(everybody))
     elif way == TWOSHOT:
         rows = yield AllToAll(wire.encode(shifted).reshape(size, -1))
-        reduced = Reduced(_added([wire.decode(row) for row in rows]) / (scale * size), rows)
+        reduced = Reduced(_add_up([wire.decode(row) for row in rows]) / (scale * size), rows)
         if whole:
             # Codes of the mean have scales of their own: what the common scale cuts off shows in those that were sent.
-            reduced = (yield from transported(reduced.values))._replace(codes=rows)
+            reduced = (yield from transport(reduced.values))._replace(codes=rows)
     else:
         raise ValueError(f"expected one of {', '.join(WAYS)}, got {way!r}")
     if scaling == FP8LM_AUTO:
         # With a part, or in two shots, each rank has other codes, but all ranks need the same mu.
-        share = saturated(reduced.codes).reshape(1)
+        share = saturated_share(reduced.codes).reshape(1)
         auto.after(share if whole and way != TWOSHOT else (yield Largest(share)))
     return reduced
 
 
-def transported(part: Tensor) -> Program[Reduced]:
+def transport(part: Tensor) -> Program[Reduced]:
     own = largest_scale(part.abs().amax().reshape(1))
     codes = yield AllGather(E4M3().encode(part * own))
     scales = yield AllGather(own)
@@ -178,7 +178,7 @@ class Pieces(NamedTuple):
         return torch.cat([E4M3().decode(piece) / scale for piece, scale in self.each(codes, scales)])
 
 
-def tensors_transported(part: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
+def transport_tensors(part: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
     """All ranks' tensors in their order, as codes with a scale for each; `pieces` has one entry a rank."""
     own = largest_scale(pieces[rank].amax(part))
     mine = pieces[rank].encoded(part, own)
@@ -196,11 +196,11 @@ def mean_of_tensors(values: Tensor, rank: int, pieces: Sequence[Pieces]) -> Prog
     scales = largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
     codes = torch.cat([some.encoded(*own) for some, *own in zip(pieces, rows, scales, strict=True)])
     arrived = yield RowsToRanks(codes, rank, sizes, [sizes[rank]] * len(pieces))
-    total = _added([E4M3().decode(row) for row in arrived])
+    total = _add_up([E4M3().decode(row) for row in arrived])
     return torch.cat([piece / (scale * len(pieces)) for piece, scale in pieces[rank].each(total, scales[rank])])
 
 
-def exchanged(values: Tensor, size: int) -> Program[Reduced]:
+def exchange(values: Tensor, size: int) -> Program[Reduced]:
     own = largest_scale(values.abs().amax().reshape(1))
     codes = yield AllToAll(E4M3().encode(values * own).reshape(size, -1))
     scales = yield AllToAll(own.repeat(size, 1))
@@ -228,7 +228,7 @@ def ring(values: Tensor, wire: Wire, rank: int, size: int, whole: bool = True) -
     return torch.cat(everybody)
 
 
-def _added(values: list[Tensor]) -> Tensor:
+def _add_up(values: list[Tensor]) -> Tensor:
     """Adds in the order of ranks, in float32, so that all ranks get the same bits."""
     total = values[0].clone()
     for value in values[1:]:
@@ -236,14 +236,14 @@ def _added(values: list[Tensor]) -> Tensor:
     return total
 
 
-def saturated(codes: Tensor) -> Tensor:
+def saturated_share(codes: Tensor) -> Tensor:
     return ((codes & 0x7F) == _LARGEST_CODE).float().mean()
 
 
-def flushed(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[Tensor]:
-    shifted, _ = yield from scaled(values, scaling, size, auto)
-    gone = (E4M3().decode(E4M3().encode(shifted)) == 0) & (values != 0)
-    return gone.float().mean()
+def flushed_share(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[Tensor]:
+    shifted, _ = yield from cast_scale(values, scaling, size, auto)
+    flushed = (E4M3().decode(E4M3().encode(shifted)) == 0) & (values != 0)
+    return flushed.float().mean()
 
 
 ALL_REDUCE, ALL_GATHER, BROADCAST = "all_reduce", "all_gather", "broadcast"
@@ -337,9 +337,9 @@ class InFP8:
     def program(self, values: Tensor, rank: int, size: int) -> Program[Reduced]:
         match self.collective:
             case "all_gather":
-                return transported(values.chunk(size)[0])
+                return transport(values.chunk(size)[0])
             case "all_to_all":
-                return exchanged(values, size)
+                return exchange(values, size)
             case "broadcast":
                 return sent_round(values)
         return mean_in_fp8(self.way, values, self.scaling, rank, size, self.auto, self.collective == ALL_REDUCE)
@@ -354,7 +354,7 @@ class InFP8:
         """What each rank receives, by the same programs in this process; this one's mu does not change."""
         each = [InFP8(self.collective, self.way, self.scaling, AutoScale(self.auto.mu)) for _ in sources]
         pairs = enumerate(zip(each, sources, strict=True))
-        return simulated([in_fp8.program(values, rank, len(sources)) for rank, (in_fp8, values) in pairs])
+        return simulate([in_fp8.program(values, rank, len(sources)) for rank, (in_fp8, values) in pairs])
 
 
 def check_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: str) -> None:
@@ -365,16 +365,16 @@ def check_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: st
     ones = torch.ones(count, device=device)
     if isinstance(kind, Plain):
         sums = kind(kind.given(ones, size), size, nullcontext()).float()
-        wanted = torch.ones_like(sums)
+        correct = torch.ones_like(sums)
     else:
         alone = kind.alone([torch.ones(count) for _ in range(size)])
         fresh = InFP8(kind.collective, kind.way, kind.scaling)
-        sums, wanted = fresh(ones, rank, size, nullcontext()).values.cpu(), alone[rank].values
-    if not torch.equal(sums, wanted):
-        at = int((sums != wanted).nonzero()[0])
+        sums, correct = fresh(ones, rank, size, nullcontext()).values.cpu(), alone[rank].values
+    if not torch.equal(sums, correct):
+        at = int((sums != correct).nonzero()[0])
         raise SelfCheckFailed(
             f"the self-check of {kind.collective} over {size} ranks: ones came to {float(sums[at])!r}, and must come "
-            f"to {float(wanted[at])!r} (1 + ... + 1 over {size}); nothing of it is timed"
+            f"to {float(correct[at])!r} (1 + ... + 1 over {size}); nothing of it is timed"
         )
 
 

@@ -28,11 +28,11 @@ from fp8bench.numerics.products import INSTRUCTION, PROMOTION, short_product, un
 
 FLOAT32_BITS = 24
 # Roundings of a float32 sum besides its additions: of both operands' values, their scales, and the result.
-_BESIDE = 4
-# Nobody builds sums of fewer bits.
+_OTHER_ROUNDINGS = 4
+# No hardware sums in fewer bits.
 _FEWEST_BITS = 8
-# A bias within so many standard errors is chance; mean squares of one kind agree within this factor.
-_CHANCE, _ALIKE = 6.0, 3.0
+# A bias within this many standard errors is chance; mean squares of one kind agree within the factor.
+_CHANCE, _SAME_SPREAD = 6.0, 3.0
 # A factor nearer to 1 is no scale, and neither is one within a result's own rounding.
 _NO_SCALE = 2.0**-7
 _LINES = (
@@ -53,22 +53,22 @@ _BITS = {2: torch.int16, 4: torch.int32}
 Explained = tuple[Difference, str]
 
 
-def differing(native: Tensor, emulated: Tensor) -> Tensor:
+def differing_bits(native: Tensor, emulated: Tensor) -> Tensor:
     bits = _BITS[native.element_size()]
     same = native.contiguous().view(bits) == emulated.contiguous().view(bits)
     return ~(same | (native.isnan() & emulated.isnan()))
 
 
 def steps_between(native: Tensor, emulated: Tensor) -> Tensor:
-    """How many numbers of the dtype lie between two results; infinite where they differ and one is not finite."""
+    """Returns how many numbers of the dtype lie between two results; infinite if they differ and one is not finite."""
     places = []
     for tensor in (native, emulated):
         bits = tensor.contiguous().view(_BITS[tensor.element_size()]).to(torch.int64)
         magnitude = bits & ((1 << (8 * tensor.element_size() - 1)) - 1)
         places.append(torch.where(bits < 0, -magnitude, magnitude))
-    far = (places[0] - places[1]).abs().to(torch.float64)
-    known = native.isfinite() & emulated.isfinite()
-    return torch.where(known, far, torch.where(differing(native, emulated), math.inf, 0.0))
+    distance = (places[0] - places[1]).abs().to(torch.float64)
+    finite = native.isfinite() & emulated.isfinite()
+    return torch.where(finite, distance, torch.where(differing_bits(native, emulated), math.inf, 0.0))
 
 
 @dataclass(frozen=True)
@@ -95,18 +95,18 @@ class ConformitySums:
     def reach(self, bits: int) -> float:
         """`bound` relative to the magnitude. Short sums are cut off once an instruction."""
         length = self.a.shape[1]
-        float32 = (length + _BESIDE) * 2.0**-FLOAT32_BITS
+        float32 = (length + _OTHER_ROUNDINGS) * 2.0**-FLOAT32_BITS
         return float32 if bits == FLOAT32_BITS else float32 + (math.ceil(length / INSTRUCTION) + 1) * 2.0 ** (1 - bits)
 
-    def holds(self, found: Tensor, cut: bool = False) -> bool:
+    def holds(self, result: Tensor, cut: bool = False) -> bool:
         """Whether every element is a sum within the bound, rounded to nearest or (`cut`) toward 0."""
-        rounded = self._cut if cut else self._nearest
+        rounded = self._round_toward_zero if cut else self._nearest
         low, high = rounded(self.exact - self.bound), rounded(self.exact + self.bound)
-        return bool(((found >= low) & (found <= high)).all())
+        return bool(((result >= low) & (result <= high)).all())
 
-    def near(self, found: Tensor, exact: Tensor, bound: Tensor) -> bool:
+    def near(self, result: Tensor, exact: Tensor, bound: Tensor) -> bool:
         """Whether every element is a neighbour of a sum within the bound, however it was rounded."""
-        return bool(((found - exact).abs() <= bound + self.step(exact.abs() + bound)).all())
+        return bool(((result - exact).abs() <= bound + self.step(exact.abs() + bound)).all())
 
     def step(self, values: Tensor) -> Tensor:
         info = torch.finfo(self.dtype)
@@ -115,43 +115,43 @@ class ConformitySums:
     def _nearest(self, values: Tensor) -> Tensor:
         return values.to(self.dtype).to(torch.float64)
 
-    def _cut(self, values: Tensor) -> Tensor:
+    def _round_toward_zero(self, values: Tensor) -> Tensor:
         nearest = values.to(self.dtype)
         bits = _BITS[nearest.element_size()]
         below = (nearest.view(bits) - (nearest != 0).to(bits)).view(self.dtype)
         return torch.where(self._nearest(values).abs() > values.abs(), below, nearest).to(torch.float64)
 
-    def is_unbiased(self, found: Tensor) -> bool:
+    def is_unbiased(self, result: Tensor) -> bool:
         """Whether the errors look like rounded steps: no more on one side than chance allows."""
         if self.bits < FLOAT32_BITS:  # short sums are cut off, so all errors are on one side
             return True
         steady = 2.0**-self.bits * math.sqrt(self.a.shape[1])
-        biased = abs(self.lost(found)) > steady + _CHANCE * math.sqrt(self.chance / found.numel())
-        return not biased and self.spread(found) <= 4 * (steady**2 + self.chance)
+        biased = abs(self.lost(result)) > steady + _CHANCE * math.sqrt(self.chance / result.numel())
+        return not biased and self.spread(result) <= 4 * (steady**2 + self.chance)
 
     @cached_property
     def chance(self) -> float:
         return float(((self.step(self.exact) / self.magnitude) ** 2).mean()) / 12
 
-    def spread(self, found: Tensor) -> float:
-        return float((((found - self.exact) / self.magnitude) ** 2).mean())
+    def spread(self, result: Tensor) -> float:
+        return float((((result - self.exact) / self.magnitude) ** 2).mean())
 
-    def lost(self, found: Tensor) -> float:
-        """By how much results are smaller than exact ones on average, relative to the magnitude."""
-        return -float(((found - self.exact) / self.magnitude * self.exact.sign()).mean())
+    def lost(self, result: Tensor) -> float:
+        """Returns by how much results are smaller than exact ones on average, relative to the magnitude."""
+        return -float(((result - self.exact) / self.magnitude * self.exact.sign()).mean())
 
 
-def explain_product(found: Tensor, sums: ConformitySums) -> Explained:
-    """Why a product, in the result's dtype, differs in bits from another of the same operands."""
-    wide = found.to(torch.float64)
+def explain_product(result: Tensor, sums: ConformitySums) -> Explained:
+    """Explains why a product, in the result's dtype, differs in bits from another of the same operands."""
+    wide = result.to(torch.float64)
     if not bool(sums.exact.isfinite().all()) or not bool(wide.any()):
         return Difference.UNEXPLAINED, "all results are 0" if sums.exact.isfinite().all() else "operands are no numbers"
-    gone = ~wide.isfinite()
-    if bool(gone.any()):
+    infinite = ~wide.isfinite()
+    if bool(infinite.any()):
         beyond = sums.exact.abs() > torch.finfo(sums.dtype).max
-        if bool((beyond | ~gone).all()):
+        if bool((beyond | ~infinite).all()):
             return Difference.OVERFLOW, "sums beyond the largest number"
-        return Difference.UNEXPLAINED, f"{int(gone.sum())} results are no numbers"
+        return Difference.UNEXPLAINED, f"{int(infinite.sum())} results are no numbers"
     if sums.holds(wide) and sums.is_unbiased(wide):
         return Difference.ORDER, f"within {sums.reach(sums.bits):.1e} of the sum of the products' magnitudes"
     if sums.holds(wide, cut=True):
@@ -170,23 +170,23 @@ def explain_product(found: Tensor, sums: ConformitySums) -> Explained:
     return Difference.UNEXPLAINED, ""
 
 
-def kept_bits(found: Tensor, sums: ConformitySums) -> int:
-    """The bits that sums seem to be kept in; 24 where nothing points to fewer.
+def kept_bits(result: Tensor, sums: ConformitySums) -> int:
+    """Returns the bits that sums seem to have; 24 if nothing points to fewer.
 
     Cutting off makes all results smaller. A model of 14 bits shows by how much for these operands, and how far single
     results are off.
     """
     model = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
-    lost, expected = sums.lost(found), sums.lost(model)
+    lost, expected = sums.lost(result), sums.lost(model)
     if not (0 < lost < math.inf and expected > 0):  # no number, where a result is no 0 although its products are
         return FLOAT32_BITS
-    more = lost / expected
-    if sums.spread(found) > _ALIKE * (more**2 * sums.spread(model) + sums.chance):
+    ratio = lost / expected
+    if sums.spread(result) > _SAME_SPREAD * (ratio**2 * sums.spread(model) + sums.chance):
         return FLOAT32_BITS
-    return min(FLOAT32_BITS, round(HOPPER_BITS - math.log2(more)))
+    return min(FLOAT32_BITS, round(HOPPER_BITS - math.log2(ratio)))
 
 
-def _laid_otherwise(found: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor]]:
+def _laid_otherwise(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor]]:
     a, b = sums.a, sums.b
     if a.shape[0] == b.shape[0]:
         yield "the result is transposed", sums.exact.t()
@@ -197,19 +197,19 @@ def _laid_otherwise(found: Tensor, sums: ConformitySums) -> Iterator[tuple[str, 
     if a.shape[1] % 2 == 0:
         exchanged = a.view(a.shape[0], -1, 2).flip(-1).reshape(a.shape)
         yield "every two neighbours of one operand are exchanged", exchanged @ b.t()
-    yield from permutations(found, sums.exact)
+    yield from permutations(result, sums.exact)
 
 
-def permutations(found: Tensor, wanted: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """`wanted` with its rows, or columns, in the order nearest to `found`; none where that is no permutation."""
-    for words, own, theirs in (("rows", found, wanted), ("columns", found.t(), wanted.t())):
-        order = torch.cdist(own, theirs).argmin(dim=1).tolist()
+def permutations(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields the correct values with rows, or columns, in the order nearest to the result, if that is a permutation."""
+    for words, lines, correct_lines in (("rows", result, correct), ("columns", result.t(), correct.t())):
+        order = torch.cdist(lines, correct_lines).argmin(dim=1).tolist()
         if sorted(order) == list(range(len(order))) != order:
-            moved = theirs[order]
+            moved = correct_lines[order]
             yield f"{words} are permuted", moved if words == "rows" else moved.t()
 
 
-def match_units(found: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], promoted: bool) -> bool:
+def match_units(result: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], promoted: bool) -> bool:
     """Whether every element is what Hopper's FP8 units compute from codes (M, K) and (N, K), with a scale an element.
 
     Their sums are known to the bit; scales and promotions enter in float32 in an unknown order.
@@ -223,9 +223,9 @@ def match_units(found: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tenso
             return False
         scaled = unit_sums(*(code[:, part] for code in codes)) * down[:, :1] * across[:, :1].t()
         total, magnitude = total + scaled, magnitude + scaled.abs()
-    bound = (codes[0].shape[1] // length + _BESIDE) * 2.0**-FLOAT32_BITS * magnitude
-    low, high = ((total + side * bound).to(found.dtype) for side in (-1, 1))
-    return bool(((found >= low) & (found <= high)).all())
+    bound = (codes[0].shape[1] // length + _OTHER_ROUNDINGS) * 2.0**-FLOAT32_BITS * magnitude
+    low, high = ((total + side * bound).to(result.dtype) for side in (-1, 1))
+    return bool(((result >= low) & (result <= high)).all())
 
 
 class _Fit(NamedTuple):
@@ -236,15 +236,15 @@ class _Fit(NamedTuple):
     magnitude: Tensor
 
 
-def _scaled_otherwise(found: Tensor, sums: ConformitySums) -> Iterator[_Fit]:
+def _scaled_otherwise(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]:
     """Fits with factors other than 1 for the tensor, for rows and columns, or for blocks along the contraction."""
     no_scale = max(_NO_SCALE, 4 * torch.finfo(sums.dtype).eps)
     fits = []
     for words, by_row, by_column in _LINES:
-        down, across = _factors(found, sums.exact, by_row, by_column)
+        down, across = _factors(result, sums.exact, by_row, by_column)
         factor = down * across
         fits.append((words, factor, factor * sums.exact, factor.abs() * sums.magnitude))
-    fits += _scaled_blocks(found, sums)
+    fits += _scaled_blocks(result, sums)
     for words, factors, scaled, magnitude in fits:
         least, most = float(factors.min()), float(factors.max())
         if max(abs(least - 1), abs(most - 1)) > no_scale:
@@ -252,84 +252,89 @@ def _scaled_otherwise(found: Tensor, sums: ConformitySums) -> Iterator[_Fit]:
             yield _Fit(f"{words} scaled by {least:.3g}{several}", scaled, magnitude)
 
 
-def _scaled_blocks(found: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+def _scaled_blocks(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     for size in _BLOCKS:
         count = sums.a.shape[1] // size
-        if sums.a.shape[1] % size or not 1 < count <= min(found.shape) // _EQUATIONS:
+        if sums.a.shape[1] % size or not 1 < count <= min(result.shape) // _EQUATIONS:
             continue
         a, b = (tensor.reshape(len(tensor), count, size) for tensor in (sums.a, sums.b))
         parts = torch.einsum("mcs,ncs->mnc", a, b)
-        for operand, own, pieces in (("first", found, parts), ("second", found.t(), parts.transpose(0, 1))):
-            factors = torch.linalg.lstsq(pieces, own[:, :, None]).solution
+        for operand, target, pieces in (("first", result, parts), ("second", result.t(), parts.transpose(0, 1))):
+            factors = torch.linalg.lstsq(pieces, target[:, :, None]).solution
             scaled, magnitude = (pieces @ factors)[:, :, 0], (pieces.abs() @ factors.abs())[:, :, 0]
             if operand == "second":
                 scaled, magnitude = scaled.t(), magnitude.t()
             yield f"blocks of {size} of the {operand} operand", factors, scaled, magnitude
 
 
-def _factors(found: Tensor, exact: Tensor, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
-    down = ((found * exact).sum() / (exact**2).sum()).expand(found.shape[0], 1)
-    across = exact.new_ones(1, found.shape[1])
+def _factors(result: Tensor, exact: Tensor, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
+    down = ((result * exact).sum() / (exact**2).sum()).expand(result.shape[0], 1)
+    across = exact.new_ones(1, result.shape[1])
     for _ in range(_TURNS if by_row and by_column else 1):
         if by_row:
-            down = _ratios(found, exact * across, 1)
+            down = _ratios(result, exact * across, 1)
         if by_column:
             down = down if by_row else torch.ones_like(down)
-            across = _ratios(found, exact * down, 0)
+            across = _ratios(result, exact * down, 0)
     return down, across
 
 
-def _ratios(found: Tensor, exact: Tensor, dimension: int) -> Tensor:
+def _ratios(result: Tensor, exact: Tensor, dimension: int) -> Tensor:
     squares = (exact**2).sum(dimension, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    return (found * exact).sum(dimension, keepdim=True) / squares
+    return (result * exact).sum(dimension, keepdim=True) / squares
 
 
-def explain_cast(found: Tensor, wanted: Tensor, source: Tensor, fmt: Format) -> Explained:
-    """Why the values of a cast of `source` differ in bits from those wanted; all are float32 matrices."""
-    differ, top = differing(found, wanted), wanted.abs().nan_to_num(0.0, 0.0, 0.0).max()
-    beyond = ~found.isfinite() | ~wanted.isfinite() | ((wanted.abs() == top) & (source.abs() > top))
+def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -> Explained:
+    """Explains why the values of a cast of `source` differ in bits from the correct ones; all are float32 matrices."""
+    # 1. Values beyond the largest number of the format.
+    differ, top = differing_bits(result, correct), correct.abs().nan_to_num(0.0, 0.0, 0.0).max()
+    beyond = ~result.isfinite() | ~correct.isfinite() | ((correct.abs() == top) & (source.abs() > top))
     if bool((beyond | ~differ).all()):
         first = tuple(int(place) for place in differ.nonzero()[0])
-        became = f"{float(found[first]):g}, not {float(wanted[first]):g}"
+        became = f"{float(result[first]):g}, not {float(correct[first]):g}"
         return Difference.OVERFLOW, f"what lies beyond the largest becomes {became}"
-    if not bool(found.any()):
+    if not bool(result.any()):
         return Difference.UNEXPLAINED, "all values are 0"
-    own, theirs, given = (tensor.to(torch.float64).nan_to_num(0.0, 0.0, 0.0) for tensor in (found, wanted, source))
-    moved = [("the values are transposed", theirs.t())] if theirs.shape[0] == theirs.shape[1] else []
-    for words, other in (*moved, *permutations(own, theirs)):
-        if torch.equal(other, own):
+    # 2. The same values in another order, or times a scale.
+    wide = [tensor.to(torch.float64).nan_to_num(0.0, 0.0, 0.0) for tensor in (result, correct, source)]
+    values, expected, original = wide
+    layouts = list(permutations(values, expected))
+    if expected.shape[0] == expected.shape[1]:
+        layouts.insert(0, ("the values are transposed", expected.t()))
+    for words, arranged in layouts:
+        if torch.equal(arranged, values):
             return Difference.LAYOUT, words
-    for words, ratio in _cast_ratios(own, theirs):
-        if bool(((own - ratio * theirs).abs() <= _SLACK * own.abs()).all()):
+    for words, ratio in _cast_ratios(values, expected):
+        if bool(((values - ratio * expected).abs() <= _SLACK * values.abs()).all()):
             return Difference.SCALE, f"{words} scaled by {float(ratio.min()):.8g} to {float(ratio.max()):.8g}"
-    bits = mantissa_bits(found)
-    if bits < min(fmt.mantissa_bits, mantissa_bits(wanted)):
+    bits = mantissa_bits(result)
+    if bits < min(fmt.mantissa_bits, mantissa_bits(correct)):
         return Difference.UNEXPLAINED, f"values of {bits} bits of mantissa, where {fmt.name} has {fmt.mantissa_bits}"
-    # Otherwise it is a neighbour on the grid, beyond the value that was cast: what is nearer lies on no grid.
-    steps = most_steps(torch.maximum(own.abs(), theirs.abs()), fmt, float(top))
-    apart = (own - theirs).abs() / steps
+    # 3. A neighbour on the grid, beyond the value that was cast: anything nearer lies on no grid.
+    steps = most_steps(torch.maximum(values.abs(), expected.abs()), fmt, float(top))
+    distance = (values - expected).abs() / steps
     least = torch.where(steps > steps.min(), 0.5 - _SLACK, 0.0)
-    around = ((own - given) * (theirs - given) <= 0) & (apart > least) & (apart < 1 + _SLACK)
+    around = ((values - original) * (expected - original) <= 0) & (distance > least) & (distance < 1 + _SLACK)
     if not bool((around | ~differ).all()):
         return Difference.UNEXPLAINED, ""
-    cut = bool((own.abs() <= given.abs())[differ].all())
+    cut = bool((values.abs() <= original.abs())[differ].all())
     return Difference.ROUNDING, "cut off toward 0" if cut else "to a neighbour that is not the nearest"
 
 
-def _cast_ratios(found: Tensor, wanted: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """`found` over `wanted`, as the median over the tensor, its rows, columns and blocks."""
-    ratio = torch.where(wanted != 0, found / wanted, torch.nan)
+def _cast_ratios(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields the result over the correct values, as the median over the tensor, its rows, columns and blocks."""
+    ratio = torch.where(correct != 0, result / correct, torch.nan)
     yield "the tensor", ratio.nanmedian().nan_to_num(1.0)
     yield "rows", ratio.nanmedian(dim=1, keepdim=True).values.nan_to_num(1.0)
     yield "columns", ratio.nanmedian(dim=0, keepdim=True).values.nan_to_num(1.0)
     for size in _BLOCKS:
-        if found.shape[1] % size == 0:
+        if result.shape[1] % size == 0:
             blocks = ratio.view(len(ratio), -1, size).nanmedian(dim=2).values.nan_to_num(1.0)
             yield f"blocks of {size}", blocks.repeat_interleave(size, 1)
 
 
 def mantissa_bits(values: Tensor) -> int:
-    """The mantissa bits of values, by their number within an octave, whatever the scale of each run of 128.
+    """Returns the mantissa bits of values, by their number within an octave, whatever the scale of each run of 128.
 
     Too few if there are not enough values to meet all numbers of an octave.
     """
@@ -344,8 +349,8 @@ def mantissa_bits(values: Tensor) -> int:
 
 
 def most_steps(values: Tensor, fmt: Format, top: float) -> Tensor:
-    """The largest distance of a format's neighbours about each value, whatever its scale. `top` is what the format's
-    largest value stands for under the largest scale.
+    """Returns the largest distance of a format's neighbours about each value, whatever its scale. `top` is the format's
+    largest value times the largest scale.
     """
     return (values.abs() * 2.0**-fmt.mantissa_bits).clamp(min=fmt.smallest_subnormal * top / fmt.largest)
 
@@ -358,7 +363,7 @@ _NEARER = 2.0
 
 
 def looks_like(product: Tensor, promised: str, guesses: Guesses) -> str:
-    """The guess that a product (M, N) of operands (M, K) and (N, K) clearly fits better than what was promised; '' if
+    """Returns the guess that a product (M, N) of operands (M, K) and (N, K) clearly fits better than the promise; '' if
     none does."""
     if not bool(product.isfinite().all()):
         return ""

@@ -58,12 +58,12 @@ def _share(difference: float, size: float) -> float:
 def vanished_share(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
     """The share of all values that are zero and are not zero in the reference; 0 if there are no values. Norms depend
     on the largest values only, and would not show that most others are gone."""
-    gone = count = 0
+    vanished = count = 0
     for value, reference in zip(values, references, strict=True):
         _check_shapes(value, reference)
-        gone += int(torch.count_nonzero((value.detach() == 0) & (reference.detach() != 0)))
+        vanished += int(torch.count_nonzero((value.detach() == 0) & (reference.detach() != 0)))
         count += value.numel()
-    return gone / count if count else 0.0
+    return vanished / count if count else 0.0
 
 
 def _squares(value: Tensor, reference: Tensor) -> tuple[float, float]:

@@ -83,7 +83,7 @@ def short_product(a: Tensor, b: Tensor, accumulator: Accumulator, bits: int = HO
     SHORT sums all of K so. PROMOTED adds the short sum of every 128 elements to a float32 sum. Inside an instruction
     float64 takes the place of exact sums: those of FP8 values have no more than 53 bits.
     """
-    sums: Tensor = _summed(a, b, accumulator is Accumulator.PROMOTED, bits)
+    sums: Tensor = _sum_pieces(a, b, accumulator is Accumulator.PROMOTED, bits)
     return sums
 
 
@@ -116,7 +116,7 @@ def _cut_off(values: Tensor, exponents: Tensor | None) -> Tensor:
 
 # An operator, so that a compiled graph does not unroll its loop over K.
 @torch.library.custom_op("fp8bench::short_product", mutates_args=())
-def _summed(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
+def _sum_pieces(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     wide_a, wide_b = a.to(torch.float64), b.to(torch.float64)
     length = PROMOTION if promoted else max(a.shape[1], 1)
     total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
@@ -131,6 +131,6 @@ def _summed(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     return total
 
 
-@_summed.register_fake
+@_sum_pieces.register_fake
 def _like(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.float32)

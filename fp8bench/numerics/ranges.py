@@ -58,16 +58,9 @@ class Ledger:
         self.tallies.setdefault((kind, role), Tally()).add(x)
 
     def statistics(self) -> tuple[TensorStatistics, ...]:
-        return tuple(
-            TensorStatistics(
-                kind,
-                role,
-                tally.count,
-                tally.amax,
-                tuple(
-                    (fmt.name, tally.above[fmt.name] / max(tally.count, 1), tally.below[fmt.name] / max(tally.count, 1))
-                    for fmt in RANGES
-                ),
-            )
-            for (kind, role), tally in self.tallies.items()
-        )
+        statistics = []
+        for (kind, role), tally in self.tallies.items():
+            count = max(tally.count, 1)
+            outside = tuple((fmt.name, tally.above[fmt.name] / count, tally.below[fmt.name] / count) for fmt in RANGES)
+            statistics.append(TensorStatistics(kind, role, tally.count, tally.amax, outside))
+        return tuple(statistics)

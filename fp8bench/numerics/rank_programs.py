@@ -58,6 +58,9 @@ class RowsToRanks(Exchange):
     def sent(self, size: int) -> float:
         return (sum(self.to) - self.to[self.rank]) * self.payload.element_size()
 
+    def split(self) -> Sequence[Tensor]:
+        return torch.split(self.payload, list(self.to))
+
 
 class Shift(Exchange):
     """The payload goes to the next rank; the one of the rank before is the answer."""
@@ -91,7 +94,7 @@ class Counted:
         self.bytes += exchange.sent(self.size)
 
 
-def simulated(programs: Sequence[Program[T]], counted: Counted | None = None) -> list[T]:
+def simulate(programs: Sequence[Program[T]], counted: Counted | None = None) -> list[T]:
     """The results of all ranks, which run in lockstep; `counted` counts what rank 0 sends."""
     answers: list[Any] = [None] * len(programs)
     while True:
@@ -111,21 +114,22 @@ def simulated(programs: Sequence[Program[T]], counted: Counted | None = None) ->
 
 
 def _answers(requests: Sequence[Exchange]) -> list[Any]:
-    size, payloads = len(requests), [request.payload for request in requests]
+    """Returns what each rank receives."""
+    payloads = [request.payload for request in requests]
+    ranks = range(len(requests))
     match requests[0]:
         case AllGather():
-            return [payloads] * size
+            return [payloads for _ in ranks]
         case AllToAll():
-            return [torch.stack([rows[rank] for rows in payloads]) for rank in range(size)]
+            return list(torch.stack(payloads).unbind(1))
         case RowsToRanks():
-            rows = [request for request in requests if isinstance(request, RowsToRanks)]
-            parts = [torch.split(request.payload, list(request.to)) for request in rows]
-            return [[own[rank] for own in parts] for rank in range(size)]
+            parts = [request.split() for request in requests if isinstance(request, RowsToRanks)]
+            return [list(received) for received in zip(*parts, strict=True)]
         case Shift():
-            return [payloads[rank - 1] for rank in range(size)]
+            return [payloads[rank - 1] for rank in ranks]
         case FromFirst():
-            return [payloads[0]] * size
-    return [torch.stack(payloads).amax(0)] * size
+            return [payloads[0] for _ in ranks]
+    return [torch.stack(payloads).amax(0) for _ in ranks]
 
 
 class Waits(Protocol):
@@ -153,7 +157,7 @@ def start(program: Program[T]) -> BegunExchange[T]:
     while True:
         exchange = program.send(answer)
         alone = not isinstance(exchange, Largest)
-        sent, answer = _started(exchange, None, alone)
+        sent, answer = _start_exchange(exchange, None, alone)
         if alone:
             return BegunExchange(program, sent, answer)
 
@@ -177,12 +181,12 @@ def on_this_rank(
         if counted is not None:
             counted.add(exchange)
         with around:
-            sent, answer = _started(exchange, group, False)
+            sent, answer = _start_exchange(exchange, group, False)
             for waits in sent:
                 waits.wait()
 
 
-def _started(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tuple[Sequence[Waits], Any]:
+def _start_exchange(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tuple[Sequence[Waits], Any]:
     """What to wait for, and the answer. If not `alone`, torch waits itself."""
     import torch.distributed as dist
 
@@ -190,14 +194,16 @@ def _started(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tup
     match exchange:
         case AllGather():
             gathered = [torch.empty_like(payload) for _ in range(size)]
-            return _sent(dist.all_gather(gathered, payload.contiguous(), group, alone)), gathered
+            return _to_waits(dist.all_gather(gathered, payload.contiguous(), group, alone)), gathered
         case AllToAll():
             received = torch.empty_like(payload)
-            return _sent(dist.all_to_all_single(received, payload.contiguous(), group=group, async_op=alone)), received
+            return _to_waits(
+                dist.all_to_all_single(received, payload.contiguous(), group=group, async_op=alone)
+            ), received
         case RowsToRanks(to=to, given=given):
             received = payload.new_empty(sum(given))
             work = dist.all_to_all_single(received, payload.contiguous(), list(given), list(to), group, alone)
-            return _sent(work), torch.split(received, list(given))
+            return _to_waits(work), torch.split(received, list(given))
         case Shift():
             received = torch.empty_like(payload)
             both = [
@@ -207,9 +213,9 @@ def _started(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tup
             return dist.batch_isend_irecv(both), received
     whole = payload.clone()
     if isinstance(exchange, FromFirst):
-        return _sent(dist.broadcast(whole, group=group, group_src=0, async_op=alone)), whole
-    return _sent(dist.all_reduce(whole, dist.ReduceOp.MAX, group, alone)), whole
+        return _to_waits(dist.broadcast(whole, group=group, group_src=0, async_op=alone)), whole
+    return _to_waits(dist.all_reduce(whole, dist.ReduceOp.MAX, group, alone)), whole
 
 
-def _sent(work: Waits | None) -> Sequence[Waits]:
+def _to_waits(work: Waits | None) -> Sequence[Waits]:
     return () if work is None else (work,)

@@ -328,7 +328,7 @@ def figures(error: TensorError, course: ScaleCourse | None = None) -> dict[str, 
 
 
 def _figures(error: TensorError, course: ScaleCourse | None) -> Iterator[tuple[str, float | None]]:
-    yield "sqnr_db", _capped(error.sqnr_db)
+    yield "sqnr_db", _cap(error.sqnr_db)
     yield from _parts_of("row", error.rows)
     yield from _parts_of("block", error.blocks)
     yield "relative_error", error.relative
@@ -350,9 +350,9 @@ def _figures(error: TensorError, course: ScaleCourse | None) -> Iterator[tuple[s
 
 
 def _parts_of(part: str, spread: Spread | None) -> Iterator[tuple[str, float | None]]:
-    yield f"sqnr_{part}_median_db", _capped(spread.median_db) if spread else None
-    yield f"sqnr_{part}_p1_db", _capped(spread.p1_db) if spread else None
+    yield f"sqnr_{part}_median_db", _cap(spread.median_db) if spread else None
+    yield f"sqnr_{part}_p1_db", _cap(spread.p1_db) if spread else None
 
 
-def _capped(decibels: float | None) -> float | None:
+def _cap(decibels: float | None) -> float | None:
     return None if decibels is None else min(decibels, EXACT_DB)

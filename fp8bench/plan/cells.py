@@ -15,7 +15,11 @@ _MAKERS = frozenset({"nvidia", "amd", "intel", "r", "instinct", "radeon", "graph
 
 def cells_of(plan: Plan, facts: Sequence[DeviceFacts] = ()) -> tuple[Cell, ...]:
     """Returns the cells of all groups that have a case to measure, in the plan's order."""
-    return tuple(cell_of(group, facts) for group in plan if any(planned.runs for planned in group.cases))
+    return tuple(cell_of(group, facts) for group in plan if _runs(group))
+
+
+def _runs(group: Group) -> bool:
+    return any(planned.runs for planned in group.cases)
 
 
 def cell_of(group: Group, facts: Sequence[DeviceFacts] = ()) -> Cell:

@@ -68,7 +68,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
 
     With `compares`, fp32 is added as the reference where the named precisions leave nothing to compare.
     """
-    chosen = devices_asked(request, facts)
+    chosen = choose_devices(request, facts)
     suites = suites_of(request)
     parts = _parts(request, suites, chosen, compares)
 
@@ -80,7 +80,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
             for params in parameters_of(part.workload, request, device, corpus):
                 group = _group(part, params, device, request.reference is not None)
                 groups.append(group)
-                notes += _describe_added(part, group)
+                notes += _describe_new_reference(part, group)
     notes = list(dict.fromkeys(notes))
 
     # 2. Name the options that change nothing here.
@@ -101,13 +101,14 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     # 4. Give cases static scales if they are requested.
     if request.scales is None:
         return Plan(tuple(groups), tuple(notes))
-    changed, more = with_static_scales(groups, request.scales)
-    return Plan(changed, (*notes, *more))
+    changed, scale_notes = with_static_scales(groups, request.scales)
+    return Plan(changed, (*notes, *scale_notes))
 
 
 def has_reference_added(plan: Plan) -> bool:
     """Whether `ADDED` may have been added to a plan. Plans of old versions, which never did this, have no fp32."""
-    return any(planned.case.precision == ADDED for group in plan for planned in group.cases)
+    cases = chain.from_iterable(group.cases for group in plan)
+    return any(planned.case.precision == ADDED for planned in cases)
 
 
 def check_names(request: Request) -> tuple[Workload, ...]:
@@ -123,14 +124,14 @@ def check_names(request: Request) -> tuple[Workload, ...]:
     for part in parts:
         if (request.ranks or 1) < (least := part.workload.least_ranks):
             raise UsageError(f"suite {part.workload.name} needs {least} processes. Add --ranks {least}.")
-    _refuse_repeated("--dtypes", request.dtypes, ": the reference is already measured twice in every round")
-    _refuse_repeated("--devices", request.devices)
+    _refuse_repetition("--dtypes", request.dtypes, ": the reference is already measured twice in every round")
+    _refuse_repetition("--devices", request.devices)
     for axis, values in request.axes:
-        _refuse_repeated(f"--set {axis}", values)
+        _refuse_repetition(f"--set {axis}", values)
     for word in request.devices:
         kind = word.partition(":")[0]
-        if why := _NOT_MEASURED.get(kind):
-            raise UsageError(f"device {word!r} is not measured: {why}.")
+        if reason := _NOT_MEASURED.get(kind):
+            raise UsageError(f"device {word!r} is not measured: {reason}.")
         devices.canonical(kind)
     # The defaults of axes differ between devices; their names and parsers do not, so one device is enough.
     for part in parts:
@@ -139,9 +140,9 @@ def check_names(request: Request) -> tuple[Workload, ...]:
     return suites
 
 
-def _refuse_repeated(option: str, words: Sequence[str], why: str = "") -> None:
+def _refuse_repetition(option: str, words: Sequence[str], reason: str = "") -> None:
     if twice := next((word for word in words if words.count(word) > 1), ""):
-        raise UsageError(f"{option} names {twice} twice. Leave one out{why}.")
+        raise UsageError(f"{option} names {twice} twice. Leave one out{reason}.")
 
 
 def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedCase | None:
@@ -159,8 +160,8 @@ def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedC
             return None
         if len(expanded) != 1:
             return None
-        other = _case(workload, expanded[0], facts, case.precision, case.precision_map)
-    return replace(other, case=replace(other.case, static=case.static))
+        resized = _case(workload, expanded[0], facts, case.precision, case.precision_map)
+    return replace(resized, case=replace(resized.case, static=case.static))
 
 
 def searched_for_batches(plan: Plan) -> frozenset[str]:
@@ -170,8 +171,8 @@ def searched_for_batches(plan: Plan) -> frozenset[str]:
         case = group.cases[0].case
         axis = workloads.get(case.workload).batch_axis
         if axis:
-            rest = tuple(pair for pair in case.params if pair[0] != axis)
-            first.setdefault((case.workload, case.device, rest), case.setting)
+            params = tuple(pair for pair in case.params if pair[0] != axis)
+            first.setdefault((case.workload, case.device, params), case.setting)
     return frozenset(first.values())
 
 
@@ -240,10 +241,11 @@ def _parts(
     request: Request, suites: Sequence[Workload], facts: Sequence[DeviceFacts], compares: bool = True
 ) -> list[_Part]:
     # At least one requested suite must have each axis; suites without it ignore it.
-    known = {axis.name for workload in suites for axis in axes_of(workload, _CLASSES[0])}
+    axes = chain.from_iterable(axes_of(workload, _CLASSES[0]) for workload in suites)
+    names = {axis.name for axis in axes}
     for name, _ in request.axes:
-        if name not in known:
-            raise UnknownName(f"axis of suite {request.suite}", name, known)
+        if name not in names:
+            raise UnknownName(f"axis of suite {request.suite}", name, names)
     if request.backend not in (AUTO, *backends.names()):
         raise UnknownName("backend", request.backend, [AUTO, *backends.names()])
     layers = [_layers(request, workload, facts) for workload in suites]
@@ -269,16 +271,16 @@ def _part(request: Request, workload: Workload, layers: Sequence[Layer], compare
     defaults = workload.history.dtypes if request.grid and workload.history else workload.dtypes
     names = [multiplied_by(word, request.backend) for word in (request.dtypes or defaults)]
     if request.reference is not None:
-        lead = multiplied_by(request.reference, request.backend)
+        reference = multiplied_by(request.reference, request.backend)
     else:
-        lead = min(names, key=lambda name: precisions.get(name).rank)
-    modes = (lead, *(name for name in dict.fromkeys(names) if name != lead))
+        reference = min(names, key=lambda name: precisions.get(name).rank)
+    modes = (reference, *(name for name in dict.fromkeys(names) if name != reference))
     has_choice = request.reference is None and len(request.dtypes) > 1 and not request.grid
     may_add = compares and has_choice and workload.fused and ADDED not in modes
     return _Part(workload, modes, map_for(request, layers, modes), may_add)
 
 
-def devices_asked(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
+def choose_devices(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
     return list(dict.fromkeys(device_named(word, facts) for word in request.devices or ("",)))
 
 
@@ -286,13 +288,13 @@ def device_named(word: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     """Returns a device by its key. 'cuda' means the first one, '' the first GPU or, without one, the CPU."""
     if not word:
         return next((fact for fact in facts if fact.accelerated), facts[0])
-    known = {fact.key: fact for fact in facts}
+    by_key = {fact.key: fact for fact in facts}
     key = f"{word}:0" if word != "cpu" and ":" not in word else word
-    if key not in known:
+    if key not in by_key:
         build = facts[0].torch
-        why = f" (torch {build} is built for CPUs only)" if build.endswith("+cpu") else ""
-        raise UnknownName("device on this machine", word, known, ", ".join(known) + why)
-    return known[key]
+        reason = f" (torch {build} is built for CPUs only)" if build.endswith("+cpu") else ""
+        raise UnknownName("device on this machine", word, by_key, ", ".join(by_key) + reason)
+    return by_key[key]
 
 
 def _group(part: _Part, params: Params, facts: DeviceFacts, firm: bool) -> Group:
@@ -302,28 +304,28 @@ def _group(part: _Part, params: Params, facts: DeviceFacts, firm: bool) -> Group
     if part.may_add and len(native) == 1:
         added = _case(part.workload, params, facts, ADDED, ())
         if _is_native(added):
-            mapped = [planned if planned in native else _mapped(part, planned, facts) for planned in pure]
+            mapped = [planned if planned in native else _with_map(part, planned, facts) for planned in pure]
             return Group((added, *mapped), 0)
-    lead = _lead(pure, firm)
-    cases = (planned if index == lead else _mapped(part, planned, facts) for index, planned in enumerate(pure))
-    return Group(tuple(cases), lead)
+    reference = _choose_reference(pure, firm)
+    cases = [planned if index == reference else _with_map(part, planned, facts) for index, planned in enumerate(pure)]
+    return Group(tuple(cases), reference)
 
 
-def _describe_added(part: _Part, group: Group) -> list[str]:
+def _describe_new_reference(part: _Part, group: Group) -> list[str]:
     """Explains a reference that nobody requested."""
-    reference, *others = group.cases
+    reference, *candidates = group.cases
     if not part.may_add or reference.case.precision != ADDED:
         return []
-    native = next(planned.case.precision for planned in others if _is_native(planned))
-    why = f"on {reference.case.device} {native} would have had nothing native to compare with"
-    return [f"{ADDED} was added as the reference: {why} (--reference {native} leaves it out)"]
+    native = next(planned.case.precision for planned in candidates if _is_native(planned))
+    reason = f"on {reference.case.device} {native} would have had nothing native to compare with"
+    return [f"{ADDED} was added as the reference: {reason} (--reference {native} leaves it out)"]
 
 
 def _is_native(planned: PlannedCase) -> bool:
     return planned.runs and planned.support.is_native
 
 
-def _mapped(part: _Part, planned: PlannedCase, facts: DeviceFacts) -> PlannedCase:
+def _with_map(part: _Part, planned: PlannedCase, facts: DeviceFacts) -> PlannedCase:
     case = planned.case
     return _case(part.workload, case.params, facts, case.precision, part.layers) if part.layers else planned
 
@@ -356,7 +358,7 @@ def _unknown_cache(case: Case, facts: DeviceFacts) -> str:
     return f"cache={cache}: the size of the last-level cache of {facts.key} is not known; choose cache={HOT}"
 
 
-def _lead(cases: Sequence[PlannedCase], firm: bool) -> int:
+def _choose_reference(cases: Sequence[PlannedCase], firm: bool) -> int:
     """Returns the index of the reference: the first case, or the highest native precision that can run.
 
     An emulated reference has no meaningful speed, so it is used next to native cases only if the user named it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, PlannedCase, Request, Scalars, StaticScales, Support
@@ -37,16 +38,17 @@ _SHOWN = 4
 
 
 def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], of: str) -> None:
-    known = keys_of(layers)
+    """Raises for a key that no layer has, or a precision that an operation around products refuses."""
+    keys = keys_of(layers)
     names = [layer.name for layer in layers if layer.product]
     for key, word in precision_map:
-        if key not in known:
-            kinds = ", ".join(dict.fromkeys(word for layer in layers for word in words_for(layer)))
+        if key not in keys:
+            kinds = ", ".join(dict.fromkeys(chain.from_iterable(map(words_for, layers))))
             shown = f"{kinds}; layers by name ({', '.join(names[:_SHOWN])}, {len(names)} in all), and prefixes of names"
-            raise UnknownName(f"layer of {of}", key, known, shown if layers else "")
+            raise UnknownName(f"layer of {of}", key, keys, shown if layers else "")
         around = any(not layer.product and key_of(layer, [key]) for layer in layers)
-        if around and (why := around_refused(precisions.get(word), key)):
-            raise UsageError(f"--precision-map {key}={word}: {why}.")
+        if around and (reason := around_refused(precisions.get(word), key)):
+            raise UsageError(f"--precision-map {key}={word}: {reason}.")
 
 
 def check_mixed(mode: str, other: str) -> None:

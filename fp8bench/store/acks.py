@@ -41,8 +41,8 @@ def load_acks(store: Path) -> Acks:
     try:
         lines, troubles = _log(store).lines()
     except StoreError as error:
-        why = str(error).removeprefix(str(acks_of(store))).rstrip(".")
-        return Acks(troubles=(f"it{why}, so that nothing counts as acknowledged",))
+        reason = str(error).removeprefix(str(acks_of(store))).rstrip(".")
+        return Acks(troubles=(f"it{reason}, so that nothing counts as acknowledged",))
     undone = {line.id for line in lines if isinstance(line, Undo)}
     acks = {line.id: line for line in reversed(lines) if isinstance(line, Ack) and line.id not in undone}
     return Acks(

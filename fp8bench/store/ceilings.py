@@ -47,9 +47,9 @@ def current_ceilings(
     It holds a lock: of two runs that ask at once the second finds what the first has measured.
     """
     with locked(store / "ceilings"):
-        known = _read(_log(store, machine_file(environment, device)))
-        if known is not None and _is_current(known):
-            return known
+        stored = _read(_log(store, machine_file(environment, device)))
+        if stored is not None and _is_current(stored):
+            return stored
         return None if measure is None else _keep(store, environment, device, measure())
 
 
@@ -68,12 +68,12 @@ def _is_current(ceilings: Ceilings) -> bool:
 def _keep(store: Path, environment: Environment, device: DeviceFacts, ceilings: Ceilings) -> Ceilings:
     """Adds the time and the settings, and writes the file and a line of the history."""
     under = tuple((name, setting) for name, setting in _settings(environment, device).items() if setting is not None)
-    kept = replace(ceilings, when=datetime.now(UTC).isoformat(timespec="seconds"), under=under)
+    stamped = replace(ceilings, when=datetime.now(UTC).isoformat(timespec="seconds"), under=under)
     with contextlib.suppress(StoreError):
-        _log(store).append([kept])
+        _log(store).append([stamped])
     with contextlib.suppress(OSError):  # they can be used without being kept
-        _write(_log(store, machine_file(environment, device)), kept)
-    return kept
+        _write(_log(store, machine_file(environment, device)), stamped)
+    return stamped
 
 
 def history_of_ceilings(store: Path) -> list[Ceilings]:

@@ -1,7 +1,7 @@
-"""The runs of a store by commit: what they add to the history, and why others add nothing.
+"""The runs of a store by commit: what they add to the history, and why other runs add nothing.
 
-A store has more samples than fit into memory, one commit has not, so commits are read one at a time. The second half
-finds the runs that a word means: an id, a file, a commit, another store.
+The samples of a store do not fit into memory, those of one commit do, so commits are read one at a time. The second
+half finds the runs that a word means: an id, a file, a commit, another store.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from fp8bench.errors import Fp8benchError, RunNotFound, StoreError
 from fp8bench.files import is_no_folder
 from fp8bench.model import Cell, Plan, Point, Run, Series
 from fp8bench.store.asv.identity import Identity, from_facts
-from fp8bench.store.points import RunPoints, followed, merged
+from fp8bench.store.points import RunPoints, merge_points, points_of_run
 from fp8bench.store.runs.listing import Listing, each_once, find_run, listing, run_files
 from fp8bench.store.runs.run_file import load_head, load_sheet
 
@@ -66,14 +67,12 @@ class CommitRuns(NamedTuple):
 
 
 def commit_of(path: Path) -> str:
-    """Returns the first 8 digits of a run file's commit, which its name has; 'nocommit' where it has none."""
+    """Returns the first 8 digits of a run file's commit, from its name; 'nocommit' if it has none."""
     named = _NAMED_FOR.fullmatch(path.stem)
     if named is not None:
         return named[1]
-    try:
-        commit = load_head(path).environment.get("commit")
-    except StoreError:
-        return "nocommit"
+    head = _load_head(path)
+    commit = head.environment.get("commit") if head is not None else None
     return str(commit)[:8] if commit else "nocommit"
 
 
@@ -92,16 +91,17 @@ def by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
 
 def read_runs(paths: Sequence[Path]) -> CommitRuns:
     """Reads the runs of one commit."""
-    kept: list[TrackedRun] = []
-    left: list[str] = []
+    runs: list[TrackedRun] = []
+    reasons: list[str] = []
     suites: set[str] = set()
     for path in paths:
-        tracked, why, names = _read_run(path)
+        tracked, reason, names = _read_run(path)
         suites |= names
-        left += [why] if why else []
+        if reason:
+            reasons.append(reason)
         if tracked is not None:
-            kept.append(tracked)
-    return CommitRuns(tuple(sorted(kept, key=lambda run: run.order)), tuple(left), frozenset(suites))
+            runs.append(tracked)
+    return CommitRuns(tuple(sorted(runs, key=lambda run: run.order)), tuple(reasons), frozenset(suites))
 
 
 def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
@@ -116,9 +116,10 @@ def _read_run(path: Path) -> tuple[TrackedRun | None, str, frozenset[str]]:
         run, sheet = load_sheet(path)
     except (StoreError, OSError):
         return None, UNREADABLE, frozenset()
-    tracked, why = checked_run(run, path)
-    why = DAMAGED if sheet.lost and (tracked is not None or why == NO_CASE) else why
-    return tracked, why, frozenset(record.case.workload for record in run.records)
+    tracked, reason = check_run(run, path)
+    if sheet.lost and (tracked is not None or reason == NO_CASE):
+        reason = DAMAGED
+    return tracked, reason, frozenset(record.case.workload for record in run.records)
 
 
 def _header(tracked: TrackedRun) -> TrackedRun:
@@ -126,15 +127,15 @@ def _header(tracked: TrackedRun) -> TrackedRun:
     return replace(tracked, run=replace(tracked.run, records=(), plan=Plan(())))
 
 
-def checked_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
+def check_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
     """Returns what a run adds to the history, if anything, and why that is nothing or not all."""
     commit = run.environment.get("commit")
     if not isinstance(commit, str):
-        why = run.environment.get("commit_unknown")
-        return None, f"git named no commit ({why!s:.200})" if why else NO_REPOSITORY
+        unknown = run.environment.get("commit_unknown")
+        return None, f"git named no commit ({unknown!s:.200})" if unknown else NO_REPOSITORY
     if run.environment.get("dirty") is not False:
         return None, DIRTY
-    if why_untracked(run):
+    if why_outside_history(run):
         return None, NO_COMMIT
     if commit_of(path) != commit[:8]:
         return None, MISNAMED
@@ -149,12 +150,14 @@ def checked_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
     return _header(tracked), tracked.content.why
 
 
-def why_untracked(run: Run) -> str:
+def why_outside_history(run: Run) -> str:
     """Returns why a run's figures belong to no commit; '' if they do."""
     commit = run.environment.get("commit")
     if not isinstance(commit, str) or not _HASH.fullmatch(commit):
-        why = run.environment.get("commit_unknown")
-        return f"git names no commit here ({why!s:.200})" if why else "this was not measured in a git repository"
+        unknown = run.environment.get("commit_unknown")
+        if unknown:
+            return f"git names no commit here ({unknown!s:.200})"
+        return "this was not measured in a git repository"
     dirty = run.environment.get("dirty")
     if dirty is not False:
         differ = "differ" if dirty else "may differ (git does not say)"
@@ -168,7 +171,7 @@ def why_untracked(run: Run) -> str:
 
 def tracked_run(run: Run) -> TrackedRun | None:
     identity = from_facts(run.environment.facts)
-    return None if identity is None else TrackedRun(run, identity, followed(run))
+    return None if identity is None else TrackedRun(run, identity, points_of_run(run))
 
 
 def by_place(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun, ...]]:
@@ -185,12 +188,17 @@ def by_place(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun, ...]]:
 
 
 def series_of_runs(tracked: Sequence[TrackedRun]) -> list[Series]:
-    return list({series.name: series for each in tracked for series in each.content.series}.values())
+    """Returns each series once, as the last run defines it."""
+    by_name: dict[str, Series] = {}
+    for run in tracked:
+        by_name |= {series.name: series for series in run.content.series}
+    return list(by_name.values())
 
 
 def commit_points(tracked: Sequence[TrackedRun]) -> dict[tuple[str, Cell], Point]:
-    """Returns the points that runs of one place, oldest first, come to together, by series and cell."""
-    return merged([point for run in tracked for point in run.content.points], series_of_runs(tracked))
+    """Combines the points of runs of one place, oldest first, by series and cell."""
+    points = chain.from_iterable(run.content.points for run in tracked)
+    return merge_points(list(points), series_of_runs(tracked))
 
 
 def moment_of(text: str) -> datetime:
@@ -199,7 +207,7 @@ def moment_of(text: str) -> datetime:
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
-def commit_named(word: str, folder: Path) -> str | None:
+def find_commit(word: str, folder: Path) -> str | None:
     """Returns the commit that git finds for a word in a folder's repository; None if it finds none."""
     command = ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{word}^{{commit}}"]
     try:
@@ -213,7 +221,7 @@ _COMMIT = re.compile(r"[0-9a-f]{4,40}")
 
 
 class ChosenRuns(NamedTuple):
-    """The run files that were meant, one for each run, and sentences on files that were meant and do not count."""
+    """The run files that a word means, one for each run, and sentences on files that do not count."""
 
     files: Sequence[Path]
     notes: Sequence[str] = ()
@@ -222,68 +230,78 @@ class ChosenRuns(NamedTuple):
 def find_runs(words: str, store: Path) -> ChosenRuns:
     """Returns the runs that a word, or several with commas, means: ids, files, stems, 'last', commits, other stores.
 
-    Another store stands for its newest commit. Raises RunNotFound where a word means nothing, StoreError where files
-    with one id differ.
+    Another store stands for its newest commit. Raises RunNotFound if a word means nothing, StoreError if files with one
+    id differ.
     """
-    meanings = [_of_word(word.strip(), store) for word in words.split(",")]
-    named = {path.resolve(): path for meant in meanings for path in meant.files}
-    once = each_once(named.values()).none_refused()
-    return ChosenRuns(once.files, [*(note for meant in meanings for note in meant.notes), *once.notes(once.copies)])
+    files: dict[Path, Path] = {}
+    notes: list[str] = []
+    for word in words.split(","):
+        chosen = _find_word(word.strip(), store)
+        files |= {path.resolve(): path for path in chosen.files}
+        notes += chosen.notes
+    distinct = each_once(files.values()).check_refusals()
+    return ChosenRuns(distinct.files, [*notes, *distinct.notes(distinct.copies)])
 
 
-def _of_word(word: str, store: Path) -> ChosenRuns:
+def _find_word(word: str, store: Path) -> ChosenRuns:
     if not word:
         raise RunNotFound("an empty word means no run. Give an id, a file, a commit, a store, or 'last'.")
+    # 1. A store's folder, a file, or the id of a run.
     try:
         if Path(word).is_dir():
             return _newest_of(Path(word))
         single = word == "last" or is_no_folder(Path(word))
-        there = Listing(()) if single else listing(store)
+        runs = Listing(()) if single else listing(store)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise RunNotFound(f"looking for {word!r:.80} in {str(store)!r:.80} failed ({why}).") from None
-    if single or any(word in (path.stem, path.stem.rpartition("-")[2]) for path in there.everything):
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise RunNotFound(f"looking for {word!r:.80} in {str(store)!r:.80} failed ({reason}).") from None
+    if single or any(word in (path.stem, path.stem.rpartition("-")[2]) for path in runs.everything):
         return ChosenRuns([find_run(word, store)])
+    # 2. The digits of a commit that was measured.
     if _COMMIT.fullmatch(word):
-        kept = _of_commit(word, there)
-        if kept.files:
-            return kept
-    commit = commit_named(word, Path())
+        chosen = _runs_of_hash(word, runs)
+        if chosen.files:
+            return chosen
+    # 3. Any other word of git's for a commit, or the beginning of a run's name.
+    commit = find_commit(word, Path())
     if commit is None:
         try:
             return ChosenRuns([find_run(word, store)])
         except RunNotFound as error:
-            why = str(error).rstrip(".")
-            raise RunNotFound(f"{why}, or a commit that was measured, or a store's folder.") from None
-    kept = _of_commit(commit, there)
-    if not kept.files:
+            reason = str(error).rstrip(".")
+            raise RunNotFound(f"{reason}, or a commit that was measured, or a store's folder.") from None
+    chosen = _runs_of_hash(commit, runs)
+    if not chosen.files:
         raise RunNotFound(
             f"{word!r:.80} is the commit {commit[:12]}, of which {store} has no run. Measure it, or name another."
         )
-    return kept
+    return chosen
 
 
-def _of_commit(commit: str, there: Listing) -> ChosenRuns:
+def _runs_of_hash(commit: str, runs: Listing) -> ChosenRuns:
     """Returns the runs of a commit, oldest first; a run whose files differed from the commit is not one of them."""
-    named = [path for path in reversed(there.everything) if commit_of(path).startswith(commit[:8])]
-    heads = [(path, head) for path in named if there.counts(path) and (head := _head(path)) is not None]
-    alike = [(path, head) for path, head in heads if str(head.environment.get("commit")).startswith(commit)]
-    commits = sorted({str(head.environment.get("commit")) for _, head in alike})
+    named = [path for path in reversed(runs.everything) if commit_of(path).startswith(commit[:8])]
+    heads: dict[Path, Run] = {}
+    for path in named:
+        head = _load_head(path) if runs.counts(path) else None
+        if head is not None and str(head.environment.get("commit")).startswith(commit):
+            heads[path] = head
+    commits = sorted({str(head.environment.get("commit")) for head in heads.values()})
     if len(commits) > 1:
         raise RunNotFound(f"{commit} begins {len(commits)} commits, {', '.join(commits[:4])}. Give more of one.")
-    clean = [path for path, head in alike if head.environment.get("dirty") is False]
-    if alike and not clean:
+    clean = [path for path, head in heads.items() if head.environment.get("dirty") is False]
+    if heads and not clean:
         raise RunNotFound(
             f"all runs of {commit[:12]} were made with files that differed from it, so that they are not its runs. "
             "Name them by their ids to compare them all the same."
         )
-    notes = there.notes(named)
+    notes = runs.notes(named)
     if named and not clean and notes:
         raise StoreError(f"no run of {commit[:12]} is left: {'; '.join(notes)}.")
     return ChosenRuns(clean, notes)
 
 
-def _head(path: Path) -> Run | None:
+def _load_head(path: Path) -> Run | None:
     try:
         return load_head(path)
     except StoreError:
@@ -293,13 +311,13 @@ def _head(path: Path) -> Run | None:
 def _newest_of(store: Path) -> ChosenRuns:
     """Returns the runs of the commit that was measured last in a store, or the newest run if it has no commit."""
     try:
-        there = listing(store)
+        runs = listing(store)
     except OSError as error:
         raise RunNotFound(f"the store {store} cannot be read ({error.strerror}).") from None
-    if there.newest is None:
-        known = (store / "runs").is_dir()
-        raise RunNotFound(f"{store} {'has no runs yet' if known else 'is no store: it has no runs'}.")
-    newest = there.that_counts(there.newest)
-    head = _head(newest)
+    if runs.newest is None:
+        is_store = (store / "runs").is_dir()
+        raise RunNotFound(f"{store} {'has no runs yet' if is_store else 'is no store: it has no runs'}.")
+    newest = runs.that_counts(runs.newest)
+    head = _load_head(newest)
     commit = head.environment.get("commit") if head is not None and head.environment.get("dirty") is False else None
-    return _of_commit(str(commit), there) if commit is not None else ChosenRuns([newest])
+    return _runs_of_hash(str(commit), runs) if commit is not None else ChosenRuns([newest])

@@ -24,12 +24,12 @@ from fp8bench.store.runs.run_file import load_head, load_sheet, missing_groups
 
 _SCHEMA = 1
 _ID = re.compile(r"[A-Za-z0-9]+")
-# A cell that is damaged is measured again, which mends it.
+# A damaged cell is measured again, which repairs it.
 _OPEN = (CellStatus.WAITING, CellStatus.BEGUN, CellStatus.DAMAGED)
-# The cell of a run whose header cannot be read as JSON.
+# Finds the cell of a run whose header is no JSON.
 _SAYS_CELL = re.compile(rb'"cell": ?"([A-Za-z0-9]+/\d+)"')
 _HEADER_BYTES = 1 << 20
-# What the process of a cell printed; so many bytes of its end are searched for why it failed.
+# The output of a cell's process; this many bytes of its end are searched for the reason of a failure.
 OUTPUT = "output.txt"
 _TAIL = 4000
 
@@ -65,9 +65,9 @@ def read_plan(path: Path) -> FleetPlan:
     return plan
 
 
-def _no_plan(path: Path, why: str) -> UsageError:
-    why = why.removesuffix(".")
-    return UsageError(f"{path} is no plan of a fleet: {why}. `suite NAME --dry-run --write-plan FILE` writes one.")
+def _no_plan(path: Path, reason: str) -> UsageError:
+    reason = reason.removesuffix(".")
+    return UsageError(f"{path} is no plan of a fleet: {reason}. `suite NAME --dry-run --write-plan FILE` writes one.")
 
 
 def _what_is_wrong(plan: FleetPlan) -> str:
@@ -174,10 +174,11 @@ def states_of(plan: FleetPlan, store: Path, but: Collection[int] = ()) -> tuple[
 
 
 def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run | str]) -> CellState:
+    # 1. The newest run of the cell, a complete one if there is any.
     folder = folder_of(plan, number, store)
-    loaded, damage = _loaded(heads)
-    whole = next((run for run in loaded if is_whole(run)), None)
-    newest = whole or (loaded[0] if loaded else None)
+    loaded, damage = _load_runs(heads)
+    complete = next((run for run in loaded if is_whole(run)), None)
+    newest = complete or (loaded[0] if loaded else None)
     attempts, damage_of_folder = _attempts_of(folder)
     state = CellState(
         number,
@@ -190,9 +191,10 @@ def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run | str]) ->
         tuple(Counter(record.status.value for record in newest.records).items()) if newest else (),
         (*damage, *damage_of_folder),
     )
-    if whole is not None:
-        failed = [record.case.mode for record in whole.records if record.status is Status.FAILED]
+    if complete is not None:
+        failed = [record.case.mode for record in complete.records if record.status is Status.FAILED]
         return replace(state, status=CellStatus.DONE, why=f"failed: {', '.join(failed)}" if failed else "")
+    # 2. Without a complete run, the lock, damage and the last attempt decide.
     with contextlib.suppress(OSError):
         if is_locked(folder / LOCK_FILE):
             return replace(state, status=CellStatus.RUNNING)
@@ -201,12 +203,12 @@ def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run | str]) ->
     if attempts and attempts[-1].code:
         code = attempts[-1].code
         how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
-        why = _last_words(folder) or how
-        return replace(state, status=CellStatus.FAILED, why=why)
+        reason = _last_words(folder) or how
+        return replace(state, status=CellStatus.FAILED, why=reason)
     return state
 
 
-def _loaded(heads: Iterable[Run | str]) -> tuple[list[Run], list[str]]:
+def _load_runs(heads: Iterable[Run | str]) -> tuple[list[Run], list[str]]:
     """Returns runs, newest first, and what is damaged in their files; a line that a kill cut short is no damage."""
     loaded: list[Run] = []
     damage: list[str] = []

@@ -18,12 +18,12 @@ from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 
 T = TypeVar("T")
 Content = dict[str, Any]
-# Errors that content of somebody else's may cause when it is decoded; Malformed is a ValueError.
+# Errors that foreign content may cause when it is decoded; Malformed is a ValueError.
 _BROKEN = (ValueError, KeyError, TypeError, RecursionError)
-# So many characters are shown of an error, and of a broken line.
+# The most characters shown of an error, and of a broken line.
 _LETTERS, _BEGINNING = 120, 20
 _SCHEMA = re.compile(r'{"schema": ?(\d+)\b')
-# The files with checksums that a store has beside its runs; acknowledgements are checked by `load_acks`.
+# The files with checksums that a store has next to its runs; acknowledgements are checked by `load_acks`.
 BESIDE_RUNS = (
     "advice.jsonl",
     "ceilings/*.json",
@@ -42,11 +42,15 @@ class UnknownKind(ValueError):
 
 
 def fitting(word: str, names: Mapping[Path, Sequence[str]]) -> list[Path]:
-    """Returns the files one of whose names is the word, or, where there are none, begins with it."""
+    """Returns the files one of whose names is the word, or, if there are none, begins with it."""
     exact = [path for path, file_names in names.items() if word in file_names]
-    return exact or [
-        path for path, file_names in names.items() if word and any(text.startswith(word) for text in file_names)
-    ]
+    if exact or not word:
+        return exact
+    return [path for path, file_names in names.items() if _begins_one(word, file_names)]
+
+
+def _begins_one(word: str, names: Sequence[str]) -> bool:
+    return any(name.startswith(word) for name in names)
 
 
 @dataclass(frozen=True)
@@ -110,8 +114,8 @@ class Log(Generic[T]):
 
     def merge(self, theirs: Iterable[T]) -> list[T]:
         """Adds the values of another log that are not in this one, and returns them. Raises StoreError."""
-        known = set(self.lines()[0])
-        new = [value for value in dict.fromkeys(theirs) if value not in known]
+        present = set(self.lines()[0])
+        new = [value for value in dict.fromkeys(theirs) if value not in present]
         if new:
             self.append(new)
         return new
@@ -160,6 +164,7 @@ def lines_of(path: Path, called: str) -> FileLines:
 
 
 def sheet_of(content: bytes) -> FileLines:
+    # 1. Sort the lines into sealed ones, those of older versions, and broken ones.
     broken: list[Broken] = []
     free: list[tuple[int, Content]] = []
     sealed: list[_SealedLine] = []
@@ -176,6 +181,7 @@ def sheet_of(content: bytes) -> FileLines:
                 free.append((number, plain))
         except (ValueError, RecursionError) as error:
             broken.append(Broken(number, line[:_BEGINNING].decode(errors="replace"), str(error)[:_LETTERS]))
+    # 2. Check by the numbers and digests that nothing is missing.
     in_order, troubles = _in_order(sealed)
     troubles += _missing_lines(in_order, broken)
     lost = bool(in_order) and in_order[-1].rank > len(in_order)
@@ -188,17 +194,17 @@ def sheet_of(content: bytes) -> FileLines:
 
 def _in_order(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
     """Returns each line once, in the order of writing, and a sentence on each that stood elsewhere."""
-    kept: dict[int, _SealedLine] = {}
+    by_rank: dict[int, _SealedLine] = {}
     troubles = []
     last = 0
     for line in lines:
-        before = kept.setdefault(line.rank, line)
-        if before is not line:
-            troubles.append(f"line {line.number} was written as line {before.number} was, and was left out")
+        first = by_rank.setdefault(line.rank, line)
+        if first is not line:
+            troubles.append(f"line {line.number} was written as line {first.number} was, and was left out")
         elif line.rank < last:
             troubles.append(f"line {line.number} stands behind lines that were written after it")
         last = max(last, line.rank)
-    return sorted(kept.values()), troubles
+    return sorted(by_rank.values()), troubles
 
 
 def _missing_lines(lines: Sequence[_SealedLine], broken: Sequence[Broken]) -> Iterator[str]:
@@ -235,7 +241,7 @@ def refuse_newer(sheet: FileLines, path: Path) -> None:
             check_schema({"schema": int(version[1])}, path)
 
 
-def read_header(sheet: FileLines, path: Path, what: str, made: Callable[[Any], T]) -> T:
+def read_header(sheet: FileLines, path: Path, key: str, make: Callable[[Any], T]) -> T:
     """Returns what `made` makes of the header's content under the key `what`. Raises StoreError without a header."""
     refuse_newer(sheet, path)
     try:
@@ -243,9 +249,9 @@ def read_header(sheet: FileLines, path: Path, what: str, made: Callable[[Any], T
         if number != 1:
             raise Damaged(next((broken.why for broken in sheet.broken if broken.number == 1), "it is empty"))
         check_schema(content, path)
-        return made(content[what])
+        return make(content[key])
     except _BROKEN as error:
-        raise StoreError(f"{path} is no {what}: its first line is no header ({str(error)[:_LETTERS]}).") from None
+        raise StoreError(f"{path} is no {key}: its first line is no header ({str(error)[:_LETTERS]}).") from None
 
 
 def take_lines(sheet: FileLines, take: Callable[[Content], None], but: int = 0) -> list[str]:
@@ -260,6 +266,8 @@ def take_lines(sheet: FileLines, take: Callable[[Content], None], but: int = 0) 
             troubles.append((number, ""))
         except _BROKEN as error:
             troubles.append((number, str(error)[:_LETTERS]))
-    unknown = "is of a kind that this version does not know, and was left out"
-    numbered = ((number, f"is broken and was left out ({why})" if why else unknown) for number, why in sorted(troubles))
-    return [*(f"line {number} {words}" for number, words in numbered), *sheet.troubles]
+    sentences = []
+    for number, reason in sorted(troubles):
+        unknown = "is of a kind that this version does not know, and was left out"
+        sentences.append(f"line {number} {f'is broken and was left out ({reason})' if reason else unknown}")
+    return [*sentences, *sheet.troubles]

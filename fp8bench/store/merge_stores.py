@@ -1,4 +1,4 @@
-"""Takes in the store of another machine, and makes asv's view anew from the runs.
+"""Merges the store of another machine into ours, and rebuilds asv's view from the runs.
 
 New runs are copied and longer ones appended to ours; nothing is rewritten.
 """
@@ -41,30 +41,33 @@ def find_store(folder: Path, ours: Path) -> Path:
     """Returns the store that a folder is or contains. Raises StoreError where there is none, or it is our own."""
     try:
         places = (folder, folder / ours.name, folder / ".fp8bench")
-        there = next((place for place in places if (place / "runs").is_dir()), None)
-        if there is None:
-            what = "has neither runs nor .fp8bench/runs in it" if folder.is_dir() else "is no directory"
-            raise StoreError(f"{folder} is no store: it {what}. Give another machine's .fp8bench, or what it lies in.")
-        own, other = ours.resolve(), there.resolve()
+        found_store = next((place for place in places if (place / "runs").is_dir()), None)
+        if found_store is None:
+            problem = "has neither runs nor .fp8bench/runs in it" if folder.is_dir() else "is no directory"
+            raise StoreError(
+                f"{folder} is no store: it {problem}. Give another machine's .fp8bench, or what it lies in."
+            )
+        # Links and .. may lead back into our own store.
+        our_folder, their_folder = ours.resolve(), found_store.resolve()
     except OSError as error:
         raise StoreError(f"{folder} cannot be read ({error.strerror}).") from None
-    if other == own or own in other.parents:
+    if their_folder == our_folder or our_folder in their_folder.parents:
         raise StoreError(f"{folder} is this store, or lies in it. Give the store of another machine.")
-    return there
+    return found_store
 
 
 def merge_runs(ours: Path, theirs: Path) -> Merged:
     merged = Merged()
-    here, there = listing(ours), listing(theirs)
-    known = {id_of(path): path for path in (*here.refused, *here.files)}
-    merged.failed += [f"{note}." for note in there.notes(there.refused)]
-    merged.failed += take_each(there, partial(_take, known, ours, merged))
+    our_runs, their_runs = listing(ours), listing(theirs)
+    by_id = {id_of(path): path for path in (*our_runs.refused, *our_runs.files)}
+    merged.failed += [f"{note}." for note in their_runs.notes(their_runs.refused)]
+    merged.failed += take_each(their_runs, partial(_take, by_id, ours, merged))
     return merged
 
 
-def take_each(there: Listing, take_one: Callable[[Path], None]) -> Iterator[str]:
+def take_each(runs: Listing, take_one: Callable[[Path], None]) -> Iterator[str]:
     """Calls `take_one` on the runs of another store, oldest first; yields a sentence on each that it refuses."""
-    for path in reversed(there.files):
+    for path in reversed(runs.files):
         try:
             take_one(path)
         except StoreError as error:
@@ -73,10 +76,10 @@ def take_each(there: Listing, take_one: Callable[[Path], None]) -> Iterator[str]
             yield f"{path} was not taken ({error.strerror})."
 
 
-def _take(known: Mapping[str, Path], ours: Path, merged: Merged, path: Path) -> None:
+def _take(by_id: Mapping[str, Path], ours: Path, merged: Merged, path: Path) -> None:
     content = _whole(path, merged)
     load_run(path)  # what is no run file raises
-    target = known.get(id_of(path)) or ours / "runs" / machine_folder(path) / path.name
+    target = by_id.get(id_of(path)) or ours / "runs" / machine_folder(path) / path.name
     outcome = take(path, content, target)
     if outcome is CopyOutcome.SAME:
         merged.same += 1
@@ -98,19 +101,21 @@ def take(path: Path, content: bytes, target: Path) -> CopyOutcome:
     Under one id the longer file counts if it begins with the other; otherwise this raises StoreError.
     """
     with keeping(target, "Make room, and try again."):
+        # 1. A new run is copied.
         if not target.exists():
             write_whole(target, content)
             return CopyOutcome.NEW
         if id_of(target) != id_of(path):
             raise StoreError(f"{path} was not taken: {target} is another run. Rename one of them.")
+        # 2. Ours has everything already, or the file continues ours.
         if is_beginning(content, read_file(target)):
             return CopyOutcome.SAME
         if content.startswith(read_file(target)):
             with open_file(target, "ab") as file:  # a kill leaves their first lines, which a later merge completes
                 lock_run(file, target)
-                own = read_file(target)
-                if content.startswith(own):
-                    append(file, content[len(own) :])
+                stored = read_file(target)
+                if content.startswith(stored):
+                    append(file, content[len(stored) :])
                     return CopyOutcome.LONGER
     raise StoreError(
         f"run {id_of(path)} has other bytes in {path} than in {target}, which stays as it is: each was resumed alone, "
@@ -148,10 +153,12 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
     The order is that of the commits' first runs, because the first one decides the name of a machine's folder. Rows
     that asv alone measured stay.
     """
-    made = Rebuilt()
+    # 1. A complete rebuild starts without the cache.
+    rebuilt = Rebuilt()
     if commits is None:
-        made.left = listing(store).left
+        rebuilt.left = listing(store).left
         delete_cache(store)
+    # 2. Write the files of each commit.
     series: dict[str, Series] = {}
     for commit, paths in files_by_commit(store).items():
         if commits is not None and commit not in commits:
@@ -161,38 +168,39 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
             read = read_and_keep(store, commit, paths)
             for tracked in by_place(read.runs):
                 try:
-                    made.files.append(write_place(results_of(store), tracked, made.aside))
+                    rebuilt.files.append(write_place(results_of(store), tracked, rebuilt.aside))
                 except (StoreError, OSError) as error:
-                    made.failed.append(str(error))
-        made.left.update(read.left)
-        made.runs += len(read.runs)
+                    rebuilt.failed.append(str(error))
+        rebuilt.left.update(read.left)
+        rebuilt.runs += len(read.runs)
         series |= {run.name: run for run in series_of_runs(read.runs)}
+    # 3. Define the series as the newest runs do.
     with locked(store / "asv"):
-        define(results_of(store), _newest(store, series.values()), made.aside)
-    made.files, made.failed = list(dict.fromkeys(made.files)), list(dict.fromkeys(made.failed))
-    made.series = len(series)
-    return made
+        define(results_of(store), _newest(store, series.values()), rebuilt.aside)
+    rebuilt.files, rebuilt.failed = list(dict.fromkeys(rebuilt.files)), list(dict.fromkeys(rebuilt.failed))
+    rebuilt.series = len(series)
+    return rebuilt
 
 
 def _newest(store: Path, series: Iterable[Series]) -> list[Series]:
     """Returns the series as the newest run of each workload defines them; asv goes by one definition only."""
-    wanted = {metric.workload for metric in series}
+    suites = {metric.workload for metric in series}
     newest: dict[str, Series] = {}
     for path in run_files(store):
-        seen = {metric.workload for metric in newest.values()}
-        if wanted <= seen:
+        defined = {metric.workload for metric in newest.values()}
+        if suites <= defined:
             break
         tracked = read_runs([path]).runs
-        newest |= {run.name: run for run in series_of_runs(tracked) if run.workload in wanted - seen}
+        newest |= {run.name: run for run in series_of_runs(tracked) if run.workload in suites - defined}
     return list(newest.values())
 
 
-def join(store: Path, other: Path) -> tuple[Merged, Rebuilt]:
+def join(store: Path, theirs: Path) -> tuple[Merged, Rebuilt]:
     """Takes in `other`, which is only read, and updates asv's view for its runs."""
     with locked(store / "asv"):
-        merged = merge_runs(store, other)
+        merged = merge_runs(store, theirs)
         try:
-            merged.acks = merge_acks(store, other)
+            merged.acks = merge_acks(store, theirs)
         except (StoreError, OSError) as error:
             merged.failed.append(str(error))
     return merged, rebuild(store, {commit_of(path) for path in (*merged.copied, *merged.extended)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 
 from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.errors import UsageError
@@ -30,10 +31,10 @@ from fp8bench.protocols import Grid, Workload
 from fp8bench.registry import workloads
 from fp8bench.store.series import cells_of, check_grid, class_name, reference_of, series_of, tracked_by, version_of
 
-# asv shows numbers in these units with few digits, others with all they have.
+# asv shows few digits of numbers in these units, and all digits of others.
 _PRINTED_UNITS = ("seconds", "bytes")
 _DIGITS = 6
-# Times depend on these; what is counted of a step does not.
+# Times depend on these; counts of a step do not.
 _NOT_OF_COUNTS = frozenset(
     {
         "python",
@@ -47,7 +48,7 @@ _NOT_OF_COUNTS = frozenset(
         *DEVICE_SETTINGS,
     }
 )
-# Cases with quantisers, which alone depend on it, say themselves how these ran.
+# Only cases with quantisers depend on it, and they record how these ran.
 _SAID_BY_CASES = f"env_{QUANTISERS_VARIABLE}"
 
 
@@ -61,51 +62,56 @@ class RunPoints:
     why: str = ""
 
 
-def followed(run: Run) -> RunPoints:
+def points_of_run(run: Run) -> RunPoints:
     """Returns the points of a run. Cases outside of the declared grids are only counted."""
-    why = _why_none(run)
-    if why:
-        return RunPoints(others=len(run.records), why=why)
+    reason = _why_none(run)
+    if reason:
+        return RunPoints(others=len(run.records), why=reason)
     by_workload: dict[str, list[Record]] = {}
     for record in run.records:
         by_workload.setdefault(record.case.workload, []).append(record)
-    parts = [_of_workload(name, records, run) for name, records in by_workload.items()]
-    return RunPoints(
-        tuple(point for part in parts for point in part.points),
-        tuple(series for part in parts for series in part.series),
-        sum(part.others for part in parts),
-        next((part.why for part in parts if part.why), ""),
-    )
+    points: list[Point] = []
+    series: list[Series] = []
+    outside = 0
+    for name, records in by_workload.items():
+        part = _points_of_workload(name, records, run)
+        points += part.points
+        series += part.series
+        outside += part.others
+        reason = reason or part.why
+    return RunPoints(tuple(points), tuple(series), outside, reason)
 
 
-def merged(points: Sequence[Point], series: Iterable[Series] = ()) -> dict[tuple[str, Cell], Point]:
-    """Puts the points of several runs of one commit, oldest first, together: one for each cell.
+def merge_points(points: Sequence[Point], series: Iterable[Series] = ()) -> dict[tuple[str, Cell], Point]:
+    """Combines the points of several runs of one commit, oldest first, into one for each cell.
 
-    Samples of whole measurements are joined if they were taken under the same conditions as the newest; hasty ones
-    count where there is nothing better. Points of another version are left out. The version is that of the series where
-    any point has it, else that of the newest point.
+    Samples of complete measurements are joined if they were taken under the same conditions as the newest; hasty ones
+    count if there is nothing better. Points of another version are left out. The version is that of the series if any
+    point has it, else that of the newest point.
     """
-    current = {(own.name, own.version) for own in series}
+    current = {(declared.name, declared.version) for declared in series}
     versions = {point.series: point.version for point in points}
     versions |= {point.series: point.version for point in points if (point.series, point.version) in current}
     by_cell: dict[tuple[str, Cell], list[Point]] = {}
     for point in points:
         if point.version == versions[point.series]:
             by_cell.setdefault((point.series, point.cell), []).append(point)
-    return {key: _merged(alike) for key, alike in by_cell.items()}
+    return {key: _merge_cell(of_cell) for key, of_cell in by_cell.items()}
 
 
-def _merged(alike: Sequence[Point]) -> Point:
-    if len(alike) == 1:
-        return alike[0]
-    sampled = [point for point in alike if point.samples]
+def _merge_cell(points: Sequence[Point]) -> Point:
+    if len(points) == 1:
+        return points[0]
+    sampled = [point for point in points if point.samples]
     if not sampled:
-        return replace(alike[-1], runs=len(alike))
+        return replace(points[-1], runs=len(points))
     best = [point for point in sampled if not point.hasty] or sampled
-    same = [point for point in best if point.under == best[-1].under]
-    if metric_of(best[-1]) in COUNTS:  # the median of two counts need not be a count
-        return replace(best[-1], runs=len(same))
-    return replace(best[-1], samples=tuple(value for point in same for value in point.samples), runs=len(same))
+    newest = best[-1]
+    same = [point for point in best if point.under == newest.under]
+    if metric_of(newest) in COUNTS:  # the median of two counts need not be a count
+        return replace(newest, runs=len(same))
+    samples = chain.from_iterable(point.samples for point in same)
+    return replace(newest, samples=tuple(samples), runs=len(same))
 
 
 def _why_none(run: Run) -> str:
@@ -120,7 +126,7 @@ def _why_none(run: Run) -> str:
     return ""
 
 
-def _of_workload(name: str, records: Sequence[Record], run: Run) -> RunPoints:
+def _points_of_workload(name: str, records: Sequence[Record], run: Run) -> RunPoints:
     if name not in workloads.names(hidden=True):
         return RunPoints(others=len(records), why=f"the suite {name} is not known here; --import its module")
     workload = workloads.get(name)
@@ -133,25 +139,26 @@ def _of_workload(name: str, records: Sequence[Record], run: Run) -> RunPoints:
             words = f"it was measured by {main.ranks} rank{'s' * (main.ranks != 1)}"
             followed_ones = ", ".join(map(str, sizes))
             return RunPoints(others=len(records), why=f"{words}, and the history of {name} is of {followed_ones}")
-        return _of_grid(workload, workload.history, records, run)
+        return _points_of_grid(workload, workload.history, records, run)
     except UsageError as error:
         return RunPoints(others=len(records), why=str(error).rstrip("."))
 
 
-def _of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run) -> RunPoints:
+def _points_of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run) -> RunPoints:
     under = _conditions(workload, run)
     points: list[Point] = []
-    others = 0
+    outside = 0
     data = None
-    leads = {record.case.setting: record for record in reversed(records) if record.is_reference}
+    references = {record.case.setting: record for record in reversed(records) if record.is_reference}
     for record in records:
         cell = _cell(workload, record.case, run)
         if cell is None:
-            others += 1
+            outside += 1
             continue
         data = _data(workload, record.case)
-        points += _points(workload, grid, record, leads.get(record.case.setting), cell, _is_hasty(run, record), under)
-    return RunPoints(tuple(points), _series(type(workload), data) if points else (), others)
+        reference = references.get(record.case.setting)
+        points += _points(workload, grid, record, reference, cell, _is_hasty(run, record), under)
+    return RunPoints(tuple(points), _series(type(workload), data) if points else (), outside)
 
 
 def _conditions_of(grid: Grid, record: Record, metric: str, sampled: bool, under: Conditions) -> Conditions:

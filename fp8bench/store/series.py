@@ -14,13 +14,13 @@ from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, Cell, DeviceFacts, Params, Scalar, Series
 from fp8bench.model.ranks import BACKENDS, ranks_in_words
-from fp8bench.model.specs import METRICS, RATIOS, MetricSpec, spec_of, taken
+from fp8bench.model.specs import METRICS, RATIOS, MetricSpec, spec_of, why_reserved
 from fp8bench.plan.checked_workload import answering, axes_of, cases_of
 from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 
-# Raised when the same samples would give other figures: those of different methods do not compare.
+# Increase it when the same samples give other figures: figures of different methods do not compare.
 METHOD = "1"
 # asv's words for units.
 UNITS = {"s": "seconds", "B": "bytes", "J": "joules"}
@@ -34,15 +34,18 @@ def class_name(workload: str) -> str:
 
 
 def tracked_by(grid: Grid) -> tuple[MetricSpec, ...]:
-    """Returns the metrics that are kept of a case, in units as asv names them; the step's time first."""
-    words = {"", *grid.phases, grid.per, "ranks" if grid.ranks else "one rank"}
-    words |= {"energy"} if grid.energy and not grid.ranks else set()
-    kept = [spec for spec in METRICS.values() if spec.history and spec.kept_where in words]
-    errors = (replace(spec_of(name), history="against the reference that the workload names") for name in grid.errors)
-    return tuple(
-        replace(spec, unit=units.RATIO if spec in RATIOS else UNITS.get(spec.unit, spec.unit))
-        for spec in (*kept, *errors)
-    )
+    """Returns the metrics that the history has of a case, in units as asv names them; the step's time first."""
+    tags = {"", *grid.phases, grid.per, "ranks" if grid.ranks else "one rank"}
+    if grid.energy and not grid.ranks:
+        tags.add("energy")
+    specs = [spec for spec in METRICS.values() if spec.history and spec.kept_where in tags]
+    errors = [spec_of(name) for name in grid.errors]
+    specs += [replace(spec, history="against the reference that the workload names") for spec in errors]
+    return tuple(replace(spec, unit=_asv_unit(spec)) for spec in specs)
+
+
+def _asv_unit(spec: MetricSpec) -> str:
+    return units.RATIO if spec in RATIOS else UNITS.get(spec.unit, spec.unit)
 
 
 def version_of(version: str, data: str | None) -> str:
@@ -56,7 +59,7 @@ def parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
     axes = {axis.name: axis for axis in axes_of(workload, _CLASSES["cpu"])}
     values_by_name: dict[str, tuple[Scalar, ...]] = {"dtype": tuple(grid.dtypes)}
     for name in grid.cpu:
-        values = dict.fromkeys(_shown(axes[name], text) for text in (*grid.cpu[name], *grid.gpu[name]))
+        values = dict.fromkeys(_to_scalar(axes[name], text) for text in (*grid.cpu[name], *grid.gpu[name]))
         if len(values) > 1:
             values_by_name[name] = tuple(values)
     if grid.ranks:
@@ -85,17 +88,17 @@ def series_of(workload: Workload, data: str | None) -> tuple[Series, ...]:
 
 def cells_of(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
     """Returns the grid's cells on one device (or one for each rank), without the dtype, by the parameters of their
-    cases; none where so many ranks are not tracked."""
+    cases; none if this number of ranks is not tracked."""
     ranks = _grid(workload).ranks
     if facts.ranks not in (ranks or (1,)):
         return {}
-    wanted = [name for name in parameters(workload) if name not in ("dtype", *(["ranks"] if ranks else []))]
+    names = [name for name in parameters(workload) if name not in ("dtype", *(["ranks"] if ranks else []))]
     ranks_cell = (ranks_in_words(facts.ranks, facts.kind),) if ranks else ()
     cells = {}
     with answering(workload):
         for shown, params in _combinations(workload, facts):
             key = (*params, ("data", data)) if data and workload.uses_corpus else params
-            cells[key] = (*(shown[name] for name in wanted), *ranks_cell)
+            cells[key] = (*(shown[name] for name in names), *ranks_cell)
     return cells
 
 
@@ -107,15 +110,15 @@ def reference_of(workload: Workload) -> str:
 def check_grid(workload: Workload) -> None:
     """Raises UsageError where the grid cannot be tracked."""
     with answering(workload):
-        why = next(_faults(workload), "")
-    if why:
-        raise UsageError(f"the grid that suite {workload.name!r} declares cannot be tracked: {why}.")
+        reason = next(_faults(workload), "")
+    if reason:
+        raise UsageError(f"the grid that suite {workload.name!r} declares cannot be tracked: {reason}.")
 
 
 def fingerprint(name: str) -> str:
-    """Returns a text that is the same while the same records belong to the same cells of the same series.
+    """Returns a text that stays the same as long as the same records belong to the same cells of the same series.
 
-    It is '' for a suite that is not known here.
+    It is '' for a suite that is not registered here.
     """
     if name not in workloads.names(hidden=True):
         return ""
@@ -124,8 +127,9 @@ def fingerprint(name: str) -> str:
         return "no grid"
     try:
         series = series_of(workload, None)
-        ranks = workload.history.ranks or (1,)
-        cells = [cells_of(workload, replace(kind, ranks=size), None) for kind in _CLASSES.values() for size in ranks]
+        cells = []
+        for kind, ranks in itertools.product(_CLASSES.values(), workload.history.ranks or (1,)):
+            cells.append(cells_of(workload, replace(kind, ranks=ranks), None))
         is_ours = type(workload).__module__.startswith("fp8bench.")
         return repr((workload.history, workload.uses_corpus, is_ours, reference_of(workload), series, cells))
     except UsageError as error:
@@ -135,18 +139,18 @@ def fingerprint(name: str) -> str:
 def _faults(workload: Workload) -> Iterator[str]:
     try:
         yield from _wrong_words(_grid(workload))
-        yield from _misnamed(workload)
+        yield from _wrong_names(workload)
         yield from _wrong_axes(workload)
-        yield from _ambiguous(workload)
+        yield from _ambiguous_cells(workload)
     except UsageError as error:
         yield str(error).rstrip(".")
 
 
-def _misnamed(workload: Workload) -> Iterator[str]:
+def _wrong_names(workload: Workload) -> Iterator[str]:
     name = class_name(workload.name)
     if not workload.name.isidentifier() or not name.isidentifier():
         yield "asv takes the name for a module's, so that it must be letters, digits and underscores. Rename it"
-    yield from filter(None, map(taken, _grid(workload).errors))
+    yield from filter(None, map(why_reserved, _grid(workload).errors))
 
 
 def _wrong_axes(workload: Workload) -> Iterator[str]:
@@ -159,8 +163,8 @@ def _wrong_axes(workload: Workload) -> Iterator[str]:
             yield f"{name!r} is no axis; it has {', '.join(sorted(axes))}"
         if not grid.cpu[name] or not grid.gpu[name]:
             yield f"the axis {name!r} has no value on a {'gpu' if grid.cpu[name] else 'cpu'}"
-    alike = all(_texts(axes[name], grid.cpu[name]) & _texts(axes[name], grid.gpu[name]) for name in grid.cpu)
-    if alike and not grid.ranks:
+    overlaps = all(_texts(axes[name], grid.cpu[name]) & _texts(axes[name], grid.gpu[name]) for name in grid.cpu)
+    if overlaps and not grid.ranks:
         yield "no axis differs wholly between cpu and gpu, so that a machine could mix the two in one series"
 
 
@@ -175,16 +179,16 @@ def _wrong_words(grid: Grid) -> Iterator[str]:
             yield f"the dtype {name!r} is an alias of {precisions.canonical(name)}"
 
 
-def _ambiguous(workload: Workload) -> Iterator[str]:
+def _ambiguous_cells(workload: Workload) -> Iterator[str]:
     for kind, facts in _CLASSES.items():
         for axis in axes_of(workload, facts):
             if axis.name not in _values(workload, facts) and len(axis.values(axis.default)) != 1:
                 yield f"the axis {axis.name!r} has several defaults on a {kind}, and the grid does not choose one"
-        seen: set[Params] = set()
+        cases: set[Params] = set()
         for shown, params in _combinations(workload, facts):
-            if params in seen:
+            if params in cases:
                 yield f"two cells are the same case on a {kind} ({shown})"
-            seen.add(params)
+            cases.add(params)
 
 
 def _combinations(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dict[str, Scalar], Params]]:
@@ -197,17 +201,17 @@ def _combinations(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dict
         cases = cases_of(workload, axes, {axis.name: axis.values((text,))[0] for axis, text in named})
         if len(cases) != 1:
             raise UsageError(f"{', '.join(combination)} stands for {len(cases)} cases, and a cell is one.")
-        yield {axis.name: _shown(axis, text) for axis, text in named}, cases[0]
+        yield {axis.name: _to_scalar(axis, text) for axis, text in named}, cases[0]
 
 
-def _shown(axis: Axis, text: str) -> Scalar:
+def _to_scalar(axis: Axis, text: str) -> Scalar:
     """Returns a number as a number, so that graphs can use it as an axis; anything else as it was written."""
     (value,) = axis.values((text,))
     return value if isinstance(value, int) and not isinstance(value, bool) else text
 
 
 def _texts(axis: Axis, values: Iterable[str]) -> set[Scalar]:
-    return {_shown(axis, text) for text in values}
+    return {_to_scalar(axis, text) for text in values}
 
 
 def _values(workload: Workload, facts: DeviceFacts) -> Mapping[str, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Whether the files of a store are what was written, by their checksums. Nothing is changed, not even a broken file."""
+"""Checks by checksums that the files of a store are unchanged. It changes nothing, not even a broken file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8bench.store.runs.run_file import file_name, load_sheet, missing_groups
 
 _LOOK = "Look whether it is of use, and delete it"
 _MOST_TROUBLES = 3
-# The words after the file's name in the sentences of errors.
+# Words that follow the file's name in messages.
 _VERBS = ("is ", "was ", "cannot ")
 
 
@@ -32,28 +32,31 @@ class Verified:
 
 def verify(store: Path) -> Verified:
     """Reads every file of a store."""
-    there = listing(store)
+    # 1. Run files.
+    runs = listing(store)
     faults: list[Fault] = []
     broken = old = 0
-    for path in there.everything:
+    for path in runs.everything:
         is_sealed, of_run = _check_run(path)
-        of_run += _uncounted(path, there)
+        of_run += _check_copies(path, runs)
         broken += any(fault.broken for fault in of_run)
         old += not is_sealed
         faults += of_run
+    # 2. Files of older versions have no checksums.
     if old:
-        what = f"{old} of {len(there.everything)} run files have no checksums: an older fp8bench wrote them"
-        faults.append(Fault(str(store / "runs"), what, "A digit that changes in one is not seen", broken=False))
+        words = f"{old} of {len(runs.everything)} run files have no checksums: an older fp8bench wrote them"
+        faults.append(Fault(str(store / "runs"), words, "A digit that changes in one is not seen", broken=False))
+    # 3. All other files.
     faults += _check_surroundings(store)
-    return Verified(tuple(faults), len(there.everything), len(there.everything) - broken)
+    return Verified(tuple(faults), len(runs.everything), len(runs.everything) - broken)
 
 
-def _uncounted(path: Path, there: Listing) -> Iterator[Fault]:
-    if path in there.copies:
-        what = f"it is the same run as {there.copies[path]}, or the beginning of it, and counts once"
-        yield Fault(str(path), what, "Move it away")
-    if path in there.refused:
-        yield Fault(str(path), refusal(there.refused[path]), REMEDY)
+def _check_copies(path: Path, runs: Listing) -> Iterator[Fault]:
+    if path in runs.copies:
+        words = f"it is the same run as {runs.copies[path]}, or the beginning of it, and counts once"
+        yield Fault(str(path), words, "Move it away")
+    if path in runs.refused:
+        yield Fault(str(path), refusal(runs.refused[path]), REMEDY)
 
 
 def _check_run(path: Path) -> tuple[bool, list[Fault]]:
@@ -77,15 +80,15 @@ def _lines(run: Run, lost: bool) -> Fault:
     """Broken lines stay for good, so they are no fault once what they held was measured again, or if a kill cut them
     short."""
     shown = "; ".join(run.troubles[:_MOST_TROUBLES])
-    more = len(run.troubles) - _MOST_TROUBLES
-    what = f"{shown}; and {more} more" if more > 0 else shown
+    unlisted = len(run.troubles) - _MOST_TROUBLES
+    words = f"{shown}; and {unlisted} more" if unlisted > 0 else shown
     if not run.environment.facts:
-        return Fault(run.path, what, "What it holds belongs to no commit; put it right from a copy")
+        return Fault(run.path, words, "What it holds belongs to no commit; put it right from a copy")
     if run.finished and not missing_groups(run):
         if lost and not run.resumptions:  # a resumption has measured it again
-            return Fault(run.path, what, "Every case of its plan has a record all the same; put it right from a copy")
-        return Fault(run.path, what, "Nothing is missing: every case of its plan has a record", broken=False)
-    return Fault(run.path, what, f"`fp8bench suite --resume {run.id}` measures what is missing")
+            return Fault(run.path, words, "Every case of its plan has a record all the same; put it right from a copy")
+        return Fault(run.path, words, "Nothing is missing: every case of its plan has a record", broken=False)
+    return Fault(run.path, words, f"`fp8bench suite --resume {run.id}` measures what is missing")
 
 
 def _check_surroundings(store: Path) -> Iterator[Fault]:
@@ -95,16 +98,16 @@ def _check_surroundings(store: Path) -> Iterator[Fault]:
         if path not in runs and (path.is_file() or path.is_symlink() or path.suffix == ".jsonl"):
             yield _foreign(path)
     for path in closed_folders(store):
-        what = "it may not be read, and nothing is known of the runs in it"
-        yield Fault(str(path), what, "Make it readable (chmod u+rx)")
+        words = "it may not be read, and nothing is known of the runs in it"
+        yield Fault(str(path), words, "Make it readable (chmod u+rx)")
     for pattern in (*BESIDE_RUNS, "trainings/*/places.json", "reruns/*.json"):
         for path in sorted(store.glob(pattern)):
-            yield from _unsealed(path)
+            yield from _check_seal(path)
     for trouble in load_acks(store).troubles:
         yield Fault(str(acks_of(store)), trouble, "Acknowledge again what alarms and should not, and delete the line")
 
 
-def _unsealed(path: Path) -> Iterator[Fault]:
+def _check_seal(path: Path) -> Iterator[Fault]:
     """Yields a fault where a file is not what was written, whether it has lines or is one document."""
     try:
         if path.suffix == ".jsonl":
@@ -132,5 +135,5 @@ def _foreign(path: Path) -> Fault:
 def _fault(path: Path, error: StoreError, remedy: str) -> Fault:
     """Makes a fault of an error, which names the file and perhaps a remedy of its own."""
     words = str(error).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
-    what = words.partition(". ")[0].rstrip(".")
-    return Fault(str(path), f"it {what}" if what.startswith(_VERBS) else what, remedy)
+    problem = words.partition(". ")[0].rstrip(".")
+    return Fault(str(path), f"it {problem}" if problem.startswith(_VERBS) else problem, remedy)

@@ -18,11 +18,11 @@ from fp8bench.model.step import OperatorCount, PhaseCount, Tape
 from fp8bench.tape.formulas import flops_of
 from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, name_of, tensors_in, written_by
 
-# They return memory that nothing was written to.
+# These operators return memory that nothing was written to.
 MAKE_ROOM = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "set_"}
 )
-# They do not read the tensor that they change.
+# These do not read the tensor that they change.
 _OVERWRITE = frozenset(
     {
         "copy_",
@@ -37,11 +37,11 @@ _OVERWRITE = frozenset(
         "_foreach_zero_",
     }
 )
-# They read no number.
+# These read no number.
 _SAY_NOTHING = frozenset({"is_same_size", "is_pinned", "record_stream", "_fused_sdp_choice", "_has_same_storage_numel"})
-# They add their first argument to a product, and do not read it where `beta` is 0.
+# These add their first argument to a product, and do not read it if `beta` is 0.
 _ADD_TO = frozenset({"addmm", "_addmm_activation", "addbmm", "baddbmm", "addmv", "addr"})
-# They read as much of this argument as their result holds.
+# These read as much of this argument as their result holds.
 _PICK = {
     "embedding": "weight",
     "index": "self",
@@ -52,7 +52,7 @@ _PICK = {
     "masked_select": "self",
 }
 _BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
-# They change as much as this argument holds.
+# These change as much as this argument holds.
 _PUT = {
     "index_put_": "values",
     "_index_put_impl_": "values",
@@ -72,8 +72,8 @@ def elements_of(tensor: TensorSeen) -> int:
         return 0
     if tensor.stride is None:
         return math.prod(tensor.shape)
-    own = [(size, abs(step)) for size, step in zip(tensor.shape, tensor.stride, strict=True) if step and size > 1]
-    return min(math.prod(size for size, _ in own), 1 + sum((size - 1) * step for size, step in own))
+    sides = [(size, abs(step)) for size, step in zip(tensor.shape, tensor.stride, strict=True) if step and size > 1]
+    return min(math.prod(size for size, _ in sides), 1 + sum((size - 1) * step for size, step in sides))
 
 
 def bytes_of(tensor: TensorSeen) -> int:
@@ -154,8 +154,8 @@ class Traffic:
         """Returns bytes by the dtypes of the tensors; what is both read and written counts twice."""
         sizes: dict[Any, int] = {}
         for side in (self.read, self.written):
-            each = {(tensor.storage, tensor.offset, elements_of(tensor)): tensor for tensor in side}
-            for tensor in each.values():
+            distinct = {(tensor.storage, tensor.offset, elements_of(tensor)): tensor for tensor in side}
+            for tensor in distinct.values():
                 size = min(bytes_of(tensor), self._least.get(id(tensor), bytes_of(tensor)))
                 sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + size
         return sizes
@@ -182,7 +182,7 @@ def word_of(dtype: Any) -> str:
     return _WORDS.get(name, name)
 
 
-def counted(calls: Iterable[Call], tf32: bool = False) -> Tape:
+def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
     """Returns the tape of a step. With `tf32` a GPU multiplies float32 tensors in TF32."""
     rows: Counter[OperatorCount] = Counter()
     sums: dict[str, PhaseCount] = {}
@@ -209,7 +209,7 @@ def counted(calls: Iterable[Call], tf32: bool = False) -> Tape:
             int(traffic.moves),
         )
         rows[operator] += 1
-        sums[call.phase] = _added(sums.get(call.phase, PhaseCount(call.phase)), operator, by_dtype)
+        sums[call.phase] = _add_operator(sums.get(call.phase, PhaseCount(call.phase)), operator, by_dtype)
     operators = tuple(replace(operator_count, calls=count) for operator_count, count in rows.items())
     return Tape(operators, tuple(sums[phase] for phase in CELL_PHASES if phase in sums), room.unwritten)
 
@@ -234,7 +234,7 @@ class _UnwrittenMemory:
         self._empty -= read | made | written
 
 
-def _added(phase: PhaseCount, operator: OperatorCount, by_dtype: dict[str, int]) -> PhaseCount:
+def _add_operator(phase: PhaseCount, operator: OperatorCount, by_dtype: dict[str, int]) -> PhaseCount:
     flops = operator.flops or 0
     paths = Counter(dict(phase.by_path)) + Counter({operator.path: flops} if flops else {})
     return PhaseCount(

@@ -1,8 +1,8 @@
-"""Which module of a model each product of a step belongs to: the products of its weights, and the rest.
+"""Assigns each product of a step to the weight of a module, or to the products of no weight.
 
-The model is not touched. Hooks of the whole process tell which module runs, and an operator of backward belongs to the
-module that made its node of the graph (nodes are numbered as they are made, by each thread). The sides of products come
-from the same arguments as FLOPs.
+The model is not changed. Global hooks say which module runs, and an operator of backward belongs to the module that
+made its node of the graph (each thread numbers the nodes that it makes). The sides of products come from the same
+arguments as FLOPs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.nn.holders import CONV2D, EXPERTS, ProductWeight, Stacked
-from fp8bench.tape.formulas import Named, Product, convolved, convolved_back, flops_of
+from fp8bench.tape.formulas import Named, Product, convolution_backward_shapes, convolution_shapes, flops_of
 from fp8bench.tape.recorder import Call, OperatorTape, arguments_of, name_of, tensors_in
 from fp8bench.tape.timed_calls import RunningModules
 
-# Two steps are alike if their FLOPs differ by less: how tokens are dealt out to experts changes with the weights.
-_ALIKE, _NAMED = 0.05, 3
+# Steps that differ by less FLOPs are the same: the distribution of tokens over experts changes with the weights.
+_SAME_FLOPS = 0.05
+_MOST_NAMED = 3
 _MADE = (
     "made in the first step, after copies were converted and optimizers begun: {}; let make() call the model once, so "
     "that they are there"
@@ -41,7 +43,7 @@ def _matrices(left: str, right: str) -> Callable[[Named], list[Product]]:
     return product
 
 
-def _grouped(named: Named) -> list[Product]:
+def _grouped_shapes(named: Named) -> list[Product]:
     left, right = named["self"], named["mat2"]
     return [(left.shape[-2], right.shape[-1], left.shape[-1], 1)]
 
@@ -51,9 +53,9 @@ SHAPES: dict[str, Callable[[Named], list[Product]]] = {
     **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _matrices("self", "mat2")),
     **dict.fromkeys(("addmm", "_addmm_activation"), _matrices("mat1", "mat2")),
     **dict.fromkeys(("baddbmm",), _matrices("batch1", "batch2")),
-    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped),
-    **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"), convolved),
-    "convolution_backward": convolved_back,
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _grouped_shapes),
+    **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"), convolution_shapes),
+    "convolution_backward": convolution_backward_shapes,
 }  # fmt: skip
 
 
@@ -146,48 +148,54 @@ def coverage_of(
     others. A second step tells whether steps are alike. The steps are not timed. Raises UsageError for a step without
     products.
     """
-    before = dict(model.named_parameters())
-    tape, second = _followed(model, held, step), _followed(model, held, step)
+    parameters = dict(model.named_parameters())
+    tape, second = _record_step(model, held, step), _record_step(model, held, step)
     sums = _CoveredSums(model, tape)
     for call, place, node in zip(tape.calls, tape.places, tape.nodes, strict=True):
         sums.add(call, place, node)
     if not sums.flops and not sums.others:
         raise UsageError(f"a step of {type(model).__name__} multiplies no matrices: there is nothing to convert")
     holders = (_holder(weight, sums, tape, multiple) for weight in held)
-    others = sorted(sums.others.values(), key=lambda other: -(other.flops or 0))
-    kept = (holder for holder in holders if holder.rule != _NO_PRODUCT)
-    made = [name for name, _ in model.named_parameters() if name not in before]
-    remarks = [_MADE.format(_some(made))] if made else _unlike(tape, second)
-    return Coverage(tuple(kept), tuple(others), sums.flops, loss, tuple(remarks))
+    without_weights = sorted(sums.others.values(), key=lambda product: -(product.flops or 0))
+    multiplying = (holder for holder in holders if holder.rule != _NO_PRODUCT)
+    new_names = [name for name, _ in model.named_parameters() if name not in parameters]
+    remarks = [_MADE.format(_some(new_names))] if new_names else _compare_steps(tape, second)
+    return Coverage(tuple(multiplying), tuple(without_weights), sums.flops, loss, tuple(remarks))
 
 
-def _followed(model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object]) -> _PlacedTape:
+def _record_step(model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object]) -> _PlacedTape:
     tape = _PlacedTape(model, held)
     with tape.modules.watched(), torch.autograd.set_multithreading_enabled(False), tape:
         step()
     return tape
 
 
-def _unlike(first: _PlacedTape, second: _PlacedTape) -> list[str]:
+def _compare_steps(first: _PlacedTape, second: _PlacedTape) -> list[str]:
     """Returns a remark if two steps multiply differently: in another branch, or another size."""
-    flops, products = zip(*map(_multiplied, (first, second)), strict=True)
+    flops, products = zip(*map(_count_products, (first, second)), strict=True)
     differing = (products[0] - products[1]) + (products[1] - products[0])
-    if not differing and abs(flops[0] - flops[1]) <= _ALIKE * max(flops):
+    if not differing and abs(flops[0] - flops[1]) <= _SAME_FLOPS * max(flops):
         return []
     where = f" ({_some(sorted({path or 'outside of layers' for path, _ in differing}))})" if differing else ""
-    did, then = (units.count(each, "FLOP") for each in flops)
+    did, then = (units.count(count, "FLOP") for count in flops)
     return [f"steps are not alike: the first multiplies {did}, the second {then}{where}; the coverage is of the first"]
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
 
 
-def _multiplied(tape: _PlacedTape) -> tuple[int, Counter[tuple[str, str]]]:
+def _count_products(tape: _PlacedTape) -> tuple[int, Counter[tuple[str, str]]]:
     """Returns the FLOPs of a step, and how often each module calls each operator that multiplies."""
-    each = [(flops_of(call)[0], place.path, name_of(call)) for call, place in zip(tape.calls, tape.places, strict=True)]
-    return sum(flops or 0 for flops, *_ in each), Counter((path, name) for flops, path, name in each if flops != 0)
+    total = 0
+    calls = Counter[tuple[str, str]]()
+    for call, place in zip(tape.calls, tape.places, strict=True):
+        flops, _ = flops_of(call)
+        total += flops or 0
+        if flops != 0:
+            calls[place.path, name_of(call)] += 1
+    return total, calls
 
 
 # A parameter that looks like a stack of weights, in a module that has run without multiplying by it.
@@ -210,8 +218,11 @@ class _CoveredSums:
             if type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.dim() > 1
         }
         # Of the two calls of a node that computes the gradients of a product only one has the weight.
-        pairs = zip(tape.calls, tape.nodes, strict=True)
-        self._of_nodes = {node: name for call, node in pairs if node is not None for name in self._weights_of(call)}
+        self._of_nodes: dict[int, str] = {}
+        for call, node in zip(tape.calls, tape.nodes, strict=True):
+            if node is not None:
+                for name in self._weights_of(call):
+                    self._of_nodes[node] = name
 
     def add(self, call: Call, place: _Place, node: int | None) -> None:
         count, _ = flops_of(call)
@@ -227,9 +238,9 @@ class _CoveredSums:
         self.by_hand.add(weight)
         key = operator, place.path, weight, count is None
         new = OtherProduct(operator, place.path, None if count is None else 0, 0, _why(operator, count, weight), weight)
-        before = self.others.get(key, new)
-        flops = None if count is None else (before.flops or 0) + count
-        self.others[key] = replace(before, flops=flops, calls=before.calls + 1)
+        sums = self.others.get(key, new)
+        flops = None if count is None else (sums.flops or 0) + count
+        self.others[key] = replace(sums, flops=flops, calls=sums.calls + 1)
 
     def _weights_of(self, call: Call) -> Iterator[str]:
         if call.operator.namespace == "aten" and name_of(call) not in SHAPES:
@@ -277,14 +288,18 @@ def _holder(held: ProductWeight, sums: _CoveredSums, tape: _PlacedTape, multiple
 
 
 def unfit(held: ProductWeight, products: Sequence[HeldProduct], multiple: int) -> str:
-    """Returns what native products demand of a weight's products that is not so; '' if nothing. Contractions and
-    columns have to be multiples; the contraction of a weight's gradient is the rows of the forward pass."""
+    """Describes the sides of a weight's products that native products do not take; '' if they take all.
+
+    Contractions and columns have to be multiples; the contraction of a weight's gradient is the rows of the forward
+    pass.
+    """
     if held.kind == CONV2D and multiple > 1:
         return "torch has no convolution in formats this narrow: values are rounded, and convolved in fp32"
-    wrong = {size for product in products for size in (product.k, product.n) if size % multiple}
+    sides = chain.from_iterable((product.k, product.n) for product in products)
+    wrong = sorted({size for size in sides if size % multiple})
     if not wrong:
         return ""
     names = dict(zip(held.sides, "NK", strict=True))
-    sizes = ", ".join(f"{names.get(size, 'M')}={size}" for size in sorted(wrong))
-    pads = ", ".join(str(-(-size // multiple) * multiple) for size in sorted(wrong))
+    sizes = ", ".join(f"{names.get(size, 'M')}={size}" for size in wrong)
+    pads = ", ".join(str(-(-size // multiple) * multiple) for size in wrong)
     return f"native products take contractions and columns in multiples of {multiple}: pad {sizes} to {pads}"

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,24 +46,24 @@ def _product(left: str, right: str) -> tuple[str, Formula]:
     return left, flops
 
 
-def _grouped(named: Named) -> int:
+def _grouped_flops(named: Named) -> int:
     """Counts products of groups of rows (or columns) with a matrix each; each row is in one group."""
     a, b = named["self"], named["mat2"]
     apart = len(a.shape) == 3 and len(b.shape) == 2  # columns of b are dealt out to the matrices of a
     return 2 * _elements(a) * int(b.shape[-1]) // (int(a.shape[0]) if apart else 1)
 
 
-def _multiplied(products: Callable[[Named], list[Product]]) -> Formula:
+def _flops_formula(products: Callable[[Named], list[Product]]) -> Formula:
     return lambda named: sum(2 * m * n * k * times for m, n, k, times in products(named))
 
 
-def convolved(named: Named) -> list[Product]:
+def convolution_shapes(named: Named) -> list[Product]:
     """Counts windows over the edge in full. Weights are (out, in / groups, window), or turned if transposed."""
     outputs, window, places, groups = _sides(named, named[""])
     return [(places, outputs, window, groups)]
 
 
-def convolved_back(named: Named) -> list[Product]:
+def convolution_backward_shapes(named: Named) -> list[Product]:
     """Counts as much as forward for each gradient that is wanted, of the input and of the weight."""
     outputs, window, places, groups = _sides(named, named["grad_output"])
     for_input, for_weight = named["output_mask"][:2]
@@ -128,13 +129,13 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
     # Squares of the lengths, and ones, are two columns more of each side.
     "_euclidean_dist": ("x1", lambda named: 2 * math.prod(named[""].shape) * (int(named["x1"].shape[-1]) + 2)),
     "addr": ("vec1", lambda named: 2 * _elements(named["vec1"]) * _elements(named["vec2"])),
-    "_grouped_mm": ("self", _grouped),
-    "_scaled_grouped_mm": ("self", _grouped),
-    "_scaled_grouped_mm_v2": ("self", _grouped),
+    "_grouped_mm": ("self", _grouped_flops),
+    "_scaled_grouped_mm": ("self", _grouped_flops),
+    "_scaled_grouped_mm_v2": ("self", _grouped_flops),
     **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution",
-                     "convolution_overrideable"), ("weight", _multiplied(convolved))),
-    "convolution_backward": ("weight", _multiplied(convolved_back)),
-    "convolution_backward_overrideable": ("weight", _multiplied(convolved_back)),
+                     "convolution_overrideable"), ("weight", _flops_formula(convolution_shapes))),
+    "convolution_backward": ("weight", _flops_formula(convolution_backward_shapes)),
+    "convolution_backward_overrideable": ("weight", _flops_formula(convolution_backward_shapes)),
     **{_SDPA.format(kernel, end): formula
        for end, formula in (("", _FORWARD), ("_backward", _BACKWARD))
        for kernel in ("flash_", "efficient_", "cudnn_", "fused_")},
@@ -245,11 +246,12 @@ def _multiplies_nothing(operator: Any, name: str) -> bool:
     if name.removesuffix("_") in _NOTHING or base in _NOTHING or is_view(operator):
         return True
     packets = [getattr(torch.ops.aten, text, None) for text in (name, base)]
-    overloads = [
-        operator,
-        *(getattr(packet, word) for packet in packets if packet is not None for word in packet.overloads()),
-    ]
-    return any(tag.name in _TAGS for overload in overloads for tag in overload.tags)
+    overloads = [operator]
+    for packet in packets:
+        if packet is not None:
+            overloads += [getattr(packet, word) for word in packet.overloads()]
+    tags = chain.from_iterable(overload.tags for overload in overloads)
+    return any(tag.name in _TAGS for tag in tags)
 
 
 KEEPS_GRADIENTS = "AccumulateGrad"
@@ -299,7 +301,9 @@ new_empty_strided resize _resize_output set record_stream is_pinned is_same_size
 unfold
 """,
 }  # fmt: skip
-_KIND_OF_NAME = {name: kind for kind, names in _NAMES.items() for name in names.split()}
+_KIND_OF_NAME: dict[str, ShareKind] = {}
+for _kind, _words in _NAMES.items():
+    _KIND_OF_NAME |= dict.fromkeys(_words.split(), _kind)
 CONVOLUTION = "conv"
 
 

@@ -79,7 +79,7 @@ def route_of(func: Any) -> Route:
 def is_view(func: Any) -> bool:
     """Tells whether an operator only looks at memory in another way. torch says it of `squeeze`, not of `squeeze_`."""
     packet = getattr(torch.ops.aten, operator_name(func).removesuffix("_"), None)
-    return any(getattr(each, "is_view", False) for each in (func, getattr(packet, func._overloadname, None)))
+    return any(getattr(overload, "is_view", False) for overload in (func, getattr(packet, func._overloadname, None)))
 
 
 class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]

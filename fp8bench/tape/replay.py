@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ class ReplayedCall:
 
     def into(self, registers: list[Tensor | None]) -> Any:
         if self.filled:
-            args, kwargs = _filled(self.args, registers), {k: _filled(v, registers) for k, v in self.kwargs.items()}
+            args, kwargs = _fill(self.args, registers), {k: _fill(v, registers) for k, v in self.kwargs.items()}
             result = self.operator(*args, **kwargs)
         else:
             result = self.operator(*self.args, **self.kwargs)
@@ -117,7 +118,7 @@ class Replay:
                 for generator, state in call.check.generators if call.check is not None else ():
                     generator.set_state(state)
                 result = call.into(registers)
-                written = [_filled(argument, registers) for argument in call.written]
+                written = [_fill(argument, registers) for argument in call.written]
                 if call.check is not None and call.check.bits != bits_of(call.operator, result, written):
                     return f"{call.operator}, operator {number + 1} of it, gives other numbers than in the step"
                 call.free(registers)
@@ -161,16 +162,16 @@ def _finite(memory: Tensor, dtype: torch.dtype) -> bool:
     return bool(memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype).isfinite().all())
 
 
-def _filled(part: Any, registers: list[Tensor | None]) -> Any:
+def _fill(part: Any, registers: list[Tensor | None]) -> Any:
     kind = type(part)
     if kind is Register:
         return registers[part.number]
     if kind is list or kind is tuple:
-        return kind(_filled(inner, registers) for inner in part)
+        return kind(_fill(inner, registers) for inner in part)
     return part
 
 
-# They give a tensor other memory.
+# These operators give a tensor different memory.
 _MOVING = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 
 
@@ -232,7 +233,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         if self._why:
             raise CannotReplay(self._why)
         rewritten = tuple(self._rewritten())
-        calls = [_resolved(call) for call in self._calls]
+        calls = [_resolve(call) for call in self._calls]
         return Replay(tuple(_freeing(calls)), self._registers, rewritten, tuple(self._generators), self._bytes)
 
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -240,19 +241,19 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             return func(*args, **named)
         given = tensors_within((args, named))
         if self._stack[-1] != self._phase:
-            for tensor in _written(func, args, named):
+            for tensor in _written_tensors(func, args, named):
                 if tensor.layout is torch.strided:  # memory that another phase writes is other memory from then on
                     memory = self._memories.pop(tensor.untyped_storage()._cdata, None)
                     self._count(0 if memory is None else memory.copy())
             return func(*args, **named)
-        self._why = _refused(func, given)
+        self._why = _why_refused(func, given)
         if self._why:
             self._forget()
             return func(*args, **named)
         return self._record(func, args, named)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        written = _written(func, args, kwargs)
+        written = _written_tensors(func, args, kwargs)
         noted = self._noted(list(args)), {name: self._noted(value) for name, value in kwargs.items()}
         for tensor in written:
             memory = self._memory_of(tensor)
@@ -270,9 +271,8 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _drawing(self, func: Any, kwargs: Mapping[str, Any]) -> list[torch.Generator]:
         """Returns the generators an operator draws from, as far as the host has them; replays restore them all."""
-        own = [kwarg for kwarg in kwargs.values() if isinstance(kwarg, torch.Generator)]
-        generators = own
-        if not own and torch.Tag.nondeterministic_seeded in func.tags:
+        generators = [kwarg for kwarg in kwargs.values() if isinstance(kwarg, torch.Generator)]
+        if not generators and torch.Tag.nondeterministic_seeded in func.tags:
             generators = [torch.default_generator]
             if torch.cuda.is_available():
                 generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
@@ -314,13 +314,13 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _memory_of(self, tensor: Tensor) -> _Memory:
         storage = tensor.untyped_storage()
-        known = self._memories.get(storage._cdata)
-        if known is None:
-            known = _Memory(_weakly(storage), tensor.device, storage)
-            self._memories[storage._cdata] = known
-            self._given[known] = None
+        memory = self._memories.get(storage._cdata)
+        if memory is None:
+            memory = _Memory(_weakly(storage), tensor.device, storage)
+            self._memories[storage._cdata] = memory
+            self._given[memory] = None
             self._count(storage.nbytes())
-        return known
+        return memory
 
     def _count(self, size: int) -> None:
         self._bytes += size
@@ -339,7 +339,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
                 yield Rewritten(whole, whole.clone(), tuple(memory.floating))
 
 
-def _refused(func: Any, given: Sequence[Tensor]) -> str:
+def _why_refused(func: Any, given: Sequence[Tensor]) -> str:
     """Returns why an operator cannot be called again by itself, or ''."""
     if not isinstance(func, torch._ops.OpOverload):
         return f"{func} is more than one operator"
@@ -353,7 +353,7 @@ def _refused(func: Any, given: Sequence[Tensor]) -> str:
     return ""
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     changed = written_by(func)
     return tensors_within(
         [args[place] if place < len(args) else kwargs.get(argument.name) for place, argument in changed]
@@ -372,7 +372,7 @@ def _lying(spec: _Spec, storage: torch.UntypedStorage, device: torch.device) -> 
     return torch.empty(0, dtype=spec.dtype, device=device).set_(storage, spec.offset, spec.size, spec.stride)
 
 
-def _resolved(call: ReplayedCall) -> ReplayedCall:
+def _resolve(call: ReplayedCall) -> ReplayedCall:
     """Returns the call with the kept memory in place of what the phase was given."""
     args, kwargs = _with_given(list(call.args)), {name: _with_given(kwarg) for name, kwarg in call.kwargs.items()}
     filled = bool(_registers_in((args, list(kwargs.values()))))
@@ -391,7 +391,7 @@ def _registers_in(part: Any) -> list[int]:
     if isinstance(part, Register):
         return [part.number]
     if isinstance(part, list | tuple):
-        return [number for inner in part for number in _registers_in(inner)]
+        return list(chain.from_iterable(map(_registers_in, part)))
     return []
 
 

@@ -291,9 +291,9 @@ def shares_of_kernels(
     calls: Sequence[TimedCall], inside: Mapping[int, float], outside: Mapping[str, float], plain: float
 ) -> Shares:
     """Returns the shares of one step by a device's seconds: `inside` by the operator's number, `outside` by name."""
-    known = put_together(calls, [inside.get(number, 0.0) for number in range(len(calls))])
-    others = [Share(ShareKind.UNKNOWN, "", False, seconds, 1, name) for name, seconds in outside.items()]
-    return Shares((*known, *others), plain, SharesFrom.KERNELS)
+    of_operators = put_together(calls, [inside.get(number, 0.0) for number in range(len(calls))])
+    of_others = [Share(ShareKind.UNKNOWN, "", False, seconds, 1, name) for name, seconds in outside.items()]
+    return Shares((*of_operators, *of_others), plain, SharesFrom.KERNELS)
 
 
 def seconds_by_operator(events: Sequence[Mapping[str, Any]]) -> tuple[dict[int, float], dict[str, float]]:
@@ -342,9 +342,9 @@ def put_together(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[
     sums: dict[tuple[ShareKind, str, bool, str], tuple[float, int]] = {}
     for call, taken in zip(calls, seconds, strict=True):
         kind, what = kind_of(call.operator, call.where)
-        alike = kind, call.module, call.backward, what
-        before = sums.get(alike, (0.0, 0))
-        sums[alike] = before[0] + taken, before[1] + 1
+        key = kind, call.module, call.backward, what
+        total, count = sums.get(key, (0.0, 0))
+        sums[key] = total + taken, count + 1
     parts = (
         Share(kind, module, backward, taken, number, what)
         for (kind, module, backward, what), (taken, number) in sums.items()
@@ -354,10 +354,12 @@ def put_together(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[
 
 def _typical(steps: Sequence[Sequence[TimedCall]]) -> tuple[Sequence[TimedCall], list[float]]:
     """Returns a step's operators with the median time of each; if steps differ, those of the median step."""
-    first = [call.operator for call in steps[0]]
-    if all([call.operator for call in step] == first for step in steps):
-        times = [[call.nanoseconds for call in step] for step in steps]
-        return steps[0], [median(some) for some in zip(*times, strict=True)]
-    by_time = sorted(steps, key=lambda step: sum(call.nanoseconds for call in step))
+    operators, nanoseconds = [], []
+    for step in steps:
+        operators.append([call.operator for call in step])
+        nanoseconds.append([call.nanoseconds for call in step])
+    if all(of_step == operators[0] for of_step in operators):
+        return steps[0], [median(of_call) for of_call in zip(*nanoseconds, strict=True)]
+    by_time = sorted(range(len(steps)), key=lambda number: sum(nanoseconds[number]))
     typical = by_time[len(by_time) // 2]
-    return typical, [float(call.nanoseconds) for call in typical]
+    return steps[typical], [float(time) for time in nanoseconds[typical]]

@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from fp8bench.errors import Fp8benchError, ImportFailed
@@ -62,13 +63,13 @@ def _import(name: str, watched: Sequence[Switch]) -> None:
 def _stdout_to_stderr() -> Iterator[None]:
     """Sends what the body prints to stderr, also from child processes and C code. The descriptor is left alone if it is
     not stdout's: in a notebook, under a test that captures, or closed."""
-    out, kept = sys.stdout, -1
+    out, saved = sys.stdout, -1
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if out.fileno() == 1:
             out.flush()
-            kept = os.dup(1)
+            saved = os.dup(1)
     try:
-        if kept >= 0:
+        if saved >= 0:
             try:
                 os.dup2(sys.stderr.fileno(), 1)
             except (OSError, ValueError, AttributeError):  # stderr is closed, and 2 may be another file's number
@@ -78,23 +79,25 @@ def _stdout_to_stderr() -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        if kept >= 0:
+        if saved >= 0:
             with contextlib.suppress(OSError, ValueError):
                 out.flush()  # what was written past the redirection must go to stderr too
-            os.dup2(kept, 1)
-            os.close(kept)
+            os.dup2(saved, 1)
+            os.close(saved)
 
 
 def digest_of(names: Iterable[str]) -> str | None:
     """Returns one SHA-256 over the code of imported modules and files, a package with all its files; None without code.
-    Their location is not part of it: the same code elsewhere has the same digest."""
+
+    Their location is not part of it: the same code elsewhere has the same digest.
+    """
     import hashlib
 
-    whole = hashlib.sha256()
-    files = [file for name in names for file in _files_of(name)]
+    digest = hashlib.sha256()
+    files = list(chain.from_iterable(map(_files_of, names)))
     for file in files:
-        whole.update(hashlib.sha256(read_file(file)).digest())
-    return whole.hexdigest() if files else None
+        digest.update(hashlib.sha256(read_file(file)).digest())
+    return digest.hexdigest() if files else None
 
 
 def _files_of(name: str) -> list[Path]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat, SupportsIndex
 
 from fp8bench.model import TensorStatistics
-from fp8bench.model.specs import taken
+from fp8bench.model.specs import why_reserved
 
 
 def errors_of(given: object) -> dict[str, float]:
@@ -21,7 +21,7 @@ def errors_of(given: object) -> dict[str, float]:
     errors = {
         _text(name, "a name that error() gives"): _number(value, f"error()[{name!r}]") for name, value in given.items()
     }
-    if wrong := next(filter(None, map(taken, errors)), ""):
+    if wrong := next(filter(None, map(why_reserved, errors)), ""):
         raise ValueError(f"error() gives a number whose name is not free: {wrong}.")
     return errors
 

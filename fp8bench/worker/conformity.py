@@ -117,7 +117,7 @@ class _Compared:
         return drawn.to(self._native().carrier)
 
     def _cast(self, words: str, role: Role, x: Tensor, how: str) -> Conformity:
-        from fp8bench.numerics.conformity import differing, explain_cast, most_steps
+        from fp8bench.numerics.conformity import differing_bits, explain_cast, most_steps
 
         what, shape, fmt = f"cast of {words}", f"{x.shape[0]}x{x.shape[1]}", self._formats[role]
         native, emulated = self._native(), self._emulated()
@@ -128,7 +128,7 @@ class _Compared:
             )
         except Exception as error:  # noqa: BLE001 - whatever torch raises where a device has no such kernel
             return Conformity(self.mode, what, shape, why=_refusal(error))
-        differ = differing(made, wanted)
+        differ = differing_bits(made, wanted)
         if not bool(differ.any()):
             return Conformity(self.mode, what, shape, Difference.NONE, total=x.numel())
         difference, why = explain_cast(made, wanted, x.to(torch.float32), fmt)
@@ -187,9 +187,9 @@ class _Compared:
         return ""
 
     def _held(self, what: str, shape: str, made: Tensor, wanted: Tensor, values: list[Tensor]) -> Conformity:
-        from fp8bench.numerics.conformity import ConformitySums, differing, explain_product, steps_between
+        from fp8bench.numerics.conformity import ConformitySums, differing_bits, explain_product, steps_between
 
-        differ = differing(made, wanted)
+        differ = differing_bits(made, wanted)
         if not bool(differ.any()):
             return Conformity(self.mode, what, shape, Difference.NONE, total=made.numel())
         a, b = (value.to(torch.float64) for value in values)

@@ -17,7 +17,7 @@ from typing import Any
 
 from fp8bench.model import LateSteps
 from fp8bench.protocols import Device
-from fp8bench.tape.counting import MAKE_ROOM, counted
+from fp8bench.tape.counting import MAKE_ROOM, count_tape
 from fp8bench.tape.recorder import OperatorTape, operator_name
 from fp8bench.user_code.switches import values_of
 from fp8bench.worker.fusing import uncompiled
@@ -101,7 +101,7 @@ class LateSlots:
             self.is_due, self._late = False, replace(self._late, told_apart=ended.value)
 
     def _looked_at(self, tapes: Sequence[_LateTape]) -> LateSteps:
-        counts = [counted(tape.calls, self._tf32) for tape in tapes[-_MOST_COUNTED:]]
+        counts = [count_tape(tape.calls, self._tf32) for tape in tapes[-_MOST_COUNTED:]]
         flops = [tape.flops for tape in counts]
         paths = Counter[str]()
         for tape in counts:

@@ -22,7 +22,7 @@ from fp8bench.model import CELL_PHASES, DeviceFacts, Tape
 from fp8bench.model.step import Shares
 from fp8bench.profiler import recorded
 from fp8bench.protocols import Device, Phases, Precision, Setup, SilentPhases, Stamper, Workload
-from fp8bench.tape.counting import counted
+from fp8bench.tape.counting import count_tape
 from fp8bench.tape.recorder import OperatorTape
 from fp8bench.tape.timed_calls import OperatorTimes, seconds_by_operator, shares_of, shares_of_kernels
 from fp8bench.worker.clock import PhaseClock
@@ -46,7 +46,7 @@ def tape_of_step(workload: Workload, setup: Setup, precision: Precision, stamper
     clock.begin()
     with uncompiled() as compiled, mode:
         step(workload, state, setup.scales, clock)
-    tape = counted(mode.calls, precision.float32_products != "highest")
+    tape = count_tape(mode.calls, precision.float32_products != "highest")
     return replace(tape, fused=_FUSED) if compiled else tape
 
 

@@ -216,17 +216,17 @@ def _source(setup: Setup, rank: int) -> Tensor:
 
 def _shares(state: CollectiveState) -> list[Any]:
     """Returns the share of codes that are the format's largest, and of values sent as zero, once mu has settled."""
-    from fp8bench.numerics.collectives import InFP8, flushed, saturated
+    from fp8bench.numerics.collectives import InFP8, flushed_share, saturated_share
     from fp8bench.numerics.rank_programs import on_this_rank
 
     kind, given, rank, size = state.kind, state.given, state.rank, state.size
     assert isinstance(kind, InFP8)
     around = SilentPhases().communication
     for _ in range(_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
-        share = saturated(kind(given, rank, size, around).codes)
+        share = saturated_share(kind(given, rank, size, around).codes)
     if kind.collective not in REDUCING:
         return [share, 0.0]
-    return [share, on_this_rank(flushed(given, kind.scaling, size, kind.auto), None, around)]
+    return [share, on_this_rank(flushed_share(given, kind.scaling, size, kind.auto), None, around)]
 
 
 def _figures(sums: Tensor, size: int) -> dict[str, float]:

@@ -9,7 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fp8bench.analysis.break_even import BreakEven, SizedRatio, SweptMode, Told, break_even, sweeps_of, swept_modes
+from fp8bench.analysis.break_even import (
+    BreakEven,
+    JudgedCase,
+    SizedRatio,
+    SweptMode,
+    break_even,
+    sweeps_of,
+    swept_modes,
+)
 from fp8bench.analysis.findings import find
 from fp8bench.model import Interval, Label, Params, Record, Status, Support, Work
 from tests.counts import counts, for_each
@@ -127,7 +135,7 @@ def test_a_number_that_varies_alone_is_a_sweep() -> None:
     assert sweeps_of([params(m=True), params(m=False), params(m=2), params(m=3)]) == []
 
 
-def group(size: int, fp8: int, support: Support = NATIVE) -> list[Told]:
+def group(size: int, fp8: int, support: Support = NATIVE) -> list[JudgedCase]:
     """fp32 takes 900 us, bf16 400, fp8 so many: told with what their samples say."""
     records = [
         Record(
@@ -144,7 +152,7 @@ def group(size: int, fp8: int, support: Support = NATIVE) -> list[Told]:
     return list(zip(records, find(records, {}), strict=True))
 
 
-def modes(*groups: list[Told]) -> dict[str, SweptMode]:
+def modes(*groups: list[JudgedCase]) -> dict[str, SweptMode]:
     (sweep,) = sweeps_of([one[0][0].case.params for one in groups])
     return {one.mode: one for one in swept_modes(sweep, groups)}
 
@@ -186,6 +194,6 @@ def test_a_time_that_gets_no_verdict_gives_no_point() -> None:
     assert [point.size for point in found.points] == [128] and found.found is None
 
 
-def told(one: Told):  # type: ignore[no-untyped-def]
+def told(one: JudgedCase):  # type: ignore[no-untyped-def]
     assert one[1] is not None
     return one[1]

@@ -608,7 +608,7 @@ def test_a_step_of_other_products_has_no_verdict(step: Step, did: str) -> None:
 )
 def test_what_a_precision_needs_beside_is_told_apart(own: Tape, base: Tape, work: ProductWork | None) -> None:
     found = product_work(own, base)
-    assert found.useful == product_work(base).useful and found == (work or found) and found.apart
+    assert found.useful == product_work(base).useful and found == (work or found) and found.overhead
     lead = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=base)
     case = replace(record(steady(MS, 24), "bf16"), tape=own)
     assert not [label for label in claims_of(case, lead) if label.label is Label.WORK_MISMATCH]
@@ -617,7 +617,7 @@ def test_what_a_precision_needs_beside_is_told_apart(own: Tape, base: Tape, work
 def test_recomputation_and_unknown_operators() -> None:
     # As far as torch goes: nobody asks for the last product again.
     found = product_work(trained(True), trained(False))
-    assert found.apart == {specs.RECOMPUTED_FLOPS: PRODUCT}
+    assert found.overhead == {specs.RECOMPUTED_FLOPS: PRODUCT}
     lead: Record = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=taped(honest))
     case = replace(record(steady(MS, 24), "bf16"), tape=replace(taped(half), unwritten=1))
     assert not [label for label in claims_of(case, lead) if label.label is Label.WORK_MISMATCH]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.labels import CAN_BE_HARD
-from fp8bench.analysis.verdicts import decided
+from fp8bench.analysis.verdicts import is_decided
 from fp8bench.model import (
     DeviceWatch,
     EnergyUse,
@@ -158,8 +158,8 @@ def test_where_there_is_no_verdict_to_take_nothing_changes() -> None:
 
 def test_early_stopping_looks_at_samples_alone() -> None:
     """What is starved and told apart from itself is decided as if it were not: rounds are not spent on it."""
-    assert decided(starved(FIVE), starved(TEN), starved(TEN))
-    assert decided(FIVE, TEN, steady(10_300_000, 24))
+    assert is_decided(starved(FIVE), starved(TEN), starved(TEN))
+    assert is_decided(FIVE, TEN, steady(10_300_000, 24))
 
 
 any_float = st.floats(allow_nan=True, allow_infinity=True)

@@ -15,10 +15,10 @@ from fp8bench.analysis.labels import (
     CAN_BE_HARD,
     FAR_AHEAD,
     Labelled,
-    contended,
     disturbed_slots,
     hard_labels,
-    in_process,
+    is_contended,
+    label_in_process,
     labels_of,
     limits_of,
 )
@@ -266,14 +266,14 @@ LATE = (0.8, 0.8, 2, 0.0)
 def test_the_time_of_the_process_decides_alone(
     process: float, ahead: float, on: bool, counted: tuple[float | None, int | None, float | None]
 ) -> None:
-    assert contended(clocked(*[(process, *counted)] * 8), ahead) == on
+    assert is_contended(clocked(*[(process, *counted)] * 8), ahead) == on
 
 
 @for_each(("late", "on"), [(4, False), (5, True), (8, True), (0, False)])
 def test_it_must_be_so_in_most_slots(late: int, on: bool) -> None:
     timing = clocked(*[LATE] * late, *[ALONE] * (8 - late))
-    assert contended(timing) == on and disturbed_slots(timing, AHEAD) == late
-    assert not contended(replace(timing, slots=()))
+    assert is_contended(timing) == on and disturbed_slots(timing, AHEAD) == late
+    assert not is_contended(replace(timing, slots=()))
 
 
 @for_each(
@@ -296,18 +296,18 @@ def test_of_several_threads_the_one_that_runs_the_steps_is_asked(
 
     The thread counts only if somebody took a core: here it was 2 ms late in each slot, half of which is 1 ms.
     """
-    assert contended(clocked(*[(1.8, thread, preempted, stolen)] * 8)) == on
-    far = [contended(clocked(*[(1.3, share, 4, None)] * 8), FAR_AHEAD) for share in (0.19, 0.21)]
+    assert is_contended(clocked(*[(1.8, thread, preempted, stolen)] * 8)) == on
+    far = [is_contended(clocked(*[(1.3, share, 4, None)] * 8), FAR_AHEAD) for share in (0.19, 0.21)]
     assert far == [True, False]  # whatever its neighbours burnt
     # Preemptions of slots where it kept up are no evidence: it was late in the others by itself.
     mixed = clocked(*[(1.8, 0.8, 0, 0.0)] * 5, *[(1.8, 1.0, 3, 0.0)] * 3)
-    assert not contended(mixed) and disturbed_slots(mixed, AHEAD) == 0
+    assert not is_contended(mixed) and disturbed_slots(mixed, AHEAD) == 0
 
 
 def test_stolen_time_comes_in_lumps_longer_than_a_slot() -> None:
     """10 ms in one of eight slots that were 2 ms late each."""
-    assert contended(clocked((1.8, 0.8, 0, 0.01), *[(1.8, 0.8, 0, 0.0)] * 7))
-    assert not contended(clocked((1.8, 0.4, 0, 0.01), *[(1.8, 0.4, 0, 0.0)] * 7))
+    assert is_contended(clocked((1.8, 0.8, 0, 0.01), *[(1.8, 0.8, 0, 0.0)] * 7))
+    assert not is_contended(clocked((1.8, 0.4, 0, 0.01), *[(1.8, 0.4, 0, 0.0)] * 7))
 
 
 FINDING = Finding(Case("gemm", (), "bf16", "cpu"), Verdict.FASTER)
@@ -349,7 +349,7 @@ def test_a_profile_in_the_process_that_asked_is_labelled(origin: str, isolation:
     run = run_of([record(CALM)])
     run = replace(run, origin=origin, request=replace(run.request, isolation=isolation))
     assert all((Label.IN_PROCESS in finding.labels) == told for finding in findings(run).values())
-    assert (not in_process(run)) != told
+    assert (not label_in_process(run)) != told
 
 
 @for_each("label", Label)

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.labels import contended
-from fp8bench.analysis.metric import Told
+from fp8bench.analysis.labels import is_contended
+from fp8bench.analysis.metric import MetricSources
 from fp8bench.analysis.ranks import (
     EFFICIENCY_WITHIN,
     FEW,
@@ -66,11 +66,11 @@ def test_a_rank_that_comes_late_makes_the_others_wait() -> None:
     assert skew(alone) is None and rank_times(alone) == () and true_communication(alone) is None
     waits = [replace(slot(number, (10, 9), (10, 9)), cpu_seconds=1e-3) for number in range(5)]
     computes = [replace(slot(number, (10, 0), (10, 0)), cpu_seconds=1e-3) for number in range(5)]
-    assert not contended(timing(*waits)) and contended(timing(*computes))
+    assert not is_contended(timing(*waits)) and is_contended(timing(*computes))
 
 
-def _told(record: Record) -> Told:
-    return Told(record, Finding(record.case, Verdict.REFERENCE, median_seconds=0.01))
+def _told(record: Record) -> MetricSources:
+    return MetricSources(record, Finding(record.case, Verdict.REFERENCE, median_seconds=0.01))
 
 
 def test_memory_of_ranks_may_differ() -> None:
@@ -99,7 +99,7 @@ def test_a_bubble_is_what_nobody_computes_in() -> None:
     found = timing(*(slot(number, (10, 1), (10, 3)) for number in range(3)))
     record = Record(replace(case("parallel", "fp32", {"microbatches": 8}), ranks=2), NATIVE, Status.OK, timing=found)
     assert bubble(record) == Bubble(pytest.approx(4 / 16), 1 / 8)
-    values = {str(one.name): one.value for one in rank_metrics(Told(record))}
+    values = {str(one.name): one.value for one in rank_metrics(MetricSources(record))}
     assert (values["bubble"], values["ideal_bubble"]) == (pytest.approx(25.0), 12.5)
     assert bubble(replace(record, case=case("parallel", "fp32", {"way": "ddp"}))) is None
 
@@ -120,7 +120,7 @@ def test_an_efficiency_has_its_interval_by_rounds() -> None:
     sent = (Sent(0, "send", "uint8", 1, 8.0), Sent(1, "send", "uint8", 2, 16.0), Sent(1, "reduce", "float32", 1, 4.0))
     together = (5.0, 5.5, 6.0, 6.0, 6.5, 7.0)
     made = scaled((10.0,) * 6, (5.0,) * 6, together, sent=sent)
-    strong, weak, wire = rank_metrics(Told(made))
+    strong, weak, wire = rank_metrics(MetricSources(made))
     assert (strong.name, weak.name, wire.name, wire.value) == ("strong_scaling", "weak_scaling", "wire_bytes", 20.0)
     assert strong.value == pytest.approx(1000 / 12) and strong.bounds == pytest.approx((1000 / 14, 100.0))
     assert weak.value == pytest.approx(500 / 6) and weak.bounds == pytest.approx((500 / 7, 100.0))
@@ -150,7 +150,9 @@ def test_no_bare_figure_looks_certain(parts: tuple[tuple[float, ...], ...], why:
     made = scaled(*parts)
     found = efficiency(made)
     assert found is not None and found.strong == why == found.weak
-    assert [(one.value, one.bounds, bool(one.why)) for one in rank_metrics(Told(made))] == [(None, None, True)] * 2
+    assert [(one.value, one.bounds, bool(one.why)) for one in rank_metrics(MetricSources(made))] == [
+        (None, None, True)
+    ] * 2
 
 
 @for_each(("noise", "told"), [(0.02, (0.99, 1.0)), (0.5, (0.0, 0.2))])
@@ -230,7 +232,9 @@ def test_overlap_is_refused_where_rounds_do_not_bear_it() -> None:
 def test_figures_have_their_bounds_or_their_reason() -> None:
     def of(parts: Overlap) -> list[object]:
         record = Record(case("collective", "bf16", {}), NATIVE, Status.OK, overlap=parts)
-        return [one for metric in rank_metrics(Told(record)) for one in (metric.value, metric.bounds, metric.why)]
+        return [
+            one for metric in rank_metrics(MetricSources(record)) for one in (metric.value, metric.bounds, metric.why)
+        ]
 
     both = tuple(one * 1e-3 for one in (39.0, 39.5, 40.0, 40.0, 40.5, 41.0))
     found = of(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))

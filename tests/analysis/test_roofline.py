@@ -351,7 +351,7 @@ def test_peaks_are_dense_and_in_flops() -> None:
     assert H200.peak("e4m3fn") == H200.peak("fp8-rowwise") == H200.peak("fp8") == 1979e12
     assert H200.peak("tf32") == 494.5e12 and H200.peak("bf16") == 989.5e12 and H200.bandwidth == 4.8e12
     assert H200.peak("nvfp4") is None and H200.peak("") is None and kind_of_path("int8") == ""
-    assert H200.told("dense", "bandwidth") == "datasheet"
+    assert H200.cite("dense", "bandwidth") == "datasheet"
     unsure = datasheet_of("NVIDIA H200 NVL")
-    assert unsure is not None and unsure.told("dense", "bandwidth") == "datasheet, unverified"
-    assert unsure.told("bandwidth") == "datasheet"
+    assert unsure is not None and unsure.cite("dense", "bandwidth") == "datasheet, unverified"
+    assert unsure.cite("bandwidth") == "datasheet"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.analysis.metric import Told
+from fp8bench.analysis.metric import MetricSources
 from fp8bench.analysis.tapes import (
     Sums,
     bits_of,
+    describe_changes,
     intensity_of,
     share_of,
     side_by_side,
     tape_metrics,
-    what_changed,
 )
 from fp8bench.model import OperatorCount, PhaseCount, Tape
 from tests.counts import for_each
@@ -68,14 +68,16 @@ def test_shares_of_flops_and_operators_side_by_side() -> None:
     assert rows[1].sums == (Sums(3, 3000, 150), Sums(9, None, 450))
     assert rows[2].sums == (Sums(1, 1000, 50), Sums()) and not side_by_side([TAPE, TAPE])[0].differs
     wider = Tape((CAST, replace(PRODUCT, calls=4), replace(BACK, bytes=60)))
-    assert what_changed(TAPE, TAPE) == ""
-    assert what_changed(TAPE, wider) == "mm in gemm: 3 calls, then 4; mm in gemm, backward: 50 B, then 60 B"
+    assert describe_changes(TAPE, TAPE) == ""
+    assert describe_changes(TAPE, wider) == "mm in gemm: 3 calls, then 4; mm in gemm, backward: 50 B, then 60 B"
     apart = Tape(tuple(replace(CAST, operator=f"op{place}") for place in range(6)))
-    assert what_changed(Tape(), apart).endswith("; and 2 more operators")
+    assert describe_changes(Tape(), apart).endswith("; and 2 more operators")
 
 
 def test_figures_of_the_step_and_of_its_phases() -> None:
-    found = {(one.name, one.phase): one for one in tape_metrics(Told(replace(record(steady(MS, 4)), tape=TAPE)))}
+    found = {
+        (one.name, one.phase): one for one in tape_metrics(MetricSources(replace(record(steady(MS, 4)), tape=TAPE)))
+    }
     assert {key[0] for key in found if key[1] == "cast"} == {"flops", "moved_bytes", "launches", "unknown_operators"}
     values = {name: found[name, "step"].value for name, phase in found if phase == "step"}
     assert values == {
@@ -91,4 +93,4 @@ def test_figures_of_the_step_and_of_its_phases() -> None:
     }
     flops = found["flops", "step"]
     assert flops.samples() == (4000.0,) and not flops.noisy and found["flops", "gemm"].samples() == (4000.0,)
-    assert not list(tape_metrics(Told(record(steady(MS, 4)))))
+    assert not list(tape_metrics(MetricSources(record(steady(MS, 4)))))

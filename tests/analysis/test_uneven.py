@@ -18,8 +18,8 @@ from fp8bench.analysis.verdicts import (
     best_phases,
     best_ratio,
     conclude,
+    is_uneven,
     means,
-    uneven,
 )
 from fp8bench.model import Interval, Label, Segments, SlotSample, Timing, Verdict
 from tests.counts import counts, for_each
@@ -239,5 +239,5 @@ def test_a_best_case_and_a_mean_on_opposite_sides_of_1_do_not_agree() -> None:
     below, above = Interval(0.996, 0.993, 0.999, 0.99), Interval(1.004, 1.001, 1.007, 0.99)
     about = Interval(1.0, 0.998, 1.002, 0.99)
     for verdict, ratio, typical in ((Verdict.FASTER, below, above), (Verdict.SLOWER, above, below)):
-        assert uneven(ratio, typical) and not agrees(verdict, ratio, typical)
-        assert not uneven(ratio, about) and agrees(verdict, ratio, about)
+        assert is_uneven(ratio, typical) and not agrees(verdict, ratio, typical)
+        assert not is_uneven(ratio, about) and agrees(verdict, ratio, about)

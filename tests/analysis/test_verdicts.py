@@ -14,15 +14,15 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import (
     BAND,
     LEAST_FOR_VERDICT,
+    aa_interval,
     band_of,
     below_every_step,
     best_phases,
     best_ratio,
     common_rounds,
     conclude,
-    decided,
-    fastest,
-    noise,
+    find_fastest,
+    is_decided,
     rule,
 )
 from fp8bench.model import CELL_PHASES, Finding, Interval, Label, Level, Overheads, Record, Status, Timing, Verdict
@@ -143,7 +143,7 @@ def test_noise_that_proves_nothing_leaves_the_band_alone() -> None:
     assert finding.floor == pytest.approx(0.04)
     alone = found(record(TEN, "fp32", is_reference=True), record(steady(10_060_000, ROUNDS), "bf16"))
     assert alone["fp32"].floor is None and alone["bf16"].floor is None and alone["bf16"].verdict is Verdict.SLOWER
-    assert noise(TEN, None) is None and noise(TEN, timing()) is None
+    assert aa_interval(TEN, None) is None and aa_interval(TEN, timing()) is None
     # The three fastest rounds of one arm are 10% faster: the ratio of these would be 0.9, and its interval narrow.
     burst = timing(*[(9 * MS,)] * 3, *[(10 * MS,)] * 45)
     finding = found(
@@ -271,7 +271,7 @@ def busy(parts: int, seed: int, rounds: int = 60) -> Timing:
 
 
 def test_many_marks_beside_few_are_whole_steps_whatever_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8bench.analysis.verdicts.make_up", lambda *told: False)
+    monkeypatch.setattr("fp8bench.analysis.verdicts.cells_make_up", lambda *told: False)
     known = conclude(busy(20, 1), busy(1, 2), busy(1, 3))
     assert known is not None and not known.whole and known.ratio.low < 1 < known.ratio.high
 
@@ -334,12 +334,12 @@ def test_an_early_decision_needs_more_than_a_final_one() -> None:
     case = once(9_850_000, 10_000_000)
     conclusion = conclude(case, TEN, TEN)
     assert conclusion is not None and conclusion[0] is Verdict.SAME
-    assert not decided(case, TEN, TEN)
-    assert decided(once(9_950_000, 10_000_000), TEN, TEN)
-    assert decided(steady(11 * MS, ROUNDS), TEN, TEN) and decided(TEN, TEN, None)
-    assert not decided(once(9 * MS, 11 * MS), TEN, TEN)
-    assert not decided(steady(5 * MS, 5), TEN, TEN)
-    assert not decided(steady(5 * MS, ROUNDS, start=ROUNDS), TEN, TEN)
+    assert not is_decided(case, TEN, TEN)
+    assert is_decided(once(9_950_000, 10_000_000), TEN, TEN)
+    assert is_decided(steady(11 * MS, ROUNDS), TEN, TEN) and is_decided(TEN, TEN, None)
+    assert not is_decided(once(9 * MS, 11 * MS), TEN, TEN)
+    assert not is_decided(steady(5 * MS, 5), TEN, TEN)
+    assert not is_decided(steady(5 * MS, ROUNDS, start=ROUNDS), TEN, TEN)
 
 
 def test_a_clear_side_is_not_enough_to_stop_early() -> None:
@@ -348,15 +348,15 @@ def test_a_clear_side_is_not_enough_to_stop_early() -> None:
         case = once(14_000_000, else_)
         conclusion = conclude(case, TEN, TEN)
         assert conclusion is not None and conclusion[0] is Verdict.SLOWER
-        assert decided(case, TEN, TEN) is stops
+        assert is_decided(case, TEN, TEN) is stops
 
 
 def test_the_smallest_ratio_is_the_fastest() -> None:
     nine, eight = steady(9 * MS, 24), steady(8 * MS, 24)
-    assert fastest([nine, eight, TEN], TEN, TEN) == 1
-    assert fastest([TEN, steady(11 * MS, 24)], TEN, None) is None
-    assert fastest([nine, steady(5 * MS, 24, start=100)], TEN, TEN) == 0
-    assert fastest([], TEN, TEN) is None
+    assert find_fastest([nine, eight, TEN], TEN, TEN) == 1
+    assert find_fastest([TEN, steady(11 * MS, 24)], TEN, None) is None
+    assert find_fastest([nine, steady(5 * MS, 24, start=100)], TEN, TEN) == 0
+    assert find_fastest([], TEN, TEN) is None
 
 
 def noisy(draw: np.random.Generator, rounds: int = 24) -> Timing:
@@ -375,7 +375,7 @@ def test_of_equal_candidates_the_first_figure_is_too_good_and_the_fresh_one_is_n
     first, fresh = [], []
     for _ in range(200):
         reference, control, *candidates = (noisy(draw) for _ in range(10))
-        chosen = fastest(candidates, reference, control)
+        chosen = find_fastest(candidates, reference, control)
         if chosen is None:  # none was faster: nobody is named
             continue
         first.append(speed_up(candidates[chosen], reference, control))

@@ -38,7 +38,7 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Arithmetic, Grid, Layer, Setup, SilentObserver
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
-from fp8bench.store.points import followed
+from fp8bench.store.points import points_of_run
 from fp8bench.store.series import check_grid, series_of
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.products import formats_of
@@ -369,7 +369,7 @@ def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], 
     """
     _, run = grid_of(name)
     records = measured_of(run)
-    found = {point.series for point in followed(run).points if point.samples}
+    found = {point.series for point in points_of_run(run).points if point.samples}
     corpus = next((str(record.case.param("data")) for record in records if workloads.get(name).uses_corpus), None)
     silent = {ENERGY} if all(not record.energy or not record.energy.windows for record in records) else set()
     if all(record.is_reference or record.support.level is Level.EMULATED for record in records):

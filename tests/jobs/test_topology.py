@@ -12,7 +12,7 @@ from fp8bench.analysis.verdicts import totals
 from fp8bench.errors import UsageError
 from fp8bench.features.plan_parallel.command import read_topology
 from fp8bench.jobs import topology
-from fp8bench.jobs.topology import links_between, measured_bandwidth, signalled, topology_lines
+from fp8bench.jobs.topology import link_rate, links_between, measured_bandwidth, topology_lines
 from fp8bench.model import Case, Ceilings, Limit, Rate, Record, Run, Status
 from fp8bench.model.ranks import Transfer
 from tests.runs import NATIVE, run_of, samples
@@ -154,7 +154,7 @@ def test_links_that_are_down_do_not_count() -> None:
         "\t Link 0: 50 GB/s",
         "\t Link 1: <inactive>",
     ]
-    assert signalled(status) == 50 and signalled([]) == 0
+    assert link_rate(status) == 50 and link_rate([]) == 0
     assert links_between(TOPOLOGY.splitlines()) == {"NV18": 3}
     assert links_between(["\x1b[4mGPU0\x1b[0m  X ", "NIC0 X"]) == {}
 

@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.labels import shared
-from fp8bench.analysis.verdicts import decided
+from fp8bench.analysis.labels import label_shared_device
+from fp8bench.analysis.verdicts import is_decided
 from fp8bench.measure import device_watch
 from fp8bench.measure import group as group_module
 from fp8bench.measure.arm import MeasuredArm
@@ -75,10 +75,10 @@ def test_who_shares_a_device_is_told_with_the_label() -> None:
         watch.end()
         seen = watch.seen(arm("bf16"))
         assert (seen.others, seen.slices) == counted
-        assert [(label.label, label.reason, label.hard) for label in shared(seen)] == [
+        assert [(label.label, label.reason, label.hard) for label in label_shared_device(seen)] == [
             (Label.SHARED, reason, False) for _ in "." if reason
         ]
-    assert list(shared(None)) == []
+    assert list(label_shared_device(None)) == []
 
 
 class Clock:
@@ -168,7 +168,7 @@ def test_a_case_that_ran_at_another_clock_has_no_verdict(
     """Through the rounds as they are: the device's clock falls whenever one of the arms has run."""
     monkeypatch.setattr(device_watch, "_SHARE", 1.0)  # on this worker's clock a slot takes no time
     worker = FakeWorker({"bf16": lasting(5)})
-    method = Method(rule=StoppingRule(fixed=24), judge=decided, seed=0)
+    method = Method(rule=StoppingRule(fixed=24), judge=is_decided, seed=0)
     meter = Meter((), Leaning(worker, lower, noise), "no energy")
     cases = group(*map(planned, ("fp32", "bf16", "fp16")))
     records = GroupMeasurement(cases, {"cpu": GPU}, worker, SilentObserver(), method, meter).run()
@@ -231,7 +231,7 @@ def measured(
     """The records of a group on such a device, and what was asked and told."""
     worker, listener = FakeWorker(scripts or {"bf16": lasting(5)}), Listener()
     monkeypatch.setattr(group_module, "Settler", partial(Settler, clock=worker.clock))
-    method = Method(rule=StoppingRule(fixed=24), judge=decided, seed=0, warm_up_seconds=limit)
+    method = Method(rule=StoppingRule(fixed=24), judge=is_decided, seed=0, warm_up_seconds=limit)
     meter = Meter((), Warming(worker, temperature, silent), "no energy")
     cases = group(planned("fp32", level), planned("bf16", level))
     records = GroupMeasurement(cases, {"cpu": GPU}, worker, listener, method, meter).run()

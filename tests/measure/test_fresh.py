@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.verdicts import decided, fastest
+from fp8bench.analysis.verdicts import find_fastest, is_decided
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.rounds import Choose
@@ -24,10 +24,13 @@ SCRIPTS = {"bf16": FADING, "fp16": lasting(6), "tf32": lasting(9)}
 
 
 def measured(
-    *cases: PlannedCase, scripts: Mapping[str, Script] = SCRIPTS, choose: Choose | None = fastest, capacity: int = 1000
+    *cases: PlannedCase,
+    scripts: Mapping[str, Script] = SCRIPTS,
+    choose: Choose | None = find_fastest,
+    capacity: int = 1000,
 ) -> tuple[dict[str, Record], FakeWorker]:
     worker = FakeWorker(scripts, capacity)
-    method = Method(rule=StoppingRule(fixed=24), judge=decided, seed=0, choose=choose)
+    method = Method(rule=StoppingRule(fixed=24), judge=is_decided, seed=0, choose=choose)
     chosen = cases or tuple(map(planned, NAMES))
     records = GroupMeasurement(group(*chosen), {"cpu": CPU}, worker, SilentObserver(), method).run()
     assert not worker.held

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.verdicts import decided
+from fp8bench.analysis.verdicts import is_decided
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure import group as group_module
 from fp8bench.measure.group import GroupMeasurement, Method
@@ -64,7 +64,7 @@ def measure(
 ) -> tuple[dict[str, Record], FakeWorker]:
     """The records by mode, and the worker with its log."""
     worker = FakeWorker(scripts, capacity)
-    method = Method(rule=rule, judge=decided, seed=seed, traces=traces)
+    method = Method(rule=rule, judge=is_decided, seed=seed, traces=traces)
     grouped = group(*cases, reference=reference)
     records = GroupMeasurement(grouped, {"cpu": facts}, worker, observer or SilentObserver(), method).run()
     assert [record.case for record in records] == [planned.case for planned in cases]
@@ -207,7 +207,7 @@ def test_allocations_are_counted_by_a_worker_that_is_not_timed() -> None:
         def _counters(self, case: Case, facts: DeviceFacts, unprobed: str) -> tuple[Any, Any]:
             return (Measurement("peak_memory", "B", (3.0,)),), (f"no bytes: {unprobed}", "no calls")
 
-    method = Method(rule=TEN, judge=decided, seed=0, traces=None)
+    method = Method(rule=TEN, judge=is_decided, seed=0, traces=None)
     grouped = group(*native("fp32", "bf16"))
     for record in GroupMeasurement(
         grouped, {"cpu": CPU}, FakeWorker({}), SilentObserver(), method, _counting=Counting({})
@@ -269,7 +269,7 @@ def of_gpu(worker: FakeWorker, method: Method, *modes: str) -> dict[str, Record]
     ],
 )
 def test_a_gpu_that_may_answer_is_measured_on(struck: WorkerError, unanswered: WorkerError | None) -> None:
-    worker, method = FakeWorker({"bf16": broken("slot", 3, struck)}), Method(rule=TEN, judge=decided, seed=0)
+    worker, method = FakeWorker({"bf16": broken("slot", 3, struck)}), Method(rule=TEN, judge=is_decided, seed=0)
     worker.unanswered = unanswered
     records = of_gpu(worker, method, "fp32", "bf16", "fp16")
     assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "ok"} and method.lost == {}
@@ -280,7 +280,7 @@ def test_a_gpu_that_may_answer_is_measured_on(struck: WorkerError, unanswered: W
 def test_a_gpu_that_is_lost_is_tried_no_more() -> None:
     worker = FakeWorker({"bf16": broken("slot", 3, WorkerFault("AcceleratorError", "CUDA error: unknown error"))})
     worker.unanswered = WorkerFault("AcceleratorError", "CUDA error: no CUDA-capable device is detected")
-    method = Method(rule=TEN, judge=decided, seed=0)
+    method = Method(rule=TEN, judge=is_decided, seed=0)
     records = of_gpu(worker, method, "fp32", "bf16", "fp16")
     assert statuses(records) == {"fp32": "failed", "bf16": "failed", "fp16": "failed"}
     assert records["bf16"].reason == "AcceleratorError: CUDA error: unknown error"
@@ -420,7 +420,7 @@ def test_preparing_counts_against_a_whole_budget(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(group_module, "time", Clock)
     rule = StoppingRule(budget=4.0, ceiling=4.0, whole=True)
     cases = group(*native("fp32", "bf16"))
-    method = Method(rule=rule, judge=decided, seed=0)
+    method = Method(rule=rule, judge=is_decided, seed=0)
     records = GroupMeasurement(cases, {"cpu": CPU}, worker, SilentObserver(), method).run()
     assert [record.stopped for record in records] == ["time was up after 1 round"] * 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.analysis.verdicts import decided
+from fp8bench.analysis.verdicts import is_decided
 from fp8bench.errors import WorkerFault, WorkerLost
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.group import GroupMeasurement, Method
@@ -34,7 +34,7 @@ def replayed(scripts: dict[str, Script], *arms: MeasuredArm) -> tuple[dict[str, 
 def measured(scripts: dict[str, Script], *modes: str, facts: DeviceFacts = GPU) -> tuple[dict[str, Record], FakeWorker]:
     worker = FakeWorker(scripts)
     cases = [planned(mode, Level.EMULATED if mode == "fp8" else Level.NATIVE) for mode in modes]
-    method = Method(rule=StoppingRule(fixed=3, ceiling=1e9), judge=decided, seed=0)
+    method = Method(rule=StoppingRule(fixed=3, ceiling=1e9), judge=is_decided, seed=0)
     records = GroupMeasurement(group(*cases), {"cpu": facts}, worker, SilentObserver(), method).run()
     return by_mode(records), worker
 

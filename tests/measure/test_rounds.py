@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.analysis.verdicts import conclude, decided
+from fp8bench.analysis.verdicts import conclude, is_decided
 from fp8bench.measure.arm import STATES, MeasuredArm
 from fp8bench.measure.rounds import Judge, Orders, RoundSession
 from fp8bench.model import Level, SlotSample, Timing, Work
@@ -246,7 +246,7 @@ FASTER_NOW_AND_THEN = Script(lambda call: ((GEMM,), (9_700_000 if call % 8 == 4 
 def test_the_real_judge_ends_what_is_clear_at_the_first_look(script: Script, rounds: int) -> None:
     """And goes on while a few rounds make the difference: a candidate that was faster by 3% now and then and slower by
     3% else might be either; the cap ends it."""
-    _, why = sit({"bf16": script}, three(), StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9), decided)
+    _, why = sit({"bf16": script}, three(), StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9), is_decided)
     assert f" {rounds} rounds" in f" {why}"
 
 
@@ -273,7 +273,7 @@ def test_three_percent_more_is_found_in_nine_of_ten_runs_and_nothing_in_none(mil
             scripts |= {"bf16": noisy(milliseconds, times, seed + 20), "fp8": lasting(6 * milliseconds)}
             lead, control, candidate = arm("fp32"), arm("fp32", control=True), arm("bf16")
             session = RoundSession(lead, control, [candidate, arm("fp8", EMULATED)])
-            worker, _ = sit(scripts, session, StoppingRule(), decided, seed)
+            worker, _ = sit(scripts, session, StoppingRule(), is_decided, seed)
             concluded = conclude(candidate.timing(), lead.timing(), control.timing())
             assert concluded is not None and worker.clock() < 12
             verdicts[concluded.verdict.value] += 1

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from fp8bench.analysis.verdicts import decided
+from fp8bench.analysis.verdicts import is_decided
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.group import GroupMeasurement, Method
@@ -132,7 +132,7 @@ def grouped(
     """The records by mode of a whole group, and the worker that ran it."""
     power = Power()
     worker = Runner(power, scripts, capacity)
-    method = Method(rule=StoppingRule(fixed=10), judge=decided, seed=0, windows=energy)
+    method = Method(rule=StoppingRule(fixed=10), judge=is_decided, seed=0, windows=energy)
     measured = GroupMeasurement(group(*cases), {"cpu": facts}, worker, SilentObserver(), method, power.meter())
     records = by_mode(measured.run())
     assert not worker.held

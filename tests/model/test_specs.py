@@ -11,20 +11,20 @@ import pytest
 
 from docs import reference
 from fp8bench.analysis import metrics
-from fp8bench.analysis.compare.sides import Sighting, counted
+from fp8bench.analysis.compare.sides import Sighting, match_exact_costs
 from fp8bench.analysis.findings import findings
-from fp8bench.analysis.metric import Metric, Told
+from fp8bench.analysis.metric import Metric, MetricSources
 from fp8bench.features.gate.thresholds import Threshold, threshold_of
 from fp8bench.model import Comparison, Direction, Evidence, Run, specs
 from fp8bench.model.codec import decode, encode
-from fp8bench.model.specs import METRICS, MetricSpec, Rank, taken
+from fp8bench.model.specs import METRICS, MetricSpec, Rank, why_reserved
 from fp8bench.report.data.loggers import run_scalars
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.data.run import run_rows, run_value
 from fp8bench.report.elements import Table
 from fp8bench.report.topics.results import results_section
 from fp8bench.store import points
-from fp8bench.store.points import followed
+from fp8bench.store.points import points_of_run
 from tests.materials import material
 from tests.runs import render_whole
 from tests.store.test_points import BF16, FP32, run, samples
@@ -42,7 +42,7 @@ RESERVE = MetricSpec(
 )
 
 
-def reserve(told: Told) -> Iterator[Metric]:
+def reserve(told: MetricSources) -> Iterator[Metric]:
     peak = told.record.measurement(specs.PEAK_MEMORY)
     if peak is not None:
         half = peak.samples[0] / 2
@@ -79,10 +79,12 @@ def test_tables_and_rows_have_it(spec: MetricSpec) -> None:
 
 
 def test_the_history_comparisons_and_the_gate_have_it(spec: MetricSpec) -> None:
-    assert "gemm.Gemm.track_reserve" in [one.name for one in followed(run()).series]
+    assert "gemm.Gemm.track_reserve" in [one.name for one in points_of_run(run()).series]
     assert [samples(run(), precision)[spec] for precision in ("fp32", "bf16")] == [(2048.0,), (1024.0,)]
     sides = [[Sighting(run(), record, None)] for record in (FP32, BF16)]
-    assert (2048.0, 1024.0) in [(old[0], new[0]) for metric, old, new in counted(*sides) if metric.name == spec]
+    assert (2048.0, 1024.0) in [
+        (old[0], new[0]) for metric, old, new in match_exact_costs(*sides) if metric.name == spec
+    ]
     one = Comparison("gemm", "gemm", spec, spec.unit, Direction.WORSE, Evidence.CROSS_RUN)
     assert threshold_of(one) == Threshold(0.5, 1024.0)
 
@@ -92,4 +94,4 @@ def test_the_docs_have_a_line_of_it(spec: MetricSpec) -> None:
     assert ("`reserve`", "B", "lower", "half", f"half of what tensors hold {more}") in reference.outputs_rows()
     assert ("`track_reserve`", "bytes", f"half of the memory of a step {more}") in reference.history_rows()
     assert ("`reserve`", "50%", "1.00 KiB") in reference.gate_rows()
-    assert taken(spec)
+    assert why_reserved(spec)

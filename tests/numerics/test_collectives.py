@@ -25,16 +25,16 @@ from fp8bench.numerics.collectives import (
     SelfCheckFailed,
     check_ones,
     expected,
-    flushed,
+    flushed_share,
     largest_scale,
     mean_in_fp8,
     rank_values,
     ring,
-    saturated,
-    tensors_transported,
+    saturated_share,
+    transport_tensors,
 )
 from fp8bench.numerics.collectives import Plain as PlainCall
-from fp8bench.numerics.rank_programs import AllGather, Counted, Program, Shift, simulated
+from fp8bench.numerics.rank_programs import AllGather, Counted, Program, Shift, simulate
 from fp8bench.workloads.collective import SCALINGS
 from tests.counts import for_each
 
@@ -110,11 +110,9 @@ def mean_of(way: str, scaling: str, given: list[Tensor]) -> tuple[Tensor, float,
     size, mu = len(given), torch.ones(1)
     while True:
         autos = [AutoScale(mu) for _ in given]
-        result = simulated(
-            [mean_in_fp8(way, item, scaling, rank, size, autos[rank]) for rank, item in enumerate(given)]
-        )
+        result = simulate([mean_in_fp8(way, item, scaling, rank, size, autos[rank]) for rank, item in enumerate(given)])
         assert all(torch.equal(tensor.values, result[0].values) for tensor in result)
-        share = float(saturated(result[0].codes))
+        share = float(saturated_share(result[0].codes))
         if scaling != FP8LM_AUTO or share <= 1e-5:
             return result[0].values, share * 1e6, float(mu)
         mu = autos[0].mu
@@ -138,7 +136,7 @@ def test_errors_are_those_of_the_table(size: int, shared: bool) -> None:
     if not shared:
         for wire, row in ((Plain(torch.bfloat16), BF16), (MX32(), MX)):
             if size in row:
-                sums = simulated([ring(item, wire, rank, size) for rank, item in enumerate(given)])[0]
+                sums = simulate([ring(item, wire, rank, size) for rank, item in enumerate(given)])[0]
                 result = torch.cat([wire.decode(part) for part in sums.chunk(size)]) / size
                 assert sqnr(result, exact) == pytest.approx(row[size], abs=WITHIN_DB)
 
@@ -148,7 +146,8 @@ def test_a_smaller_factor_flushes_more() -> None:
     rows = torch.exp(2 * rank_values(3, 0, 512)).repeat_interleave(128)
     given = [values * rows for values in sources(8, False, 1 << 16)]
     lost = [
-        float(simulated([flushed(item, name, 8, AutoScale()) for item in given])[0]) for name in (PRE, MS_AMP, POST)
+        float(simulate([flushed_share(item, name, 8, AutoScale()) for item in given])[0])
+        for name in (PRE, MS_AMP, POST)
     ]
     assert lost == pytest.approx([0.1, 0.054, 0.029], rel=0.8) and lost == sorted(lost, reverse=True)
 
@@ -174,7 +173,7 @@ def test_what_is_cut_off_halves_mu_on_every_rank(way: str, whole: bool) -> None:
     one = torch.ones(1 << 12)
     given = [torch.cat([one, 1.9 * one]), torch.cat([one, one])]
     autos = [AutoScale(torch.full((1,), 2.0)) for _ in given]
-    simulated([mean_in_fp8(way, item, FP8LM_AUTO, rank, 2, autos[rank], whole) for rank, item in enumerate(given)])
+    simulate([mean_in_fp8(way, item, FP8LM_AUTO, rank, 2, autos[rank], whole) for rank, item in enumerate(given)])
     assert [float(auto.mu) for auto in autos] == [1.0, 1.0]
 
 
@@ -185,7 +184,7 @@ def test_bytes_are_counted() -> None:
     for way in WAYS:
         counted = Counted(size)
         autos = [AutoScale() for _ in range(size)]
-        simulated(
+        simulate(
             [
                 mean_in_fp8(way, item, POST, rank, size, autos[rank])
                 for rank, item in enumerate(sources(size, False, count))
@@ -197,7 +196,7 @@ def test_bytes_are_counted() -> None:
     for way in (RING, TWOSHOT):  # each part's share goes to its owner and no further
         counted, autos = Counted(size), [AutoScale() for _ in range(size)]
         given = sources(size, False, count)
-        simulated(
+        simulate(
             [mean_in_fp8(way, item, PRE, rank, size, autos[rank], whole=False) for rank, item in enumerate(given)],
             counted,
         )
@@ -240,12 +239,12 @@ def test_ranks_that_end_early_are_noticed() -> None:
         return rank
 
     with pytest.raises(RuntimeError, match="1 of 2 ranks have ended, and the others wait"):
-        simulated([leaves(0), leaves(1)])
+        simulate([leaves(0), leaves(1)])
 
 
 def test_each_tensor_travels_with_its_own_scale() -> None:
     """Ranks own unequal numbers of tensors. Powers of two are exact in E4M3 if their tensor's own scale is used."""
     pieces = [Pieces((3, 2), 2), Pieces((4,), 2)]
     owned = [torch.tensor([1.0, 2.0, -0.5, 2.0**15, -(2.0**14)]), torch.tensor([2.0**-20, -(2.0**-19), 0.0, 2.0**-21])]
-    results = simulated([tensors_transported(values, rank, pieces) for rank, values in enumerate(owned)])
+    results = simulate([transport_tensors(values, rank, pieces) for rank, values in enumerate(owned)])
     assert all(torch.equal(result, torch.cat(owned)) for result in results)

@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench import units
 from fp8bench.analysis.compare.compare import compare
-from fp8bench.analysis.compare.sides import side_of
+from fp8bench.analysis.compare.sides import make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.features.advise.basis import Basis
 from fp8bench.features.advise.decide import advised
@@ -88,7 +88,7 @@ def test_all_that_is_printed_of_a_case_has_one_speed_up(microseconds: float, slo
 def test_a_comparison_prints_the_times_that_the_run_has() -> None:
     """With as many rounds and calls on both sides a run of more calls would have another time in each comparison."""
     before, after = measured(860.0), replace(measured(300.0, calls=12), id="other")
-    sides = [side_of(name, [(run, findings(run))]) for name, run in (("A", before), ("B", after))]
+    sides = [make_side(name, [(run, findings(run))]) for name, run in (("A", before), ("B", after))]
     compared = compare(*sides)
     text = layout.render(comparison_page(compared), 200)
     for run in (before, after):

@@ -40,7 +40,7 @@ from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import workloads
 from fp8bench.store import points
-from fp8bench.store.points import followed, merged, metric_of
+from fp8bench.store.points import merge_points, metric_of, points_of_run
 from fp8bench.store.series import METHOD, cells_of, tracked_by
 from tests.counts import for_each
 from tests.facts import CPU, H200
@@ -99,7 +99,7 @@ def samples(content: Run, precision: str) -> dict[str, tuple[float, ...]]:
     """By metric, for one precision of gemm's first cell."""
     return {
         point.series.removeprefix("gemm.Gemm.track_"): point.samples
-        for point in followed(content).points
+        for point in points_of_run(content).points
         if point.cell == (precision, "512")
     }
 
@@ -137,19 +137,19 @@ def test_every_metric_that_is_declared_has_a_point_and_every_number_is_right(pre
 
 
 def test_points_come_under_their_series_with_the_version_of_their_case() -> None:
-    content = followed(run())
+    content = points_of_run(run())
     assert (content.others, content.why) == (0, "")
     assert {point.series for point in content.points} == {series.name for series in content.series}
     assert len(content.points) == len(content.series) * 3
     assert {point.cell for point in content.points} == {("fp32", "512"), ("bf16", "512"), ("fp8", "512")}
     assert {point.version for point in content.points} == {point.version for point in content.series} == {f"{METHOD}.1"}
     old = [replace(record, case=replace(record.case, version="0")) for record in RECORDS]
-    assert {point.version for point in followed(run(old)).points} == {f"{METHOD}.0"}
+    assert {point.version for point in points_of_run(run(old)).points} == {f"{METHOD}.0"}
 
 
 @for_each("status", [Status.SKIPPED, Status.FAILED])
 def test_a_case_without_numbers_is_a_point_with_its_reason(status: Status) -> None:
-    content = followed(run([FP32, replace(BF16, status=status, reason="why")]))
+    content = points_of_run(run([FP32, replace(BF16, status=status, reason="why")]))
     lost = [point for point in content.points if point.cell[0] == "bf16"]
     assert len(lost) == len(content.series)
     assert all((point.status, point.reason, point.samples) == (status, "why", ()) for point in lost)
@@ -182,7 +182,7 @@ def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_a_run_under_other_conditions_is_in_no_series(words: dict[str, Any], why: str) -> None:
-    assert followed(run(**words)) == points.RunPoints(others=3, why=why)
+    assert points_of_run(run(**words)) == points.RunPoints(others=3, why=why)
 
 
 OUTSIDE = {
@@ -198,21 +198,21 @@ OUTSIDE = {
 
 @for_each("name", OUTSIDE)
 def test_cases_outside_of_the_grid_are_counted_and_left_out(name: str) -> None:
-    content = followed(run([FP32, replace(BF16, case=OUTSIDE[name])]))
+    content = points_of_run(run([FP32, replace(BF16, case=OUTSIDE[name])]))
     assert (content.others, content.why) == (1, "") and {point.cell for point in content.points} == {("fp32", "512")}
-    alone = followed(run([replace(BF16, case=OUTSIDE[name])]))
+    alone = points_of_run(run([replace(BF16, case=OUTSIDE[name])]))
     assert alone == points.RunPoints(others=1)
 
 
 def test_the_machines_main_device_is_its_first_gpu() -> None:
     shape = (("m", 4096), ("n", 4096), ("k", 4096), *PARAMS[3:])
     both = replace(run([FP32, replace(BF16, case=case("bf16", shape, device="cuda:0"))]), devices=(CPU, H200))
-    content = followed(both)
+    content = points_of_run(both)
     assert content.others == 1 and {point.cell for point in content.points} == {("bf16", "4096")}
     second = replace(H200, index=1)
     other = run([replace(BF16, case=case("bf16", shape, device="cuda:1"))])
-    assert followed(replace(other, devices=(CPU, H200, second))) == points.RunPoints(others=1)
-    assert followed(replace(run(), devices=())) == points.RunPoints(others=3)
+    assert points_of_run(replace(other, devices=(CPU, H200, second))) == points.RunPoints(others=1)
+    assert points_of_run(replace(run(), devices=())) == points.RunPoints(others=3)
 
 
 def transformer(data: str) -> Record:
@@ -232,23 +232,23 @@ def transformer(data: str) -> Record:
 
 
 def test_the_text_is_part_of_the_version_and_a_users_own_is_in_no_series() -> None:
-    content = followed(run([transformer(TEXT)]))
+    content = points_of_run(run([transformer(TEXT)]))
     wanted = f"{METHOD}.{workloads.get('transformer').version} {TEXT}"
     assert {point.version for point in content.points} == {point.version for point in content.series} == {wanted}
     times = {point.series.rpartition("_")[2]: point.samples for point in content.points}
     assert times["mtok"] == pytest.approx((3.0, 1.0))
-    content = followed(run([transformer("mine:1a2b3c4d"), BF16], data="mine.txt"))
+    content = points_of_run(run([transformer("mine:1a2b3c4d"), BF16], data="mine.txt"))
     assert content.others == 1 and {point.cell for point in content.points} == {("bf16", "512")}
 
 
 def test_suites_without_a_grid_are_counted_with_a_reason() -> None:
     unknown = replace(BF16, case=case("bf16", workload="nosuch"))
     hidden = replace(BF16, case=case("bf16", workload="_planted"))
-    assert followed(run([unknown])) == points.RunPoints(
+    assert points_of_run(run([unknown])) == points.RunPoints(
         others=1, why="the suite nosuch is not known here; --import its module"
     )
-    assert followed(run([hidden])) == points.RunPoints(others=1, why="the suite _planted declares no grid")
-    content = followed(run([unknown, BF16, hidden]))
+    assert points_of_run(run([hidden])) == points.RunPoints(others=1, why="the suite _planted declares no grid")
+    content = points_of_run(run([unknown, BF16, hidden]))
     assert content.others == 2 and content.why and len(content.points) == len(content.series)
 
 
@@ -280,7 +280,7 @@ def own(monkeypatch: pytest.MonkeyPatch, kind: type[Workload]) -> Run:
 def test_an_axis_that_is_called_data_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its values are cells of one series, and not versions of which the newest counts."""
     workloads.names()
-    content = followed(own(monkeypatch, Own))
+    content = points_of_run(own(monkeypatch, Own))
     assert content.others == 0
     assert {(point.version, point.cell) for point in content.points} == {
         (f"{METHOD}.1", ("bf16", 1)),
@@ -294,7 +294,7 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
     workloads.names()
     faulty = type("Faulty", (Own,), {"history": replace(Own.history, dtypes=())})
     mixed = own(monkeypatch, faulty)
-    content = followed(replace(mixed, records=(*mixed.records, BF16)))
+    content = points_of_run(replace(mixed, records=(*mixed.records, BF16)))
     assert content.others == 2 and {point.cell for point in content.points} == {("bf16", "512")}
     assert content.why.startswith("the grid that suite 'own' declares cannot be tracked: its dtypes are none")
 
@@ -311,7 +311,7 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
     ids=str,
 )
 def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
-    by_metric = {point.series.rpartition("track_")[2]: point.hasty for point in followed(run(**words)).points}
+    by_metric = {point.series.rpartition("track_")[2]: point.hasty for point in points_of_run(run(**words)).points}
     assert by_metric.pop("product_error") is by_metric.pop("kernel_error") is by_metric.pop("peak_memory") is False
     assert not any(by_metric.pop(name) for name in COUNTS)
     assert set(by_metric.values()) == {hasty}
@@ -328,13 +328,13 @@ def test_a_budget_that_ended_early_is_hasty() -> None:
         (emulated, 1.0, False),
         (FP8, 1.0, True),
     ):
-        points = followed(run([record], budget=budget)).points
+        points = points_of_run(run([record], budget=budget)).points
         assert [point.hasty for point in points if metric_of(point) == "time"] == [hasty]
 
 
 def under(changed: Run) -> Any:
     """The conditions of its first point; all points of a run have the same, but those of counts."""
-    (content,) = {point.under for point in followed(changed).points if metric_of(point) not in COUNTS}
+    (content,) = {point.under for point in points_of_run(changed).points if metric_of(point) not in COUNTS}
     return content
 
 
@@ -393,7 +393,7 @@ def test_counts_depend_on_software_alone(facts: dict[str, Any], same: bool) -> N
     assert BF16.timing is not None
     eager = [FP32, replace(BF16, timing=replace(BF16.timing, eager="--quick"))]
     before, after = (
-        {point.under for point in followed(made).points if metric_of(point) in COUNTS}
+        {point.under for point in points_of_run(made).points if metric_of(point) in COUNTS}
         for made in (run(), replace(run(eager), environment=Environment(facts)))
     )
     assert len(before) == len(after) == 1 and (before == after) is same
@@ -409,7 +409,7 @@ def test_compiled_and_eager_quantisers_are_conditions_of_what_they_change() -> N
     }
     plain = under(run([FP32]))
     for name, made in by_kind.items():
-        for point in followed(made).points:
+        for point in points_of_run(made).points:
             metric = point.series.removeprefix("gemm.Gemm.track_")
             touched = name != "none" and point.cell[0] == "fp8"
             touched = touched and not metric.endswith("_error")
@@ -422,7 +422,7 @@ def test_the_source_of_joules_is_a_condition_of_theirs() -> None:
         run([replace(BF16, energy=EnergyUse(source, (EnergyWindow(1, 1.0, joules, 11),)))])
         for source, joules in (("counter", 1.0), ("instant", 1.7), ("counter", 1.1))
     ]
-    points = [point for made in runs for point in followed(made).points]
+    points = [point for made in runs for point in points_of_run(made).points]
     plain = under(run())
     for point in points:
         energy = point.series.endswith("track_energy")
@@ -430,7 +430,7 @@ def test_the_source_of_joules_is_a_condition_of_theirs() -> None:
             continue
         assert (point.under == plain) is not energy
         assert not energy or point.under[-1][0] == "energy_source"
-    (point,) = [point for (name, _), point in merged(points).items() if name.endswith("track_energy")]
+    (point,) = [point for (name, _), point in merge_points(points).items() if name.endswith("track_energy")]
     assert point.samples == (1.0, 1.1)
     windows = (EnergyWindow(100, 1.0, 190.0, 12, 0.004), EnergyWindow(50, 0.5, 96.0, 11, 0.004))  # a sample each
     told = run([replace(record, energy=EnergyUse("counter", windows)) for record in (BF16, FP8)])
@@ -473,7 +473,7 @@ MERGED: dict[str, tuple[list[Point], Point]] = {
 
 @for_each(("given_points", "expected"), MERGED.values(), ids=list(MERGED))
 def test_what_the_points_of_one_cell_come_to(given_points: list[Point], expected: Point) -> None:
-    ((_, content),) = merged(given_points).items()
+    ((_, content),) = merge_points(given_points).items()
     assert content == expected
 
 
@@ -487,7 +487,7 @@ some_points = st.builds(
 
 @given(st.lists(some_points, max_size=12))
 def test_merging_loses_no_whole_sample(given_points: list[Point]) -> None:
-    content = merged(given_points)
+    content = merge_points(given_points)
     newest = {point.series: point.version for point in given_points}
     assert content.keys() == {
         (point.series, point.cell) for point in given_points if point.version == newest[point.series]
@@ -497,7 +497,7 @@ def test_merging_loses_no_whole_sample(given_points: list[Point]) -> None:
         whole = [value for p in alike if not p.hasty for value in p.samples]
         assert list(point.samples) == (whole or [value for p in alike for value in p.samples])
         assert (point.series, point.cell, point.version) == (name, cell, newest[name])
-    assert merged(list(content.values())) == content
+    assert merge_points(list(content.values())) == content
 
 
 @given(st.lists(some_points, max_size=12).flatmap(lambda some: st.tuples(st.just(some), st.permutations(some))))
@@ -505,7 +505,7 @@ def test_the_order_of_runs_changes_no_samples(orders: tuple[list[Point], list[Po
     series = [Series(name, "x", "time", "seconds", (), (), "1.1") for name in ("x.X.track_time", "y.Y.track_time")]
     current = {point.series for point in orders[0] if point.version == "1.1"}
     first, second = (
-        {key: point for key, point in merged(some, series).items() if key[0] in current} for some in orders
+        {key: point for key, point in merge_points(some, series).items() if key[0] in current} for some in orders
     )
     assert {key: sorted(point.samples) for key, point in first.items()} == {
         key: sorted(point.samples) for key, point in second.items()
@@ -524,14 +524,14 @@ def of_ranks(ranks: int, **facts: Scalar) -> Run:
 
 
 def test_ranks_are_part_of_a_cell_and_other_numbers_are_said() -> None:
-    content = followed(of_ranks(2))
+    content = points_of_run(of_ranks(2))
     assert {point.cell for point in content.points} == {("bf16", "all_reduce", "2 gloo")}
     values = {metric_of(point): point.samples for point in content.points}
     assert values["wire_bytes"] == (3e6,) and values["time"] == pytest.approx((1e-3,))
     assert not {"energy", *COUNTS} & values.keys()
     for ranks, words in ((4, "4 ranks"), (1, "1 rank")):
-        content = followed(of_ranks(ranks))
+        content = points_of_run(of_ranks(ranks))
         assert not content.points and content.others == 1
         assert content.why == f"it was measured by {words}, and the history of collective is of 2, 8"
-    alone = followed(run_of([record for record in RECORDS if record.timing], devices=(replace(CPU, ranks=2),)))
+    alone = points_of_run(run_of([record for record in RECORDS if record.timing], devices=(replace(CPU, ranks=2),)))
     assert alone.why == "it was measured by 2 ranks, and the history of gemm is of 1"

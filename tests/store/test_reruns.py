@@ -12,7 +12,7 @@ import pytest
 from fp8bench.analysis.findings import find, reach_of
 from fp8bench.analysis.verdicts import best_log, conclude
 from fp8bench.model import Environment, Interval, Record, Reruns, Run, Timing, Verdict
-from fp8bench.store.reruns import LEAST_FREEDOM, Seen, add_reruns, is_busy, learned, with_reruns
+from fp8bench.store.reruns import LEAST_FREEDOM, CaseRuns, add_reruns, is_busy, learn_spread, with_reruns
 from fp8bench.store.verify import verify
 from tests.analysis.test_verdicts import busy
 from tests.counts import for_each
@@ -101,10 +101,10 @@ TEN = steady(10 * MS, 24)
 FIVE = steady(5 * MS, 24)
 
 
-def seen(*logs: float) -> Seen:
-    runs = Seen()
+def seen(*logs: float) -> CaseRuns:
+    runs = CaseRuns()
     for log in logs:
-        runs = runs.also(log)
+        runs = runs.add(log)
     return runs
 
 
@@ -113,19 +113,19 @@ def test_a_few_numbers_say_what_all_runs_say_unless_they_are_too_few() -> None:
     known_runs = seen(*logs)
     assert (known_runs.runs, known_runs.freedom) == (40, 39) and known_runs.mean == pytest.approx(logs.mean())
     assert known_runs.squares / known_runs.freedom == pytest.approx(np.var(logs, ddof=1))
-    assert learned("a", {}) is None
-    assert learned("a", {"a": seen(0.0, 0.01, 0.02), **{name: seen(0.1) for name in "bcdefg"}}) is None
-    assert learned("a", {"a": seen(*[0.01] * LEAST_FREEDOM, 0.02)}) is not None
-    assert learned("new", {"b": seen(0.0, 0.01, 0.02), "c": seen(0.0, 0.01, 0.02)}) is not None
+    assert learn_spread("a", {}) is None
+    assert learn_spread("a", {"a": seen(0.0, 0.01, 0.02), **{name: seen(0.1) for name in "bcdefg"}}) is None
+    assert learn_spread("a", {"a": seen(*[0.01] * LEAST_FREEDOM, 0.02)}) is not None
+    assert learn_spread("new", {"b": seen(0.0, 0.01, 0.02), "c": seen(0.0, 0.01, 0.02)}) is not None
     assert reach_of(None) == 0.0
     runs = np.random.default_rng(1).normal(0, 0.02, 50)
-    own = learned("a", {"a": seen(*runs)})
+    own = learn_spread("a", {"a": seen(*runs)})
     assert own is not None and own.spread == pytest.approx(np.std(runs, ddof=1)) and own.freedom == 49
-    other = learned("new", {"a": seen(*runs)})
+    other = learn_spread("new", {"a": seen(*runs)})
     assert other is not None and other.spread == pytest.approx(own.spread) and (other.freedom, other.runs) == (2, 50)
     assert reach_of(other) > reach_of(own)  # whoever has never run may be worse than the others
     known = {"calm": seen(0, 0.01, 0.02), "usual": seen(0, 0.02, 0.04), "wild": seen(0, 2.0, 4.0)}
-    known_runs = learned("new", known)
+    known_runs = learn_spread("new", known)
     assert known_runs is not None and known_runs.spread == pytest.approx(0.02)
 
 
@@ -135,7 +135,7 @@ def test_the_long_run_is_held() -> None:
         spreads = np.exp(draw.normal(math.log(0.01), 1.0, 8))
         known = {str(place): seen(*draw.normal(0, one, draw.integers(1, 12))) for place, one in enumerate(spreads)}
         for place, one in enumerate(spreads):
-            if (found := learned(str(place), known)) is not None:
+            if (found := learn_spread(str(place), known)) is not None:
                 held.append(abs(draw.normal(0, one)) <= reach_of(found))
     assert len(held) > 2000 and 0.96 < np.mean(held) < 0.995
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8bench.analysis.findings import find
-from fp8bench.analysis.verdicts import decided
+from fp8bench.analysis.verdicts import is_decided
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.formats import compiling, operators, vector_width
 from fp8bench.formats.grids import E4M3
@@ -105,7 +105,7 @@ def measure(
     scripts: Mapping[str, Script], quantisers: Quantisers | None, *cases: PlannedCase, listener: Listener | None = None
 ) -> tuple[dict[str, Record], FakeWorker]:
     worker = FakeWorker(scripts)
-    method = Method(rule=TEN, judge=decided, seed=0, quantisers=quantisers)
+    method = Method(rule=TEN, judge=is_decided, seed=0, quantisers=quantisers)
     grouped = group(*(cases or CASES))
     return by_mode(GroupMeasurement(grouped, {"cpu": CPU}, worker, listener or SilentObserver(), method).run()), worker
 

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from fp8bench.analysis.compare.interval import Estimate, RunDifference, across, direction, exact_change
-from fp8bench.analysis.compare.sides import Differing, MatchedFigures, Side, Sighting, counted, differing, sensed, timed
-from fp8bench.analysis.labels import AHEAD, FAR_AHEAD, disturbed_slots, known_number
-from fp8bench.analysis.tapes import counts_of, what_changed
-from fp8bench.analysis.verdicts import agrees, uneven
-from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Record, Status, Verdict
+from fp8bench.analysis.compare.interval import (
+    Estimate,
+    FigureChange,
+    RunDifference,
+    compare_exact_values,
+    compare_runs,
+    judge_difference,
+)
+from fp8bench.analysis.compare.sides import (
+    DifferingFact,
+    MatchedFigures,
+    Side,
+    Sighting,
+    list_differing_facts,
+    match_exact_costs,
+    match_noisy_costs,
+    match_times,
+)
+from fp8bench.analysis.labels import AHEAD, FAR_AHEAD, disturbed_slots, positive_fact
+from fp8bench.analysis.tapes import counts_of, describe_changes
+from fp8bench.analysis.verdicts import agrees, is_uneven
+from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Record, SlotSample, Status, Verdict
 from fp8bench.model.specs import COUNTS, RELATIVE, TIME
 from fp8bench.units import percent
 
@@ -21,17 +37,18 @@ _VERDICTS = {
     Direction.WORSE: Verdict.SLOWER,
     Direction.SAME: Verdict.SAME,
 }
-# Others disturbed one side more, if the shares of disturbed slots, or the loads of a core beforehand, differ by this.
-_HELD_UP, _LOAD = 0.2, 1.0
+# Other programs disturbed one side more if the shares of disturbed slots, or the loads at the start, differ by this.
+_DISTURBED_SHARE, _LOAD = 0.2, 1.0
+# A step had a core for at least this share of its time, whatever the system says of waiting.
 _LEAST_SHARE = 1e-3
-_BECAME = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
+_STATUS_WORDS = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
 
 
 @dataclass(frozen=True)
 class Compared:
     """Comparisons of two sides, ids of cases that only one side has, and facts that differ.
 
-    `conditions` are those that times depend on, in words ('threads was 1 and is 2'); '' where times compare.
+    `conditions` are the differing facts that times depend on ('threads was 1 and is 2'); '' if times compare.
     """
 
     before: Side
@@ -39,7 +56,7 @@ class Compared:
     comparisons: tuple[Comparison, ...]
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
-    differing: tuple[Differing, ...]
+    differing: tuple[DifferingFact, ...]
     conditions: str = ""
 
     @property
@@ -47,224 +64,242 @@ class Compared:
         return any(comparison.before is not None and comparison.after is not None for comparison in self.comparisons)
 
 
-def compare(before: Side, after: Side, beside: Side | None = None) -> Compared:
-    """Compares the sides in the order of the second one's cases. Runs `beside` them only show how much runs differ."""
+def compare(old_side: Side, new_side: Side, extra: Side | None = None) -> Compared:
+    """Compares the cases that both sides have, in the order of the new side.
+
+    Runs of the `extra` side only show how much runs differ.
+    """
+    facts = list_differing_facts(old_side.runs, new_side.runs)
+    changed_conditions = [fact for fact in facts if fact.of_times]
+    conditions = "; ".join(f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in changed_conditions)
     comparisons: list[Comparison] = []
-    others = beside.sightings if beside is not None else {}
-    differ = differing(before.runs, after.runs)
-    conditions = "; ".join(
-        f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in differ if fact.of_times
-    )
-    for name, seen in after.sightings.items():
-        if name in before.sightings:
-            comparisons += _of_case(before.sightings[name], seen, others.get(name, ()), conditions)
+    for name, new_sightings in new_side.sightings.items():
+        if name in old_side.sightings:
+            extra_sightings = extra.sightings.get(name, ()) if extra is not None else ()
+            comparisons += _compare_case(old_side.sightings[name], new_sightings, extra_sightings, conditions)
     return Compared(
-        before,
-        after,
+        old_side,
+        new_side,
         tuple(comparisons),
-        _alone(before.sightings, after.sightings),
-        _alone(after.sightings, before.sightings),
-        differ,
+        _list_lone_cases(old_side, new_side),
+        _list_lone_cases(new_side, old_side),
+        facts,
         conditions,
     )
 
 
-def _busier(before: Sequence[Sighting], after: Sequence[Sighting]) -> str:
-    """Returns how others used the machine more during one side; '' where both had it alike."""
-    if not all(sighting.record.case.device.startswith("cpu") for sighting in (*before, *after)):
+def _describe_busier_side(old: Sequence[Sighting], new: Sequence[Sighting]) -> str:
+    """Returns how other programs used the machine more during one side; '' if both sides were alike, or on a GPU."""
+    if not all(sighting.record.case.device.startswith("cpu") for sighting in (*old, *new)):
         return ""
-    # The share of slots whose wall clock ran ahead of the processor's time.
-    timings = [[sighting.record.timing for sighting in side] for side in (before, after)]
-    held = [
-        fmean(
-            disturbed_slots(timing, AHEAD) / len(timing.slots) if timing is not None and timing.slots else 0.0
-            for timing in side
-        )
-        for side in timings
-    ]
-    if abs(held[0] - held[1]) > _HELD_UP:
-        words = (
-            f"{percent(share, 0)} of the slots {when}" for share, when in zip(held, ("before", "now"), strict=True)
-        )
-        return f"others took the CPU in {' and '.join(words)}: measure both sides alike, or duel"
-    loads = [fmean(known) if (known := list(_loads(side))) else None for side in (before, after)]
-    if loads[0] is not None and loads[1] is not None and abs(loads[0] - loads[1]) > _LOAD:
-        shares = [percent(load, 0) for load in loads if load is not None]
+    shares = [_disturbed_share(old), _disturbed_share(new)]
+    if abs(shares[0] - shares[1]) > _DISTURBED_SHARE:
+        old_words, new_words = (percent(share, 0) for share in shares)
         return (
-            f"the load at the start was {shares[0]} of the cores before and {shares[1]} of the cores now: "
+            f"others took the CPU in {old_words} of the slots before and {new_words} of the slots now: "
+            "measure both sides alike, or duel"
+        )
+    loads = [_list_loads(old), _list_loads(new)]
+    if not all(loads):
+        return ""
+    means = [fmean(load) for load in loads]
+    if abs(means[0] - means[1]) > _LOAD:
+        old_words, new_words = (percent(load, 0) for load in means)
+        return (
+            f"the load at the start was {old_words} of the cores before and {new_words} of the cores now: "
             "measure both sides alike, or duel"
         )
     return ""
 
 
-def _beside_others(said: Comparison, before: Sequence[Sighting], after: Sequence[Sighting], busier: str) -> Comparison:
-    """Withholds a difference in time that others may have caused on one side.
+def _disturbed_share(side: Sequence[Sighting]) -> float:
+    """Returns the share of slots whose wall clock ran ahead of the processor's time, the mean over runs."""
+    shares = []
+    for sighting in side:
+        timing = sighting.record.timing
+        has_slots = timing is not None and timing.slots
+        shares.append(disturbed_slots(timing, AHEAD) / len(timing.slots) if timing is not None and has_slots else 0.0)
+    return fmean(shares)
 
-    A p-value has the waiting in it already: the spread of many runs includes it.
+
+def _withhold_disturbed_time(
+    comparison: Comparison, old: Sequence[Sighting], new: Sequence[Sighting], busier: str
+) -> Comparison:
+    """Withholds a difference in time that other programs may have caused on one side.
+
+    A p-value already includes their waiting, because the spread of many runs does.
     """
-    longer = max(_longer(before), _longer(after)) if said.p_value is None else 1.0
-    said = replace(said, others=max(FAR_AHEAD, longer) if busier else longer)
-    if said.direction is Direction.UNSURE:
-        return replace(said, why=busier or said.why)
-    if (
-        said.direction is Direction.SAME
-        or said.ratio is None
-        or abs(math.log(said.ratio.point)) > math.log(said.others)
-    ):
-        return said
+    longer = max(_waiting_factor(old), _waiting_factor(new)) if comparison.p_value is None else 1.0
+    comparison = replace(comparison, others=max(FAR_AHEAD, longer) if busier else longer)
+    if comparison.direction is Direction.UNSURE:
+        return replace(comparison, why=busier or comparison.why)
+    if comparison.direction is Direction.SAME or comparison.ratio is None:
+        return comparison
+    if abs(math.log(comparison.ratio.point)) > math.log(comparison.others):
+        return comparison
     waited = f"steps took up to {longer:.1f} times as long for want of a core: measure while others do less, or duel"
-    return replace(said, direction=Direction.UNSURE, why=busier or waited)
+    return replace(comparison, direction=Direction.UNSURE, why=busier or waited)
 
 
-def _longer(side: Sequence[Sighting]) -> float:
-    """Returns how many times as long steps took, on average, because they waited for a core; 1 on a device of its
-    own."""
-    cases = [sighting.record for sighting in side if sighting.record.case.device.startswith("cpu")]
-    slots = [slot for record in cases if record.timing is not None for slot in record.timing.slots]
+def _waiting_factor(side: Sequence[Sighting]) -> float:
+    """Returns how many times as long steps took because they waited for a core; 1 on a GPU."""
+    slots: list[SlotSample] = []
+    for sighting in side:
+        timing = sighting.record.timing
+        if timing is not None and sighting.record.case.device.startswith("cpu"):
+            slots += timing.slots
     wall = sum(slot.wall_seconds for slot in slots)
-    waited = sum(
-        max(0.0, slot.wall_seconds - slot.cpu_seconds) if slot.waited_seconds is None else slot.waited_seconds
-        for slot in slots
-    )
+    waited = sum(_seconds_off_core(slot) for slot in slots)
     return wall / max(wall - waited, wall * _LEAST_SHARE) if wall else 1.0
 
 
-def _loads(side: Sequence[Sighting]) -> Iterator[float]:
-    for facts in (sighting.run.environment.facts for sighting in side):
-        if cores := known_number(facts, "cpu_count"):
-            yield known_number(facts, "load_1min") / cores
+def _seconds_off_core(slot: SlotSample) -> float:
+    if slot.waited_seconds is not None:
+        return slot.waited_seconds
+    return max(0.0, slot.wall_seconds - slot.cpu_seconds)
 
 
-def _alone(own: Mapping[str, tuple[Sighting, ...]], other: Mapping[str, tuple[Sighting, ...]]) -> tuple[str, ...]:
-    return tuple(
-        name for name, seen in own.items() if name not in other and seen[-1].record.status is not Status.SKIPPED
-    )
+def _list_loads(side: Sequence[Sighting]) -> list[float]:
+    """Returns the load of a core at the start of each run that recorded it."""
+    loads = []
+    for sighting in side:
+        facts = sighting.run.environment.facts
+        if cores := positive_fact(facts, "cpu_count"):
+            loads.append(positive_fact(facts, "load_1min") / cores)
+    return loads
 
 
-def _of_case(
-    before: Sequence[Sighting], after: Sequence[Sighting], beside: Sequence[Sighting], conditions: str
+def _list_lone_cases(side: Side, opposite: Side) -> tuple[str, ...]:
+    """Returns the cases that the opposite side lacks, without those that were skipped."""
+    lone = {name: sightings[-1] for name, sightings in side.sightings.items() if name not in opposite.sightings}
+    return tuple(name for name, sighting in lone.items() if sighting.record.status is not Status.SKIPPED)
+
+
+def _compare_case(
+    old: Sequence[Sighting], new: Sequence[Sighting], extra: Sequence[Sighting], conditions: str
 ) -> Iterator[Comparison]:
-    old, new = before[-1].record, after[-1].record
-    if old.status is new.status is Status.SKIPPED:
+    old_record, new_record = old[-1].record, new[-1].record
+    case = new_record.case
+    if old_record.status is new_record.status is Status.SKIPPED:
         return
-    if new.status is not Status.OK or old.status is not Status.OK:
-        failed = new.status is Status.FAILED and old.status is not Status.FAILED
-        words = [_BECAME[record.status] + (f" ({record.reason})" if record.reason else "") for record in (old, new)]
-        yield _none(new.case, f"{words[0]} before, {words[1]} now", failed)
+    # 1. Nothing is compared unless both sides have the same work.
+    if not (old_record.is_ok and new_record.is_ok):
+        failed = new_record.status is Status.FAILED and old_record.status is not Status.FAILED
+        reason = f"{_describe_status(old_record)} before, {_describe_status(new_record)} now"
+        yield _no_comparison(case, reason, failed)
         return
-    version = new.case.version
-    old_side, new_side, others = (
-        [sighting for sighting in side if sighting.record.case.version == version] for side in (before, after, beside)
-    )
-    if not old_side:
-        yield _none(new.case, f"version {old.case.version} before and {version} now: the work changed")
+    old, new, extra = (_with_version(side, case.version) for side in (old, new, extra))
+    if not old:
+        reason = f"version {old_record.case.version} before and {case.version} now: the work changed"
+        yield _no_comparison(case, reason)
         return
-    if old.support.level is not new.support.level:
-        yield _none(new.case, f"{old.support.level} before and {new.support.level} now: not the same work")
+    if old_record.support.level is not new_record.support.level:
+        reason = f"{old_record.support.level} before and {new_record.support.level} now: not the same work"
+        yield _no_comparison(case, reason)
         return
-    kept = _whole(old_side), _whole(new_side)
-    busier = _busier(*kept)
-    for figures in (*timed(*kept, _whole(others)), *sensed(*kept, _whole(others))):
-        said = of_times(figures, new.case.id, new.case.workload, _labels((*kept[0], *kept[1])))
+    # 2. Figures that a clock or a sensor measures have noise.
+    old, new, extra = _choose_sightings(old), _choose_sightings(new), _choose_sightings(extra)
+    busier = _describe_busier_side(old, new)
+    labels = _collect_labels((*old, *new))
+    for figures in (*match_times(old, new, extra), *match_noisy_costs(old, new, extra)):
+        comparison = compare_figures(figures, case.id, case.workload, labels)
         if figures.metric in (TIME, RELATIVE):
-            said = _beside_others(said, *kept, busier)
-        yield replace(said, direction=Direction.DIFFERS, why=conditions) if conditions else said
-    for metric, first, second in counted(*kept):
-        exact = exact_change(first, second)
-        yield Comparison(
-            new.case.id,
-            new.case.workload,
-            metric.name,
-            metric.unit,
-            exact.direction,
-            Evidence.CROSS_RUN,
-            exact.before,
-            exact.after,
-            exact.ratio,
-            exact.p_value,
-            why=exact.why,
-            noise=exact.noise,
-        )
-    if all(kept):
-        yield from _of_tapes(kept[0][-1].record, kept[1][-1].record)
+            comparison = _withhold_disturbed_time(comparison, old, new, busier)
+        if conditions:
+            comparison = replace(comparison, direction=Direction.DIFFERS, why=conditions)
+        yield comparison
+    # 3. Memory, errors and counts are exact.
+    for metric, old_values, new_values in match_exact_costs(old, new):
+        change = compare_exact_values(old_values, new_values)
+        yield _to_comparison(case.id, case.workload, metric.name, metric.unit, change)
+    if old and new:
+        yield from _compare_tapes(old[-1].record, new[-1].record)
 
 
-def _of_tapes(old: Record, new: Record) -> Iterator[Comparison]:
+def _describe_status(record: Record) -> str:
+    reason = f" ({record.reason})" if record.reason else ""
+    return _STATUS_WORDS[record.status] + reason
+
+
+def _with_version(side: Sequence[Sighting], version: str) -> list[Sighting]:
+    return [sighting for sighting in side if sighting.record.case.version == version]
+
+
+def _compare_tapes(old: Record, new: Record) -> Iterator[Comparison]:
     if old.tape is None or new.tape is None:
         return
-    why = what_changed(old.tape, new.tape)
-    for spec, first, second in zip(COUNTS, counts_of(old.tape), counts_of(new.tape), strict=True):
-        exact = exact_change([float(first)], [float(second)], rounding=0.0)
-        yield Comparison(
-            new.case.id,
-            new.case.workload,
-            spec.name,
-            spec.unit,
-            exact.direction,
-            Evidence.CROSS_RUN,
-            exact.before,
-            exact.after,
-            exact.ratio,
-            why=why if first != second else "",
-        )
+    case, changes = new.case, describe_changes(old.tape, new.tape)
+    for spec, old_count, new_count in zip(COUNTS, counts_of(old.tape), counts_of(new.tape), strict=True):
+        change = compare_exact_values([float(old_count)], [float(new_count)], rounding=0.0)
+        change = change._replace(why=changes if old_count != new_count else "")
+        yield _to_comparison(case.id, case.workload, spec.name, spec.unit, change)
 
 
-def _whole(side: Sequence[Sighting]) -> list[Sighting]:
-    """Returns the sightings with numbers; those of --quick runs only where there are no others."""
-    good = [sighting for sighting in side if sighting.record.is_ok]
-    return [sighting for sighting in good if not sighting.run.request.quick] or good
-
-
-def _none(case: Case, why: str, failed: bool = False) -> Comparison:
-    return Comparison(case.id, case.workload, TIME, "s", Direction.NONE, Evidence.CROSS_RUN, why=why, failed=failed)
-
-
-def of_times(figures: MatchedFigures, case: str, suite: str, labels: tuple[str, ...]) -> Comparison:
-    difference = _at_shown(across(figures.before, figures.after, figures.beside), figures.shown)
-    where, why = direction(difference)
-    ratio = difference.ratio
-    if figures.few and difference.alone:
-        where, why = Direction.UNSURE, "a few runs of a few rounds each"
-        ratio = Interval(ratio.point, ratio.point, ratio.point, 0.0)
-    typical = across(figures.typical[0], figures.typical[1], figures.typical[2]).ratio if figures.typical else ratio
-    contradicted = where in _VERDICTS and not agrees(_VERDICTS[where], ratio, typical)
-    if contradicted:
-        where, why = Direction.UNSURE, "the mean over all calls does not confirm what the fastest calls say"
-    if uneven(ratio, typical) and (contradicted or not difference.alone):
-        labels = tuple(label for label in Label if label in (*labels, Label.UNEVEN))
-    before, after = figures.shown or (_middle(figures.before), _middle(figures.after))
+def _to_comparison(case: str, suite: str, metric: str, unit: str, change: FigureChange) -> Comparison:
     return Comparison(
         case,
         suite,
-        figures.metric,
-        figures.unit,
-        where,
+        metric,
+        unit,
+        change.direction,
         Evidence.CROSS_RUN,
-        before,
-        after,
-        ratio,
-        difference.p_value,
-        labels,
-        why,
-        noise=difference.noise,
+        change.before,
+        change.after,
+        change.ratio,
+        change.p_value,
+        why=change.why,
+        noise=change.noise,
     )
 
 
-def _middle(side: Sequence[Estimate]) -> float:
+def _choose_sightings(side: Sequence[Sighting]) -> list[Sighting]:
+    """Returns the sightings with figures, those of --quick runs only if there are no other ones."""
+    measured = [sighting for sighting in side if sighting.record.is_ok]
+    thorough = [sighting for sighting in measured if not sighting.run.request.quick]
+    return thorough or measured
+
+
+def _no_comparison(case: Case, reason: str, failed: bool = False) -> Comparison:
+    return Comparison(case.id, case.workload, TIME, "s", Direction.NONE, Evidence.CROSS_RUN, why=reason, failed=failed)
+
+
+def compare_figures(figures: MatchedFigures, case: str, suite: str, labels: tuple[str, ...]) -> Comparison:
+    """Judges one noisy figure; the mean over all calls may contradict what its fastest calls say."""
+    # 1. Judge the fastest calls.
+    difference = _move_to_shown(compare_runs(figures.old, figures.new, figures.extra), figures.shown)
+    where, reason = judge_difference(difference)
+    ratio = difference.ratio
+    if figures.few and difference.alone:
+        where, reason = Direction.UNSURE, "a few runs of a few rounds each"
+        ratio = Interval(ratio.point, ratio.point, ratio.point, 0.0)
+    # 2. Compare them with all calls.
+    typical = compare_runs(*figures.typical).ratio if figures.typical else ratio
+    contradicted = where in _VERDICTS and not agrees(_VERDICTS[where], ratio, typical)
+    if contradicted:
+        where, reason = Direction.UNSURE, "the mean over all calls does not confirm what the fastest calls say"
+    if is_uneven(ratio, typical) and (contradicted or not difference.alone):
+        labels = tuple(label for label in Label if label in (*labels, Label.UNEVEN))
+    old, new = figures.shown or (_geometric_mean(figures.old), _geometric_mean(figures.new))
+    change = FigureChange(where, old, new, ratio, difference.p_value, reason, difference.noise)
+    return replace(_to_comparison(case, suite, figures.metric, figures.unit, change), labels=labels)
+
+
+def _geometric_mean(side: Sequence[Estimate]) -> float:
     return math.exp(fmean(estimate.log for estimate in side))
 
 
-def _at_shown(difference: RunDifference, shown: tuple[float, float] | None) -> RunDifference:
-    """Gives a ratio the point of the times that every report shows of the runs; its interval holds both."""
+def _move_to_shown(difference: RunDifference, shown: tuple[float, float] | None) -> RunDifference:
+    """Gives a ratio the point of the times that the reports of both runs show; its interval holds both points."""
     if shown is None:
         return difference
     ratio, point = difference.ratio, shown[1] / shown[0]
-    return replace(
-        difference, ratio=replace(ratio, point=point, low=min(ratio.low, point), high=max(ratio.high, point))
-    )
+    ratio = replace(ratio, point=point, low=min(ratio.low, point), high=max(ratio.high, point))
+    return replace(difference, ratio=ratio)
 
 
-def _labels(sightings: Sequence[Sighting]) -> tuple[str, ...]:
-    labels = {label for sighting in sightings if sighting.finding is not None for label in sighting.finding.labels}
-    labels.add(Label.CROSS_RUN)
+def _collect_labels(sightings: Sequence[Sighting]) -> tuple[str, ...]:
+    labels = {Label.CROSS_RUN}
+    for sighting in sightings:
+        if sighting.finding is not None:
+            labels.update(sighting.finding.labels)
     return tuple(label.value for label in Label if label in labels)

@@ -1,8 +1,8 @@
 """The ratio of two sides that were measured at different times, with an interval that includes how much runs differ.
 
-Where the sides have eight runs or more, that spread is in the interval: noise within a run says nothing of the next
-run's clocks, memory layout and neighbours. With fewer runs it is unknown: the interval then holds the ratio of any run
-of one side to any of the other, there is no p-value, and nothing below 10% is called better or worse. Exact values are
+Noise within a run says nothing about the next run's clocks, memory layout and neighbours. With eight runs or more the
+spread between runs is known and is part of the interval. With fewer it is unknown: then the interval holds the ratio
+of any old run to any new one, there is no p-value, and no change below 10% is called better or worse. Exact values are
 compared here, too.
 """
 
@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from statistics import NormalDist, fmean, median, stdev
 from typing import NamedTuple
 
@@ -20,21 +21,21 @@ from fp8bench.model import Direction, Interval, Noise
 from fp8bench.model.specs import BAND
 from fp8bench.units import percent
 
-# The least change that a few stored numbers can show, as their runs were made at different times.
+# The least change that a few runs can show, because they were measured at different times.
 ALONE = 0.10
 # Limits of the continued fraction of Student's distribution.
 _TINY = 1e-300
 _CLOSE = 1e-15
 _MOST_TERMS = 1000
-# With fewer degrees of freedom a spread of runs is a guess, and a t interval of it absurd.
+# With fewer degrees of freedom the spread of runs is a guess, and its t interval absurdly wide.
 LEAST_FREEDOM = 6
-# What neither clock nor sensor measures is the same whenever the same code runs, but for the digits that are kept.
+# Exact values are the same whenever the same code runs, except for the digits that are stored.
 ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A run's value of a figure: its logarithm, and the standard error of that within the run (0: exact)."""
+    """The logarithm of a run's figure, and its standard error within the run (0: exact)."""
 
     log: float
     error: float
@@ -42,7 +43,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RunDifference:
-    """The second side over the first. `p_value` is None where the spread between runs is not known."""
+    """The new side over the old one. `p_value` is None if the spread between runs is unknown."""
 
     ratio: Interval
     p_value: float | None
@@ -53,30 +54,48 @@ class RunDifference:
         return self.p_value is None
 
 
-def across(before: Sequence[Estimate], after: Sequence[Estimate], beside: Sequence[Estimate] = ()) -> RunDifference:
-    """Compares the means of two sides' runs. Runs `beside` them only show how much runs differ."""
-    point = fmean(estimate.log for estimate in after) - fmean(estimate.log for estimate in before)
-    within = math.sqrt(sum(sum(estimate.error**2 for estimate in side) / len(side) ** 2 for side in (before, after)))
-    freedom = sum(max(0, len(side) - 1) for side in (before, after, beside))
+def compare_runs(old: Sequence[Estimate], new: Sequence[Estimate], extra: Sequence[Estimate] = ()) -> RunDifference:
+    """Compares the means of the runs of two sides. `extra` runs only show how much runs differ."""
+    point = _mean_log(new) - _mean_log(old)
+    within = math.sqrt(_variance_of_mean(old) + _variance_of_mean(new))
+    freedom = sum(max(0, len(side) - 1) for side in (old, new, extra))
     if freedom < LEAST_FREEDOM:
-        # From the least that a run of one side over one of the other may be to the most, by the noise within runs.
-        sure = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
-        pairs = [(new.log - old.log, sure * math.hypot(new.error, old.error)) for new in after for old in before]
-        low, high = min(log - error for log, error in pairs), max(log + error for log, error in pairs)
-        return RunDifference(_interval(point, low, high), None, Noise(within, 0, len(before), len(after)))
-    means = [fmean(estimate.log for estimate in side) if side else 0.0 for side in (before, after, beside)]
-    sides = zip((before, after, beside), means, strict=True)
-    pooled = sum((estimate.log - mean) ** 2 for side, mean in sides for estimate in side) / freedom
-    between = math.sqrt(pooled * (1 / len(before) + 1 / len(after)))
-    # Few runs may agree by chance, and are never surer than each of them is.
+        # 1. Too few runs: the interval holds the ratio of any new run to any old one, by the noise within them.
+        reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
+        low, high = math.inf, -math.inf
+        for old_run, new_run in product(old, new):
+            log, error = new_run.log - old_run.log, reach * math.hypot(new_run.error, old_run.error)
+            low, high = min(low, log - error), max(high, log + error)
+        return RunDifference(_to_interval(point, low, high), None, Noise(within, 0, len(old), len(new)))
+    # 2. Enough runs: the spread between them, by Student's t. Runs that agree by chance are not surer than each is.
+    squares = [*_squares_about_mean(old), *_squares_about_mean(new), *_squares_about_mean(extra)]
+    pooled = sum(squares) / freedom
+    between = math.sqrt(pooled * (1 / len(old) + 1 / len(new)))
     error = max(between, within)
-    statistic = abs(point) / error if error else math.inf if point else 0.0
+    if error:
+        statistic = abs(point) / error
+    else:
+        statistic = math.inf if point else 0.0
     reach = quantile(FINAL_LEVEL, freedom) * error
-    noise = Noise(error, freedom, len(before), len(after))
-    return RunDifference(_interval(point, point - reach, point + reach), p_value(statistic, freedom), noise)
+    noise = Noise(error, freedom, len(old), len(new))
+    return RunDifference(_to_interval(point, point - reach, point + reach), p_value(statistic, freedom), noise)
 
 
-def direction(difference: RunDifference) -> tuple[Direction, str]:
+def _mean_log(side: Sequence[Estimate]) -> float:
+    return fmean(estimate.log for estimate in side)
+
+
+def _variance_of_mean(side: Sequence[Estimate]) -> float:
+    return sum(estimate.error**2 for estimate in side) / len(side) ** 2
+
+
+def _squares_about_mean(side: Sequence[Estimate]) -> list[float]:
+    mean = _mean_log(side) if side else 0.0
+    return [(estimate.log - mean) ** 2 for estimate in side]
+
+
+def judge_difference(difference: RunDifference) -> tuple[Direction, str]:
+    """Returns the direction, and the reason if it is UNSURE."""
     ratio = difference.ratio
     band = ALONE if difference.alone else BAND
     if ratio.low > 1 and ratio.point > 1 + band:
@@ -105,53 +124,55 @@ class FigureChange(NamedTuple):
     noise: Noise | None = None
 
 
-def exact_change(before: Sequence[float], after: Sequence[float], *, rounding: float = ROUNDING) -> FigureChange:
+def compare_exact_values(old: Sequence[float], new: Sequence[float], *, rounding: float = ROUNDING) -> FigureChange:
     """Compares values that are the same whenever the same code runs, such as memory and errors.
 
-    A value that differs by more than rounding has changed. If the values of one side vary all the same, their spread
-    counts.
+    A value that differs by more than `rounding` has changed. If the values of one side vary, their spread counts.
     """
-    every, old, new = (*before, *after), median(before), median(after)
-    broken = [any(map(math.isnan, side)) for side in (before, after)]
-    if any(broken):  # a NaN among a tensor's values is further off than any number
-        old, new = (math.nan if is_broken else middle for is_broken, middle in zip(broken, (old, new), strict=True))
-        where = Direction.NONE if all(broken) else Direction.WORSE if broken[1] else Direction.BETTER
-        return FigureChange(where, old, new, why=f"it is no number on {'both sides' if all(broken) else 'one side'}")
-    if not (0 < old < math.inf and 0 < new < math.inf):
-        if old == new:
-            return FigureChange(Direction.SAME, old, new)
-        return FigureChange(
-            Direction.WORSE if new > old else Direction.BETTER,
-            old,
-            new,
-            why="from or to nothing, or without bound: no ratio says it",
-        )
-    varies = any(max(side) > min(side) * (1 + ROUNDING) for side in (before, after))
-    if varies and all(0 < value < math.inf for value in every):
-        old_logs, new_logs = ([Estimate(math.log(value), 0.0) for value in side] for side in (before, after))
-        difference = across(old_logs, new_logs)
-        where, why = direction(difference)
-        old, new = (math.exp(fmean(estimate.log for estimate in side)) for side in (old_logs, new_logs))
-        return FigureChange(where, old, new, difference.ratio, difference.p_value, why, difference.noise)
-    ratio = new / old
-    where = Direction.WORSE if ratio > 1 else Direction.BETTER
-    where = Direction.SAME if abs(ratio - 1) <= rounding else where
-    return FigureChange(where, old, new, Interval(ratio, ratio, ratio, 1.0))
+    # 1. A NaN among the values of a tensor is worse than any number.
+    broken = [any(map(math.isnan, side)) for side in (old, new)]
+    old_value = math.nan if broken[0] else median(old)
+    new_value = math.nan if broken[1] else median(new)
+    if all(broken):
+        return FigureChange(Direction.NONE, old_value, new_value, why="it is no number on both sides")
+    if any(broken):
+        where = Direction.WORSE if broken[1] else Direction.BETTER
+        return FigureChange(where, old_value, new_value, why="it is no number on one side")
+    # 2. Neither zero nor infinity has a ratio.
+    if old_value == new_value and not 0 < old_value < math.inf:
+        return FigureChange(Direction.SAME, old_value, new_value)
+    where = Direction.WORSE if new_value > old_value else Direction.BETTER
+    if not (0 < old_value < math.inf and 0 < new_value < math.inf):
+        reason = "from or to nothing, or without bound: no ratio says it"
+        return FigureChange(where, old_value, new_value, why=reason)
+    # 3. Values that vary are compared like measured ones.
+    varies = any(max(side) > min(side) * (1 + ROUNDING) for side in (old, new))
+    if varies and all(0 < value < math.inf for value in (*old, *new)):
+        old_logs = [Estimate(math.log(value), 0.0) for value in old]
+        new_logs = [Estimate(math.log(value), 0.0) for value in new]
+        difference = compare_runs(old_logs, new_logs)
+        where, reason = judge_difference(difference)
+        old_value, new_value = math.exp(_mean_log(old_logs)), math.exp(_mean_log(new_logs))
+        return FigureChange(where, old_value, new_value, difference.ratio, difference.p_value, reason, difference.noise)
+    ratio = new_value / old_value
+    if abs(ratio - 1) <= rounding:
+        where = Direction.SAME
+    return FigureChange(where, old_value, new_value, Interval(ratio, ratio, ratio, 1.0))
 
 
-def mean_of(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of at least two values, and how far its interval reaches, by Student's t."""
+def mean_with_reach(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean of at least two values, and how far its interval reaches to either side, by Student's t."""
     return fmean(values), quantile(FINAL_LEVEL, len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
-def _interval(*logs: float) -> Interval:
+def _to_interval(*logs: float) -> Interval:
     """Makes an interval of the logarithms of its point and ends; math.exp fails beyond a float's range."""
     point, low, high = (math.exp(min(log, 700.0)) for log in logs)
     return Interval(point, low, high, FINAL_LEVEL)
 
 
 def p_value(statistic: float, freedom: float) -> float:
-    """Student's t: the chance of a value at least so far from 0, on either side, with so many degrees of freedom."""
+    """Returns the chance that Student's t, with these degrees of freedom, is at least this far from 0."""
     if math.isinf(statistic):
         return 0.0
     return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + statistic * statistic))
@@ -159,7 +180,7 @@ def p_value(statistic: float, freedom: float) -> float:
 
 @lru_cache(maxsize=2048)
 def quantile(level: float, freedom: float) -> float:
-    """Returns how far from 0 the share `level` of values reaches, on both sides together: 12.7 for 95% and 1 degree."""
+    """Returns the bound within which Student's t lies with the chance `level`: 12.7 for 95% and 1 degree of freedom."""
     low, high = 0.0, 1.0
     while p_value(high, freedom) > 1 - level:
         high *= 2

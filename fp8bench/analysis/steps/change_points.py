@@ -1,10 +1,10 @@
 """Steps in a series of values, one a commit: where the level changed, by how much, and how surely.
 
-Series are searched in logarithms, so that a step is a ratio, and many at once. Bad nights (single outliers) are
+Series are searched in logarithms, so that a step is a ratio, and many at once. Single outliers (bad nights) are
 replaced by their surroundings. Then each series is cut into pieces of one level, at a price for each cut that flat
-series rarely pay. The price is in units of the series' own noise: of differences of neighbours at first, then of what
-is left around the pieces, where a longer memory counts as more noise. reports/asv_cpu_202611
-says how often that is right.
+series rarely pay. The price is in units of the series' own noise: first of differences of neighbours, then of the
+residuals around the pieces, where autocorrelation counts as more noise. reports/asv_cpu_202611 says how often that is
+right.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from fp8bench.analysis.stats import Floats
 from fp8bench.model import Interval
 
-# So many values tell a level from a bad night or two; the first level needs more before it can be left.
+# This many values are a level, and not a bad night or two; the first level needs more before a step can follow.
 LEAST = 3
 LEAST_FIRST = 8
-# A level that was left before so many values costs as much as another cut.
+# A level with fewer values than this costs as much as another cut.
 SETTLED = 8
 
 Counts = NDArray[np.intp]
@@ -32,7 +32,7 @@ Counts = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Batch:
-    """Series as rows of a table, each of the length in `lengths`; what is beyond its end does not count."""
+    """Series as rows of a table, each of the length in `lengths`; values beyond its end do not count."""
 
     values: Floats
     lengths: Counts
@@ -49,15 +49,15 @@ def partition(batch: Batch, by_length: float) -> list[list[int]]:
     Dynamic programming finds the cuts with the least sum of squares around the pieces' means, plus 1 a cut and, for
     each piece, `by_length` times the logarithm of its length: the best way to cut the first t values contains a best
     way to cut fewer. The price by length is there because chance may cut a long series at many places in its middle,
-    and at few near its end, where news are. Levels that were soon left again cost 1 more.
+    and at few near its end, where new steps are. Short levels cost 1 more.
     """
     series, most = batch.values.shape
-    everyone = np.arange(series)
-    # By how many values a piece is shorter than all of them, as are these.
+    rows = np.arange(series)
+    # Indexed by (longest series - length of the piece).
     prices, weights = by_length * np.log(np.arange(most, 0, -1) / LEAST), -1.0 / np.arange(most, 0, -1)
     sums = np.zeros((series, most + 1))
     (batch.values - batch.values[:, :1]).cumsum(axis=1, out=sums[:, 1:])  # a common level would cost digits
-    # What the first s values cost at best, less the sum of their squares, which all ways to cut share.
+    # The least cost of the first s values, less the sum of their squares, which all ways to cut share.
     cost = np.full((series, most + 1), np.inf)
     cost[:, 0] = 0.0
     last, last_before_end = np.zeros((2, series, most + 1), dtype=np.intp)
@@ -74,14 +74,12 @@ def partition(batch: Batch, by_length: float) -> list[list[int]]:
         if end >= LEAST_FIRST:
             total[:, max(end - SETTLED + 1, 1) :] += 1.0
             last[:, end] = total.argmin(axis=1)
-            cost[:, end] = total[everyone, last[:, end]] + 1.0
-    return [
-        _back(row, int(at_end[length]))
-        for row, at_end, length in zip(last, last_before_end, batch.lengths, strict=True)
-    ]
+            cost[:, end] = total[rows, last[:, end]] + 1.0
+    ends_of_rows = last_before_end[rows, batch.lengths].tolist()
+    return [_trace_cuts(row, cut) for row, cut in zip(last, ends_of_rows, strict=True)]
 
 
-def _back(last: Counts, cut: int) -> list[int]:
+def _trace_cuts(last: Counts, cut: int) -> list[int]:
     cuts = []
     while cut > 0:
         cuts.append(cut)
@@ -91,18 +89,18 @@ def _back(last: Counts, cut: int) -> list[int]:
 
 # The median of |x| for Gaussian values of spread 1.
 _MEDIAN = 0.6745
-# Differences are clipped at so many spreads, so that steps and bad nights do not count as noise.
+# Differences are clipped at this many spreads, so that steps and bad nights do not count as noise.
 _MOST = 3.0
 # If more than half of the values equal their neighbours, the median is 0; then this share of the smallest counts.
-_KEPT = 0.9
+_TRIMMED_SHARE = 0.9
 # In log units: series have six digits, and nothing that matters is smaller.
 LEAST_SPREAD = 1e-5
 _AROUND = 2
-# A value so many spreads from the median of its five neighbours, itself included, is a bad night.
+# A value this many spreads from the median of five, itself and its neighbours, is a bad night.
 _BAD = 4.0
 # In units of 1/sqrt(n): without memory one series in twenty has a larger correlation.
 _CHANCE = 1.3
-_MOST_SHARED = 0.7
+_MOST_CORRELATION = 0.7
 
 
 def spreads(batch: Batch) -> Floats:
@@ -114,8 +112,8 @@ def spreads(batch: Batch) -> Floats:
     row = np.arange(len(steps))
     middle = (steps[row, (counts - 1) // 2] + steps[row, counts // 2]) / 2
     squares = np.where(np.isfinite(steps), steps, 0.0) ** 2
-    kept = (counts * _KEPT).astype(np.intp)
-    trimmed = squares.cumsum(axis=1)[row, kept - 1] / kept
+    smallest = (counts * _TRIMMED_SHARE).astype(np.intp)
+    trimmed = squares.cumsum(axis=1)[row, smallest - 1] / smallest
     rough = np.maximum(np.maximum(middle / _MEDIAN, np.sqrt(trimmed)), LEAST_SPREAD)
     clipped = np.minimum(squares, (_MOST * rough[:, None]) ** 2).sum(axis=1) / counts
     spread: Floats = np.maximum(np.sqrt(clipped / 2), LEAST_SPREAD)
@@ -135,19 +133,19 @@ def without_bad_nights(batch: Batch, spread: Floats) -> Batch:
 
 
 def memory(residuals: Floats, pieces: int) -> float:
-    """Returns by how much means of many values differ more than without memory: 1, or (1 + r) / (1 - r).
+    """Returns how much more means of many values vary than without autocorrelation: 1, or (1 + r) / (1 - r).
 
-    r is the correlation of neighbours, where it is more than chance would give. The mean of a piece follows its values,
+    r is the correlation of neighbours, if it is more than chance would give. The mean of a piece follows its values,
     which hides some of it; that is added back.
     """
     total = float(residuals @ residuals)
     if total == 0:
         return 1.0
-    shared = float(residuals[1:] @ residuals[:-1]) / total + pieces / len(residuals)
-    if shared <= _CHANCE / math.sqrt(len(residuals)):
+    correlation = float(residuals[1:] @ residuals[:-1]) / total + pieces / len(residuals)
+    if correlation <= _CHANCE / math.sqrt(len(residuals)):
         return 1.0
-    shared = min(shared, _MOST_SHARED)
-    return (1 + shared) / (1 - shared)
+    correlation = min(correlation, _MOST_CORRELATION)
+    return (1 + correlation) / (1 - correlation)
 
 
 # Values above 0 in the order of their commits, without gaps.
@@ -162,14 +160,14 @@ DEVIATIONS = 3.35
 BY_CHANCE = 0.005
 _FIRST_DEVIATIONS = 3.0
 _BY_LENGTH = 2.0
-# The values of the last level must on average be so many standard errors from the one before, without the furthest.
+# Without the furthest, the last level must on average be this many standard errors from the level before it.
 _FIRM = 2.1
-# Without the furthest of three, the mean of the last values is on average lower by so many deviations.
+# Without the furthest of three, the mean of the last values is on average lower by this many deviations.
 _FURTHEST = 0.42
 # The chance that a flat series is cut somewhere falls with the evidence as if deviations were smaller by this factor,
 # since the noise is estimated from the series and the place was chosen. It was counted for 15 to 300 values.
 _WORTH = 0.8
-# The step lies before its range with this chance, and after it with the same.
+# The chance that a step lies before its range, and the same after it.
 _TAIL = 0.03
 # Gaussian deviations to either side for this level.
 _LEVEL = 0.99
@@ -207,20 +205,22 @@ class Step:
 def steps_of_many(series: Sequence[Values], deviations: float = DEVIATIONS) -> list[tuple[Step, ...]]:
     """Returns the steps of each series, in order; much faster than one by one.
 
-    `deviations` are the price of a cut: with fewer of them more steps are found, and more false ones.
+    `deviations` are the price of a cut: fewer of them find more steps, and more false ones.
     """
-    found_steps: list[tuple[Step, ...]] = [()] * len(series)
     arrays = [np.asarray(values, dtype=np.float64) for values in series]
     for array in arrays:
         if not (np.isfinite(array).all() and (array > 0).all()):
             raise ValueError("a value is not above 0, or not finite: its logarithm says nothing of a level")
-    long_enough = [number for number, array in enumerate(arrays) if len(array) >= LEAST_VALUES]
-    long_enough.sort(key=lambda number: len(arrays[number]))
-    for begin in range(0, len(long_enough), _AT_ONCE):
-        chosen = long_enough[begin : begin + _AT_ONCE]
-        for number, steps in zip(chosen, _look(_table([arrays[number] for number in chosen]), deviations), strict=True):
-            found_steps[number] = steps
-    return found_steps
+    # Series of about one length are searched together, because a batch is as long as its longest.
+    numbers = [number for number, array in enumerate(arrays) if len(array) >= LEAST_VALUES]
+    numbers.sort(key=lambda number: len(arrays[number]))
+    steps_by_series: list[tuple[Step, ...]] = [()] * len(series)
+    for begin in range(0, len(numbers), _AT_ONCE):
+        chosen = numbers[begin : begin + _AT_ONCE]
+        batch = _table([arrays[number] for number in chosen])
+        for number, steps in zip(chosen, _find_steps(batch, deviations), strict=True):
+            steps_by_series[number] = steps
+    return steps_by_series
 
 
 class PieceLevel(NamedTuple):
@@ -251,43 +251,47 @@ def least_step(level: PieceLevel, chance: float) -> tuple[float, float]:
 
     Its p-value is at most `chance`. It is a logarithm, by the rules of cuts, firm steps and p-values.
     """
-    after, before = LEAST, level.length - LEAST
-    if before < LEAST:
+    new_values, old_values = LEAST, level.length - LEAST
+    if old_values < LEAST:
         return math.inf, math.inf
-    each = 1 / before + 1 / after
-    lengths = math.log(before / LEAST) - math.log((before + after) / LEAST)
-    price = 1 + (before < SETTLED) + _BY_LENGTH / DEVIATIONS**2 * lengths
-    cut = _t_of(DEVIATIONS, level.freedom) * math.sqrt(price * each)
-    firm = _FIRM * math.sqrt(1 / (after - 1) + 1 / before) + _FURTHEST
+    variance = 1 / old_values + 1 / new_values
+    lengths = math.log(old_values / LEAST) - math.log((old_values + new_values) / LEAST)
+    # 1. It must pay for its cut.
+    price = 1 + (old_values < SETTLED) + _BY_LENGTH / DEVIATIONS**2 * lengths
+    cut = _t_of(DEVIATIONS, level.freedom) * math.sqrt(price * variance)
+    # 2. It must show without its furthest value.
+    firm = _FIRM * math.sqrt(1 / (new_values - 1) + 1 / old_values) + _FURTHEST
+    # 3. Its p-value must be small.
     evidence = (NormalDist().inv_cdf(1 - chance / 2) / _WORTH) ** 2 + _BY_LENGTH * lengths
-    sure = _t_of(math.sqrt(max(evidence, 0.0)), level.freedom) * math.sqrt(each)
-    return level.noise * max(cut, firm, sure), level.noise * math.sqrt(each)
+    sure = _t_of(math.sqrt(max(evidence, 0.0)), level.freedom) * math.sqrt(variance)
+    return level.noise * max(cut, firm, sure), level.noise * math.sqrt(variance)
 
 
 def _table(series: Sequence[Floats]) -> Batch:
-    lengths = np.array([len(own) for own in series], dtype=np.intp)
-    values = np.zeros((len(series), int(lengths.max())))
-    for row, own in zip(values, series, strict=True):
-        row[: len(own)] = np.log(own)
-    return Batch(values, lengths)
+    """Returns the logarithms of the series as rows."""
+    lengths = np.array([len(values) for values in series], dtype=np.intp)
+    table = np.zeros((len(series), int(lengths.max())))
+    for row, values in zip(table, series, strict=True):
+        row[: len(values)] = np.log(values)
+    return Batch(table, lengths)
 
 
-def _look(batch: Batch, deviations: float) -> list[tuple[Step, ...]]:
-    """Searches by the spread of differences, then, where that finds steps, by what is left around the pieces."""
+def _find_steps(batch: Batch, deviations: float) -> list[tuple[Step, ...]]:
+    """Searches by the spread of differences, then, if that finds steps, by the residuals around the pieces."""
     spread = spreads(batch)
     clean = without_bad_nights(batch, spread)
     units = _FIRST_DEVIATIONS * spread
     rough = partition(Batch(clean.values / units[:, None], clean.lengths), _BY_LENGTH / _FIRST_DEVIATIONS**2)
     steps: list[tuple[Step, ...]] = [()] * len(rough)
-    stepped = np.flatnonzero([bool(cuts) for cuts in rough])
-    if not len(stepped):
+    numbers = np.flatnonzero([bool(cuts) for cuts in rough])
+    if not len(numbers):
         return steps
-    some = Batch(clean.values[stepped], clean.lengths[stepped])
-    rows = [row[:length] for row, length in zip(some.values, some.lengths, strict=True)]
-    units = np.array([_unit(row, rough[number], deviations) for row, number in zip(rows, stepped, strict=True)])
-    cuts = partition(Batch(some.values / units[:, None], some.lengths), _BY_LENGTH / deviations**2)
-    for number, row, places in zip(stepped, rows, cuts, strict=True):
-        steps[number] = tuple(_steps(row, _firm(row, places)))
+    stepped = Batch(clean.values[numbers], clean.lengths[numbers])
+    rows = [row[:length] for row, length in zip(stepped.values, stepped.lengths, strict=True)]
+    units = np.array([_unit(row, rough[number], deviations) for row, number in zip(rows, numbers, strict=True)])
+    cuts = partition(Batch(stepped.values / units[:, None], stepped.lengths), _BY_LENGTH / deviations**2)
+    for number, row, places in zip(numbers, rows, cuts, strict=True):
+        steps[number] = tuple(_steps(row, _drop_weak_end(row, places)))
     return steps
 
 
@@ -298,23 +302,24 @@ def _unit(row: Floats, cuts: Sequence[int], deviations: float) -> float:
 
 
 def _noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:
-    """Returns the spread around the pieces, more where it has a memory, and its degrees of freedom."""
+    """Returns the spread around the pieces, more if it is autocorrelated, and its degrees of freedom."""
     pieces = np.split(row, cuts)
-    rest = np.concatenate([piece - piece.mean() for piece in pieces])
+    residuals = np.concatenate([piece - piece.mean() for piece in pieces])
     freedom = max(len(row) - len(pieces), 1)
-    return max(math.sqrt(float(rest @ rest) / freedom * memory(rest, len(pieces))), LEAST_SPREAD), freedom
+    variance = float(residuals @ residuals) / freedom * memory(residuals, len(pieces))
+    return max(math.sqrt(variance), LEAST_SPREAD), freedom
 
 
-def _firm(row: Floats, cuts: Sequence[int]) -> Sequence[int]:
+def _drop_weak_end(row: Floats, cuts: Sequence[int]) -> Sequence[int]:
     """Drops the last cut if its step hardly shows without its furthest value, which may be a bad night."""
     if not cuts:
         return cuts
     noise, _ = _noise(row, cuts)
     begin, cut = [0, *cuts][-2:]
-    apart = row[cut:] - row[begin:cut].mean()
-    rest = np.sort(apart * math.copysign(1.0, apart.mean()))[:-1]
-    error = noise * math.sqrt(1 / len(rest) + 1 / (cut - begin))
-    return cuts if rest.mean() >= _FIRM * error else cuts[:-1]
+    distances = row[cut:] - row[begin:cut].mean()
+    nearest = np.sort(distances * math.copysign(1.0, distances.mean()))[:-1]
+    error = noise * math.sqrt(1 / len(nearest) + 1 / (cut - begin))
+    return cuts if nearest.mean() >= _FIRM * error else cuts[:-1]
 
 
 def _steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
@@ -324,13 +329,12 @@ def _steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
         gains = _gains(row[begin:end]) / noise**2
         low, high = begin + 1 + np.searchsorted(_shares(gains), (_TAIL, 1 - _TAIL))
         lengths = at - begin, end - at
-        # What the lengths of two pieces cost more than that of both together.
+        # The lengths of two pieces cost more than that of both together.
         price = sum(math.log(length / LEAST) for length in lengths) - math.log(sum(lengths) / LEAST)
-        evidence = (
-            math.sqrt(freedom * math.log1p(math.sqrt(gains[at - begin - 1]) ** 2 / freedom))
-            * (8 * freedom + 1)
-            / (8 * freedom + 3)
-        ) ** 2 - _BY_LENGTH * price
+        # The Gaussian deviations that are as rare as Student's t (Wallace's approximation).
+        gaussian = math.sqrt(freedom * math.log1p(math.sqrt(gains[at - begin - 1]) ** 2 / freedom))
+        gaussian = gaussian * (8 * freedom + 1) / (8 * freedom + 3)
+        evidence = gaussian**2 - _BY_LENGTH * price
         yield Step(
             at,
             min(int(low), at) - 1,
@@ -354,12 +358,12 @@ def _gains(values: Floats) -> Floats:
     count = len(values)
     first = np.arange(1, count)
     sums = values.cumsum()
-    apart = sums[:-1] / first - (sums[-1] - sums[:-1]) / (count - first)
-    gains: Floats = apart**2 * first * (count - first) / count
+    distance = sums[:-1] / first - (sums[-1] - sums[:-1]) / (count - first)
+    gains: Floats = distance**2 * first * (count - first) / count
     return gains
 
 
 def _t_of(deviations: float, freedom: int) -> float:
-    """Returns Student's t that is as rare as so many Gaussian deviations (Wallace's approximation)."""
+    """Returns Student's t that is as rare as this many Gaussian deviations (Wallace's approximation)."""
     shrunk = deviations * (8 * freedom + 3) / (8 * freedom + 1)
     return math.sqrt(freedom * math.expm1(shrunk**2 / freedom))

@@ -1,8 +1,9 @@
 """Changes in the trends of a history: where figures stepped up or down between commits, and stayed there.
 
-Steps are searched among figures of whole measurements, of one version and under the same conditions. Other commits in
-between count in a step's range. Exact counts are compared with the last count: each difference is a step, without
-chance. So is each place where a figure stops being a finite number, as an error does whose tensor has a NaN.
+Steps are searched among figures of complete measurements, of one version and under the same conditions. Commits without
+a comparable figure still count in a step's range. Exact counts are compared with the last count: each difference is a
+step, without chance. So is each place where a figure stops being a finite number, as an error does whose tensor has a
+NaN.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 
 import numpy as np
 
@@ -37,19 +39,19 @@ _NOT_FINITE = "from or to no finite number: no ratio says it"
 _NOTHING = 0.5
 
 
-# The metric by the fastest calls, for each one by all calls.
-_OF_ALL_CALLS: Mapping[str, str] = {MEAN: TIME, RELATIVE_MEAN: RELATIVE}
+# The metric by the fastest calls, for each metric by all calls.
+_FASTEST_CALLS: Mapping[str, str] = {MEAN: TIME, RELATIVE_MEAN: RELATIVE}
 Look = Callable[[Sequence[Floats]], list[tuple[Step, ...]]]
 
 
 class ChangeState(StrEnum):
-    """What became of a change. Only OPEN ones alarm, if they are worse, or of exact counts."""
+    """The state of a change. Only OPEN ones alarm, if they are worse, or of exact counts."""
 
     OPEN = "open"
     ACKNOWLEDGED = "acknowledged"
     # The mean over all calls stepped the other way between the same commits.
     CONTRADICTED = "contradicted"
-    # A later step took it back, half of it at least; of what is counted also one that went back itself.
+    # A later step took at least half of it back; for exact counts, also a step back to an earlier count.
     REVERTED = "reverted"
     # The work or the method has changed since: what is measured now does not compare.
     OLD_VERSION = "old version"
@@ -82,7 +84,7 @@ class Change:
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is of an exact count: then the step itself is another one, whether it has more or less."""
+        """Whether it is of an exact count: then the step does different work, whether more or less."""
         return self.trend.series.metric in COUNTS
 
     @property
@@ -97,9 +99,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Found:
-    """All changes, the worst first; how many trends were searched, and how many were not, by reason.
+    """All changes, the worst first; how many trends were searched, and how many were not (`left`), by reason.
 
-    `counted` trends of exact counts are beside these, because chance has no part in them.
+    Trends of exact counts are `counted` separately, because chance has no part in them.
     """
 
     changes: tuple[Change, ...]
@@ -110,8 +112,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Figures of a trend that compare: their places in it, and their values, which may be infinite or NaN. `read`
-    returns the trend; `counted` marks exact ones."""
+    """Comparable figures of a trend: their places in it, and their values, which may be infinite or NaN.
+
+    `read` returns the trend; `counted` marks exact counts.
+    """
 
     read: Callable[[], Trend]
     places: Counts
@@ -119,8 +123,9 @@ class Stretch:
     counted: bool = False
 
     def finite(self) -> Stretch:
-        kept = np.isfinite(self.values)
-        return self if kept.all() else replace(self, places=self.places[kept], values=self.values[kept])
+        """Returns the figures that are finite numbers."""
+        is_finite = np.isfinite(self.values)
+        return replace(self, places=self.places[is_finite], values=self.values[is_finite])
 
 
 def find_changes(trends: Iterable[Trend]) -> Found:
@@ -130,33 +135,35 @@ def find_changes(trends: Iterable[Trend]) -> Found:
 
 def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
     """Returns the changes of trends by their stretches. `look` finds steps; only trends with steps are read."""
-    left: Counter[str] = Counter()
-    chosen: list[Stretch] = []
-    lost: list[Change] = []
+    skipped: Counter[str] = Counter()
+    sound: list[Stretch] = []
+    changes: list[Change] = []
     looked_at = [0, 0]
+    # 1. Choose the stretches in which steps can be found, and the reasons why others cannot have any.
     for of_trend in stretches:
-        lost_here = [change for stretch in of_trend for change in _changes_of_finiteness(stretch)]
-        lost += lost_here
-        finite = [stretch.finite() for stretch in of_trend]
-        compared = [stretch for stretch in finite if len(stretch.values) >= (2 if stretch.counted else LEAST_VALUES)]
-        sound = [stretch for stretch in compared if stretch.values.min() >= 0]
-        chosen += sound
+        of_finiteness = list(chain.from_iterable(map(_changes_of_finiteness, of_trend)))
+        changes += of_finiteness
         counted = any(stretch.counted for stretch in of_trend)
-        looked_at[counted] += bool(sound or lost_here)
-        if not sound and not lost_here:
-            left[BELOW_ZERO if compared else TOO_FEW_COUNTS if counted else TOO_FEW] += 1
-        elif sound and not counted and len(max(finite, key=_last_place).values) < LEAST_VALUES:
-            left[TOO_FEW_SINCE] += 1
-    timed, exact = ([stretch for stretch in chosen if stretch.counted is counted] for counted in (False, True))
-    steps = (
-        *look([_above_zero(stretch.values) for stretch in timed]),
-        *(_exact_steps(_above_zero(stretch.values)) for stretch in exact),
-    )
-    changes = [
-        change for stretch, some in zip((*timed, *exact), steps, strict=True) for change in _changes(stretch, some)
-    ]
-    every = (*lost, *_checked_against_means(changes))
-    return Found(tuple(sorted(every, key=worst_first)), looked_at[0], left, looked_at[1])
+        finite = [stretch.finite() for stretch in of_trend]
+        long_enough = [stretch for stretch in finite if len(stretch.values) >= (2 if stretch.counted else LEAST_VALUES)]
+        searched = [stretch for stretch in long_enough if stretch.values.min() >= 0]
+        sound += searched
+        looked_at[counted] += bool(searched or of_finiteness)
+        if not searched and not of_finiteness:
+            too_few = TOO_FEW_COUNTS if counted else TOO_FEW
+            skipped[BELOW_ZERO if long_enough else too_few] += 1
+        elif searched and not counted and len(max(finite, key=_last_place).values) < LEAST_VALUES:
+            skipped[TOO_FEW_SINCE] += 1
+    # 2. Find the steps of all timed stretches together, and those of exact counts one by one.
+    timed = [stretch for stretch in sound if not stretch.counted]
+    exact = [stretch for stretch in sound if stretch.counted]
+    steps = look([_above_zero(stretch.values) for stretch in timed])
+    steps += [_exact_steps(_above_zero(stretch.values)) for stretch in exact]
+    of_steps: list[Change] = []
+    for stretch, of_stretch in zip([*timed, *exact], steps, strict=True):
+        of_steps += _changes(stretch, of_stretch)
+    changes += _check_against_means(of_steps)
+    return Found(tuple(sorted(changes, key=worst_first)), looked_at[0], skipped, looked_at[1])
 
 
 def _last_place(stretch: Stretch) -> int:
@@ -164,71 +171,71 @@ def _last_place(stretch: Stretch) -> int:
 
 
 def _exact_steps(values: Floats) -> tuple[Step, ...]:
-    at = (np.flatnonzero(np.diff(values)) + 1).tolist()
-    return tuple(
-        Step(number, number - 1, number, float(values[number - 1]), float(values[number]), 0.0, 0.0) for number in at
-    )
+    places = (np.flatnonzero(np.diff(values)) + 1).tolist()
+    return tuple(Step(at, at - 1, at, float(values[at - 1]), float(values[at]), 0.0, 0.0) for at in places)
 
 
-def _checked_against_means(changes: Sequence[Change]) -> Iterator[Change]:
-    """Yields the changes, with what the mean over all calls says where it contradicts the fastest calls.
+def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
+    """Yields the changes, marked where the mean over all calls contradicts the fastest calls.
 
-    Where both agree, the mean's change is dropped. Where they do not, the mean's step stands, because it sees every
-    call.
+    If both agree, the mean's change is dropped. If they do not, the mean's step stands, because it sees every call.
     """
     restated = set[int]()
-    beside: dict[int, Change] = {}
-    means = [change for change in changes if change.trend.series.metric in _OF_ALL_CALLS]
+    opposite: dict[int, Change] = {}
+    means = [change for change in changes if change.trend.series.metric in _FASTEST_CALLS]
     for mean, fast in itertools.product(means, changes):
-        if not _of_one_step(mean, fast):
+        if not _is_same_step(mean, fast):
             continue
         if mean.is_worse is fast.is_worse and abs(mean.size - fast.size) <= math.log1p(UNEVEN):
             restated.add(id(mean))
         else:
-            beside |= {id(mean): fast, id(fast): mean}
+            opposite[id(mean)] = fast
+            opposite[id(fast)] = mean
     for change in changes:
         if id(change) not in restated:
-            yield _uneven(change, beside[id(change)]) if id(change) in beside else change
+            yield _mark_uneven(change, opposite[id(change)]) if id(change) in opposite else change
 
 
-def _of_one_step(mean: Change, fast: Change) -> bool:
+def _is_same_step(mean: Change, fast: Change) -> bool:
     """Whether the two are of one case, and may lie between the same commits."""
-    if fast.trend.series.metric != _OF_ALL_CALLS[mean.trend.series.metric]:
+    if fast.trend.series.metric != _FASTEST_CALLS[mean.trend.series.metric]:
         return False
-    if fast.state is not mean.state or _place(mean) != _place(fast):
+    if fast.state is not mean.state or _cell_of(mean) != _cell_of(fast):
         return False
     places = {figure.commit: place for place, figure in enumerate(mean.trend.figures)}
     begins = [places.get(change.comparison.since, -1) for change in (mean, fast)]
     return max(begins) < min(places.get(change.comparison.until, -1) for change in (mean, fast))
 
 
-def _place(change: Change) -> tuple[object, ...]:
+def _cell_of(change: Change) -> tuple[object, ...]:
     return change.trend.series.workload, change.trend.cell, change.trend.machine.get("machine"), change.trend.python
 
 
-def _uneven(change: Change, other: Change) -> Change:
-    is_mean = change.trend.series.metric in _OF_ALL_CALLS
+def _mark_uneven(change: Change, opposite: Change) -> Change:
+    is_mean = change.trend.series.metric in _FASTEST_CALLS
     comparison = replace(
         change.comparison,
         labels=(*change.comparison.labels, Label.UNEVEN),
         why="the fastest calls and the mean over all calls did not step alike",
     )
-    stands = is_mean or change.state is not ChangeState.OPEN or change.is_worse is other.is_worse
+    stands = is_mean or change.state is not ChangeState.OPEN or change.is_worse is opposite.is_worse
     return replace(change, comparison=comparison, state=change.state if stands else ChangeState.CONTRADICTED)
 
 
 def _stretches(trend: Trend) -> list[Stretch]:
-    alike: dict[tuple[str, Conditions], dict[int, float]] = {}
+    """Returns the figures of each version and each set of conditions."""
+    values: dict[tuple[str, Conditions], dict[int, float]] = {}
     for place, figure in enumerate(trend.figures):
-        if (value := _counted(figure)) is not None:
-            alike.setdefault((figure.version, figure.under), {})[place] = value
+        if (value := _comparable_value(figure)) is not None:
+            values.setdefault((figure.version, figure.under), {})[place] = value
     counted = trend.series.metric in COUNTS
     return [
-        Stretch(lambda: trend, np.array([*found]), np.array([*found.values()]), counted) for found in alike.values()
+        Stretch(lambda: trend, np.array([*by_place]), np.array([*by_place.values()]), counted)
+        for by_place in values.values()
     ]
 
 
-def _counted(figure: Figure) -> float | None:
+def _comparable_value(figure: Figure) -> float | None:
     return None if figure.hasty else figure.value
 
 
@@ -248,20 +255,22 @@ def _changes(stretch: Stretch, steps: Sequence[Step]) -> Iterator[Change]:
     for number, step in enumerate(steps):
         if abs(math.log(step.after / step.before)) < band:
             continue
-        change = _change(stretch, step, levels[number], levels[number + 1])
+        change = _make_change(stretch, step, levels[number], levels[number + 1])
         yield replace(change, state=_state(change, levels[:number], levels[number + 2 :]))
 
 
 def _changes_of_finiteness(stretch: Stretch) -> Iterator[Change]:
+    """Yields a change for each place where a figure becomes, or stops being, a finite number."""
     finite = np.isfinite(stretch.values)
     for at in (np.flatnonzero(np.diff(finite)) + 1).tolist():
-        before, after = stretch.values[at - 1 : at + 1].tolist()
-        # Whatever is not finite is further off than any number.
+        level, new_level = stretch.values[at - 1 : at + 1].tolist()
+        # Whatever is not finite is worse than any number.
         order = (0.0, 1.0) if finite[at - 1] else (1.0, 0.0)
-        change = _change(stretch, Step(at, at - 1, at, *order, 0.0, 0.0), before, after)
+        change = _make_change(stretch, Step(at, at - 1, at, *order, 0.0, 0.0), level, new_level)
         state = _state(change, (), ())
-        back = state is ChangeState.OPEN and bool((finite[at:] != finite[at]).any())
-        yield replace(change, state=ChangeState.REVERTED if back else state)
+        if state is ChangeState.OPEN and (finite[at:] != finite[at]).any():
+            state = ChangeState.REVERTED
+        yield replace(change, state=state)
 
 
 def _levels(values: Floats, steps: Sequence[Step]) -> list[float]:
@@ -272,43 +281,44 @@ def _levels(values: Floats, steps: Sequence[Step]) -> list[float]:
     return [statistics.median(piece.tolist()) for piece in pieces]
 
 
-def _change(stretch: Stretch, step: Step, before: float, after: float) -> Change:
+def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -> Change:
     trend = stretch.read()
+    figures = trend.figures
     places = stretch.places.tolist()
     low, first, high = (places[place] for place in (step.low, step.at, step.high))
-    inside = range(low + 1, high + 1)
-    figures = trend.figures
-    direction = Direction.WORSE if step.after > step.before else Direction.BETTER
-    has_ratio = 0 < before < math.inf and 0 < after < math.inf
-    exact = stretch.counted or not (math.isfinite(before) and math.isfinite(after))
-    why = "from or to nothing: no ratio says it" if math.isfinite(before) and math.isfinite(after) else _NOT_FINITE
-    ratio = step.ratio if has_ratio else None
+    # 1. The ratio of the levels, unless there is none.
+    finite = math.isfinite(level) and math.isfinite(new_level)
+    ratio, reason = None, ""
+    if finite and level > 0 and new_level > 0:
+        ratio = replace(step.ratio, level=1.0) if stretch.counted else step.ratio
+    else:
+        reason = "from or to nothing: no ratio says it" if finite else _NOT_FINITE
     comparison = Comparison(
         case_of(trend),
         trend.series.workload,
         trend.series.metric,
         unit_of_series(trend.series),
-        direction,
+        Direction.WORSE if step.after > step.before else Direction.BETTER,
         Evidence.HISTORY,
-        before,
-        after,
-        replace(ratio, level=1.0) if ratio is not None and stretch.counted else ratio,
-        None if exact else step.p_value,
-        why="" if has_ratio else why,
+        level,
+        new_level,
+        ratio,
+        None if stretch.counted or not finite else step.p_value,
+        why=reason,
         since=figures[low].commit,
         until=figures[high].commit,
     )
-    unmeasured = len(set(inside) - set(places))
-    version = figures[first].version
-    newest = next(place for place in reversed(range(len(figures))) if _counted(figures[place]) is not None)
+    # 2. The commits among which it may lie, and whether today's figures compare with it.
+    inside = range(low + 1, high + 1)
+    newest = next(place for place in reversed(range(len(figures))) if _comparable_value(figures[place]) is not None)
     return Change(
         trend,
         comparison,
         figures[first].commit,
         len(inside),
-        unmeasured,
+        len(set(inside) - set(places)),
         step.error,
-        version,
+        figures[first].version,
         current=newest in places,
     )
 
@@ -321,16 +331,17 @@ def case_of(trend: Trend) -> str:
 
 
 def _state(change: Change, earlier: Sequence[float], later: Sequence[float]) -> ChangeState:
-    """Whether a change still holds: not where a later level lies nearer to the one before it, nor where an exact
-    count is back at an earlier level."""
+    """Returns REVERTED if a later level lies nearer to the one before the change, or if an exact count is back at an
+    earlier level."""
     if change.version != change.trend.series.version:
         return ChangeState.OLD_VERSION
-    before, after = change.comparison.before, change.comparison.after
-    assert before is not None and after is not None
-    middle = math.sqrt(before * after) or (before + after) / 2
-    back = any(level < middle if change.is_worse else level > middle for level in later)
-    back = back or (change.is_counted and not change.is_worse and after in earlier)
-    return ChangeState.REVERTED if back else ChangeState.OPEN
+    level, new_level = change.comparison.before, change.comparison.after
+    assert level is not None and new_level is not None
+    middle = math.sqrt(level * new_level) or (level + new_level) / 2
+    reverted = any(number < middle if change.is_worse else number > middle for number in later)
+    if change.is_counted and not change.is_worse and new_level in earlier:
+        reverted = True
+    return ChangeState.REVERTED if reverted else ChangeState.OPEN
 
 
 def worst_first(change: Change) -> tuple[object, ...]:
@@ -340,22 +351,20 @@ def worst_first(change: Change) -> tuple[object, ...]:
     return states.index(change.state), not change.is_worse, -size
 
 
-# A level may be off by this much more than when it was acknowledged, or by so many standard errors.
+# A level may be off by this much more than when it was acknowledged, or by this many standard errors.
 _FURTHER = 0.02
 _ERRORS = 3.0
 # Stands for zero, which has no logarithm.
 _LEAST = 1e-300
 
 
-def acknowledged(found: Found, acks: Sequence[Ack]) -> Found:
+def apply_acks(found: Found, acks: Sequence[Ack]) -> Found:
+    """Marks open changes that an ack covers, by the newest of such acks."""
     changes = []
     for change in found.changes:
-        ack = (
-            next((known for known in reversed(acks) if covers(known, change)), None)
-            if change.state is ChangeState.OPEN
-            else None
-        )
-        changes.append(change if ack is None else replace(change, state=ChangeState.ACKNOWLEDGED, ack=ack))
+        ack = next((ack for ack in reversed(acks) if covers(ack, change)), None)
+        is_acknowledged = ack is not None and change.state is ChangeState.OPEN
+        changes.append(replace(change, state=ChangeState.ACKNOWLEDGED, ack=ack) if is_acknowledged else change)
     return replace(found, changes=tuple(sorted(changes, key=worst_first)))
 
 
@@ -383,7 +392,8 @@ def covers(ack: Ack, change: Change) -> bool:
     """Whether an ack is of this change: the same trend, ranges that overlap, and a level that is not further off."""
     trend, comparison = change.trend, change.comparison
     assert comparison.before is not None and comparison.after is not None
-    here = (
+    # 1. The same trend and direction.
+    identity = (
         trend.series.name,
         trend.cell,
         trend.machine["machine"],
@@ -391,20 +401,21 @@ def covers(ack: Ack, change: Change) -> bool:
         change.version,
         comparison.direction,
     )
-    if (ack.series, ack.cell, ack.machine, ack.python, ack.version, ack.direction) != here:
+    if (ack.series, ack.cell, ack.machine, ack.python, ack.version, ack.direction) != identity:
         return False
+    # 2. It ends no further off, and does not begin where the acknowledged one ended.
     sign = 1 if change.is_worse else -1
-    if sign * (_log(comparison.after) - _log(ack.after)) > (
-        0 if change.is_counted else max(_FURTHER, _ERRORS * change.error)
-    ):
+    tolerance = 0 if change.is_counted else max(_FURTHER, _ERRORS * change.error)
+    if sign * (_log(comparison.after) - _log(ack.after)) > tolerance:
         return False
     if sign * (_log(comparison.before) - (_log(ack.before) + _log(ack.after)) / 2) > 0:
-        return False  # it begins where the other one ended
+        return False
+    # 3. Both may lie between the same commits; an end that the trend does not have is the change's own.
     places = {figure.commit: place for place, figure in enumerate(trend.figures)}
-    ends = [places.get(commit) for commit in (ack.since, ack.until)]
+    if ack.since not in places and ack.until not in places:
+        return False
     low, high = places[comparison.since], places[comparison.until]
-    since, until = (end if end is not None else other for end, other in zip(ends, (low, high), strict=True))
-    return ends != [None, None] and max(since, low) < min(until, high)
+    return max(places.get(ack.since, low), low) < min(places.get(ack.until, high), high)
 
 
 def _log(level: float) -> float:

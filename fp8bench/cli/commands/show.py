@@ -17,7 +17,7 @@ from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
 from fp8bench.jobs.kinds import KeptTable, Kind, View, meant_by
 from fp8bench.model import Run
 from fp8bench.model.codec import encode, noting_ignored
-from fp8bench.store.runs.listing import find_run, load_named
+from fp8bench.store.runs.listing import find_run, load_stored_run
 
 EXAMPLES = ("fp8bench show last --all", "fp8bench show last --csv rows.csv")
 # Details of a run beside the answer.
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     meant = meant_by(word, store, only_runs=any(table.name != "all" for table in wanted))
     if not meant:
         with noting_ignored() as ignored:
-            measured = load_named(word, store)
+            measured = load_stored_run(word, store)
         if len(wanted) > 1:
             raise UsageError(f"--{wanted[0].name} and --{wanted[1].name} are two tables. Give one of them.")
         for table in wanted:

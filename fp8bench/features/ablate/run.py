@@ -31,7 +31,7 @@ from fp8bench.model.file_names import stamp
 from fp8bench.model.stopping import rule_for
 from fp8bench.pipeline import examine, now, worker_for
 from fp8bench.plan.checked_workload import axes_of
-from fp8bench.plan.make import devices_asked, make_plan
+from fp8bench.plan.make import choose_devices, make_plan
 from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Workload
 from fp8bench.protocols.axes import Axis
@@ -108,7 +108,7 @@ def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObs
     corpus, switches = resolved.corpus(store), resolved.switches
     with claimed(request.isolation), worker_for(request, corpus) as worker, Meters(request.energy) as meters:
         facts = worker.probe()
-        (device,) = devices_asked(request, facts)
+        (device,) = choose_devices(request, facts)
         options = options_of(suite.name, words, device)
         planned = planned_arms(request, options, facts, corpus.identity if corpus else None)
         group = Group(tuple(planned.values()), 0)

@@ -12,12 +12,12 @@ from fp8bench.features.sensitivity.job import studies_of
 from fp8bench.features.train.kind import load_training, training_named
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model.run import BENCH
-from fp8bench.store.runs.listing import load_named, store_of
+from fp8bench.store.runs.listing import load_stored_run, store_of
 
 
 def basis_of(word: str, store: Path, training: str | None, least: float) -> tuple[Basis, list[str]]:
     """Returns the named run with what else the store knows about it, and what of that could not be read."""
-    run = load_named(word, store)
+    run = load_stored_run(word, store)
     if run.request.suite == BENCH:
         raise UsageError(f"the run {run.id} compares callables, and advice is on precisions. Give a suite's run.")
     home = store_of(Path(run.path)) or store

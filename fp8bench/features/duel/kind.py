@@ -17,7 +17,7 @@ from fp8bench.jobs.kinds import Kind, View
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.model.file_names import stamp
 from fp8bench.store.kept_lines import Content, UnknownKind, lines_of, read_header, take_lines
-from fp8bench.store.runs.run_file import unsound
+from fp8bench.store.runs.run_file import why_unsound
 
 _NOT_IN_HEADER = {"results", "path", "finished", "troubles", "notes"}
 
@@ -45,11 +45,11 @@ def start_duel(duel: Duel, store: Path) -> DuelWriter:
 
 def _sound(result: CaseResult) -> CaseResult:
     same = result.before.case.id == result.after.case.id
-    whys = ["" if same else "its sides are of different cases", unsound(result.before), unsound(result.after)]
+    whys = ["" if same else "its sides are of different cases", why_unsound(result.before), why_unsound(result.after)]
     for session in result.sessions:
         for record, timings in ((result.before, session.before), (result.after, session.after)):
             whys += [] if timings else ["a session has no times of a side"]
-            whys += [unsound(replace(record, timing=timing)) for timing in timings]
+            whys += [why_unsound(replace(record, timing=timing)) for timing in timings]
     for why in filter(None, whys):
         raise Malformed(why)
     return result

@@ -23,7 +23,7 @@ from fp8bench.features.duel.partners import Start
 from fp8bench.features.duel.values import AFTER, BEFORE
 from fp8bench.files import PARTIAL, is_locked, lock
 from fp8bench.measure.interrupts import ignored
-from fp8bench.store.commit_runs import commit_named
+from fp8bench.store.commit_runs import find_commit
 
 PREFIX = "fp8bench-duel-"
 _LOCK = "owner.lock"
@@ -105,7 +105,7 @@ def is_dirty(repository: Path) -> bool:
 
 
 def revision_of(repository: Path, word: str, option: str) -> str:
-    commit = commit_named(word, repository)
+    commit = find_commit(word, repository)
     if commit is not None:
         return commit
     hint = "Give a commit, a branch or a tag; `git fetch` gets those of others."
@@ -237,7 +237,7 @@ def _against(
             f"{option} wants fp8bench to run from a checkout of its repository, and it runs from {PACKAGE}. Install it "
             "from one with `pip install -e`."
         )
-    commit, checked_out = revision_of(repository, word, option), commit_named("HEAD", repository) or ""
+    commit, checked_out = revision_of(repository, word, option), find_commit("HEAD", repository) or ""
     changed = " with uncommitted changes" if is_dirty(repository) else ""
     title = commit[:8] if commit.startswith(word) else f"{word} ({commit[:8]})"
     here = f"this tree ({checked_out[:8]}{changed})"

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fp8bench.analysis import stats, verdicts
-from fp8bench.analysis.compare.interval import exact_change
+from fp8bench.analysis.compare.interval import compare_exact_values
 from fp8bench.analysis.compare.interval import p_value as chance_of
 from fp8bench.analysis.doubts import place_effect
 from fp8bench.analysis.labels import labels_of
@@ -94,7 +94,7 @@ class DuelVerdict:
 
     @property
     def uneven(self) -> bool:
-        return self.resolved and verdicts.uneven(self.ratio, self.typical)
+        return self.resolved and verdicts.is_uneven(self.ratio, self.typical)
 
 
 def judge(
@@ -163,7 +163,7 @@ def _logs(session: Session, whole: bool) -> NDArray[np.float64]:
 
 
 def _best(timings: Sequence[Timing], rounds: Sequence[int], whole: bool) -> list[float]:
-    return [float(stats.best_by_segment(timing).sum()) for timing in verdicts.comparable(timings, rounds, whole)]
+    return [float(stats.best_by_segment(timing).sum()) for timing in verdicts.to_comparable(timings, rounds, whole)]
 
 
 def _make_up(session: Session) -> bool:
@@ -171,7 +171,7 @@ def _make_up(session: Session) -> bool:
     sides = session.before, session.after
     apart = [max(_apart(_best(side, rounds, whole)) for side in sides) for whole in (False, True)]
     floor = max(BAND, min(apart))  # stretches that make up for each other widen the first
-    return verdicts.make_up([*session.before, *session.after], rounds, floor)
+    return verdicts.cells_make_up([*session.before, *session.after], rounds, floor)
 
 
 def _apart(seconds: Sequence[float]) -> float:
@@ -377,7 +377,7 @@ def _value(result: CaseResult, metric: str) -> Comparison:
     if before is None or after is None:
         why = _why_none(result) if result.failed else f"only side {AFTER if before is None else BEFORE} has it"
         return replace(blank, why=why)
-    return replace(blank, **exact_change(*samples)._asdict())
+    return replace(blank, **compare_exact_values(*samples)._asdict())
 
 
 def _blank(result: CaseResult, metric: str, unit: str) -> Comparison:

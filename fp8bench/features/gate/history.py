@@ -27,9 +27,9 @@ from fp8bench.model.specs import COUNTS, PER, RELATIVE
 from fp8bench.pipeline import AGAIN
 from fp8bench.report.panels import together
 from fp8bench.store.asv.identity import from_facts
-from fp8bench.store.commit_runs import commit_named
+from fp8bench.store.commit_runs import find_commit
 from fp8bench.store.figures.lines import History, Line
-from fp8bench.store.points import cell_of, followed
+from fp8bench.store.points import cell_of, points_of_run
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 
@@ -47,8 +47,8 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     title = f"{title}, up to run {newest.id}"
     if all(record.status is Status.SKIPPED for record in newest.records):
         return GateSource(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
-    here, commit = commit_named("HEAD", Path()), newest.environment.get("commit")
-    if here is not None and isinstance(commit, str) and commit != here and commit_named(commit, Path()) is not None:
+    here, commit = find_commit("HEAD", Path()), newest.environment.get("commit")
+    if here is not None and isinstance(commit, str) and commit != here and find_commit(commit, Path()) is not None:
         return GateSource(
             title,
             problem=f"the newest run is of commit {commit[:8]}, and nothing was measured since of {here[:8]}, which is "
@@ -231,7 +231,7 @@ def _new_value(change: Change, run: Run) -> Comparison | None:
     trend, step = change.trend, change.comparison
     points = [
         point
-        for point in followed(run).points
+        for point in points_of_run(run).points
         if (point.series, point.cell, point.version) == (trend.series.name, trend.cell, change.version)
     ]
     values = [value for point in points for value in point.samples]

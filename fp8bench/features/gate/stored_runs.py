@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8bench.analysis.compare.compare import Compared, compare
-from fp8bench.analysis.compare.sides import side_of
+from fp8bench.analysis.compare.sides import make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, Fp8benchError, RunNotFound, StoreError
 from fp8bench.features.duel.kind import DuelKind
@@ -45,7 +45,7 @@ from fp8bench.pipeline import measure_again
 from fp8bench.plan.resumable import refuse_code_of_others
 from fp8bench.report.comparisons import side_words
 from fp8bench.report.panels import together
-from fp8bench.store.commit_runs import commit_named, find_runs
+from fp8bench.store.commit_runs import find_commit, find_runs
 from fp8bench.store.runs.listing import store_of
 from fp8bench.units import clock
 from fp8bench.user_code import import_user_modules
@@ -193,7 +193,7 @@ def duel_with(
     commit: str, request: Request, store: Path, suspects: Sequence[Comparison], observer: JobObserver, pool: Pool
 ) -> SecondLook | None:
     """Duels what is here with a commit; returns None if the repository at hand does not have it."""
-    if commit_named(commit, Path()) is None:
+    if find_commit(commit, Path()) is None:
         return None
     own = Path.cwd().resolve().is_relative_to(PACKAGE.parent)
     question = DuelQuestion(against_self=commit) if own else DuelQuestion(against=commit)
@@ -262,7 +262,7 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Gat
 
 
 def _problem(compared: Compared) -> tuple[str, int]:
-    if not compared.after.measured:
+    if not compared.after.is_measured:
         lost = any(comparison.failed for comparison in compared.comparisons)
         return ("" if lost else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
     if compared.conditions and not any(comparison.failed for comparison in compared.comparisons):
@@ -296,14 +296,14 @@ def _measured_by(
     again, refused = measured_again(newest, {suspect.case for suspect in suspects}, store, observer)
     if again is None:
         return SecondLook({}, refused=refused)
-    figures = compare(compared.before, side_of("again", [(again, findings(again))]), beside=compared.after).comparisons
+    figures = compare(compared.before, make_side("again", [(again, findings(again))]), extra=compared.after).comparisons
     return SecondLook({key_of(figure): figure for figure in figures}, f"measured again in run {again.id}")
 
 
 def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
     """Returns the first side's commit if a duel with it would ask the same question; else None. A duel measures what
     is here on its second side, with one interpreter on both: it would not see the cost of another torch."""
-    here = commit_named("HEAD", Path())
+    here = find_commit("HEAD", Path())
     if here is None or newest.environment.get("commit") != here or compared.differing:
         return None
     commit, *others = {run.environment.get("commit") for run in compared.before.runs}
@@ -362,7 +362,7 @@ def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
 def _moved_on(duel: Duel) -> str:
     if not duel.after.commit:
         return ""
-    here = commit_named("HEAD", PACKAGE if duel.before.title.startswith(OWN) else Path())
+    here = find_commit("HEAD", PACKAGE if duel.before.title.startswith(OWN) else Path())
     if here == duel.after.commit:
         return ""
     return f"the duel was of commit {duel.after.commit[:8]}, and here is {here[:8] if here else 'no repository'}"

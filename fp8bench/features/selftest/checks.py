@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8bench.analysis.verdicts import conclude, decided, totals
+from fp8bench.analysis.verdicts import conclude, is_decided, totals
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import ProcessWorker, Worker
@@ -98,7 +98,7 @@ def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
     ]
     session = RoundSession(arms[0], arms[1], arms[2:])
     session.prepare(worker)
-    session.run(worker, StoppingRule(budget=8.0), decided, 0, lambda arm, share: None)
+    session.run(worker, StoppingRule(budget=8.0), is_decided, 0, lambda arm, share: None)
     session.release(worker)
     timings = [arm.timing() for arm in arms]
     for name, timing, allowed in (

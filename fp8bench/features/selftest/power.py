@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench import __version__
-from fp8bench.analysis.verdicts import best_phases, conclude, decided
+from fp8bench.analysis.verdicts import best_phases, conclude, is_decided
 from fp8bench.errors import UnknownName
 from fp8bench.features.selftest.checks import GPU_SIDE, NATIVE, SIDE, product
 from fp8bench.files import keeping, write_whole
@@ -223,7 +223,7 @@ def _trial(worker: Worker, session: RoundSession, operation: Operation, result: 
         arm.slots.clear()
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
-        return decided(case, reference, control) or _cost(case, reference, control) >= operation.seconds
+        return is_decided(case, reference, control) or _cost(case, reference, control) >= operation.seconds
 
     session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), judge, seed, lambda arm, share: None)
     assert session.reference is not None and session.control is not None

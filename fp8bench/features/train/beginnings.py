@@ -24,7 +24,7 @@ from fp8bench.files import MEMORY_BYTES, check_file, open_file, read_file
 from fp8bench.plan.corpus import byte_tokens, name_of, named_text, replace_tokens
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
-from fp8bench.store.runs.listing import largest_scales, load_named, refuse_no_scales, scales_of
+from fp8bench.store.runs.listing import largest_scales, load_stored_run, refuse_no_scales, scales_of
 
 # At most so many bytes of a text are read; longer ones can be given as token files.
 MOST_TEXT = 128 << 20
@@ -256,7 +256,7 @@ def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
     last, word = request.scales_from == "last", request.scales_from
     path = training_named(word, store) if last else KIND.find(word, store)
     if path is None:
-        run = load_named(word, store)
+        run = load_stored_run(word, store)
         known, of = scales_of(run), f"run {run.id}"
     else:
         kept = load_training(path)

@@ -24,10 +24,10 @@ from fp8bench.numerics.collectives import (
     mean_in_fp8,
     mean_of_tensors,
     newest,
-    tensors_transported,
-    transported,
+    transport,
+    transport_tensors,
 )
-from fp8bench.numerics.rank_programs import Program, on_this_rank, simulated
+from fp8bench.numerics.rank_programs import Program, on_this_rank, simulate
 from fp8bench.protocols import Phases, SilentPhases
 
 _TOKENS = 1
@@ -204,7 +204,7 @@ class FP8Wire:
         return self._sent(lambda own_values, rank: mean_of_tensors(own_values, rank, pieces), values, phase)
 
     def joined_tensors(self, part: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
-        return self._sent(lambda values, rank: tensors_transported(values, rank, pieces), part, phase)
+        return self._sent(lambda values, rank: transport_tensors(values, rank, pieces), part, phase)
 
     def watched(self) -> WireWitness:
         self._witness = WireWitness(self.group)
@@ -220,7 +220,7 @@ class FP8Wire:
         return mean.values
 
     def _joined_of(self, part: Tensor, rank: int) -> Program[Tensor]:
-        joined = yield from transported(part)
+        joined = yield from transport(part)
         return joined.values
 
     def _sent(self, program: OfRank, values: Tensor, phase: Phases) -> Tensor:
@@ -264,7 +264,7 @@ class WireWitness:
         padded = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
         all_padded = RankGroup(self._group).all_of(padded)
         everybody = [tensor[:length] for tensor, length in zip(all_padded, lengths, strict=True)]
-        expected = simulated([program(tensor, rank) for rank, tensor in enumerate(everybody)])[self._group.rank()]
+        expected = simulate([program(tensor, rank) for rank, tensor in enumerate(everybody)])[self._group.rank()]
         wrong = int((got != expected).sum())
         if wrong and not self._wrong:
             self._wrong = f"has got {wrong:,} of {got.numel():,} numbers in FP8 that are not those of all ranks' values"

@@ -218,9 +218,9 @@ def _of_phase(row: tuple[ResultGroup, Result, dict[str, PhaseJoules]], name: str
     phase = row[2].get(name)
     if phase is None:
         return None
-    if phase.found is None:
+    if phase.range is None:
         return Field(f"({units.joules(phase.joules)})", tone=Tone.DOUBT)
-    return Field(f"{units.joules(phase.joules)} +-{units.percent(phase.found.width / 2 / phase.joules)}")
+    return Field(f"{units.joules(phase.joules)} +-{units.percent(phase.range.width / 2 / phase.joules)}")
 
 
 def _lead(material: Material) -> str:

@@ -83,7 +83,7 @@ def sources(results: Sequence[Result]) -> Iterator[str]:
         wide = f"; these are no upper bounds, their runs differ too much: {listed(told)}" if told else ""
         yield f"Ceilings were measured here{wide}."
     if sheet is not None:
-        words = sheet.told("dense", "bandwidth")
+        words = sheet.cite("dense", "bandwidth")
         yield f"Peaks are those of the {sheet.name}'s {words} ({sheet.source}, {sheet.date})."
 
 

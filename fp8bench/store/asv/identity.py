@@ -38,8 +38,8 @@ class Home(NamedTuple):
 
     def is_same(self, other: Home) -> bool:
         """Whether both are one: bin/python and bin/python3 are."""
-        alike = self.python == other.python or self.interpreter == other.interpreter
-        return self.machine == other.machine and alike
+        same_python = self.python == other.python or self.interpreter == other.interpreter
+        return self.machine == other.machine and same_python
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ def identify(known: Entry | None = None) -> Identity:
     not use is ignored.
     """
     stored = {name: value for name, value in (known or {}).items() if name != "version"}  # which is the file's
-    machine = _usable(_entry_of_user(platform.node())) or _usable(stored) or _discovered()
+    machine = _usable(_entry_of_user(platform.node())) or _usable(stored) or _discover_machine()
     # As asv does it: links stay, because a virtual environment's interpreter is one.
     python = os.path.abspath(sys.executable or "python")  # noqa: PTH100 - Path.resolve would follow them
-    return Identity(machine, python, resolved(python))
+    return Identity(machine, python, resolve_interpreter(python))
 
 
-def resolved(python: str) -> str:
+def resolve_interpreter(python: str) -> str:
     """Returns what all paths of an interpreter have in common: its file, and the folder from which it is called.
 
     The folder counts because it tells virtual environments apart, whose interpreters often are the same file. A path
@@ -116,7 +116,7 @@ def from_facts(facts: Entry) -> Identity | None:
     machine, python = _usable(values), values.get("python")
     if machine is None or not isinstance(python, str) or not python:
         return None
-    return Identity(machine, python, str(facts.get(_INTERPRETER) or resolved(python)))
+    return Identity(machine, python, str(facts.get(_INTERPRETER) or resolve_interpreter(python)))
 
 
 def _usable(entry: object) -> dict[str, Scalar | None] | None:
@@ -129,23 +129,23 @@ def _usable(entry: object) -> dict[str, Scalar | None] | None:
     name = entry.get("machine")
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or os.sep in name:
         return None
-    kept = {key: value for key, value in entry.items() if value is None or isinstance(value, int | float | str | bool)}
-    kept.pop("python", None)  # asv's own word on the interpreter stands in its place
-    return kept
+    facts = {key: value for key, value in entry.items() if value is None or isinstance(value, int | float | str | bool)}
+    facts.pop("python", None)  # asv's own word on the interpreter stands in its place
+    return facts
 
 
 def _entry_of_user(host: str) -> object:
     """Returns the entry of this host in ~/.asv-machine.json; a single entry is taken whatever its name."""
     try:
-        known = json.loads(read_file(Path("~/.asv-machine.json").expanduser()))
+        entries = json.loads(read_file(Path("~/.asv-machine.json").expanduser()))
     except (OSError, ValueError, RuntimeError):  # no such file, no JSON, no home or JSON without a bottom
         return None
-    if not isinstance(known, dict) or known.pop("version", None) != _FORMAT:
+    if not isinstance(entries, dict) or entries.pop("version", None) != _FORMAT:
         return None
-    return known.get(host, next(iter(known.values())) if len(known) == 1 else None)
+    return entries.get(host, next(iter(entries.values())) if len(entries) == 1 else None)
 
 
-def _discovered() -> dict[str, Scalar | None]:
+def _discover_machine() -> dict[str, Scalar | None]:
     """Returns what asv finds out by itself; '' for what the system does not say."""
     mac = platform.system() == "Darwin"
     return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from reprlib import repr as shown
 from types import ModuleType
@@ -107,9 +107,11 @@ def combinations(params: Iterable[Sequence[str]]) -> int:
 
 def are_params(plain: object) -> bool:
     """Whether this is a list of lists of texts, as parameters are in all of asv's files."""
-    return isinstance(plain, list) and all(
-        isinstance(values, list) and all(isinstance(text, str) for text in values) for values in plain
-    )
+    return isinstance(plain, list) and all(map(_are_texts, plain))
+
+
+def _are_texts(plain: object) -> bool:
+    return isinstance(plain, list) and all(isinstance(text, str) for text in plain)
 
 
 def asv_statistics() -> ModuleType:
@@ -132,27 +134,32 @@ def cell(samples: Sequence[float]) -> tuple[float | None, Stats | None]:
         return None, None
     if len(samples) == 1:
         return samples[0], Stats(-math.inf, math.inf, samples[0], samples[0], 1, 1)
-    kept = sorted(samples)
-    low, high = _ranks(len(kept))
+    ordered = sorted(samples)
+    count = len(ordered)
+    low, high = _ranks(count)
     if math.isfinite(low) and math.isfinite(high):
-        middle, first, third = (
-            kept[place] if place == len(kept) - 1 else (1 - rest) * kept[place] + rest * kept[place + 1]
-            for place, rest in _quartiles(len(kept))
-        )
-        return middle, Stats(kept[int(low)], kept[int(high)], first, third, 1, len(kept))
-    kept, asv = list(samples), asv_statistics()
+        middle, first, third = (_interpolate(ordered, place, share) for place, share in _quartiles(count))
+        return middle, Stats(ordered[int(low)], ordered[int(high)], first, third, 1, count)
+    asv = asv_statistics()
     try:
-        value, stats = asv.compute_stats(kept, 1)
+        value, stats = asv.compute_stats(list(samples), 1)
     except ArithmeticError:
-        value, low, high = (asv.quantile(kept, share) for share in (0.5, 0.25, 0.75))
-        return value, Stats(-math.inf, math.inf, low, high, 1, len(kept))
+        value, low, high = (asv.quantile(list(samples), share) for share in (0.5, 0.25, 0.75))
+        return value, Stats(-math.inf, math.inf, low, high, 1, count)
     return value, None if stats is None else Stats(**stats)
+
+
+def _interpolate(ordered: Sequence[float], place: int, share: float) -> float:
+    """Returns the value this share of the way from one place to the next; the last value has no next one."""
+    if place == len(ordered) - 1:
+        return ordered[place]
+    return (1 - share) * ordered[place] + share * ordered[place + 1]
 
 
 @lru_cache(maxsize=1024)
 def _quartiles(count: int) -> list[tuple[int, float]]:
     parts = (divmod((count - 1) * share, 1) for share in (0.5, 0.25, 0.75))
-    return [(int(place), rest) for place, rest in parts]
+    return [(int(place), share) for place, share in parts]
 
 
 @lru_cache(maxsize=1024)
@@ -182,19 +189,21 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
     def column(key: str, sound: Callable[[object], bool] = _is_number) -> tuple[Any, ...]:
         return _column(named.get(key), key, count, sound)
 
-    kept = [
+    columns_of_stats = [
         column(f"stats_{field.name}", _is_count if field.name in ("number", "repeat") else _is_number)
         for field in fields(Stats)
     ]
-    for statistics in zip(*kept, strict=True):
-        if 0 < statistics.count(None) < len(statistics):  # asv fails on an interval without quartiles
+    stats: list[Stats | None] = []
+    for figures in zip(*columns_of_stats, strict=True):
+        if 0 < figures.count(None) < len(figures):  # asv fails on an interval without quartiles
             raise Malformed("some statistics of a value are missing")
+        stats.append(None if None in figures else Stats(*figures))
     samples = column("samples", lambda value: isinstance(value, list) and all(map(_is_number, value)))
     return AsvRow(
         params,
         _single(named, "version", lambda value: isinstance(value, str)),
         column("result"),
-        tuple(None if None in figures else Stats(*figures) for figures in zip(*kept, strict=True)),
+        tuple(stats),
         tuple(None if sample is None else tuple(sample) for sample in samples),
         _single(named, "started_at", _is_count),
         _single(named, "duration", _is_number),
@@ -233,30 +242,25 @@ def _is_count(plain: object) -> bool:
 
 def write_row(row: AsvRow, columns: Sequence[str]) -> list[Any]:
     """Returns a row as asv writes it: shortened, and with 5 digits of statistics and duration."""
-    nothing = (None,) * len(fields(Stats))
-    by_name = zip(*(astuple(stat) if stat else nothing for stat in row.stats), strict=True)
     named: dict[str, Any] = {
-        f"stats_{field.name}": [_shortened(value) for value in cells_of_column]
-        for field, cells_of_column in zip(fields(Stats), by_name, strict=False)
-    }
-    named |= {
         "result": list(row.values),
         "samples": [None if sample is None else list(sample) for sample in row.samples],
         "version": row.version,
         "started_at": row.started_at,
-        "duration": _shortened(row.duration),
+        "duration": _shorten(row.duration),
         "profile": row.profile,
     }
-    named = {
-        key: None if isinstance(column, list) and all(value is None for value in column) else column
-        for key, column in named.items()
-    }
+    for field in fields(Stats):
+        named[f"stats_{field.name}"] = [_shorten(getattr(stat, field.name, None)) for stat in row.stats]
+    for key, column in named.items():
+        if isinstance(column, list) and all(value is None for value in column):
+            named[key] = None
     named["params"] = [list(values) for values in row.params]
-    cells = [named.get(cells_of_column) for cells_of_column in columns]
+    cells = [named.get(column) for column in columns]
     while cells and cells[-1] is None:
         cells.pop()
     return cells
 
 
-def _shortened(value: float | None) -> float | None:
+def _shorten(value: float | None) -> float | None:
     return float(f"{value:.4e}") if isinstance(value, float) else value

@@ -8,12 +8,13 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8bench.errors import StoreError
 from fp8bench.store.commit_runs import CommitRuns, by_commit, by_place, commit_of, files_by_commit, read_runs
-from fp8bench.store.figures.cache import cache_of, read_cached, write_cached
+from fp8bench.store.figures.cache import cache_of, read_values, write_values
 from fp8bench.store.figures.lines import History, history_of
 from fp8bench.store.figures.tables import FigureTable, Place, table_of
 from fp8bench.store.runs.listing import listing
@@ -21,8 +22,8 @@ from fp8bench.store.series import fingerprint
 
 _COMMIT, _LAYOUT = "commit", "layout"
 _AT_ONCE = 25  # commits that are written together: a kill costs no more
-# From so many runs on it takes long to read them again, so that a failure to keep their figures is reported.
-_WORTH_KEEPING = 20
+# Reading more runs than this takes long, so that a failure to cache their figures is reported.
+_WORTH_CACHING = 20
 UNKNOWN = ""  # instead of the digest of a suite that is not imported
 
 
@@ -41,39 +42,39 @@ class CommitFigures(NamedTuple):
 
 
 def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
-    """`observe` is told how many of the runs that must be read were read, and first that none was."""
+    """Opens the history; `observe` is called with the number of runs read so far, from 0 on, and of those to read."""
     # 1. See which files there are before any is read: one that changes meanwhile is read again the next time.
-    there, cached, digest_of = listing(store), _load(store), cache(_digest_of_grid)
-    paths = by_commit(there.files)
+    stored, cached, digest_of = listing(store), _load(store), cache(_digest_of_grid)
+    paths = by_commit(stored.files)
     files = {commit: _stamps_of(paths[commit]) for commit in paths}
     # 2. Take the cached figures that fit.
     fitting = {commit: entry for commit, entry in cached.items() if entry.files == files.get(commit)}
     figures = {commit: entry for commit, entry in fitting.items() if not _changed_grids(entry, digest_of)}
     # 3. Read the runs of other commits.
     stale = [commit for commit in paths if commit not in figures]
-    runs, done, unkept = sum(len(paths[commit]) for commit in stale), 0, ""
+    runs, done, failure = sum(len(paths[commit]) for commit in stale), 0, ""
     if stale:
         observe(0, runs)
     waiting: dict[str, CommitFigures] = {}
     for commit in stale:
-        made = figures[commit] = _figures_of(read_runs(paths[commit]), files[commit])
+        figures[commit] = _figures_of(read_runs(paths[commit]), files[commit])
         # Figures of a suite that is not imported here stay in the cache: whoever imports it will want them.
         is_poorer = commit in fitting and UNKNOWN in _changed_grids(fitting[commit], digest_of)
         if not is_poorer:
-            waiting[commit] = made
+            waiting[commit] = figures[commit]
         if len(waiting) >= _AT_ONCE or commit == stale[-1]:
-            unkept, waiting = unkept or _keep(store, waiting, digest_of), {}
+            failure, waiting = failure or _cache(store, waiting, digest_of), {}
         done += len(paths[commit])
         observe(done, runs)
     # 4. Put the commits together, in the order of their first runs.
-    troubles = there.notes(there.refused)
-    if unkept and runs > _WORTH_KEEPING:
-        troubles.append(f"{cache_of(store)} cannot be written ({unkept}): the next command reads {runs} runs again")
+    troubles = stored.notes(stored.refused)
+    if failure and runs > _WORTH_CACHING:
+        troubles.append(f"{cache_of(store)} cannot be written ({failure}): the next command reads {runs} runs again")
     entries = [figures[commit] for commit in paths]
-    left = Counter(reason for entry in entries for reason in entry.left)
-    tables = [table for entry in entries for table in entry.tables]
+    reasons = Counter(chain.from_iterable(entry.left for entry in entries))
+    tables = list(chain.from_iterable(entry.tables for entry in entries))
     counts = sum(entry.runs for entry in entries), sum(entry.runs > 0 for entry in entries)
-    return history_of(tables, *counts, left + there.left, runs, troubles)
+    return history_of(tables, *counts, reasons + stored.left, runs, troubles)
 
 
 def _changed_grids(figures: CommitFigures, digest_of: Callable[[str], str]) -> set[str]:
@@ -93,7 +94,7 @@ def read_and_keep(store: Path, commit: str, paths: Sequence[Path]) -> CommitRuns
     """Reads the runs of a commit, and caches what they come to."""
     files = _stamps_of(paths)
     read = read_runs(paths)
-    _keep(store, {commit: _figures_of(read, files)}, _digest_of_grid)
+    _cache(store, {commit: _figures_of(read, files)}, _digest_of_grid)
     return read
 
 
@@ -121,19 +122,18 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _keep(store: Path, commits: Mapping[str, CommitFigures], digest_of: Callable[[str], str]) -> str:
+def _cache(store: Path, commits: Mapping[str, CommitFigures], digest_of: Callable[[str], str]) -> str:
     """Caches the figures of commits; returns why they could not be written, '' if they were."""
-    tables = [table for figures in commits.values() for table in figures.tables]
-    layouts = {table.layout for table in tables}
+    layouts = {table.layout for table in chain.from_iterable(figures.tables for figures in commits.values())}
     digests = {layout: _digest(layout) for layout in layouts}
     values = {(_LAYOUT, digest): layout.encode() for layout, digest in digests.items()}
     for commit, figures in commits.items():
         grids = {suite: digest_of(suite) for suite in figures.grids}
-        values[_COMMIT, commit] = _encoded(figures._replace(grids=grids), digests)
-    return write_cached(store, values)
+        values[_COMMIT, commit] = _encode(figures._replace(grids=grids), digests)
+    return write_values(store, values)
 
 
-def _encoded(figures: CommitFigures, digests: Mapping[str, str]) -> bytes:
+def _encode(figures: CommitFigures, digests: Mapping[str, str]) -> bytes:
     """Returns a line of JSON, and the rows of all tables."""
     *plain, tables = figures
     heads = [(table.place, digests[table.layout], table.facts, len(table.rows)) for table in tables]
@@ -142,9 +142,9 @@ def _encoded(figures: CommitFigures, digests: Mapping[str, str]) -> bytes:
 
 
 def _load(store: Path) -> dict[str, CommitFigures]:
-    layouts = {digest: layout.decode() for digest, layout in read_cached(store, _LAYOUT).items()}
+    layouts = {digest: layout.decode() for digest, layout in read_values(store, _LAYOUT).items()}
     figures = {}
-    for commit, value in read_cached(store, _COMMIT).items():
+    for commit, value in read_values(store, _COMMIT).items():
         with contextlib.suppress(KeyError):  # another process has thrown the layout away
             figures[commit] = _figures_in(value, layouts)
     return figures
@@ -152,10 +152,10 @@ def _load(store: Path) -> dict[str, CommitFigures]:
 
 def _figures_in(value: bytes, layouts: Mapping[str, str]) -> CommitFigures:
     begin = value.index(b"\n") + 1
-    files, grids, runs, left, plain = json.loads(value[:begin])
+    files, grids, runs, reasons, plain = json.loads(value[:begin])
     tables = []
     for place, layout, facts, size in plain:
         rows = memoryview(value)[begin : begin + size]
         tables.append(FigureTable(Place(*place), layouts[layout], tuple(facts), rows))
         begin += size
-    return CommitFigures(files, grids, runs, left, tables)
+    return CommitFigures(files, grids, runs, reasons, tables)

@@ -24,13 +24,13 @@ Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
-def home_of(own: Home, homes: list[Home]) -> Home:
+def home_of(new_home: Home, homes: list[Home]) -> Home:
     """Returns the home in the list that is the same; adds this one where there is none."""
     for home in homes:
-        if own.is_same(home):
+        if new_home.is_same(home):
             return home
-    homes.append(own)
-    return own
+    homes.append(new_home)
+    return new_home
 
 
 @lru_cache
@@ -53,8 +53,9 @@ class AllFacts:
         self.tells = self._flags(lambda facts: facts.has_value or facts.status is Status.FAILED)
         self.whole = self._flags(lambda facts: facts.has_value and not facts.hasty)
         groups: dict[object, int] = {}
-        alike = [groups.setdefault((facts.version, facts.under), len(groups)) for facts in self.facts]
-        self.alike = np.array(alike, np.int64)  # the same number for those that compare
+        numbers = [groups.setdefault((facts.version, facts.under), len(groups)) for facts in self.facts]
+        # Figures that compare have the same number.
+        self.group = np.array(numbers, np.int64)
 
     def _flags(self, is_so: Callable[[FigureFacts], bool]) -> Flags:
         return np.array(list(map(is_so, self.facts)), bool)
@@ -96,10 +97,10 @@ class Line:
         """The figures of whole measurements, by version and conditions. Values may be infinite or NaN."""
         facts = self.rows["facts"]
         whole = np.flatnonzero(self.facts.whole[facts])
-        values, alike = self.rows["value"][whole], self.facts.alike[facts[whole]]
-        if len(alike) and (alike == alike[0]).all():
+        values, groups = self.rows["value"][whole], self.facts.group[facts[whole]]
+        if len(groups) and (groups == groups[0]).all():
             return [Comparable(whole, values)]
-        return [Comparable(whole[alike == key], values[alike == key]) for key in dict.fromkeys(alike.tolist())]
+        return [Comparable(whole[groups == key], values[groups == key]) for key in dict.fromkeys(groups.tolist())]
 
     def _figures(self, which: Sequence[int]) -> tuple[Figure, ...]:
         places = [self.places[index] for index in self.at[which].tolist()]
@@ -176,17 +177,18 @@ class History:
 
     @cached_property
     def lines(self) -> list[Line]:
-        return self.lines_named(lambda _: True)
+        return self.select_lines(lambda _: True)
 
     def trends(self, is_wanted: Callable[[str], bool]) -> tuple[Trend, ...]:
-        return tuple(line.whole_trend() for line in self.lines_named(is_wanted))
+        return tuple(line.whole_trend() for line in self.select_lines(is_wanted))
 
     def endings(self, is_wanted: Callable[[str], bool]) -> list[Ending]:
         """Returns how trends end, without their figures."""
-        return [line.ending for line in self.lines_named(is_wanted)]
+        return [line.ending for line in self.select_lines(is_wanted)]
 
-    def lines_named(self, is_wanted: Callable[[str], bool]) -> list[Line]:
+    def select_lines(self, is_wanted: Callable[[str], bool]) -> list[Line]:
         """Returns the lines with a wanted name and with a number or a failure, sorted as trends are."""
+        # A cell may be in blocks of several layouts, and is listed if one of them has a figure.
         columns: dict[tuple[Home, str, Cell], list[Column]] = {}
         telling = set[tuple[Home, str, Cell]]()
         for block, tells in zip(self.blocks, self._telling, strict=True):
@@ -209,6 +211,7 @@ class History:
         block, index = max(columns, key=lambda column: column[0].newest.newest)
         rank, values = block.layout.cells[index]
         trend = Trend(block.layout.series[rank], values, block.newest.machine, block.home.python, ())
+        # Columns of several blocks are merged by the dates of their commits.
         at, rows = block.at, block.rows[:, index]
         if len(columns) > 1:
             at = np.concatenate([part.at for part, _ in columns])
@@ -219,12 +222,15 @@ class History:
 
 def history_of(tables: Sequence[FigureTable], *counts: Any) -> History:
     """Stacks tables, which are in the order of the commits' first runs, into blocks in the order of commits."""
+    # 1. Machines and interpreters, in the order of their first runs.
     homes: list[Home] = []
     home_of_each = [home_of(table.place.home, homes) for table in tables]
+    # 2. Tables of one layout and machine form a block, in the order of commits.
     by_date = sorted(range(len(tables)), key=lambda index: tables[index].place.moment)
     groups: dict[tuple[Home, str], list[tuple[int, FigureTable]]] = {}
     for at, index in enumerate(by_date):
         groups.setdefault((home_of_each[index], tables[index].layout), []).append((at, tables[index]))
+    # 3. Facts of all tables have one numbering.
     numbers: dict[str, int] = {}
     blocks = [_block(home, members, numbers) for (home, _), members in groups.items()]
     return History(blocks, [tables[index].place for index in by_date], AllFacts(list(numbers)), homes, *counts)
@@ -233,14 +239,17 @@ def history_of(tables: Sequence[FigureTable], *counts: Any) -> History:
 def _block(home: Home, members: Sequence[tuple[int, FigureTable]], numbers: dict[str, int]) -> Block:
     newest = max((table.place for _, table in members), key=lambda place: place.newest)
     at = np.array([at for at, _ in members], np.int64)
-    rows = np.stack([_renumbered(table, numbers).view(np.uint8) for _, table in members])  # as bytes, which is faster
+    rows = np.stack(
+        [_renumber_facts(table, numbers).view(np.uint8) for _, table in members]
+    )  # as bytes, which is faster
     return Block(home, read_layout(members[0][1].layout), newest, at, rows.view(ROW))
 
 
-def _renumbered(table: FigureTable, numbers: dict[str, int]) -> Rows:
+def _renumber_facts(table: FigureTable, numbers: dict[str, int]) -> Rows:
     """Returns the rows of a table with the numbers that facts have among those of all tables."""
-    rows, own = np.frombuffer(table.rows, ROW), [numbers.setdefault(text, len(numbers)) for text in table.facts]
-    if own != list(range(len(own))):
+    rows = np.frombuffer(table.rows, ROW)
+    facts = [numbers.setdefault(text, len(numbers)) for text in table.facts]
+    if facts != list(range(len(facts))):
         rows = rows.copy()
-        rows["facts"] = np.array(own, np.uint32)[rows["facts"]]
+        rows["facts"] = np.array(facts, np.uint32)[rows["facts"]]
     return rows

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fp8bench.model import Cell, Conditions, Figure, Point, Series, Status
+from fp8bench.model import Cell, Conditions, Point, Series, Status
 from fp8bench.store.asv.identity import Home
 from fp8bench.store.asv.rows import cell
 from fp8bench.store.commit_runs import TrackedRun, commit_points, series_of_runs
@@ -86,7 +86,7 @@ def table_of(members: Sequence[TrackedRun]) -> FigureTable:
     rows = [_row(point, numbers, facts) for point in points.values()]
     place = Place(
         oldest.commit,
-        _commit_date(oldest),
+        commit_date(oldest),
         oldest.order[0] * 1000,
         newest.run.started,
         dict(newest.identity.machine),
@@ -98,7 +98,7 @@ def table_of(members: Sequence[TrackedRun]) -> FigureTable:
 
 
 def _row(point: Point, numbers: dict[Hashable, int], facts: list[FigureFacts]) -> tuple[float, float, float, int]:
-    value, low, high = _value_of(point)
+    value, low, high = value_of(point)
     plain = (
         point.version,
         point.runs,
@@ -124,22 +124,7 @@ def read_facts(text: str) -> FigureFacts:
     return facts._replace(status=Status(facts.status), under=tuple((name, fact) for name, fact in facts.under))
 
 
-def figure_of(tracked: TrackedRun, point: Point) -> Figure:
-    return Figure(
-        tracked.commit,
-        _commit_date(tracked),
-        point.version,
-        point.runs,
-        len(point.samples),
-        *_value_of(point),
-        point.hasty,
-        point.status,
-        point.reason,
-        point.under,
-    )
-
-
-def _value_of(point: Point) -> tuple[float | None, float | None, float | None]:
+def value_of(point: Point) -> tuple[float | None, float | None, float | None]:
     """Returns the median of a point's samples, and the ends of its interval."""
     value, stats = cell(point.samples)
     if stats is None or stats.repeat < 2 or not (math.isfinite(stats.ci_99_a) and math.isfinite(stats.ci_99_b)):
@@ -147,7 +132,7 @@ def _value_of(point: Point) -> tuple[float | None, float | None, float | None]:
     return value, stats.ci_99_a, stats.ci_99_b
 
 
-def _commit_date(tracked: TrackedRun) -> int | None:
+def commit_date(tracked: TrackedRun) -> int | None:
     date = tracked.run.environment.get("commit_date")
     return date if isinstance(date, int) else None
 

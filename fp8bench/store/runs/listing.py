@@ -34,7 +34,7 @@ _PEEKED = 256
 _MONTHS = "machine=*/month=*"
 _COLLECTED = f"{_MONTHS}/*.jsonl"
 _MONTH = re.compile(r"\d{4}-\d{2}")
-# Runs that are being measured are among so many newest files, and were written to so recently.
+# Runs that are being measured are among this many newest files, and were written to this recently.
 _LOOKED_AT = 100
 _RECENT_SECONDS = 7 * 86400.0
 REMEDY = "Keep the file that is right, and move the others away"
@@ -64,21 +64,21 @@ class Listing:
         """The file with the latest start in its name, or a refused one; not a copy."""
         return next((path for path in self.everything if path not in self.copies), None)
 
-    def notes(self, wanted: Iterable[Path]) -> list[str]:
+    def notes(self, paths: Iterable[Path]) -> list[str]:
         """Returns sentences on those of some files that do not count."""
-        among = set(wanted)
+        chosen = set(paths)
         copies = [
-            f"{path} is a copy of {own}, or its beginning, and the run counts once"
-            for path, own in self.copies.items()
-            if path in among
+            f"{path} is a copy of {original}, or its beginning, and the run counts once"
+            for path, original in self.copies.items()
+            if path in chosen
         ]
-        groups = dict.fromkeys(group for path, group in self.refused.items() if path in among)
+        groups = dict.fromkeys(group for path, group in self.refused.items() if path in chosen)
         return [*copies, *(f"{refusal(group)}. {REMEDY}" for group in groups)]
 
     def counts(self, path: Path) -> bool:
         return path not in self.copies and path not in self.refused
 
-    def none_refused(self) -> Listing:
+    def check_refusals(self) -> Listing:
         """Returns this listing. Raises StoreError where a file is refused."""
         for path in self.refused:
             self.that_counts(path)
@@ -98,17 +98,19 @@ def refusal(group: Sequence[Path]) -> str:
 
 def each_once(paths: Iterable[Path]) -> Listing:
     """Sorts out which files are the same runs, by their ids. Unreadable files are kept."""
+    # 1. Group the files by the ids of their runs.
     files = list(dict.fromkeys(paths))
     by_id: dict[str, list[Path]] = {}
     for path in files:
         by_id.setdefault(id_of(path), []).append(path)
+    # 2. Of each group one file counts, or none if they differ.
     copies: dict[Path, Path] = {}
     refused: dict[Path, tuple[Path, ...]] = {}
     for group in by_id.values():
         if len(group) == 1:
             continue
         try:
-            counts = _whole(group)
+            counts = _choose_file(group)
         except OSError:
             continue
         if counts is None:
@@ -118,18 +120,19 @@ def each_once(paths: Iterable[Path]) -> Listing:
     return Listing(tuple(path for path in files if path not in copies and path not in refused), copies, refused)
 
 
-def _whole(group: Sequence[Path]) -> Path | None:
-    """Returns the file that counts among those of one id: a whole one, with its run's name and folder if one has;
-    None where they differ."""
+def _choose_file(group: Sequence[Path]) -> Path | None:
+    """Returns the file that counts among those of one id: a complete one, with its run's name and folder if one has;
+    None if they differ."""
     longest = max(group, key=_length)
-    if not all(is_beginning(read_file(path), read_file(longest)) for path in group):
+    content = read_file(longest)
+    if not all(is_beginning(read_file(path), content) for path in group):
         return None
-    named = folder = ""
+    name = folder = ""
     with contextlib.suppress(StoreError):  # a newer version's, for example
         head = load_head(longest)
-        named, folder = file_name(head), folder_name(head)
-    whole = [path for path in group if is_beginning(read_file(longest), read_file(path))]
-    return min(whole, key=lambda path: (path.name != named, path.parent.name != folder, str(path)))
+        name, folder = file_name(head), folder_name(head)
+    complete = [path for path in group if is_beginning(content, read_file(path))]
+    return min(complete, key=lambda path: (path.name != name, path.parent.name != folder, str(path)))
 
 
 def id_of(path: Path) -> str:
@@ -152,22 +155,25 @@ def _length(path: Path) -> tuple[int, int]:
     return len(lines), sum(map(len, lines))
 
 
-def is_beginning(part: bytes, whole: bytes) -> bool:
+def is_beginning(part: bytes, content: bytes) -> bool:
     """Whether a run file has the first lines of another, or all; its last line may be cut short."""
-    first, lines = _lines(part), _lines(whole)
-    return len(first) <= len(lines) and all(
-        content == other or _alike(content, other) or (number == len(first) and other.startswith(content))
-        for number, (content, other) in enumerate(zip(first, lines, strict=False), 1)
-    )
+    first, lines = _lines(part), _lines(content)
+    if len(first) > len(lines):
+        return False
+    for number, (line, counterpart) in enumerate(zip(first, lines, strict=False), 1):
+        is_cut = number == len(first) and counterpart.startswith(line)
+        if line != counterpart and not is_cut and not _are_equal(line, counterpart):
+            return False
+    return True
 
 
 def _lines(content: bytes) -> list[bytes]:
     return [line.strip() for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
 
 
-def _alike(content: bytes, other: bytes) -> bool:
+def _are_equal(line: bytes, counterpart: bytes) -> bool:
     try:
-        return json.dumps(json.loads(content), sort_keys=True) == json.dumps(json.loads(other), sort_keys=True)
+        return json.dumps(json.loads(line), sort_keys=True) == json.dumps(json.loads(counterpart), sort_keys=True)
     except (ValueError, RecursionError):
         return False
 
@@ -224,76 +230,79 @@ def closed_folders(store: Path) -> list[Path]:
 
 def store_of(path: Path) -> Path | None:
     """Returns the store that a run file is in; None if it is in none."""
-    whole = path.resolve()
-    folder = whole.parent.parent.parent if whole.match(_COLLECTED) else whole.parent.parent
+    resolved = path.resolve()
+    folder = resolved.parent.parent.parent if resolved.match(_COLLECTED) else resolved.parent.parent
     return folder.parent if folder.name == "runs" else None
 
 
 def find_run(word: str, store: Path) -> Path:
     """Returns a run's file by path, file stem or id, or a unique beginning of these; 'last' is the newest."""
+    # 1. A path.
     direct = Path(word)
     try:
         if is_no_folder(direct):
             return direct
-        there = listing(store)
+        runs = listing(store)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({why}).") from None
-    files = there.everything
-    if word == "last" and there.newest is not None:
-        return there.that_counts(there.newest)
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({reason}).") from None
+    # 2. The newest run, or the one that the word begins.
+    files = runs.everything
+    if word == "last" and runs.newest is not None:
+        return runs.that_counts(runs.newest)
     called = {path: (path.stem, path.stem.rpartition("-")[2]) for path in files}
-    meant = list(dict.fromkeys(map(there.that_counts, fitting(word, called))))
+    meant = list(dict.fromkeys(map(runs.that_counts, fitting(word, called))))
     if len(meant) == 1:
         return meant[0]
     if meant:
         names = ", ".join(path.stem for path in meant[:5])
         raise RunNotFound(f"{word!r} fits {len(meant)} runs ({names}). Give more of the name.")
+    # 3. No run: say what there is.
     newest = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
     message = f"no run {word!r:.200} in {store}.{newest} Give an id, a file's stem, a path, or 'last'."
     raise RunNotFound(message, word, meant_name("run", word, ["last"]) if files else None)
 
 
-def running_beside(own: Path) -> list[str]:
+def running_beside(path: Path) -> list[str]:
     """Returns the stems of other runs that are being measured into the same store."""
-    own = own.resolve()
-    store = store_of(own)
+    path = path.resolve()
+    store = store_of(path)
     if store is None:
         return []
     recent = time.time() - _RECENT_SECONDS
+    # Locks are looked at only for files that somebody may still write.
     stems = []
-    for path in islice(newest_files(store), _LOOKED_AT):
+    for recent_path in islice(newest_files(store), _LOOKED_AT):
         with contextlib.suppress(OSError):
-            if path != own and path.stat().st_mtime > recent and is_locked(path):
-                stems.append(path.stem)
+            if recent_path != path and recent_path.stat().st_mtime > recent and is_locked(recent_path):
+                stems.append(recent_path.stem)
     return stems
 
 
-def load_named(word: str, store: Path) -> Run:
+def load_stored_run(word: str, store: Path) -> Run:
     return load_run(find_run(word, store))
 
 
 def scales_of(run: Run) -> KnownScales:
     """Returns the largest magnitude of each layer and role, over all cases of one precision."""
-    return largest_scales(
-        (record.case.precision, scale.layer, scale.role, scale.amax)
-        for record in run.records
-        for scale in record.scales
-    )
+    scales = []
+    for record in run.records:
+        scales += [(record.case.precision, scale.layer, scale.role, scale.amax) for scale in record.scales]
+    return largest_scales(scales)
 
 
 def largest_scales(scales: Iterable[tuple[str, str, str, float]]) -> KnownScales:
-    kept: dict[tuple[str, str, str], float] = {}
-    for *key, amax in scales:
-        mode, layer, role = map(str, key)
-        kept[mode, layer, role] = max(amax, kept.get((mode, layer, role), 0.0))
-    return tuple((*key, amax) for key, amax in kept.items())
+    largest: dict[tuple[str, str, str], float] = {}
+    for mode, layer, role, amax in scales:
+        key = str(mode), str(layer), str(role)
+        largest[key] = max(amax, largest.get(key, 0.0))
+    return tuple((*key, amax) for key, amax in largest.items())
 
 
 def with_stored_scales(request: Request, store: Path) -> Request:
     if request.scales_from is None or request.known_scales:
         return request
-    run = load_named(request.scales_from, store)
+    run = load_stored_run(request.scales_from, store)
     return replace(request, known_scales=refuse_no_scales(scales_of(run), f"run {run.id}"))
 
 

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,45 +39,46 @@ from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.model.file_names import stamp
 from fp8bench.store.kept_lines import Content, FileLines, UnknownKind, check_schema, lines_of, refuse_newer, take_lines
 
-_MOST = 1 << 62  # for nanoseconds, bytes and other counts
+# For nanoseconds, bytes and other counts.
+_MOST = 1 << 62
 
 
-def unsound(record: Record) -> str:
+def why_unsound(record: Record) -> str:
     """Returns why a record's samples cannot be a clock's; '' if they can."""
     numbers = (record.work.flops, record.work.bytes, record.work.least_memory)
     if not all(map(_is_time, numbers)) or not 0 <= record.work.tokens < _MOST:
         return "its work is no count"
-    timings = (record.timing, record.control, record.paired_with)
-    return next(filter(None, (_unsound(timing) for timing in timings if timing is not None)), "")
+    timings = [timing for timing in (record.timing, record.control, record.paired_with) if timing is not None]
+    return next(filter(None, map(_why_unsound_timing, timings)), "")
 
 
 def _is_time(value: float) -> bool:
     return 0 <= value < math.inf
 
 
-def _unsound(timing: Timing) -> str:
+def _why_unsound_timing(timing: Timing) -> str:
     phases = timing.segments.phases
     cells = len(phases)
     if len(timing.segments.blocks) != cells or not set(phases) <= set(CELL_PHASES):
         return "its cells are of no known phases"
     if len({slot.round for slot in timing.slots}) != len(timing.slots):
         return "two slots have the same round"
-    calls = [call for slot in timing.slots for call in slot.calls_ns]
+    calls = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
     if not all(slot.calls_ns for slot in timing.slots) or not set(map(len, calls)) <= {cells}:
         return f"a step has not the {cells} cells of its segments"
     if calls and (min(map(min, calls)) < 0 or max(map(max, calls)) >= _MOST or not all(map(any, calls))):
         return "a step took no time, or more than any clock counts"
     for slot in timing.slots:
-        always = slot.wall_seconds, slot.cpu_seconds, slot.host_seconds
-        known = slot.thread_seconds, slot.stolen_seconds, slot.waited_seconds, slot.clock
-        if not all(0 <= clock < math.inf for clock in (*always, *known) if clock is not None):
+        clocks = (slot.wall_seconds, slot.cpu_seconds, slot.host_seconds)
+        optional = (slot.thread_seconds, slot.stolen_seconds, slot.waited_seconds, slot.clock)
+        if not all(clock is None or 0 <= clock < math.inf for clock in (*clocks, *optional)):
             return "a slot's clocks have no times"
     return ""
 
 
 @dataclass
 class _RunReading:
-    """What the lines of a file have given so far."""
+    """The values of the lines that were read so far."""
 
     run: Run | None = None
     records: list[Record] = field(default_factory=list)
@@ -100,15 +102,15 @@ def load_sheet(path: Path) -> tuple[Run, FileLines]:
     if not (sheet.lines or sheet.broken):
         raise StoreError(f"{path} is no run file: it is empty.")
     refuse_newer(sheet, path)
-    header, run, why = _find_header(sheet, path)
+    header, run, reason = _find_header(sheet, path)
     reading = _RunReading(run)
     reading.troubles += take_lines(sheet, partial(_take, reading), header)
     if run is None:
-        which = f"line {header}, the header, is broken ({why})" if header else ""
+        broken = f"line {header}, the header, is broken ({reason})" if header else ""
         if not reading.records:
-            raise StoreError(f"{path} is no run file: {which or 'it has no header'}.")
-        reading.troubles.insert(0, f"{which or 'the header is gone'}: what was asked, planned and run on is lost")
-    return _run(reading, path), sheet
+            raise StoreError(f"{path} is no run file: {broken or 'it has no header'}.")
+        reading.troubles.insert(0, f"{broken or 'the header is gone'}: what was asked, planned and run on is lost")
+    return _to_run(reading, path), sheet
 
 
 def load_head(path: Path) -> Run:
@@ -139,24 +141,27 @@ def _find_header(sheet: FileLines, path: Path) -> tuple[int, Run | None, str]:
                 suspects.append((number, None, str(error)[:200]))
     # A broken line that still has the word "schema" was the header; else the first line was.
     begins = {broken.number: broken.begins for broken in sheet.broken}
-    first = min([*begins, *(number for number, _ in sheet.lines)], default=0)
-    marked = [suspect for suspect in sorted(suspects) if '"schema"' in begins.get(suspect[0], '"schema"')]
-    return next(iter([*marked, *(suspect for suspect in suspects if suspect[0] == first)]), (0, None, ""))
+    for suspect in sorted(suspects):
+        if '"schema"' in begins.get(suspect[0], '"schema"'):
+            return suspect
+    first = min([*begins, *dict(sheet.lines)], default=0)
+    return next((suspect for suspect in suspects if suspect[0] == first), (0, None, ""))
 
 
 def _take(reading: _RunReading, content: Content) -> None:
+    """Adds the value of a line; raises Malformed or UnknownKind for a line that has none."""
     if "record" in content:
         record = decode(Record, content["record"])
-        if why := unsound(record):
-            raise Malformed(f"Record: {why}")
+        if reason := why_unsound(record):
+            raise Malformed(f"Record: {reason}")
         reading.records.append(record)
     elif "resumed" in content:
         resumption = decode(Resumption, content["resumed"])
         # Groups without all records are measured again, and a group must not have records of two sittings.
         if reading.run is not None:
             cut = missing_groups(replace(reading.run, records=tuple(reading.records)))
-            again = {planned.case.id for group in cut for planned in group.cases}
-            reading.records = [record for record in reading.records if record.case.id not in again]
+            remeasured = set(chain.from_iterable(map(_case_ids, cut)))
+            reading.records = [record for record in reading.records if record.case.id not in remeasured]
         reading.resumptions.append(resumption)
         reading.finished = False
     elif "note" in content:
@@ -171,23 +176,28 @@ def _take(reading: _RunReading, content: Content) -> None:
         raise UnknownKind
 
 
-def _run(reading: _RunReading, path: Path) -> Run:
-    records, troubles = reading.records, reading.troubles
+def _case_ids(group: Group) -> list[str]:
+    return [planned.case.id for planned in group.cases]
+
+
+def _to_run(reading: _RunReading, path: Path) -> Run:
+    """Returns the run, with the newest record of each case in the order of the plan."""
+    # 1. Without a header, the records show what was planned.
     run = reading.run
     if run is None:
-        suites = ",".join(dict.fromkeys(record.case.workload for record in records))
-        run = Run(path.stem.rpartition("-")[2], "", "", Request(suites), plan_of(records), Environment({}), ())
-    places = {
-        planned.case.id: place for place, planned in enumerate(case for group in run.plan for case in group.cases)
-    }
-    latest = {record.case.id: record for record in records}
+        suites = ",".join(dict.fromkeys(record.case.workload for record in reading.records))
+        plan = plan_of(reading.records)
+        run = Run(path.stem.rpartition("-")[2], "", "", Request(suites), plan, Environment({}), ())
+    # 2. A case that was measured again counts with its newest record.
+    places = {case: place for place, case in enumerate(chain.from_iterable(map(_case_ids, run.plan)))}
+    latest = {record.case.id: record for record in reading.records}
     ordered = sorted(latest.values(), key=lambda record: places.get(record.case.id, len(places)))
     return replace(
         run,
         records=tuple(ordered),
         path=str(path),
         finished=reading.finished,
-        troubles=tuple(troubles),
+        troubles=tuple(reading.troubles),
         notes=tuple(reading.notes),
         resumptions=tuple(reading.resumptions),
     )
@@ -203,32 +213,24 @@ def _header(content: Content, path: Path) -> Run:
 
 def missing_groups(run: Run) -> tuple[Group, ...]:
     """Returns the groups of the plan that lack records."""
-    known = {record.case.id for record in run.records}
-    return tuple(group for group in run.plan if not all(planned.case.id in known for planned in group.cases))
+    measured = {record.case.id for record in run.records}
+    return tuple(group for group in run.plan if not measured.issuperset(_case_ids(group)))
 
 
 def plan_of(records: Sequence[Record]) -> Plan:
     """Returns the plan that records alone show: groups by their settings."""
-    groups: dict[str, list[Record]] = {}
+    by_setting: dict[str, list[Record]] = {}
     for record in records:
-        groups.setdefault(record.case.setting, []).append(record)
-    return Plan(
-        tuple(
-            Group(
-                tuple(
-                    PlannedCase(
-                        member.case,
-                        member.support,
-                        member.work,
-                        member.reason if member.status is Status.SKIPPED else "",
-                    )
-                    for member in members
-                ),
-                next((place for place, member in enumerate(members) if member.is_reference), 0),
-            )
-            for members in groups.values()
-        )
-    )
+        by_setting.setdefault(record.case.setting, []).append(record)
+    groups = []
+    for members in by_setting.values():
+        cases = []
+        for record in members:
+            skipped = record.reason if record.status is Status.SKIPPED else ""
+            cases.append(PlannedCase(record.case, record.support, record.work, skipped))
+        reference = next((place for place, record in enumerate(members) if record.is_reference), 0)
+        groups.append(Group(tuple(cases), reference))
+    return Plan(tuple(groups))
 
 
 def file_name(run: Run) -> str:

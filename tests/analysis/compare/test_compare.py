@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.analysis.compare.compare import Compared, compare
-from fp8bench.analysis.compare.sides import Side, side_of
+from fp8bench.analysis.compare.sides import Side, make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.features.duel.values import CaseResult
 from fp8bench.features.duel.verdicts import compared as compared_by_duel
@@ -78,7 +78,7 @@ def run(
 
 
 def side(name: str, *runs: Run) -> Side:
-    return side_of(name, [(one, findings(one)) for one in runs])
+    return make_side(name, [(one, findings(one)) for one in runs])
 
 
 def held(before: Sequence[Run], after: Sequence[Run]) -> Compared:

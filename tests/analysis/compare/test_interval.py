@@ -1,4 +1,4 @@
-"""Ratios across runs: what one run says, what several say, and how often they are wrong."""
+"""Ratios compare_runs runs: what one run says, what several say, and how often they are wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fp8bench.analysis.compare.interval import Estimate, across, direction, exact_change, p_value, quantile
+from fp8bench.analysis.compare.interval import (
+    Estimate,
+    compare_exact_values,
+    compare_runs,
+    judge_difference,
+    p_value,
+    quantile,
+)
 from fp8bench.model import Direction
 from tests.counts import for_each
 
@@ -20,49 +27,49 @@ def side(*values: float, error: float = 1e-4) -> list[Estimate]:
 
 
 def test_one_run_each_has_no_p_value_and_says_nothing_below_ten_percent() -> None:
-    difference = across(side(1.0), side(1.09))
+    difference = compare_runs(side(1.0), side(1.09))
     assert difference.alone and difference.p_value is None
     assert difference.ratio.point == pytest.approx(1.09) and difference.ratio.low > 1.08
-    assert direction(difference)[0] is Direction.UNSURE
-    assert direction(across(side(1.0), side(1.12)))[0] is Direction.WORSE
-    assert direction(across(side(1.12), side(1.0)))[0] is Direction.BETTER
-    assert direction(across(side(1.0), side(1.0)))[0] is Direction.UNSURE
-    assert direction(across(side(1.0, error=0.06), side(1.12, error=0.06)))[0] is Direction.UNSURE
+    assert judge_difference(difference)[0] is Direction.UNSURE
+    assert judge_difference(compare_runs(side(1.0), side(1.12)))[0] is Direction.WORSE
+    assert judge_difference(compare_runs(side(1.12), side(1.0)))[0] is Direction.BETTER
+    assert judge_difference(compare_runs(side(1.0), side(1.0)))[0] is Direction.UNSURE
+    assert judge_difference(compare_runs(side(1.0, error=0.06), side(1.12, error=0.06)))[0] is Direction.UNSURE
 
 
 def test_several_runs_are_held_against_their_spread() -> None:
     before, after = (1.00, 1.02, 0.99, 1.01), (1.05, 1.06, 1.08, 1.04)
-    difference = across(side(*before), side(*after))
+    difference = compare_runs(side(*before), side(*after))
     expected = stats.ttest_ind(np.log(after), np.log(before))
     assert difference.p_value == pytest.approx(expected.pvalue, rel=1e-6)
     interval = expected.confidence_interval(0.99)
     assert (difference.ratio.low, difference.ratio.high) == pytest.approx(tuple(np.exp(interval)), rel=1e-6)
-    assert direction(difference)[0] is Direction.WORSE
+    assert judge_difference(difference)[0] is Direction.WORSE
     # Four runs with one value each: their spread is 0, that within them is not.
-    difference = across(side(*[1.0] * 4, error=0.03), side(*[1.03] * 4, error=0.03))
+    difference = compare_runs(side(*[1.0] * 4, error=0.03), side(*[1.03] * 4, error=0.03))
     assert difference.ratio.low < 1 < difference.ratio.high and difference.p_value is not None
     assert difference.p_value > 0.05
     tight = [1.0, 1.001, 0.999, 1.0]
-    assert direction(across(side(*tight), side(*tight)))[0] is Direction.SAME
-    where, why = direction(across(side(0.9, 1.1, 1.0, 1.05), side(1.0, 1.1, 0.95, 1.0)))
+    assert judge_difference(compare_runs(side(*tight), side(*tight)))[0] is Direction.SAME
+    where, why = judge_difference(compare_runs(side(0.9, 1.1, 1.0, 1.05), side(1.0, 1.1, 0.95, 1.0)))
     assert where is Direction.UNSURE and "differ too much" in why
 
 
 def test_few_runs_are_held_against_each_other_one_by_one() -> None:
     # Fewer than eight in all: 1.2 over 1.0 and 1.05 lies between 1.14 and 1.2.
-    difference = across(side(1.0, 1.05, error=0.0), side(1.2, error=0.0))
+    difference = compare_runs(side(1.0, 1.05, error=0.0), side(1.2, error=0.0))
     assert difference.alone
     assert (difference.ratio.low, difference.ratio.high) == (pytest.approx(1.2 / 1.05), pytest.approx(1.2))
-    assert direction(difference)[0] is Direction.WORSE
-    assert direction(across(side(1.0, 1.05), side(1.04, 1.12)))[0] is Direction.UNSURE
-    assert direction(across(side(1.0), side(2.9, 3.1)))[0] is Direction.WORSE
+    assert judge_difference(difference)[0] is Direction.WORSE
+    assert judge_difference(compare_runs(side(1.0, 1.05), side(1.04, 1.12)))[0] is Direction.UNSURE
+    assert judge_difference(compare_runs(side(1.0), side(2.9, 3.1)))[0] is Direction.WORSE
     before, after, beside = (1.00, 1.02, 0.99, 1.01), (1.05,), (2.0, 2.04, 1.97, 2.02)
-    difference = across(side(*before), side(*after), side(*beside))
+    difference = compare_runs(side(*before), side(*after), side(*beside))
     groups = [np.log(one) for one in (before, beside)]
     pooled = sum(((group - group.mean()) ** 2).sum() for group in groups) / 6
     statistic = (np.log(1.05) - groups[0].mean()) / math.sqrt(pooled * (1 / 4 + 1))
     assert difference.p_value == pytest.approx(2 * stats.t.sf(statistic, 6), rel=1e-6)
-    assert across(side(*before), side(*after)).alone
+    assert compare_runs(side(*before), side(*after)).alone
 
 
 @for_each("runs", [(7, 1), (6, 2), (4, 4), (5, 5)])
@@ -72,7 +79,7 @@ def test_p_values_of_nothing_are_uniform(runs: tuple[int, int]) -> None:
     found = []
     for _ in range(3000):
         drawn = [generator.normal(0, math.hypot(0.03, 0.005), count) for count in runs]
-        difference = across(*([Estimate(float(log), 0.005) for log in logs] for logs in drawn))
+        difference = compare_runs(*([Estimate(float(log), 0.005) for log in logs] for logs in drawn))
         assert difference.p_value is not None
         found.append(difference.p_value)
     for level in (0.1, 0.01):
@@ -94,7 +101,7 @@ def test_quantile(level: float, freedom: float) -> None:
 
 
 def test_values_that_vary_are_shown_as_their_ratio_has_them() -> None:
-    said = exact_change((1.0, 1.0, 4.0), (1.1, 1.1, 1.1))
+    said = compare_exact_values((1.0, 1.0, 4.0), (1.1, 1.1, 1.1))
     assert said.ratio is not None and said.ratio.point < 1
     assert said.after / said.before == pytest.approx(said.ratio.point)
-    assert exact_change((2.0,), (3.0, 3.0))[1:3] == (2.0, 3.0)
+    assert compare_exact_values((2.0,), (3.0, 3.0))[1:3] == (2.0, 3.0)

@@ -18,7 +18,7 @@ from fp8bench.analysis.steps.changes import (
     ChangeState,
     Found,
     ack_of,
-    acknowledged,
+    apply_acks,
     covers,
     find_changes,
 )
@@ -208,7 +208,7 @@ def states(found: Found) -> list[ChangeState]:
 def accepted(seen: Trend, now: Sequence[Trend]) -> list[ChangeState]:
     """Returns the changes after this one has been acknowledged."""
     ack = ack_of(only(find_changes([seen])), "2026-01-05T12:00:00+00:00", "")
-    return states(acknowledged(find_changes(now), [ack]))
+    return states(apply_acks(find_changes(now), [ack]))
 
 
 def test_an_acknowledged_change_stays_so_until_it_worsens() -> None:
@@ -254,8 +254,8 @@ def test_from_nothing_to_something_and_back(before: float, after: float, directi
     assert one.why and (one.since, one.until) == (commit(19), commit(20))
     assert other.comparison.ratio is not None and found.looked_at == 2
     ack = ack_of(change, "2026-01-05T12:00:00+00:00", "")
-    assert change in acknowledged(find_changes([seen]), []).changes
-    assert states(acknowledged(find_changes([seen]), [ack])) == [ChangeState.ACKNOWLEDGED]
+    assert change in apply_acks(find_changes([seen]), []).changes
+    assert states(apply_acks(find_changes([seen]), [ack])) == [ChangeState.ACKNOWLEDGED]
 
 
 @for_each("broken", [float("nan"), float("inf")])
@@ -271,7 +271,7 @@ def test_an_error_that_stops_being_a_number_alarms_at_once(broken: float) -> Non
     assert (one.since, one.until, one.before, repr(one.after)) == (commit(0), commit(1), 0.02, repr(broken))
     assert exceeds(one, threshold_of(one))
     ack = ack_of(only(found), "2026-01-05T12:00:00+00:00", "")
-    assert states(acknowledged(found, [ack])) == [ChangeState.ACKNOWLEDGED]
+    assert states(apply_acks(found, [ack])) == [ChangeState.ACKNOWLEDGED]
     back = find_changes([trend(figure(0, 0.02), figure(1, broken), figure(2, 0.02))])
     assert states(back) == [ChangeState.REVERTED, ChangeState.OPEN]
     assert not any(change.alarms for change in back.changes)
@@ -298,7 +298,7 @@ def test_a_count_that_differs_from_the_last_is_a_step_and_no_chance() -> None:
     assert (found.looked_at, found.counted) == (0, 1) and exceeds(one, threshold_of(one))
     assert value(one, one.after) == "1,000,001"
     known = ack_of(change, "2026-01-05", "")
-    assert covers(known, change) and only(acknowledged(found, [known])).state is ChangeState.ACKNOWLEDGED
+    assert covers(known, change) and only(apply_acks(found, [known])).state is ChangeState.ACKNOWLEDGED
     assert not covers(known, only(counts(1_000_000, 1_000_002)))
     assert counts(7).left == {TOO_FEW_COUNTS: 1} and not counts(7, 7, 7).changes
 

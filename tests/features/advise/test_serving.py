@@ -106,7 +106,7 @@ def test_it_comes_first_and_is_read_from_the_store(tmp_path: Path, monkeypatch: 
     assert log.lines() == ([whole, replace(whole, runs=("00000000",)), whole], [])
     with log.path.open("a") as file:
         file.write("{}\n")
-    monkeypatch.setattr("fp8bench.features.advise.job.load_named", lambda word, store: made)
+    monkeypatch.setattr("fp8bench.features.advise.job.load_stored_run", lambda word, store: made)
     basis, troubles = basis_of("9abcdef0", tmp_path, None, 0.1)
     assert basis.served == (whole,) and len(troubles) == 1
     first, *rest = advised(basis).advice

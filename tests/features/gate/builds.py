@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fp8bench.analysis.compare.compare import of_times
+from fp8bench.analysis.compare.compare import compare_figures
 from fp8bench.analysis.compare.interval import Estimate
 from fp8bench.analysis.compare.sides import MatchedFigures
 from fp8bench.analysis.steps.change_points import LEAST, newest_levels, steps_of_many
@@ -115,7 +115,9 @@ def _comparisons(before: list[Run], after: list[Run], beside: Sequence[Run] = ()
         old, new, others = (
             tuple(Estimate(run[case] + math.log(1e-3), WITHIN) for run in side) for side in (before, after, beside)
         )
-        yield of_times(MatchedFigures(TIME, "s", old, new, beside=others), f"made[case={case}]@cpu/bf16", "made", ())
+        yield compare_figures(
+            MatchedFigures(TIME, "s", old, new, extra=others), f"made[case={case}]@cpu/bf16", "made", ()
+        )
 
 
 def false_alarms(setting: Setting, builds: int) -> float:

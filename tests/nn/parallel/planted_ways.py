@@ -175,18 +175,18 @@ def stale(kind: type[DDPModel]) -> type[DDPModel]:
         _before: Tensor | None = None
 
         def _in_fp8(self, bucket: Any) -> Any:
-            own, before = collectives.scaled, self._before
+            own, before = collectives.cast_scale, self._before
 
             def scaled(*given: Any) -> Any:
                 _, self._before = yield from own(*given)
                 used = self._before.new_ones(1) if before is None else before
                 return given[0] * used, used
 
-            collectives.scaled = scaled  # type: ignore[assignment]
+            collectives.cast_scale = scaled  # type: ignore[assignment]
             try:
                 return super()._in_fp8(bucket)
             finally:
-                collectives.scaled = own
+                collectives.cast_scale = own
 
     return Model
 

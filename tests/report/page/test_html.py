@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import fp8bench.report
-from fp8bench.jobs.report_files import INDEX, PAGE, Pages, _written
+from fp8bench.jobs.report_files import INDEX, PAGE, Pages, _write_page
 from fp8bench.report.elements import Code, Column, Facts, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.page.html import CardAnswer, card_of, read_card, render
 from tests.counts import for_each
@@ -162,7 +162,7 @@ PAGE_OF_RUN = Page(
 
 
 def reported(reports: Path, name: str, page: Page) -> str:
-    _written(page, ((), ()), reports / name, Pages())
+    _write_page(page, ((), ()), reports / name, Pages())
     return (reports / INDEX).read_text()
 
 

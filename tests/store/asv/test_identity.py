@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fp8bench.model import Environment
 from fp8bench.model.codec import decode, encode
 from fp8bench.store.asv import identity
-from fp8bench.store.asv.identity import Identity, as_facts, from_facts, identify, resolved
+from fp8bench.store.asv.identity import Identity, as_facts, from_facts, identify, resolve_interpreter
 from tests.counts import for_each
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -150,7 +150,7 @@ def test_a_mac_is_asked_by_sysctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    found = identity._discovered()
+    found = identity._discover_machine()
     assert (found["cpu"], found["ram"]) == ("said machdep.cpu.brand_string", "said hw.memsize")
 
 
@@ -171,11 +171,11 @@ def test_names_of_one_interpreter(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "a" / "other").write_text("")
     named = {name: str(tmp_path / name) for name in ("a/python", "a/python3", "b/python", "link/python", "a/other")}
-    alike = {name: resolved(path) for name, path in named.items()}
+    alike = {name: resolve_interpreter(path) for name, path in named.items()}
     assert alike["a/python"] == alike["a/python3"] == alike["link/python"] != named["a/python"]
     assert len(set(alike.values())) == 3
     for nothing in ("", "/nowhere/python", "\0"):
-        assert resolved(nothing) == nothing
+        assert resolve_interpreter(nothing) == nothing
 
 
 # Names and facts

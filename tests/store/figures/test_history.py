@@ -18,7 +18,7 @@ from fp8bench.registry import workloads
 from fp8bench.store.commit_runs import by_place, read_runs
 from fp8bench.store.figures import cache
 from fp8bench.store.figures import history as opening
-from fp8bench.store.figures.cache import VERSION, cache_of, delete_cache, read_cached, write_cached
+from fp8bench.store.figures.cache import VERSION, cache_of, delete_cache, read_values, write_values
 from fp8bench.store.figures.history import keep_figures, open_history
 from fp8bench.store.figures.lines import History
 from fp8bench.store.figures.tables import table_of
@@ -267,7 +267,7 @@ def test_a_cache_that_cannot_be_written_costs_reading_again(tmp_path: Path, monk
     cache_of(tmp_path).mkdir()
     found = opened(tmp_path)
     assert trends_of(found, every) == read_trends(tmp_path, every) and found.read == 2 and not found.troubles
-    monkeypatch.setattr(opening, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(opening, "_WORTH_CACHING", 1)
     (trouble,) = opened(tmp_path).troubles
     assert "reads 2 runs again" in trouble and str(cache_of(tmp_path)) in trouble
 
@@ -292,7 +292,7 @@ def test_a_locked_cache_is_waited_for_and_then_done_without(tmp_path: Path, monk
     monkeypatch.setattr(cache, "_LOCK_SECONDS", 0.01)
     with sqlite3.connect(cache_of(tmp_path), isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
-        assert "locked" in write_cached(tmp_path, {("commit", "a"): b"b"})
+        assert "locked" in write_values(tmp_path, {("commit", "a"): b"b"})
         found = opened(tmp_path)
         assert found.read == 1 and trends_of(found, every) == slow
         other.execute("ROLLBACK")
@@ -300,14 +300,14 @@ def test_a_locked_cache_is_waited_for_and_then_done_without(tmp_path: Path, monk
 
 
 def test_a_writer_that_is_killed_leaves_what_was_there(tmp_path: Path) -> None:
-    write_cached(tmp_path, {("commit", "a"): b"1"})
+    write_values(tmp_path, {("commit", "a"): b"1"})
     with sqlite3.connect(cache_of(tmp_path), isolation_level=None) as killed:
         killed.execute("BEGIN IMMEDIATE")
         killed.execute("DELETE FROM kept")
-        assert read_cached(tmp_path, "commit") == {"a": b"1"}
+        assert read_values(tmp_path, "commit") == {"a": b"1"}
         killed.execute("ROLLBACK")
-    assert write_cached(tmp_path, {("commit", "b"): b"2"}) == ""
-    assert read_cached(tmp_path, "commit") == {"a": b"1", "b": b"2"}
+    assert write_values(tmp_path, {("commit", "b"): b"2"}) == ""
+    assert read_values(tmp_path, "commit") == {"a": b"1", "b": b"2"}
 
 
 def test_keeping_after_a_run(tmp_path: Path) -> None:
@@ -315,18 +315,18 @@ def test_keeping_after_a_run(tmp_path: Path) -> None:
     keep_figures(tmp_path, last)
     keep_figures(tmp_path / "nowhere", last)
     keep_figures(tmp_path, Path())
-    assert list(read_cached(tmp_path, "commit")) == [commit(1)[:8]]
+    assert list(read_values(tmp_path, "commit")) == [commit(1)[:8]]
     assert opened(tmp_path).read == 1
 
 
 def test_rebuilding_makes_it_again(tmp_path: Path) -> None:
     history(tmp_path, 1.0, 1.1)
     slow = trends_of(opened(tmp_path), every)
-    wrong = read_cached(tmp_path, "commit")[commit(1)[:8]]
-    write_cached(tmp_path, {("commit", commit(0)[:8]): wrong, ("commit", "gone"): b"{}\n"})
+    wrong = read_values(tmp_path, "commit")[commit(1)[:8]]
+    write_values(tmp_path, {("commit", commit(0)[:8]): wrong, ("commit", "gone"): b"{}\n"})
     rebuild(tmp_path)
     again = opened(tmp_path)
-    assert again.read == 0 and trends_of(again, every) == slow and "gone" not in read_cached(tmp_path, "commit")
+    assert again.read == 0 and trends_of(again, every) == slow and "gone" not in read_values(tmp_path, "commit")
 
 
 def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:

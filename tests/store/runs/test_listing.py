@@ -228,7 +228,7 @@ def kept_scales(*records: tuple[str, float]) -> Any:
 
 def test_cases_of_one_precision_give_the_largest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
-        reading, "load_named", lambda word, store: kept_scales(("fp8", 2.0), ("fp8", 3.0), ("fp8-e4m3", 1))
+        reading, "load_stored_run", lambda word, store: kept_scales(("fp8", 2.0), ("fp8", 3.0), ("fp8-e4m3", 1))
     )
     request = reading.with_stored_scales(Request("mlp", scales_from="last"), tmp_path)
     assert request.known_scales == (("fp8", "up", "input", 3.0), ("fp8-e4m3", "up", "input", 1))
@@ -240,6 +240,6 @@ def test_cases_of_one_precision_give_the_largest(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_run_without_scales_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(reading, "load_named", lambda word, store: kept_scales())
+    monkeypatch.setattr(reading, "load_stored_run", lambda word, store: kept_scales())
     with pytest.raises(UsageError, match=r"run a1b2 has kept no scales. Measure it with --static-scales N"):
         reading.with_stored_scales(Request("mlp", scales_from="a1"), tmp_path)
