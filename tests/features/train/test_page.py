@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from fp8bench.features.train.curve_charts import ends_of
-from fp8bench.features.train.data import rows_of, value_of
+from fp8bench.features.train.data import rows_of, scalars_of, value_of
+from fp8bench.features.train.frame import FIGURES, Figure
 from fp8bench.features.train.kind import KIND
-from fp8bench.features.train.page import page_of
+from fp8bench.features.train.lab.rank_lab import MERGES
+from fp8bench.features.train.page import ends_of, page_of
 from fp8bench.features.train.values import (
     WIRE_BYTES,
     ArmCost,
@@ -58,15 +59,29 @@ def cells(made: Page, name: str) -> list[list[str]]:
     return [[field.text for field in row] for row in element(made, name, Table).rows]
 
 
-def column(made: Page, title: str) -> list[str]:
+def column(made: Page, title: str, name: str = "arms") -> list[str]:
     """A column of the arms that are compared."""
-    arms = element(made, "arms", Table)
+    arms = element(made, name, Table)
     place = [column.title for column in arms.columns].index(title)
     return [row[place].text for row in arms.rows if row[0].text in ("bf16", "fp8")]
 
 
 def reading(step: int, amax: float, layer: str = "head", role: str = "input", **more: Any) -> LayerReading:
     return LayerReading("fp8", 0, step, layer, role, amax, 0.0, 0.0, 1.0, 0.0, **more)
+
+
+def test_a_declared_figure_is_in_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of the table, and one line of a step: then CSV, boards, page, terminal and ranks have it."""
+    figure = Figure("noise_scale", "noise scale", "noise scale", over_ranks=max)
+    monkeypatch.setitem(FIGURES, figure.name, figure)
+    more = [StepFigure("fp8", 0, step, figure.name, 3.0 + step) for step in (0, 10, 20)]
+    of = judged((*lines(GAPS), *more))
+    assert "noise_scale,23" in csv_text(*rows_of(of))
+    assert ("fp8 seed 0/training/noise_scale", 20, 23.0) in scalars_of(of.training, more)
+    (series,) = element(page_of(of), "noise-scale-over-steps", Lines).series
+    assert [mark and mark.value for mark in series[1]] == [3, 13, 23]
+    assert column(text_of(of), "noise scale", "last-step") == ["-", "23"]
+    assert MERGES["validate"]([[line] for line in more])[0].value == 23
 
 
 @for_each("steps", [1, 2, 9, 60, 300, 1000, 12345])
@@ -114,7 +129,7 @@ def test_alarms_stand_on_the_curves_by_their_rules() -> None:
 def test_pace_and_memory_over_steps() -> None:
     memory = [StepFigure("fp8", 0, step, "memory", 1e6 + step) for step in (0, 10, 20)]
     made = page(*memory, change=lambda row: replace(row, seconds=0.01 + row.step * 1e-4))
-    ((name, marks),) = element(made, "throughput", Lines).series
+    ((name, marks),) = element(made, "tokens-per-second-over-steps", Lines).series
     assert name == "bf16" and marks[0] is not None and marks[0].value == pytest.approx(19200)
     assert element(made, "memory-over-steps", Lines).places == ("1", "11", "21")
 
@@ -191,11 +206,11 @@ def test_an_own_optimizer_keeps_as_much_in_bands_as_in_the_reference_and_an_own_
     of_own = judged((*LINES, cost), own)
     sizes = {summary.arm.name: summary.bytes_per_parameter for summary in of_own.summaries}
     assert sizes[REPEAT.name] == sizes["bf16"] == 8.0
-    tables = [
-        {getattr(element, "name", "") for part in text_of(each).parts for element in part.elements}
+    columns = [
+        [column.title for column in element(text_of(each), "looks", Table).columns]
         for each in (judged(LINES, asked), of_own)
     ]
-    assert [{"looks", "perplexities"} & names for names in tables] == [{"looks", "perplexities"}, {"looks"}]
+    assert columns == [["arm", "held-out", "held-out perplexity"], ["arm", "held-out"]]
 
 
 def told(of: JudgedTraining) -> list[str]:

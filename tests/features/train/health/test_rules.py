@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from fp8bench.features.train.health import health, steps
 from fp8bench.features.train.health.health import REST, RULES, Health
 from fp8bench.features.train.health.steps import HealthRule
 from fp8bench.features.train.request import TrainerSettings
@@ -326,6 +329,26 @@ def test_events_in_the_stream_raise_no_alarm() -> None:
     first = health.see(lines[:70])
     assert Health((ARM,)).see([*lines[:70], *first]) == first
     assert not health.see([*first, *lines[70:]])
+
+
+def test_a_rule_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules: list[type[HealthRule[Any]]] = []
+    for module in (steps, health):
+        monkeypatch.setattr(module, "RULES", rules)
+
+    class LossOfTwo(HealthRule[StepRow]):
+        """Two is too much."""
+
+        name = "loss-of-two"
+        alarms_at = "a loss of 2"
+        remedies = (steps.Remedy.LOOK_AT_DATA,)
+
+        def see(self, line: StepRow) -> str:
+            return "the loss is 2" if line.loss == 2 else ""
+
+    (event,) = Health((ARM,)).see(rows(5, loss=lambda step: 2.0 if step == 3 else 1.0))
+    assert rules == [LossOfTwo] and (event.rule, event.step, event.words) == ("loss-of-two", 3, "the loss is 2")
+    assert event.remedy == "look at the batches of these steps"
 
 
 def test_a_remedy_changes_something() -> None:
