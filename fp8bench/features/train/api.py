@@ -40,7 +40,7 @@ from fp8bench.features.train.values import (
     TrainingObserver,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import Curve, Key, curves_of, curves_of_arm
+from fp8bench.features.train.verdicts.curves import Curves, curves_of, curves_of_arm
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, mean_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_on
 from fp8bench.features.train.view import arms_table, find_answers
@@ -127,6 +127,7 @@ def train(
         LIVE[name] = cast(Callable[[], Any], make)
     # Options of the training itself; those that are left are of the trainer.
     given_options = {name: options.pop(name) for name in list(options) if name in keywords_of(TrainingRequest)}
+    # Options that a command line has, too, are checked by the same declarations.
     request = request_with_defaults(
         quick,
         steps,
@@ -300,6 +301,7 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
             self._loop = self._stack.enter_context(watch(known["model"], inner, path, **options))
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **known: Any) -> None:
+            # Evaluation before the first step has no loop yet.
             if self._loop is not None and "eval_loss" in (metrics or {}):
                 self._loop.held_out(metrics["eval_loss"])
 
@@ -438,7 +440,7 @@ def _names(files: Sequence[Sequence[Path]], streams: Sequence[Sequence[Lines]]) 
     return [f"{stem} {place}" for place, stem in enumerate(stems, 1)]
 
 
-def _loop(arm: Arm, curves: Mapping[Key, Curve], lines: Lines, among: TrainingVerdicts) -> ArmSummary:
+def _loop(arm: Arm, curves: Curves, lines: Lines, among: TrainingVerdicts) -> ArmSummary:
     loop_curves = curves_of_arm(curves, arm.name).values()
     return ArmSummary(
         arm,

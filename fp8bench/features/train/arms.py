@@ -83,6 +83,7 @@ def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
 
 def arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
     """The arms trained in seed `number`, counted from 0: the one-ulp arm in the first seed only."""
+    # Chaos is a property of the training, and one seed shows it.
     return tuple(arm for arm in arms if not arm.skip and (number == 0 or arm.role is not ArmRole.CHAOS))
 
 
@@ -152,6 +153,7 @@ def _check_own(request: TrainingRequest) -> None:
         raise UsageError(f"{message} Give one of your own as FILE.py:FUNCTION.", name, f"--model {meant}")
     if name not in LIVE:
         function_named(name)
+    # A swept option counts as given.
     swept = {axis.replace("-", "_") for axis, _ in request.sweep}
     refused = [word for word in _BUILT_IN if getattr(settings, word) != getattr(usual, word) or word in swept]
     refused += ["data"] if request.data is not None else []
@@ -302,6 +304,7 @@ def check_room(training: Training, costs: Iterable[ArmCost]) -> None:
     """Raises UsageError where the arms do not fit into memory together, if what each takes is known. Ranks on a CPU
     share its memory."""
     facts = training.device
+    # Ranks on a GPU have one each; on a processor they share its memory.
     room = int(_USABLE * facts.memory_bytes) // (1 if facts.accelerated else facts.ranks)
     reference, *_ = arms = arms_of_seed(training.arms, 0)
     costs_by_arm = {cost.arm: cost for cost in costs if cost.memory}

@@ -84,6 +84,7 @@ def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
 
 def _tokenize(source: _Source, folder: Path, sequence: int) -> TrainingText:
     text = source.train + source.held_out
+    # The digest names the file: texts that are equal share it, and an edited one gets another.
     digest, trained = hashlib.sha256(text).hexdigest(), len(source.train)
     path, tokens = folder / f"{digest[:16]}.tokens", byte_tokens(text)
     if not path.is_file() or read_file(path) != tokens:  # a crash may leave a wrong file of the right length

@@ -107,6 +107,7 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
     values = vars(arguments)
     settings = {field.name: values[field.name] for field in fields(TrainerSettings) if field.name in values}
     fields_given = {field.name: values[field.name] for field in fields(TrainingRequest) if field.name in values}
+    # Several --sweep of one name add their values.
     sweep: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.sweep:
         sweep[name] = (*sweep.get(name, ()), *values)

@@ -92,6 +92,7 @@ _NAMES: Mapping[type, Sequence[str]] = {
 def frame_of(arms: Iterable[Arm], lines: Iterable[StreamLine]) -> Iterator[Row]:
     """Every figure of every line. A speed is added to timed steps of native arms: that of others means nothing."""
     native = {arm.name for arm in arms if arm.native}
+    # A line may lack a place: a step has no layer, an event no text.
     for line in lines:
         of, layer, role, tensor = (getattr(line, name, "") for name in ("of", "layer", "role", "tensor"))
         place = (line.arm, line.seed, line.step, type(line).__name__, of, layer, str(role or tensor))

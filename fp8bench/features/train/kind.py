@@ -105,6 +105,7 @@ class TrainingWriter(LineWriter):
 
     def keep(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
         """Make this a place to resume at. Of the earlier ones, the last checkpoint stays."""
+        # The place names its checkpoint, which lies on the disk before the place does.
         name = folder.name if folder is not None else ""
         place = ResumePlace(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
         # The place before a seed's first step stays: it needs no checkpoint, and is there if both others are damaged.
@@ -227,6 +228,7 @@ _ROLES = {role.value for role in ArmRole}
 
 def _training_from(plain: Any) -> Training:
     """A training from the header of its file, without the arms and values that only other versions have."""
+    # Roles of other versions are arms that this one cannot judge.
     arms = [dict(arm) for arm in plain["arms"] if arm.get("role", "candidate") in _ROLES]
     for arm in arms:
         arm["settings"] = [pair for pair in arm.get("settings", ()) if pair[0] in SETTINGS_RULES]

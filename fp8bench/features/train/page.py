@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -20,7 +20,15 @@ from fp8bench import units
 from fp8bench.features.train import view
 from fp8bench.features.train.frame import FIGURES, Figure, frame_of
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent, Validation
-from fp8bench.features.train.verdicts.curves import HELD_OUT, Curve, Key, curves_of_arm, gap_of, gaps_at, last_of
+from fp8bench.features.train.verdicts.curves import (
+    HELD_OUT,
+    Curve,
+    Curves,
+    curves_of_arm,
+    gap_of,
+    gaps_at,
+    last_of,
+)
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import MemoryRole
 from fp8bench.model.codec import SCHEMA
@@ -105,13 +113,10 @@ _WORST: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[
 def worst_readings(stored: KeptTraining) -> Iterator[Element]:
     """For each candidate and role, the layer and step with the worst figures over all seeds."""
     candidates = {arm.name for arm in stored.training.arms if arm.role is ArmRole.CANDIDATE}
-    readings = together(
-        ((readings_of_role.arm, readings_of_role.role), readings_of_role)
-        for readings_of_role in stored.of(LayerReading)
-        if readings_of_role.arm in candidates
-    )
+    readings = (reading for reading in stored.of(LayerReading) if reading.arm in candidates)
+    by_role = together(((reading.arm, reading.role), reading) for reading in readings)
     rows = []
-    for (arm, role), readings_of_role in readings.items():
+    for (arm, role), readings_of_role in by_role.items():
         for name, pick, value_of, show in _WORST:
             pairs = ((value_of(reading), reading) for reading in readings_of_role)
             finite = [(value, reading) for value, reading in pairs if value is not None and math.isfinite(value)]
@@ -140,6 +145,7 @@ def tensor_lines(stored: KeptTraining) -> Iterator[Element]:
 
 def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> Iterator[Lines]:
     """Yields a chart for each role of tensors with a line for each layer, those that move most first."""
+    # A line of thirty points shows a drift; the CSV has every reading.
     steps = sorted({reading.step for reading in readings})
     steps = sorted({steps[round(place * (len(steps) - 1) / (_PLACES - 1))] for place in range(_PLACES)})
     for role in Role:
@@ -171,7 +177,6 @@ def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> I
 
 # An arm's name with its marks.
 Series = tuple[str, tuple[Mark | None, ...]]
-Curves = Mapping[Key, Curve]
 # At most so many points of a curve are drawn; the CSV has every number.
 _POINTS = 60
 

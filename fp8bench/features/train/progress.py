@@ -222,6 +222,7 @@ Say = Callable[[str], None]
 def outward(
     inner: TrainingObserver, store: Path, live: Path | None, log: Sequence[LogTarget] = ()
 ) -> Iterator[TrainingObserver]:
+    # Each sink may fail by itself: the training and the others go on.
     observers: list[_Outward] = []
     if live is not None:
         observers.append(LivePage(live, store, inner.note))

@@ -199,6 +199,7 @@ class SeedRun(TrainingRun):
         """Call the lab; `steps` are those that the call takes."""
         began = time.monotonic()
         with _faults(arm):
+            # The limit follows the slowest step so far, so that a slow machine is not taken for a hung one.
             answer = getattr(lab_of(self.worker, self.pace.limit(max(steps, SLICE))), name)(*arguments)
         if steps:
             self.pace.took(time.monotonic() - began, steps)
@@ -224,6 +225,7 @@ class SeedRun(TrainingRun):
         self._failures[name] = self._failures.get(name, 0) + 1
         # The lost worker may hang: a fresh one is the only state that is known.
         self.worker.restart()
+        # A first loss may be the machine's; a second one in the same arm is the arm's.
         kind, words = "restarted", f"{lost.error}; a fresh worker goes on from the last checkpoint"
         if self._failures[name] == _FAILURES:
             if lost.arm is None or lost.arm.role is ArmRole.REFERENCE:

@@ -52,6 +52,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
 
     # 1. Fix the rate and the loss scale, and remember what is needed to take the step again if it is not finite.
     share, scale, casts = trainer.rate_share(), trainer.loss_scale.scale, trainer.remember_casts()
+    rate = optimizer.rate * share  # now: a user's schedule changes it with the update
     wire = StepWire(together.rank, again=False) if watched and trainer.task.facts.ranks > 1 else None
     hooks = trainer.watch.step() if watched else nullcontext()
     with wire or nullcontext(), trainer.present(phase), hooks as readings:
@@ -85,7 +86,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
     seconds = time.perf_counter() - started
 
     # 7. Yield the row, then the readings of tensors. A watched step takes longer than others: its row has no time.
-    row = _row(trainer, figures, optimizer.rate * share, scale, 0.0 if watched else seconds)
+    row = _row(trainer, figures, rate, scale, 0.0 if watched else seconds)
     yield row
     if readings is not None:
         yield from trainer.watch.lines(trainer.step, readings)

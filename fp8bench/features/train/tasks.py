@@ -135,6 +135,7 @@ def _clozes(drawn: random.Random, sequence: int, text: bytes) -> Iterator[TaskIt
     for match in places:
         by_length[len(match[0])].append(match[0])
     lengths = {length for length, words in by_length.items() if len(set(words)) >= _CANDIDATES}
+    # A word without three others of its length would be known by its length.
     suitable = [match for match in places if len(match[0]) in lengths]
     if len(suitable) < ITEMS:
         raise UsageError(

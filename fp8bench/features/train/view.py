@@ -51,6 +51,7 @@ _LOOKS = "After the last step, on text that was never trained on"
 def page_of(judged: JudgedTraining) -> Page:
     """The short answer; `whole_page` has the rest."""
     training, stored, verdicts = judged.training, judged.kept, judged.verdicts
+    # Bands have no verdict; the whole page shows them.
     rows = [summary for summary in judged.summaries if not summary.arm.is_band and not summary.arm.skip]
     arms = replace(arms_table(rows, _ONLY_IN_WHOLE), caption="")
     store = shlex.quote(str(Path(stored.path).parent.parent.parent))
@@ -170,6 +171,7 @@ def plan_page(training: Training, reference: ArmState) -> Page:
         Col("why not", attrgetter("skip"), below=True),
     ]
     running = [arm for arm in training.arms if not arm.skip]
+    # The one-ulp arm runs in the first seed only.
     once = sum(arm.role is ArmRole.CHAOS for arm in running)
     steps = request.steps * ((len(running) - once) * request.seeds + once)
     ending = (
@@ -299,15 +301,12 @@ def looks_of(stored: KeptTraining) -> Iterator[Part]:
     positions = [of for of in texts if of.startswith(POSITION)]
     arms = [arm.name for arm in stored.training.arms if not arm.is_band and (arm.name, HELD_OUT) in means]
     cols = [Col("arm", str)]
-    # Of the positions in a window the first and the last say enough.
     for of in texts:
-        if of not in positions[1:-1]:
+        if of not in positions[1:-1]:  # the first and the last positions of a window say enough
             cols += [Col(of, partial(_look_up, means, of), number=True, show="{:.3f}".format)]
     if not stored.request.settings.make:  # the loss of a user's model may be of anything
         perplexities = {key: math.exp(min(loss, 700.0)) for key, loss in means.items()}
-        cols.append(
-            Col("held-out perplexity", partial(_look_up, perplexities, HELD_OUT), number=True, show="{:.3g}".format)
-        )
+        cols.insert(2, Col("perplexity", partial(_look_up, perplexities, HELD_OUT), number=True, show="{:.3g}".format))
     if arms:
         yield Part("texts", _LOOKS, (table("looks", "loss", cols, arms),))
 

@@ -99,6 +99,7 @@ _HIGH = ("fp32", "bf16", "tf32")
 
 def changes_something(remedy: Remedy, precision: str, settings: TrainerSettings, layer: str) -> bool:
     """Whether an arm of this precision with these settings would train differently with the remedy."""
+    # A remedy that the arm has already is no advice.
     name, chosen = precision.partition(":")[0], precisions.get(precision).chosen
     match remedy:
         case Remedy.LAYER_IN_BF16:

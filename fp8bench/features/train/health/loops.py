@@ -26,6 +26,7 @@ class LossRule(HealthRule[Any]):
     _guessing: float = math.inf
 
     def see(self, line: StepRow | StepFigure) -> str:
+        # The number of classes tells what guessing costs: ln of it.
         if isinstance(line, StepFigure):
             self._alone &= line.name != OTHERS_TRAIN
             if line.name == "classes" and line.value > 1:
@@ -60,6 +61,7 @@ class LossBackUp(LossRule):
     _best: float = math.inf
 
     def judge(self, losses: list[float]) -> str:
+        # The first losses are the level that a collapse goes back to.
         if len(self._first) < self.first:
             self._first.append(losses[-1])
         earlier, last = losses[: -self.stays], losses[-self.stays :]
@@ -139,6 +141,7 @@ class NoUpdate(HealthRule[Any]):
 
     def see(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
+            # A watched step has a digest of all weights, which no rounding hides.
             if line.name != "weights_before":
                 return ""
             same, self._weights = line.value == self._weights and not self._learned, line.value

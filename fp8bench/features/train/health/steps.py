@@ -117,6 +117,7 @@ class GradientSpike(HealthRule[StepRow]):
         return alarm
 
     def _judge(self, norm: float, loss: float) -> str:
+        # Medians: a spike must not raise the level that the next one is measured by.
         usual = median(self._norms)
         multiple = norm / max(usual, 1e-300)
         if multiple > self.times_with_loss:
@@ -146,6 +147,7 @@ class UpdateBurst(HealthRule[StepRow]):
         ratio, ratios = line.update_ratio, self._ratios
         if line.skipped or not math.isfinite(ratio):
             return ""
+        # The newest ratio enters afterwards, and is no part of what it is compared with.
         usual = median(ratios) if len(ratios) >= self.fewest else math.inf
         ratios.append(ratio)
         if ratio <= self.times * usual:
@@ -192,6 +194,7 @@ class LossPlateau(HealthRule[Any]):
         # A rate that has nearly come down moves nothing, and a flat loss is no trouble then.
         if min(self._rates[-length], line.rate) < max(self._rates) / 2:
             return ""
+        # Four means in a row tell a flat course from a slow fall within noise.
         part = length // self.parts
         losses = self._losses[-length:]
         means = [fmean(losses[start : start + part]) for start in range(0, length, part)]
@@ -286,6 +289,7 @@ class LossGap(HealthRule[StepRow]):
         arm, reference = self.arm.name, self.arm.reference
         if not reference:
             return ""
+        # Arms take turns in slices: the losses of a step arrive apart.
         losses = self._losses.setdefault(line.step, {})
         losses[line.arm] = line.loss
         if len(losses) < 2:

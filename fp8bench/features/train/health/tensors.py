@@ -66,6 +66,7 @@ class _Jump(TensorRule):
     sign: ClassVar[int]
 
     def judge(self, reading: LayerReading, previous: Before) -> str:
+        # Scales are compared in octaves, which formats and powers of two are made of.
         now = scale_of(reading)
         scales = [value for value in map(scale_of, previous) if value is not None]
         if now is None or len(scales) < self.fewest:
@@ -296,6 +297,7 @@ class LayerStill(HealthRule[Any]):
             self._moved.pop(line.layer, None)
         if line.name == "rate_share":
             self._shares[line.layer] = line.value
+        # Only a layer with a weight reading is a matrix.
         matrix = line.layer in self._moved and line.layer not in self._no_matrices
         if line.name != "update_ratio" or not matrix or not math.isfinite(line.value):
             return ""
@@ -339,6 +341,7 @@ class BatchNormDrift(FigureRule):
     _seen: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
+        # Running statistics begin at 0 and 1, far from any batch.
         self._seen[line.layer] += 1
         if self._seen[line.layer] <= 5 or len(last) < self.keep or not all(abs(value) > self.far for value in last):
             return ""

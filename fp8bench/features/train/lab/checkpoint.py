@@ -26,7 +26,6 @@ from fp8bench.features.train.request import TrainerSettings, file_of
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, State
 from fp8bench.files import MEMORY_BYTES, PARTIAL, keeping, open_file, read_file, sealed, unsealed, write_whole
 from fp8bench.model import StaticScales
-from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import Arithmetic, ScaleBook
 from fp8bench.report.words.naming import listed
 
@@ -62,6 +61,7 @@ def write(folder: str, task: SeedTask, memories: Mapping[str, State], rank: int)
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
+        # A full disk is the user's to mend: the error says so, and the training can be resumed.
         with keeping(f"the checkpoint {target}", "Make room, and resume."):
             partial.mkdir(parents=True)
             files = {}
@@ -136,9 +136,6 @@ def _load_arm(path: Path, digest: str) -> State:
 def _task_digest(task: SeedTask) -> str:
     """Identifies the trainings that may use a checkpoint: by seed, arms, settings, steps, text and number of ranks."""
     parts = repr((task.seed, task.arms, task.settings, task.steps, task.text.identity, task.facts.ranks))
-    size = SIZES.get(task.settings.model)
-    if size is not None and size.tied:  # it was not, once
-        parts += " tied"
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
@@ -168,6 +165,7 @@ def apply_start(model: nn.Module, settings: TrainerSettings, arm: Arm, seed: int
 def _move_by_an_ulp(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
+        # Each weight moves by its own coin, up or down by one unit.
         up = torch.rand(parameter.shape, generator=generator) < 0.5
         parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))
 

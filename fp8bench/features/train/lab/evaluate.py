@@ -116,6 +116,7 @@ class Evaluation:
         self._config, self._layers, self._facts = config, layers, facts
         length = config.sequence
         windows = TokenWindows(text.held_out, length, facts.key, config.vocabulary)
+        # Long windows are few: fewer than these would make losses of single sentences.
         most = max(_LEAST_WINDOWS, _TOKENS // length)
         self.held_out = windows.in_order(max(config.batch, _TOKENS_A_PASS // length), most)
 
@@ -183,6 +184,7 @@ class Scores:
                 logs = torch.cat([_chosen(predict, part, items[0]) for part, _ in parts])
             else:
                 logs = torch.cat([_whole(predict, *part) for part in parts]).view(len(items), 1, -1)
+            # Ties share the point, so that a constant answer scores no better than chance.
             right = torch.tensor([item.right for item in items], device=logs.device)
             yield f"{TASK}{name}", float(_rightness(logs, right).mean())
 

@@ -111,6 +111,7 @@ class Lab(Bench):
         trainer, facts, silent = self._trainer(key), self._task.facts, SilentPhases()
         device = self._selected(facts)
         with self._running(trainer.precision):
+            # Host time around all of them; what is still queued at the end belongs to the last one.
             start = time.perf_counter()
             for _ in range(steps):
                 another_step(trainer, silent)
@@ -146,6 +147,7 @@ class Lab(Bench):
 
     def restore(self, folder: str) -> tuple[tuple[str, int], ...]:
         """Returns the next step of each arm. An arm that the checkpoint lacks has stopped."""
+        # An arm that was not finite is in no checkpoint, and stays stopped.
         memories = self._read(folder)
         for name, trainer in self._trainers.items():
             if name in memories:

@@ -67,6 +67,7 @@ class LoopHabits:
 
     def figures(self, parameters: Parameters) -> dict[tuple[str, str], Tensor | float]:
         """By name and layer: how many steps in a row had the same inputs, and lower rates as shares of the highest."""
+        # Groups of an optimizer may learn at different rates: health rules have to know the slow ones.
         highest = self.rate()
         shares: dict[int, float] = {}
         for rate, group in self._groups():
@@ -194,6 +195,7 @@ def fingerprint_of(inputs: Any) -> tuple[Tensor | None, int]:
         return None, 0
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     for tensor in tensors:
+        # A sample of evenly spaced values is enough for moments, and costs the same for any batch.
         flat = tensor.flatten()
         values = flat[:: -(-len(flat) // _LOOKED_AT)].to(torch.float64)
         total = total + (values * _vector(values.shape, values.device)).sum().to(total.device)

@@ -220,11 +220,15 @@ class HalfWeights(Weights):
     def present(self) -> Iterator[None]:
         for parameter in self._parameters:
             parameter.untyped_storage().resize_(self._sizes[parameter])
-            parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
+            self._show_master(parameter)
         try:
             yield
         finally:
             self._release()
+
+    def _show_master(self, parameter: Tensor) -> None:
+        """Give a parameter the value of its stored weights."""
+        parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
 
     def _release(self) -> None:
         for parameter in self._parameters:
@@ -233,7 +237,7 @@ class HalfWeights(Weights):
     def round(self, parameters: Tensors) -> None:
         for parameter in parameters:
             self._masters[parameter] = self._storage.keep(parameter.detach())
-            parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
+            self._show_master(parameter)
 
     def stored_tensors(self) -> list[Tensor]:
         return [*chain.from_iterable(self._masters[parameter].tensors for parameter in self._parameters)]
@@ -255,7 +259,7 @@ class EightBitWeights(HalfWeights):
 
     def raise_precision(self) -> None:
         for parameter in self._layers:
-            parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
+            self._show_master(parameter)
 
     def round(self, parameters: Tensors) -> None:
         super().round(parameters)
@@ -284,6 +288,7 @@ class StochasticWeights(HalfWeights):
 
 def stochastic_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
     """Rounds float32 at random: adds sixteen random bits below the last bit that is kept, and cuts them off."""
+    # Sixteen bits are cut off: a random number of as many bits decides the direction.
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
     # A carry out of the random bits rounds up, with the probability that the cut bits ask for.
     cut = ((x.contiguous().view(torch.int32) + noise) & ~0xFFFF).view(torch.float32)

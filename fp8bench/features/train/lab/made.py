@@ -141,6 +141,7 @@ class BuiltInModel(MadeModel):
         torch.manual_seed(seed_of("weights", seed))
         with torch.device(facts.key):
             model = models.built(settings, self._config, choose, carrier)
+        # Unit scaling changes weights and layers, and so comes before anything that looks at them.
         if self.precision.unit_scaled:
             scale_to_unit(model, self._config.sequence)
         around = {layer.name: key_of(layer, keys) for layer in models.around_of(settings.arch, self._config)}

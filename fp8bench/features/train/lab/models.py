@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.train.request import CUT, PARAMETER_KINDS, WIRED, TrainerSettings, parse_optimizer
+from fp8bench.features.train.request import CUT, PARAMETER_KINDS, WIRED, WIRES, TrainerSettings, parse_optimizer
 from fp8bench.formats.hardware import emulated, native, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
@@ -124,22 +124,14 @@ def check(settings: TrainerSettings) -> None:
             raise UnknownName("parameters of --rates", name, names, f"{', '.join(PARAMETER_KINDS)}; {_RATED}")
 
 
-# Settings that have an effect only with some values of another one.
-_ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "wire": ("parallel", WIRED),
-}
-
-
 def check_effective(arms: Sequence[TrainerSettings]) -> None:
-    defaults = TrainerSettings()
-    for name, (needed, values) in _ONLY_WITH.items():
-        changed = [arm for arm in arms if getattr(arm, name) != getattr(defaults, name)]
-        if changed and not any(getattr(arm, needed) in values for arm in changed):
-            option, condition = (f"--{word.replace('_', '-')}" for word in (name, needed))
-            raise UsageError(
-                f"{option} has no effect: it needs {condition} {' or '.join(values)}, and that is "
-                f"{getattr(changed[0], needed)}. Choose {condition} {values[0]}, or leave {option} out."
-            )
+    """Raises UsageError for a --wire that no arm sends anything in."""
+    changed = [arm for arm in arms if arm.wire != WIRES[0]]
+    if changed and not any(arm.parallel in WIRED for arm in changed):
+        raise UsageError(
+            f"--wire has no effect: it needs --parallel {' or '.join(WIRED)}, and that is {changed[0].parallel}. "
+            f"Choose --parallel {WIRED[0]}, or leave --wire out."
+        )
 
 
 def _around(settings: TrainerSettings) -> list[str]:
@@ -251,6 +243,7 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
     if cut and (misfit := _misfit(config, facts.ranks, precision)):
         return refused(misfit)
     readers = 1 if cut else facts.ranks
+    # Weight gradients are contracted over the tokens, in multiples that the device takes.
     rows, along = config.batch // readers * config.sequence, precision.multiples[0]
     if settings.compile == "yes" and (reason := uncompilable(precision, config, rows)):
         return refused(reason)

@@ -135,6 +135,7 @@ class OwnLoop:
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Read the gradients now, or after the closure that the optimizer is called with has made them."""
+        # With a closure, gradients exist only after it ran.
         closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
         if closure is None:
             self._read_gradients()
@@ -223,6 +224,7 @@ class OwnLoop:
 
     def _tell(self, lines: Lines) -> None:
         """Pass on the rows since the last time, then the lines of the watched step."""
+        # Here the host may wait for the device: figures are read as well.
         scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         numbers = read([figures for _, figures, _, _ in self._rows])
         rows = [

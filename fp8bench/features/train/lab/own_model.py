@@ -150,6 +150,7 @@ class OwnModel(MadeModel):
         if not self._held_out:
             return
         facts = self.task.facts
+        # Dropout and samplers of a user's model draw the same at every validation.
         with seeded(seed_of("held-out", self.task.seed), facts):
             copies = (on_device(batch, facts.key, copy=True) for batch in self._held_out)
             losses = [float(self.compute_loss(batch, SILENT)) for batch in copies]
@@ -171,6 +172,7 @@ class OwnModel(MadeModel):
         ).held
         multiple = max(self.precision.multiples)
 
+        # The unconverted copy takes one step, so that work is counted before anything is replaced.
         batch = unconverted.read_batch(0, 0)
 
         def step() -> None:

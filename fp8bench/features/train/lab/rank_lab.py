@@ -55,16 +55,17 @@ class RankLab(RankBench, Lab):
                 self._unbuilt.setdefault(name, DescribedFault(*fault)._replace(text=f"rank {rank}: {fault[1]}"))
         return tuple(state for state in states if state.arm in self._trainers)
 
-    def advance(self, arm: str, _advanced: int) -> RankLines:  # type: ignore[override]
+    def advance(self, arm: str, steps: int) -> RankLines:  # type: ignore[override]
         """This rank's lines, with digests of its batches and of everything that all ranks must have in common."""
         trainer = self._trainer(arm)
         first = trainer.step
-        lines = super().advance(arm, _advanced)
+        lines = super().advance(arm, steps)
+        # Digests of the text cost time: watched steps alone have them.
         looked_at = [step for step in range(first, trainer.step) if step % self._task.stride == 0]
         batches = tuple((step, *trainer.made.digest_batches(step)) for step in looked_at)
         # After the slice: every wrong exchange leaves different weights, or a fault of its own.
         weights, faults = trainer.weights_digest()
-        same = ("the _advanced done", trainer.step), ("the weights", weights), ("the scales", trainer.scales_digest())
+        same = ("the number of steps", trainer.step), ("the weights", weights), ("the scales", trainer.scales_digest())
         return RankLines(lines, same, batches, trainer.together.shares, faults)
 
     def save(self, folder: str) -> tuple[str, ...]:
@@ -101,7 +102,7 @@ _MEANS = ("zeros", "underflow", "saturated", "not_finite")
 _LARGEST_OF = ("amax", "largest_scale", "lag", "drift")
 
 
-def _advanced(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
+def _merge_slices(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
     _check_batches(answers)
     _check_same(answers)
     return tuple(_merged_lines([answer.lines for answer in answers]))
@@ -118,6 +119,7 @@ def _costs(answers: Sequence[ArmCost]) -> ArmCost:
 
 
 def _check_same(answers: Sequence[RankLines]) -> None:
+    # Every rank is compared with the first, and the error names the one that differs.
     for rank, answer in enumerate(answers):
         if answer.faults:
             raise RanksDisagree(f"in a slice rank {rank} {answer.faults[0]}")
@@ -143,7 +145,7 @@ def _merged_lines(answers: Sequence[tuple[StreamLine, ...]]) -> Iterator[StreamL
         if [type(line) for line in lines] != [type(line) for line in answers[0]]:
             raise RanksDisagree(f"rank 0 and rank {rank} send different kinds of lines")
     for parts in _by_position(answers):
-        yield _MERGED[type(parts[0])](parts)
+        yield _MERGE_BY_KIND[type(parts[0])](parts)
 
 
 def _by_position(answers: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:
@@ -223,7 +225,7 @@ def _mean(values: Sequence[float]) -> float:
     return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
 
 
-_MERGED: dict[type, Callable[..., StreamLine]] = {
+_MERGE_BY_KIND: dict[type, Callable[..., StreamLine]] = {
     StepRow: _row,
     LayerReading: _reading,
     StepFigure: _figure,
@@ -233,7 +235,7 @@ _MERGED: dict[type, Callable[..., StreamLine]] = {
 
 
 # All ranks evaluate the whole text with the same weights; only scales may be a rank's own.
-MERGES: Merges = {"advance": _advanced, "validate": lambda answers: tuple(_merged_lines(answers)), "alone": _costs}
+MERGES: Merges = {"advance": _merge_slices, "validate": lambda answers: tuple(_merged_lines(answers)), "alone": _costs}
 
 
 if __name__ == "__main__":

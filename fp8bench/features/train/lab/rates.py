@@ -34,6 +34,7 @@ class RateSchedule:
     """The share of the full learning rate in each step: a scheduler of torch on its own optimizer, at a rate of 1."""
 
     def __init__(self, settings: TrainerSettings, steps: int) -> None:
+        # A scheduler of torch on one empty parameter: its share of the rate is all that is asked.
         name, keys = parse_schedule(settings.schedule)
         self._optimizer = SGD([torch.empty(0)], lr=1.0)
         self._scheduler = _scheduler(self._optimizer, name, keys["warmup"], keys.get("floor", 0.0), steps)
@@ -146,6 +147,7 @@ class LossScale:
     def see(self, finite: bool) -> None:
         if not self.dynamic:
             return
+        # The count starts again at each overflow, as GradScaler's does.
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale = max(_LEAST, self.scale / 2)

@@ -195,6 +195,7 @@ class StepOptimizer:
         nothing changes. How far weights move is 0 unless it is `measured`, which takes a copy of them."""
         self.weights.raise_precision()
         stepped = True
+        # Bucket by bucket: only one of them is copied, restored and rounded at a time.
         for bucket in self._buckets:
             copied = bucket.parameters if measured or self._round_updates else []
             copies = [parameter.detach().clone() for parameter in copied]
@@ -214,7 +215,7 @@ class StepOptimizer:
                 moved = list(torch._foreach_norm(copies))
             for parameter, change, size in zip(bucket.parameters, moved, sizes, strict=True):
                 self._norms[parameter] = change.to(torch.float32), size.to(torch.float32)
-        # As GradScaler does: a skipped step does not count for the schedule.
+        # A skipped step does not count for the schedule either.
         if self._schedule is not None and stepped:
             self._schedule.step()
         self.gradients.end()

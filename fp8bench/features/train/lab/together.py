@@ -199,6 +199,7 @@ class FullySharded(DataParallel):
 
     def _check(self, sums: Tensor) -> None:
         """Compares what this rank received with sums that travel separately: no other rank has these rows."""
+        # Float sums in another order differ by rounding: the bound follows from the magnitudes.
         expected_sums = self._group.added(sums)[:, :, self.share] / self.shares
         for part, (expected, size) in zip(self._buckets, expected_sums, strict=True):
             received = torch.stack([gradient_of(parameter).sum() for parameter in self._own[part]]).sum()

@@ -126,6 +126,7 @@ class Trainer:
 
     def repeat(self, last: int) -> None:
         """Let an arm that is done take its last steps again, from its present weights."""
+        # Energy windows need steps after the last one.
         if self.step == self.task.steps:
             first = max(0, self.step - last)
             self.made.repeat_steps(self.step - first)

@@ -53,6 +53,7 @@ class ModelWatch:
         self.scales: dict[str, float] = {}
         self.model = model
         self.modules = {module: path for path, module in reversed([*_eager_modules(model, "")])} if inside else {}
+        # torch.compile puts its own name before each path.
         trained = ((path, parameter) for path, parameter in model.named_parameters() if parameter.requires_grad)
         self.parameters = {path.removeprefix("_orig_mod."): parameter for path, parameter in trained}
         matrices = ((path, parameter) for path, parameter in self.parameters.items() if parameter.ndim >= _MATRIX)
@@ -127,6 +128,7 @@ class Finder:
         self.place: FaultyTensor | None = None
 
     def see(self, layer: str, tensor: str, x: Tensor, backward: bool = False, scale: Scale | None = None) -> None:
+        # The first faulty tensor is the cause; what follows is its consequence.
         if self.place is not None or not x.is_floating_point():
             return
         values = x.detach().to(torch.float32)
@@ -239,6 +241,7 @@ class WatchedStep:
         """Sees a layer's output; with `both_sides` also its input and the gradient of its output."""
         if not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return
+        # A block that is recomputed passes twice.
         if ("output_amax", path) not in self.named and output.is_floating_point():
             self.named["output_amax", path] = largest_magnitude(output)
         if both_sides and inputs and isinstance(inputs[0], Tensor):

@@ -159,6 +159,7 @@ class ZeroTensors(FullySharded):
             wrong = wrong_means(received, all_sent[..., 1:], all_sent[..., :1].amax(0), self._wire)
             faults.append(self._fault("received a gradient that is not the mean of what all ranks sent", wrong, place))
         owned = _samples([parameter.detach() for parameter in self._own], 0)
+        # Each rank fills in its own tensors: all rows together show what owners have.
         rows = owned.new_zeros(len(self._wholes), owned.shape[1])
         rows[place.to(owned.device)] = owned
         all_rows = torch.stack(self._group.all_of(rows))
@@ -289,6 +290,7 @@ class SequenceParallel(TensorParallel):
         return ("received tokens of the stream that are not what all ranks sent",) if wrong else ()
 
     def _arrived_wrong(self, notes: Sequence[_Note]) -> bool:
+        # One exchange for all notes, since each would cost a round trip.
         sizes = [note.sent.numel() for note in notes]
         flat = self._group.all_of(torch.cat([note.sent.flatten() for note in notes]))
         by_note = zip(notes, *(torch.split(tensor, sizes) for tensor in flat), strict=True)
@@ -296,6 +298,7 @@ class SequenceParallel(TensorParallel):
 
     def _is_wrong(self, note: _Note, all_sent: Tensor) -> bool:
         narrow, in_fp8 = _is_narrow(note.dtype), self._wire == "fp8"
+        # What arrived is computed again from what all ranks say they sent.
         all_sent = all_sent.view(len(all_sent), *note.sent.shape)
         if note.received.ndim > 1:
             expected = as_sent(all_sent[:, 1:], all_sent[:, :1], "fp32" if narrow and not in_fp8 else self._wire)

@@ -85,6 +85,9 @@ class Curve:
         return {_STOPPED, NOT_FINITE} <= self.events
 
 
+Curves = Mapping[Key, Curve]
+
+
 def last_of(steps: int) -> int:
     return max(1, steps // _TENTHS)
 
@@ -95,7 +98,7 @@ def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
     return {key: curve for key, curve in curves.items() if curve.rows}
 
 
-def curves_of_arm(curves: Mapping[Key, Curve], arm: str) -> dict[int, Curve]:
+def curves_of_arm(curves: Curves, arm: str) -> dict[int, Curve]:
     """By seed."""
     return {seed: curve for (name, seed), curve in curves.items() if name == arm}
 
@@ -128,6 +131,7 @@ class Pair:
 def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
     if not (reference.whole and arm.whole):
         return Void.NOT_FINISHED
+    # An endpoint that is not finite leaves nothing to compare, whatever came before.
     old, new = reference.endpoint, arm.endpoint
     if math.isnan(old) or math.isnan(new):
         return Void.NOT_FINITE
@@ -289,6 +293,7 @@ def _gap_over_ends(pairs: Sequence[Pair]) -> Gap | None:
     earlier = list(map(gap_of, by_end))
     decides = _hull(gap.decides, [gap_before.decides for gap_before in earlier if gap_before and gap_before.decides])
     shown = _hull(gap.shown, [gap_before.shown for gap_before in earlier if gap_before and gap_before.shown])
+    # The deviation that would give the hull's width: more seeds are estimated by it.
     reach = (decides.high - decides.low) / 2
     deviation = reach * math.sqrt(gap.pairs) / quantile(DECIDING, gap.pairs - 1)
     return replace(gap, deviation=deviation, decides=decides, shown=shown)

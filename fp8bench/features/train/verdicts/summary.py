@@ -151,6 +151,7 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
 
 def _first_by_arm(stored: KeptTraining, name: str) -> dict[str, dict[str, float]]:
     """A figure by layer, of each arm's first step that has it."""
+    # Later steps send and keep the same: the first one is enough.
     first: dict[str, tuple[tuple[int, int], dict[str, float]]] = {}
     for figure in stored.of(StepFigure):
         if figure.name == name:

@@ -18,8 +18,8 @@ from fp8bench.features.train.verdicts.curves import (
     LEAST_PAIRS,
     SHOWN,
     Curve,
+    Curves,
     JudgedArm,
-    Key,
     Learned,
     Pair,
     Void,
@@ -97,7 +97,7 @@ def least_fall(margin: float) -> float:
     return max(_LEAST_FALL, margin / (margin + _LOST))
 
 
-def verdicts_of(training: Training, lines: Lines, curves: Mapping[Key, Curve] | None = None) -> TrainingVerdicts:
+def verdicts_of(training: Training, lines: Lines, curves: Curves | None = None) -> TrainingVerdicts:
     """`curves` are those of the lines, if the caller has them."""
     request = training.request
     seeds = tuple(range(request.seed, request.seed + request.seeds))
@@ -107,7 +107,7 @@ def verdicts_of(training: Training, lines: Lines, curves: Mapping[Key, Curve] | 
 
 
 def verdicts_on(
-    all_arms: Sequence[Arm], curves: Mapping[Key, Curve], seeds: tuple[int, ...], steps: int, margin: float, looks: bool
+    all_arms: Sequence[Arm], curves: Curves, seeds: tuple[int, ...], steps: int, margin: float, looks: bool
 ) -> TrainingVerdicts:
     """Like `verdicts_of`, from curves of any origin."""
     by_role = together((arm.role, arm) for arm in all_arms if not arm.skip)
@@ -144,7 +144,7 @@ def verdicts_on(
     )
 
 
-def _best(arms: Sequence[Arm], curves: Mapping[Key, Curve], seeds: Iterable[int]) -> Arm:
+def _best(arms: Sequence[Arm], curves: Curves, seeds: Iterable[int]) -> Arm:
     """The arm with the lowest mean endpoint; the first one where no arm has an endpoint in every seed."""
 
     def mean(arm: Arm) -> float:
@@ -155,7 +155,7 @@ def _best(arms: Sequence[Arm], curves: Mapping[Key, Curve], seeds: Iterable[int]
     return min(arms, key=mean)
 
 
-def _at_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Mapping[Key, Curve]) -> ArmVerdict:
+def _at_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Curves) -> ArmVerdict:
     """Only the best of an arm's rates keeps its verdict: the others become inconclusive."""
 
     def without_rate(arm: Arm) -> tuple[object, ...]:
@@ -176,7 +176,7 @@ def _arm_verdict(
     reference: Arm,
     arm: Arm,
     base: Mapping[int, Curve],
-    curves: Mapping[Key, Curve],
+    curves: Curves,
     margin: float,
     learned: bool,
     looks: bool,
@@ -191,6 +191,7 @@ def _arm_verdict(
         and not curve.blew_up
         and (ended.blew_up or (ended.fall <= 0 and curve.fall >= least))  # no lower than it began
     )
+    # Divergence and a reference that did not learn overrule what pairs say.
     judged = judge(pairs, margin, looks)
     void = Counter(reason for _, reason in voids).most_common(1)[0][0] if voids else None
     if judged.why is Why.FEW_PAIRS and void in INCURABLE:
@@ -212,7 +213,7 @@ def _arm_verdict(
 
 
 def _pairs(
-    base: Mapping[int, Curve], arm: Arm, curves: Mapping[Key, Curve]
+    base: Mapping[int, Curve], arm: Arm, curves: Curves
 ) -> tuple[tuple[Pair, ...], tuple[tuple[int, Void], ...]]:
     """The arm's pairs, and the seeds without one. Seeds in which the reference has the same losses count once."""
     pairs: list[Pair] = []
@@ -220,6 +221,7 @@ def _pairs(
     losses_met: set[tuple[float, ...]] = set()
     for seed, reference in base.items():
         pair = pair_curves(reference, curves.get((arm.name, seed), Curve(reference.steps)), seed)
+        # Two equal seeds are one observation: counting both would narrow the interval.
         if reference.losses in losses_met:
             pair = Void.COPY if isinstance(pair, Pair) else pair
         if isinstance(pair, Pair):

@@ -332,23 +332,16 @@ def test_events_in_the_stream_raise_no_alarm() -> None:
 
 
 def test_a_rule_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    rules: list[type[HealthRule[Any]]] = []
-    for module in (steps, health):
-        monkeypatch.setattr(module, "RULES", rules)
+    monkeypatch.setattr(steps, "RULES", [])
 
     class LossOfTwo(HealthRule[StepRow]):
-        """Two is too much."""
-
-        name = "loss-of-two"
-        alarms_at = "a loss of 2"
-        remedies = (steps.Remedy.LOOK_AT_DATA,)
+        name, remedies = "loss-of-two", ()
 
         def see(self, line: StepRow) -> str:
             return "the loss is 2" if line.loss == 2 else ""
 
-    (event,) = Health((ARM,)).see(rows(5, loss=lambda step: 2.0 if step == 3 else 1.0))
-    assert rules == [LossOfTwo] and (event.rule, event.step, event.words) == ("loss-of-two", 3, "the loss is 2")
-    assert event.remedy == "look at the batches of these steps"
+    monkeypatch.setattr(health, "RULES", steps.RULES)
+    assert alarms(rows(5, loss=lambda step: 2.0 if step == 3 else 1.0)) == [("loss-of-two", 3)]
 
 
 def test_a_remedy_changes_something() -> None:
