@@ -9,7 +9,7 @@ from fp8bench.errors import UsageError
 from fp8bench.features.advise.basis import Basis
 from fp8bench.features.infer.values import kept_answers
 from fp8bench.features.sensitivity.job import studies_of
-from fp8bench.features.train.kind import load_training, training_named
+from fp8bench.features.train.kind import find_training, load_training
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model.run import BENCH
 from fp8bench.store.runs.listing import load_stored_run, store_of
@@ -24,7 +24,7 @@ def basis_of(word: str, store: Path, training: str | None, least: float) -> tupl
     studies, troubles = studies_of(home)
     trained = None
     if training is not None:
-        kept = load_training(training_named(training, store))
+        kept = load_training(find_training(training, store))
         trained = JudgedTraining(kept)
         troubles += kept.troubles
     answers, broken = kept_answers(home).lines()

@@ -277,9 +277,9 @@ def _learns(pair: ComparedCase, basis: Basis) -> Reply | str | None:
         return "no training had an arm in it"
     figure = words.verdict(arm, basis.training.verdicts)
     training = basis.training.kept.training
-    model = training.request.settings.called
+    model = training.request.settings.display_name
     ground = Ground(f"training {training.id}, arm {arm.arm.name}", f"{figure}, {model}, {training.request.steps} steps")
-    met = Met.TOLERATED if arm.judged.tolerated else _LEARNS.get(arm.judged.learned, Met.UNCLEAR)
+    met = Met.TOLERATED if arm.judged.is_tolerated else _LEARNS.get(arm.judged.learned, Met.UNCLEAR)
     return Reply(met, figure, (ground,))
 
 

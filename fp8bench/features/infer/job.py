@@ -31,7 +31,7 @@ from fp8bench.features.infer.values import (
     is_of,
     kept_answers,
 )
-from fp8bench.features.train.kind import load_head, newest_checkpoint, training_named
+from fp8bench.features.train.kind import find_training, load_head, newest_checkpoint
 from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.values import TokenSpan
 from fp8bench.files import open_file
@@ -270,14 +270,14 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
     Raises UsageError for a training without a checkpoint, or whose model has no cache of keys and values.
     """
     name, _, arm_name = word.partition(":")
-    path = training_named(name, store)
+    path = find_training(name, store)
     training = load_head(path)
     arms = {arm.name: arm for arm in training.arms}
     arm_name = arm_name or training.arms[0].name
     subject = f"the training {training.id}"
     if arm_name not in arms:
         raise UsageError(f"{subject} has no arm {arm_name!r:.80}. It has {', '.join(arms)}.")
-    settings = arms[arm_name].taken(training.request.settings)
+    settings = arms[arm_name].merge_settings(training.request.settings)
     refusals = (
         (
             settings.arch not in ("gpt", "moe"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -22,7 +23,7 @@ from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.features.train import words
 from fp8bench.features.train.data import rows_of
 from fp8bench.features.train.health.health import Health
-from fp8bench.features.train.kind import KIND, line_of, plain, training_named
+from fp8bench.features.train.kind import KIND, find_training, line_of, plain
 from fp8bench.features.train.kind import load_training as read_training
 from fp8bench.features.train.progress import on_terminal, outward
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest, request_with_defaults
@@ -32,13 +33,14 @@ from fp8bench.features.train.values import (
     Arm,
     ArmRole,
     KeptTraining,
+    Lines,
     StepRow,
     StreamLine,
     TrainingEvent,
     TrainingObserver,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import Curve, Key, curves_of
+from fp8bench.features.train.verdicts.curves import Curves, curves_of, curves_of_arm
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, mean_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_on
 from fp8bench.features.train.view import arms_table, find_answers
@@ -87,8 +89,8 @@ class TrainingResult(KeptTraining):
         return as_html(KIND.view(self).page(), short_path(page) if page.is_file() else "")
 
 
-def _shown(kept: KeptTraining) -> TrainingResult:
-    return TrainingResult(**{field.name: getattr(kept, field.name) for field in fields(kept)})
+def _to_result(stored: KeptTraining) -> TrainingResult:
+    return TrainingResult(**{field.name: getattr(stored, field.name) for field in fields(stored)})
 
 
 @takes_options_of(TrainingRequest, TrainerSettings, without=("settings", "scales"))
@@ -118,33 +120,37 @@ def train(
     make: a function that returns a model of your own with its batches, or 'module:function'
     """
     name = make if isinstance(make, str) else name_of_maker(make)
-    here = not isinstance(make, str) and ":" not in name
-    if here:
+    # A function that only this process knows cannot be imported by a worker.
+    in_process = not isinstance(make, str) and ":" not in name
+    if in_process:
         options["isolation"] = False
         LIVE[name] = cast(Callable[[], Any], make)
-    own = {name: options.pop(name) for name in list(options) if name in keywords_of(TrainingRequest)}
+    # Options of the training itself; those that are left are of the trainer.
+    given_options = {name: options.pop(name) for name in list(options) if name in keywords_of(TrainingRequest)}
+    # Options that a command line has, too, are checked by the same declarations.
     request = request_with_defaults(
         quick,
         steps,
         seeds,
         names(dtypes),
         margin=margin / 100,
-        **fields_given(TrainingRequest, own),
+        **fields_given(TrainingRequest, given_options),
         settings=TrainerSettings(
             **options, make=name, skip=names(skip), precision_map=pairs(precision_map), rates=pairs(rates)
         ),
     )
     targets = log_targets(log)
     try:
-        kept, page = folder("store", store), None if live is None else Path(live)
+        store_folder, page = folder("store", store), None if live is None else Path(live)
         check_files({"live": page})
-        with _observing(observer, progress) as inner, outward(inner, kept, page, targets) as outer:
-            done = train_all(request, kept, outer, command_line())
+        # Progress goes to the inner observer, pages and boards to the outer one.
+        with _observing(observer, progress) as inner, outward(inner, store_folder, page, targets) as outer:
+            done = train_all(request, store_folder, outer, command_line())
     finally:
-        if here:
+        if in_process:
             LIVE.pop(name, None)
             MADE.clear()
-    return _shown(done)
+    return _to_result(done)
 
 
 def name_of_maker(make: Callable[..., Any]) -> str:
@@ -154,10 +160,10 @@ def name_of_maker(make: Callable[..., Any]) -> str:
     if module in ("", "__main__", None) or "<" in word:
         return "".join(letter for letter in word if letter.isalnum() or letter in "._") or "make"
     try:
-        known = named(name)
+        importable = named(name)
     except Exception:  # noqa: BLE001 - it cannot be imported, for whatever reason
-        known = None
-    return name if known is make else word
+        importable = None
+    return name if importable is make else word
 
 
 def _observing(observer: TrainingObserver | None, progress: bool) -> AbstractContextManager[TrainingObserver]:
@@ -175,10 +181,10 @@ def resume_training(
 
     training: the training, its id, its folder, or 'last'
     """
-    kept = folder("store", store)
-    path = training_named(training.path if isinstance(training, KeptTraining) else str(training), kept)
+    store_folder = folder("store", store)
+    path = find_training(training.path if isinstance(training, KeptTraining) else str(training), store_folder)
     with _observing(observer, progress) as outer:
-        return _shown(go_on_training(path, kept, outer)[1])
+        return _to_result(go_on_training(path, store_folder, outer)[1])
 
 
 def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAULT_STORE) -> TrainingResult:
@@ -187,8 +193,8 @@ def load_training(training: str | Path | KeptTraining, store: str | Path = DEFAU
     training: its id, its folder, or 'last'; a KeptTraining is returned as it is
     """
     if not isinstance(training, KeptTraining):
-        training = read_training(training_named(str(training), folder("store", store)))
-    return _shown(training)
+        training = read_training(find_training(str(training), folder("store", store)))
+    return _to_result(training)
 
 
 @contextmanager
@@ -197,7 +203,7 @@ def watch(
     optimizer: torch.optim.Optimizer,
     path: str | Path | None = None,
     *,
-    told: Callable[[Sequence[StreamLine]], None] | None = None,
+    told: Callable[[Lines], None] | None = None,
     name: str = "own",
     stride: int = 10,
     tokens: int = 0,
@@ -224,11 +230,12 @@ def watch(
     """
     from fp8bench.features.train.lab.own_loop import OwnLoop
 
+    # Without a second arm, rules that compare two find nothing.
     rules = Health((Arm(name, precisions.canonical(precision), ArmRole.REFERENCE),)) if health else None
     with ExitStack() as stack:
         keep = _kept_in(Path(path), stack) if path is not None else None
 
-        def tell(lines: Sequence[StreamLine]) -> None:
+        def tell(lines: Lines) -> None:
             lines = (*lines, *rules.see(lines)) if rules is not None else lines
             if keep is not None:
                 keep(lines)
@@ -237,21 +244,22 @@ def watch(
         yield stack.enter_context(OwnLoop(module, optimizer, tell, name, stride, tokens, scaler))
 
 
-def complain_of(lines: Sequence[StreamLine]) -> None:
-    for event in (line for line in lines if isinstance(line, TrainingEvent)):
-        where = f" ({event.layer} {event.tensor}".rstrip() + ")" if event.layer else ""
-        remedy = f". What may help: {event.remedy}" if event.remedy else ""
-        complain(f"{event.arm}, step {event.step}: {event.words}{where}{remedy}")
+def complain_of(lines: Lines) -> None:
+    """The alarm sink of `watch`: any function of lines may stand in its place."""
+    for line in lines:
+        if isinstance(line, TrainingEvent):
+            complain(line.sentence)
 
 
-def _kept_in(path: Path, stack: ExitStack) -> Callable[[Sequence[StreamLine]], None]:
+def _kept_in(path: Path, stack: ExitStack) -> Callable[[Lines], None]:
     """Appends lines to a new file. A full disk ends the file with a warning, and not the training."""
     try:
+        # Opening fails for a file that is there: two streams in one file could not be read again.
         file: IO[bytes] | None = stack.enter_context(path.open("xb"))
     except OSError as error:
         raise StoreError(f"{path} cannot be made ({error.strerror}). Give another file.") from None
 
-    def keep(lines: Sequence[StreamLine]) -> None:
+    def keep(lines: Lines) -> None:
         nonlocal file
         if file is None:
             return
@@ -289,10 +297,11 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
         def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
             self._stack.close()
             optimizer = known["optimizer"]
-            own = getattr(optimizer, "optimizer", optimizer)
-            self._loop = self._stack.enter_context(watch(known["model"], own, path, **options))
+            inner = getattr(optimizer, "optimizer", optimizer)
+            self._loop = self._stack.enter_context(watch(known["model"], inner, path, **options))
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **known: Any) -> None:
+            # Evaluation before the first step has no loop yet.
             if self._loop is not None and "eval_loss" in (metrics or {}):
                 self._loop.held_out(metrics["eval_loss"])
 
@@ -353,43 +362,45 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
         raise UsageError("compare_streams was given one stream. Give a reference's, and at least one more.")
     if not 0 < margin < 100:
         raise UsageError(f"margin is a percentage above 0 and below 100, not {margin:g}.")
-    several = ((given,) if isinstance(given, str | Path) else given for given in (reference, *others))
-    files = [[Path(path) for path in paths] for paths in several]
+    # 1. Read the streams: as many seeds of each loop.
+    files = [list(map(Path, [stream] if isinstance(stream, str | Path) else stream)) for stream in (reference, *others)]
     if not all(files):
         raise UsageError("a list of streams is empty. Give a file for each seed.")
-    counts = {len(paths) for paths in files}
+    counts = sorted(set(map(len, files)))
     if len(counts) > 1:
-        raise UsageError(
-            f"streams of {' and '.join(map(str, sorted(counts)))} seeds do not pair. Give as many files for each."
-        )
-    streams = [[_read(path) for path in paths] for paths in files]
-    loop_names = _names(files, [seeds[0] for seeds in streams])
+        raise UsageError(f"streams of {' and '.join(map(str, counts))} seeds do not pair. Give as many files for each.")
+    streams = [list(map(_read, paths)) for paths in files]
+
+    # 2. Make each loop an arm, and its lines those of the arm in a seed.
+    loop_names = _names(files, streams)
     roles = (ArmRole.REFERENCE, *[ArmRole.CANDIDATE] * len(others))
     arms = [Arm(name, "fp32", role) for name, role in zip(loop_names, roles, strict=True)]
-    lines = [
-        replace(_untimed(line), arm=arm.name, seed=seed)
-        for arm, seeds in zip(arms, streams, strict=True)
-        for seed, own in enumerate(seeds)
-        for line in own
-    ]
+    lines: list[StreamLine] = []
+    for arm, seeds in zip(arms, streams, strict=True):
+        for seed, seed_lines in enumerate(seeds):
+            lines += [replace(_drop_time(line), arm=arm.name, seed=seed) for line in seed_lines]
+
+    # 3. Judge them as the arms of a training.
     steps = 1 + max(line.step for line in lines if line.arm == loop_names[0] and isinstance(line, StepRow))
     curves = curves_of(lines, steps)
     looks = any(isinstance(line, Validation) for line in lines)
-    verdicts = verdicts_on(arms, curves, tuple(range(len(files[0]))), steps, margin / 100, looks)
+    verdicts = verdicts_on(arms, curves, tuple(range(counts[0])), steps, margin / 100, looks)
     loops = [_loop(arm, curves, lines, verdicts) for arm in arms]
-    facts = [
-        (loop.verdict.judged.learned.value, loop.verdict.judged.matters) if loop.verdict else ("reference", None)
-        for loop in loops
-    ]
-    rows = [
-        (loop.arm.name, loop.steps, loop.loss, loop.held_out, *both) for loop, both in zip(loops, facts, strict=True)
-    ]
     return CommandResult(
         verdicts,
         partial(_loops_page, verdicts, loops, steps),
         partial(encode, verdicts),
-        lambda: (("arm", "steps", "loss", "held_out", "learned", "matters"), rows),
+        lambda: (_LOOP_COLUMNS, map(_loop_row, loops)),
     )
+
+
+_LOOP_COLUMNS = ("arm", "steps", "loss", "held_out", "learned", "matters")
+
+
+def _loop_row(loop: ArmSummary) -> tuple[object, ...]:
+    judged = loop.verdict.judged if loop.verdict else None
+    facts = (judged.learned.value, judged.matters) if judged else ("reference", None)
+    return (loop.arm.name, loop.steps, loop.loss, loop.held_out, *facts)
 
 
 def _read(path: Path) -> list[StreamLine]:
@@ -405,6 +416,7 @@ def _read(path: Path) -> list[StreamLine]:
         try:
             lines.append(line_of(json.loads(text)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            # A killed loop may leave half of its last line.
             if number == len(texts) and number > 1:
                 break
             raise UsageError(
@@ -415,26 +427,26 @@ def _read(path: Path) -> list[StreamLine]:
     return lines
 
 
-def _untimed(line: StreamLine) -> StreamLine:
+def _drop_time(line: StreamLine) -> StreamLine:
     return replace(line, seconds=0.0, tokens=line.tokens or 1) if isinstance(line, StepRow) else line
 
 
-def _names(files: Sequence[Sequence[Path]], first: Sequence[Sequence[StreamLine]]) -> list[str]:
+def _names(files: Sequence[Sequence[Path]], streams: Sequence[Sequence[Lines]]) -> list[str]:
     """The loops' own names, else those of their files where names are equal, else these with numbers."""
-    own = [next(line.arm for line in lines) for lines in first]
-    for candidates in (own, [paths[0].stem for paths in files]):
+    stems = [paths[0].stem for paths in files]
+    for candidates in ([seeds[0][0].arm for seeds in streams], stems):
         if len(set(candidates)) == len(candidates):
             return candidates
-    return [f"{paths[0].stem} {place}" for place, paths in enumerate(files, 1)]
+    return [f"{stem} {place}" for place, stem in enumerate(stems, 1)]
 
 
-def _loop(arm: Arm, curves: Mapping[Key, Curve], lines: Sequence[StreamLine], among: TrainingVerdicts) -> ArmSummary:
-    own = [curve for (name, _), curve in curves.items() if name == arm.name]
+def _loop(arm: Arm, curves: Curves, lines: Lines, among: TrainingVerdicts) -> ArmSummary:
+    loop_curves = curves_of_arm(curves, arm.name).values()
     return ArmSummary(
         arm,
-        sum(len(curve.rows) for curve in own),
-        mean_of([curve.endpoint for curve in own if curve.whole]),
-        mean_of([curve.held_out[max(curve.held_out)] for curve in own if curve.held_out]),
+        sum(len(curve.rows) for curve in loop_curves),
+        mean_of([curve.endpoint for curve in loop_curves if curve.whole]),
+        mean_of([curve.held_out[max(curve.held_out)] for curve in loop_curves if curve.held_out]),
         verdict=among.of(arm.name),
         events=sum(isinstance(line, TrainingEvent) for line in lines if line.arm == arm.name),
     )
@@ -446,7 +458,7 @@ def _loops_page(verdicts: TrainingVerdicts, loops: Sequence[ArmSummary], steps: 
         notes.append(
             "no loop gave a held-out loss, and the training loss alone decides: loop.held_out(value) gives one"
         )
-    notes += [f"{arm.arm.name}: {note}" for arm in verdicts.arms for note in words.notes(arm)]
+    notes += chain.from_iterable(map(words.notes, verdicts.arms))
     answers = Items(tuple(map(as_sentence, find_answers(loops, verdicts))))
     parts = [
         Part("verdict", "Does it still learn?", (answers, arms_table(loops, without=("how",)))),

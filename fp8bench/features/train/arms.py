@@ -27,6 +27,7 @@ from fp8bench.model import DeviceFacts, Level, Params, Scalar
 from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.make import device_named
 from fp8bench.plan.precision_map import check_keys, check_mixed
+from fp8bench.protocols.axes import Option
 from fp8bench.registry import precisions
 from fp8bench.suggestions import meant_name
 from fp8bench.units import number_or_text_of, size
@@ -69,10 +70,11 @@ LEVELS: Mapping[str, Arm] = {
 def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
     """The reference, its bands and candidates; refused ones say why. Raises UsageError where nothing can be
     compared."""
-    arms = tuple(supported(arm, request, facts) for arm in _named(request))
+    arms = tuple(add_support(arm, request, facts) for arm in _name_arms(request))
     if arms[0].skip:
         raise UsageError(f"the reference {arms[0].name} cannot be trained on {facts.key}: {arms[0].skip}.")
     candidates = [arm for arm in arms if arm.role is ArmRole.CANDIDATE]
+    # One refused candidate is a note in the report; nothing to compare is an error.
     if all(arm.skip for arm in candidates):
         whys = "; ".join(f"{arm.name}: {arm.skip}" for arm in candidates)
         raise UsageError(f"nothing is left to compare with {arms[0].name} on {facts.key}: {whys}.")
@@ -81,19 +83,22 @@ def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
 
 def arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
     """The arms trained in seed `number`, counted from 0: the one-ulp arm in the first seed only."""
+    # Chaos is a property of the training, and one seed shows it.
     return tuple(arm for arm in arms if not arm.skip and (number == 0 or arm.role is not ArmRole.CHAOS))
 
 
 def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     if request.device is not None:
         return device_named(request.device, facts)
+    # The processor comes first in the facts, and serves where there is nothing else.
     return next((fact for fact in facts if fact.accelerated), facts[0])
 
 
 def check_training(request: TrainingRequest) -> None:
     from fp8bench.jobs.profile import function_named
 
-    arms, settings = _named(request), request.settings
+    arms, settings = _name_arms(request), request.settings
+    # A name that cannot be imported should fail before any worker starts.
     for metric in settings.metric:
         function_named(metric.removesuffix("=lower"))
     if settings.make:
@@ -104,12 +109,12 @@ def check_training(request: TrainingRequest) -> None:
             check_sequence("--tasks", config.sequence)
         layers = (*layers_of(arch, config), *around_of(arch, config))
         check_keys(settings.precision_map, layers, f"model {settings.model}")
-    taken = {arm: arm.taken(settings) for arm in arms}
+    taken = {arm: arm.merge_settings(settings) for arm in arms}
     check_effective([*taken.values()])
-    for arm, own in taken.items():
-        check(own)
+    for arm, arm_settings in taken.items():
+        check(arm_settings)
         if request.ranks is not None:
-            check_ranks(own, request.ranks)
+            check_ranks(arm_settings, request.ranks)
         for _, word in settings.precision_map if arm.role is ArmRole.CANDIDATE else ():
             check_mixed(arm.precision, word)
 
@@ -141,18 +146,20 @@ def _check_own(request: TrainingRequest) -> None:
             name,
             f"--model {name}",
         )
-    near = meant_name("model", name, SIZES)
-    if near and ":" not in name and not Path(f"{name}.py").is_file():
-        message = f"{name!r:.80} is no model that fp8bench has. Did you mean --model {near}?"
-        raise UsageError(f"{message} Give one of your own as FILE.py:FUNCTION.", name, f"--model {near}")
+    # A misspelt built-in model arrives here as the name of a function.
+    meant = meant_name("model", name, SIZES)
+    if meant and ":" not in name and not Path(f"{name}.py").is_file():
+        message = f"{name!r:.80} is no model that fp8bench has. Did you mean --model {meant}?"
+        raise UsageError(f"{message} Give one of your own as FILE.py:FUNCTION.", name, f"--model {meant}")
     if name not in LIVE:
         function_named(name)
+    # A swept option counts as given.
     swept = {axis.replace("-", "_") for axis, _ in request.sweep}
-    given = [word for word in _BUILT_IN if getattr(settings, word) != getattr(usual, word) or word in swept]
-    given += ["data"] if request.data is not None else []
-    if given:
+    refused = [word for word in _BUILT_IN if getattr(settings, word) != getattr(usual, word) or word in swept]
+    refused += ["data"] if request.data is not None else []
+    if refused:
         raise UsageError(
-            f"--{given[0].replace('_', '-')} is for built-in models and texts, and {name} gives its own. Leave it out."
+            f"--{refused[0].replace('_', '-')} is for built-in models and texts, and {name} has its own. Leave it out."
         )
     refusals = (
         (
@@ -163,46 +170,53 @@ def _check_own(request: TrainingRequest) -> None:
         (request.ranks is not None, "--ranks", "one process reads its batches"),
         ("micro_batches" in swept, "--sweep micro-batches", "arms would not read the same batches in a step"),
     )
-    for wrong, option, why in refusals:
+    for wrong, option, reason in refusals:
         if wrong:
-            raise UsageError(f"{option} does not go with a model of your own ({name}): {why}. Leave it out.")
+            raise UsageError(f"{option} does not go with a model of your own ({name}): {reason}. Leave it out.")
 
 
-def _named(request: TrainingRequest) -> tuple[Arm, ...]:
+def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
+    # The same precision may be written in two ways, 'fp8' and 'float8'.
     modes = list(dict.fromkeys(word if word in LEVELS else precisions.canonical(word) for word in request.dtypes))
     leads = [mode for mode in modes if mode not in LEVELS]
     if request.reference in LEVELS or not (leads or request.reference):
         raise UsageError(
             f"{request.reference or modes[0]} is one of MS-AMP's levels. Add bf16 to --dtypes, or another --reference."
         )
-    lead = min(leads, key=lambda mode: precisions.get(mode).rank, default="")
+    reference = min(leads, key=lambda mode: precisions.get(mode).rank, default="")
     if request.reference is not None:
-        lead = precisions.canonical(request.reference)
+        reference = precisions.canonical(request.reference)
     # Where only settings are swept, the precision is compared with itself.
-    others = [mode for mode in modes if mode != lead] or [lead]
+    modes_compared = [mode for mode in modes if mode != reference] or [reference]
     candidates = {}
-    for mode, settings in _swept(request, others):
+    for mode, settings in _swept(request, modes_compared):
+        # A level of MS-AMP brings settings, which no sweep may change.
         level = LEVELS.get(mode, Arm(mode, mode))
         name = " ".join((mode, *(f"{key.replace('_', '-')}={value}" for key, value in settings)))
         if both := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(level.settings).keys():
             raise UsageError(f"--sweep {min(both).replace('_', '-')}: {mode} sets it already. Leave one of them out.")
         candidates[name] = replace(level, name=name, settings=(*level.settings, *settings))
-    candidates.pop(lead, None)
+    # Swept settings at their defaults would be the reference once more.
+    candidates.pop(reference, None)
     if not candidates:
         raise UsageError(
-            f"{lead} has nothing to be compared with. Add a precision to --dtypes, or --sweep master=fp32,fp16-scaled."
+            f"{reference} has nothing to compare with. Add a precision to --dtypes, or --sweep master=fp32,fp16-scaled."
         )
     bands = (
-        Arm(f"{lead} again", lead, ArmRole.REPEAT),
-        Arm(f"{lead} one ulp", lead, ArmRole.CHAOS),
+        Arm(f"{reference} again", reference, ArmRole.REPEAT),
+        Arm(f"{reference} one ulp", reference, ArmRole.CHAOS),
     )
     # The reference at every other swept rate: arms are compared with its best one.
-    swept = () if lead in others else dict(request.sweep).get("rate", ())
-    rates = [rate for rate in (_value("rate", value) for value in swept) if rate != request.settings.rate]
+    swept = () if reference in modes_compared else dict(request.sweep).get("rate", ())
+    rates = [_value("rate", value) for value in swept]
     arms = (
-        Arm(lead, lead, ArmRole.REFERENCE),
+        Arm(reference, reference, ArmRole.REFERENCE),
         *(arm for arm in bands if arm.role.value in request.bands),
-        *(Arm(f"{lead} rate={rate}", lead, ArmRole.OTHER_RATE, (("rate", rate),)) for rate in rates),
+        *(
+            Arm(f"{reference} rate={rate}", reference, ArmRole.OTHER_RATE, (("rate", rate),))
+            for rate in rates
+            if rate != request.settings.rate
+        ),
         *candidates.values(),
     )
     if len(arms) > MOST_ARMS:
@@ -214,10 +228,11 @@ def _swept(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str
     """Every precision with every combination of the swept settings, and of the swept options that it has."""
     axes, base = [_axis(name, values, modes) for name, values in request.sweep], request.settings
     for mode in modes:
-        own = [axis for axis in axes if axis[0] in _SWEPT or _has_option(mode, axis[0])]
-        for values in itertools.product(*(values for _, values in own)):
-            chosen = [(name, value) for (name, _), value in zip(own, values, strict=True)]
+        arm_axes = [axis for axis in axes if axis[0] in _SWEPT or _has_option(mode, axis[0])]
+        for values in itertools.product(*(values for _, values in arm_axes)):
+            chosen = [(name, value) for (name, _), value in zip(arm_axes, values, strict=True)]
             word = ":".join((mode, *(f"{name}={value}" for name, value in chosen if name not in _SWEPT)))
+            # Values that the training has anyway do not make a name longer.
             changed = [(name, value) for name, value in chosen if name in _SWEPT and value != getattr(base, name)]
             own_mode = word if word in LEVELS else precisions.canonical(word)
             yield own_mode, (*changed, *_batch_for(dict(changed), base))
@@ -241,34 +256,43 @@ def _axis(name: str, values: Sequence[str], modes: Sequence[str]) -> tuple[str, 
     if setting in _SWEPT:
         return setting, [_value(setting, value) for value in values]
     if not any(_has_option(mode, name) for mode in modes):
-        options = {option.name for mode in modes if mode not in LEVELS for option in precisions.get(mode).options}
-        raise UnknownName("setting or option to sweep", name, {*options, *(key.replace("_", "-") for key in _SWEPT)})
+        sweepable = {key.replace("_", "-") for key in _SWEPT}
+        for mode in modes:
+            sweepable.update(option.name for option in _options_of(mode))
+        raise UnknownName("setting or option to sweep", name, sweepable)
     return name, values
 
 
 def _value(setting: str, text: str) -> Scalar:
     try:
         value = _SWEPT[setting](text)
-        Arm("", "", settings=((setting, value),)).taken(TrainerSettings())
+        # Settings check themselves when they are made.
+        Arm("", "", settings=((setting, value),)).merge_settings(TrainerSettings())
     except (ValueError, UsageError) as error:
-        why = str(error) if isinstance(error, UsageError) else f"{text!r:.80} is not a number."
-        raise UsageError(f"--sweep {setting.replace('_', '-')}: {why}") from None
+        reason = str(error) if isinstance(error, UsageError) else f"{text!r:.80} is not a number."
+        raise UsageError(f"--sweep {setting.replace('_', '-')}: {reason}") from None
     return value
 
 
 def _has_option(mode: str, name: str) -> bool:
-    known = () if mode in LEVELS else precisions.get(mode).options
-    return any(name in (option.name, *option.aliases) for option in known)
+    return any(name in (option.name, *option.aliases) for option in _options_of(mode))
 
 
-def supported(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
+def _options_of(mode: str) -> Sequence[Option]:
+    return () if mode in LEVELS else precisions.get(mode).options
+
+
+def add_support(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
     """The arm as the device supports it: as native as the least native precision of its layers."""
-    settings = arm.taken(request.settings)
+    settings = arm.merge_settings(request.settings)
     config = config_of(settings, 1)
+    # A precision map mixes precisions: the arm is what the worst of them is.
     words = (arm.precision, *(word for _, word in settings.precision_map))
     supports = [support(settings, config, precisions.get(word), facts) for word in words]
-    refused = next((own.reason for own in supports if own.level is Level.REFUSED), "")
-    native = all(own.level is Level.NATIVE for own in supports)
+    refused = next(
+        (support_of_mode.reason for support_of_mode in supports if support_of_mode.level is Level.REFUSED), ""
+    )
+    native = all(support_of_mode.level is Level.NATIVE for support_of_mode in supports)
     return replace(arm, native=native, skip=facts.unusable or refused)
 
 
@@ -280,16 +304,21 @@ def check_room(training: Training, costs: Iterable[ArmCost]) -> None:
     """Raises UsageError where the arms do not fit into memory together, if what each takes is known. Ranks on a CPU
     share its memory."""
     facts = training.device
+    # Ranks on a GPU have one each; on a processor they share its memory.
     room = int(_USABLE * facts.memory_bytes) // (1 if facts.accelerated else facts.ranks)
-    lead, *_ = arms = arms_of_seed(training.arms, 0)
-    sizes = {
-        cost.arm: (sum(bytes_kept for _, bytes_kept in cost.kept), cost.memory.peak) for cost in costs if cost.memory
-    }
-    pairs = [sizes.get(lead.name if arm.is_band else arm.name) for arm in arms]
-    known = [pair for pair in pairs if pair is not None]
+    reference, *_ = arms = arms_of_seed(training.arms, 0)
+    costs_by_arm = {cost.arm: cost for cost in costs if cost.memory}
+    measured = [costs_by_arm.get(reference.name if arm.is_band else arm.name) for arm in arms]
     # What all keep between steps, plus the most that a step of one adds to it.
-    needed = sum(kept for kept, _ in known) + max((peak - kept for kept, peak in known), default=0)
-    if room and len(known) == len(arms) and needed > room:
+    needed = most_added = 0
+    for cost in measured:
+        if cost is None or cost.memory is None:
+            return
+        between_steps = sum(bytes_kept for _, bytes_kept in cost.kept)
+        needed += between_steps
+        most_added = max(most_added, cost.memory.peak - between_steps)
+    needed += most_added
+    if room and needed > room:
         raise UsageError(
             f"the {len(arms)} arms need {size(needed)} together, and there are {size(room)}. Train fewer at a time "
             "(--dtypes, --bands none), or choose a smaller --model, --batch or --sequence."

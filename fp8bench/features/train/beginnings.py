@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.kind import KIND, load_head, load_training, newest_checkpoint, training_named
+from fp8bench.features.train.kind import KIND, find_training, load_head, load_training, newest_checkpoint
 from fp8bench.features.train.lab.models import config_of, layers_of
 from fp8bench.features.train.request import TrainingRequest, file_of
 from fp8bench.features.train.tasks import TASK_TEXT, text_of
@@ -50,21 +50,24 @@ class _Source:
     whole: bool = True
 
     @classmethod
-    def cut(cls, name: str, text: bytes) -> _Source:
+    def divide(cls, name: str, text: bytes) -> _Source:
         place = len(text) - len(text) // _PARTS
         return cls(name, text[:place], text[place:])
 
 
 def prepare_text(data: str | None, folder: Path, sequence: int) -> TrainingText:
     """Token files are made in `folder`, once for each text. Raises UsageError where there is no text, or too little."""
+    # 1. Tokens that exist already are mapped; 2. everything else becomes tokens first.
     files = None if data is None else _token_files(Path(data))
     if data is not None and data.startswith(TASK_TEXT):
-        text = _tokenized(_Source(*text_of(data, sequence), whole=False), folder, sequence)
+        text = _tokenize(_Source(*text_of(data, sequence), whole=False), folder, sequence)
+        # Documents of tasks are as long as a window, and a window must not begin inside one.
         text = replace(text, train=replace(text.train, every=sequence))
     elif files is None:
-        text = _tokenized(_source(data), folder, sequence)
+        text = _tokenize(_source(data), folder, sequence)
     else:
-        text = _mapped(files, sequence)
+        text = _map_tokens(files, sequence)
+    # A text that is too short would be validated on what it was trained on.
     title = "Python's own sources" if data is None else f"--data {data}"
     _check_length(f"{title}: the part to train on", text.train, sequence)
     _check_length(f"{title}: the held-out part", text.held_out, sequence)
@@ -79,24 +82,26 @@ def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
         )
 
 
-def _tokenized(source: _Source, folder: Path, sequence: int) -> TrainingText:
-    whole = source.train + source.held_out
-    digest, trained = hashlib.sha256(whole).hexdigest(), len(source.train)
-    path, tokens = folder / f"{digest[:16]}.tokens", byte_tokens(whole)
+def _tokenize(source: _Source, folder: Path, sequence: int) -> TrainingText:
+    text = source.train + source.held_out
+    # The digest names the file: texts that are equal share it, and an edited one gets another.
+    digest, trained = hashlib.sha256(text).hexdigest(), len(source.train)
+    path, tokens = folder / f"{digest[:16]}.tokens", byte_tokens(text)
     if not path.is_file() or read_file(path) != tokens:  # a crash may leave a wrong file of the right length
         replace_tokens(path, tokens)
+    # The gap of one window keeps windows of the two parts apart.
     name, begun = str(path.resolve()), trained + (sequence if source.whole else 0)
-    held_out = TokenSpan(name, begun, len(whole))
+    held_out = TokenSpan(name, begun, len(text))
     return TrainingText(TokenSpan(name, 0, trained), held_out, 256, "bytes", f"{source.name}:{digest[:8]}")
 
 
 def _source(data: str | None) -> _Source:
     if data is None or not Path(data).is_dir():
         text, name = named_text(data, MOST_TEXT)
-        return _Source.cut(name, text)
+        return _Source.divide(name, text)
     folder = Path(data)
     if (folder / "state.json").is_file():
-        return _Source.cut(name_of(data), _dataset_text(folder))
+        return _Source.divide(name_of(data), _dataset_text(folder))
     notes = folder / "dataset_dict.json"
     splits = _json_of(notes).get("splits", []) if notes.is_file() else []
     if "train" not in splits:
@@ -107,7 +112,7 @@ def _source(data: str | None) -> _Source:
     text = _dataset_text(folder / "train")
     held_out = next((split for split in _HELD_OUT_SPLITS if split in splits), None)
     if held_out is None:
-        return _Source.cut(name_of(data), text)
+        return _Source.divide(name_of(data), text)
     return _Source(name_of(data), text, _dataset_text(folder / held_out), whole=False)
 
 
@@ -168,7 +173,7 @@ def _token_files(data: Path) -> tuple[Path, Path | None] | None:
     return train, held_out if train.name == "train.bin" and held_out.is_file() else None
 
 
-def _mapped(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
+def _map_tokens(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
     """Token files, read in place. The vocabulary ends with the highest token in them."""
     train, val = files
     length, highest, digest = _read_tokens(train)
@@ -177,9 +182,10 @@ def _mapped(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
         held_out = TokenSpan(str(train.resolve()), cut + sequence, length)
         length = cut
     else:
-        stop, high, more = _read_tokens(val)
+        # A validation file may use tokens that the training file lacks.
+        stop, high, held_out_digest = _read_tokens(val)
         held_out = TokenSpan(str(val.resolve()), 0, stop)
-        highest, digest = max(highest, high), hashlib.sha256((digest + more).encode()).hexdigest()
+        highest, digest = max(highest, high), hashlib.sha256((digest + held_out_digest).encode()).hexdigest()
     name = name_of(str(train.parent if train.name == "train.bin" else train))
     return TrainingText(
         TokenSpan(str(train.resolve()), 0, length), held_out, highest + 1, "given", f"{name}:{digest[:8]}"
@@ -213,32 +219,34 @@ def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
     if (file := file_of(request.settings.start)) is not None:
         return replace(request, settings=replace(request.settings, start=f"{file.resolve()}::{_digest_of(file)}"))
     word, _, arm_name = request.settings.start.partition(":")
-    path = training_named(word, store)
-    training, kept = load_head(path), newest_checkpoint(path)
-    own, arm = training.request.settings, arm_name or training.arms[0].name
+    # A request names what it begins with by a file and its digest: a resumed training has to find the same.
+    path = find_training(word, store)
+    training, checkpoint = load_head(path), newest_checkpoint(path)
+    trained_with, arm = training.request.settings, arm_name or training.arms[0].name
     refusals = (
         (
-            arm not in [other.name for other in training.arms],
-            f"it has no arm {arm!r:.80}, but {', '.join(other.name for other in training.arms)}",
+            arm not in [known_arm.name for known_arm in training.arms],
+            f"it has no arm {arm!r:.80}, but {', '.join(known_arm.name for known_arm in training.arms)}",
         ),
         (
-            bool(own.make) or own.parallel not in ("", "ddp") or own.master != "fp32",
+            bool(trained_with.make) or trained_with.parallel not in ("", "ddp") or trained_with.master != "fp32",
             (
                 "whole fp32 weights of a built-in model are needed: no --make, no --parallel but ddp, "
                 "and no other --master"
             ),
         ),
         (
-            (own.arch, own.model) != (request.settings.arch, request.settings.model),
-            f"it trained --arch {own.arch} --model {own.model}",
+            (trained_with.arch, trained_with.model) != (request.settings.arch, request.settings.model),
+            f"it trained --arch {trained_with.arch} --model {trained_with.model}",
         ),
-        (kept is None, f"it has no checkpoint: {training.request.steps} steps, --keep {training.request.keep}"),
+        (checkpoint is None, f"it has no checkpoint: {training.request.steps} steps, --keep {training.request.keep}"),
     )
-    for wrong, why in refusals:
+    for wrong, reason in refusals:
         if wrong:
-            raise UsageError(f"--start {word}: {why}. Choose another training or arm.")
-    assert kept is not None
-    folder = kept[0] / "rank-0" if training.request.ranks else kept[0]
+            raise UsageError(f"--start {word}: {reason}. Choose another training or arm.")
+    assert checkpoint is not None
+    # Ranks that divide the batch alone have the same weights, so that any of them serves.
+    folder = checkpoint[0] / "rank-0" if training.request.ranks else checkpoint[0]
     return replace(request, settings=replace(request.settings, start=f"{folder}::{arm}"))
 
 
@@ -253,20 +261,22 @@ def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
             "--scales-from would change nothing: no layer of these dtypes has one float32 scale for a tensor. Add a "
             f"dtype that has ({', '.join(having)}), or leave the option out."
         )
+    # 'last' is the last training; a run has to be named.
     last, word = request.scales_from == "last", request.scales_from
-    path = training_named(word, store) if last else KIND.find(word, store)
+    path = find_training(word, store) if last else KIND.find(word, store)
     if path is None:
         run = load_stored_run(word, store)
-        known, of = scales_of(run), f"run {run.id}"
+        scales, of = scales_of(run), f"run {run.id}"
     else:
-        kept = load_training(path)
-        modes = {arm.name: arm.precision for arm in kept.training.arms}
-        amaxes = {(line.arm, line.seed, line.layer, line.role): line.amax for line in kept.of(LayerReading)}
+        stored = load_training(path)
+        modes = {arm.name: arm.precision for arm in stored.training.arms}
+        # The last reading of each tensor replaces those before it.
+        amaxes = {(line.arm, line.seed, line.layer, line.role): line.amax for line in stored.of(LayerReading)}
         above_0 = ((modes[arm], layer, role, amax) for (arm, _, layer, role), amax in amaxes.items() if amax > 0)
-        known = largest_scales(above_0)
-        of = f"training {kept.training.id}"
-    settings = replace(request.settings, scales=refuse_no_scales(known, of))
-    named = {layer for _, layer, *_ in known}
+        scales = largest_scales(above_0)
+        of = f"training {stored.training.id}"
+    settings = replace(request.settings, scales=refuse_no_scales(scales, of))
+    named = {layer for _, layer, *_ in scales}
     if settings.make:  # its layers are known only in the worker, which checks them
         return replace(request, settings=settings)
     for layer in layers_of(settings.arch, config_of(settings, 1)):

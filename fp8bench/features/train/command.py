@@ -16,7 +16,7 @@ from fp8bench.cli.outputs import check_outputs, in_store, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
 from fp8bench.features.train.arms import check_training
-from fp8bench.features.train.kind import KIND, training_named
+from fp8bench.features.train.kind import KIND, find_training
 from fp8bench.features.train.request import (
     LEARNING,
     LENGTH,
@@ -104,16 +104,17 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
 
 
 def request_from(arguments: argparse.Namespace) -> TrainingRequest:
-    given = vars(arguments)
-    settings = {field.name: given[field.name] for field in fields(TrainerSettings) if field.name in given}
-    own = {field.name: given[field.name] for field in fields(TrainingRequest) if field.name in given}
+    values = vars(arguments)
+    settings = {field.name: values[field.name] for field in fields(TrainerSettings) if field.name in values}
+    fields_given = {field.name: values[field.name] for field in fields(TrainingRequest) if field.name in values}
+    # Several --sweep of one name add their values.
     sweep: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.sweep:
         sweep[name] = (*sweep.get(name, ()), *values)
     return request_with_defaults(
         arguments.quick,
         **{
-            **own,
+            **fields_given,
             "settings": TrainerSettings(**settings),
             "margin": arguments.margin / 100,
             "sweep": tuple(sweep.items()),
@@ -123,34 +124,36 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.features.train.run import planned, resume, train
+    from fp8bench.features.train.run import plan_training, resume, train
     from fp8bench.features.train.words import FAILURES
     from fp8bench.jobs.after_run import log_kept
 
     check_outputs(arguments)
+    # A misspelt reason would never fail.
     for name in arguments.fail_on:
         if name not in FAILURES:
             raise UnknownName("reason to fail", name, FAILURES)
     if arguments.resume is not None:
+        # A maker from --config was not typed, and is part of the stored training anyway.
         typed = arguments.make in arguments.words
         check_alone(arguments.words, _BESIDE_RESUME, [arguments.make] if typed and arguments.make else [])
-        path = training_named(arguments.resume, arguments.store)
+        path = find_training(arguments.resume, arguments.store)
         with _training(arguments) as observer:
-            resumed, kept = resume(path, arguments.store, observer)
+            resumed, stored = resume(path, arguments.store, observer)
         if not resumed:
-            complain(f"training {kept.training.id} is finished; nothing was missing")
-            log_kept(KIND, kept, arguments.log, complain)
-        return _ended(kept, arguments)
+            complain(f"training {stored.training.id} is finished; nothing was missing")
+            log_kept(KIND, stored, arguments.log, complain)
+        return _finish(stored, arguments)
     request = request_from(arguments)
     check_training(request)
     if arguments.dry_run:
         from fp8bench.features.train.view import plan_page
 
-        tell(arguments, partial(plan_page, *planned(request, arguments.store)))
+        tell(arguments, partial(plan_page, *plan_training(request, arguments.store)))
         return EXIT_OK
     with _training(arguments) as observer:
-        kept = train(request, arguments.store, observer, command_line())
-    return _ended(kept, arguments)
+        stored = train(request, arguments.store, observer, command_line())
+    return _finish(stored, arguments)
 
 
 @contextmanager
@@ -158,40 +161,40 @@ def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
     from fp8bench.features.train.progress import on_terminal, outward
 
     try:
-        wanted = arguments.store, arguments.live, arguments.log
-        with only_once(), on_terminal() as observer, outward(observer, *wanted) as outer:
+        targets = arguments.store, arguments.live, arguments.log
+        with only_once(), on_terminal() as observer, outward(observer, *targets) as outer:
             yield outer
     except NotKept as error:
-        kept = cast(KeptTraining, error.run)
-        tell(arguments, *KIND.view(kept))
-        _tell_how_to_go_on(kept, arguments)
+        stored = cast(KeptTraining, error.run)
+        tell(arguments, *KIND.view(stored))
+        _tell_how_to_go_on(stored, arguments)
         raise
 
 
-def _ended(kept: KeptTraining, arguments: argparse.Namespace) -> int:
+def _finish(stored: KeptTraining, arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.after_run import kept_reported
 
-    if not kept.finished:
-        _tell_how_to_go_on(kept, arguments)
-    tell(arguments, *KIND.view(kept))
-    if not kept.finished:
+    if not stored.finished:
+        _tell_how_to_go_on(stored, arguments)
+    tell(arguments, *KIND.view(stored))
+    if not stored.finished:
         return EXIT_INTERRUPTED
-    kept_reported(kept, arguments.store, complain)
-    if any(event.kind == "out" for event in kept.of(TrainingEvent)):
+    kept_reported(stored, arguments.store, complain)
+    if any(event.kind == "out" for event in stored.of(TrainingEvent)):
         return EXIT_FAILED
-    return _judged(kept, arguments.fail_on)
+    return _exit_code(stored, arguments.fail_on)
 
 
-def _judged(kept: KeptTraining, wanted: Sequence[str]) -> int:
+def _exit_code(stored: KeptTraining, failures_named: Sequence[str]) -> int:
     """The exit code for --fail-on, with a sentence for each reason. An arm that was not trained is no pass."""
     from fp8bench.features.train.verdicts.summary import JudgedTraining
     from fp8bench.features.train.words import failures
 
-    if not wanted:
+    if not failures_named:
         return EXIT_OK
-    for arm in (missing := [other for other in kept.training.arms if other.skip]):
+    for arm in (missing := [arm for arm in stored.training.arms if arm.skip]):
         complain(f"--fail-on: {arm.name} was not trained: {arm.skip}")
-    reasons = list(failures(JudgedTraining(kept), wanted))
+    reasons = list(failures(JudgedTraining(stored), failures_named))
     for reason in reasons:
         complain(f"--fail-on: {reason}")
     if missing:
@@ -199,6 +202,6 @@ def _judged(kept: KeptTraining, wanted: Sequence[str]) -> int:
     return EXIT_REGRESSION if reasons else EXIT_OK
 
 
-def _tell_how_to_go_on(kept: KeptTraining, arguments: argparse.Namespace) -> None:
-    command = f"fp8bench train --resume {kept.training.id}{in_store(arguments.store)}"
-    complain(f"cut off; what was trained is kept in {kept.path}.\n  To go on: {command}")
+def _tell_how_to_go_on(stored: KeptTraining, arguments: argparse.Namespace) -> None:
+    command = f"fp8bench train --resume {stored.training.id}{in_store(arguments.store)}"
+    complain(f"cut off; what was trained is kept in {stored.path}.\n  To go on: {command}")

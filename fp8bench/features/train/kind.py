@@ -24,6 +24,7 @@ from fp8bench.features.train.values import (
     ArmRole,
     KeptTraining,
     LayerReading,
+    Lines,
     StepFigure,
     StepRow,
     StreamLine,
@@ -88,7 +89,7 @@ class TrainingWriter(LineWriter):
     called: str = "the training's file"
     places: tuple[ResumePlace, ...] = ()
 
-    def append(self, lines: Sequence[StreamLine]) -> None:
+    def append(self, lines: Lines) -> None:
         self._lines([plain(line) for line in lines])
 
     def checkpoint(self, number: int, step: int) -> Path:
@@ -104,19 +105,22 @@ class TrainingWriter(LineWriter):
 
     def keep(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
         """Make this a place to resume at. Of the earlier ones, the last checkpoint stays."""
+        # The place names its checkpoint, which lies on the disk before the place does.
         name = folder.name if folder is not None else ""
         place = ResumePlace(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
-        before = [kept for kept in self.places if kept.number == number and kept.step < step]
-        begun, checkpoints = before[:1], before[1:][1 - _KEPT_CHECKPOINTS :]
+        # The place before a seed's first step stays: it needs no checkpoint, and is there if both others are damaged.
+        earlier = [old for old in self.places if old.number == number and old.step < step]
+        begun, checkpoints = earlier[:1], earlier[1:][1 - _KEPT_CHECKPOINTS :]
         with keeping(self.path.parent, _MAKE_ROOM):
             self._write((*begun, *checkpoints, place))
 
     def go_back(self, place: ResumePlace) -> None:
         """Cut the stream to that place, but keep events that belong to no step, such as 'resumed'."""
-        places = tuple(kept for kept in self.places if (kept.number, kept.step) <= (place.number, place.step))
+        places = tuple(old for old in self.places if (old.number, old.step) <= (place.number, place.step))
         with keeping(self.path.parent, _MAKE_ROOM):
             if places != self.places:  # or repeated steps would be taken for those before the later places
                 self._write(places)
+            # Events such as 'resumed' tell what happened to the training, and no repeated step makes them again.
             cut = read_file(self.path)[place.length :].split(b"\n")
             kept_events = [line for line in cut[:-1] if line.startswith(_EVENT) and any(kind in line for kind in _STAY)]
             self._file.truncate(place.length)
@@ -156,6 +160,7 @@ def reopen_training(path: Path) -> TrainingWriter:
         file = open_file(path, "r+b")
     except OSError as error:
         raise StoreError(f"the training's file {path} cannot be written ({error.strerror}).") from None
+    # Two processes that append would interleave their lines.
     if not lock(file, 0):
         file.close()
         raise StoreError(f"another process is writing the training {path.parent.name}. Wait for its end.")
@@ -172,25 +177,26 @@ def reopen_training(path: Path) -> TrainingWriter:
 
 def _places(path: Path) -> tuple[ResumePlace, ...]:
     """The places up to which the stream is still intact; without any, the first step of the first seed."""
-    kept = path.with_name(_PLACES)
+    file = path.with_name(_PLACES)
     try:
-        plain = json.loads(read_file(kept))
-        known = decode(tuple[ResumePlace, ...], plain if isinstance(plain, list) else unsealed(plain)["places"])
+        plain = json.loads(read_file(file))
+        places = decode(tuple[ResumePlace, ...], plain if isinstance(plain, list) else unsealed(plain)["places"])
     except FileNotFoundError:
-        known = ()
+        places = ()
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StoreError(
-            f"{kept}, which says where to resume, is broken ({error!s:.120}). Remove it to begin at the first step."
+            f"{file}, which says where to resume, is broken ({error!s:.120}). Remove it to begin at the first step."
         ) from None
+    # A place is believed only if the stream still has what it had then, bit for bit.
     stream = read_file(path)
     begun = ResumePlace(0, 0, stream.find(b"\n") + 1)
 
     def is_reached(place: ResumePlace) -> bool:
-        before = sheet_of(stream[: place.length])
-        intact = not place.digest or (not before.lost and digest_of(before.sums) == place.digest)
+        start = sheet_of(stream[: place.length])
+        intact = not place.digest or (not start.lost and digest_of(start.sums) == place.digest)
         return place.length <= len(stream) and intact
 
-    return tuple(filter(is_reached, known)) or (begun,)
+    return tuple(filter(is_reached, places)) or (begun,)
 
 
 def newest_checkpoint(path: Path) -> tuple[Path, ResumePlace] | None:
@@ -207,13 +213,13 @@ def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def training_named(word: str, store: Path) -> Path:
+def find_training(word: str, store: Path) -> Path:
     """Like KIND.find, with 'last' for the newest; raises RunNotFound where there is none."""
     newest = KIND.newest(store)
     path = newest if word == "last" else KIND.find(word, store)
     if path is None:
-        known = f" The newest is {newest.parent.name}." if newest else " The store has no trainings yet."
-        raise RunNotFound(f"no training {word!r:.200} in {store}.{known} Give an id, its folder, or 'last'.")
+        hint = f" The newest is {newest.parent.name}." if newest else " The store has no trainings yet."
+        raise RunNotFound(f"no training {word!r:.200} in {store}.{hint} Give an id, its folder, or 'last'.")
     return path
 
 
@@ -222,12 +228,12 @@ _ROLES = {role.value for role in ArmRole}
 
 def _training_from(plain: Any) -> Training:
     """A training from the header of its file, without the arms and values that only other versions have."""
-    arms = [
-        {**arm, "settings": [pair for pair in arm.get("settings", ()) if pair[0] in SETTINGS_RULES]}
-        for arm in plain["arms"]
-        if arm.get("role", "candidate") in _ROLES
-    ]
+    # Roles of other versions are arms that this one cannot judge.
+    arms = [dict(arm) for arm in plain["arms"] if arm.get("role", "candidate") in _ROLES]
+    for arm in arms:
+        arm["settings"] = [pair for pair in arm.get("settings", ()) if pair[0] in SETTINGS_RULES]
     request = plain["request"]
+    # Bands and settings of other versions are unknown here, and change nothing that was measured.
     bands = [band for band in request.get("bands", BANDS) if band in BANDS] or ["none"]
     settings = _with_keys(request.get("settings", {}))
     settings = {name: value for name, value in settings.items() if not _is_of_others(name, value)}
@@ -307,19 +313,19 @@ class TrainingKind(Kind[KeptTraining]):
     def newest(self, store: Path) -> Path | None:
         return next(iter(self.files(store)), None)
 
-    def view(self, kept: KeptTraining) -> View:
+    def view(self, stored: KeptTraining) -> View:
         from fp8bench.features.train.data import rows_of, value_of
         from fp8bench.features.train.verdicts.summary import JudgedTraining
         from fp8bench.features.train.view import page_of
 
-        judged = JudgedTraining(kept)
+        judged = JudgedTraining(stored)
         return View(partial(page_of, judged), partial(value_of, judged), partial(rows_of, judged))
 
-    def whole_view(self, kept: KeptTraining) -> View:
+    def whole_view(self, stored: KeptTraining) -> View:
         from fp8bench.features.train.verdicts.summary import JudgedTraining
         from fp8bench.features.train.view import whole_page
 
-        return self.view(kept)._replace(page=partial(whole_page, JudgedTraining(kept)))
+        return self.view(stored)._replace(page=partial(whole_page, JudgedTraining(stored)))
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         return (partial(_line, path) for path in self.files(store))
@@ -328,33 +334,35 @@ class TrainingKind(Kind[KeptTraining]):
         for path in self.files(store):
             if (path.parent / _CHECKPOINTS).is_dir():
                 try:
+                    # The last line alone says whether the training is finished.
                     ended = sheet_of(read_file(path).rstrip().rpartition(b"\n")[2]).lines[-1:]
                 except OSError:  # who can say whether they are needed?
                     continue
                 finished = bool(ended) and ended[0][1].get("end") == "finished"
-                again = "which is finished" if finished else "which was cut off: `train --resume` would begin it anew"
-                what = f"checkpoints of the training {self.names(path)[0]}, {again}"
-                yield SparePart([path.with_name(_PLACES), path.parent / _CHECKPOINTS], what, path)
+                state = "which is finished" if finished else "which was cut off: `train --resume` would begin it anew"
+                description = f"checkpoints of the training {self.names(path)[0]}, {state}"
+                yield SparePart([path.with_name(_PLACES), path.parent / _CHECKPOINTS], description, path)
 
-    def report(self, kept: KeptTraining) -> View:
+    def report(self, stored: KeptTraining) -> View:
         from fp8bench.features.train.data import rows_of
         from fp8bench.features.train.page import page_of
         from fp8bench.features.train.verdicts.summary import JudgedTraining
 
-        few = replace(kept, lines=tuple(line for line in kept.lines if not isinstance(line, LayerReading)))
-        return View(partial(page_of, JudgedTraining(kept)), rows=partial(rows_of, JudgedTraining(few)))
+        # Readings of all tensors would make a page of many megabytes.
+        few = replace(stored, lines=tuple(line for line in stored.lines if not isinstance(line, LayerReading)))
+        return View(partial(page_of, JudgedTraining(stored)), rows=partial(rows_of, JudgedTraining(few)))
 
-    def log_source(self, kept: KeptTraining) -> LogSource:
+    def log_source(self, stored: KeptTraining) -> LogSource:
         from fp8bench.features.train.data import source_of
 
-        return source_of(kept.training)
+        return source_of(stored.training)
 
-    def scalars(self, kept: KeptTraining) -> Iterator[LoggedScalar]:
+    def scalars(self, stored: KeptTraining) -> Iterator[LoggedScalar]:
         from fp8bench.features.train.data import scalars_of, summary_scalars
         from fp8bench.features.train.verdicts.summary import JudgedTraining
 
-        yield from scalars_of(kept.training, kept.lines)
-        yield from summary_scalars(JudgedTraining(kept))
+        yield from scalars_of(stored.training, stored.lines)
+        yield from summary_scalars(JudgedTraining(stored))
 
 
 def _line(path: Path) -> str:
@@ -363,7 +371,7 @@ def _line(path: Path) -> str:
     arms = ", ".join(arm.name for arm in training.arms if not arm.is_band)
     ranks, settings = training.request.ranks, training.request.settings
     together = "" if ranks is None else f", {ranks} ranks by {settings.parallel}"
-    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {settings.called} in {arms}{together}"
+    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {settings.display_name} in {arms}{together}"
 
 
 KIND = TrainingKind()

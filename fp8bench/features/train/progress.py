@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TextIO
 
@@ -25,6 +26,7 @@ from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.page import page_of
 from fp8bench.features.train.values import (
     Arm,
+    Lines,
     StepRow,
     StreamLine,
     Training,
@@ -59,24 +61,22 @@ class _Watching(TrainingObserver):
         self._training, self._begun, self._done_before = training, self._clock(), None
         self._arms = {arm.name: ArmNow(arm) for arm in training.arms if not arm.skip}
 
-    def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
+    def trained(self, number: int, step: int, lines: Lines) -> None:
         if number != self._number:
             self._number = number
-            for name, now in self._arms.items():
-                ended = now.ended if now.ended.startswith(_OUT) else ""
-                self._arms[name] = replace(now, loss=None, held_out=None, ended=ended)
+            for now in self._arms.values():
+                now.begin_seed()
         for line in lines:
             if line.arm in self._arms:
-                self._arms[line.arm] = _with(self._arms[line.arm], line)
+                self._arms[line.arm].take(line)
             if isinstance(line, TrainingEvent):
-                who = f", {line.arm}" if line.arm else ""
-                self.note(f"seed {line.seed}, step {line.step}{who}: {line.words}")
+                self.note(line.sentence)
 
     def note(self, sentence: str) -> None:
         self._say(sentence)
 
     @property
-    def _shown(self) -> list[ArmNow]:
+    def _arms_with_loss(self) -> list[ArmNow]:
         """The arms of this seed; the one-ulp arm has no loss after the first."""
         return [now for now in self._arms.values() if now.loss is not None]
 
@@ -86,23 +86,11 @@ class _Watching(TrainingObserver):
         done = (number + step / request.steps) / request.seeds
         if self._done_before is None:
             self._done_before = done  # of a resumed training
-        left = ""
+        remaining = ""
         if done < 1:
-            left = time_left(self._clock() - self._begun, (done - self._done_before) / (1 - self._done_before))
-        return f"seed {number + 1}/{request.seeds}, step {step}/{request.steps}{left}"
-
-
-def _with(now: ArmNow, line: StreamLine) -> ArmNow:
-    match line:
-        case StepRow():
-            return replace(now, loss=line.loss, tokens=line.tokens, seconds=line.seconds or now.seconds)
-        case Validation(of="held-out"):
-            return replace(now, held_out=line.loss)
-        case TrainingEvent(kind="alarm"):
-            return replace(now, alarms=now.alarms + 1, last_alarm=f"seed {line.seed}, step {line.step}")
-        case TrainingEvent() if line.kind in (_OUT, _STOPPED):
-            return replace(now, ended=f"{line.kind} in step {line.step}")
-    return now
+            share = (done - self._done_before) / (1 - self._done_before)
+            remaining = time_left(self._clock() - self._begun, share)
+        return f"seed {number + 1}/{request.seeds}, step {step}/{request.steps}{remaining}"
 
 
 class TrainingLines(_Watching):
@@ -113,10 +101,11 @@ class TrainingLines(_Watching):
         self._told: tuple[int, int] | None = None
         self._said_at = self._begun
 
-    def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
+    def trained(self, number: int, step: int, lines: Lines) -> None:
         super().trained(number, step, lines)
         where = self._where(number, step)
-        losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._shown)
+        # A log gets a line where held-out losses are new, or where it was silent for long.
+        losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._arms_with_loss)
         validated = any(isinstance(line, Validation) for line in lines)
         silent = self._clock() - self._said_at >= _SILENT_SECONDS
         if losses and self._told != (number, step) and (validated or silent):
@@ -142,12 +131,13 @@ class TrainingBoard(_Watching):
     def working(self, arm: str, doing: str) -> None:
         self._block.show(f"{doing} of {arm}")
 
-    def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
+    def trained(self, number: int, step: int, lines: Lines) -> None:
         super().trained(number, step, lines)
         where = self._where(number, step)
-        if self._shown and self._clock() - self._shown_at >= REDRAW_SECONDS:
+        # A terminal that is redrawn after each slice flickers.
+        if self._arms_with_loss and self._clock() - self._shown_at >= REDRAW_SECONDS:
             self._shown_at = self._clock()
-            page = board_of(where, self._shown)
+            page = board_of(where, self._arms_with_loss)
             self._block.show(render(page, self._block.room, self._color))
 
     def note(self, sentence: str) -> None:
@@ -159,7 +149,7 @@ class TrainingBoard(_Watching):
         self._block.close()
 
 
-@dataclass(frozen=True)
+@dataclass
 class ArmNow:
     """An arm in the present seed. `seconds` is the time of the last timed step, `alarms` are of all seeds, `ended` says
     why the arm ended early."""
@@ -173,18 +163,34 @@ class ArmNow:
     last_alarm: str = ""
     ended: str = ""
 
+    def begin_seed(self) -> None:
+        self.loss = self.held_out = None
+        if not self.ended.startswith(_OUT):  # an arm that is out stays so in later seeds
+            self.ended = ""
+
+    def take(self, line: StreamLine) -> None:
+        match line:
+            case StepRow():
+                self.loss, self.tokens, self.seconds = line.loss, line.tokens, line.seconds or self.seconds
+            case Validation(of="held-out"):
+                self.held_out = line.loss
+            case TrainingEvent(kind="alarm"):
+                self.alarms += 1
+                self.last_alarm = f"seed {line.seed}, step {line.step}"
+            case TrainingEvent() if line.kind in (_OUT, _STOPPED):
+                self.ended = f"{line.kind} in step {line.step}"
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.seconds if self.arm.native and self.seconds else None
+
 
 def board_of(where: str, arms: Sequence[ArmNow]) -> Page:
     cols: list[Col[ArmNow]] = [
-        Col("arm", lambda now: now.arm.name),
-        Col("loss", lambda now: now.loss, number=True, show=lambda loss: f"{loss:.4f}"),
-        Col("held-out", lambda now: now.held_out, number=True, show=lambda loss: f"{loss:.4f}"),
-        Col(
-            "tokens/s",
-            lambda now: now.tokens / now.seconds if now.arm.native and now.seconds else None,
-            number=True,
-            show=units.count,
-        ),
+        Col("arm", attrgetter("arm.name")),
+        Col("loss", attrgetter("loss"), number=True, show="{:.4f}".format),
+        Col("held-out", attrgetter("held_out"), number=True, show="{:.4f}".format),
+        Col("tokens/s", attrgetter("tokens_per_second"), number=True, show=units.count),
         Col("health", _health),
     ]
     return Page(where, "", (Part("arms", "", (table("arms", "", cols, arms),)),))
@@ -216,6 +222,7 @@ Say = Callable[[str], None]
 def outward(
     inner: TrainingObserver, store: Path, live: Path | None, log: Sequence[LogTarget] = ()
 ) -> Iterator[TrainingObserver]:
+    # Each sink may fail by itself: the training and the others go on.
     observers: list[_Outward] = []
     if live is not None:
         observers.append(LivePage(live, store, inner.note))
@@ -238,15 +245,15 @@ class _Outward(TrainingObserver):
 
 
 class _Several(TrainingObserver):
-    def __init__(self, first: TrainingObserver, others: Sequence[TrainingObserver]) -> None:
-        self._every = (first, *others)
+    def __init__(self, first: TrainingObserver, further: Sequence[TrainingObserver]) -> None:
+        self._every = (first, *further)
         self.working, self.note = first.working, first.note  # type: ignore[method-assign]
 
     def begun(self, training: Training) -> None:
         for observer in self._every:
             observer.begun(training)
 
-    def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
+    def trained(self, number: int, step: int, lines: Lines) -> None:
         for observer in self._every:
             observer.trained(number, step, lines)
 
@@ -258,13 +265,14 @@ class LivePage(_Outward):
         self._file, self._store, self._say, self._clock = file, store, say, clock
         self._due, self._failed = -PAGE_SECONDS, ""
 
-    def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
+    def trained(self, number: int, step: int, lines: Lines) -> None:
         if self._training is None or self._clock() < self._due:
             return
         begun, request = self._clock(), self._training.request
         where = f"seed {number + 1} of {request.seeds}, step {step} of {request.steps}"
         written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._write(f"Written while it trains, in {where}, at {written}: all figures are of what was kept.")
+        # A page of a long training takes seconds to write: it may cost two percent of the time.
         self._due = self._clock() + max(PAGE_SECONDS, (self._clock() - begun) / _PAGE_SHARE)
 
     def close(self) -> None:
@@ -275,17 +283,18 @@ class LivePage(_Outward):
         if path is None:
             return
         try:
-            kept = load_training(path)
-            page = page_of(JudgedTraining(replace(kept, finished=kept.finished or bool(state))))
+            stored = load_training(path)
+            # While it goes on the page must not say that the training was cut off.
+            page = page_of(JudgedTraining(replace(stored, finished=stored.finished or bool(state))))
             if state:
                 head = Part("live", "In progress", (Text(state, Tone.DOUBT),))
                 page = replace(page, parts=(head, *page.parts), refresh=round(3 * PAGE_SECONDS))
             write_whole(self._file, html.render(page), sync=False)
         except Exception as error:  # noqa: BLE001 - a broken page must not end a training of days
-            why = f"--live {self._file} was not written ({error}); the training goes on"
-            if why != self._failed:
-                self._say(why)
-            self._failed = why
+            reason = f"--live {self._file} was not written ({error}); the training goes on"
+            if reason != self._failed:
+                self._say(reason)
+            self._failed = reason
 
 
 class LiveLog(_Outward):
@@ -299,7 +308,7 @@ class LiveLog(_Outward):
         super().begun(training)
         self._logger = ScalarLogger(self._targets, source_of(training), self._say, "the training goes on")
 
-    def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
+    def trained(self, number: int, step: int, lines: Lines) -> None:
         if self._training is not None:
             self._log(scalars_of(self._training, lines))
 
@@ -308,8 +317,8 @@ class LiveLog(_Outward):
             return
         path = KIND.find(self._training.id, self._store)
         with contextlib.suppress(StoreError):
-            if path is not None and (kept := load_training(path)).finished:
-                self._log(summary_scalars(JudgedTraining(kept)))
+            if path is not None and (stored := load_training(path)).finished:
+                self._log(summary_scalars(JudgedTraining(stored)))
         self._logger.close()
         self._logger = None
 

@@ -109,15 +109,16 @@ def _is_clip(value: object) -> bool:
 def parse_optimizer(word: str) -> tuple[str, dict[str, Any]]:
     """The name and all keys in 'NAME[:key=value...]', or the class and the given keys in 'FILE.py:CLASS[:...]'. Raises
     UsageError for what is not listed."""
-    name, _, rest = word.partition(":")
-    target, _, keys = rest.partition(":")
+    name, _, tail = word.partition(":")
+    target, _, keys = tail.partition(":")
+    # Keys hold an equals sign; the class of a user's file does not.
     if name not in OPTIMIZERS and target and "=" not in target:
         return f"{name}:{target}", {key: number_of(value) for key, value in _pairs(keys)}
     listed = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS for a torch optimizer of your own"
     if name not in OPTIMIZERS:
-        why = NOT_STEPPED.get(name.lower())
-        raise UsageError(f"{listed}, got {name!r:.80}{f': {why}' if why else ''}.")
-    return name, _keys_of("optimizer", name, rest, OPTIMIZERS[name])
+        reason = NOT_STEPPED.get(name.lower())
+        raise UsageError(f"{listed}, got {name!r:.80}{f': {reason}' if reason else ''}.")
+    return name, _keys_of("optimizer", name, tail, OPTIMIZERS[name])
 
 
 def parse_schedule(word: str) -> tuple[str, dict[str, Any]]:
@@ -133,20 +134,20 @@ def _pairs(keys: str) -> list[tuple[str, str]]:
     return [(key, value) for key, _, value in pairs]
 
 
-def _keys_of(option: str, name: str, given: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _keys_of(option: str, name: str, keys: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults with the given keys; raises UsageError for others and for values out of bounds."""
     values = dict(defaults)
-    for key, text in _pairs(given):
+    for key, text in _pairs(keys):
         if key not in defaults:
             raise UsageError(f"{option} must be {name} with only the keys {', '.join(defaults)}, got {key!r:.80}.")
         default = defaults[key] if isinstance(defaults[key], tuple) else (defaults[key],)
         numbers = tuple(number_of(part) for part in text.split(","))
         low, high = _BOUNDS[key]
         if len(numbers) != len(default) or not all(low <= number <= high for number in numbers):
-            what = "two numbers" if len(default) > 1 else "a number"
+            expected = "two numbers" if len(default) > 1 else "a number"
             usual = ",".join(map(str, default))
             raise UsageError(
-                f"{option} must be {name} with {what} from {low} to {high:g} as {key}, like {key}={usual}, "
+                f"{option} must be {name} with {expected} from {low} to {high:g} as {key}, like {key}={usual}, "
                 f"got {text!r:.80}."
             )
         values[key] = numbers if len(default) > 1 else numbers[0]
@@ -192,13 +193,14 @@ def refuse_ranks(request: Any) -> None:
     ranks, settings = request.ranks, request.settings
     if ranks is not None and not settings.parallel:
         raise UsageError(f"--ranks {ranks} needs a way to train together. Add --parallel {' or '.join(PARALLEL)}.")
+    # A swept option counts as given.
     swept = {f"--{name.replace('_', '-')}" for name, _ in request.sweep}
     of_ranks = (
         ("--parallel", settings.parallel),
         ("--wire", settings.wire != "fp32"),
     )
-    for word, given in of_ranks:
-        if ranks is None and (given or word in swept):
+    for word, is_set in of_ranks:
+        if ranks is None and (is_set or word in swept):
             raise UsageError(f"{word} is for several ranks, and there is one. Add --ranks N.")
     if ranks is not None and not request.isolation:
         raise UsageError("--no-isolation is for one process, and --ranks starts several. Leave one of them out.")
@@ -375,7 +377,7 @@ class TrainerSettings:
         check_fields(self, SETTINGS_RULES)
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         return self.make or self.model
 
 
@@ -458,9 +460,9 @@ QUICK_STEPS = 60
 
 
 def request_with_defaults(
-    quick: bool, steps: int | None, seeds: int | None, dtypes: tuple[str, ...], **more: Any
+    quick: bool, steps: int | None, seeds: int | None, dtypes: tuple[str, ...], **fields: Any
 ) -> TrainingRequest:
     usual = TrainingRequest()
     steps = (QUICK_STEPS if quick else usual.steps) if steps is None else steps
     seeds = (1 if quick else usual.seeds) if seeds is None else seeds
-    return TrainingRequest(**{**more, "dtypes": dtypes or usual.dtypes, "steps": steps, "seeds": seeds})
+    return TrainingRequest(**{**fields, "dtypes": dtypes or usual.dtypes, "steps": steps, "seeds": seeds})

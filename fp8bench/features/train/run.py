@@ -61,37 +61,40 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
     request = with_scales(started_from(request, store), store)
     with _ready(request, store) as (worker, text):
         training = _plan(request, worker, text, command)
+        # A user's own model is tried before anything is written: a model that fails leaves no stored training.
         covered = _coverage_events(training, worker)
+        # The number of parameters is known once the reference was built.
         training = replace(training, parameters=_reference(training, worker).parameters)
         writer = start_training(training, store)
         if covered:
             writer.append(covered)
             for event in covered:
                 observer.note(event.words)
-        return _WholeRun(training, worker, writer, observer).trained()
+        return _WholeRun(training, worker, writer, observer).run_all()
 
 
 def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, KeptTraining]:
     """Go on from the last place that was kept; False for a finished training. Raises UsageError where a file is
     missing, or machine, software, commit, text or plan have changed: losses would not be the same."""
-    kept = load_training(path)
-    if kept.finished:
-        return False, kept
-    training, request = kept.training, kept.training.request
+    stored = load_training(path)
+    if stored.finished:
+        return False, stored
+    training, request = stored.training, stored.request
     title = f"the training {training.id}"
+    # Paths of the first command may be relative to another folder.
     refuse_files_elsewhere(title, request.imports, request.data)
     with _ready(request, store) as (worker, text):
-        for why in _differences(training, _plan(request, worker, text)):
-            raise cannot_resume(title, why, "The two halves would not be one training; start a new one.")
+        for difference in _differences(training, _plan(request, worker, text)):
+            raise cannot_resume(title, difference, "The two halves would not be one training; start a new one.")
         writer = reopen_training(path)
         place = writer.places[-1]
         writer.go_back(place)
         words = f"resumed from step {place.step}"
         writer.append((TrainingEvent("", request.seed + place.number, place.step, "resumed", words),))
-        return True, _WholeRun(replace(training, text=text), worker, writer, observer, resumed=True).trained()
+        return True, _WholeRun(replace(training, text=text), worker, writer, observer, resumed=True).run_all()
 
 
-def planned(request: TrainingRequest, store: Path) -> tuple[Training, ArmState]:
+def plan_training(request: TrainingRequest, store: Path) -> tuple[Training, ArmState]:
     """A training as planned, and its reference's state."""
     request = with_scales(started_from(request, store), store)
     with _ready(request, store) as (worker, text):
@@ -106,18 +109,20 @@ def _differences(training: Training, today: Training) -> Iterator[str]:
         yield f"{today.device.key} was {training.device.name} and is {today.device.name}"
     if training.text.identity != today.text.identity:
         yield f"its text was {training.text.identity} and is {today.text.identity}"
-    for arm, own in itertools.zip_longest(training.arms, today.arms):
-        if arm != own:
-            names = [which.name if which is not None else "nothing" for which in (arm, own)]
+    for arm, arm_today in itertools.zip_longest(training.arms, today.arms):
+        if arm != arm_today:
+            names = [which.name if which is not None else "nothing" for which in (arm, arm_today)]
             yield f"an arm would differ today ({names[0]} was, {names[1]} is)"
 
 
 @contextmanager
 def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, TrainingText]]:
     """Yields a worker and the text, after everything has been checked that can be without a worker."""
+    # User modules may register precisions that the request names.
     import_user_modules(request.imports)
     check_training(request)
     settings = request.settings
+    # Two trainings in one process would share torch's settings.
     with claimed(request.isolation):
         check_store(store)
         if settings.make:
@@ -160,21 +165,23 @@ def _coverage_events(training: Training, worker: Worker) -> tuple[TrainingEvent,
     if not training.request.settings.make:
         return ()
     try:
-        coverages = lab_of(worker, FIRST_SECONDS).examine(training.task(tuple(training.compared)))
+        coverages = lab_of(worker, FIRST_SECONDS).examine(training.task(tuple(training.compared_arms)))
     except WorkerFault as fault:
         raise as_usage(fault) from None
-    alike = together((coverage, name) for name, coverage in coverages)
-    words = [sentence for coverage, names in alike.items() for sentence in coverage_words(", ".join(names), coverage)]
+    by_coverage = together((coverage, name) for name, coverage in coverages)
+    words: list[str] = []
+    for coverage, names in by_coverage.items():
+        words += coverage_words(", ".join(names), coverage)
     return tuple(TrainingEvent("", training.request.seed, 0, COVERAGE, sentence) for sentence in words)
 
 
 def _reference(training: Training, worker: Worker) -> ArmState:
-    lead, lab = training.arms[0], lab_of(worker, START_SECONDS)
+    reference, lab = training.arms[0], lab_of(worker, START_SECONDS)
     try:
-        if not (states := lab.begin(training.task((lead,)))):
-            lab.validate(lead.name)  # raises the reason why it could not be built
+        if not (states := lab.begin(training.task((reference,)))):
+            lab.validate(reference.name)  # raises the reason why it could not be built
         if training.request.settings.metric:
-            lab_of(worker, FIRST_SECONDS).validate(lead.name, True)  # a metric that fails does so before any step
+            lab_of(worker, FIRST_SECONDS).validate(reference.name, True)  # a metric that fails does so before any step
     except WorkerFault as fault:
         raise as_usage(fault) from None
     (state,) = states
@@ -190,12 +197,15 @@ _FEW_STEPS = 3
 class _WholeRun(TrainingRun):
     resumed: bool = False
 
-    def trained(self) -> KeptTraining:
+    def run_all(self) -> KeptTraining:
         try:
             self.observer.begun(self.training)
+            # Memory is measured with no other arm loaded, so before all of them are.
             self._measure_memory()
-            check_room(self.training, self._known(ArmCost))
+            # Now that each arm's size is known: a refusal here costs seconds, an overflow later hours.
+            check_room(self.training, self._lines_of(ArmCost))
             self._train_seeds()
+            # Windows need steps like the last ones: after them, when losses no longer depend on it.
             self._measure_energy()
             self.writer.finish("finished")
         except KeyboardInterrupt:
@@ -224,13 +234,13 @@ class _WholeRun(TrainingRun):
                 SeedRun(*run, number, pace, out, device).run(from_start)
                 from_start = True
 
-    def _known(self, kind: type[L]) -> tuple[L, ...]:
+    def _lines_of(self, kind: type[L]) -> tuple[L, ...]:
         return load_training(self.writer.path).of(kind)
 
     def _without(self, has: Callable[[ArmCost], object]) -> list[Arm]:
         """The trained arms without such a line. Bands of the reference cost what it does, and are left out."""
-        known = {cost.arm for cost in self._known(ArmCost) if has(cost)}
-        return [arm for arm in self.training.compared if arm.name not in known]
+        measured = {cost.arm for cost in self._lines_of(ArmCost) if has(cost)}
+        return [arm for arm in self.training.compared_arms if arm.name not in measured]
 
     def _keep(self, *costs: ArmCost) -> None:
         with held_back():
@@ -246,8 +256,8 @@ class _WholeRun(TrainingRun):
             except WorkerError as error:
                 if not isinstance(error, WorkerFault):
                     self.worker.restart()
-                why = f"its memory could not be measured: {error}"
-                cost = ArmCost(arm.name, self.training.request.seed, why=why)
+                reason = f"its memory could not be measured: {error}"
+                cost = ArmCost(arm.name, self.training.request.seed, why=reason)
             self._keep(cost)
         if missing and self.training.device.accelerated:
             self.worker.restart()  # a process that has recorded a GPU's memory is not used for timing
@@ -276,16 +286,18 @@ class _WholeRun(TrainingRun):
         lab = self.worker.within(FIRST_SECONDS)
         for arm in arms:
             try:
-                why = lab.check(arm.name).wrong
-                seconds = 0.0 if why else lab.loop(arm.name, _FEW_STEPS) / _FEW_STEPS
+                reason = lab.check(arm.name).wrong
+                # A window is as long as its steps: a few of them say how long one takes.
+                seconds = 0.0 if reason else lab.loop(arm.name, _FEW_STEPS) / _FEW_STEPS
             except WorkerError as error:
-                why = str(error)
-            if why:
-                uses[arm.name] = EnergyUse(meter.kind.value, why=why)
+                reason = str(error)
+            if reason:
+                uses[arm.name] = EnergyUse(meter.kind.value, why=reason)
                 continue
             support = Support(Level.NATIVE if arm.native else Level.EMULATED, "")
             planned = PlannedCase(Case("train", (), arm.precision, facts.key), support, Work())
             running.append(measured.MeasuredArm(arm.name, planned, facts, step_seconds=max(seconds, 1e-7)))
+        # One seed is a first look, which need not wait for three windows.
         rule = WindowRule(windows=1, idle_seconds=1.5) if request.seeds == 1 else WindowRule()
         windows = WindowPass(
             meter, rule, request.seed, lambda arm, share: self.observer.working(arm.key, "measuring the energy")

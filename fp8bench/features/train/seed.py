@@ -24,6 +24,7 @@ from fp8bench.features.train.values import (
     Arm,
     ArmRole,
     ArmState,
+    Lines,
     SeedTask,
     StepFigure,
     StreamLine,
@@ -117,8 +118,8 @@ class SeedRun(TrainingRun):
     @property
     def task(self) -> SeedTask:
         """The arms that began the seed, including those that are out: checkpoints are of all of them."""
-        gone = dict(self.writer.places[0].out)
-        return self.training.task(tuple(arm for arm in self._arms if arm.name not in gone), self.number)
+        out_before = dict(self.writer.places[0].out)
+        return self.training.task(tuple(arm for arm in self._arms if arm.name not in out_before), self.number)
 
     @property
     def _alive(self) -> list[Arm]:
@@ -131,9 +132,10 @@ class SeedRun(TrainingRun):
             states = lab.begin(self.task)
         if not states:  # no arm could be built although the worker is empty: a fresh one would fail, too
             lab.validate(self.task.arms[0].name)
-        place = self._restored(lab)
+        place = self._restore(lab)
         self.writer.go_back(place)
         self._health = Health(self._arms, self.training.request.settings)
+        # Rules have to know what came before the place where training goes on.
         self._health.see(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
         if not place.step:
             self._keep_lines(tuple(self._first_lines(states)), 0)
@@ -142,7 +144,7 @@ class SeedRun(TrainingRun):
                 lab.drop(arm.name)
         return place.step
 
-    def _restored(self, lab: Lab) -> ResumePlace:
+    def _restore(self, lab: Lab) -> ResumePlace:
         first, *checkpoints = self.writer.places
         for place in reversed(checkpoints):
             try:
@@ -159,6 +161,7 @@ class SeedRun(TrainingRun):
         if step == 0:
             self._validate(step)
         while step < request.steps:
+            # A slice ends where a validation or a checkpoint is due.
             until = min(step + SLICE, request.steps, _next(step, request.evaluate), _next(step, request.keep))
             arms = self._alive
             # The order is the same whether or not the training was resumed.
@@ -196,12 +199,14 @@ class SeedRun(TrainingRun):
         """Call the lab; `steps` are those that the call takes."""
         began = time.monotonic()
         with _faults(arm):
+            # The limit follows the slowest step so far, so that a slow machine is not taken for a hung one.
             answer = getattr(lab_of(self.worker, self.pace.limit(max(steps, SLICE))), name)(*arguments)
         if steps:
             self.pace.took(time.monotonic() - began, steps)
         return answer
 
-    def _keep_lines(self, lines: Sequence[StreamLine], step: int) -> None:
+    def _keep_lines(self, lines: Lines, step: int) -> None:
+        # Alarms are stored behind the lines that raised them, so that a resume finds both.
         lines = (*lines, *self._health.see(lines))
         with held_back():
             self.writer.append(lines)
@@ -218,7 +223,9 @@ class SeedRun(TrainingRun):
         """Start a fresh worker, without the arm if it failed before. The reference cannot be left out."""
         name = lost.arm.name if lost.arm is not None else ""
         self._failures[name] = self._failures.get(name, 0) + 1
+        # The lost worker may hang: a fresh one is the only state that is known.
         self.worker.restart()
+        # A first loss may be the machine's; a second one in the same arm is the arm's.
         kind, words = "restarted", f"{lost.error}; a fresh worker goes on from the last checkpoint"
         if self._failures[name] == _FAILURES:
             if lost.arm is None or lost.arm.role is ArmRole.REFERENCE:

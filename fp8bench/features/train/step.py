@@ -1,10 +1,10 @@
-"""One training step, from its batch to its lines."""
+"""One training step, from its batch to its lines: batch, forward, backward, clipping, update, readings."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.features.train.lab.made import SILENT
 from fp8bench.features.train.lab.own_model import OwnModel, check_batches
-from fp8bench.features.train.lab.rates import clippings_of, joint
+from fp8bench.features.train.lab.rates import joint
 from fp8bench.features.train.lab.step_optimizer import seed_of
 from fp8bench.features.train.lab.trainer import CastState, Trainer
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder
@@ -29,6 +29,7 @@ from fp8bench.features.train.values import (
 from fp8bench.model.step import Coverage
 from fp8bench.nn.parallel.wire import StepWire
 from fp8bench.protocols import Phases
+from fp8bench.report.panels import together as group_values
 from fp8bench.user_code import own_words
 from fp8bench.worker.products import product_like
 
@@ -37,8 +38,8 @@ def advance(trainer: Trainer, phase: Phases = SILENT, watched: bool = True) -> I
     """Take an arm's next step and yield its lines; none where the arm has stopped or is done."""
     if trainer.stopped or trainer.step == trainer.task.steps:
         return
-    if trainer.step == 0 and (other := product_like(trainer.precision, trainer.task.facts)):
-        words = f"the numbers of a product are those of {other}, not of {trainer.precision.mode}"
+    if trainer.step == 0 and (product := product_like(trainer.precision, trainer.task.facts)):
+        words = f"the numbers of a product are those of {product}, not of {trainer.precision.mode}"
         yield trainer.event(FALLBACK, words)
     yield from take_step(trainer, phase, watched)
 
@@ -51,7 +52,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
 
     # 1. Fix the rate and the loss scale, and remember what is needed to take the step again if it is not finite.
     share, scale, casts = trainer.rate_share(), trainer.loss_scale.scale, trainer.remember_casts()
-    rate = optimizer.rate * share
+    rate = optimizer.rate * share  # now: a user's schedule changes it with the update
     wire = StepWire(together.rank, again=False) if watched and trainer.task.facts.ranks > 1 else None
     hooks = trainer.watch.step() if watched else nullcontext()
     with wire or nullcontext(), trainer.present(phase), hooks as readings:
@@ -65,8 +66,8 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         norms = together.norms(optimizer.gradients.norms())
         norm = joint(norms) / scale
         skip = (~(loss + norm).isfinite()).to(torch.float32)
-        clippings, clipping = clippings_of(norms, norm, scale, trainer.most_norm, trainer.clip_groups)
-        divisors = [each * scale for each in together.mine(clippings)]
+        clippings, clipping = clip(norms, norm, scale, trainer.most_norm, trainer.clip_groups)
+        divisors = [divisor * scale for divisor in together.mine(clippings)]
 
         # 5. Update the weights, and round what is kept in low precision.
         optimizer.weights.draws(seed_of("round", trainer.task.seed, trainer.step))
@@ -79,8 +80,9 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         figures = torch.stack([loss, norm, clipping, joint(moved), joint(sizes)]).tolist()
         messages = () if wire is None else wire.sent(together.rank)  # before readings send messages of their own
         if readings is not None:
-            together.updated(phase)
-            readings.updated(*(dict(zip(trainer.parameters, each, strict=True)) for each in (moved, sizes)))
+            together.refresh(phase)
+            names = trainer.parameters
+            readings.see_update(dict(zip(names, moved, strict=True)), dict(zip(names, sizes, strict=True)))
     seconds = time.perf_counter() - started
 
     # 7. Yield the row, then the readings of tensors. A watched step takes longer than others: its row has no time.
@@ -88,10 +90,10 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
     yield row
     if readings is not None:
         yield from trainer.watch.lines(trainer.step, readings)
-        yield StepFigure(row.arm, row.seed, row.step, WATCHED_SECONDS, time.perf_counter() - started)
+        place = row.arm, row.seed, row.step
+        yield StepFigure(*place, WATCHED_SECONDS, time.perf_counter() - started)
         for message in messages:
-            what = f"{message.operation} {message.dtype}"
-            yield StepFigure(row.arm, row.seed, row.step, WIRE_BYTES, message.bytes, what)
+            yield StepFigure(*place, WIRE_BYTES, message.bytes, f"{message.operation} {message.dtype}")
 
     # 8. Adapt the loss scale; look for the first faulty tensor of a step that was not finite.
     yield from trainer.end_step(row, casts, lambda: find_faulty_tensor(trainer, scale, casts))
@@ -100,25 +102,46 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
 def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, finding: bool = False) -> Tensor:
     """Run all micro-batches of the step forward and backward; returns the mean of their losses over all ranks.
     `finding`: hooks look at all tensors."""
-    made, count, losses = trainer.made, trainer.settings.micro_batches, []
+    maker, count, losses = trainer.made, trainer.settings.micro_batches, []
+    # Gradients of the step before stayed until now: what watches a step reads them after it.
     trainer.optimizer.gradients.begin()
-    with made.cached_weights.cast(phase):  # each weight is cast once for all micro-batches
+    with maker.cached_weights.cast(phase):  # each weight is cast once for all micro-batches
         for number in range(count):
+            # a. The batch, which depends on seed, step and micro-batch alone.
             with phase.data_load:
-                batch = made.read_batch(trainer.step, number)
-            with made.seeded(trainer.step, number):
-                loss = made.compute_loss(batch, phase, finding)
+                batch = maker.read_batch(trainer.step, number)
+            # b. Forward, under the same random numbers in every arm.
+            with maker.seed_batch(trainer.step, number):
+                loss = maker.compute_loss(batch, phase, finding)
+                # c. Backward from the scaled loss: small gradients stay above what a format rounds to zero.
                 (loss * (scale / count)).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach().to(torch.float32).reshape(()))
     with phase.communication:
         return trainer.together.mean(torch.stack(losses).mean())
 
 
+def clip(
+    norms: list[Tensor], norm: Tensor, scale: float, most: float, groups: Sequence[str]
+) -> tuple[list[Tensor], Tensor]:
+    """By what each gradient is divided, and by how much all shrink. `norms` are of scaled gradients, `norm` that of all
+    without the scale; `groups` names the group of each parameter."""
+    if not most:
+        return [torch.ones_like(norm)] * len(norms), torch.ones_like(norm)
+    by_group = group_values(zip(groups, norms, strict=True))
+    if len(by_group) == 1:
+        clipping = (norm / most).clamp(min=1.0)
+        return [clipping] * len(norms), clipping
+    parts = {group: joint(values) / scale for group, values in by_group.items()}
+    divisors = {group: (part / most).clamp(min=1.0) for group, part in parts.items()}
+    clipped = joint([part / divisors[group] for group, part in parts.items()])
+    return [divisors[group] for group in groups], (norm / clipped).clamp(min=1.0)
+
+
 def find_faulty_tensor(trainer: Trainer, scale: float, casts: CastState) -> FaultyTensor | None:
     """The first tensor of the step that was not finite, found by taking the step again without an update."""
     trainer.recall_casts(casts)
     finder = Finder()
-    with trainer.present(SILENT), finder.attached(trainer.model):
+    with trainer.present(SILENT), finder.attach(trainer.model):
         accumulate_gradients(trainer, scale, SILENT, finding=True)
     trainer.recall_casts(CastState({}, casts.statistics))
     return finder.place

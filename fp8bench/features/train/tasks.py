@@ -45,13 +45,13 @@ class TaskItem:
     choices: bytes = b""
 
 
-def _copied(drawn: random.Random, length: int) -> bytes:
+def _copy_text(drawn: random.Random, length: int) -> bytes:
     """Random letters twice: 'qwrtz=qwrtz'."""
     letters = bytes(drawn.choices(LETTERS, k=(length - 1) // 2))
     return letters + b"=" + letters
 
 
-def _retrieved(drawn: random.Random, length: int) -> bytes:
+def _retrieval_text(drawn: random.Random, length: int) -> bytes:
     """A digit somewhere among letters, and again after the question mark: 'qwr7tzuiop?7'."""
     letters = bytearray(drawn.choices(LETTERS, k=length - 2))
     digit = drawn.choice(DIGITS)
@@ -64,7 +64,7 @@ def lengths_of(sequence: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(max(8, sequence // part) for part in (8, 4, 2, 1)))
 
 
-def _retrieved_often(drawn: random.Random, length: int) -> bytes:
+def _repeated_retrieval_text(drawn: random.Random, length: int) -> bytes:
     """A text with one digit, which is asked for at several places after it."""
     letters, digit = bytearray(drawn.choices(LETTERS, k=length)), drawn.choice(DIGITS)
     place = drawn.randrange(length // 2)
@@ -76,17 +76,17 @@ def _retrieved_often(drawn: random.Random, length: int) -> bytes:
 
 def documents_of(tasks: Sequence[str], sequence: int, seed: str, count: int) -> bytes:
     """Documents as long as a window, task after task; every other one of retrieval asks once, as the items do."""
-    drawn, made = random.Random(f"{seed}/{sequence}"), []
+    drawn, documents = random.Random(f"{seed}/{sequence}"), []
     for number in range(count):
         turn, task = divmod(number, len(tasks))
         if tasks[task] == "copy":
-            document = _copied(drawn, sequence)
+            document = _copy_text(drawn, sequence)
         elif turn % 2:
-            document = _retrieved(drawn, drawn.choice(lengths_of(sequence)))
+            document = _retrieval_text(drawn, drawn.choice(lengths_of(sequence)))
         else:
-            document = _retrieved_often(drawn, sequence)
-        made.append(document.ljust(sequence, b"\n"))
-    return b"".join(made)
+            document = _repeated_retrieval_text(drawn, sequence)
+        documents.append(document.ljust(sequence, b"\n"))
+    return b"".join(documents)
 
 
 def text_of(word: str, sequence: int) -> tuple[str, bytes, bytes]:
@@ -112,29 +112,31 @@ def items_of(task: str, sequence: int, held_out: bytes) -> Iterator[tuple[str, l
     drawn = random.Random(f"items/{task}/{sequence}")
     if task == "retrieval":
         for length in lengths_of(sequence):
-            texts = [_retrieved(drawn, length) for _ in range(ITEMS)]
-            yield f"retrieval@{length}", [_asked(text, (length - 1,), DIGITS) for text in texts]
+            texts = [_retrieval_text(drawn, length) for _ in range(ITEMS)]
+            yield f"retrieval@{length}", [_make_item(text, (length - 1,), DIGITS) for text in texts]
     elif task == "copy":
         half = (sequence - 1) // 2
-        texts = [_copied(drawn, sequence) for _ in range(ITEMS)]
-        yield "copy", [_asked(text, tuple(range(half + 1, 2 * half + 1)), LETTERS) for text in texts]
+        texts = [_copy_text(drawn, sequence) for _ in range(ITEMS)]
+        yield "copy", [_make_item(text, tuple(range(half + 1, 2 * half + 1)), LETTERS) for text in texts]
     else:
         yield "cloze", list(_clozes(drawn, sequence, held_out))
 
 
-def _asked(text: bytes, places: tuple[int, ...], choices: bytes) -> TaskItem:
+def _make_item(text: bytes, places: tuple[int, ...], choices: bytes) -> TaskItem:
     return TaskItem((text,), tuple(choices.index(text[place]) for place in places), places, choices)
 
 
 def _clozes(drawn: random.Random, sequence: int, text: bytes) -> Iterator[TaskItem]:
     """The last word of a passage among others of its length. Raises UsageError for a text with too few."""
+    # Candidates have the hidden word's length, so that no length gives the answer away.
     length = min(sequence, _PASSAGE)
     places = [match for match in _WORDS.finditer(text) if match.end() > length]
-    alike = defaultdict(list)
+    by_length = defaultdict(list)
     for match in places:
-        alike[len(match[0])].append(match[0])
-    known = {length for length, words in alike.items() if len(set(words)) >= _CANDIDATES}
-    suitable = [match for match in places if len(match[0]) in known]
+        by_length[len(match[0])].append(match[0])
+    lengths = {length for length, words in by_length.items() if len(set(words)) >= _CANDIDATES}
+    # A word without three others of its length would be known by its length.
+    suitable = [match for match in places if len(match[0]) in lengths]
     if len(suitable) < ITEMS:
         raise UsageError(
             f"--tasks cloze hides {ITEMS} words, and the held-out text has {len(suitable)}. Give a longer text."
@@ -142,7 +144,7 @@ def _clozes(drawn: random.Random, sequence: int, text: bytes) -> Iterator[TaskIt
     for match in drawn.sample(suitable, ITEMS):
         words, true = {match[0]}, match[0]
         while len(words) < _CANDIDATES:
-            words.add(drawn.choice(alike[len(true)]))
+            words.add(drawn.choice(by_length[len(true)]))
         candidates = drawn.sample(sorted(words), _CANDIDATES)
-        before = text[match.end() - length : match.start()]
-        yield TaskItem(tuple(before + word for word in candidates), (candidates.index(true),))
+        passage = text[match.end() - length : match.start()]
+        yield TaskItem(tuple(passage + word for word in candidates), (candidates.index(true),))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -67,9 +66,10 @@ class Arm:
         """Whether it shows what chance does to the reference."""
         return self.role.value in BANDS
 
-    def taken(self, settings: TrainerSettings) -> TrainerSettings:
+    def merge_settings(self, settings: TrainerSettings) -> TrainerSettings:
         """All settings of the arm. Only candidates take the precision map and stored scales."""
         own: dict[str, Any] = dict(self.settings)
+        # The reference and its bands show what no precision map and no stored scale does.
         pure: dict[str, Any] = {} if self.role is ArmRole.CANDIDATE else {"precision_map": (), "scales": ()}
         return replace(settings, **pure, **own)
 
@@ -113,7 +113,7 @@ class Training:
     parameters: int
 
     @property
-    def compared(self) -> list[Arm]:
+    def compared_arms(self) -> list[Arm]:
         """The reference and the arms that are compared with it, as far as they are trained."""
         return [arm for arm in self.arms if not arm.skip and not arm.is_band]
 
@@ -132,6 +132,9 @@ class StreamLine:
 
 
 L = TypeVar("L", bound=StreamLine)
+Lines = Sequence[StreamLine]
+# The state of an arm, or of a part of it, as a checkpoint keeps it.
+State = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -214,13 +217,6 @@ class Validation(StreamLine):
     loss: float
     tokens: int
 
-    @property
-    def perplexity(self) -> float:
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
-
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
@@ -234,6 +230,19 @@ class TrainingEvent(StreamLine):
     tensor: str = ""
     values: Params = ()
     remedy: str = ""
+
+    @property
+    def place(self) -> str:
+        """'head output': the layer and tensor; '' for an event of the whole step."""
+        return f"{self.layer} {self.tensor}".strip()
+
+    @property
+    def sentence(self) -> str:
+        """'fp8, seed 0, step 57: the loss is nan (head output). What may help: a lower learning rate'."""
+        who = f"{self.arm}, seed {self.seed}, step {self.step}" if self.arm else f"seed {self.seed}"
+        where = f" ({self.place})" if self.place else ""
+        helps = f". What may help: {self.remedy}" if self.remedy else ""
+        return f"{who}: {self.words}{where}{helps}"
 
     @property
     def rule(self) -> str:
@@ -263,6 +272,10 @@ class KeptTraining:
     finished: bool
     path: str
     troubles: tuple[str, ...] = ()
+
+    @property
+    def request(self) -> TrainingRequest:
+        return self.training.request
 
     def of(self, kind: type[L]) -> tuple[L, ...]:
         return tuple(line for line in self.lines if isinstance(line, kind))

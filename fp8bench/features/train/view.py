@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 from fp8bench import units
 from fp8bench.features.train import words
+from fp8bench.features.train.frame import FIGURES, frame_of
 from fp8bench.features.train.request import SETTINGS_RULES, TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import (
     COVERAGE,
@@ -25,12 +28,12 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import Why
+from fp8bench.features.train.verdicts.curves import HELD_OUT, Why
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, score_parts, tone_of
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Level
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.terminal.short_answer import Answer, as_sentence, short_answer
@@ -47,16 +50,17 @@ _LOOKS = "After the last step, on text that was never trained on"
 
 def page_of(judged: JudgedTraining) -> Page:
     """The short answer; `whole_page` has the rest."""
-    training, kept, verdicts = judged.training, judged.kept, judged.verdicts
+    training, stored, verdicts = judged.training, judged.kept, judged.verdicts
+    # Bands have no verdict; the whole page shows them.
     rows = [summary for summary in judged.summaries if not summary.arm.is_band and not summary.arm.skip]
     arms = replace(arms_table(rows, _ONLY_IN_WHOLE), caption="")
-    store = shlex.quote(str(Path(kept.path).parent.parent.parent))
+    store = shlex.quote(str(Path(stored.path).parent.parent.parent))
     spent = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
     part = short_answer(
         f"{title_of(training, settings_of(training.request))} on {describe_devices([training.device])}: {spent}",
         f"Does it learn as well as {verdicts.reference}?",
         find_answers(judged.summaries, verdicts),
-        warnings=_warnings(kept),
+        warnings=_warnings(stored),
         action=_propose(judged, store),
         tables=(arms,),
         more=(
@@ -70,16 +74,16 @@ def page_of(judged: JudgedTraining) -> Page:
 def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) -> list[Answer]:
     """Returns an answer for each arm that is compared with the reference, and for each that was not trained."""
     peaks = {summary.arm.name: summary.peak_memory for summary in summaries}
-    told = []
+    answers = []
     for summary in summaries:
-        arm, own = summary.arm, summary.verdict
+        arm, verdict = summary.arm, summary.verdict
         if arm.skip:
-            told.append(Answer(arm.name, "not trained", Tone.DOUBT, reason=arm.skip))
-        elif own is not None and own.judged.why is not Why.OTHER_RATE:
+            answers.append(Answer(arm.name, "not trained", Tone.DOUBT, reason=arm.skip))
+        elif verdict is not None and verdict.judged.why is not Why.OTHER_RATE:
             costs = (_speed_of(summary), _memory_of(summary, peaks.get(verdicts.reference)))
-            word, reason = words.VERDICTS[own.judged.learned], words.verdict(own, verdicts)
-            told.append(Answer(arm.name, word, tone_of(own.judged), costs=costs, reason=reason))
-    return told
+            word, reason = words.VERDICTS[verdict.judged.learned], words.verdict(verdict, verdicts)
+            answers.append(Answer(arm.name, word, tone_of(verdict.judged), costs=costs, reason=reason))
+    return answers
 
 
 def _speed_of(summary: ArmSummary) -> str:
@@ -98,24 +102,25 @@ def _memory_of(summary: ArmSummary, peak_of_reference: int | None) -> str:
     return f"memory {units.change(peak / peak_of_reference)}{'' if native else ' (est.)'}"
 
 
-def _warnings(kept: KeptTraining) -> Iterator[Text]:
-    yield from _cut_off(kept)
-    events = [event for event in kept.of(TrainingEvent) if event.kind != COVERAGE]
+def _warnings(stored: KeptTraining) -> Iterator[Text]:
+    yield from _cut_off(stored)
+    events = [event for event in stored.of(TrainingEvent) if event.kind != COVERAGE]
     if events:
-        rest = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
-        yield Text(f"{event_words(events[0])}{rest}", Tone.BAD)
-    yield from (Text(trouble, Tone.DOUBT) for trouble in kept.troubles)
+        further = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
+        yield Text(f"{events[0].sentence}{further}", Tone.BAD)
+    yield from (Text(trouble, Tone.DOUBT) for trouble in stored.troubles)
 
 
 def _propose(judged: JudgedTraining, store: str) -> str:
     """The command that ends the training, or trains as many seeds as open verdicts need; '' where none would help."""
-    request, command = judged.training.request, judged.training.command
+    request, command = judged.request, judged.training.command
     if not judged.kept.finished:
         return f"train the rest: fp8bench train --resume {judged.training.id} --store {store}"
-    more = max((arm.judged.more_seeds or 0 for arm in judged.verdicts.arms if not arm.arm.skip), default=0)
-    if not more or "fp8bench train" not in command:
+    # The arm that needs most seeds decides how many all get.
+    further = max((arm.judged.more_seeds or 0 for arm in judged.verdicts.arms if not arm.arm.skip), default=0)
+    if not further or "fp8bench train" not in command:
         return ""
-    seeds = request.seeds + more
+    seeds = request.seeds + further
     seconds = seeds / request.seeds * math.fsum(row.seconds for row in judged.kept.of(StepRow))
     spent = f" in about {units.clock(seconds)}" if seconds else ""
     command = f"{without_option(command, '--seeds')} --seeds {seeds}"
@@ -123,16 +128,17 @@ def _propose(judged: JudgedTraining, store: str) -> str:
 
 
 def whole_page(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page:
-    training, kept, verdicts = judged.training, judged.kept, judged.verdicts
+    training, stored, verdicts = judged.training, judged.kept, judged.verdicts
     arms = arms_table(judged.summaries)
     answer = Items(tuple(map(as_sentence, find_answers(judged.summaries, verdicts))))
     parts = [
         Part("verdict", "Does it still learn?", (answer, arms, *wire_table(judged))),
         *list_of("notes", "Notes", (*bands_of(verdicts), *notes_of(judged))),
-        *looks_of(kept),
+        *looks_of(stored),
         *score_parts(judged.scores),
-        Part("health", "What happened", tuple(_events(kept, most_events))),
-        Part("ending", "", tuple(map(Text, _ending(kept)))),
+        *last_figures(judged),
+        Part("health", "What happened", tuple(_events(stored, most_events))),
+        Part("ending", "", tuple(map(Text, _ending(stored)))),
     ]
     return Page(title_of(training), "", tuple(parts), _legend(arms), tuple(facts_of(training)))
 
@@ -144,9 +150,13 @@ def _legend(arms: Table) -> tuple[str, ...]:
 def wire_table(judged: JudgedTraining) -> Iterator[Table]:
     shown = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_band]
     cols: list[Col[ArmSummary]] = [
-        Col("arm", lambda row: row.arm.name),
+        Col("arm", attrgetter("arm.name")),
         Col("sent", lambda row: math.fsum(row.wire.values()), number=True, show=units.size),
-        Col("as", lambda row: ", ".join(f"{what} {units.size(size)}" for what, size in row.wire.items()), below=True),
+        Col(
+            "as",
+            lambda row: ", ".join(f"{operation} {units.size(size)}" for operation, size in row.wire.items()),
+            below=True,
+        ),
     ]
     if shown:
         yield table("wire", "what a rank sends in a step", cols, shown)
@@ -155,12 +165,13 @@ def wire_table(judged: JudgedTraining) -> Iterator[Table]:
 def plan_page(training: Training, reference: ArmState) -> Page:
     request, settings = training.request, training.request.settings
     cols: list[Col[Arm]] = [
-        Col("arm", lambda arm: arm.name),
-        Col("role", lambda arm: arm.role.value),
+        Col("arm", attrgetter("name")),
+        Col("role", attrgetter("role.value")),
         Col("how", _how),
-        Col("why not", lambda arm: arm.skip, below=True),
+        Col("why not", attrgetter("skip"), below=True),
     ]
     running = [arm for arm in training.arms if not arm.skip]
+    # The one-ulp arm runs in the first seed only.
     once = sum(arm.role is ArmRole.CHAOS for arm in running)
     steps = request.steps * ((len(running) - once) * request.seeds + once)
     ending = (
@@ -170,7 +181,7 @@ def plan_page(training: Training, reference: ArmState) -> Page:
         *([f"ranks: {request.ranks} by {settings.parallel}"] if request.ranks else []),
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
     )
-    title = f"training of {settings.called} on {training.device.key}, which is {training.device.name}"
+    title = f"training of {settings.display_name} on {training.device.key}, which is {training.device.name}"
     arms = table("arms", "", cols, training.arms)
     return Page(title, "", (Part("arms", "", (arms,)), Part("ending", "", tuple(map(Text, ending)))))
 
@@ -180,7 +191,7 @@ def title_of(training: Training, changed: str = "") -> str:
     about = filter(
         None, ("" if settings.make else settings.arch, f"{units.count(training.parameters)} parameters", changed)
     )
-    return f"training of {settings.called} ({', '.join(about)})"
+    return f"training of {settings.display_name} ({', '.join(about)})"
 
 
 def facts_of(training: Training) -> Iterator[tuple[str, str]]:
@@ -198,15 +209,15 @@ def facts_of(training: Training) -> Iterator[tuple[str, str]]:
 
 def settings_of(request: TrainingRequest) -> str:
     """The settings that differ from their defaults, without those in the title."""
-    usual, own = TrainerSettings(), request.settings
-    others = {"make", "model", "arch", "scales", "parallel"}
-    named = [name for name in SETTINGS_RULES if name not in others]
-    changed = {name: getattr(own, name) for name in named if getattr(own, name) != getattr(usual, name)}
+    usual, settings = TrainerSettings(), request.settings
+    titled = {"make", "model", "arch", "scales", "parallel"}
+    named = [name for name in SETTINGS_RULES if name not in titled]
+    changed = {name: getattr(settings, name) for name in named if getattr(settings, name) != getattr(usual, name)}
     changed |= {"scales_from": request.scales_from} if request.scales_from else {}
-    return ", ".join(f"{name.replace('_', '-')} {_shown(value)}" for name, value in changed.items())
+    return ", ".join(f"{name.replace('_', '-')} {_show_value(value)}" for name, value in changed.items())
 
 
-def _shown(value: object) -> str:
+def _show_value(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -216,63 +227,38 @@ def _how(arm: Arm) -> str:
     return "skipped" if arm.skip else (Level.NATIVE if arm.native else Level.EMULATED).value
 
 
-def on_a_device(summary: ArmSummary) -> int | None:
-    """What hardware with the formats would hold of an emulated arm."""
-    return None if summary.arm.native else summary.device_peak_memory
+def _number(heading: str, attribute: str, show: Callable[[Any], str] | None = None, hint: str = "") -> Col[ArmSummary]:
+    """A column of numbers; `attribute` of a summary has them."""
+    return Col(heading, attrgetter(attribute), number=True, show=show, hint=hint)
 
 
 def arms_table(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
     cols: tuple[Col[ArmSummary], ...] = (
-        Col("arm", lambda row: row.arm.name),
+        Col("arm", attrgetter("arm.name")),
         Col(
             "how",
             lambda row: _how(row.arm),
             hint="native: the device multiplies in it",
             tone=lambda row: Tone.DOUBT if row.arm.skip or not row.arm.native else Tone.PLAIN,
         ),
-        Col(
-            "loss",
-            lambda row: row.loss,
-            number=True,
-            show=_four_digits,
-            hint="training loss, the mean over seeds and the last tenth of the steps",
-        ),
-        Col(
-            "held-out",
-            lambda row: row.held_out,
-            number=True,
-            show=_four_digits,
-            hint="the loss on text that was never trained on",
-        ),
-        Col(
-            "tokens/s",
-            lambda row: row.tokens_per_second,
-            number=True,
-            show=units.count,
-            hint="by the median step; of native arms",
-        ),
+        _number("loss", "loss", _FOUR_DIGITS, "training loss, the mean over seeds and the last tenth of the steps"),
+        _number("held-out", "held_out", _FOUR_DIGITS, "the loss on text that was never trained on"),
+        _number("tokens/s", "tokens_per_second", units.count, "by the median step; of native arms"),
         Col("J/step", lambda row: words.joules(row.energy), number=True, hint="by windows of steps of the arm alone"),
-        Col(
+        _number(
             "B/param",
-            lambda row: None if row.bytes_per_parameter is None else f"{row.bytes_per_parameter:.3g}",
-            number=True,
-            hint="bytes kept between two steps for each parameter, as counted",
+            "bytes_per_parameter",
+            "{:.3g}".format,
+            "bytes kept between two steps for each parameter, as counted",
         ),
-        Col(
-            "memory",
-            lambda row: row.peak_memory,
-            number=True,
-            show=units.size,
-            hint="tensors at the peak of a step, with no other arm in memory",
-        ),
-        Col(
+        _number("memory", "peak_memory", units.size, "tensors at the peak of a step, with no other arm in memory"),
+        _number(
             "on a device",
-            on_a_device,
-            number=True,
-            show=units.size,
-            hint="derived: the same on hardware that keeps the formats which the arm emulates",
+            "on_a_device",
+            units.size,
+            "derived: the same on hardware that keeps the formats which the arm emulates",
         ),
-        Col("events", lambda row: None if row.events is None else str(row.events), number=True),
+        _number("events", "events", str),
         Col(
             "to the same loss",
             lambda row: words.speed(row.verdict.speed) if row.verdict else None,
@@ -283,39 +269,46 @@ def arms_table(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Tab
     return table("arms", "arms", shown, rows, main=True, kept=("loss",))
 
 
-def _four_digits(loss: float) -> str:
-    return f"{loss:.4f}"
+_FOUR_DIGITS = "{:.4f}".format
 
 
-def looks_of(kept: KeptTraining) -> Iterator[Part]:
-    looks, steps = kept.of(Validation), kept.training.request.steps
-    last = [look for look in looks if look.step == steps and math.isfinite(look.loss)]
-    shown = list(dict.fromkeys(look.of for look in last if not look.of.startswith(POSITION)))
-    places = list(dict.fromkeys(look.of for look in last if look.of.startswith(POSITION)))
-    shown += [places[0], places[-1]] if len(places) > 1 else []
-    means = {key: _mean_of(seen) for key, seen in together(((look.arm, look.of), look) for look in last).items()}
-    seen = {look.arm for look in last}
-    arms = [
-        arm.name for arm in kept.training.arms if arm.role not in (ArmRole.REPEAT, ArmRole.CHAOS) and arm.name in seen
-    ]
+def last_figures(judged: JudgedTraining) -> Iterator[Part]:
+    """The declared figures of each arm's last step in the first seed."""
+    arms, seed = judged.training.compared_arms, judged.request.seed
+    rows = frame_of(arms, judged.kept.lines)
+    # Rows come in the order of steps, so that the last one of each figure stays.
+    values = {(row.arm, row.figure): row.value for row in rows if row.seed == seed and not row.layer}
+    names = [arm.name for arm in arms if (arm.name, "loss") in values]
+    cols = [Col("arm", str)]
+    for figure in FIGURES.values():
+        if figure.heading:
+            get_value = partial(_look_up, values, figure.name)
+            cols.append(Col(figure.heading, get_value, number=True, show=figure.show))
+    if names:
+        yield Part("last-step", "In the last step of the first seed", (table("last-step", "", cols, names),))
 
-    def cols(show: Callable[[Validation], Field]) -> Iterator[Col[str]]:
-        def cell(of: str, arm: str) -> Field | None:
-            return show(means[arm, of]) if (arm, of) in means else None
 
-        yield Col("arm", str)
-        yield from (Col(of, partial(cell, of), number=True) for of in shown)
+def _look_up(values: Mapping[tuple[str, str], Any], figure: str, arm: str) -> float | None:
+    return values.get((arm, figure))
 
+
+def looks_of(stored: KeptTraining) -> Iterator[Part]:
+    """Losses on text that was never trained on, after the last step; the mean over seeds."""
+    last = [look for look in stored.of(Validation) if look.step == stored.request.steps]
+    losses = together(((look.arm, look.of), look.loss) for look in last if math.isfinite(look.loss))
+    means = {key: fmean(values) for key, values in losses.items()}
+    texts = list(dict.fromkeys(of for _, of in means))
+    positions = [of for of in texts if of.startswith(POSITION)]
+    arms = [arm.name for arm in stored.training.arms if not arm.is_band and (arm.name, HELD_OUT) in means]
+    cols = [Col("arm", str)]
+    for of in texts:
+        if of not in positions[1:-1]:  # the first and the last positions of a window say enough
+            cols += [Col(of, partial(_look_up, means, of), number=True, show="{:.3f}".format)]
+    if not stored.request.settings.make:  # the loss of a user's model may be of anything
+        perplexities = {key: math.exp(min(loss, 700.0)) for key, loss in means.items()}
+        cols.insert(2, Col("perplexity", partial(_look_up, perplexities, HELD_OUT), number=True, show="{:.3g}".format))
     if arms:
-        losses = table("looks", "loss", [*cols(lambda mean: Field(f"{mean.loss:.3f}", mean.loss))], arms)
-        of_tokens = [*cols(lambda mean: Field(f"{mean.perplexity:.3g}", mean.perplexity))]
-        perplexities = table("perplexities", "perplexity of a token", of_tokens, arms)
-        # The loss of a model of one's own may be of anything, and its exponential nothing.
-        yield Part("texts", _LOOKS, (losses,) if kept.training.request.settings.make else (losses, perplexities))
-
-
-def _mean_of(seen: Sequence[Validation]) -> Validation:
-    return replace(seen[0], loss=math.fsum(look.loss for look in seen) / len(seen))
+        yield Part("texts", _LOOKS, (table("looks", "loss", cols, arms),))
 
 
 def bands_of(verdicts: TrainingVerdicts) -> Iterator[str]:
@@ -328,63 +321,56 @@ def bands_of(verdicts: TrainingVerdicts) -> Iterator[str]:
 
 
 def notes_of(judged: JudgedTraining) -> Iterator[str]:
-    kept, verdicts = judged.kept, judged.verdicts
-    yield from dict.fromkeys(event.words for event in kept.of(TrainingEvent) if event.kind == COVERAGE)
+    stored, verdicts = judged.kept, judged.verdicts
+    yield from dict.fromkeys(event.words for event in stored.of(TrainingEvent) if event.kind == COVERAGE)
     if not verdicts.looks:
         yield "nothing was held out, so that the training loss alone decides: return held_out from make()"
     for verdict in verdicts.arms:
         if not verdict.arm.skip:
-            yield from (f"{verdict.arm.name}: {note}" for note in words.notes(verdict))
-    yield from (f"{cost.arm}: {cost.why}" for cost in kept.of(ArmCost) if cost.why)
-    measured = {cost.arm for cost in kept.of(ArmCost)}
-    if names := [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]:
-        memories = [cost.memory for cost in kept.of(ArmCost) if cost.memory and cost.arm in names]
+            yield from words.notes(verdict)
+    yield from (f"{cost.arm}: {cost.why}" for cost in stored.of(ArmCost) if cost.why)
+    measured = {cost.arm for cost in stored.of(ArmCost)}
+    if names := [arm.name for arm in stored.training.arms if not arm.native and arm.name in measured]:
+        memories = [cost.memory for cost in stored.of(ArmCost) if cost.memory and cost.arm in names]
         derived = "; memory on a device is derived" if any(memory.on_device for memory in memories) else ""
         yield f"memory and energy of {listed(names)} are of emulation, not of a device with the format{derived}"
-    if kept.training.request.ranks is not None and not kept.training.device.accelerated:
+    if stored.request.ranks is not None and not stored.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
-    energies = ((own.energy.why, own.arm.name) for own in judged.summaries if own.energy and own.energy.why)
-    yield from (f"energy of {listed(arms)}: {why}" for why, arms in together(energies).items())
-    yield from kept.troubles
+    energies = (
+        (summary.energy.why, summary.arm.name) for summary in judged.summaries if summary.energy and summary.energy.why
+    )
+    yield from (f"energy of {listed(arms)}: {reason}" for reason, arms in together(energies).items())
+    yield from stored.troubles
 
 
-def event_words(event: TrainingEvent) -> str:
-    """'fp8, seed 0, step 57: the loss is nan (head output). What may help: a lower learning rate'."""
-    where = f"{event.layer} {event.tensor}".strip()
-    who = f"{event.arm}, seed {event.seed}, step {event.step}" if event.arm else f"seed {event.seed}"
-    helps = f". What may help: {event.remedy}" if event.remedy else ""
-    return f"{who}: {event.words}{f' ({where})' if where else ''}{helps}"
-
-
-def _cut_off(kept: KeptTraining) -> Iterator[Text]:
-    if not kept.finished:
-        seed, step = max(((row.seed, row.step) for row in kept.of(StepRow)), default=(kept.training.request.seed, -1))
+def _cut_off(stored: KeptTraining) -> Iterator[Text]:
+    if not stored.finished:
+        seed, step = max(((row.seed, row.step) for row in stored.of(StepRow)), default=(stored.request.seed, -1))
         words = f"cut off in seed {seed} after {many(step + 1, 'step')}: all figures are of what was kept"
         yield Text(words, Tone.DOUBT)
 
 
-def _events(kept: KeptTraining, most: int) -> Iterator[Element]:
-    yield from _cut_off(kept)
-    events = [event for event in kept.of(TrainingEvent) if event.kind != COVERAGE]
+def _events(stored: KeptTraining, most: int) -> Iterator[Element]:
+    yield from _cut_off(stored)
+    events = [event for event in stored.of(TrainingEvent) if event.kind != COVERAGE]
     if not events:
         yield Text("Nothing: no alarm, and all values were finite.")
         return
     cols: list[Col[TrainingEvent]] = [
-        Col("arm", lambda event: event.arm),
-        Col("seed", lambda event: event.seed, number=True, show=str),
-        Col("step", lambda event: event.step, number=True, show=str),
-        Col("what", lambda event: event.kind),
-        Col("where", lambda event: f"{event.layer} {event.tensor}".strip()),
-        Col("words", lambda event: event.words),
-        Col("what may help", lambda event: event.remedy),
+        Col("arm", attrgetter("arm")),
+        Col("seed", attrgetter("seed"), number=True, show=str),
+        Col("step", attrgetter("step"), number=True, show=str),
+        Col("what", attrgetter("kind")),
+        Col("where", attrgetter("place")),
+        Col("words", attrgetter("words")),
+        Col("what may help", attrgetter("remedy")),
     ]
     yield table("events", "", cols, events[:most], main=True, kept=("arm", "seed", "step", "what"))
     if len(events) > most:
-        counts = Counter(event.kind for event in events[most:])
-        yield Text(f"and {', '.join(f'{count} more of {kind}' for kind, count in counts.items())}: the CSV has them")
+        yield Text(f"and {len(events) - most} more: the CSV has them")
 
 
-def _ending(kept: KeptTraining) -> Iterator[str]:
-    store = shlex.quote(str(Path(kept.path).parent.parent.parent))
-    yield f"stored in {kept.path}"
-    yield f"curves, tensors by layer and events: fp8bench report {kept.training.id} --store {store}"
+def _ending(stored: KeptTraining) -> Iterator[str]:
+    store = shlex.quote(str(Path(stored.path).parent.parent.parent))
+    yield f"stored in {stored.path}"
+    yield f"curves, tensors by layer and events: fp8bench report {stored.training.id} --store {store}"

@@ -42,13 +42,13 @@ VERDICTS = {
 
 def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
     yield coverage_sentence(name, coverage)
-    for why, names, _ in left_of(coverage)[:_SHOWN]:
-        yield f"{listed(list(dict.fromkeys(names)), _SHOWN)}: {why}"
+    for reason, names, _ in left_of(coverage)[:_SHOWN]:
+        yield f"{listed(list(dict.fromkeys(names)), _SHOWN)}: {reason}"
     yield from coverage.remarks
     yield f"backward begins from {coverage.loss}"
 
 
-def of_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
+def describe_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
     """The arm's verdict, why it has none, or what else it is for."""
     arm = summary.arm
     if arm.skip or summary.verdict is not None:
@@ -88,8 +88,10 @@ def _ends(interval: Interval) -> tuple[float, float]:
 
 def _decimals(interval: Interval) -> int:
     """The digits that an interval allows to show in percent, '0.24%', '12%', or as many as show that it excludes 0."""
+    # Half of the width says how many digits mean anything.
     reach = 100 * (interval.high - interval.low) / 2
     digits = min(4, max(0, 1 - math.floor(math.log10(reach)))) if 0 < reach < math.inf else 2
+    # An end that rounds to 0 would hide that the interval excludes it.
     nearest = 100 * min(abs(interval.low), abs(interval.high))
     if nearest and (interval.low > 0) == (interval.high > 0):
         digits = max(digits, min(9, math.ceil(-math.log10(nearest))))
@@ -120,12 +122,13 @@ ALARM = "alarm"
 FAILURES = (*(word.replace(" ", "-") for word in Learned if word not in (Learned.BETTER, Learned.WITHIN_NOISE)), ALARM)
 
 
-def failures(judged: JudgedTraining, wanted: Collection[str]) -> Iterator[str]:
+def failures(judged: JudgedTraining, named: Collection[str]) -> Iterator[str]:
     for arm in judged.verdicts.arms:
-        counts = not arm.judged.tolerated and arm.judged.why is not Why.OTHER_RATE
-        if counts and arm.judged.learned.replace(" ", "-") in wanted:
+        # A difference inside the margin was tolerated by whoever set it; a worse rate is no failure of the precision.
+        counts = not arm.judged.is_tolerated and arm.judged.why is not Why.OTHER_RATE
+        if counts and arm.judged.learned.replace(" ", "-") in named:
             yield f"{arm.arm.name}: {verdict(arm, judged.verdicts)}"
-    if ALARM in wanted:
+    if ALARM in named:
         for event in judged.kept.alarms:
             yield f"{event.arm}, seed {event.seed}, step {event.step}: {event.words}"
 
@@ -138,17 +141,17 @@ _CURES = {
 
 
 def inconclusive(judged: JudgedArm) -> str:
-    more = f"{judged.more_seeds} more would do" if judged.more_seeds else "how many would do is unknown"
+    seeds = f"{judged.more_seeds} more would do" if judged.more_seeds else "how many would do is unknown"
     if judged.why in (Why.SAME_BITS, Why.FALLBACK, Why.OTHER_RATE):
         return str(judged.why)
     if judged.why is Why.FEW_PAIRS:
         pairs = judged.gap.pairs if judged.gap else 0
         few = f"{many(pairs, 'seed')} {'counts' if pairs == 1 else 'count'}, fewer than {LEAST_PAIRS}"
-        return f"{few}: {judged.void}{_CURES.get(judged.void, '')}" if judged.void else f"{few}; {more}"
+        return f"{few}: {judged.void}{_CURES.get(judged.void, '')}" if judged.void else f"{few}; {seeds}"
     if judged.why is Why.TOO_WIDE:
         assert judged.gap is not None and judged.gap.decides is not None
         interval = judged.gap.decides
-        return f"{at_most(interval)}, as {_span(interval)} is too wide to tell; {more} in four of five cases"
+        return f"{at_most(interval)}, as {_span(interval)} is too wide to tell; {seeds} in four of five cases"
     if judged.why is Why.NO_HELD_OUT:
         return "too few seeds have a finite loss on held-out text"
     assert judged.gap is not None and judged.held_out is not None
@@ -164,12 +167,13 @@ def did_not_learn(among: TrainingVerdicts) -> str:
 
 
 def notes(arm: ArmVerdict) -> Iterator[str]:
+    """Which seeds of the arm do not count, by reason."""
     reasons: dict[str, list[int]] = {}
-    for seed, why in arm.voids:
+    for seed, void in arm.voids:
         if seed not in arm.diverged_in:
-            reasons.setdefault(why.value, []).append(seed)
+            reasons.setdefault(void.value, []).append(seed)
     for reason, seeds in reasons.items():
-        yield f"{_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
+        yield f"{arm.arm.name}: {_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
 
 
 def chance_of_all(among: TrainingVerdicts) -> str:
@@ -202,8 +206,8 @@ def speed(sooner: AdjustedSpeed | None) -> str | None:
     raw = f"({units.ratio(sooner.raw.point)} by steps)"
     if sooner.adjusted is None:
         return f"unknown, as the loss no longer surely falls {raw}"
-    known = f"at most {units.ratio(sooner.adjusted.point)}" if sooner.bounded else _ratio(sooner.adjusted)
-    return f"{known} {raw}"
+    adjusted = f"at most {units.ratio(sooner.adjusted.point)}" if sooner.bounded else _ratio(sooner.adjusted)
+    return f"{adjusted} {raw}"
 
 
 def joules(used: TrainedEnergy | None) -> str | None:

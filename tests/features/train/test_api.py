@@ -61,7 +61,7 @@ def test_arguments_equal_the_command_line(text: Path, store: Path) -> None:
     rows = fp8bench.load_training(kept).results
     assert len(rows[(rows.line == "StepRow") & (rows.figure == "loss")]) == 6 * len(kept.training.arms)
     printed = " ".join(fp8bench.table(kept).split())
-    compared = [arm.name for arm in kept.training.compared[1:]]
+    compared = [arm.name for arm in kept.training.compared_arms[1:]]
     assert compared and all(f" {name} cannot tell " in printed for name in compared)
     assert repr(kept).startswith(f"<Training {kept.training.id}: ") and repr(kept).endswith(f", finished, {kept.path}>")
     assert "how to read this" not in str(kept) and str(kept).startswith("training of ")

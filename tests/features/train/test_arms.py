@@ -35,7 +35,6 @@ SP = replace(TP, parallel="sp")
         ({"dtypes": ("nvfp4", "fp8", "bf16")}, ["bf16", "bf16 again", "bf16 one ulp", "nvfp4", "fp8"]),
         ({"dtypes": ("fp8", "bf16"), "bands": ("one-ulp",)}, ["bf16", "bf16 one ulp", "fp8"]),
         ({"reference": "fp8", **NONE}, ["fp8", "bf16"]),
-        ({"reference": "fp32", **NONE}, ["fp32", "bf16", "fp8"]),
         ({"dtypes": ("bf16", *MSAMP), **NONE}, ["bf16", *MSAMP]),
         ({"dtypes": ("bf16", "msamp-o2"), "sweep": (("rate", ("1e-3",)),), **NONE}, ["bf16", "msamp-o2"]),
         # A rate is swept in the reference, too; rates of one precision are compared with each other.
@@ -58,14 +57,12 @@ SP = replace(TP, parallel="sp")
                 "fp8-delayed:margin=1",
             ],
         ),
-        ({"sweep": (("formats", ("hybrid", "e4m3")),), **NONE}, ["bf16", "fp8", "fp8:formats=e4m3"]),
         (
             {"sweep": (("accumulator", ("fp32", "14", "short", "8")),), **NONE},
             ["bf16", "fp8", "fp8:accumulator=short", "fp8:accumulator=8"],
         ),
         # A setting is swept in every candidate; a lone reference is its own candidate.
         ({"sweep": (("loss-scale", ("auto", "1024")),), **NONE}, ["bf16", "fp8", "fp8 loss-scale=1024"]),
-        ({"dtypes": ("bf16",), "sweep": (("loss-scale", ("auto", "1024")),), **NONE}, ["bf16", "bf16 loss-scale=1024"]),
         (
             {"sweep": (("clip", ("1", "0.5", "0.5/block")),), **NONE},
             ["bf16", "fp8", "fp8 clip=0.5", "fp8 clip=0.5/block"],
@@ -90,7 +87,7 @@ def test_which_arms_a_request_has(asked: dict[str, Any], names: list[str]) -> No
 def test_what_arms_take_of_the_settings() -> None:
     """A step of every arm reads as much text as the reference's, whatever its micro-batches."""
     levels = make_arms(TrainingRequest(("bf16", *MSAMP), **NONE), CPU)
-    taken = [arm.taken(TrainerSettings()) for arm in levels]
+    taken = [arm.merge_settings(TrainerSettings()) for arm in levels]
     assert [(own.master, own.gradients, own.optimizer_states) for own in taken] == [
         ("fp32", "fp32", "fp32"),
         ("fp16-scaled", "fp8", "fp32"),
@@ -98,9 +95,9 @@ def test_what_arms_take_of_the_settings() -> None:
         ("fp16-fp8", "fp8", "fp8lm"),
     ]
     assert {arm.precision for arm in levels[1:]} == {"fp8:scale=pow2"}
-    assert make_arms(TrainingRequest(sweep=RATES), CPU)[-1].taken(TrainerSettings()).rate == 2e-3
+    assert make_arms(TrainingRequest(sweep=RATES), CPU)[-1].merge_settings(TrainerSettings()).rate == 2e-3
     arms = make_arms(TrainingRequest(settings=TrainerSettings(batch=8), sweep=MICRO), CPU)
-    sizes = [arm.taken(TrainerSettings(batch=8)) for arm in arms]
+    sizes = [arm.merge_settings(TrainerSettings(batch=8)) for arm in arms]
     assert [(own.micro_batches, own.batch) for own in sizes][-3:] == [(1, 8), (2, 4), (4, 2)]
     assert {own.batch * own.micro_batches for own in sizes} == {8}
 
@@ -133,7 +130,7 @@ def ranks(settings: TrainerSettings, count: int = 2, **changes: Any) -> dict[str
 
 REFUSED: dict[str, dict[str, Any]] = {
     "unknown dtype 'fb8'. Did you mean 'fp8'": {"dtypes": ("bf16", "fb8")},
-    "bf16 has nothing to be compared with": {"dtypes": ("bf16",)},
+    "bf16 has nothing to compare with": {"dtypes": ("bf16",)},
     "msamp-o2 is one of MS-AMP's levels": {"dtypes": ("msamp-o2",)},
     "msamp-o1 is one of MS-AMP's levels": {"dtypes": ("bf16", "msamp-o1"), "reference": "msamp-o1"},
     "--sweep gradients: msamp-o1 sets it": {
@@ -199,7 +196,7 @@ def test_arms_may_differ_by_what_ranks_send() -> None:
         request = TrainingRequest(("bf16",), ranks=2, settings=settings, sweep=(("wire", wires),), **NONE)
         check_training(request)
         arms = make_arms(request, replace(CPU, ranks=2))[1:]
-        assert [arm.taken(settings) for arm in arms] == [replace(settings, wire=wire) for wire in wires]
+        assert [arm.merge_settings(settings) for arm in arms] == [replace(settings, wire=wire) for wire in wires]
 
 
 def test_the_device_is_the_first_gpu_or_the_one_that_is_named() -> None:
@@ -272,8 +269,8 @@ def test_every_field_has_a_rule() -> None:
 def test_an_arm_takes_its_own_settings_and_only_candidates_the_map() -> None:
     settings = TrainerSettings(precision_map=(("mlp", "fp8"),), rate=0.01)
     arm = Arm("fp8 rate=0.02", "fp8", settings=(("rate", 0.02),))
-    assert arm.taken(settings) == replace(settings, rate=0.02)
+    assert arm.merge_settings(settings) == replace(settings, rate=0.02)
     for role in (ArmRole.REFERENCE, ArmRole.REPEAT):
-        assert replace(arm, role=role).taken(settings) == replace(settings, rate=0.02, precision_map=())
+        assert replace(arm, role=role).merge_settings(settings) == replace(settings, rate=0.02, precision_map=())
     with pytest.raises(UsageError, match="rate must be"):
-        replace(arm, settings=(("rate", -1.0),)).taken(settings)
+        replace(arm, settings=(("rate", -1.0),)).merge_settings(settings)

@@ -15,11 +15,11 @@ from fp8bench.features.train.kind import (
     KIND,
     ResumePlace,
     TrainingWriter,
+    find_training,
     load_head,
     load_training,
     reopen_training,
     start_training,
-    training_named,
 )
 from fp8bench.features.train.values import ArmCost, LayerReading, StepFigure, StreamLine, TrainingEvent, Validation
 from fp8bench.model import MemoryUse
@@ -136,14 +136,14 @@ def test_trainings_are_found_by_what_they_are_called(tmp_path: Path) -> None:
         start_training(training(number), store).close()
     newest, _, oldest = KIND.files(store)
     assert newest.parent.name == "20260105T120016.000Z-ffffffff-00000010"
-    assert training_named("last", store) == newest and KIND.find("0000001", store) == newest
+    assert find_training("last", store) == newest and KIND.find("0000001", store) == newest
     words = ("00000001", oldest.parent.name, str(oldest), str(oldest.parent))
     assert {KIND.find(word, store) for word in words} == {oldest}
     assert not any(KIND.find(word, store) for word in ("000000", "ffff", "", "last", "x\0y"))
     with pytest.raises(RunNotFound, match=f"no training 'ffff' in .* The newest is {newest.parent.name}"):
-        training_named("ffff", store)
+        find_training("ffff", store)
     with pytest.raises(RunNotFound, match="The store has no trainings yet"):
-        training_named("last", tmp_path / "nowhere")
+        find_training("last", tmp_path / "nowhere")
 
 
 def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path, fp8bench: Say) -> None:

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from fp8bench.features.train.curve_charts import ends_of
-from fp8bench.features.train.data import rows_of, value_of
-from fp8bench.features.train.kind import KIND
-from fp8bench.features.train.page import page_of
+from fp8bench.features.train.data import rows_of, scalars_of, value_of
+from fp8bench.features.train.frame import FIGURES, Figure
+from fp8bench.features.train.page import ends_of, page_of
 from fp8bench.features.train.values import (
     WIRE_BYTES,
     ArmCost,
@@ -58,15 +57,28 @@ def cells(made: Page, name: str) -> list[list[str]]:
     return [[field.text for field in row] for row in element(made, name, Table).rows]
 
 
-def column(made: Page, title: str) -> list[str]:
+def column(made: Page, title: str, name: str = "arms") -> list[str]:
     """A column of the arms that are compared."""
-    arms = element(made, "arms", Table)
+    arms = element(made, name, Table)
     place = [column.title for column in arms.columns].index(title)
     return [row[place].text for row in arms.rows if row[0].text in ("bf16", "fp8")]
 
 
 def reading(step: int, amax: float, layer: str = "head", role: str = "input", **more: Any) -> LayerReading:
     return LayerReading("fp8", 0, step, layer, role, amax, 0.0, 0.0, 1.0, 0.0, **more)
+
+
+def test_a_declared_figure_is_in_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of the table, and one line of a step: then CSV, boards, page and terminal have it."""
+    figure = Figure("noise_scale", "noise scale", "noise scale")
+    monkeypatch.setitem(FIGURES, figure.name, figure)
+    more = [StepFigure("fp8", 0, step, figure.name, 3.0 + step) for step in (0, 10, 20)]
+    of = judged((*lines(GAPS), *more))
+    assert "noise_scale,23" in csv_text(*rows_of(of))
+    assert ("fp8 seed 0/training/noise_scale", 20, 23.0) in scalars_of(of.training, more)
+    (series,) = element(page_of(of), "noise-scale-over-steps", Lines).series
+    assert [mark and mark.value for mark in series[1]] == [3, 13, 23]
+    assert column(text_of(of), "noise scale", "last-step") == ["-", "23"]
 
 
 @for_each("steps", [1, 2, 9, 60, 300, 1000, 12345])
@@ -114,7 +126,7 @@ def test_alarms_stand_on_the_curves_by_their_rules() -> None:
 def test_pace_and_memory_over_steps() -> None:
     memory = [StepFigure("fp8", 0, step, "memory", 1e6 + step) for step in (0, 10, 20)]
     made = page(*memory, change=lambda row: replace(row, seconds=0.01 + row.step * 1e-4))
-    ((name, marks),) = element(made, "throughput", Lines).series
+    ((name, marks),) = element(made, "tokens-per-second-over-steps", Lines).series
     assert name == "bf16" and marks[0] is not None and marks[0].value == pytest.approx(19200)
     assert element(made, "memory-over-steps", Lines).places == ("1", "11", "21")
 
@@ -191,11 +203,8 @@ def test_an_own_optimizer_keeps_as_much_in_bands_as_in_the_reference_and_an_own_
     of_own = judged((*LINES, cost), own)
     sizes = {summary.arm.name: summary.bytes_per_parameter for summary in of_own.summaries}
     assert sizes[REPEAT.name] == sizes["bf16"] == 8.0
-    tables = [
-        {getattr(element, "name", "") for part in text_of(each).parts for element in part.elements}
-        for each in (judged(LINES, asked), of_own)
-    ]
-    assert [{"looks", "perplexities"} & names for names in tables] == [{"looks", "perplexities"}, {"looks"}]
+    tables = element(text_of(judged(LINES, asked)), "looks", Table), element(text_of(of_own), "looks", Table)
+    assert [table.columns[-1].title for table in tables] == ["perplexity", "held-out"]
 
 
 def told(of: JudgedTraining) -> list[str]:
@@ -214,20 +223,6 @@ def test_a_training_answers_in_few_lines_and_names_the_command_that_would_settle
     )
     settled = told(judged(lines(GAPS)))
     assert re.match("  fp8  learns worse ", settled[2]) and not [line for line in settled if "Do this" in line]
-
-
-def test_a_training_that_was_cut_off_or_ailed_says_so_first() -> None:
-    alarm = TrainingEvent("fp8", 0, 3, "alarm", "the loss is nan")
-    said = told(judged((*lines({"fp8": [0.02]}), alarm, replace(alarm, step=4)), finished=False))
-    assert said[1].startswith("cut off in seed 0 after 100 steps")
-    assert said[2] == "fp8, seed 0, step 3: the loss is nan (1 more: --all)"
-    assert "Do this: train the rest: fp8bench train --resume t1 --store store" in said
-
-
-def test_all_of_a_training_is_behind_all() -> None:
-    kept = judged(LINES, training(steps=STEPS)).kept
-    names = [[part.name for part in view.page().parts] for view in (KIND.view(kept), KIND.whole_view(kept))]
-    assert names[0] == ["answer"] and {"verdict", "notes", "texts", "health", "ending"} <= {*names[1]}
 
 
 def test_an_arm_that_was_not_trained_has_its_reason() -> None:

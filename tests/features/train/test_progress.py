@@ -77,7 +77,7 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     assert "about 1 min 30 s left" in last_board(screen)
     assert re.search(r"bf16 +1\.\d{4} +3\.2500 +64\.0 +no alarm\n", last_board(screen))
     goes_on(0, 15, alarm(12))
-    assert logged[1:] == said == ["seed 0, step 12, fp8: scales fall"]
+    assert logged[1:] == said == [alarm(12).sentence]
     assert "1 alarm, last in seed 0, step 12" in last_board(screen)
     goes_on(1, 5, *rows(1, 0, 5, ["fp8"]), replace(LOOK, arm="fp8", seed=1, step=5), seconds=1)
     assert re.fullmatch(r"seed 2/2, step 5/20, about .* left: fp8 \d\.\d{3}", logged[-1])

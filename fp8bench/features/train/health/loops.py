@@ -8,8 +8,8 @@ from dataclasses import field
 from statistics import fmean, median, stdev
 from typing import Any
 
-from fp8bench.features.train.health.steps import LEARNED, HealthAlarm, HealthRule, Remedy, newest, noise_of_values
-from fp8bench.features.train.health.tensors import Before, FigureRule, TensorRule, Verdict, octaves, of
+from fp8bench.features.train.health.steps import LEARNED, HealthRule, Remedy, newest, noise_of_values
+from fp8bench.features.train.health.tensors import Before, FigureRule, TensorRule, known_octaves, octaves, of
 from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN, LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
@@ -25,19 +25,20 @@ class LossRule(HealthRule[Any]):
     _alone: bool = True
     _guessing: float = math.inf
 
-    def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
+    def see(self, line: StepRow | StepFigure) -> str:
+        # The number of classes tells what guessing costs: ln of it.
         if isinstance(line, StepFigure):
             self._alone &= line.name != OTHERS_TRAIN
             if line.name == "classes" and line.value > 1:
                 self._guessing = math.log(line.value)
-            return None
+            return ""
         if line.skipped or not math.isfinite(line.loss):
-            return None
+            return ""
         self._losses.append(line.loss)
-        return self.judge([*self._losses]) if self._alone else None
+        return self.judge([*self._losses]) if self._alone else ""
 
-    def judge(self, losses: list[float]) -> HealthAlarm | None:
-        """Judge the newest loss, the last of these."""
+    def judge(self, losses: list[float]) -> str:
+        """The sentence of an alarm about the newest loss, the last of these, or ''."""
         raise NotImplementedError
 
 
@@ -59,24 +60,25 @@ class LossBackUp(LossRule):
     _first: list[float] = field(default_factory=list)
     _best: float = math.inf
 
-    def judge(self, losses: list[float]) -> HealthAlarm | None:
+    def judge(self, losses: list[float]) -> str:
+        # The first losses are the level that a collapse goes back to.
         if len(self._first) < self.first:
             self._first.append(losses[-1])
-        before, last = losses[: -self.stays], losses[-self.stays :]
-        if len(before) >= 10:
-            self._best = min(self._best, fmean(before[-10:]))
-        if len(before) < self.first:
-            return None
+        earlier, last = losses[: -self.stays], losses[-self.stays :]
+        # A mean of ten steps: a single lucky batch is no level to come back up from.
+        if len(earlier) >= 10:
+            self._best = min(self._best, fmean(earlier[-10:]))
+        if len(earlier) < self.first:
+            return ""
         low, began = min(last), median(self._first)
         if low > max(self._first) + self.above * abs(began):
-            words = f"the loss has stayed above {low:.4g} for {self.stays} steps; it began at {began:.4g}"
-            return HealthAlarm(words, figures=(("loss", low), ("first", began)))
+            return f"the loss has stayed above {low:.4g} for {self.stays} steps; it began at {began:.4g}"
+        # What was learned is the scale: half of it lost is a collapse, whatever the loss is called.
         learned = began - self._best
-        noise = noise_of_values(before) if len(before) > 10 else math.inf
+        noise = noise_of_values(earlier) if len(earlier) > 10 else math.inf
         if learned <= 0 or low - self._best < max(self.lost * learned, self.noise * noise):
-            return None
-        words = f"the loss has come back up from {self._best:.4g}, and stayed above {low:.4g} for {self.stays} steps"
-        return HealthAlarm(words, figures=(("loss", low), ("lowest", self._best)))
+            return ""
+        return f"the loss has come back up from {self._best:.4g}, and stayed above {low:.4g} for {self.stays} steps"
 
 
 class LossAboveGuessing(LossRule):
@@ -89,15 +91,14 @@ class LossAboveGuessing(LossRule):
     alarms_at = f"{last} losses {above:g} times ln of the classes, their median no tenth below that of {last} before"
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
 
-    def judge(self, losses: list[float]) -> HealthAlarm | None:
-        before, last = losses[-2 * self.last : -self.last], losses[-self.last :]
-        if len(before) < self.last or min(last) < self.above * self._guessing:
-            return None
-        if median(last) < self.falling * median(before):
-            return None
+    def judge(self, losses: list[float]) -> str:
+        earlier, last = losses[-2 * self.last : -self.last], losses[-self.last :]
+        if len(earlier) < self.last or min(last) < self.above * self._guessing:
+            return ""
+        if median(last) < self.falling * median(earlier):
+            return ""
         times = median(last) / self._guessing
-        words = f"the loss stays at {median(last):.4g}, {times:.3g} times what guessing costs: is it scaled, or a sum?"
-        return HealthAlarm(words, figures=(("loss", median(last)), ("guessing", self._guessing)))
+        return f"the loss stays at {median(last):.4g}, {times:.3g} times what guessing costs: is it scaled, or a sum?"
 
 
 class LossLeaked(LossRule):
@@ -110,15 +111,15 @@ class LossLeaked(LossRule):
     alarms_at = f"{last} losses below {share:g} of the least of 20 before, and {noise:g} times their noise below it"
     remedies = (Remedy.LOOK_AT_DATA,)
 
-    def judge(self, losses: list[float]) -> HealthAlarm | None:
-        before, last = losses[-20 - self.last : -self.last], losses[-self.last :]
-        if len(before) < 20 or min(before) <= 0 or not 0 < max(last) < self.share * min(before):
-            return None
-        noise = noise_of_values([math.log2(value) for value in before])
-        if math.log2(min(before) / max(last)) < self.noise * noise:
-            return None
-        words = f"the loss fell at once from {median(before):.4g} to {median(last):.4g}: are answers among the inputs?"
-        return HealthAlarm(words, figures=(("loss", median(last)), ("before", median(before))))
+    def judge(self, losses: list[float]) -> str:
+        earlier, last = losses[-20 - self.last : -self.last], losses[-self.last :]
+        if len(earlier) < 20 or min(earlier) <= 0 or not 0 < max(last) < self.share * min(earlier):
+            return ""
+        # In octaves, since a leak divides the loss, and noise is a share of it.
+        noise = noise_of_values([math.log2(value) for value in earlier])
+        if math.log2(min(earlier) / max(last)) < self.noise * noise:
+            return ""
+        return f"the loss fell at once from {median(earlier):.4g} to {median(last):.4g}: are answers among the inputs?"
 
 
 class NoUpdate(HealthRule[Any]):
@@ -138,30 +139,31 @@ class NoUpdate(HealthRule[Any]):
     _first: float = 0.0
     _learned: bool = False
 
-    def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
+    def see(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
+            # A watched step has a digest of all weights, which no rounding hides.
             if line.name != "weights_before":
-                return None
+                return ""
             same, self._weights = line.value == self._weights and not self._learned, line.value
-            return self._counted("the weights are the same to the bit", same, self.same - 1)
+            return self._count("the weights are the same to the bit", same, self.same - 1)
         if line.skipped or not math.isfinite(line.loss):
-            return None
+            return ""
         self._first = self._first or line.loss
+        # A loss that has come down to nothing needs no update.
         self._learned = abs(line.loss) <= LEARNED * abs(self._first)
         if self._learned:
-            return None
+            return ""
         none = line.gradient_norm == 0
-        alarm = self._counted("the rate is 0", line.rate == 0, self.rows)
-        alarm = self._counted("no gradient arrives at any weight", none, self.rows) or alarm
+        alarm = self._count("the rate is 0", line.rate == 0, self.rows)
+        alarm = self._count("no gradient arrives at any weight", none, self.rows) or alarm
         if math.isfinite(line.update_ratio):
             small = line.update_ratio < 1e-8 and line.rate != 0 and not none
-            alarm = self._counted("updates are less than 1e-8 of the weights", small, 2) or alarm
+            alarm = self._count("updates are less than 1e-8 of the weights", small, 2) or alarm
         return alarm
 
-    def _counted(self, words: str, happened: bool, most: int) -> HealthAlarm | None:
+    def _count(self, words: str, happened: bool, most: int) -> str:
         self._counts[words] = self._counts[words] + 1 if happened else 0
-        times = self._counts[words]
-        return HealthAlarm(f"steps change nothing: {words}", figures=(("times", times),)) if times >= most else None
+        return f"steps change nothing: {words}" if self._counts[words] >= most else ""
 
 
 class SameInputs(FigureRule):
@@ -175,12 +177,13 @@ class SameInputs(FigureRule):
     remedies = (Remedy.LOOK_AT_DATA,)
     _examples: float = math.inf
 
-    def see(self, line: StepFigure) -> HealthAlarm | None:
+    def see(self, line: StepFigure) -> str:
         if line.name == "examples":
             self._examples = line.value
         return super().see(line)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
+        # Full-batch training repeats its inputs by intention.
         from_the_first = line.value >= line.step
         if line.value < self.again or (from_the_first and self._examples >= self.few):
             return ""
@@ -197,20 +200,19 @@ class AmaxJump(TensorRule):
     alarms_at = f"{far:g} octaves from the median of {fewest} to {keep} readings without scales, 2 beyond all"
     remedies = (Remedy.LOOK_AT_DATA, Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
-    def judge(self, reading: LayerReading, before: Before) -> Verdict:
-        if reading.role == Role.GRADIENT or any(layer_reading.scale != 1 for layer_reading in (reading, *before)):
-            return None
+    def judge(self, reading: LayerReading, previous: Before) -> str:
+        if reading.role == Role.GRADIENT or any(layer_reading.scale != 1 for layer_reading in (reading, *previous)):
+            return ""
         now = octaves(reading.amax)
-        known = [value for value in (octaves(old.amax) for old in before) if value is not None]
-        if now is None or len(known) < self.fewest:
-            return None
-        moved = now - median(known)
-        gap = now - max(known) if moved > 0 else min(known) - now
+        magnitudes = known_octaves(old.amax for old in previous)
+        if now is None or len(magnitudes) < self.fewest:
+            return ""
+        moved = now - median(magnitudes)
+        gap = now - max(magnitudes) if moved > 0 else min(magnitudes) - now
         if abs(moved) < self.far or gap < 2 or (moved < 0 and reading.role == Role.WEIGHT):
-            return None
-        way = "rose" if moved > 0 else "fell"
-        words = f"the largest magnitude of {of(reading)} {way} by {moved:+.1f} octaves to {reading.amax:.3g}"
-        return words, (("octaves", moved), ("amax", reading.amax))
+            return ""
+        direction = "rose" if moved > 0 else "fell"
+        return f"the largest magnitude of {of(reading)} {direction} by {moved:+.1f} octaves to {reading.amax:.3g}"
 
 
 class DeadUnits(TensorRule):
@@ -225,17 +227,17 @@ class DeadUnits(TensorRule):
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_DATA)
     _first: str = ""
 
-    def judge(self, reading: LayerReading, before: Before) -> Verdict:
+    def judge(self, reading: LayerReading, previous: Before) -> str:
         if reading.role != Role.INPUT:
-            return None
+            return ""
         self._first = self._first or reading.layer
-        usual = median(layer_reading.zeros for layer_reading in before) if before else math.nan
-        risen = bool(before) and reading.zeros >= max(self.share, usual + self.rise)
-        never = reading.layer != self._first and before and min(reading.zeros, before[-1].zeros) >= self.always
+        usual = median(layer_reading.zeros for layer_reading in previous) if previous else math.nan
+        risen = bool(previous) and reading.zeros >= max(self.share, usual + self.rise)
+        # The first layer may see sparse data; later ones see what layers made.
+        never = reading.layer != self._first and previous and min(reading.zeros, previous[-1].zeros) >= self.always
         if not risen and not never:
-            return None
-        words = f"{reading.zeros:.1%} of {of(reading)} are zeros{f'; {usual:.0%} was usual' if risen else ''}"
-        return words, (("zeros", reading.zeros), ("median", usual))
+            return ""
+        return f"{reading.zeros:.1%} of {of(reading)} are zeros{f'; {usual:.0%} was usual' if risen else ''}"
 
 
 class NormGain(FigureRule):
@@ -250,6 +252,7 @@ class NormGain(FigureRule):
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
+        # A gain near 0 doubles with ease.
         lowest = max(min(last), self.least)
         if not line.value > self.times * lowest:
             return ""
@@ -333,20 +336,20 @@ class DataDrift(HealthRule[StepFigure]):
     _last: deque[float] = newest(last)
     _deviations: deque[float] = newest(first)
 
-    def see(self, line: StepFigure) -> HealthAlarm | None:
+    def see(self, line: StepFigure) -> str:
         if line.name == "input_deviation":
             self._deviations.append(line.value)
         if line.name != "input_mean":
-            return None
+            return ""
         if len(self._first) < self.first:
             self._first.append(line.value)
-            return None
+            return ""
         self._last.append(line.value)
         usual, size = fmean(self._first), median(self._deviations or [0.0])
         moved = [value - usual for value in self._last]
         least = min(map(abs, moved))
+        # Batches of one source lie on both sides of its mean.
         same_side = min(moved) > 0 or max(moved) < 0
         if len(moved) < self.last or not same_side or least <= max(self.noise * stdev(self._first), self.far * size):
-            return None
-        words = f"the mean of the inputs has moved from {usual:.3g} to {line.value:.3g}, at a deviation of {size:.3g}"
-        return HealthAlarm(words, figures=(("mean", line.value), ("usual", usual), ("deviation", size)))
+            return ""
+        return f"the mean of the inputs has moved from {usual:.3g} to {line.value:.3g}, at a deviation of {size:.3g}"

@@ -17,7 +17,6 @@ from types import UnionType
 from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
-from fp8bench.model import Params
 
 # Below this share of the first loss there is nothing left to learn.
 LEARNED = 1e-4
@@ -33,14 +32,8 @@ class WatchedArm:
     slowest: float = 1.0
 
 
-@dataclass(frozen=True)
-class HealthAlarm:
-    """What a rule found: a sentence, the layer and tensor if it is about one, and the figures that decided."""
-
-    words: str
-    layer: str = ""
-    tensor: str = ""
-    figures: Params = ()
+# All rules, in the order in which their classes are defined.
+RULES: list[type[HealthRule[Any]]] = []
 
 
 def newest(length: int) -> Any:
@@ -51,7 +44,9 @@ def newest(length: int) -> Any:
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 @dataclass(eq=False)
 class HealthRule(ABC, Generic[L]):
-    """One kind of trouble in a training. `alarms_at` says when it alarms, the docstring of a rule why there.
+    """One kind of trouble in a training: a subclass with a `name` is applied to every training, and in the docs.
+
+    It reads the lines of the types in `reads`. `alarms_at` says when it alarms, the docstring of a rule why there.
     With `compares` it also reads the rows of the arms that its own is compared with. While the rule named by `until`
     alarms, this one is silent."""
 
@@ -65,14 +60,16 @@ class HealthRule(ABC, Generic[L]):
 
     def __init_subclass__(cls) -> None:
         dataclass(eq=False)(cls)
+        if "name" in vars(cls):
+            RULES.append(cls)
 
     @classmethod
     def because(cls) -> str:
         return " ".join((cls.__doc__ or "").split())
 
     @abstractmethod
-    def see(self, line: L) -> HealthAlarm | None:
-        """Read the next line of its kind; returns an alarm for as long as something is wrong."""
+    def see(self, line: L) -> str:
+        """Read the next line; returns the sentence of an alarm for as long as something is wrong, else ''."""
 
 
 class Remedy(StrEnum):
@@ -110,27 +107,28 @@ class GradientSpike(HealthRule[StepRow]):
     _losses: deque[float] = newest(keep)
     _multiples: deque[float] = newest(longer)
 
-    def see(self, line: StepRow) -> HealthAlarm | None:
+    def see(self, line: StepRow) -> str:
         norm, loss, norms, losses = line.gradient_norm, line.loss, self._norms, self._losses
         if not math.isfinite(norm + loss):
-            return None
-        alarm = self._judge(norm, loss) if len(norms) >= self.fewest else None
+            return ""
+        alarm = self._judge(norm, loss) if len(norms) >= self.fewest else ""
         norms.append(norm)
         losses.append(loss)
         return alarm
 
-    def _judge(self, norm: float, loss: float) -> HealthAlarm | None:
+    def _judge(self, norm: float, loss: float) -> str:
+        # Medians: a spike must not raise the level that the next one is measured by.
         usual = median(self._norms)
         multiple = norm / max(usual, 1e-300)
         if multiple > self.times_with_loss:
+            # The largest multiple met so far is what this training does when it is well.
             most = max(max(self._norms) / max(usual, 1e-300), *self._multiples, math.sqrt(self.times))
             middle = median(self._losses)
             is_far = loss - middle > self.far * (max(self._losses) - middle)
             if math.sqrt(multiple) > most or is_far:
-                words = f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median, at a loss of {loss:.4g}"
-                return HealthAlarm(words, figures=(("norm", norm), ("median", usual), ("loss", loss)))
+                return f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median, at a loss of {loss:.4g}"
         self._multiples.append(multiple)
-        return None
+        return ""
 
 
 class UpdateBurst(HealthRule[StepRow]):
@@ -145,16 +143,16 @@ class UpdateBurst(HealthRule[StepRow]):
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
     _ratios: deque[float] = newest(keep)
 
-    def see(self, line: StepRow) -> HealthAlarm | None:
-        ratio, before = line.update_ratio, self._ratios
+    def see(self, line: StepRow) -> str:
+        ratio, ratios = line.update_ratio, self._ratios
         if line.skipped or not math.isfinite(ratio):
-            return None
-        usual = median(before) if len(before) >= self.fewest else math.inf
-        before.append(ratio)
+            return ""
+        # The newest ratio enters afterwards, and is no part of what it is compared with.
+        usual = median(ratios) if len(ratios) >= self.fewest else math.inf
+        ratios.append(ratio)
         if ratio <= self.times * usual:
-            return None
-        words = f"the update is {ratio:.3g} of the weights, their median is {usual:.3g}: the loss may jump next"
-        return HealthAlarm(words, figures=(("ratio", ratio), ("median", usual)))
+            return ""
+        return f"the update is {ratio:.3g} of the weights, their median is {usual:.3g}: the loss may jump next"
 
 
 class LossPlateau(HealthRule[Any]):
@@ -180,35 +178,37 @@ class LossPlateau(HealthRule[Any]):
     _rates: list[float] = field(default_factory=list)
     _entropies: deque[float] = newest(10)
 
-    def see(self, line: StepRow | StepFigure) -> HealthAlarm | None:
+    def see(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
             if line.name == "entropy":
                 self._entropies.append(line.value)
-            return None
+            return ""
         if not (math.isfinite(line.loss) and math.isfinite(line.gradient_norm)):
-            return None
+            return ""
         self._losses.append(line.loss)
         self._norms.append(line.gradient_norm)
         self._rates.append(line.rate)
         length = len(self._losses) // 2 // self.parts * self.parts
         if length < self.least or len(self._losses) % self.often:
-            return None
+            return ""
+        # A rate that has nearly come down moves nothing, and a flat loss is no trouble then.
         if min(self._rates[-length], line.rate) < max(self._rates) / 2:
-            return None
+            return ""
+        # Four means in a row tell a flat course from a slow fall within noise.
         part = length // self.parts
         losses = self._losses[-length:]
         means = [fmean(losses[start : start + part]) for start in range(0, length, part)]
         size = abs(fmean(means) or 1.0)
         spread, error = (max(means) - min(means)) / size, noise_of_values(losses) / math.sqrt(part) / size
-        norm, before = median(self._norms[-length:]), median(self._norms[-2 * length : -length])
+        norm, norm_before = median(self._norms[-length:]), median(self._norms[-2 * length : -length])
         if abs(means[-1]) < LEARNED * abs(self._losses[0]):
-            return None
-        if spread > self.flat or error > self.noise or norm < self.gradients * before:
-            return None
+            return ""
+        if spread > self.flat or error > self.noise or norm < self.gradients * norm_before:
+            return ""
+        # Predictions as uncertain as the loss: there is nothing more to learn from this text.
         if self._entropies and abs(fmean(self._entropies) - means[-1]) < self.entropy * size:
-            return None
-        words = f"the loss has stood at {fmean(means):.4g} for {length} steps, the gradient norm at {norm:.3g}"
-        return HealthAlarm(words, figures=(("spread", spread), ("norm", norm), ("norm_before", before)))
+            return ""
+        return f"the loss has stood at {fmean(means):.4g} for {length} steps, the gradient norm at {norm:.3g}"
 
 
 class NotFiniteStep(HealthRule[StepRow]):
@@ -220,18 +220,19 @@ class NotFiniteStep(HealthRule[StepRow]):
     remedies = (Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
     _skipped: int = 0
 
-    def see(self, line: StepRow) -> HealthAlarm | None:
+    def see(self, line: StepRow) -> str:
         self._skipped = self._skipped + 1 if line.skipped else 0
         figures = {name: getattr(line, name) for name in ("loss", "gradient_norm", "parameter_norm")}
         wrong = [name for name, value in figures.items() if not math.isfinite(value)]
+        # A dynamic loss scale finds its height by overflowing now and then.
         scaled = line.skipped and line.loss_scale > 1 and wrong == ["gradient_norm"]
         if not wrong or (scaled and self._skipped < self.allowed):
-            return None
+            return ""
         first = wrong[0]
         words = f"the {first.replace('_', ' ')} is {figures[first]}"
         if scaled:
             words += f" in {self._skipped} steps in a row, at a loss scale of {line.loss_scale:g}"
-        return HealthAlarm(words, figures=((first, str(figures[first])), ("loss_scale", line.loss_scale)))
+        return words
 
 
 class GradientScale(HealthRule[StepRow]):
@@ -250,23 +251,26 @@ class GradientScale(HealthRule[StepRow]):
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.DYNAMIC_LOSS_SCALE)
     _rows: deque[tuple[float, float]] = newest(keep + last)
 
-    def see(self, line: StepRow) -> HealthAlarm | None:
+    def see(self, line: StepRow) -> str:
         if not (0 < line.gradient_norm < math.inf and 0 < line.loss < math.inf):
-            return None
+            return ""
         self._rows.append((math.log2(line.gradient_norm), math.log2(line.loss)))
         norms, losses = zip(*self._rows, strict=True)
-        before, last = norms[: -self.last], norms[-self.last :]
-        if len(before) < self.keep:
-            return None
+        earlier, last = norms[: -self.last], norms[-self.last :]
+        if len(earlier) < self.keep:
+            return ""
         moved, loss = (median(logs[-self.last :]) - median(logs[: -self.last]) for logs in (norms, losses))
-        gap = min(last) - max(before) if moved > 0 else min(before) - max(last)
-        if abs(moved) < max(self.octaves, self.noise * noise_of_values(before)) or gap < self.beyond:
-            return None
+        # Beyond everything before: a slow drift has no such step.
+        gap = min(last) - max(earlier) if moved > 0 else min(earlier) - max(last)
+        if abs(moved) < max(self.octaves, self.noise * noise_of_values(earlier)) or gap < self.beyond:
+            return ""
+        # A loss that moved by another factor says that the model changed, not the scale.
         if min(abs(loss), abs(loss - moved)) > 0.5:
-            return None
-        way, with_loss = "larger" if moved > 0 else "smaller", ", and so is the loss" if abs(loss) > 0.5 else ""
-        words = f"gradients are {2 ** abs(moved):.3g} times {way}{with_loss}: a loss scale, a sum, or micro-batches?"
-        return HealthAlarm(words, figures=(("octaves", moved), ("loss_octaves", loss)))
+            return ""
+        direction, with_loss = "larger" if moved > 0 else "smaller", ", and so is the loss" if abs(loss) > 0.5 else ""
+        return (
+            f"gradients are {2 ** abs(moved):.3g} times {direction}{with_loss}: a loss scale, a sum, or micro-batches?"
+        )
 
 
 class LossGap(HealthRule[StepRow]):
@@ -281,28 +285,28 @@ class LossGap(HealthRule[StepRow]):
     _losses: dict[int, dict[str, float]] = field(default_factory=dict)
     _gaps: deque[float] = newest(keep)
 
-    def see(self, line: StepRow) -> HealthAlarm | None:
-        own, reference = self.arm.name, self.arm.reference
+    def see(self, line: StepRow) -> str:
+        arm, reference = self.arm.name, self.arm.reference
         if not reference:
-            return None
+            return ""
+        # Arms take turns in slices: the losses of a step arrive apart.
         losses = self._losses.setdefault(line.step, {})
         losses[line.arm] = line.loss
         if len(losses) < 2:
-            return None
+            return ""
         del self._losses[line.step]
         base = losses[reference]
         if not (base and all(map(math.isfinite, losses.values()))):
-            return None
-        self._gaps.append((losses[own] - base) / abs(base))
+            return ""
+        self._gaps.append((losses[arm] - base) / abs(base))
         if len(self._gaps) < self.keep:
-            return None
+            return ""
         gap = fmean(self._gaps)
         if gap <= self.margin:
-            return None
-        words = f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps"
-        return HealthAlarm(words, figures=(("gap", gap),))
+            return ""
+        return f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps"
 
 
 def noise_of_values(values: Sequence[float]) -> float:
     """The standard deviation of values around a smooth course, from the differences of neighbours."""
-    return 1.4826 * median(abs(after - before) for before, after in pairwise(values)) / math.sqrt(2)
+    return 1.4826 * median(abs(following - value) for value, following in pairwise(values)) / math.sqrt(2)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import field
 from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar
 
-from fp8bench.features.train.health.steps import HealthAlarm, HealthRule, Remedy
+from fp8bench.features.train.health.steps import HealthRule, Remedy
 from fp8bench.features.train.values import LayerReading, StepFigure
-from fp8bench.model import Params
 from fp8bench.protocols import Role
 
-# The sentence and the figures of an alarm.
-Verdict = tuple[str, Params] | None
 Before = deque[LayerReading]
 
 # The range of E8M0 scales of blocks.
@@ -32,20 +30,24 @@ class TensorRule(HealthRule[LayerReading]):
     def __post_init__(self) -> None:
         self._before: dict[tuple[str, str], deque[LayerReading]] = defaultdict(lambda: deque(maxlen=self.keep))
 
-    def see(self, line: LayerReading) -> HealthAlarm | None:
-        before = self._before[line.layer, line.role]
-        alarm = self.judge(line, before)
-        before.append(line)
-        return None if alarm is None else HealthAlarm(alarm[0], line.layer, line.role, alarm[1])
+    def see(self, line: LayerReading) -> str:
+        previous = self._before[line.layer, line.role]
+        words = self.judge(line, previous)
+        previous.append(line)
+        return words
 
     @abstractmethod
-    def judge(self, reading: LayerReading, before: Before) -> Verdict:
-        """The sentence and figures of an alarm, if there is one."""
+    def judge(self, reading: LayerReading, previous: Before) -> str:
+        """The sentence of an alarm, or ''."""
 
 
 def octaves(scale: float) -> float | None:
     """log2 of a scale; None for one that is not positive and finite."""
     return math.log2(scale) if 0 < scale < math.inf else None
+
+
+def known_octaves(magnitudes: Iterable[float]) -> list[float]:
+    return [math.log2(magnitude) for magnitude in magnitudes if 0 < magnitude < math.inf]
 
 
 def scale_of(reading: LayerReading) -> float | None:
@@ -63,18 +65,19 @@ class _Jump(TensorRule):
     alarms_at = "4 octaves from the median of 6 readings, of gradients 8, and 2 beyond all of them; from the 4th on"
     sign: ClassVar[int]
 
-    def judge(self, reading: LayerReading, before: Before) -> Verdict:
+    def judge(self, reading: LayerReading, previous: Before) -> str:
+        # Scales are compared in octaves, which formats and powers of two are made of.
         now = scale_of(reading)
-        known = [value for value in map(scale_of, before) if value is not None]
-        if now is None or len(known) < self.fewest:
-            return None
-        moved = self.sign * (now - median(known))
-        far = self.gradients if reading.role == Role.GRADIENT else self.far
-        if moved < far or min(self.sign * (now - old) for old in known) < 2:
-            return None
-        way = "rose" if self.sign > 0 else "fell"
-        words = f"the scale of {of(reading)} {way} by {moved:.1f} octaves to {reading.scale:.3g}"
-        return words, (("octaves", moved), ("scale", reading.scale))
+        scales = [value for value in map(scale_of, previous) if value is not None]
+        if now is None or len(scales) < self.fewest:
+            return ""
+        moved = self.sign * (now - median(scales))
+        # Gradients of rare tokens jump by six octaves in a healthy training.
+        limit = self.gradients if reading.role == Role.GRADIENT else self.far
+        if moved < limit or min(self.sign * (now - old) for old in scales) < 2:
+            return ""
+        direction = "rose" if self.sign > 0 else "fell"
+        return f"the scale of {of(reading)} {direction} by {moved:.1f} octaves to {reading.scale:.3g}"
 
 
 class ScaleFall(_Jump):
@@ -103,18 +106,19 @@ class ScaleUnsettled(TensorRule):
     alarms_at = f"{turns} turns of at least {swing:g} octaves each way in 10 readings"
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
 
-    def judge(self, reading: LayerReading, before: Before) -> Verdict:
-        scales = map(scale_of, (*before, reading))
-        known = [scale for scale in scales if scale is not None]
-        if len(known) <= self.keep:
-            return None
-        moves = [after - old for old, after in pairwise(known)]
+    def judge(self, reading: LayerReading, previous: Before) -> str:
+        scales = map(scale_of, (*previous, reading))
+        sound = [scale for scale in scales if scale is not None]
+        if len(sound) <= self.keep:
+            return ""
+        moves = [new - old for old, new in pairwise(sound)]
         turns = sum(old * move < 0 and min(abs(old), abs(move)) >= self.swing for old, move in pairwise(moves))
         if turns < self.turns:
-            return None
-        far = median(abs(move) for move in moves)
-        words = f"the scale of {of(reading)} turned {turns} times in {len(known)} readings, by {far:.1f} octaves a time"
-        return words, (("turns", turns), ("octaves", far))
+            return ""
+        swing = median(abs(move) for move in moves)
+        return (
+            f"the scale of {of(reading)} turned {turns} times in {len(sound)} readings, by {swing:.1f} octaves a time"
+        )
 
 
 class ScaleAtEdge(TensorRule):
@@ -124,11 +128,11 @@ class ScaleAtEdge(TensorRule):
     alarms_at = "0, infinite, no number, or 2^-127 or 2^127, where the exponents of E8M0 end"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE)
 
-    def judge(self, reading: LayerReading, before: Before) -> Verdict:
+    def judge(self, reading: LayerReading, previous: Before) -> str:
         for value in (reading.scale, reading.least_scale, reading.largest_scale):
             if not _LEAST_SCALE < value < _LARGEST_SCALE:
-                return f"a scale of {of(reading)} is {value:.3g}", (("scale", str(value)), ("amax", str(reading.amax)))
-        return None
+                return f"a scale of {of(reading)} is {value:.3g}"
+        return ""
 
 
 class Lag(TensorRule):
@@ -140,12 +144,11 @@ class Lag(TensorRule):
     alarms_at = f"above {far:g} octaves in 3 readings in a row"
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
 
-    def judge(self, reading: LayerReading, before: Before) -> Verdict:
-        lags = [layer_reading.lag for layer_reading in (*before, reading) if layer_reading.lag is not None]
+    def judge(self, reading: LayerReading, previous: Before) -> str:
+        lags = [layer_reading.lag for layer_reading in (*previous, reading) if layer_reading.lag is not None]
         if len(lags) <= self.keep or min(lags) <= self.far:
-            return None
-        words = f"{of(reading)} is {lags[-1]:.1f} octaves beyond its format, {len(lags)} readings in a row"
-        return words, (("lag", lags[-1]), ("amax", reading.amax), ("scale", reading.scale))
+            return ""
+        return f"{of(reading)} is {lags[-1]:.1f} octaves beyond its format, {len(lags)} readings in a row"
 
 
 class OverflowBurst(TensorRule):
@@ -158,12 +161,11 @@ class OverflowBurst(TensorRule):
     alarms_at = f"{share:.0%} of all elements, and {times:g} times the median of the {keep} readings before"
     remedies = (Remedy.RAISE_MARGIN, Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
 
-    def judge(self, reading: LayerReading, before: Before) -> Verdict:
-        usual = median(layer_reading.saturated for layer_reading in before) if before else 0.0
+    def judge(self, reading: LayerReading, previous: Before) -> str:
+        usual = median(layer_reading.saturated for layer_reading in previous) if previous else 0.0
         if reading.saturated < self.share or reading.saturated < self.times * usual:
-            return None
-        words = f"{reading.saturated:.1%} of {of(reading)} is beyond its format; {usual:.2%} was usual"
-        return words, (("saturated", reading.saturated), ("median", usual))
+            return ""
+        return f"{reading.saturated:.1%} of {of(reading)} is beyond its format; {usual:.2%} was usual"
 
 
 class UnderflowCreep(TensorRule):
@@ -176,17 +178,17 @@ class UnderflowCreep(TensorRule):
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.SHORTER_HISTORY, Remedy.LAYER_IN_BF16)
     _first: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
-    def judge(self, reading: LayerReading, before: Before) -> Verdict:
+    def judge(self, reading: LayerReading, previous: Before) -> str:
+        # The first readings are the measure: how much underflows at all is the format's matter.
         first = self._first.setdefault((reading.layer, reading.role), [])
         if len(first) < self.keep:
             first.append(reading.underflow)
-            return None
+            return ""
         usual = median(first)
-        last = [layer_reading.underflow for layer_reading in (*list(before)[-2:], reading)]
+        last = [layer_reading.underflow for layer_reading in (*list(previous)[-2:], reading)]
         if min(last) < usual + self.rise:
-            return None
-        words = f"{reading.underflow:.0%} of {of(reading)} is rounded to zero; at first it was {usual:.0%}"
-        return words, (("underflow", reading.underflow), ("first", usual))
+            return ""
+        return f"{reading.underflow:.0%} of {of(reading)} is rounded to zero; at first it was {usual:.0%}"
 
 
 class WeightsBehind(TensorRule):
@@ -200,15 +202,14 @@ class WeightsBehind(TensorRule):
     alarms_at = f"the last {wanted} of 21 readings of a weight's signal to noise all {far:g} dB below the best"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
 
-    def judge(self, reading: LayerReading, before: Before) -> Verdict:
+    def judge(self, reading: LayerReading, previous: Before) -> str:
         if reading.role != Role.WEIGHT:
-            return None
-        known = [layer_reading.signal_to_noise for layer_reading in (*before, reading)]
-        noise = [value for value in known if value is not None and value < self.exact]
+            return ""
+        ratios = [layer_reading.signal_to_noise for layer_reading in (*previous, reading)]
+        noise = [value for value in ratios if value is not None and value < self.exact]
         if len(noise) <= self.wanted or max(noise[-self.wanted :]) > max(noise) - self.far:
-            return None
-        words = f"{of(reading)} is multiplied at {noise[-1]:.1f} dB of itself, once {max(noise):.1f} dB"
-        return words, (("signal_to_noise", noise[-1]), ("best", max(noise)))
+            return ""
+        return f"{of(reading)} is multiplied at {noise[-1]:.1f} dB of itself, once {max(noise):.1f} dB"
 
 
 class NotFiniteTensor(TensorRule):
@@ -218,11 +219,10 @@ class NotFiniteTensor(TensorRule):
     alarms_at = "a single element"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE, Remedy.DYNAMIC_LOSS_SCALE)
 
-    def judge(self, reading: LayerReading, before: Before) -> Verdict:
+    def judge(self, reading: LayerReading, previous: Before) -> str:
         if not reading.not_finite and math.isfinite(reading.amax):
-            return None
-        words = f"{reading.not_finite:.2%} of {of(reading)} is infinite or no number"
-        return words, (("not_finite", reading.not_finite), ("amax", str(reading.amax)))
+            return ""
+        return f"{reading.not_finite:.2%} of {of(reading)} is infinite or no number"
 
 
 def of(reading: LayerReading) -> str:
@@ -239,13 +239,12 @@ class FigureRule(HealthRule[StepFigure]):
     def __post_init__(self) -> None:
         self._last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=self.keep))
 
-    def see(self, line: StepFigure) -> HealthAlarm | None:
+    def see(self, line: StepFigure) -> str:
         if line.name != self.figure:
-            return None
+            return ""
         last = self._last[line.layer]
         last.append(line.value)
-        words = self.judge(line, last)
-        return HealthAlarm(words, line.layer, figures=((self.figure, line.value),)) if words else None
+        return self.judge(line, last)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         """The sentence of an alarm, or ''; `last` ends with the newest figure."""
@@ -287,30 +286,32 @@ class LayerStill(HealthRule[Any]):
     _shares: dict[str, float] = field(default_factory=dict)
     _has_moved: set[str] = field(default_factory=set)
 
-    def see(self, line: LayerReading | StepFigure) -> HealthAlarm | None:
+    def see(self, line: LayerReading | StepFigure) -> str:
         if isinstance(line, LayerReading):
             if line.role == Role.WEIGHT:
                 self._moved.setdefault(line.layer, math.nan)
-            return None
+            return ""
+        # Tables and norms move at rates of their own, and are left out of the median.
         if line.name in ("embedding_spread", "gain"):
             self._no_matrices.add(line.layer)
             self._moved.pop(line.layer, None)
         if line.name == "rate_share":
             self._shares[line.layer] = line.value
+        # Only a layer with a weight reading is a matrix.
         matrix = line.layer in self._moved and line.layer not in self._no_matrices
         if line.name != "update_ratio" or not matrix or not math.isfinite(line.value):
-            return None
+            return ""
         self._moved[line.layer] = line.value
         usual = median(value for value in self._moved.values() if math.isfinite(value))
+        # A layer may be slow because --rates or its group says so.
         slowest = min(1.0, self.arm.slowest, self._shares.get(line.layer, 1.0))
         low = line.value < self.share * slowest * usual
         self._low[line.layer] = self._low[line.layer] + 1 if low else 0
         if line.value > 0:
             self._has_moved.add(line.layer)
         if self._low[line.layer] < (self.keep if line.value or line.layer not in self._has_moved else 2):
-            return None
-        words = f"a step changes {line.layer} by {line.value:.2g} of itself, and the other layers by {usual:.2g}"
-        return HealthAlarm(words, line.layer, figures=(("update_ratio", line.value), ("median", usual)))
+            return ""
+        return f"a step changes {line.layer} by {line.value:.2g} of itself, and the other layers by {usual:.2g}"
 
 
 class AttentionOverflow(FigureRule):
@@ -340,8 +341,9 @@ class BatchNormDrift(FigureRule):
     _seen: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
+        # Running statistics begin at 0 and 1, far from any batch.
         self._seen[line.layer] += 1
         if self._seen[line.layer] <= 5 or len(last) < self.keep or not all(abs(value) > self.far for value in last):
             return ""
-        far = "infinitely" if math.isinf(line.value) else f"{line.value:.2g} deviations"
-        return f"running statistics of {line.layer} are {far} from those of its batches, {len(last)} readings in a row"
+        distance = "infinitely" if math.isinf(line.value) else f"{line.value:.2g} deviations"
+        return f"running statistics of {line.layer} are {distance} from those of its batches, in {len(last)} readings"

@@ -1,9 +1,14 @@
-"""Writes and reads checkpoints: the state of each arm in its own file, and a head that identifies the training."""
+"""Weights on the disk: checkpoints, and what a training may begin with.
+
+A checkpoint has the state of each arm in its own file, and a head that identifies the training. A training may begin
+with a checkpoint's weights, with those of a file with a state dict, and with stored scales.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import secrets
@@ -13,12 +18,16 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fp8bench.errors import StoreError
-from fp8bench.features.train.values import SeedTask
+from fp8bench.errors import StoreError, UsageError
+from fp8bench.features.train.lab.step_optimizer import seed_of
+from fp8bench.features.train.request import TrainerSettings, file_of
+from fp8bench.features.train.values import Arm, ArmRole, SeedTask, State
 from fp8bench.files import MEMORY_BYTES, PARTIAL, keeping, open_file, read_file, sealed, unsealed, write_whole
-from fp8bench.nn.sizes import SIZES
+from fp8bench.model import StaticScales
+from fp8bench.protocols import Arithmetic, ScaleBook
+from fp8bench.report.words.naming import listed
 
 _HEAD = "checkpoint.json"
 _VERSION = 1
@@ -48,24 +57,26 @@ class _DigestingFile:
         return self._digest.hexdigest()
 
 
-def write(folder: str, task: SeedTask, memories: Mapping[str, dict[str, Any]], rank: int) -> None:
+def write(folder: str, task: SeedTask, memories: Mapping[str, State], rank: int) -> None:
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
+        # A full disk is the user's to mend: the error says so, and the training can be resumed.
         with keeping(f"the checkpoint {target}", "Make room, and resume."):
             partial.mkdir(parents=True)
             files = {}
             for number, (name, memory) in enumerate(memories.items()):
-                files[name] = _written(partial / f"{number}.pt", memory)
+                files[name] = _write_arm(partial / f"{number}.pt", memory)
             head = {"version": _VERSION, "task": _task_digest(task), "rank": rank, "arms": files}
             write_whole(partial / _HEAD, json.dumps(sealed(head), indent=1))
+            # The folder gets its name once all of it is on the disk: a kill leaves the old one, or none.
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _written(path: Path, memory: dict[str, Any]) -> dict[str, str]:
+def _write_arm(path: Path, memory: State) -> dict[str, str]:
     with path.open("xb") as file:
         digesting = _DigestingFile(file)
         try:
@@ -77,7 +88,7 @@ def _written(path: Path, memory: dict[str, Any]) -> dict[str, str]:
     return {"file": path.name, "sha256": digesting.digest}
 
 
-def read(folder: str, task: SeedTask, rank: int) -> dict[str, dict[str, Any]]:
+def read(folder: str, task: SeedTask, rank: int) -> dict[str, State]:
     """The state of every arm that was kept. Raises StoreError for what is missing or damaged."""
     place = Path(folder)
     head = _head(place)
@@ -85,7 +96,7 @@ def read(folder: str, task: SeedTask, rank: int) -> dict[str, dict[str, Any]]:
         raise StoreError(f"the checkpoint {place} is from another training. Resume with the settings it began with.")
     if (writer := head.get("rank", rank)) != rank:  # nothing else tells rows of one rank from those of another
         raise StoreError(f"the checkpoint {place} is of rank {writer}, not of rank {rank}. Move it back to its folder.")
-    return {name: _loaded(place / file["file"], file["sha256"]) for name, file in head["arms"].items()}
+    return {name: _load_arm(place / file["file"], file["sha256"]) for name, file in head["arms"].items()}
 
 
 def weights(folder: str, arm: str) -> list[Tensor]:
@@ -94,18 +105,18 @@ def weights(folder: str, arm: str) -> list[Tensor]:
     files = _head(place)["arms"]
     if arm not in files:
         raise StoreError(f"the checkpoint {folder} has no arm {arm!r}. It has {', '.join(files)}.")
-    kept: list[Tensor] = _loaded(place / files[arm]["file"], files[arm]["sha256"])["optimizer"]["weights"]
-    return kept
+    tensors: list[Tensor] = _load_arm(place / files[arm]["file"], files[arm]["sha256"])["optimizer"]["weights"]
+    return tensors
 
 
-def _head(place: Path) -> dict[str, Any]:
+def _head(place: Path) -> State:
     try:
         return unsealed(json.loads(read_file(place / _HEAD)))
     except (OSError, ValueError) as error:
         raise StoreError(f"{place} holds no complete checkpoint ({error}). Choose another.") from None
 
 
-def _loaded(path: Path, digest: str) -> dict[str, Any]:
+def _load_arm(path: Path, digest: str) -> State:
     """Loads tensors and plain values only: nothing in the file is run."""
     try:
         with open_file(path, most=MEMORY_BYTES) as file:
@@ -114,7 +125,7 @@ def _loaded(path: Path, digest: str) -> dict[str, Any]:
                     f"the checkpoint's file {path} is damaged: its SHA-256 is not the one that was recorded."
                 )
             file.seek(0)
-            memory: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+            memory: State = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise StoreError(f"the checkpoint's file {path} cannot be read ({error.strerror}).") from None
     except pickle.UnpicklingError:
@@ -125,9 +136,6 @@ def _loaded(path: Path, digest: str) -> dict[str, Any]:
 def _task_digest(task: SeedTask) -> str:
     """Identifies the trainings that may use a checkpoint: by seed, arms, settings, steps, text and number of ranks."""
     parts = repr((task.seed, task.arms, task.settings, task.steps, task.text.identity, task.facts.ranks))
-    size = SIZES.get(task.settings.model)
-    if size is not None and size.tied:  # it was not, once
-        parts += " tied"
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
@@ -137,3 +145,122 @@ def finite(memory: Any) -> bool:
     if isinstance(memory, dict):
         return all(map(finite, memory.values()))
     return all(map(finite, memory)) if isinstance(memory, list) else True
+
+
+# Keys under which trainers store a state dict, and what wrappers prepend to its names.
+_WITHIN, _PREFIXES = ("state_dict", "model_state_dict", "model"), ("module.", "_orig_mod.")
+_SHOWN = 3
+
+
+def apply_start(model: nn.Module, settings: TrainerSettings, arm: Arm, seed: int) -> None:
+    if file_of(settings.start) is not None:
+        take_file(model, settings.start, settings.make)
+    elif settings.start:
+        _take_checkpoint(model, *settings.start.rpartition("::")[::2])
+    if arm.role is ArmRole.CHAOS:
+        _move_by_an_ulp(model, seed_of("ulp", seed))
+
+
+@torch.no_grad()
+def _move_by_an_ulp(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        # Each weight moves by its own coin, up or down by one unit.
+        up = torch.rand(parameter.shape, generator=generator) < 0.5
+        parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))
+
+
+@torch.no_grad()
+def _take_checkpoint(model: nn.Module, folder: str, arm: str) -> None:
+    stored, parameters = weights(folder, arm), list(model.parameters())
+    if [weight.shape for weight in stored] != [parameter.shape for parameter in parameters]:
+        raise UsageError(
+            f"--start: the weights in {folder} are of another model. Choose that one's --model and --arch."
+        )
+    for parameter, weight in zip(parameters, stored, strict=True):
+        parameter.copy_(weight)
+
+
+def frozen_in(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach() for parameter in model.parameters() if not parameter.requires_grad]
+
+
+def take_file(model: nn.Module, start: str, make: str = "") -> None:
+    """Load the state dict of 'FILE::DIGEST'. Raises UsageError where it is not of the model that `make` makes."""
+    name, _, digest = start.rpartition("::")
+    path = Path(name)
+    with open_file(path, most=MEMORY_BYTES) as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise UsageError(f"--start {path} has changed since the training began. Restore the file.")
+    stored = _load_file(path)
+    tensors = model.state_dict(keep_vars=True)
+    # A tied parameter appears once among the parameters, and under both names in the file.
+    missing = [text for text, _ in model.named_parameters() if text not in stored]
+    unknown = [text for text in stored if text not in tensors]
+    if missing or unknown:
+        reasons = [f"lacks {listed(missing, _SHOWN)}"] if missing else []
+        reasons += [f"has {listed(unknown, _SHOWN)}, which this model lacks"] if unknown else []
+        advice = f"Give one of the model that {make} makes" if make else "Choose that one's --model and --arch"
+        raise UsageError(f"--start {path} is of another model: it {', and '.join(reasons)}. {advice}.")
+    for text, tensor in stored.items():
+        if tensor.shape != tensors[text].shape:
+            raise UsageError(
+                f"--start {path}: {text} has shape {list(tensor.shape)}, and in the model {list(tensors[text].shape)}."
+            )
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
+            raise UsageError(f"--start {path}: {text} has values that are not finite. Give weights without them.")
+    with torch.no_grad():
+        for text, tensor in stored.items():
+            tensors[text].copy_(tensor)
+    for text, tensor in stored.items():
+        if not torch.equal(tensors[text], tensor.to(tensors[text])):
+            raise UsageError(
+                f"--start {path}: {text} is the same tensor as another one in this model (its weights are tied), and "
+                "not in the file. Give weights of a tied model."
+            )
+
+
+def _load_file(path: Path) -> dict[str, Tensor]:
+    """Loads tensors only: nothing in the file is run."""
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError:
+        raise UsageError(f"--start {path} needs the package safetensors, which is not installed.") from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, KeyError):
+        raise UsageError(
+            f"--start {path} is no state dict: torch.load, with weights_only, cannot read it. Give what torch.save "
+            "made of model.state_dict(), or a .safetensors."
+        ) from None
+    for name in _WITHIN:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+    if (
+        not isinstance(content, Mapping)
+        or not content
+        or not all(isinstance(tensor, Tensor) for tensor in content.values())
+    ):
+        raise UsageError(f"--start {path} is no state dict: expected tensors by name. Save model.state_dict().")
+    for prefix in _PREFIXES:
+        if all(name.startswith(prefix) for name in content):
+            content = {name.removeprefix(prefix): tensor for name, tensor in content.items()}
+    return dict(content)
+
+
+def apply_scales(arithmetic: Arithmetic, settings: TrainerSettings, mode: str, name: str) -> Arithmetic:
+    """Give a layer's arithmetic its stored scales, if settings have any. Raises UsageError for a layer without."""
+    if not settings.scales:
+        return arithmetic
+    rule = StaticScales(0, source="stored", known=settings.scales)
+    scales = rule.known_for(mode)
+    by_book = arithmetic.scaled_by(ScaleBook(rule, scales), name)
+    if by_book is not arithmetic and not any(layer == name for layer, _ in scales):
+        raise UsageError(
+            f"--scales-from has scales for {listed(list(dict.fromkeys(layer for layer, _ in scales)), _SHOWN)}, and "
+            f"none for {name}, a layer of this model. Choose a training or run of the same model."
+        )
+    return by_book

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -47,12 +48,12 @@ class TokenWindows:
         if self._places < 1:
             raise ValueError(f"{text.path} has {len(self._tokens)} tokens here; a window of {length} needs one more")
 
-    def drawn(self, seed: int, step: int, micro_batch: int, batch: int) -> Batch:
+    def draw(self, seed: int, step: int, micro_batch: int, batch: int) -> Batch:
         """Rows `micro_batch` x `batch` and following of the step's windows."""
         return self._batch(self._ids(self._starts(seed, step, micro_batch, batch)))
 
     def digest(self, seed: int, step: int, micro_batch: int, batch: int) -> int:
-        """A digest of what `drawn` reads; those of the parts of a step add up to the step's, modulo DIGESTS."""
+        """A digest of what `draw` reads; those of the parts of a step add up to the step's, modulo DIGESTS."""
         ids = self._ids(self._starts(seed, step, micro_batch, batch)).astype(np.uint64)
         rows = (ids * np.arange(1, ids.shape[1] + 1, dtype=np.uint64)).sum(1, dtype=np.uint64)
         places = np.arange(micro_batch * batch + 1, (micro_batch + 1) * batch + 1, dtype=np.uint64)
@@ -60,9 +61,10 @@ class TokenWindows:
 
     def _starts(self, seed: int, step: int, micro_batch: int, batch: int) -> NDArray[np.uint64]:
         """Philox, by its counter: numpy promises its words for a key in every version."""
-        blocks, rest = divmod(micro_batch * batch, _WORDS)
+        # The counter jumps to the first word of this micro-batch, so that cuts of a step read the same windows.
+        blocks, offset = divmod(micro_batch * batch, _WORDS)
         generator = np.random.Philox(key=seed, counter=(step << _DRAWS_BITS) + blocks)
-        words = generator.random_raw(rest + batch)[rest:]
+        words = generator.random_raw(offset + batch)[offset:]
         return words % np.uint64(-(-self._places // self._every)) * np.uint64(self._every)
 
     def in_order(self, batch: int, most: int) -> list[Batch]:
@@ -82,6 +84,7 @@ class TokenWindows:
             raise ValueError(f"the text has token {int(ids.max())}; the model knows those below {self._vocabulary}")
         host = torch.from_numpy(ids)
         if self._device != "cpu":
+            # The copy runs while the host goes on.
             host = host.pin_memory().to(self._device, non_blocking=True)
         return host[:, :-1].contiguous(), host[:, 1:].contiguous()
 
@@ -113,15 +116,17 @@ class Evaluation:
         self._config, self._layers, self._facts = config, layers, facts
         length = config.sequence
         windows = TokenWindows(text.held_out, length, facts.key, config.vocabulary)
+        # Long windows are few: fewer than these would make losses of single sentences.
         most = max(_LEAST_WINDOWS, _TOKENS // length)
         self.held_out = windows.in_order(max(config.batch, _TOKENS_A_PASS // length), most)
 
-    def look(self, model: LanguageModel, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
+    def look(self, model: LanguageModel, place: tuple[str, int, int], last: bool) -> Iterator[Validation]:
         def validation(of: str, sums: Sums, part: slice = slice(None)) -> Validation:
             losses, windows = sums[0][part], sums[1]
             tokens = len(losses) * windows
-            return Validation(*who, of, sum(losses) / tokens, tokens)
+            return Validation(*place, of, sum(losses) / tokens, tokens)
 
+        # The same windows in every arm and at every validation.
         held_out = self._sums(model)
         yield validation("held-out", held_out)
         if not last:
@@ -172,13 +177,14 @@ class Scores:
     def on_tasks(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """Yields the share of right answers by the name of its figure; NaN where the logits are not finite."""
         for name, items in self._items.items():
-            rows, lengths = self._rows([text for item in items for text in item.texts])
+            rows, lengths = self._rows([*chain.from_iterable(item.texts for item in items)])
             step = max(1, _TASK_TOKENS_A_PASS // rows.shape[1])
             parts = [(rows[at : at + step], lengths[at : at + step]) for at in range(0, len(rows), step)]
             if items[0].places:
                 logs = torch.cat([_chosen(predict, part, items[0]) for part, _ in parts])
             else:
                 logs = torch.cat([_whole(predict, *part) for part in parts]).view(len(items), 1, -1)
+            # Ties share the point, so that a constant answer scores no better than chance.
             right = torch.tensor([item.right for item in items], device=logs.device)
             yield f"{TASK}{name}", float(_rightness(logs, right).mean())
 
@@ -205,7 +211,10 @@ def _items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> dict[st
         span = text.held_out
         tokens = np.memmap(span.path, dtype=np.uint16, mode="r")[span.start : span.stop]
         held_out = tokens.astype(np.uint8).tobytes()
-    return {name: items for task in tasks for name, items in items_of(task, sequence, held_out)}
+    items: dict[str, list[TaskItem]] = {}
+    for task in tasks:
+        items.update(items_of(task, sequence, held_out))
+    return items
 
 
 def _chosen(predict: Predict, rows: Tensor, like: TaskItem) -> Tensor:

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.values import Arm, ArmCost, ArmState, SeedTask, StreamLine
+from fp8bench.features.train.values import Arm, ArmCost, ArmState, SeedTask, State, StreamLine
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.step import Coverage
 from fp8bench.protocols import Arithmetic, Device, Phases, Precision, SilentPhases
@@ -68,6 +68,7 @@ class Lab(Bench):
         self._trainers: dict[str, Trainer] = {}
         self._unbuilt: dict[str, DescribedFault] = {}
         MADE.clear()
+        # The arms of the last seed must have left the device before the next ones are built.
         gc.collect()
         self._task = task
         device = self._selected(task.facts)
@@ -91,8 +92,8 @@ class Lab(Bench):
         if isinstance(use, str):
             return ArmCost(arm.name, task.seed, why=f"its memory cannot be counted: {use}")
         count, sizes = trainer.state().parameters, trainer.state().bytes_per_parameter
-        kept = tuple((name, round(size * count)) for name, size in sizes)
-        return ArmCost(arm.name, task.seed, kept=kept, memory=use)
+        sizes_kept = tuple((name, round(size * count)) for name, size in sizes)
+        return ArmCost(arm.name, task.seed, kept=sizes_kept, memory=use)
 
     def advance(self, arm: str, steps: int) -> tuple[StreamLine, ...]:
         """Take up to `steps` steps and return their lines. An arm that has stopped or is done returns none."""
@@ -100,13 +101,17 @@ class Lab(Bench):
 
         trainer = self._trainer(arm)
         with self._running(trainer.precision):
-            return tuple(line for _ in range(steps) for line in step.advance(trainer, self._unmarked()))
+            lines: list[StreamLine] = []
+            for _ in range(steps):
+                lines += step.advance(trainer, self._unmarked())
+            return tuple(lines)
 
     def loop(self, key: str, steps: int) -> float:
         """Returns the seconds of so many more steps, back to back. They change the arm and return no lines."""
         trainer, facts, silent = self._trainer(key), self._task.facts, SilentPhases()
         device = self._selected(facts)
         with self._running(trainer.precision):
+            # Host time around all of them; what is still queued at the end belongs to the last one.
             start = time.perf_counter()
             for _ in range(steps):
                 another_step(trainer, silent)
@@ -131,8 +136,8 @@ class Lab(Bench):
         from fp8bench.features.train.lab.checkpoint import write
 
         not_finite = self._not_finite()
-        kept = {name: trainer.memory() for name, trainer in self._trainers.items() if name not in not_finite}
-        write(folder, self._task, kept, self._rank)
+        states = {name: trainer.memory() for name, trainer in self._trainers.items() if name not in not_finite}
+        write(folder, self._task, states, self._rank)
         return not_finite
 
     def _not_finite(self) -> tuple[str, ...]:
@@ -142,6 +147,7 @@ class Lab(Bench):
 
     def restore(self, folder: str) -> tuple[tuple[str, int], ...]:
         """Returns the next step of each arm. An arm that the checkpoint lacks has stopped."""
+        # An arm that was not finite is in no checkpoint, and stays stopped.
         memories = self._read(folder)
         for name, trainer in self._trainers.items():
             if name in memories:
@@ -150,7 +156,7 @@ class Lab(Bench):
                 trainer.stopped = True
         return tuple((name, trainer.step) for name, trainer in self._trainers.items())
 
-    def _read(self, folder: str) -> dict[str, dict[str, Any]]:
+    def _read(self, folder: str) -> dict[str, State]:
         from fp8bench.features.train.lab.checkpoint import read
 
         return read(folder, self._task, self._rank)
@@ -194,16 +200,16 @@ def another_step(trainer: Trainer, phase: Phases) -> None:
 def hardware_of_arm(task: SeedTask) -> Hardware:
     """What hardware with the formats would keep for the arithmetics that the task's only arm emulates."""
     (arm,) = task.arms
-    settings = arm.taken(task.settings)
+    settings = arm.merge_settings(task.settings)
     if task.facts.ranks > 1:
         return Hardware(why=OF_SEVERAL)
     carried_by = precisions.get(arm.precision).carried_by
     modes = dict.fromkeys(filter(None, (arm.precision, carried_by, *dict(settings.precision_map).values())))
     hardware = hardware_for(((mode, mode) for mode in modes), task.facts)
-    why = workloads.get("conv").not_on_device if settings.arch == "cnn" and not settings.make else ""
+    reason = workloads.get("conv").not_on_device if settings.arch == "cnn" and not settings.make else ""
     if settings.attention != "auto":
-        why = f"--attention {settings.attention} rounds values that no fused kernel stores"
-    return replace(hardware, why=hardware.why or why) if hardware.arithmetics else hardware
+        reason = f"--attention {settings.attention} rounds values that no fused kernel stores"
+    return replace(hardware, why=hardware.why or reason) if hardware.arithmetics else hardware
 
 
 def made_alone(task: SeedTask, arm: Arm, hardware: Hardware) -> Make:

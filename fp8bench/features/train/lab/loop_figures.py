@@ -7,14 +7,16 @@ No tensor is read between watched steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8bench.features.train.lab.low_precision import Parameters, Tensors
 from fp8bench.features.train.lab.readings import Number
 from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN
 
@@ -27,8 +29,12 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNor
 Left = list[tuple[Tensor, Tensor, int]]
 
 
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
 class LoopHabits:
-    """What a loop does with a module and its optimizer; `noticed` returns each new mistake once."""
+    """What a loop does with a module and its optimizer; `pop_mistakes` returns each new mistake once."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -45,23 +51,28 @@ class LoopHabits:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        handle = register_optimizer_step_post_hook(self._any_optimizer_stepped)
+        handle = register_optimizer_step_post_hook(self._see_any_step)
         try:
             yield
         finally:
             handle.remove()
 
-    def given(self, inputs: Any, watched: bool = False) -> None:
+    def take_inputs(self, inputs: Any, watched: bool = False) -> None:
         self._data = data_figures(inputs) if watched else {}
         fingerprint, self.examples = fingerprint_of(inputs)
+        # Compared on the device: the host need not wait for the result.
         if fingerprint is not None:
             same = fingerprint == self._inputs if self._inputs is not None else torch.zeros_like(fingerprint)
             self._inputs, self._repeats = fingerprint, (self._repeats + 1) * same
 
-    def figures(self, parameters: Mapping[str, nn.Parameter]) -> dict[tuple[str, str], Tensor | float]:
+    def figures(self, parameters: Parameters) -> dict[tuple[str, str], Tensor | float]:
         """By name and layer: how many steps in a row had the same inputs, and lower rates as shares of the highest."""
+        # Groups of an optimizer may learn at different rates: health rules have to know the slow ones.
         highest = self.rate()
-        shares = {id(each): rate / highest for rate, group in self._groups() for each in group["params"] if highest > 0}
+        shares: dict[int, float] = {}
+        for rate, group in self._groups():
+            if highest > 0:
+                shares |= dict.fromkeys(map(id, group["params"]), rate / highest)
         slower = {
             ("rate_share", name.removesuffix(".weight")): share
             for name, parameter in parameters.items()
@@ -76,7 +87,7 @@ class LoopHabits:
         self._began = True
         self._was_cleared |= not self._left or not all(untouched)
 
-    def backward_ended(self) -> None:
+    def end_backward(self) -> None:
         self._left = self._gradients()
 
     def update_begins(self) -> None:
@@ -88,11 +99,11 @@ class LoopHabits:
         """The highest of all groups; NaN for an optimizer that finds its own."""
         return max((rate for rate, _ in self._groups()), default=math.nan)
 
-    def updated(self) -> None:
+    def end_update(self) -> None:
         self._left, self._was_cleared, self._began = self._gradients(), False, False
         self._states, self._age = self._moments()
 
-    def noticed(self) -> list[str]:
+    def pop_mistakes(self) -> list[str]:
         noticed, self._noticed = self._noticed, []
         return noticed
 
@@ -101,16 +112,16 @@ class LoopHabits:
             self._noticed.append(word)
         (self._present.add if now else self._present.discard)(word)
 
-    def _any_optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        others = (id(tensor) not in self._own for group in optimizer.param_groups for tensor in group["params"])
-        if optimizer is not self._optimizer and any(others):
+    def _see_any_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        foreign = (id(parameter) not in self._own for parameter in parameters_of(optimizer))
+        if optimizer is not self._optimizer and any(foreign):
             self._set(OTHERS_TRAIN, True)
 
     def _groups(self) -> Iterator[tuple[float, dict[str, Any]]]:
         return ((float(group["lr"]), group) for group in self._optimizer.param_groups if group.get("lr") is not None)
 
     def _gradients(self) -> Left:
-        pairs = ((tensor, tensor.grad) for group in self._optimizer.param_groups for tensor in group["params"])
+        pairs = ((parameter, parameter.grad) for parameter in parameters_of(self._optimizer))
         return [(parameter, gradient, gradient._version) for parameter, gradient in pairs if gradient is not None]
 
     def _moments(self) -> tuple[int, float]:
@@ -143,13 +154,15 @@ def listening(begins: Listener, ended: Listener) -> Iterator[None]:
             torch.autograd.backward = _plain_backward
 
 
-def _backward(tensors: Tensor | Sequence[Tensor], *args: Any, **named: Any) -> None:
+def _backward(tensors: Tensor | Tensors, *args: Any, **named: Any) -> None:
     if _running:
         return _plain_backward(tensors, *args, **named)
     listeners, roots = tuple(_listeners), [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    # A loss is a single number; anything else is the backward of a part.
     root = roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
     for begins, _ in listeners:
         begins(root)
+    # Backward inside backward, as checkpointing does it, is no step of the loop.
     _running.append(True)
     try:
         _plain_backward(tensors, *args, **named)
@@ -175,23 +188,24 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def fingerprint_of(given: Any) -> tuple[Tensor | None, int]:
+def fingerprint_of(inputs: Any) -> tuple[Tensor | None, int]:
     """A number that is equal for equal inputs and differs for others, and the number of examples."""
-    tensors = [tensor.detach() for tensor in tensors_in(given) if tensor.numel()]
+    tensors = [tensor.detach() for tensor in tensors_in(inputs) if tensor.numel()]
     if not tensors:
         return None, 0
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     for tensor in tensors:
+        # A sample of evenly spaced values is enough for moments, and costs the same for any batch.
         flat = tensor.flatten()
         values = flat[:: -(-len(flat) // _LOOKED_AT)].to(torch.float64)
         total = total + (values * _vector(values.shape, values.device)).sum().to(total.device)
     return total, len(tensors[0]) if tensors[0].ndim else 1
 
 
-def data_figures(given: Any) -> dict[str, Number]:
+def data_figures(inputs: Any) -> dict[str, Number]:
     """Of a sample of the first tensor given to a model: mean, deviation, and the share of examples that equal
     another."""
-    several = (tensor.detach() for tensor in tensors_in(given) if tensor.numel() > 1 and tensor.dtype != torch.bool)
+    several = (tensor.detach() for tensor in tensors_in(inputs) if tensor.numel() > 1 and tensor.dtype != torch.bool)
     tensor = next(several, None)
     if tensor is None or tensor.is_complex():
         return {}
@@ -227,7 +241,7 @@ def predictions_of(root: Tensor) -> dict[str, Number]:
     for _ in range(_CHAIN):
         if node is None or node.name().startswith("NllLoss"):
             break
-        nexts = [after for after, _ in node.next_functions if after is not None]
+        nexts = [function for function, _ in node.next_functions if function is not None]
         node = nexts[0] if len(nexts) == 1 else None
     scores: Any = node.next_functions[0][0] if node is not None else None
     if scores is None or not scores.name().startswith("LogSoftmax"):

@@ -3,8 +3,9 @@ without the host waiting."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,11 @@ from fp8bench.protocols import Operand
 # As in FP8-LM: a scale is halved where more values than this share saturate, else it doubles over 1000 steps.
 MOST_SATURATED = 1e-5
 _GROWTH = 2 ** (1 / 1000)
+
+
+Tensors = Sequence[Tensor]
+# A model's parameters by their paths.
+Parameters = Mapping[str, nn.Parameter]
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
@@ -40,32 +46,32 @@ class Gradients:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def of(self, parameters: Tensors) -> list[Tensor]:
         return list(map(gradient_of, parameters))
 
-    def filled(self) -> list[Tensor]:
+    def fill(self) -> list[Tensor]:
         for parameter in self._parameters:
             parameter.grad = gradient_of(parameter)
         return self.of(self._parameters)
 
-    def given(self) -> None:
+    def accept(self) -> None:
         """Take what lies in the parameters' `grad` but comes from no backward."""
 
     def norms(self) -> list[Tensor]:
         return list(torch._foreach_norm(list(map(dense, self.of(self._parameters)))))
 
-    def give(self, parameters: Sequence[Tensor]) -> None:
+    def give(self, parameters: Tensors) -> None:
         """Put the gradients into the parameters' `grad` for an update."""
         for parameter, gradient in zip(parameters, self.of(parameters), strict=True):
             parameter.grad = gradient
 
-    def take_back(self, parameters: Sequence[Tensor]) -> None:
+    def take_back(self, parameters: Tensors) -> None:
         """Free what `give` has restored."""
 
     def end(self) -> None:
         """Called when the weights are updated."""
 
-    def kept(self) -> list[Tensor]:
+    def stored_tensors(self) -> list[Tensor]:
         return self.of(self._parameters)
 
     def memory(self) -> list[Tensor]:
@@ -93,17 +99,17 @@ class LowGradients(Gradients):
         self._begun.add(parameter)
         parameter.grad = None
 
-    def given(self) -> None:
+    def accept(self) -> None:
         for parameter in self._parameters:
             self._take(parameter)
 
-    def of(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def of(self, parameters: Tensors) -> list[Tensor]:
         return [
-            self._sums[parameter].restored() if parameter in self._begun else torch.zeros_like(parameter)
+            self._sums[parameter].restore() if parameter in self._begun else torch.zeros_like(parameter)
             for parameter in parameters
         ]
 
-    def take_back(self, parameters: Sequence[Tensor]) -> None:
+    def take_back(self, parameters: Tensors) -> None:
         for parameter in parameters:
             parameter.grad = None
 
@@ -114,8 +120,8 @@ class LowGradients(Gradients):
         for total in self._sums.values():
             total.end()
 
-    def kept(self) -> list[Tensor]:
-        return [part for total in self._sums.values() for part in total.operand.tensors]
+    def stored_tensors(self) -> list[Tensor]:
+        return [*chain.from_iterable(total.operand.tensors for total in self._sums.values())]
 
     def memory(self) -> list[Tensor]:
         return [scale.share for scale in self._sums.values() if isinstance(scale, AutomaticScale)]
@@ -128,7 +134,7 @@ class _BFloat16:
     def add(self, gradient: Tensor, first: bool) -> None:
         self.operand = Operand((gradient if first else gradient + self.operand.data).to(torch.bfloat16))
 
-    def restored(self) -> Tensor:
+    def restore(self) -> Tensor:
         return self.operand.data.to(torch.float32)
 
     def end(self) -> None:
@@ -151,7 +157,7 @@ class AutomaticScale:
         return Operand(self._codes, self._inverse)
 
     def add(self, gradient: Tensor, first: bool) -> None:
-        total = gradient if first else gradient + self.restored()
+        total = gradient if first else gradient + self.restore()
         amax = largest_magnitude(total)
         if first:
             scale, _ = current_scale(amax * self._micro_batches, E4M3, ScaleRounding.EXACT)
@@ -160,13 +166,14 @@ class AutomaticScale:
         self._codes = codes(total, E4M3, self._scale)
         self._inverse = torch.where(amax.isfinite(), self._scale.reciprocal(), torch.nan)
 
-    def restored(self) -> Tensor:
+    def restore(self) -> Tensor:
         return self._codes.to(torch.float32) * self._inverse
 
     def end(self) -> None:
+        # As FP8-LM adapts its scale: at once down, slowly up.
         too_many = self._saturated > MOST_SATURATED * self._codes.numel() * self._micro_batches
-        after = torch.where(too_many, self.share / 2, (self.share * _GROWTH).clamp(max=1.0))
-        self.share = torch.where(self._inverse.isfinite(), after, self.share)
+        share = torch.where(too_many, self.share / 2, (self.share * _GROWTH).clamp(max=1.0))
+        self.share = torch.where(self._inverse.isfinite(), share, self.share)
 
 
 class Weights:
@@ -184,13 +191,13 @@ class Weights:
     def draws(self, seed: int) -> None:
         """Seed the random rounding, if there is any."""
 
-    def raised(self) -> None:
+    def raise_precision(self) -> None:
         """Give the parameters the values that an update begins from."""
 
-    def round(self, parameters: Sequence[Tensor]) -> None:
+    def round(self, parameters: Tensors) -> None:
         """Round parameters that a step has changed, and keep them."""
 
-    def kept(self) -> list[Tensor]:
+    def stored_tensors(self) -> list[Tensor]:
         return [parameter.detach() for parameter in self._parameters]
 
 
@@ -199,13 +206,13 @@ class HalfWeights(Weights):
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter] = ()) -> None:
         super().__init__(parameters, layers)
-        self._storage = self._stored()
+        self._storage = self._make_storage()
         self._masters: dict[Tensor, Operand] = {}
         self._sizes = {parameter: parameter.untyped_storage().nbytes() for parameter in parameters}
         self.round(parameters)
         self._release()
 
-    def _stored(self) -> Storage:
+    def _make_storage(self) -> Storage:
         """Scales are powers of two, so that rounding a rounded weight again, as in a skipped step, changes nothing."""
         return scaled(FP16, ScaleRounding.POWER_OF_TWO)
 
@@ -213,23 +220,27 @@ class HalfWeights(Weights):
     def present(self) -> Iterator[None]:
         for parameter in self._parameters:
             parameter.untyped_storage().resize_(self._sizes[parameter])
-            parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
+            self._show_master(parameter)
         try:
             yield
         finally:
             self._release()
 
+    def _show_master(self, parameter: Tensor) -> None:
+        """Give a parameter the value of its stored weights."""
+        parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
+
     def _release(self) -> None:
         for parameter in self._parameters:
             parameter.untyped_storage().resize_(0)
 
-    def round(self, parameters: Sequence[Tensor]) -> None:
+    def round(self, parameters: Tensors) -> None:
         for parameter in parameters:
             self._masters[parameter] = self._storage.keep(parameter.detach())
-            parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
+            self._show_master(parameter)
 
-    def kept(self) -> list[Tensor]:
-        return [part for parameter in self._parameters for part in self._masters[parameter].tensors]
+    def stored_tensors(self) -> list[Tensor]:
+        return [*chain.from_iterable(self._masters[parameter].tensors for parameter in self._parameters)]
 
 
 class EightBitWeights(HalfWeights):
@@ -246,28 +257,30 @@ class EightBitWeights(HalfWeights):
                 parameter.detach().copy_(self._eight.restore(self._codes[parameter]))
             yield
 
-    def raised(self) -> None:
+    def raise_precision(self) -> None:
         for parameter in self._layers:
-            parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
+            self._show_master(parameter)
 
-    def round(self, parameters: Sequence[Tensor]) -> None:
+    def round(self, parameters: Tensors) -> None:
         super().round(parameters)
         layers = set(map(id, self._layers))
         for parameter in parameters:
             if id(parameter) in layers:
                 self._codes[parameter] = self._eight.keep(parameter.detach())
 
-    def kept(self) -> list[Tensor]:
-        return [*super().kept(), *(part for layer in self._layers for part in self._codes[layer].tensors)]
+    def stored_tensors(self) -> list[Tensor]:
+        return [*super().stored_tensors(), *chain.from_iterable(self._codes[layer].tensors for layer in self._layers)]
 
 
 class StochasticWeights(HalfWeights):
     """bf16 weights, rounded up or down at random so that small updates are not lost; a seed for each step."""
 
-    def _stored(self) -> Storage:
+    def _make_storage(self) -> Storage:
         self._drawn = torch.Generator(self._parameters[0].device)
         self._drawn.manual_seed(0)
-        return Storage(lambda x: Operand(stochastic_bf16(x, self._drawn)), lambda kept: kept.data.to(torch.float32))
+        return Storage(
+            lambda x: Operand(stochastic_bf16(x, self._drawn)), lambda operand: operand.data.to(torch.float32)
+        )
 
     def draws(self, seed: int) -> None:
         self._drawn.manual_seed(seed)
@@ -275,7 +288,9 @@ class StochasticWeights(HalfWeights):
 
 def stochastic_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
     """Rounds float32 at random: adds sixteen random bits below the last bit that is kept, and cuts them off."""
+    # Sixteen bits are cut off: a random number of as many bits decides the direction.
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    # A carry out of the random bits rounds up, with the probability that the cut bits ask for.
     cut = ((x.contiguous().view(torch.int32) + noise) & ~0xFFFF).view(torch.float32)
     return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)
 
@@ -288,15 +303,15 @@ MASTERS = {
 }
 
 
-def rounded_update(fmt: str) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None:
+def rounded_update(fmt: str) -> Callable[[Tensors, Tensors], None] | None:
     """Returns a function that rounds how far weights have moved, and moves them by that instead; None for fp32."""
     if fmt == "fp32":
         return None
     storage = scaled(E4M3) if fmt == "fp8" else in_arithmetic(PlainArithmetic(torch.bfloat16))
 
     @torch.no_grad()
-    def round_updates(before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
-        for old, new in zip(before, after, strict=True):
+    def round_updates(starts: Tensors, ends: Tensors) -> None:
+        for old, new in zip(starts, ends, strict=True):
             update = storage.restore(storage.keep((new - old).to(torch.float32)))
             new.copy_(old + update.to(old.dtype))
 

@@ -1,4 +1,7 @@
-"""What a trainer trains: an arm's model with its batches and losses, of either kind of maker."""
+"""What a trainer trains: an arm's model with its batches and losses.
+
+A built-in architecture, whole or a rank's part of it, is made here; a user's own model in own_model.py.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.evaluate import Scores
+from fp8bench.features.train.lab import models
+from fp8bench.features.train.lab.checkpoint import apply_scales, apply_start
+from fp8bench.features.train.lab.evaluate import DIGESTS, Batch, Evaluation, Scores, TokenWindows
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, make_step_optimizer, seed_of
 from fp8bench.features.train.lab.together import Alone
+from fp8bench.features.train.lab.ways import together_of
 from fp8bench.features.train.values import Arm, SeedTask, Validation
+from fp8bench.nn.around import set_around
+from fp8bench.nn.attention import EmulatedCore, SelfAttention
+from fp8bench.nn.compiling import Forward, compiled
+from fp8bench.nn.gpt import LanguageModel
+from fp8bench.nn.unit_scaling import scale_to_unit
 from fp8bench.nn.whole_layers import CachedWeights
-from fp8bench.protocols import Arithmetic, Phases, SilentPhases, WatchedArithmetic
+from fp8bench.protocols import Arithmetic, Phases, SilentPhases, WatchedArithmetic, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 
@@ -36,7 +47,7 @@ class MadeModel:
     def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None, wrap: WrapArithmetic | None) -> None:
         """`watch` is called with every cast."""
         self.task, self.arm, self.watch_casts = task, arm, watch
-        self.settings = arm.taken(task.settings)
+        self.settings = arm.merge_settings(task.settings)
         self.precision = precisions.get(arm.precision)
         self.arithmetics: dict[str, Arithmetic] = {}
         self._wrap = wrap
@@ -51,7 +62,7 @@ class MadeModel:
         arithmetic = precisions.get(mode).arithmetic(self.task.facts)
         return arithmetic if self._wrap is None else self._wrap(mode, arithmetic)
 
-    def watched(self, arithmetic: Arithmetic) -> Arithmetic:
+    def watch_arithmetic(self, arithmetic: Arithmetic) -> Arithmetic:
         return arithmetic if self.watch_casts is None else WatchedArithmetic(arithmetic, self.watch_casts)
 
     def make_optimizer(self) -> StepOptimizer:
@@ -66,8 +77,9 @@ class MadeModel:
         """This rank's part of a step's micro-batch."""
         raise NotImplementedError
 
-    def seeded(self, step: int, number: int) -> AbstractContextManager[None]:
+    def seed_batch(self, step: int, number: int) -> AbstractContextManager[None]:
         """Seeds what a micro-batch draws at random."""
+        # Ranks that divide a micro-batch read its parts one after the other.
         part = number * self.together.shares + self.together.share
         torch.manual_seed(seed_of("step", self.task.seed, step, part))
         return nullcontext()
@@ -83,6 +95,102 @@ class MadeModel:
     def repeat_steps(self, count: int) -> None:
         """The last steps are taken again."""
 
-    def validate(self, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
+    def validate(self, place: tuple[str, int, int], last: bool) -> Iterator[Validation]:
         """The held-out losses of an arm, a seed and a step; `last` adds what only a finished training gets."""
         raise NotImplementedError
+
+
+class BuiltInModel(MadeModel):
+    """One of the architectures of models.py. Ranks divide its batch or its weights (`together`)."""
+
+    model: LanguageModel
+
+    def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None, wrap: WrapArithmetic | None) -> None:
+        super().__init__(task, arm, watch, wrap)
+        settings, facts = self.settings, task.facts
+        self._config = config = models.config_of(settings, task.text.vocabulary)
+        self._layers = models.layers_of(settings.arch, config)
+        self.together = together_of(settings, config, facts)
+        self.model = self._build()
+        self.together.take(self.model)
+        self.windows = TokenWindows(task.text.train, config.sequence, facts.key, config.vocabulary)
+        self._evaluation = Evaluation(task.text, config, self._layers, facts, self.together.share_scales)
+        self.scores = Scores(task, settings, self._evaluation.held_out, config)
+        self.tokens = config.batch * config.sequence * settings.micro_batches
+        self.finish()
+        self._forward: Forward = self._compile() if settings.compile == "yes" else self.model
+
+    def _build(self) -> LanguageModel:
+        """Weights are drawn from the seed in float32 whatever the precision."""
+        settings, facts, seed = self.settings, self.task.facts, self.task.seed
+        keys = dict(settings.precision_map)
+        share = self.together.share
+        source = f"{seed}/rank-{share}" if share else f"{seed}"  # each rank rounds at random by itself
+        layers = {layer.name: layer for layer in self._layers}
+
+        def choose(name: str) -> Arithmetic:
+            key = key_of(layers[name], keys)
+            high = self.precision.carried_by if layers[name].high else ""
+            mode = keys[key] if key is not None else high or self.arm.precision
+            arithmetic = apply_scales(self.arithmetic(mode).layer(f"{source}/{name}"), settings, mode, name)
+            self.arithmetics[name] = watched = self.watch_arithmetic(self.together.share_scales(name, arithmetic))
+            return watched
+
+        carrier = self.precision.arithmetic(facts).carrier
+        # All arms of a seed begin with the same float32 weights.
+        torch.manual_seed(seed_of("weights", seed))
+        with torch.device(facts.key):
+            model = models.built(settings, self._config, choose, carrier)
+        # Unit scaling changes weights and layers, and so comes before anything that looks at them.
+        if self.precision.unit_scaled:
+            scale_to_unit(model, self._config.sequence)
+        around = {layer.name: key_of(layer, keys) for layer in models.around_of(settings.arch, self._config)}
+        set_around(model, {name: self.arithmetic(keys[key]) for name, key in around.items() if key})
+        if settings.attention != "auto":
+            self._round_attention(model)
+        apply_start(model, settings, self.arm, seed)
+        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
+        return model
+
+    def _round_attention(self, model: LanguageModel) -> None:
+        """Give the attention cores the arm's precision; each layer keeps its own scales."""
+        for path, module in model.named_modules():
+            if isinstance(module, SelfAttention):
+                prescaled = self.settings.attention == "prescaled"
+                module.core = core = EmulatedCore(self.precision.arithmetic(self.task.facts), prescaled=prescaled)
+                for part, arithmetic in core.parts.items():
+                    name = f"{path}.core.{part}"
+                    core.parts[part] = self.arithmetics[name] = self.watch_arithmetic(
+                        self.together.share_scales(name, arithmetic)
+                    )
+
+    def _compile(self) -> Forward:
+        """Compiles the model now, so that no timed step has to."""
+        with self.cached_weights.cast(SILENT):
+            return compiled(self.model, *self.read_batch(0, 0))
+
+    @property
+    def _rows(self) -> int:
+        """The sequences of a micro-batch that this rank reads."""
+        return self._config.batch // self.together.shares
+
+    def read_batch(self, step: int, number: int) -> Batch:
+        part = number * self.together.shares + self.together.share
+        return self.windows.draw(self.task.seed, step, part, self._rows)
+
+    def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
+        forward: Forward = self.model if watched else self._forward
+        tokens, targets = batch
+        return forward(tokens, targets, phase)
+
+    def digest_batches(self, step: int) -> tuple[int, int]:
+        digest, shares, numbers = self.windows.digest, self.together.shares, range(self.settings.micro_batches)
+        parts = [number * shares + self.together.share for number in numbers]
+        # The parent adds up the parts of all ranks, and compares the sum with the whole.
+        rank_sum = sum(digest(self.task.seed, step, part, self._rows) for part in parts)
+        step_sum = sum(digest(self.task.seed, step, number, self._config.batch) for number in numbers)
+        return rank_sum % DIGESTS, step_sum % DIGESTS
+
+    def validate(self, place: tuple[str, int, int], last: bool) -> Iterator[Validation]:
+        """`last` adds losses by position, on other text, and with weights quantised after training."""
+        yield from self._evaluation.look(self.model, place, last)

@@ -6,12 +6,13 @@ Imports no torch: the parent process plans trainings with it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.train.request import CUT, PARAMETER_KINDS, WIRED, TrainerSettings, parse_optimizer
+from fp8bench.features.train.request import CUT, PARAMETER_KINDS, WIRED, WIRES, TrainerSettings, parse_optimizer
 from fp8bench.formats.hardware import emulated, native, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
@@ -51,10 +52,11 @@ def config_of(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
     if settings.model not in SIZES:
         raise UnknownName("model", settings.model, SIZES)
     size = SIZES[settings.model]
-    own = -(-vocabulary // _ROUND) * _ROUND
+    # Products want sides in round numbers: the vocabulary is padded.
+    vocabulary_of_text = -(-vocabulary // _ROUND) * _ROUND
     return replace(
         size,
-        vocabulary=max(own, size.vocabulary) if size.vocabulary > 256 else own,
+        vocabulary=max(vocabulary_of_text, size.vocabulary) if size.vocabulary > 256 else vocabulary_of_text,
         batch=settings.batch or size.batch,
         sequence=settings.sequence or size.sequence,
         experts=EXPERTS if settings.arch == "moe" else 0,
@@ -65,27 +67,26 @@ def config_of(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
 
 def layers_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
     """The layers that take a precision, in the order in which they are built; the head stays in high precision."""
-    blocks = _BLOCKS[arch]
+    parts = list(_BLOCKS[arch])
     if arch == "moe":
-        experts = (
-            (f"mlp.experts.{number}.{part}", "mlp") for number in range(config.experts) for part in ("up", "down")
-        )
-        blocks = (*blocks, *experts)
-    first = (Layer("window", "mlp"),) if arch == "mlp" else ()
-    own = (Layer(f"blocks.{block}.{name}", kind) for block in range(config.layers) for name, kind in blocks)
-    return (*first, *own, Layer("head", "head", high=True))
+        for number in range(config.experts):
+            parts += [(f"mlp.experts.{number}.up", "mlp"), (f"mlp.experts.{number}.down", "mlp")]
+    layers = [Layer("window", "mlp")] if arch == "mlp" else []
+    for block in range(config.layers):
+        layers += [Layer(f"blocks.{block}.{name}", kind) for name, kind in parts]
+    return (*layers, Layer("head", "head", high=True))
 
 
 def around_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
     if arch not in _NORMS:
         return gpt_around(config.layers)
-    return around(norm.format(block) for block in range(config.layers) for norm in _NORMS[arch])
+    return around(norm.format(block) for block, norm in itertools.product(range(config.layers), _NORMS[arch]))
 
 
 def check(settings: TrainerSettings) -> None:
     config, compiled = config_of(settings, 1), settings.compile == "yes"
     attends = settings.arch in ("gpt", "moe")
-    why = "batch norm would count a block twice" if settings.arch == "cnn" else "an mlp keeps few activations anyway"
+    reason = "batch norm would count a block twice" if settings.arch == "cnn" else "an mlp keeps few activations anyway"
     refusals = (
         (
             settings.arch == "cnn" and config.sequence % LINE > 0,
@@ -108,131 +109,124 @@ def check(settings: TrainerSettings) -> None:
         ),
         (
             settings.checkpointing != "no" and not attends,
-            f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: {why}. Choose --checkpointing no.",
+            f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: {reason}. Choose --checkpointing no.",
         ),
     )
     for wrong, message in refusals:
         if wrong:
             raise UsageError(message)
-    known = {**dict.fromkeys(PARAMETER_KINDS), **keys_of(layers_of(settings.arch, config))}
-    known |= {layer.name: None for layer in around_of(settings.arch, config) if layer.kind == "norm"}
+    names = {**dict.fromkeys(PARAMETER_KINDS), **keys_of(layers_of(settings.arch, config))}
+    names |= {layer.name: None for layer in around_of(settings.arch, config) if layer.kind == "norm"}
     for name, _ in settings.rates:
         if name == "head" and config.tied:
             raise UsageError(f"--rates head: the head of {settings.model} is its embedding. Give a rate of embedding.")
-        if name not in known:
-            raise UnknownName("parameters of --rates", name, known, f"{', '.join(PARAMETER_KINDS)}; {_RATED}")
-
-
-# Settings that have an effect only with some values of another one.
-_ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "wire": ("parallel", WIRED),
-}
+        if name not in names:
+            raise UnknownName("parameters of --rates", name, names, f"{', '.join(PARAMETER_KINDS)}; {_RATED}")
 
 
 def check_effective(arms: Sequence[TrainerSettings]) -> None:
-    defaults = TrainerSettings()
-    for name, (needed, values) in _ONLY_WITH.items():
-        given = [arm for arm in arms if getattr(arm, name) != getattr(defaults, name)]
-        if given and not any(getattr(arm, needed) in values for arm in given):
-            option, other = (f"--{word.replace('_', '-')}" for word in (name, needed))
-            raise UsageError(
-                f"{option} has no effect: it needs {other} {' or '.join(values)}, and that is "
-                f"{getattr(given[0], needed)}. Choose {other} {values[0]}, or leave {option} out."
-            )
+    """Raises UsageError for a --wire that no arm sends anything in."""
+    changed = [arm for arm in arms if arm.wire != WIRES[0]]
+    if changed and not any(arm.parallel in WIRED for arm in changed):
+        raise UsageError(
+            f"--wire has no effect: it needs --parallel {' or '.join(WIRED)}, and that is {changed[0].parallel}. "
+            f"Choose --parallel {WIRED[0]}, or leave --wire out."
+        )
 
 
 def _around(settings: TrainerSettings) -> list[str]:
     """The precisions that the map gives to operations around products."""
     layers = around_of(settings.arch, config_of(settings, 1))
-    return [mode for key, mode in settings.precision_map if any(key_of(layer, [key]) for layer in layers)]
+    keys = {key_of(layer, dict(settings.precision_map)) for layer in layers}
+    return [mode for key, mode in settings.precision_map if key in keys]
 
 
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
-    given, cut, sharded = settings, settings.parallel in CUT, settings.parallel == "fsdp"
-    way = f"--parallel {given.parallel}"
-    batch, rounded = config_of(given, 1).batch, any(precisions.get(word).carried_by for word in _around(given))
+    chosen, cut, sharded = settings, settings.parallel in CUT, settings.parallel == "fsdp"
+    parallel = f"--parallel {chosen.parallel}"
+    batch, rounded = config_of(chosen, 1).batch, any(precisions.get(word).carried_by for word in _around(chosen))
     if not cut and batch % ranks:
         raise UsageError(f"{ranks} ranks cannot share a micro-batch of {batch} equally. Give a multiple as --batch.")
     refusals = (
         (
-            cut and given.arch != "gpt",
-            f"--arch {given.arch}",
-            way,
+            cut and chosen.arch != "gpt",
+            f"--arch {chosen.arch}",
+            parallel,
             "it divides the heads and hidden features of gpt's blocks. Choose --arch gpt",
         ),
         (
-            cut and given.gradients != "fp32",
-            f"--gradients {given.gradients}",
-            way,
+            cut and chosen.gradients != "fp32",
+            f"--gradients {chosen.gradients}",
+            parallel,
             (
                 "each rank would have its own scale for its part of a gradient. Choose --gradients fp32, "
                 "or --parallel zero"
             ),
         ),
         (
-            given.parallel == "sp" and given.dropout > 0,
-            f"--dropout {given.dropout:g}",
-            way,
+            chosen.parallel == "sp" and chosen.dropout > 0,
+            f"--dropout {chosen.dropout:g}",
+            parallel,
             "ranks have different tokens, and would drop the same places in each. Choose --dropout 0",
         ),
         (
-            rounded and given.parallel != "tp",
+            rounded and chosen.parallel != "tp",
             "--precision-map",
-            way,
+            parallel,
             "operations around products would be rounded by a rank's own magnitudes. Leave it out",
         ),
-        (given.arch == "cnn", "--arch cnn", "--ranks", "its batch norm would see only a rank's own part of a batch"),
+        (chosen.arch == "cnn", "--arch cnn", "--ranks", "its batch norm would see only a rank's own part of a batch"),
         (
-            given.gradients != "fp32" and given.parallel != "zero",
-            f"--gradients {given.gradients}",
-            way,
+            chosen.gradients != "fp32" and chosen.parallel != "zero",
+            f"--gradients {chosen.gradients}",
+            parallel,
             "its ranks average float32 gradients. Choose --parallel zero, as MS-AMP's levels do",
         ),
         (
-            given.compile == "yes",
+            chosen.compile == "yes",
             "--compile yes",
             "--ranks",
             "ranks send each other largest magnitudes between casts. Choose --compile no",
         ),
         (
-            given.arch == "moe",
+            chosen.arch == "moe",
             "--arch moe",
             "--ranks",
             "experts cast on some ranks and not on others, so that ranks cannot share magnitudes. Choose --arch gpt",
         ),
         (
-            cut and given.master == "bf16-stochastic",
-            f"--master {given.master}",
-            way,
+            cut and chosen.master == "bf16-stochastic",
+            f"--master {chosen.master}",
+            parallel,
             "weights that all ranks share would be rounded differently on each. Choose another master",
         ),
         (
-            (cut or sharded) and parse_optimizer(given.optimizer)[0] == "adafactor",
+            (cut or sharded) and parse_optimizer(chosen.optimizer)[0] == "adafactor",
             "--optimizer adafactor",
-            way,
+            parallel,
             "it needs means of a weight's rows and columns, and a rank has a part of them. Choose another one",
         ),
         (
-            (cut or sharded) and given.updates == "fp8",
+            (cut or sharded) and chosen.updates == "fp8",
             "--updates fp8",
-            way,
+            parallel,
             "its scale needs the update of a whole weight, and a rank has a part of it. Choose bf16",
         ),
     )
-    for wrong, option, other, why in refusals:
+    for wrong, option, conflict, reason in refusals:
         if wrong:
-            raise UsageError(f"{option} does not go with {other}: {why}.")
-    config = config_of(given, 1)
-    why = uncuttable(config, ranks) if cut else ""
-    if given.parallel == "sp" and config.sequence % ranks:
-        why = f"{config.sequence} tokens cannot be divided equally among {ranks} ranks: choose another --sequence"
-    if why:
-        raise UsageError(f"{way} cannot cut {given.model} for --ranks {ranks}: {why}, or fewer ranks.")
+            raise UsageError(f"{option} does not go with {conflict}: {reason}.")
+    config = config_of(chosen, 1)
+    reason = uncuttable(config, ranks) if cut else ""
+    if chosen.parallel == "sp" and config.sequence % ranks:
+        reason = f"{config.sequence} tokens cannot be divided equally among {ranks} ranks: choose another --sequence"
+    if reason:
+        raise UsageError(f"{parallel} cannot cut {chosen.model} for --ranks {ranks}: {reason}, or fewer ranks.")
 
 
 def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
-    own = settings.make and precision.name == UNTOUCHED
-    support = native("the model as it came") if own else _support_of(settings, precision, facts)
+    is_unconverted = settings.make and precision.name == UNTOUCHED
+    support = native("the model as it came") if is_unconverted else _support_of(settings, precision, facts)
     if precision.whole_layers and precision.remembers and support.level is not Level.REFUSED:
         return refused(f"a checkpoint cannot store scales of {precision.mode}: choose backend=torch or emulated")
     cut = settings.parallel in CUT and facts.ranks > 1
@@ -249,9 +243,10 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
     if cut and (misfit := _misfit(config, facts.ranks, precision)):
         return refused(misfit)
     readers = 1 if cut else facts.ranks
+    # Weight gradients are contracted over the tokens, in multiples that the device takes.
     rows, along = config.batch // readers * config.sequence, precision.multiples[0]
-    if settings.compile == "yes" and (why := uncompilable(precision, config, rows)):
-        return refused(why)
+    if settings.compile == "yes" and (reason := uncompilable(precision, config, rows)):
+        return refused(reason)
     if settings.arch == "cnn" and rounded:
         recipe = getattr(precision, "recipe", None)
         if not (isinstance(recipe, Recipe) and recipe.hadamard):
@@ -280,10 +275,10 @@ def _support_of(settings: TrainerSettings, precision: Precision, facts: DeviceFa
         if precision.unit_scaled
         else ()
     )
-    for given in filter(None, unlike):
+    for option in filter(None, unlike):
         return refused(
             f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole. It has constants for a "
-            f"GPT only, without {given}: choose fp8, whose scales come from the tensors"
+            f"GPT only, without {option}: choose fp8, whose scales come from the tensors"
         )
     return precision.support(facts)
 
@@ -306,8 +301,8 @@ def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier:
     from fp8bench.nn.whole_layers import surround
 
     if settings.arch in ("mlp", "cnn"):
-        made: type[LanguageModel] = WindowMLP if settings.arch == "mlp" else TextCNN
-        model = made(config, choose, carrier, settings.dropout)
+        kind: type[LanguageModel] = WindowMLP if settings.arch == "mlp" else TextCNN
+        model = kind(config, choose, carrier, settings.dropout)
     else:
         model = GPT(config, choose, carrier, checkpointing=settings.checkpointing == "blocks", dropout=settings.dropout)
     surround(model)

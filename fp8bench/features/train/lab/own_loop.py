@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.loop_figures import LoopHabits, listening, predictions_of, tensors_in
+from fp8bench.features.train.lab.loop_figures import LoopHabits, listening, parameters_of, predictions_of, tensors_in
 from fp8bench.features.train.lab.rates import joint
 from fp8bench.features.train.lab.readings import Figures, dense, read
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
-from fp8bench.features.train.values import UNSEEN, StepFigure, StepRow, StreamLine, TrainingEvent, Validation
+from fp8bench.features.train.values import UNSEEN, Lines, StepFigure, StepRow, TrainingEvent, Validation
 
 # After so many updates in a row without a row of figures, an event says why.
 _SILENT = 3
@@ -31,7 +31,7 @@ class OwnLoop:
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        told: Callable[[Sequence[StreamLine]], None],
+        told: Callable[[Lines], None],
         name: str = "own",
         stride: int = 10,
         tokens: int = 0,
@@ -62,14 +62,14 @@ class OwnLoop:
 
     def __enter__(self) -> Self:
         handles = (
-            self._module.register_forward_pre_hook(self._given, with_kwargs=True),
-            self._module.register_forward_hook(self._passed),
+            self._module.register_forward_pre_hook(self._take_inputs, with_kwargs=True),
+            self._module.register_forward_hook(self._see_output),
             self._optimizer.register_step_pre_hook(self._before_update),
             self._optimizer.register_step_post_hook(self._after_update),
         )
         for handle in handles:
             self._hooks.callback(handle.remove)
-        self._hooks.enter_context(listening(self._backward_begins, self._backward_ended))
+        self._hooks.enter_context(listening(self._backward_begins, self._end_backward))
         self._hooks.enter_context(self._habits.listening())
         self._begin()
         return self
@@ -88,13 +88,10 @@ class OwnLoop:
         """Give the present loss on held-out data."""
         self._told((Validation(self._name, 0, self._step, "held-out", float(value), tokens),))
 
-    def _optimized(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-
     @property
-    def _updated(self) -> dict[str, nn.Parameter]:
-        own = set(map(id, self._optimized()))
-        return {path: parameter for path, parameter in self._watch.parameters.items() if id(parameter) in own}
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
+        optimized = set(map(id, parameters_of(self._optimizer)))
+        return {path: parameter for path, parameter in self._watch.parameters.items() if id(parameter) in optimized}
 
     def _begin(self) -> None:
         self._is_first = True
@@ -102,14 +99,15 @@ class OwnLoop:
             self._seen = self._attached.enter_context(self._watch.step())
         self._began = time.perf_counter()
 
-    def _given(self, module: nn.Module, *given: Any) -> None:
+    def _take_inputs(self, module: nn.Module, *inputs: Any) -> None:
         if self._is_first and module.training and torch.is_grad_enabled():
             self._is_first = False
-            self._habits.given(given, self._seen is not None)
+            self._habits.take_inputs(inputs, self._seen is not None)
 
-    def _passed(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+    def _see_output(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
+        # The loss is what the module returns, else what backward begins with.
         loss = loss_of(output)
         if loss is not None:
             self.loss(loss)
@@ -127,33 +125,34 @@ class OwnLoop:
         if self._seen is not None and root is not None and not self._predictions:
             self._predictions = predictions_of(root)
 
-    def _backward_ended(self, root: Tensor | None) -> None:
-        self._habits.backward_ended()
+    def _end_backward(self, root: Tensor | None) -> None:
+        self._habits.end_backward()
         if root is not None and self._reached:
             scale = getattr(self._scaler, "_scale", None)  # its get_scale() waits for the device
             self._roots.append(root if scale is None else root / scale.to(root.device))
 
     def _before_update(
-        self, optimizer: torch.optim.Optimizer, given: tuple[Any, ...], named: dict[str, Any]
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Read the gradients now, or after the closure that the optimizer is called with has made them."""
-        closure = named.get("closure", given[1] if len(given) > 1 else None)
+        # With a closure, gradients exist only after it ran.
+        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
         if closure is None:
             self._read_gradients()
             return None
 
-        def wrapped() -> Any:
+        def run_closure() -> Any:
             self._roots = []  # a closure may be called several times in a step
             loss = closure()
             self._read_gradients()
             return loss
 
-        return given[:1], {**named, "closure": wrapped}
+        return arguments[:1], {**named, "closure": run_closure}
 
     @torch.no_grad()
     def _read_gradients(self) -> None:
         self._habits.update_begins()
-        trained = self._optimized()
+        trained = parameters_of(self._optimizer)
         gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
         if not gradients:
             self._norm = None
@@ -163,7 +162,7 @@ class OwnLoop:
         self._norm = norm if scale is None else norm / scale
         if self._seen is not None:
             self._size = joint(torch._foreach_norm(trained))
-            self._before = [parameter.detach().clone() for parameter in self._updated.values()]
+            self._before = [parameter.detach().clone() for parameter in self._trained_parameters.values()]
             sums = torch.stack([tensor.sum(dtype=torch.float64) for tensor in self._before])
             self._seen.named["weights_before", ""] = (sums * torch.arange(1, len(sums) + 1).to(sums)).sum()
 
@@ -172,25 +171,26 @@ class OwnLoop:
         seconds = time.perf_counter() - self._began
         ratio: Tensor | float = math.nan
         if self._seen is not None and self._before:
-            names, now = zip(*self._updated.items(), strict=True)
+            names, now = zip(*self._trained_parameters.items(), strict=True)
             moved = torch._foreach_norm(torch._foreach_sub(list(now), self._before))
             sizes = torch._foreach_norm(self._before)
-            self._seen.updated(dict(zip(names, moved, strict=True)), dict(zip(names, sizes, strict=True)))
+            self._seen.see_update(dict(zip(names, moved, strict=True)), dict(zip(names, sizes, strict=True)))
             ratio = joint(moved) / joint(sizes)
             self._seen.named |= {(name, ""): value for name, value in self._predictions.items()}
-            self._seen.named |= self._habits.figures(self._updated)
+            self._seen.named |= self._habits.figures(self._trained_parameters)
+        # A row needs both: gradients that the optimizer met, and a loss.
         loss = self._loss()
         if self._norm is not None and loss is not None:
             row_seconds = 0.0 if self._seen is not None else seconds
             figures = Figures(loss=loss, gradient_norm=self._norm, parameter_norm=self._size, update_ratio=ratio)
             self._rows.append((self._step, figures, self._habits.rate(), row_seconds))
         self._attached.close()
-        self._habits.updated()
+        self._habits.end_update()
         unseen = self._unseen(self._norm is not None and loss is not None)
-        habits = [StepFigure(self._name, 0, self._step, word, 1.0) for word in self._habits.noticed()]
+        habits = [StepFigure(self._name, 0, self._step, word, 1.0) for word in self._habits.pop_mistakes()]
         if self._seen is not None or unseen or habits:
-            seen = self._watch.lines(self._step, self._seen) if self._seen is not None else ()
-            self._tell((*seen, *habits, *unseen))
+            seen_lines = self._watch.lines(self._step, self._seen) if self._seen is not None else ()
+            self._tell((*seen_lines, *habits, *unseen))
         self._seen, self._before, self._norm, self._losses, self._roots = None, [], None, [], []
         self._predictions = {}
         self._step += 1
@@ -203,6 +203,7 @@ class OwnLoop:
 
     def _unseen(self, has_row: bool) -> tuple[TrainingEvent, ...]:
         """An event after the third update in a row without a row; none again until rows have come back."""
+        # One silent update may be a warm-up; three in a row are a loop that nothing is seen of.
         self._silent = 0 if has_row else self._silent + 1
         self._seen_rows |= has_row
         if self._silent != _SILENT:
@@ -212,8 +213,8 @@ class OwnLoop:
         return (TrainingEvent(self._name, 0, self._step, UNSEEN, words),)
 
     def _why_unseen(self) -> str:
-        own = {id(parameter) for parameter in self._module.parameters()}
-        if not any(id(parameter) in own for parameter in self._optimized()):
+        parameters = {id(parameter) for parameter in self._module.parameters()}
+        if not any(id(parameter) in parameters for parameter in parameters_of(self._optimizer)):
             return "the optimizer changed no parameter of this module. Give fp8bench.watch the module that it trains"
         if self._norm is None:
             return "no parameter had a gradient. Call backward before the optimizer's step"
@@ -221,8 +222,9 @@ class OwnLoop:
             return "the module was in eval mode. Call its train() before the loop"
         return "no loss was found where backward began. Give it by loss(value) on what fp8bench.watch returned"
 
-    def _tell(self, lines: Sequence[StreamLine]) -> None:
+    def _tell(self, lines: Lines) -> None:
         """Pass on the rows since the last time, then the lines of the watched step."""
+        # Here the host may wait for the device: figures are read as well.
         scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         numbers = read([figures for _, figures, _, _ in self._rows])
         rows = [

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
+from fp8bench.features.train.lab.checkpoint import apply_scales, apply_start
 from fp8bench.features.train.lab.evaluate import Scores
-from fp8bench.features.train.lab.fine_tuning import apply_start, scaled
 from fp8bench.features.train.lab.made import SILENT, MadeModel, WrapArithmetic
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, seed_of, wrap_own_optimizer
 from fp8bench.features.train.lab.together import Alone
@@ -78,8 +78,11 @@ class OwnModel(MadeModel):
             mode = keys[key] if key is not None else self.precision.mode
             if mode == UNTOUCHED:
                 return None
+            # Each layer rounds at random by itself, the same way after a resume.
             drawn = self.arithmetic(mode).layer(f"{seed}/{layer.name}")
-            self.arithmetics[layer.name] = watched = self.watched(scaled(drawn, self.settings, mode, layer.name))
+            self.arithmetics[layer.name] = watched = self.watch_arithmetic(
+                apply_scales(drawn, self.settings, mode, layer.name)
+            )
             return watched
 
         return Conversion(model, choose, skip=self.settings.skip, keys=keys, multiples=self._multiples(), shown=True)
@@ -96,10 +99,10 @@ class OwnModel(MadeModel):
         return self.given.optimizer is not None
 
     def make_optimizer(self) -> StepOptimizer:
-        given, settings = self.given, self.settings
-        if given.optimizer is not None:
+        maker, settings = self.given, self.settings
+        if maker.optimizer is not None:
             self._refuse_settings()
-            optimizer = wrap_own_optimizer(self._name, self.model, given.optimizer, given.schedule, settings.updates)
+            optimizer = wrap_own_optimizer(self._name, self.model, maker.optimizer, maker.schedule, settings.updates)
             self.parameters = optimizer.parameters
             return optimizer
         for path, parameter in self.parameters.items():
@@ -132,7 +135,7 @@ class OwnModel(MadeModel):
         self.tokens = size_of(batch) * count
         return on_device(batch, self.task.facts.key, copy=True)
 
-    def seeded(self, step: int, number: int) -> AbstractContextManager[None]:
+    def seed_batch(self, step: int, number: int) -> AbstractContextManager[None]:
         return seeded(seed_of("step", self.task.seed, step, number), self.task.facts)
 
     def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
@@ -143,24 +146,25 @@ class OwnModel(MadeModel):
         loss, self.loss_words = loss_of(self.model, batch, output, self.given.loss)
         return loss
 
-    def validate(self, who: tuple[str, int, int], last: bool) -> Iterator[Validation]:
+    def validate(self, place: tuple[str, int, int], last: bool) -> Iterator[Validation]:
         if not self._held_out:
             return
         facts = self.task.facts
+        # Dropout and samplers of a user's model draw the same at every validation.
         with seeded(seed_of("held-out", self.task.seed), facts):
             copies = (on_device(batch, facts.key, copy=True) for batch in self._held_out)
             losses = [float(self.compute_loss(batch, SILENT)) for batch in copies]
         tokens = [size_of(batch) for batch in self._held_out]
         mean = sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
-        yield Validation(*who, "held-out", mean, sum(tokens))
+        yield Validation(*place, "held-out", mean, sum(tokens))
 
     def coverage(self) -> Coverage | None:
         """How much is converted, counted in a step of an unconverted copy; None for the model as it came."""
         if self.conversion is None:
             return None
-        other = OwnModel(self.task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
+        unconverted = OwnModel(self.task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
         converted = Conversion(
-            other.model,
+            unconverted.model,
             lambda layer: self.arithmetics.get(layer.name),
             skip=self.settings.skip,
             keys=dict(self.settings.precision_map),
@@ -168,13 +172,14 @@ class OwnModel(MadeModel):
         ).held
         multiple = max(self.precision.multiples)
 
-        batch = other.read_batch(0, 0)
+        # The unconverted copy takes one step, so that work is counted before anything is replaced.
+        batch = unconverted.read_batch(0, 0)
 
         def step() -> None:
-            other.compute_loss(batch, SILENT).backward()  # type: ignore[no-untyped-call]
+            unconverted.compute_loss(batch, SILENT).backward()  # type: ignore[no-untyped-call]
 
-        coverage = coverage_of(other.model, converted, step, multiple=multiple)
-        return replace(coverage, loss=other.loss_words)
+        coverage = coverage_of(unconverted.model, converted, step, multiple=multiple)
+        return replace(coverage, loss=unconverted.loss_words)
 
 
 # At most so many held-out batches are read from an iterable, which may be endless, and so many from a function.
@@ -186,17 +191,18 @@ _COMPARED = 3
 class OwnBatches:
     """Batches by their number from 0: an iterable is read in order, again and again; a function is called."""
 
-    def __init__(self, name: str, given: Given, seed: int, facts: DeviceFacts) -> None:
-        self._name, self._given, self._seed, self._facts = name, given, seed, facts
-        self._source = given.batches
+    def __init__(self, name: str, maker: Given, seed: int, facts: DeviceFacts) -> None:
+        self._name, self._given, self._seed, self._facts = name, maker, seed, facts
+        self._source = maker.batches
         self._next, self._reader = 0, self._in_order()
         if self._source is None or callable(self._source):
             return
+        # An iterator ends after its first reader, and arms take turns.
         once = iter(self._source) is self._source
         if once or getattr(self._source, "persistent_workers", False):
-            why = "can be read only once" if once else "keep their workers, which arms cannot share"
+            reason = "can be read only once" if once else "keep their workers, which arms cannot share"
             raise UsageError(
-                f"{self._name}: its batches {why}, and every arm and seed reads them from the start. Give a list, a "
+                f"{self._name}: its batches {reason}, and every arm and seed reads them from the start. Give a list, a "
                 "DataLoader without persistent_workers, or a function of step and seed."
             )
 
@@ -205,8 +211,9 @@ class OwnBatches:
             return self._given.batch
         try:
             if callable(self._source):
-                with self._drawn("batch", place):
+                with self._seed_source("batch", place):
                     return self._source(place, self._seed)
+            # Another arm is behind: start again, and read up to its place.
             if place < self._next:
                 self._next, self._reader = 0, self._in_order()
             self._next, skipped = place + 1, place - self._next
@@ -220,10 +227,10 @@ class OwnBatches:
         number, ended = 0, object()
         for epoch in count():
             begun = number
-            with self._drawn("epoch", epoch):
+            with self._seed_source("epoch", epoch):
                 iterator = iter(self._source)
             while True:
-                with self._drawn("batch", number):
+                with self._seed_source("batch", number):
                     batch = next(iterator, ended)
                 if batch is ended:
                     break
@@ -232,13 +239,13 @@ class OwnBatches:
             if number == begun:
                 raise UsageError(f"{self._name}: its batches end before the first one. Give at least one.")
 
-    def _drawn(self, purpose: str, number: int) -> Any:
+    def _seed_source(self, purpose: str, number: int) -> Any:
         return seeded(seed_of(purpose, self._seed, number), self._facts)
 
 
-def held_out_of(name: str, given: Given, facts: DeviceFacts) -> list[Any]:
+def held_out_of(name: str, maker: Given, facts: DeviceFacts) -> list[Any]:
     """The batches to validate on, the same every time; none where the maker gives none."""
-    source = given.held_out
+    source = maker.held_out
     if source is None:
         return []
     try:
@@ -251,12 +258,12 @@ def held_out_of(name: str, given: Given, facts: DeviceFacts) -> list[Any]:
         raise UsageError(f"{name}: its held_out batches cannot be read: {own_words(error)}.") from error
 
 
-def check_batches(name: str, given: Given, seed: int, facts: DeviceFacts) -> None:
+def check_batches(name: str, maker: Given, seed: int, facts: DeviceFacts) -> None:
     """Raises UsageError where batches differ when they are read again: arms would not be trained on the same data."""
-    first, again = (OwnBatches(name, given, seed, facts) for _ in range(2))
+    first, second = (OwnBatches(name, maker, seed, facts) for _ in range(2))
     read = [first.at(place) for place in range(_COMPARED)]
     for place, batch in enumerate(read):
-        if not _same(batch, again.at(place)):
+        if not _same(batch, second.at(place)):
             raise UsageError(
                 f"{name}: its batch {place} is different when it is read again, and every arm has to see the same. "
                 "Draw it from the global generators of torch, random or numpy, which are seeded here, or from the step "
@@ -264,11 +271,11 @@ def check_batches(name: str, given: Given, seed: int, facts: DeviceFacts) -> Non
             )
 
 
-def _same(batch: Any, other: Any) -> bool:
-    pairs = list(tensors_in(batch)), list(tensors_in(other))
+def _same(batch: Any, second: Any) -> bool:
+    pairs = list(tensors_in(batch)), list(tensors_in(second))
     return [path for path, _ in pairs[0]] == [path for path, _ in pairs[1]] and all(
-        left.dtype == right.dtype and torch.equal(left.nan_to_num(), right.nan_to_num())
-        for (_, left), (_, right) in zip(*pairs, strict=True)
+        old.dtype == new.dtype and torch.equal(old.nan_to_num(), new.nan_to_num())
+        for (_, old), (_, new) in zip(*pairs, strict=True)
     )
 
 
@@ -277,5 +284,5 @@ def size_of(batch: Any) -> int:
     first = next((tensor for _, tensor in tensors_in(batch)), None)
     if first is None or not first.ndim:
         return 1
-    whole = not first.is_floating_point() and not first.is_complex() and first.ndim > 1
-    return first.numel() if whole else first.shape[0]
+    has_tokens = not first.is_floating_point() and not first.is_complex() and first.ndim > 1
+    return first.numel() if has_tokens else first.shape[0]

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from fp8bench.errors import RanksDisagree, StoreError
+from fp8bench.features.train.frame import FIGURES
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.values import (
     ArmCost,
@@ -18,6 +19,7 @@ from fp8bench.features.train.values import (
     LayerReading,
     RankLines,
     SeedTask,
+    State,
     StepFigure,
     StepRow,
     StreamLine,
@@ -35,10 +37,10 @@ MODULE = "fp8bench.features.train.lab.rank_lab"
 T = TypeVar("T")
 
 
-def _from_all_ranks(own: Any) -> list[Any]:
+def _from_all_ranks(answer: Any) -> list[Any]:
     from fp8bench.nn.parallel.exchanges import all_answers  # imports torch
 
-    return all_answers(own)
+    return all_answers(answer)
 
 
 class RankLab(RankBench, Lab):
@@ -53,15 +55,17 @@ class RankLab(RankBench, Lab):
                 self._unbuilt.setdefault(name, DescribedFault(*fault)._replace(text=f"rank {rank}: {fault[1]}"))
         return tuple(state for state in states if state.arm in self._trainers)
 
-    def advance(self, arm: str, _advanced: int) -> RankLines:  # type: ignore[override]
+    def advance(self, arm: str, steps: int) -> RankLines:  # type: ignore[override]
         """This rank's lines, with digests of its batches and of everything that all ranks must have in common."""
         trainer = self._trainer(arm)
         first = trainer.step
-        lines = super().advance(arm, _advanced)
+        lines = super().advance(arm, steps)
+        # Digests of the text cost time: watched steps alone have them.
         looked_at = [step for step in range(first, trainer.step) if step % self._task.stride == 0]
         batches = tuple((step, *trainer.made.digest_batches(step)) for step in looked_at)
+        # After the slice: every wrong exchange leaves different weights, or a fault of its own.
         weights, faults = trainer.weights_digest()
-        same = ("the _advanced done", trainer.step), ("the weights", weights), ("the scales", trainer.scales_digest())
+        same = ("the number of steps", trainer.step), ("the weights", weights), ("the scales", trainer.scales_digest())
         return RankLines(lines, same, batches, trainer.together.shares, faults)
 
     def save(self, folder: str) -> tuple[str, ...]:
@@ -69,9 +73,9 @@ class RankLab(RankBench, Lab):
 
     def _not_finite(self) -> tuple[str, ...]:
         """Arms that are not finite on any rank: a checkpoint that some ranks lack could not be resumed."""
-        return tuple(sorted({name for names in _from_all_ranks(super()._not_finite()) for name in names}))
+        return tuple(sorted(set().union(*_from_all_ranks(super()._not_finite()))))
 
-    def _read(self, folder: str) -> dict[str, dict[str, Any]]:
+    def _read(self, folder: str) -> dict[str, State]:
         return self._on_all_ranks(lambda: super(RankLab, self)._read(self._own_folder(folder)))
 
     def _own_folder(self, folder: str) -> str:
@@ -96,10 +100,9 @@ _DIGESTS = 1 << 63
 # Figures of parts of a tensor that combine by their largest, or by their mean.
 _MEANS = ("zeros", "underflow", "saturated", "not_finite")
 _LARGEST_OF = ("amax", "largest_scale", "lag", "drift")
-_LARGEST = ("output_amax", "attention_score", "batch_norm_drift", "memory", "watched_seconds")
 
 
-def _advanced(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
+def _merge_slices(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
     _check_batches(answers)
     _check_same(answers)
     return tuple(_merged_lines([answer.lines for answer in answers]))
@@ -107,30 +110,33 @@ def _advanced(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
 
 def _costs(answers: Sequence[ArmCost]) -> ArmCost:
     """The memory of the rank that takes most, with that of each rank; the reason, if one rank has none."""
-    whole = most_memory([answer.memory or answer.why for answer in answers])
-    if isinstance(whole, str):
+    combined = most_memory([answer.memory or answer.why for answer in answers])
+    if isinstance(combined, str):
         return next(answer for answer in answers if answer.memory is None)
-    return next(replace(own, memory=whole) for own in answers if own.memory and own.memory.peak == whole.peak)
+    return next(
+        replace(answer, memory=combined) for answer in answers if answer.memory and answer.memory.peak == combined.peak
+    )
 
 
 def _check_same(answers: Sequence[RankLines]) -> None:
-    for rank, other in enumerate(answers):
-        if other.faults:
-            raise RanksDisagree(f"in a slice rank {rank} {other.faults[0]}")
-        for (name, first), (_, own) in zip(answers[0].same, other.same, strict=True):
-            if own != first:
+    # Every rank is compared with the first, and the error names the one that differs.
+    for rank, answer in enumerate(answers):
+        if answer.faults:
+            raise RanksDisagree(f"in a slice rank {rank} {answer.faults[0]}")
+        for (name, first), (_, digest) in zip(answers[0].same, answer.same, strict=True):
+            if digest != first:
                 raise RanksDisagree(f"after a slice {name} of rank {rank} are not those of rank 0")
 
 
 def _check_batches(answers: Sequence[RankLines]) -> None:
     """All ranks mean the same batch, and their parts add up to it, times the ranks that read the same part."""
     for looked_at in _by_position([answer.batches for answer in answers]):
-        step, _, whole = looked_at[0]
-        for rank, (_, _, other) in enumerate(looked_at):
-            if other != whole:
+        step, _, step_digest = looked_at[0]
+        for rank, (_, _, digest) in enumerate(looked_at):
+            if digest != step_digest:
                 raise RanksDisagree(f"in step {step} rank {rank} reads another text than rank 0, or with another seed")
         copies = len(answers) // answers[0].shares
-        if (sum(own for _, own, _ in looked_at) - copies * whole) % _DIGESTS:
+        if (sum(part for _, part, _ in looked_at) - copies * step_digest) % _DIGESTS:
             raise RanksDisagree(f"in step {step} the ranks did not read the batch with each sequence once")
 
 
@@ -139,7 +145,7 @@ def _merged_lines(answers: Sequence[tuple[StreamLine, ...]]) -> Iterator[StreamL
         if [type(line) for line in lines] != [type(line) for line in answers[0]]:
             raise RanksDisagree(f"rank 0 and rank {rank} send different kinds of lines")
     for parts in _by_position(answers):
-        yield _MERGED[type(parts[0])](parts)
+        yield _MERGE_BY_KIND[type(parts[0])](parts)
 
 
 def _by_position(answers: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:
@@ -153,10 +159,10 @@ def _row(rows: Sequence[StepRow]) -> StepRow:
     first = rows[0]
     for rank, row in enumerate(rows):
         for field in fields(row):
-            before, own = getattr(first, field.name), getattr(row, field.name)
-            if field.name != "seconds" and repr(own) != repr(before):
+            expected, value = getattr(first, field.name), getattr(row, field.name)
+            if field.name != "seconds" and repr(value) != repr(expected):
                 raise RanksDisagree(
-                    f"in step {first.step} of {first.arm} {field.name} is {before!r} on rank 0 and {own!r} on rank "
+                    f"in step {first.step} of {first.arm} {field.name} is {expected!r} on rank 0 and {value!r} on rank "
                     f"{rank}"
                 )
     return replace(first, seconds=max(row.seconds for row in rows))
@@ -167,13 +173,16 @@ def _reading(parts: Sequence[LayerReading]) -> LayerReading:
     first = parts[0]
     if all(part == first for part in parts):
         return first
+    # Moments of the whole from those of equal parts.
     mean = _mean([part.mean for part in parts])
     squares = _mean([part.deviation**2 + part.mean**2 for part in parts])
     scales = [part.scale for part in parts]
-    figures: dict[str, Any] = {name: _mean([getattr(part, name) for part in parts]) for name in _MEANS}
+    figures: State = {}
+    for name in _MEANS:
+        figures[name] = _mean([getattr(part, name) for part in parts])
     for name in _LARGEST_OF:
-        known = (getattr(part, name) for part in parts)
-        figures[name] = max((value for value in known if value is not None), default=None)
+        values = (getattr(part, name) for part in parts)
+        figures[name] = max((value for value in values if value is not None), default=None)
     return replace(
         first,
         smallest=min((part.smallest for part in parts if part.smallest), default=0.0),
@@ -198,8 +207,9 @@ def _signal_to_noise(parts: Sequence[LayerReading]) -> float | None:
 
 
 def _figure(parts: Sequence[StepFigure]) -> StepFigure:
-    together = max if parts[0].name in _LARGEST else _mean
-    return replace(parts[0], value=together([part.value for part in parts]))
+    figure = FIGURES.get(parts[0].name)
+    combine = figure.over_ranks if figure is not None and figure.over_ranks is not None else _mean
+    return replace(parts[0], value=combine([part.value for part in parts]))
 
 
 def _event(parts: Sequence[TrainingEvent]) -> TrainingEvent:
@@ -215,7 +225,7 @@ def _mean(values: Sequence[float]) -> float:
     return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
 
 
-_MERGED: dict[type, Callable[..., StreamLine]] = {
+_MERGE_BY_KIND: dict[type, Callable[..., StreamLine]] = {
     StepRow: _row,
     LayerReading: _reading,
     StepFigure: _figure,
@@ -225,7 +235,7 @@ _MERGED: dict[type, Callable[..., StreamLine]] = {
 
 
 # All ranks evaluate the whole text with the same weights; only scales may be a rank's own.
-MERGES: Merges = {"advance": _advanced, "validate": lambda answers: tuple(_merged_lines(answers)), "alone": _costs}
+MERGES: Merges = {"advance": _merge_slices, "validate": lambda answers: tuple(_merged_lines(answers)), "alone": _costs}
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from fp8bench.features.train.lab.low_precision import Tensors
 from fp8bench.features.train.request import LARGEST_LOSS_SCALE, TrainerSettings, parse_schedule
-from fp8bench.report.panels import together
 from fp8bench.units import number_of
 
 # The share of the steps, at the end, in which wsd falls.
@@ -34,6 +34,7 @@ class RateSchedule:
     """The share of the full learning rate in each step: a scheduler of torch on its own optimizer, at a rate of 1."""
 
     def __init__(self, settings: TrainerSettings, steps: int) -> None:
+        # A scheduler of torch on one empty parameter: its share of the rate is all that is asked.
         name, keys = parse_schedule(settings.schedule)
         self._optimizer = SGD([torch.empty(0)], lr=1.0)
         self._scheduler = _scheduler(self._optimizer, name, keys["warmup"], keys.get("floor", 0.0), steps)
@@ -89,6 +90,7 @@ def _scheduler(optimizer: SGD, name: str, warmup: float, floor: float, steps: in
         schedule = ConstantLR(optimizer, 1.0)
     if not rising:
         return schedule
+    # The first step has a rate above 0: a step at 0 would change nothing.
     rise = LinearLR(optimizer, 1 / rising, 1.0, rising - 1)
     return SequentialLR(optimizer, [rise, schedule], [rising])
 
@@ -142,9 +144,10 @@ class LossScale:
     dynamic: bool = False
     good_steps: int = 0
 
-    def seen(self, finite: bool) -> None:
+    def see(self, finite: bool) -> None:
         if not self.dynamic:
             return
+        # The count starts again at each overflow, as GradScaler's does.
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale = max(_LEAST, self.scale / 2)
@@ -152,27 +155,13 @@ class LossScale:
             self.scale, self.good_steps = min(LARGEST_LOSS_SCALE, self.scale * 2), 0
 
 
-def loss_scale_of(settings: TrainerSettings, own: float) -> LossScale:
+def loss_scale_of(settings: TrainerSettings, scale_of_precision: float) -> LossScale:
     word = settings.loss_scale
     if word == "dynamic":
         return LossScale(_FIRST, dynamic=True)
-    return LossScale(own if word == "auto" else number_of(word))
+    return LossScale(scale_of_precision if word == "auto" else number_of(word))
 
 
-def joint(norms: Sequence[Tensor]) -> Tensor:
+def joint(norms: Tensors) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
     return norm
-
-
-def clippings_of(
-    norms: list[Tensor], norm: Tensor, scale: float, most: float, groups: Sequence[str]
-) -> tuple[list[Tensor], Tensor]:
-    """What each gradient is divided by, and by how much all shrink. `groups` names the group of each parameter."""
-    each = together(zip(groups, norms, strict=True))
-    if not most or len(each) == 1:
-        clipping = (norm / most).clamp(min=1.0) if most else torch.ones_like(norm)
-        return [clipping] * len(norms), clipping
-    parts = {group: joint(some) / scale for group, some in each.items()}
-    by = {group: (part / most).clamp(min=1.0) for group, part in parts.items()}
-    after = joint([parts[group] / by[group] for group in parts])
-    return [by[group] for group in groups], (norm / after).clamp(min=1.0)

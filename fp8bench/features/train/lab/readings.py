@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import resource
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -77,9 +78,10 @@ def figures_of(x: Tensor, cast: TensorCast | None = None) -> Figures:
     """All figures of a tensor, and of its cast if there was one. Nothing waits for a GPU."""
     if not x.numel():
         return {}
+    # On a CPU reading a number is free, and the extremes spare most of the work.
     rows, cast = as_rows(x), cast or TensorCast()
     quick = _quick(rows, cast) if reads_at_once(x) else None
-    return _counted(rows, cast) if quick is None else quick
+    return _count_figures(rows, cast) if quick is None else quick
 
 
 def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
@@ -92,6 +94,7 @@ def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
     bits = (x.view(torch.int16) if shift else values.view(torch.int32)).bitwise_and(magnitude)
     low, high = map(int, bits.aminmax())
     amax = _number(min(high, _INFINITY >> shift), shift)
+    # Squares beyond float32 need the slower path.
     if amax and not _PLAIN[0] < amax < _PLAIN[1]:
         return None
     nonzero = count if low else int(_ones(bits).sum(dtype=torch.int32))
@@ -112,32 +115,33 @@ def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
         "kept": count,
     }
     if cast.left is not None:
-        left = as_rows(cast.left)
-        left_bits = left.abs().view(torch.int32)
-        low, high = map(int, left_bits.aminmax())
+        rounded = as_rows(cast.left)
+        rounded_bits = rounded.abs().view(torch.int32)
+        low, high = map(int, rounded_bits.aminmax())
         if high >= _INFINITY:
             return None
         # Element by element: the difference of two counts could be negative.
-        gone = 0 if low else int((_ones(bits) - _ones(left_bits)).clamp_(min=0).sum(dtype=torch.int32))
-        figures |= {"signal": norm, "noise": _norm(left - values), "vanished": gone}
+        vanished = 0 if low else int((_ones(bits) - _ones(rounded_bits)).clamp_(min=0).sum(dtype=torch.int32))
+        figures |= {"signal": norm, "noise": _norm(rounded - values), "vanished": vanished}
     return figures | _range(values, amax, cast)
 
 
-def _counted(x: Tensor, cast: TensorCast) -> Figures:
+def _count_figures(x: Tensor, cast: TensorCast) -> Figures:
     """The figures of any values, in few kernels and without reading any; large tensors are taken in pieces."""
-    left = None if cast.left is None else as_rows(cast.left)
+    rounded = None if cast.left is None else as_rows(cast.left)
     rows = max(1, _PIECE // x.shape[1])
     places = [slice(top, top + rows) for top in range(0, len(x), rows)]
-    parts = [_piece(x[place], None if left is None else left[place]) for place in places]
-    return (parts[0] if len(parts) == 1 else _merged(parts)) | _range(x, None, cast)
+    parts = [_piece(x[place], None if rounded is None else rounded[place]) for place in places]
+    return (parts[0] if len(parts) == 1 else _merge_pieces(parts)) | _range(x, None, cast)
 
 
-def _piece(x: Tensor, left: Tensor | None) -> Figures:
+def _piece(x: Tensor, rounded: Tensor | None) -> Figures:
     values = x.to(torch.float64 if reads_at_once(x) else torch.float32)
+    # The difference with itself is 0 for finite values, and NaN for all others.
     finite = values - values == 0
     values = torch.where(finite, values, 0.0)
     magnitudes = values.abs()
-    nonzero, kept = magnitudes > 0, finite
+    nonzero, both_finite = magnitudes > 0, finite
     variance, mean = torch.var_mean(values, correction=0)
     figures: Figures = {
         "count": x.numel(),
@@ -148,33 +152,33 @@ def _piece(x: Tensor, left: Tensor | None) -> Figures:
         "mean": mean,
         "variance": variance,
     }
-    if left is not None:
-        left = left.to(values.dtype)
-        kept = finite & (left - left == 0)
+    if rounded is not None:
+        rounded = rounded.to(values.dtype)
+        both_finite = finite & (rounded - rounded == 0)
         figures |= {
-            "signal": torch.linalg.vector_norm(torch.where(kept, values, 0.0)),
-            "noise": torch.linalg.vector_norm(torch.where(kept, left - values, 0.0)),
-            "vanished": (nonzero & (left == 0)).sum(),
+            "signal": torch.linalg.vector_norm(torch.where(both_finite, values, 0.0)),
+            "noise": torch.linalg.vector_norm(torch.where(both_finite, rounded - values, 0.0)),
+            "vanished": (nonzero & (rounded == 0)).sum(),
         }
-    return figures | {"kept": kept.sum()}
+    return figures | {"kept": both_finite.sum()}
 
 
-def _merged(parts: Sequence[Figures]) -> Figures:
-    stacked = {
-        name: torch.stack([torch.as_tensor(part[name]) for part in parts]) for name in parts[0] if name != "count"
-    }
+def _merge_pieces(parts: Sequence[Figures]) -> Figures:
+    stacked: dict[str, Tensor] = {}
+    for name in parts[0].keys() - {"count"}:
+        stacked[name] = torch.stack([torch.as_tensor(part[name]) for part in parts])
     counts = [float(part["count"]) for part in parts]
     shares = torch.tensor(counts, dtype=torch.float64, device=stacked["mean"].device) / sum(counts)
     mean = (shares * stacked["mean"]).sum()
     merged: Figures = {"count": sum(counts), "mean": mean}
     merged["variance"] = (shares * (stacked["variance"] + (stacked["mean"] - mean).square())).sum()
-    ways = {
+    combine = {
         "amax": torch.amax,
         "smallest": torch.amin,
         "signal": torch.linalg.vector_norm,
         "noise": torch.linalg.vector_norm,
     }
-    return {name: ways.get(name, torch.sum)(value) for name, value in stacked.items()} | merged
+    return {name: combine.get(name, torch.sum)(value) for name, value in stacked.items()} | merged
 
 
 def _range(x: Tensor, amax: float | None, cast: TensorCast) -> Figures:
@@ -234,32 +238,32 @@ def _number(bits: int, shift: int) -> float:
 
 def read(figures: Sequence[Figures]) -> list[dict[str, float]]:
     """Figures as numbers. This is the only place that waits for a device."""
-    waiting = [value for figure in figures for value in figure.values() if isinstance(value, Tensor)]
-    if waiting and waiting[0].device.type == "cpu":
-        numbers: Iterable[float] = [value.item() for value in waiting]
+    waiting = [value for value in chain.from_iterable(map(dict.values, figures)) if isinstance(value, Tensor)]
+    if waiting and waiting[0].device.type != "cpu":
+        numbers = iter(torch.stack([value.to(torch.float64) for value in waiting]).tolist())
     else:
-        numbers = torch.stack([value.to(torch.float64) for value in waiting]).tolist() if waiting else []
-    known = iter(numbers)
-    return [
-        {name: next(known) if isinstance(value, Tensor) else value for name, value in figure.items()}
-        for figure in figures
-    ]
+        numbers = map(Tensor.item, waiting)
+    return [{name: _next_number(value, numbers) for name, value in figure.items()} for figure in figures]
+
+
+def _next_number(value: Number, numbers: Iterator[float]) -> float:
+    return next(numbers) if isinstance(value, Tensor) else value
 
 
 def reading_of(
-    arm: str, seed: int, step: int, layer: str, role: str, figures: Mapping[str, float], before: float | None
+    arm: str, seed: int, step: int, layer: str, role: str, figures: Mapping[str, float], scale_before: float | None
 ) -> LayerReading:
-    """A line of the stream from figures that were read; `before` is the tensor's scale in its previous reading."""
+    """A line of the stream from figures that were read; `scale_before` is that of the previous reading."""
     count = figures.get("count", 0)
     if not count:
         return LayerReading(arm, seed, step, layer, role, 0.0, 0.0, 0.0, 0.0, 0.0)
     amax, finite = figures["amax"], figures["finite"]
     mean, deviation = _moments(figures)
     scale = _scale(figures)
-    ratio = scale / before if before else 0.0
+    ratio = scale / scale_before if scale_before else 0.0
     drift = abs(math.log2(ratio)) if 0 < ratio < math.inf else None
     in_blocks = bool(figures.get("largest_step"))
-    own = "own_scale" in figures and finite == count  # with which nothing saturates
+    by_own_scale = "own_scale" in figures and finite == count  # with which nothing saturates
     return LayerReading(
         arm,
         seed,
@@ -277,7 +281,7 @@ def reading_of(
         _lag(figures.get("fullest", amax * scale / figures.get("largest", math.inf))),
         drift,
         figures.get("vanished", 0) / count,
-        0.0 if own else figures.get("saturated", 0) / count,
+        0.0 if by_own_scale else figures.get("saturated", 0) / count,
         _signal_to_noise(figures),
         (count - figures["kept"]) / count,
     )

@@ -20,16 +20,20 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from fp8bench.errors import UsageError
+from fp8bench.features.train.lab.loop_figures import parameters_of
 from fp8bench.features.train.lab.low_precision import (
     MASTERS,
     Gradients,
     LowGradients,
+    Parameters,
+    Tensors,
     Weights,
     rounded_update,
     state_storages,
 )
 from fp8bench.features.train.lab.rates import factor_of, group_of, kind_of
 from fp8bench.features.train.request import NOT_STEPPED, TrainerSettings, clip_of, parse_optimizer
+from fp8bench.features.train.values import State
 from fp8bench.nn.moments import Storage, bucketed
 from fp8bench.protocols import Operand
 from fp8bench.user_code import own_words
@@ -72,8 +76,8 @@ class Bucket:
     def __init__(
         self,
         optimizer: Optimizer,
-        parameters: Sequence[Tensor],
-        holders: Sequence[Tensor],
+        parameters: Tensors,
+        holders: Tensors,
         place: int | None,
         storages: tuple[Storage, Storage] | None = None,
     ) -> None:
@@ -113,9 +117,10 @@ class Bucket:
         assert self._storages is not None
         return self._storages[_STATE_NAMES.get(name) == "second moment"]
 
-    def update(self, share: float, divisors: Sequence[Tensor], skip: Tensor) -> bool:
+    def update(self, share: float, divisors: Tensors, skip: Tensor) -> bool:
         """Take the optimizer's step at a share of its rates, unless `skip` is 1; returns False if it was skipped."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
+        # A share of the rates for this step alone; a user's schedule sets them, too.
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * share
@@ -144,7 +149,7 @@ class Bucket:
             yield from ((name, [value]) for name, value in state.items() if isinstance(value, Tensor))
         yield from ((name, operand.tensors) for (_, name), operand in self._stored.items())
 
-    def memory(self) -> dict[str, Any]:
+    def memory(self) -> State:
         order = {parameter: number for number, parameter in enumerate(self.holders)}
         stored = {f"{order[parameter]}/{name}": operand.tensors for (parameter, name), operand in self._stored.items()}
         return {"torch": self.optimizer.state_dict(), "stored": stored}
@@ -162,7 +167,7 @@ class StepOptimizer:
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Parameters,
         buckets: Sequence[Bucket],
         gradients: Gradients,
         weights: Weights,
@@ -185,30 +190,32 @@ class StepOptimizer:
         return float(self._buckets[0].optimizer.param_groups[0]["lr"]) if self._rate is None else self._rate
 
     @torch.no_grad()
-    def step(self, share: float, divisors: Sequence[Tensor], skip: Tensor, measured: bool = True) -> None:
+    def step(self, share: float, divisors: Tensors, skip: Tensor, measured: bool = True) -> None:
         """Update by the gradients over `divisors`, one for each parameter, at a share of the rate. Where `skip` is 1
         nothing changes. How far weights move is 0 unless it is `measured`, which takes a copy of them."""
-        self.weights.raised()
+        self.weights.raise_precision()
         stepped = True
+        # Bucket by bucket: only one of them is copied, restored and rounded at a time.
         for bucket in self._buckets:
             copied = bucket.parameters if measured or self._round_updates else []
-            before = [parameter.detach().clone() for parameter in copied]
+            copies = [parameter.detach().clone() for parameter in copied]
             if bucket.place is not None:
                 self.gradients.give(bucket.holders)
             bucket.restore_states()
             stepped = bucket.update(share, divisors, skip)
             if self._round_updates is not None:
-                self._round_updates(before, bucket.parameters)
+                self._round_updates(copies, bucket.parameters)
             bucket.store_states()
             self.gradients.take_back(bucket.holders)
             self.weights.round(bucket.parameters)
             sizes = torch._foreach_norm(bucket.parameters)
             moved = [torch.zeros_like(size) for size in sizes]
-            if before:
-                torch._foreach_sub_(before, bucket.parameters)
-                moved = list(torch._foreach_norm(before))
+            if copies:
+                torch._foreach_sub_(copies, bucket.parameters)
+                moved = list(torch._foreach_norm(copies))
             for parameter, change, size in zip(bucket.parameters, moved, sizes, strict=True):
                 self._norms[parameter] = change.to(torch.float32), size.to(torch.float32)
+        # A skipped step does not count for the schedule either.
         if self._schedule is not None and stepped:
             self._schedule.step()
         self.gradients.end()
@@ -221,26 +228,26 @@ class StepOptimizer:
     def weight_norms(self) -> list[Tensor]:
         return [size for _, size in self._norms.values()]
 
-    def kept(self) -> dict[str, list[Tensor]]:
+    def stored_tensors(self) -> dict[str, list[Tensor]]:
         """All tensors that stay in memory between two steps, by purpose."""
-        kept: dict[str, list[Tensor]] = {name: [] for name in _STATE_NAMES.values()}
+        by_name: dict[str, list[Tensor]] = {name: [] for name in _STATE_NAMES.values()}
         for bucket in self._buckets:
             for name, tensors in bucket.states():
-                kept.setdefault(_STATE_NAMES.get(name, name.replace("_", " ")), []).extend(tensors)
-        states = {name: tensors for name, tensors in kept.items() if tensors}
-        return {"weights": self.weights.kept(), "gradients": self.gradients.kept(), **states}
+                by_name.setdefault(_STATE_NAMES.get(name, name.replace("_", " ")), []).extend(tensors)
+        states = {name: tensors for name, tensors in by_name.items() if tensors}
+        return {"weights": self.weights.stored_tensors(), "gradients": self.gradients.stored_tensors(), **states}
 
-    def memory(self) -> dict[str, Any]:
+    def memory(self) -> State:
         """What the next step depends on. Gradients are computed again, their scales are not."""
         schedule = {} if self._schedule is None else self._schedule.state_dict()
         buckets = [bucket.memory() for bucket in self._buckets]
-        weights, gradients = self.weights.kept(), self.gradients.memory()
+        weights, gradients = self.weights.stored_tensors(), self.gradients.memory()
         return {"weights": weights, "gradients": gradients, "buckets": buckets, "schedule": schedule}
 
     @torch.no_grad()
     def recall(self, memory: Mapping[str, Any]) -> None:
-        for own, name in ((self.weights.kept(), "weights"), (self.gradients.memory(), "gradients")):
-            for tensor, values in zip(own, memory[name], strict=True):
+        for tensors, name in ((self.weights.stored_tensors(), "weights"), (self.gradients.memory(), "gradients")):
+            for tensor, values in zip(tensors, memory[name], strict=True):
                 tensor.copy_(values)
         for bucket, values in zip(self._buckets, memory["buckets"], strict=True):
             bucket.recall(values)
@@ -248,7 +255,7 @@ class StepOptimizer:
             self._schedule.load_state_dict(memory["schedule"])
 
 
-def make_step_optimizer(parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> StepOptimizer:
+def make_step_optimizer(parameters: Parameters, settings: TrainerSettings) -> StepOptimizer:
     """The optimizer that --optimizer names, in buckets of parameters with the same rate, weight decay and clipping."""
     trained, fmt = list(parameters.values()), settings.gradients
     parts = 1 if settings.parallel == "zero" else settings.micro_batches  # an owner receives their mean, once
@@ -257,16 +264,16 @@ def make_step_optimizer(parameters: Mapping[str, nn.Parameter], settings: Traine
     name, keys = parse_optimizer(settings.optimizer)
     decay = float(keys.get("weight_decay", 0.0))
     _, clip_group = clip_of(settings.clip)
-    alike: dict[tuple[float, float, str], list[int]] = {}
+    by_group: dict[tuple[float, float, str], list[int]] = {}
     for place, (path, parameter) in enumerate(parameters.items()):
         factor = factor_of(path, parameter.ndim, settings.rates)
         group = group_of(path, parameter.ndim, clip_group)
-        alike.setdefault((factor, decay if parameter.ndim > 1 else 0.0, group), []).append(place)
+        by_group.setdefault((factor, decay if parameter.ndim > 1 else 0.0, group), []).append(place)
     most = _MOST_ELEMENTS
     if (settings.optimizer_states, settings.gradients) != ("fp32", "fp32"):
         most = min(most, sum(parameter.numel() for parameter in trained) // _LOW_PARTS)
     buckets = []
-    for (factor, bucket_decay, _), places in alike.items():
+    for (factor, bucket_decay, _), places in by_group.items():
         if "weight_decay" in keys:  # norms and biases do not decay
             keys["weight_decay"] = bucket_decay
         for part in bucketed([trained[place].numel() for place in places], most):
@@ -281,14 +288,14 @@ def make_step_optimizer(parameters: Mapping[str, nn.Parameter], settings: Traine
     return StepOptimizer(parameters, buckets, gradients, weights, settings.updates, settings.rate)
 
 
-def _named_optimizer(name: str, parameters: Sequence[Tensor], rate: float, keys: Mapping[str, Any]) -> Optimizer:
+def _named_optimizer(name: str, parameters: Tensors, rate: float, keys: Mapping[str, Any]) -> Optimizer:
     if name in _LISTED:
         return _LISTED[name](parameters, lr=rate, **keys)
     try:
         optimizer = named(name)(parameters, lr=rate, **keys)
     except Exception as error:
         raise UsageError(f"--optimizer {name} cannot be made: {own_words(error)}.") from error
-    return _checked(optimizer, f"--optimizer {name}", "Give a class of torch optimizers: FILE.py:CLASS.")
+    return _check_optimizer(optimizer, f"--optimizer {name}", "Give a class of torch optimizers: FILE.py:CLASS.")
 
 
 def wrap_own_optimizer(
@@ -305,15 +312,16 @@ def wrap_own_optimizer(
         "Give a function that takes the model and returns a torch optimizer: lambda model: "
         "torch.optim.SGD(model.parameters(), lr=0.1)."
     )
-    optimizer = _checked(optimizer, f"{name}: its optimizer function", advice)
+    optimizer = _check_optimizer(optimizer, f"{name}: its optimizer function", advice)
     by_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
     if scheduler is not None and (by_loss or not callable(getattr(scheduler, "step", None))):
         raise UsageError(
             f"{name}: its schedule function returns {type(scheduler).__name__}. Give a function that takes the "
             "optimizer and returns a torch scheduler whose step() takes no argument."
         )
-    optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimized = parameters_of(optimizer)
     low, high = (getattr(optimizer, word, optimized) for word in ("trained", "masters"))
+    # A HighAccumulation updates masters; gradients have to be read there.
     masters = dict(zip(map(id, low), high, strict=True))
     parameters = {path: parameter for path, parameter in model.named_parameters() if id(parameter) in masters}
     if len(parameters) < len(masters):
@@ -324,7 +332,7 @@ def wrap_own_optimizer(
     return StepOptimizer(parameters, [bucket], Gradients(holders), Weights(trained), updates, schedule=scheduler)
 
 
-def _checked(optimizer: object, source: str, advice: str) -> Optimizer:
+def _check_optimizer(optimizer: object, source: str, advice: str) -> Optimizer:
     """Raises UsageError for what is no optimizer, or takes no steps of dense gradients computed once."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"{source} returns {type(optimizer).__name__}. {advice}")
@@ -366,10 +374,10 @@ class HighAccumulation(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        before = [master.detach().clone() for master in self.masters]
+        copies = [master.detach().clone() for master in self.masters]
         self._inner.step()
         if self._round_updates is not None:
-            self._round_updates(before, self.masters)
+            self._round_updates(copies, self.masters)
         self._copy_masters()
         return loss
 
@@ -377,11 +385,11 @@ class HighAccumulation(torch.optim.Optimizer):
         for parameter, master in zip(self.trained, self.masters, strict=True):
             parameter.copy_(master)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"inner": self._inner.state_dict(), "masters": [master.detach() for master in self.masters]}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         self._inner.load_state_dict(state_dict["inner"])
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         for master, values in zip(self.masters, state_dict["masters"], strict=True):

@@ -6,7 +6,7 @@ first step, so that a resumed training would add them up in another order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.low_precision import Gradients, gradient_of
+from fp8bench.features.train.lab.low_precision import Gradients, Parameters, Tensors, gradient_of
 from fp8bench.nn.gpt import GPT, LanguageModel
 from fp8bench.nn.moments import bucketed
 from fp8bench.nn.parallel.exchanges import RankGroup
@@ -43,14 +43,14 @@ class Alone:
     shares = 1
     share = rank = 0
 
-    def scaled(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
+    def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
         """Make a layer's scales come from the largest magnitudes of all ranks."""
         return arithmetic
 
     def take(self, model: LanguageModel) -> None:
         """Reduce a model to what this rank computes."""
 
-    def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+    def own(self, parameters: Parameters) -> Parameters:
         """The part of each parameter that this rank keeps and updates."""
         return parameters
 
@@ -59,7 +59,7 @@ class Alone:
         """The model's parameters have their values in the body: for one step, or one validation."""
         yield
 
-    def updated(self, phase: Phases) -> None:
+    def refresh(self, phase: Phases) -> None:
         """Give the model's parameters their new values, after an update inside `present`."""
 
     def mean(self, loss: Tensor) -> Tensor:
@@ -69,15 +69,15 @@ class Alone:
     def average(self, gradients: Gradients, phase: Phases) -> None:
         """Average gradients over all ranks, in place."""
 
-    def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
+    def norms(self, norms: Tensors) -> list[Tensor]:
         """Norms of whole parameters from those of this rank's parts, in the same order."""
-        return list(own)
+        return list(norms)
 
     def mine(self, values: Sequence[T]) -> list[T]:
         """From one value for each parameter, those of the parameters that this rank keeps."""
         return list(values)
 
-    def common(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+    def common(self, parameters: Parameters) -> list[nn.Parameter]:
         """The parameters that must be the same on all ranks."""
         return list(parameters.values())
 
@@ -104,17 +104,18 @@ class DataParallel(Together):
         super().__init__(group)
         self.shares, self.share = group.size, group.rank
 
-    def scaled(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
+    def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
         return scaled_together(arithmetic, Role, self._over_ranks)
 
     def mean(self, loss: Tensor) -> Tensor:
         return self._group.added(loss) / self.shares
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
-        whole = gradients.filled()
+        # A rank whose experts had no token still takes part in every exchange.
+        all_gradients = gradients.fill()
         with phase.communication:
-            for part in bucketed([tensor.numel() for tensor in whole], _MOST_ELEMENTS):
-                tensors = whole[part]
+            for part in bucketed([tensor.numel() for tensor in all_gradients], _MOST_ELEMENTS):
+                tensors = all_gradients[part]
                 flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
                 dist.all_reduce(flat, group=self._group.handle)
                 means = torch.split(flat / self.shares, [tensor.numel() for tensor in tensors])
@@ -137,82 +138,92 @@ class FullySharded(DataParallel):
     weight, padded with zeros. Whole weights exist during a step only. Unlike torch's fully_shard, which works on
     modules with DTensors, a step casts all weights once, and checkpoints and AdamW's kernels take plain tensors."""
 
-    def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+    def own(self, parameters: Parameters) -> Parameters:
         self._wholes = list(parameters.values())
-        self._bytes = [whole.untyped_storage().nbytes() for whole in self._wholes]
-        self._own = [nn.Parameter(self._cut(whole.detach())[self.share].clone()) for whole in self._wholes]
+        self._bytes = [weight.untyped_storage().nbytes() for weight in self._wholes]
+        self._own = [nn.Parameter(self._rows_by_rank(weight.detach())[self.share].clone()) for weight in self._wholes]
         self._buckets = list(bucketed([parameter.numel() * self.shares for parameter in self._own], _MOST_SHARDED))
         self._wrong = torch.zeros((), dtype=torch.bool, device=self._wholes[0].device)
         self._release()
         return dict(zip(parameters, self._own, strict=True))
 
-    def _cut(self, whole: Tensor) -> Tensor:
+    def _rows_by_rank(self, tensor: Tensor) -> Tensor:
         """(ranks, rows of each, ...)."""
-        rows = -(-len(whole) // self.shares)
-        if missing := rows * self.shares - len(whole):
-            whole = F.pad(whole, [0, 0] * (whole.ndim - 1) + [0, missing])
-        return whole.view(self.shares, rows, *whole.shape[1:])
+        rows = -(-len(tensor) // self.shares)
+        if missing := rows * self.shares - len(tensor):
+            tensor = F.pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, missing])
+        return tensor.view(self.shares, rows, *tensor.shape[1:])
 
     @contextmanager
     def present(self, phase: Phases) -> Iterator[None]:
         with phase.communication:
-            for whole, size in zip(self._wholes, self._bytes, strict=True):
-                whole.untyped_storage().resize_(size)
+            for weight, size in zip(self._wholes, self._bytes, strict=True):
+                weight.untyped_storage().resize_(size)
         try:
-            self.updated(phase)
+            self.refresh(phase)
             yield
         finally:
             self._release()
 
     def _release(self) -> None:
-        for whole in self._wholes:
-            whole.grad = None
-            whole.untyped_storage().resize_(0)
+        for weight in self._wholes:
+            weight.grad = None
+            weight.untyped_storage().resize_(0)
 
-    def updated(self, phase: Phases) -> None:
+    def refresh(self, phase: Phases) -> None:
         with phase.communication:
             for part in self._buckets:
-                own = [parameter.detach().reshape(-1) for parameter in self._own[part]]
-                pieces = torch.split(self._group.all_parts(torch.cat(own)), list(map(len, own)), 1)
-                for whole, rows in zip(self._wholes[part], pieces, strict=True):
-                    whole.detach().copy_(rows.reshape(-1, *whole.shape[1:])[: len(whole)])
+                rows_kept = [parameter.detach().reshape(-1) for parameter in self._own[part]]
+                pieces = torch.split(self._group.all_parts(torch.cat(rows_kept)), list(map(len, rows_kept)), 1)
+                for weight, rows in zip(self._wholes[part], pieces, strict=True):
+                    weight.detach().copy_(rows.reshape(-1, *weight.shape[1:])[: len(weight)])
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
         """Each rank receives the mean of its own rows; the gradients of whole parameters are freed."""
         sums = []
         with phase.communication:
             for part in self._buckets:
-                rows = torch.cat([self._cut(gradient_of(parameter)).flatten(1) for parameter in self._wholes[part]], 1)
+                rows = torch.cat(
+                    [self._rows_by_rank(gradient_of(parameter)).flatten(1) for parameter in self._wholes[part]], 1
+                )
                 for parameter in self._wholes[part]:
                     parameter.grad = None
+                # Sums and magnitudes travel separately, and show later whether rows arrived as they were sent.
                 sums.append(torch.stack((rows.sum(1), torch.linalg.vector_norm(rows, 1, 1))))
-                own, mean = self._own[part], self._group.own_part(rows) / self.shares
-                for parameter, piece in zip(own, torch.split(mean, [each.numel() for each in own]), strict=True):
+                rows_kept, mean = self._own[part], self._group.own_part(rows) / self.shares
+                for parameter, piece in zip(
+                    rows_kept, torch.split(mean, [parameter.numel() for parameter in rows_kept]), strict=True
+                ):
                     parameter.grad = piece.view_as(parameter)
             self._check(torch.stack(sums))
 
     def _check(self, sums: Tensor) -> None:
         """Compares what this rank received with sums that travel separately: no other rank has these rows."""
+        # Float sums in another order differ by rounding: the bound follows from the magnitudes.
         expected_sums = self._group.added(sums)[:, :, self.share] / self.shares
         for part, (expected, size) in zip(self._buckets, expected_sums, strict=True):
             received = torch.stack([gradient_of(parameter).sum() for parameter in self._own[part]]).sum()
             difference = (received - expected).abs()
             self._wrong |= difference.isfinite() & (difference > _ROUNDING * self.shares * size)
 
-    def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
-        squares = self._group.added(torch.stack(list(own)).to(torch.float64).square())
+    def norms(self, norms: Tensors) -> list[Tensor]:
+        squares = self._group.added(torch.stack(list(norms)).to(torch.float64).square())
         return list(squares.sqrt().to(torch.float32))
 
     def faults(self) -> tuple[str, ...]:
         """Parameters have to be present."""
         wrong, self._wrong = bool(self._wrong), torch.zeros_like(self._wrong)
-        cut = [self._cut(whole.detach())[self.share] for whole in self._wholes]
-        gathered, own = ([tensor.detach().view(torch.int32) for tensor in tensors] for tensors in (cut, self._own))
+        cut = [self._rows_by_rank(weight.detach())[self.share] for weight in self._wholes]
+        gathered, rows = map(_bits, cut), map(_bits, self._own)
         faults = (
             (wrong, "received gradients for its rows that are not the mean of what all ranks sent"),
-            (not all(map(torch.equal, gathered, own)), "does not find its own rows in the gathered weights"),
+            (not all(map(torch.equal, gathered, rows)), "does not find its own rows in the gathered weights"),
         )
         return tuple(text for is_wrong, text in faults if is_wrong)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(torch.int32)
 
 
 class TensorParallel(Together):
@@ -223,7 +234,7 @@ class TensorParallel(Together):
         super().__init__(group)
         self._config = config
 
-    def scaled(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
+    def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
         """Scales come from all ranks where a tensor is cut; of other tensors every rank has the same magnitudes."""
         cut = cut_of(f"{layer}.weight", self._config)
         roles = cut_roles(cut) if cut is not None else tuple(Role) if ".core." in layer else ()
@@ -234,7 +245,7 @@ class TensorParallel(Together):
         assert isinstance(model, GPT)
         share_blocks(model, self._config, self._group)
 
-    def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+    def own(self, parameters: Parameters) -> Parameters:
         self._cut = torch.tensor([cut_of(name, self._config) is not None for name in parameters])
         return parameters
 
@@ -246,11 +257,11 @@ class TensorParallel(Together):
         finally:
             self._group.phase = SilentPhases()
 
-    def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
+    def norms(self, norms: Tensors) -> list[Tensor]:
         """Norms of cut parameters over all shares; parameters that all ranks have count once."""
-        each = torch.stack(list(own))
-        whole = self._group.added(each.to(torch.float64).square()).sqrt().to(torch.float32)
-        return list(torch.where(self._cut.to(each.device).repeat(len(each) // len(self._cut)), whole, each))
+        stacked = torch.stack(list(norms))
+        added = self._group.added(stacked.to(torch.float64).square()).sqrt().to(torch.float32)
+        return list(torch.where(self._cut.to(stacked.device).repeat(len(stacked) // len(self._cut)), added, stacked))
 
-    def common(self, parameters: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+    def common(self, parameters: Parameters) -> list[nn.Parameter]:
         return [parameter for parameter, cut in zip(parameters.values(), self._cut.tolist(), strict=True) if not cut]

@@ -6,14 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8bench.features.train.lab.built_in import BuiltInModel
-from fp8bench.features.train.lab.fine_tuning import frozen_in
-from fp8bench.features.train.lab.made import SILENT, MadeModel, WrapArithmetic
+from fp8bench.features.train.lab.checkpoint import frozen_in
+from fp8bench.features.train.lab.made import SILENT, BuiltInModel, MadeModel, WrapArithmetic
 from fp8bench.features.train.lab.own_model import OwnModel
 from fp8bench.features.train.lab.rates import RateSchedule, group_of, loss_scale_of
 from fp8bench.features.train.lab.together import digest_of
@@ -24,6 +23,7 @@ from fp8bench.features.train.values import (
     Arm,
     ArmState,
     SeedTask,
+    State,
     StepFigure,
     StepRow,
     StreamLine,
@@ -54,14 +54,14 @@ class Trainer:
         """`watch` is called with every cast."""
         self.arm, self.task = arm, task
         self.precision = precisions.get(arm.precision)
-        self.settings = settings = arm.taken(task.settings)
+        self.settings = settings = arm.merge_settings(task.settings)
         self.step, self.stopped, self._skipped = 0, False, 0
         self.made: MadeModel = (OwnModel if task.settings.make else BuiltInModel)(task, arm, watch, wrap)
         self.model, self.together, self.arithmetics = self.made.model, self.made.together, self.made.arithmetics
         self.optimizer = self.made.make_optimizer()
         self.parameters = self.made.parameters
         self.most_norm, clip_group = clip_of(settings.clip)
-        self.clip_groups = [group_of(name, own.ndim, clip_group) for name, own in self.parameters.items()]
+        self.clip_groups = [group_of(name, parameter.ndim, clip_group) for name, parameter in self.parameters.items()]
         self._schedule = RateSchedule(settings, task.steps)
         self.loss_scale = loss_scale_of(settings, self.precision.loss_scale)
         self.watch = ModelWatch(self.model, arm.name, task.seed, settings.compile == "no")
@@ -71,34 +71,42 @@ class Trainer:
         return self.made.tokens
 
     def state(self) -> ArmState:
-        sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in self._kept().items()}
-        count = self.made.parameter_count
-        return ArmState(self.arm.name, count, self.tokens, tuple((name, size / count) for name, size in sizes.items()))
+        count, sizes = self.made.parameter_count, []
+        for name, tensors in self._stored_tensors().items():
+            sizes.append((name, sum(tensor.nbytes for tensor in tensors) / count))
+        return ArmState(self.arm.name, count, self.tokens, tuple(sizes))
 
-    def _kept(self) -> dict[str, list[Tensor]]:
+    def _stored_tensors(self) -> dict[str, list[Tensor]]:
         """All tensors that lie in memory between two steps, by kind; those of casts appear with the first cast."""
-        casts = [tensor for arithmetic in self.arithmetics.values() for tensor in arithmetic.memory().values()]
-        others = {"casts": casts, "statistics": [*self.model.buffers()], "frozen": frozen_in(self.model)}
-        return self.optimizer.kept() | {name: tensors for name, tensors in others.items() if tensors}
+        further = {
+            "casts": [*self._cast_tensors()],
+            "statistics": [*self.model.buffers()],
+            "frozen": frozen_in(self.model),
+        }
+        return self.optimizer.stored_tensors() | {name: tensors for name, tensors in further.items() if tensors}
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        kept = self.optimizer.kept()
-        moments = [tensors for name, tensors in kept.items() if name not in ("weights", "gradients")]
-        weights = [*kept["weights"], *frozen_in(self.model)]
-        return {MemoryRole.WEIGHTS: weights, MemoryRole.GRADIENTS: kept["gradients"], MemoryRole.OPTIMIZER: moments}
+        tensors_of = self.optimizer.stored_tensors()
+        moments = [tensors for name, tensors in tensors_of.items() if name not in ("weights", "gradients")]
+        weights = [*tensors_of["weights"], *frozen_in(self.model)]
+        return {
+            MemoryRole.WEIGHTS: weights,
+            MemoryRole.GRADIENTS: tensors_of["gradients"],
+            MemoryRole.OPTIMIZER: moments,
+        }
 
     def rate_share(self) -> float:
         """The share of the optimizer's rates in the next step. A user's schedule has changed those already."""
         return 1.0 if self.made.has_own_rates else self._schedule.share(self.step)
 
     def end_step(
-        self, row: StepRow, before: CastState, find: Callable[[], FaultyTensor | None]
+        self, row: StepRow, casts: CastState, find: Callable[[], FaultyTensor | None]
     ) -> Iterator[TrainingEvent]:
         """Adapt the loss scale. After a step that was not finite, `find` its first faulty tensor and do what --on-nan
         says."""
-        self.loss_scale.seen(not row.skipped)
+        self.loss_scale.see(not row.skipped)
         if row.skipped or not math.isfinite(row.parameter_norm):
-            yield from self._handle_not_finite(row, before, find)
+            yield from self._handle_not_finite(row, casts, find)
         self._skipped = self._skipped + 1 if row.skipped else 0
         self.step += 1
 
@@ -109,12 +117,16 @@ class Trainer:
 
     def scales_digest(self) -> int:
         """A digest of the scales that come from earlier casts."""
-        memories = (arithmetic.memory().values() for arithmetic in self.arithmetics.values())
-        scales = [tensor for memory in memories for tensor in memory if tensor.dtype == torch.float32]
-        return digest_of(scales)
+        return digest_of(tensor for tensor in self._cast_tensors() if tensor.dtype == torch.float32)
+
+    def _cast_tensors(self) -> Iterator[Tensor]:
+        """What casts remember; it appears with the first cast."""
+        for arithmetic in self.arithmetics.values():
+            yield from arithmetic.memory().values()
 
     def repeat(self, last: int) -> None:
         """Let an arm that is done take its last steps again, from its present weights."""
+        # Energy windows need steps after the last one.
         if self.step == self.task.steps:
             first = max(0, self.step - last)
             self.made.repeat_steps(self.step - first)
@@ -131,11 +143,12 @@ class Trainer:
             yield
 
     def _handle_not_finite(
-        self, row: StepRow, before: CastState, find: Callable[[], FaultyTensor | None]
+        self, row: StepRow, casts: CastState, find: Callable[[], FaultyTensor | None]
     ) -> Iterator[TrainingEvent]:
         """Halve the loss scale, or find the first faulty tensor and do what --on-nan says."""
+        # A dynamic loss scale that came down has explained the overflow.
         if row.skipped and math.isfinite(row.loss) and self.loss_scale.scale < row.loss_scale:
-            self.recall_casts(CastState({}, before.statistics))
+            self.recall_casts(CastState({}, casts.statistics))
             yield self.event("scale-halved", f"gradients overflowed under a loss scale of {row.loss_scale:g}")
             return
         place = find()
@@ -143,12 +156,12 @@ class Trainer:
         words = not_finite_words(place, row.loss, row.gradient_norm)
         values = (*values, ("loss_scale", row.loss_scale))
         yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE, words, layer, tensor, values)
-        why = self._why_stopped(row)
-        if why:
+        reason = self._stop_reason(row)
+        if reason:
             self.stopped = True
-            yield self.event("stopped", f"the arm is stopped: {why}")
+            yield self.event("stopped", f"the arm is stopped: {reason}")
 
-    def _why_stopped(self, row: StepRow) -> str:
+    def _stop_reason(self, row: StepRow) -> str:
         """'' where the arm goes on after a step that was not finite."""
         if not math.isfinite(row.parameter_norm):
             return "its weights are not finite; resume from the last checkpoint"
@@ -172,24 +185,25 @@ class Trainer:
 
     def validate(self, last: bool = False) -> tuple[StreamLine, ...]:
         """`last` adds what only a finished training gets. What casts remember is restored: no later step changes."""
-        who, before = (self.arm.name, self.task.seed, self.step), self.remember_casts()
+        place, casts = (self.arm.name, self.task.seed, self.step), self.remember_casts()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
             last = last or self.step == self.task.steps
             with self.present(SILENT), torch.no_grad(), self.made.cached_weights.cast(SILENT):
-                looks = tuple(self.made.validate(who, last))
+                looks = tuple(self.made.validate(place, last))
                 scores = tuple(self.made.scores.of(self.model)) if last else ()
             for look in looks:
                 if look.of == "held-out":
                     self._schedule.see_held_out(look.loss)
-            return *looks, *(StepFigure(*who, name, value) for name, value in scores)
+            return *looks, *(StepFigure(*place, name, value) for name, value in scores)
         finally:
             for module, mode in modes:
                 module.training = mode
-            self.recall_casts(before)
+            # Validation casts, too: without this, delayed scales would depend on when one validates.
+            self.recall_casts(casts)
 
-    def memory(self) -> dict[str, Any]:
+    def memory(self) -> State:
         return {
             "step": self.step,
             "stopped": self.stopped,
@@ -201,7 +215,7 @@ class Trainer:
             "watched": dict(self.watch.scales),
         }
 
-    def recall(self, memory: dict[str, Any]) -> None:
+    def recall(self, memory: State) -> None:
         self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
         self.loss_scale.scale, self.loss_scale.good_steps = memory["loss_scale"]
         self._skipped = memory["skipped"]

@@ -52,7 +52,8 @@ class ModelWatch:
         self._arm, self._seed = arm, seed
         self.scales: dict[str, float] = {}
         self.model = model
-        self.modules = {module: path for path, module in reversed([*_uncompiled(model, "")])} if inside else {}
+        self.modules = {module: path for path, module in reversed([*_eager_modules(model, "")])} if inside else {}
+        # torch.compile puts its own name before each path.
         trained = ((path, parameter) for path, parameter in model.named_parameters() if parameter.requires_grad)
         self.parameters = {path.removeprefix("_orig_mod."): parameter for path, parameter in trained}
         matrices = ((path, parameter) for path, parameter in self.parameters.items() if parameter.ndim >= _MATRIX)
@@ -73,12 +74,12 @@ class ModelWatch:
         with ExitStack() as stack:
             yield WatchedStep(self, stack)
 
-    def lines(self, step: int, seen: WatchedStep) -> Iterator[StreamLine]:
+    def lines(self, step: int, watched: WatchedStep) -> Iterator[StreamLine]:
         """The readings and figures of a watched step. Waits for the device once."""
-        numbers = iter(read([*seen.tensors.values(), *({"": number} for number in seen.named.values())]))
-        for layer, role in seen.tensors:
+        numbers = iter(read([*watched.tensors.values(), *({"": number} for number in watched.named.values())]))
+        for layer, role in watched.tensors:
             yield self._reading(step, layer, role, next(numbers))
-        for name, layer in seen.named:
+        for name, layer in watched.named:
             yield StepFigure(self._arm, self._seed, step, name, next(numbers)[""], layer)
 
     def _reading(self, step: int, layer: str, role: str, numbers: Mapping[str, float]) -> LayerReading:
@@ -127,6 +128,7 @@ class Finder:
         self.place: FaultyTensor | None = None
 
     def see(self, layer: str, tensor: str, x: Tensor, backward: bool = False, scale: Scale | None = None) -> None:
+        # The first faulty tensor is the cause; what follows is its consequence.
         if self.place is not None or not x.is_floating_point():
             return
         values = x.detach().to(torch.float32)
@@ -138,7 +140,7 @@ class Finder:
         self.place = FaultyTensor(layer, tensor, direction, amax, share, scale and scale())
 
     @contextmanager
-    def attached(self, model: nn.Module) -> Iterator[None]:
+    def attach(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             for name, parameter in model.named_parameters():
                 self.see(name, "parameter", parameter)
@@ -153,7 +155,7 @@ class Finder:
                     stack.callback(setattr, module, "arithmetic", arithmetic)
             yield
 
-    def _output(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+    def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor):
             self.see(name, "output", output)
             if output.requires_grad:
@@ -182,12 +184,12 @@ class Finder:
 
 def not_finite_words(place: FaultyTensor | None, loss: float, norm: float) -> str:
     if math.isfinite(loss + norm):
-        what = "the weights are not finite after an update"
+        symptom = "the weights are not finite after an update"
     else:
-        what = f"the loss is {loss:g}" if not math.isfinite(loss) else f"the norm of the gradients is {norm:g}"
+        symptom = f"the loss is {loss:g}" if not math.isfinite(loss) else f"the norm of the gradients is {norm:g}"
     if place is None:
-        return f"{what}; repeated, the step was finite: it is not deterministic, or only a sum was too large"
-    return f"{what}; first came {place.words}"
+        return f"{symptom}; repeated, the step was finite: it is not deterministic, or only a sum was too large"
+    return f"{symptom}; first came {place.words}"
 
 
 class WatchedStep:
@@ -202,7 +204,7 @@ class WatchedStep:
             self._attach(path, module, stack)
 
     @torch.no_grad()
-    def updated(self, moved: Mapping[str, Tensor], sizes: Mapping[str, Tensor]) -> None:
+    def see_update(self, moved: Mapping[str, Tensor], sizes: Mapping[str, Tensor]) -> None:
         """The weights have changed: takes norms of the changes and of the weights, by parameter."""
         self.named["memory", ""] = bytes_in_use(self._watch.device)
         for layer, weight in self._watch.weights.items():
@@ -222,12 +224,12 @@ class WatchedStep:
             watched = WatchedArithmetic(arithmetic, partial(self._cast, path, arithmetic), turned=False)
             setattr(module, "arithmetic", watched)  # noqa: B010 - a module declares no such thing
         if casts or _has_weights(module):
-            stack.callback(module.register_forward_hook(partial(self._passed, path, not casts)).remove)
+            stack.callback(module.register_forward_hook(partial(self._see_output, path, not casts)).remove)
         if isinstance(module, SelfAttention):
             stack.callback(setattr, module, "core", module.core)
-            module.core = partial(self._scored, path, module.core)
+            module.core = partial(self._see_scores, path, module.core)
         if running_mean(module) is not None:
-            stack.callback(module.register_forward_pre_hook(partial(self._normed, path)).remove)
+            stack.callback(module.register_forward_pre_hook(partial(self._see_norm, path)).remove)
 
     def _cast(
         self, path: str, inner: Arithmetic, operand: Operand, source: Tensor | None, role: Role, _: Operand | None
@@ -235,28 +237,29 @@ class WatchedStep:
         assert source is not None
         self._see(path, role, source, lambda x: cast_of(inner, operand, x, role))
 
-    def _passed(self, path: str, both_sides: bool, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+    def _see_output(self, path: str, both_sides: bool, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Sees a layer's output; with `both_sides` also its input and the gradient of its output."""
         if not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return
+        # A block that is recomputed passes twice.
         if ("output_amax", path) not in self.named and output.is_floating_point():
             self.named["output_amax", path] = largest_magnitude(output)
-        if both_sides and given and isinstance(given[0], Tensor):
-            self._see(path, Role.INPUT, given[0])
+        if both_sides and inputs and isinstance(inputs[0], Tensor):
+            self._see(path, Role.INPUT, inputs[0])
         if both_sides and output.requires_grad and output.numel() > 1:
             output.register_hook(partial(self._see, path, Role.GRADIENT))  # type: ignore[no-untyped-call]
 
-    def _scored(self, path: str, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _see_scores(self, path: str, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if ("attention_score", path) not in self.named:
             with torch.no_grad():
                 self.named["attention_score", path] = attention_score(q, k, getattr(core, "causal", True))
         return core(q, k, v)
 
-    def _normed(self, path: str, module: nn.Module, given: tuple[Any, ...]) -> None:
-        mean, own = running_mean(module), isinstance(module, BatchNorm)
+    def _see_norm(self, path: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        mean, channels_last = running_mean(module), isinstance(module, BatchNorm)
         if mean is not None and ("batch_norm_drift", path) not in self.named:
             with torch.no_grad():
-                self.named["batch_norm_drift", path] = batch_norm_drift(given[0], mean, channels_last=own)
+                self.named["batch_norm_drift", path] = batch_norm_drift(inputs[0], mean, channels_last=channels_last)
 
     def _see(self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], TensorCast] | None = None) -> None:
         if (layer, role) not in self.tensors and x.is_floating_point() and x.numel() > 1:
@@ -274,10 +277,10 @@ def _has_weights(module: nn.Module) -> bool:
     return any(parameter.ndim >= _MATRIX for parameter in module.parameters(recurse=False))
 
 
-def _uncompiled(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _eager_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """A module and those inside it, without the compiled ones, whose hooks would not run."""
     if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
         return
     yield path, module
     for name, child in module.named_children():
-        yield from _uncompiled(child, f"{path}.{name}".lstrip("."))
+        yield from _eager_modules(child, f"{path}.{name}".lstrip("."))

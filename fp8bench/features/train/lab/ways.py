@@ -8,7 +8,7 @@ that sends them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.low_precision import Gradients, gradient_of
+from fp8bench.features.train.lab.low_precision import Gradients, Parameters, Tensors, gradient_of
 from fp8bench.features.train.lab.together import Alone, DataParallel, FullySharded, T, TensorParallel
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import DeviceFacts
@@ -54,7 +54,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ROUNDING = {"fp32": 2.0**-20, "bf16": 2.0**-7}
 
 
-def sampled(tensor: Tensor, turn: int) -> Tensor:
+def sample(tensor: Tensor, turn: int) -> Tensor:
     """The largest magnitude, then 64 of the numbers: different ones each turn."""
     flat = tensor.detach().flatten().to(torch.float32)
     stride = max(1, len(flat) // _SAMPLED)
@@ -62,8 +62,8 @@ def sampled(tensor: Tensor, turn: int) -> Tensor:
     return torch.cat((flat.abs().amax().view(1), flat[places]))
 
 
-def alike(tensor: Tensor, other: Tensor) -> Tensor:
-    return (tensor == other) | (tensor.isnan() & other.isnan())
+def alike(tensor: Tensor, expected: Tensor) -> Tensor:
+    return (tensor == expected) | (tensor.isnan() & expected.isnan())
 
 
 def as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
@@ -107,63 +107,65 @@ class ZeroTensors(FullySharded):
         # For each step, samples of all tensors that this rank sent, and of the means that it received.
         self._seen, self._turn = deque[tuple[Tensor, Tensor]](maxlen=_MOST_STEPS), 0
 
-    def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+    def own(self, parameters: Parameters) -> Parameters:
         self._wholes, self._names = list(parameters.values()), list(parameters)
         if len(self._wholes) < self.shares:
             raise UsageError(
                 f"--parallel zero: {len(self._wholes)} weights are too few for {self.shares} ranks. Give fewer --ranks."
             )
-        self._bytes = [whole.untyped_storage().nbytes() for whole in self._wholes]
-        self._owned = OwnedTensors(self._group, [whole.numel() for whole in self._wholes], self._wire)
-        self._own = [nn.Parameter(whole.detach().clone()) for whole in self.mine(self._wholes)]
+        self._bytes = [weight.untyped_storage().nbytes() for weight in self._wholes]
+        self._owned = OwnedTensors(self._group, [weight.numel() for weight in self._wholes], self._wire)
+        self._own = [nn.Parameter(weight.detach().clone()) for weight in self.mine(self._wholes)]
         self._release()
         return dict(zip(self.mine(list(parameters)), self._own, strict=True))
 
     def mine(self, values: Sequence[T]) -> list[T]:
         return self._owned.own(values)
 
-    def updated(self, phase: Phases) -> None:
+    def refresh(self, phase: Phases) -> None:
         self._owned.put(
-            [parameter.detach() for parameter in self._own], [whole.detach() for whole in self._wholes], phase
+            [parameter.detach() for parameter in self._own], [weight.detach() for weight in self._wholes], phase
         )
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
-        own, turn = [gradient_of(whole) for whole in self._wholes], self._turn
-        sent = _samples(own, turn)
-        means = self._owned.means(own, phase)
-        for whole in self._wholes:
-            whole.grad = None
+        gradients_sent, turn = [gradient_of(weight) for weight in self._wholes], self._turn
+        # Before the exchange: it may reuse the memory of gradients.
+        sent = _samples(gradients_sent, turn)
+        means = self._owned.means(gradients_sent, phase)
+        for weight in self._wholes:
+            weight.grad = None
         for parameter, mean in zip(self._own, means, strict=True):
             parameter.grad = mean
-        gradients.given()
+        gradients.accept()
         self._seen.append((sent, _samples(means, turn)[:, 1:]))
         self._turn += 1
 
-    def norms(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Each norm is its owner's; `own` may be several figures of all parameters, one after the other."""
-        squares = torch.stack(list(own)).to(torch.float64).square().view(-1, len(self._own))
+    def norms(self, norms: Tensors) -> list[Tensor]:
+        """Each norm is its owner's; `norms` may be several figures of all parameters, one after the other."""
+        squares = torch.stack(list(norms)).to(torch.float64).square().view(-1, len(self._own))
         placed = squares.new_zeros(len(squares), len(self._wholes))
         placed[:, self.mine(range(len(self._wholes)))] = squares
         return list(self._group.added(placed).sqrt().to(torch.float32).flatten())
 
     def faults(self) -> tuple[str, ...]:
         """Parameters have to be present."""
-        seen = list(self._seen)
+        samples = list(self._seen)
         self._seen.clear()
         place = torch.tensor(self.mine(range(len(self._wholes))))
         faults = []
-        if seen:
-            sent, received = map(torch.stack, zip(*seen, strict=True))
+        if samples:
+            sent, received = map(torch.stack, zip(*samples, strict=True))
             all_sent = torch.stack(self._group.all_of(sent))[:, :, place]  # ranks, steps, tensors, numbers
             wrong = wrong_means(received, all_sent[..., 1:], all_sent[..., :1].amax(0), self._wire)
             faults.append(self._fault("received a gradient that is not the mean of what all ranks sent", wrong, place))
-        own = _samples([parameter.detach() for parameter in self._own], 0)
-        rows = own.new_zeros(len(self._wholes), own.shape[1])
-        rows[place.to(own.device)] = own
+        owned = _samples([parameter.detach() for parameter in self._own], 0)
+        # Each rank fills in its own tensors: all rows together show what owners have.
+        rows = owned.new_zeros(len(self._wholes), owned.shape[1])
+        rows[place.to(owned.device)] = owned
         all_rows = torch.stack(self._group.all_of(rows))
-        kept = all_rows[torch.tensor(self._owned.owners), torch.arange(len(self._wholes))]
-        numbers = _samples([whole.detach() for whole in self._wholes], 0)[:, 1:]
-        wrong = ~alike(numbers, as_sent(kept[:, 1:], kept[:, :1], self._wire))
+        owners_rows = all_rows[torch.tensor(self._owned.owners), torch.arange(len(self._wholes))]
+        numbers = _samples([weight.detach() for weight in self._wholes], 0)[:, 1:]
+        wrong = ~alike(numbers, as_sent(owners_rows[:, 1:], owners_rows[:, :1], self._wire))
         faults.append(self._fault("has a weight that is not what its owner sent", wrong, torch.arange(len(wrong))))
         return tuple(filter(None, faults))
 
@@ -173,8 +175,8 @@ class ZeroTensors(FullySharded):
         return f"{words}: {self._names[int(place[tensors[0]])]}" if tensors else ""
 
 
-def _samples(tensors: Sequence[Tensor], turn: int) -> Tensor:
-    return torch.stack([sampled(tensor, turn) for tensor in tensors])
+def _samples(tensors: Tensors, turn: int) -> Tensor:
+    return torch.stack([sample(tensor, turn) for tensor in tensors])
 
 
 # Notes of at most so many exchanges are kept.
@@ -199,14 +201,14 @@ class NotedGroup(RankGroup):
 
     def all_parts(self, x: Tensor) -> Tensor:
         parts = super().all_parts(x)
-        self._note(sampled(x, self._turn), _samples([*parts], self._turn)[:, 1:], x.dtype)
+        self._note(sample(x, self._turn), _samples([*parts], self._turn)[:, 1:], x.dtype)
         return parts
 
     def own_part(self, parts: Tensor) -> Tensor:
         sent = _samples([*parts], self._turn)
-        own = super().own_part(parts)
-        self._note(sent, sampled(own, self._turn)[1:], parts.dtype)
-        return own
+        part = super().own_part(parts)
+        self._note(sent, sample(part, self._turn)[1:], parts.dtype)
+        return part
 
     def _note(self, sent: Tensor, received: Tensor, dtype: torch.dtype) -> None:
         self.noted.append(_Note(sent, received, dtype))
@@ -258,11 +260,11 @@ class SequenceParallel(TensorParallel):
 
         share_blocks(model, self._config, stream, gathered, scattered)
         model.blocks[0].register_forward_pre_hook(
-            lambda _, given: (exchanged(given[0], own, stream.gathered), *given[1:])
+            lambda _, inputs: (exchanged(inputs[0], own, stream.gathered), *inputs[1:])
         )
-        model.norm.register_forward_pre_hook(lambda _, given: (exchanged(given[0], stream.gathered, own),))
+        model.norm.register_forward_pre_hook(lambda _, inputs: (exchanged(inputs[0], stream.gathered, own),))
 
-    def own(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
+    def own(self, parameters: Parameters) -> Parameters:
         """Norms inside blocks see this rank's tokens only: their gradients are summed over ranks."""
         within = {name: parameter for name, parameter in parameters.items() if name.startswith("blocks.")}
         self._summed = [parameter for name, parameter in within.items() if cut_of(name, self._config) is None]
@@ -278,7 +280,7 @@ class SequenceParallel(TensorParallel):
             self.stream.phase = SilentPhases()
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
-        gradients.filled()
+        gradients.fill()
         self._group.added_together([parameter.grad for parameter in self._summed if parameter.grad is not None])
 
     def faults(self) -> tuple[str, ...]:
@@ -288,6 +290,7 @@ class SequenceParallel(TensorParallel):
         return ("received tokens of the stream that are not what all ranks sent",) if wrong else ()
 
     def _arrived_wrong(self, notes: Sequence[_Note]) -> bool:
+        # One exchange for all notes, since each would cost a round trip.
         sizes = [note.sent.numel() for note in notes]
         flat = self._group.all_of(torch.cat([note.sent.flatten() for note in notes]))
         by_note = zip(notes, *(torch.split(tensor, sizes) for tensor in flat), strict=True)
@@ -295,6 +298,7 @@ class SequenceParallel(TensorParallel):
 
     def _is_wrong(self, note: _Note, all_sent: Tensor) -> bool:
         narrow, in_fp8 = _is_narrow(note.dtype), self._wire == "fp8"
+        # What arrived is computed again from what all ranks say they sent.
         all_sent = all_sent.view(len(all_sent), *note.sent.shape)
         if note.received.ndim > 1:
             expected = as_sent(all_sent[:, 1:], all_sent[:, :1], "fp32" if narrow and not in_fp8 else self._wire)

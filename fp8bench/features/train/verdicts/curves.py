@@ -18,13 +18,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from fp8bench.analysis.compare.interval import quantile
-from fp8bench.features.train.values import (
-    NOT_FINITE,
-    StepRow,
-    StreamLine,
-    TrainingEvent,
-    Validation,
-)
+from fp8bench.features.train.values import NOT_FINITE, Lines, StepRow, StreamLine, TrainingEvent, Validation
 from fp8bench.model import Interval
 from fp8bench.report.panels import together
 
@@ -80,8 +74,8 @@ class Curve:
         void."""
         if not (self.rows and self.rows[0].loss > 0):
             return math.nan
-        fell, before, after = 1 - self.endpoint / self.rows[0].loss, *map(self.held_out.get, (0, self.steps))
-        return max(fell, 1 - after / before) if before and after and math.isfinite(fell) else fell
+        fell, first_look, last_look = 1 - self.endpoint / self.rows[0].loss, *map(self.held_out.get, (0, self.steps))
+        return max(fell, 1 - last_look / first_look) if first_look and last_look and math.isfinite(fell) else fell
 
     @property
     def blew_up(self) -> bool:
@@ -91,17 +85,25 @@ class Curve:
         return {_STOPPED, NOT_FINITE} <= self.events
 
 
+Curves = Mapping[Key, Curve]
+
+
 def last_of(steps: int) -> int:
     return max(1, steps // _TENTHS)
 
 
 def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
     by_key = together(((line.arm, line.seed), line) for line in lines)
-    curves = {key: _curve(own, steps) for key, own in by_key.items()}
+    curves = {key: _curve(arm_lines, steps) for key, arm_lines in by_key.items()}
     return {key: curve for key, curve in curves.items() if curve.rows}
 
 
-def _curve(lines: Sequence[StreamLine], steps: int) -> Curve:
+def curves_of_arm(curves: Curves, arm: str) -> dict[int, Curve]:
+    """By seed."""
+    return {seed: curve for (name, seed), curve in curves.items() if name == arm}
+
+
+def _curve(lines: Lines, steps: int) -> Curve:
     """Of several lines for one step the last counts."""
     rows = {line.step: line for line in lines if isinstance(line, StepRow)}
     looks = (line for line in lines if isinstance(line, Validation) and line.of == HELD_OUT)
@@ -126,9 +128,10 @@ class Pair:
     earlier: tuple[float, ...] = ()
 
 
-def paired(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
+def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
     if not (reference.whole and arm.whole):
         return Void.NOT_FINISHED
+    # An endpoint that is not finite leaves nothing to compare, whatever came before.
     old, new = reference.endpoint, arm.endpoint
     if math.isnan(old) or math.isnan(new):
         return Void.NOT_FINITE
@@ -136,6 +139,7 @@ def paired(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
         return Void.NEARLY_ZERO
     if reference.rows[-1].tokens != arm.rows[-1].tokens:
         return Void.OTHER_TOKENS
+    # A verdict spans these ends, so that no single last batch decides it.
     ends = range(arm.steps - min(_ENDS - 1, arm.steps // _TENTHS), arm.steps + 1)
     *earlier, gap = gaps_at(reference, arm, ends)
     if any(map(math.isnan, (*earlier, gap))):
@@ -157,6 +161,7 @@ def gaps_at(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
 
 def _gap_of_means(losses: Sequence[tuple[float, float]]) -> float | None:
     """Of (reference, arm), each finite in both. None where there is no share."""
+    # A step that one arm skipped would else count for the other alone.
     both = [pair for pair in losses if math.isfinite(sum(pair))]
     old, new = map(sum, zip(*both, strict=True)) if both else (0.0, 0.0)
     return new / old - 1 if old > 0 else None
@@ -242,7 +247,7 @@ class JudgedArm:
     matters: Matters | None = None
 
     @property
-    def tolerated(self) -> bool:
+    def is_tolerated(self) -> bool:
         """Whether it is worse, and by less than the margin."""
         return self.learned is Learned.WORSE and self.matters is Matters.NO
 
@@ -286,8 +291,9 @@ def _gap_over_ends(pairs: Sequence[Pair]) -> Gap | None:
         return gap
     by_end = zip(*(pair.earlier for pair in pairs), strict=True)
     earlier = list(map(gap_of, by_end))
-    decides = _hull(gap.decides, [each.decides for each in earlier if each and each.decides])
-    shown = _hull(gap.shown, [each.shown for each in earlier if each and each.shown])
+    decides = _hull(gap.decides, [gap_before.decides for gap_before in earlier if gap_before and gap_before.decides])
+    shown = _hull(gap.shown, [gap_before.shown for gap_before in earlier if gap_before and gap_before.shown])
+    # The deviation that would give the hull's width: more seeds are estimated by it.
     reach = (decides.high - decides.low) / 2
     deviation = reach * math.sqrt(gap.pairs) / quantile(DECIDING, gap.pairs - 1)
     return replace(gap, deviation=deviation, decides=decides, shown=shown)
@@ -295,7 +301,7 @@ def _gap_over_ends(pairs: Sequence[Pair]) -> Gap | None:
 
 def _hull(last: Interval, earlier: Sequence[Interval]) -> Interval:
     every = [last, *earlier]
-    return replace(last, low=min(each.low for each in every), high=max(each.high for each in every))
+    return replace(last, low=min(interval.low for interval in every), high=max(interval.high for interval in every))
 
 
 def rule(interval: Interval, margin: float) -> Learned:
@@ -337,6 +343,7 @@ def seeds_until(gap: Gap, margin: float) -> int | None:
         nearest, furthest = max(0.0, abs(gap.point) - moved), abs(gap.point) + moved
         return nearest > reach or furthest <= margin - reach or 2 * reach <= margin
 
+    # More seeds decide more: the fewest that do are found by bisection.
     counts = range(max(gap.pairs + 1, LEAST_PAIRS), MOST_SEEDS + 1)
     place = bisect_left(counts, True, key=decides)
     return counts[place] - gap.pairs if place < len(counts) else None

@@ -38,6 +38,7 @@ from fp8bench.features.train.verdicts.curves import (
     Learned,
     Matters,
     curves_of,
+    curves_of_arm,
     gap_of,
     importance,
     rule,
@@ -72,6 +73,11 @@ class ArmSummary:
     events: int | None = None
     verdict: ArmVerdict | None = None
 
+    @property
+    def on_a_device(self) -> int | None:
+        """What hardware with the formats would hold of an emulated arm."""
+        return None if self.arm.native else self.device_peak_memory
+
 
 @dataclass(frozen=True)
 class JudgedTraining:
@@ -83,6 +89,10 @@ class JudgedTraining:
     @property
     def training(self) -> Training:
         return self.kept.training
+
+    @property
+    def request(self) -> TrainingRequest:
+        return self.kept.request
 
     @cached_property
     def curves(self) -> dict[Key, Curve]:
@@ -102,48 +112,48 @@ class JudgedTraining:
 
 
 def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
-    kept, verdicts, curves = judged.kept, judged.verdicts, judged.curves
-    peaks = {line.arm: line.memory for line in kept.of(ArmCost) if line.memory is not None}
+    stored, verdicts, curves = judged.kept, judged.verdicts, judged.curves
+    peaks = {line.arm: line.memory for line in stored.of(ArmCost) if line.memory is not None}
     # A user's own optimizer has its state only after its first step.
-    kept_bytes = {
-        line.arm: sum(size for _, size in line.kept) / kept.training.parameters
-        for line in kept.of(ArmCost)
-        if line.kept and kept.training.request.settings.make
-    }
-    lead = kept.training.arms[0].name
-    energies = {line.arm: energy_of(line.energy) for line in kept.of(ArmCost) if line.energy is not None}
-    events = Counter(event.arm for event in kept.of(TrainingEvent))
+    kept_bytes = {}
+    for line in stored.of(ArmCost):
+        if line.kept and stored.request.settings.make:
+            kept_bytes[line.arm] = sum(size for _, size in line.kept) / stored.training.parameters
+    reference = stored.training.arms[0].name
+    energies = {line.arm: energy_of(line.energy) for line in stored.of(ArmCost) if line.energy is not None}
+    events = Counter(event.arm for event in stored.of(TrainingEvent))
     # A watched step has no time of its own.
-    paces = together((row.arm, row.seconds / row.tokens) for row in kept.of(StepRow) if row.seconds > 0)
-    sizes = _first_by_arm(kept, BYTES_PER_PARAMETER)
-    wires = _first_by_arm(kept, WIRE_BYTES)
+    paces = together((row.arm, row.seconds / row.tokens) for row in stored.of(StepRow) if row.seconds > 0)
+    sizes = _first_by_arm(stored, BYTES_PER_PARAMETER)
+    wires = _first_by_arm(stored, WIRE_BYTES)
     summaries = []
-    for arm in kept.training.arms:
-        own = [curve for (name, _), curve in curves.items() if name == arm.name]
-        alone = lead if arm.is_band else arm.name  # what is measured of it alone is the reference's
+    for arm in stored.training.arms:
+        arm_curves = [*curves_of_arm(curves, arm.name).values()]
+        alone = reference if arm.is_band else arm.name  # what is measured of it alone is the reference's
         memory = peaks.get(alone)
         summary = ArmSummary(
             arm,
-            steps=sum(len(curve.rows) for curve in own),
-            loss=mean_of([curve.endpoint for curve in own if curve.whole]),
-            held_out=mean_of([curve.held_out[curve.steps] for curve in own if curve.steps in curve.held_out]),
+            steps=sum(len(curve.rows) for curve in arm_curves),
+            loss=mean_of([curve.endpoint for curve in arm_curves if curve.whole]),
+            held_out=mean_of([curve.held_out[curve.steps] for curve in arm_curves if curve.steps in curve.held_out]),
             tokens_per_second=1 / statistics.median(paces[arm.name]) if arm.native and arm.name in paces else None,
             bytes_per_parameter=kept_bytes.get(alone, sum(sizes[arm.name].values()) if arm.name in sizes else None),
             peak_memory=memory.peak if memory else None,
             device_peak_memory=memory.on_device if memory else None,
             wire=wires.get(arm.name, {}),
             energy=energies.get(arm.name),
-            events=events[arm.name] if own else None,
+            events=events[arm.name] if arm_curves else None,
             verdict=verdicts.of(arm.name),
         )
         summaries.append(summary)
     return tuple(summaries)
 
 
-def _first_by_arm(kept: KeptTraining, name: str) -> dict[str, dict[str, float]]:
+def _first_by_arm(stored: KeptTraining, name: str) -> dict[str, dict[str, float]]:
     """A figure by layer, of each arm's first step that has it."""
+    # Later steps send and keep the same: the first one is enough.
     first: dict[str, tuple[tuple[int, int], dict[str, float]]] = {}
-    for figure in kept.of(StepFigure):
+    for figure in stored.of(StepFigure):
         if figure.name == name:
             at, values = first.setdefault(figure.arm, ((figure.seed, figure.step), {}))
             if at == (figure.seed, figure.step):
@@ -233,66 +243,72 @@ _AT_CHANCE = "at chance, like the reference: it says nothing about precisions"
 _IN_BF16 = "quantised:bf16"
 
 
-def verdicts_of_scores(kept: KeptTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
+def verdicts_of_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
     """Against the reference's; the reference's own quantised weights against these in bf16."""
     scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for line in kept.of(StepFigure):
+    for line in stored.of(StepFigure):
         if line.name.startswith((TASK, METRIC)):
             scores[line.name][line.arm][line.seed] = line.value
-    steps = kept.training.request.steps
-    for look in kept.of(Validation):
+    steps = stored.request.steps
+    for look in stored.of(Validation):
         if look.of.startswith("quantised:") and look.step == steps:
             scores[look.of][look.arm][look.seed] = look.loss
     in_bf16 = dict(scores.get(_IN_BF16, {}))
-    base, request, made = verdicts.reference, kept.training.request, []
+    base, request, scored = verdicts.reference, stored.request, []
     for name, values in scores.items():
-        for arm in (arm.name for arm in kept.training.compared):
-            if arm != base:
-                made.append(_verdict(request, ScoreVerdict(arm, name, base), values[arm], values[base]))
+        for arm in stored.training.compared_arms:
+            if arm.name != base:
+                verdict = ScoreVerdict(arm.name, name, base)
+                scored.append(_verdict(request, verdict, values[arm.name], values[base]))
             elif name.startswith("quantised:") and name != _IN_BF16:
-                verdict = ScoreVerdict(arm, name, "itself in bf16")
-                made.append(_verdict(request, verdict, values[arm], in_bf16.get(arm, {})))
-    return tuple(verdict for verdict in made if verdict is not None)
+                verdict = ScoreVerdict(arm.name, name, "itself in bf16")
+                scored.append(_verdict(request, verdict, values[arm.name], in_bf16.get(arm.name, {})))
+    return tuple(filter(None, scored))
 
 
-def _verdict(request: TrainingRequest, verdict: ScoreVerdict, values: _Values, others: _Values) -> ScoreVerdict | None:
+def _verdict(
+    request: TrainingRequest, verdict: ScoreVerdict, values: _Values, old_values: _Values
+) -> ScoreVerdict | None:
     """None where no seed has both."""
-    both = [(values[seed], others[seed]) for seed in values if seed in others]
+    both = [(values[seed], old_values[seed]) for seed in values if seed in old_values]
     pairs, name = [pair for pair in both if math.isfinite(sum(pair))], verdict.figure
     if not pairs:
         return None
-    own, old = ([pair[place] for pair in pairs] for place in (0, 1))
-    verdict = replace(verdict, reference=math.fsum(old) / len(pairs), own=math.fsum(own) / len(pairs))
+    new, old = zip(*pairs, strict=True)
+    verdict = replace(verdict, reference=math.fsum(old) / len(pairs), own=math.fsum(new) / len(pairs))
     if name.startswith(TASK):
+        # No difference in so many questions bounds the true one: at 99% by 4.6 over their number.
         floor = -math.log(1 - DECIDING) / (ITEMS * len(pairs))
         chance = CHANCES[name.removeprefix(TASK).partition("@")[0]]
-        above = [_widened(gap_of([value - chance for value in scores]), floor) for scores in (own, old)]
-        return _judged(
-            verdict,
-            _widened(gap_of([before - new for new, before in pairs]), floor),
-            request.margin,
-            not any(gap and gap.decides and gap.decides.low > 0 for gap in above),
-        )
+        worse = _widen(gap_of([before - after for after, before in pairs]), floor)
+        learned = _is_above(new, chance, floor) or _is_above(old, chance, floor)
+        return _judge_score(verdict, worse, request.margin, at_chance=not learned)
     if min(old) <= 0:
         return replace(verdict, word="open: there is no share of a reference that is not above 0")
     sign = -1 if name.startswith(METRIC) and not _lower_is_better(request, name) else 1
-    return _judged(verdict, gap_of([sign * (new / before - 1) for new, before in pairs]), request.margin)
+    return _judge_score(verdict, gap_of([sign * (after / before - 1) for after, before in pairs]), request.margin)
+
+
+def _is_above(scores: Sequence[float], chance: float, floor: float) -> bool:
+    """Whether the scores of all seeds together are surely above chance."""
+    gap = _widen(gap_of([score - chance for score in scores]), floor)
+    return gap is not None and gap.decides is not None and gap.decides.low > 0
 
 
 def _lower_is_better(request: TrainingRequest, name: str) -> bool:
-    own = name.removeprefix(METRIC)
+    figure = name.removeprefix(METRIC)
     lower = [metric.removesuffix("=lower") for metric in request.settings.metric if metric.endswith("=lower")]
-    return any(own in (metric, f"{metric}.{own.removeprefix(f'{metric}.')}") for metric in lower)
+    return any(figure in (metric, f"{metric}.{figure.removeprefix(f'{metric}.')}") for metric in lower)
 
 
-def _widened(gap: Gap | None, floor: float) -> Gap | None:
+def _widen(gap: Gap | None, floor: float) -> Gap | None:
     """No interval is finer than what so many questions resolve: no difference in them bounds that of all."""
     if gap is None or gap.decides is None or gap.decides.high - gap.point >= floor:
         return gap
     return replace(gap, decides=Interval(gap.point, gap.point - floor, gap.point + floor, gap.decides.level))
 
 
-def _judged(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bool = False) -> ScoreVerdict:
+def _judge_score(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bool = False) -> ScoreVerdict:
     verdict = replace(verdict, worse=gap, word=still_open(gap, margin))
     if gap is None or gap.decides is None or gap.pairs < LEAST_PAIRS:
         return verdict
@@ -312,8 +328,8 @@ def still_open(gap: Gap | None, bound: float) -> str:
     """'open: 3 seeds of the 5 that are needed', or how many more would settle a share of `bound`."""
     if gap is None or gap.pairs < LEAST_PAIRS:
         return f"open: {many(gap.pairs if gap else 0, 'seed')} of the {LEAST_PAIRS} that are needed"
-    more = seeds_until(gap, bound)
-    seeds = "an unknown number of more seeds" if more is None else many(more, "more seed")
+    count = seeds_until(gap, bound)
+    seeds = "an unknown number of more seeds" if count is None else many(count, "more seed")
     return f"open: {seeds} would settle {100 * bound:g}%"
 
 
@@ -352,7 +368,8 @@ def score_parts(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
         Col("worse by", _worse, number=True, hint="points of a task, else a share; with the 99% interval over seeds"),
         Col("verdict", lambda verdict: verdict.word, tone=tone_of),
     ]
-    tasks = [task for task in CHANCES if any(row.figure.startswith(TASK + task) for row in rows)]
+    scored_tasks = {row.figure.removeprefix(TASK).partition("@")[0] for row in rows}
+    tasks = [task for task in CHANCES if task in scored_tasks]
     chances = ", ".join(f"{task} {100 * CHANCES[task]:.3g}%" for task in tasks)
     words = [Text(f"By chance alone answers are right in: {chances}.")] if tasks else []
     scored = any(not row.figure.startswith("quantised:") for row in rows)

@@ -12,25 +12,27 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fp8bench.analysis.compare.interval import quantile
-from fp8bench.features.train.values import FALLBACK, Arm, ArmRole, StreamLine, Training, Validation
+from fp8bench.features.train.values import FALLBACK, Arm, ArmRole, Lines, StepRow, Training, Validation
 from fp8bench.features.train.verdicts.curves import (
     INCURABLE,
     LEAST_PAIRS,
     SHOWN,
     Curve,
+    Curves,
     JudgedArm,
-    Key,
     Learned,
     Pair,
     Void,
     Why,
     curves_of,
+    curves_of_arm,
     gap_of,
     judge,
     last_of,
-    paired,
+    pair_curves,
 )
 from fp8bench.model import Interval
+from fp8bench.report.panels import together
 
 # 'No worse' means something only if an arm that lost this share of what the reference learned would be outside the
 # margin. A reference whose loss fell by less than the second share has met noise only.
@@ -95,9 +97,7 @@ def least_fall(margin: float) -> float:
     return max(_LEAST_FALL, margin / (margin + _LOST))
 
 
-def verdicts_of(
-    training: Training, lines: Sequence[StreamLine], curves: Mapping[Key, Curve] | None = None
-) -> TrainingVerdicts:
+def verdicts_of(training: Training, lines: Lines, curves: Curves | None = None) -> TrainingVerdicts:
     """`curves` are those of the lines, if the caller has them."""
     request = training.request
     seeds = tuple(range(request.seed, request.seed + request.seeds))
@@ -107,25 +107,26 @@ def verdicts_of(
 
 
 def verdicts_on(
-    all_arms: Sequence[Arm], curves: Mapping[Key, Curve], seeds: tuple[int, ...], steps: int, margin: float, looks: bool
+    all_arms: Sequence[Arm], curves: Curves, seeds: tuple[int, ...], steps: int, margin: float, looks: bool
 ) -> TrainingVerdicts:
     """Like `verdicts_of`, from curves of any origin."""
-    arms = {role: [arm for arm in all_arms if arm.role is role and not arm.skip] for role in ArmRole}
-    base = arms[ArmRole.REFERENCE][0]
-    at_rates = [base, *arms[ArmRole.OTHER_RATE]]
+    by_role = together((arm.role, arm) for arm in all_arms if not arm.skip)
+    base = by_role[ArmRole.REFERENCE][0]
+    at_rates = [base, *by_role.get(ArmRole.OTHER_RATE, ())]
     reference = _best(at_rates, curves, seeds)
     base_curves = {seed: curves.get((base.name, seed), Curve(steps)) for seed in seeds}
     best_curves = {seed: curves.get((reference.name, seed), Curve(steps)) for seed in seeds}
     least = least_fall(margin)
     learned = not any(curve.blew_up or curve.fall < least for curve in best_curves.values())
-    chaos = [pair for arm in arms[ArmRole.CHAOS] for pair in _pairs(base_curves, arm, curves)[0]]
-    repeats = [
-        (base_curves[seed], curves[arm.name, seed])
-        for arm in arms[ArmRole.REPEAT]
-        for seed in seeds
-        if (arm.name, seed) in curves
-    ]
-    candidates = arms[ArmRole.CANDIDATE]
+    # 1. What chance does to the reference: nondeterminism in every seed, chaos in the first.
+    chaos: list[Pair] = []
+    for arm in by_role.get(ArmRole.CHAOS, ()):
+        chaos += _pairs(base_curves, arm, curves)[0]
+    repeats: list[tuple[Curve, Curve]] = []
+    for arm in by_role.get(ArmRole.REPEAT, ()):
+        repeats += [(base_curves[seed], curve) for seed, curve in curves_of_arm(curves, arm.name).items()]
+    # 2. Each candidate against the reference at its best rate; of several rates only the best keeps its verdict.
+    candidates = by_role.get(ArmRole.CANDIDATE, [])
     verdicts = [_arm_verdict(reference, arm, best_curves, curves, margin, learned, looks) for arm in candidates]
     return TrainingVerdicts(
         reference.name,
@@ -133,7 +134,9 @@ def verdicts_on(
         seeds,
         least,
         {seed: curve.fall for seed, curve in best_curves.items() if curve.rows},
-        tuple(verdicts) if len(at_rates) == 1 else tuple(_at_best_rate(each, candidates, curves) for each in verdicts),
+        tuple(verdicts)
+        if len(at_rates) == 1
+        else tuple(_at_best_rate(arm_verdict, candidates, curves) for arm_verdict in verdicts),
         _repeat_band(repeats) if repeats else None,
         looks,
         chaos[0] if chaos else None,
@@ -141,7 +144,7 @@ def verdicts_on(
     )
 
 
-def _best(arms: Sequence[Arm], curves: Mapping[Key, Curve], seeds: Iterable[int]) -> Arm:
+def _best(arms: Sequence[Arm], curves: Curves, seeds: Iterable[int]) -> Arm:
     """The arm with the lowest mean endpoint; the first one where no arm has an endpoint in every seed."""
 
     def mean(arm: Arm) -> float:
@@ -152,17 +155,18 @@ def _best(arms: Sequence[Arm], curves: Mapping[Key, Curve], seeds: Iterable[int]
     return min(arms, key=mean)
 
 
-def _at_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Mapping[Key, Curve]) -> ArmVerdict:
+def _at_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Curves) -> ArmVerdict:
     """Only the best of an arm's rates keeps its verdict: the others become inconclusive."""
 
     def without_rate(arm: Arm) -> tuple[object, ...]:
         return arm.precision, *(pair for pair in arm.settings if pair[0] != "rate")
 
-    alike = [arm for arm in arms if without_rate(arm) == without_rate(verdict.arm)]
-    seeds = {seed for name, seed in curves if name in {arm.name for arm in alike}}
-    if len(alike) < 2 or not seeds or verdict.judged.learned is Learned.DIVERGED:
+    same_but_rate = [arm for arm in arms if without_rate(arm) == without_rate(verdict.arm)]
+    names = {arm.name for arm in same_but_rate}
+    seeds = {seed for name, seed in curves if name in names}
+    if len(same_but_rate) < 2 or not seeds or verdict.judged.learned is Learned.DIVERGED:
         return verdict
-    if _best(alike, curves, seeds) is verdict.arm:
+    if _best(same_but_rate, curves, seeds) is verdict.arm:
         return verdict
     judged = replace(verdict.judged, learned=Learned.INCONCLUSIVE, why=Why.OTHER_RATE, more_seeds=None, matters=None)
     return replace(verdict, judged=judged, speed=None)
@@ -171,63 +175,67 @@ def _at_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Mapping[Key,
 def _arm_verdict(
     reference: Arm,
     arm: Arm,
-    own: Mapping[int, Curve],
-    curves: Mapping[Key, Curve],
+    base: Mapping[int, Curve],
+    curves: Curves,
     margin: float,
     learned: bool,
     looks: bool,
 ) -> ArmVerdict:
-    """`own` are the reference's curves by seed."""
-    pairs, voids = _pairs(own, arm, curves)
+    """`base` are the reference's curves by seed."""
+    pairs, voids = _pairs(base, arm, curves)
     least = least_fall(margin)
     diverged = tuple(
         seed
-        for seed, curve in own.items()
+        for seed, curve in base.items()
         if (ended := curves.get((arm.name, seed))) is not None
         and not curve.blew_up
         and (ended.blew_up or (ended.fall <= 0 and curve.fall >= least))  # no lower than it began
     )
+    # Divergence and a reference that did not learn overrule what pairs say.
     judged = judge(pairs, margin, looks)
-    void = Counter(why for _, why in voids).most_common(1)[0][0] if voids else None
+    void = Counter(reason for _, reason in voids).most_common(1)[0][0] if voids else None
     if judged.why is Why.FEW_PAIRS and void in INCURABLE:
         judged = replace(judged, more_seeds=None, void=void)
-    fell_back = any(FALLBACK in curve.events for (name, _), curve in curves.items() if name == arm.name)
+    fell_back = any(FALLBACK in curve.events for curve in curves_of_arm(curves, arm.name).values())
     same_bits = bool(pairs) and all(pair.same_bits for pair in pairs) and arm.precision != reference.precision
     if diverged:
         judged = JudgedArm(Learned.DIVERGED, judged.gap, judged.held_out)
     elif not learned:
         judged = JudgedArm(Learned.DID_NOT_LEARN)
     elif fell_back or same_bits:
-        why = Why.FALLBACK if fell_back else Why.SAME_BITS
-        judged = replace(judged, learned=Learned.INCONCLUSIVE, why=why, more_seeds=None, matters=None)
+        reason = Why.FALLBACK if fell_back else Why.SAME_BITS
+        judged = replace(judged, learned=Learned.INCONCLUSIVE, why=reason, more_seeds=None, matters=None)
         learned = False
     speed = None
     if learned and not diverged and arm.native and reference.native:
-        speed = adjusted_speed([(own[pair.seed], curves[arm.name, pair.seed]) for pair in pairs])
+        speed = adjusted_speed([(base[pair.seed], curves[arm.name, pair.seed]) for pair in pairs])
     return ArmVerdict(arm, judged, pairs, voids, diverged, speed)
 
 
 def _pairs(
-    own: Mapping[int, Curve], arm: Arm, curves: Mapping[Key, Curve]
+    base: Mapping[int, Curve], arm: Arm, curves: Curves
 ) -> tuple[tuple[Pair, ...], tuple[tuple[int, Void], ...]]:
     """The arm's pairs, and the seeds without one. Seeds in which the reference has the same losses count once."""
     pairs: list[Pair] = []
     voids: list[tuple[int, Void]] = []
-    seen: set[tuple[float, ...]] = set()
-    for seed, reference in own.items():
-        pair = paired(reference, curves.get((arm.name, seed), Curve(reference.steps)), seed)
-        if reference.losses in seen:
+    losses_met: set[tuple[float, ...]] = set()
+    for seed, reference in base.items():
+        pair = pair_curves(reference, curves.get((arm.name, seed), Curve(reference.steps)), seed)
+        # Two equal seeds are one observation: counting both would narrow the interval.
+        if reference.losses in losses_met:
             pair = Void.COPY if isinstance(pair, Pair) else pair
         if isinstance(pair, Pair):
             pairs.append(pair)
-            seen.add(reference.losses)
+            losses_met.add(reference.losses)
         else:
             voids.append((seed, pair))
     return tuple(pairs), tuple(voids)
 
 
 def _repeat_band(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
-    both = [(old, new) for reference, repeat in repeats for old, new in zip(reference.rows, repeat.rows, strict=False)]
+    both: list[tuple[StepRow, StepRow]] = []
+    for reference, repeat in repeats:
+        both += zip(reference.rows, repeat.rows, strict=False)
     first = next((old.step for old, new in both if old.loss != new.loss), None)
     gaps = [abs(new.loss / old.loss - 1) if old.loss else math.inf for old, new in both if old.loss != new.loss]
     return RepeatBand(len(both), first, max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0))
@@ -250,6 +258,7 @@ def adjusted_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None
     if len(timed) < LEAST_PAIRS:
         return None
     curves, speeds = [pair for pair, _ in timed], [log for _, log in timed]
+    # Logarithms of ratios: half and twice as fast are equally far from 1.
     pace = gap_of(speeds)
     assert pace is not None and pace.shown is not None
     raw, steps = _exp(pace.shown), log_steps(curves)
@@ -265,13 +274,13 @@ def adjusted_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None
     ]
     if len(without_one) < len(curves):
         return AdjustedSpeed(raw, None)
-    others = [statistics.fmean(speeds[:seed] + speeds[seed + 1 :]) + log for seed, log in enumerate(without_one)]
-    return AdjustedSpeed(raw, _jackknifed(point, others))
+    without_seed = [statistics.fmean(speeds[:seed] + speeds[seed + 1 :]) + log for seed, log in enumerate(without_one)]
+    return AdjustedSpeed(raw, _jackknife(point, without_seed))
 
 
-def _jackknifed(point: float, others: Sequence[float]) -> Interval:
-    error = math.sqrt((len(others) - 1) * statistics.pvariance(others))
-    reach = quantile(SHOWN, len(others) - 1) * error
+def _jackknife(point: float, estimates: Sequence[float]) -> Interval:
+    error = math.sqrt((len(estimates) - 1) * statistics.pvariance(estimates))
+    reach = quantile(SHOWN, len(estimates) - 1) * error
     return _exp(Interval(point, point - reach, point + reach, SHOWN))
 
 
@@ -290,12 +299,13 @@ def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None
     steps = len(curves[0])
     places = np.log(np.arange(1, steps + 1) / (steps - (last_of(steps) - 1) / 2))
     losses = np.array(curves).mean(axis=0)
-    known = (places >= _LEAST) & np.isfinite(losses)
-    if known.sum() < _LEAST_POINTS:
+    fitted = (places >= _LEAST) & np.isfinite(losses)
+    if fitted.sum() < _LEAST_POINTS:
         return None
-    bend, slope, _ = (float(term) for term in np.polyfit(places[known], losses[known], 2))
+    bend, slope, _ = (float(term) for term in np.polyfit(places[fitted], losses[fitted], 2))
     if max(slope, slope + 2 * bend * _LEAST) >= 0:
-        bend, slope = 0.0, float(np.polyfit(places[known], losses[known], 1)[0])
+        # A parabola that turns up at its end would claim a loss that rises again.
+        bend, slope = 0.0, float(np.polyfit(places[fitted], losses[fitted], 1)[0])
     if slope >= 0:
         return None
     if rise > _LEAST * (slope + bend * _LEAST):

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from fp8bench.features.train.health import health, steps
 from fp8bench.features.train.health.health import REST, RULES, Health
 from fp8bench.features.train.health.steps import HealthRule
 from fp8bench.features.train.request import TrainerSettings
@@ -326,6 +329,19 @@ def test_events_in_the_stream_raise_no_alarm() -> None:
     first = health.see(lines[:70])
     assert Health((ARM,)).see([*lines[:70], *first]) == first
     assert not health.see([*first, *lines[70:]])
+
+
+def test_a_rule_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "RULES", [])
+
+    class LossOfTwo(HealthRule[StepRow]):
+        name, remedies = "loss-of-two", ()
+
+        def see(self, line: StepRow) -> str:
+            return "the loss is 2" if line.loss == 2 else ""
+
+    monkeypatch.setattr(health, "RULES", steps.RULES)
+    assert alarms(rows(5, loss=lambda step: 2.0 if step == 3 else 1.0)) == [("loss-of-two", 3)]
 
 
 def test_a_remedy_changes_something() -> None:

@@ -63,10 +63,10 @@ def _spoil_average(trainer: Trainer) -> None:
     average = together.average
 
     def forgotten(gradients: Any, phase: Any) -> None:
-        own = [gradient.clone() for gradient in gradients.filled()]
+        own = [gradient.clone() for gradient in gradients.fill()]
         average(gradients, phase)
         if trainer.step == plants.KILLED_AT:
-            torch._foreach_copy_(gradients.filled(), own)
+            torch._foreach_copy_(gradients.fill(), own)
 
     together.average = forgotten
 

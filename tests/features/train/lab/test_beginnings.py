@@ -15,7 +15,7 @@ from fp8bench.features.train import run as job
 from fp8bench.features.train.beginnings import started_from
 from fp8bench.features.train.kind import KIND, newest_checkpoint
 from fp8bench.features.train.lab import checkpoint
-from fp8bench.features.train.lab.fine_tuning import take_file
+from fp8bench.features.train.lab.checkpoint import take_file
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.measure.handle import LocalWorker

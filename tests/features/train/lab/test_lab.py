@@ -250,7 +250,7 @@ def test_a_faulty_tensor_has_the_scale_of_that_moment() -> None:
         layer = Linear(32, 32, precisions.get(mode).arithmetic(CPU).layer(mode))
         own, finder = layer.arithmetic, Finder()
         layer(x, SilentPhases())
-        with finder.attached(nn.ModuleDict({"layer": layer})):
+        with finder.attach(nn.ModuleDict({"layer": layer})):
             layer(lost, SilentPhases())
         place = finder.place
         assert place is not None and (place.layer, place.tensor, place.direction) == ("layer", "input", "forward")

@@ -24,7 +24,6 @@ from fp8bench.features.train.lab.models import check
 from fp8bench.features.train.lab.rates import (
     LossScale,
     RateSchedule,
-    clippings_of,
     factor_of,
     group_of,
     joint,
@@ -32,6 +31,7 @@ from fp8bench.features.train.lab.rates import (
 )
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, make_step_optimizer, wrap_own_optimizer
 from fp8bench.features.train.request import SCHEDULES, TrainerSettings
+from fp8bench.features.train.step import clip
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values
 from tests.counts import for_each
@@ -93,7 +93,7 @@ def test_bytes_of_what_is_kept(settings: dict[str, Any], bytes_each: tuple[int, 
         start = values_of(own)
         for number in range(2):
             assert all(weight.isfinite().all() for weight in own)
-            kept = {name: sum(tensor.nbytes for tensor in some) for name, some in optimizer.kept().items()}
+            kept = {name: sum(tensor.nbytes for tensor in some) for name, some in optimizer.stored_tensors().items()}
             for name, each in zip(names, bytes_each, strict=True):
                 assert kept[name] - each * count in (0, 4 * len(own)), name
             backward(optimizer, own, gradients(number))
@@ -120,13 +120,13 @@ def test_weights_of_ms_amps_o3_are_fp8_in_passes_and_fp16_in_updates() -> None:
         with optimizer.weights.present():
             backward(optimizer, own, gradients(0))
             step(optimizer)
-        kept = optimizer.kept()
+        kept = optimizer.stored_tensors()
         sizes[name] = sum(part.nbytes for word in kept if word != "steps" for part in kept[word] if part.ndim)
     assert sizes == {"msamp-o1": 11 * count, "msamp-o2": 6 * count, "msamp-o3": 6 * count + layer}
 
     with optimizer.weights.present():
         passes = values_of(own)
-        optimizer.weights.raised()
+        optimizer.weights.raise_precision()
         masters = values_of(own)
     assert list(map(torch.equal, passes, masters)) == [True, True, False, True]
     scale = 2.0 ** math.floor(math.log2(448 / float(masters[2].abs().max())))
@@ -172,7 +172,7 @@ def test_an_automatic_scale_backs_off_and_comes_back() -> None:
     assert float(scale.share) == pytest.approx(0.5, rel=1e-3)
     scale.add(torch.full_like(fresh, math.inf), first=True)
     scale.end()
-    assert bool(scale.restored().isnan().all()) and float(scale.share) == pytest.approx(0.5, rel=1e-3)
+    assert bool(scale.restore().isnan().all()) and float(scale.share) == pytest.approx(0.5, rel=1e-3)
 
 
 def test_stochastic_rounding_keeps_the_mean_and_what_bf16_has() -> None:
@@ -291,9 +291,9 @@ def test_an_update_in_fp8_is_rounded_and_the_weights_are_not(optimizer: str) -> 
 def test_states_of_other_optimizers() -> None:
     low = trained(optimizer="sgd", optimizer_states="fp8lm")
     assert not torch.equal(low[-1][0], trained(optimizer="sgd")[-1][0])
-    kept = made(optimizer="sgd", optimizer_states="fp8lm")[0].kept()
+    kept = made(optimizer="sgd", optimizer_states="fp8lm")[0].stored_tensors()
     assert kept["first moment"][0].dtype == torch.float8_e4m3fn and "second moment" not in kept
-    kept = made(optimizer="adafactor")[0].kept()
+    kept = made(optimizer="adafactor")[0].stored_tensors()
     counts = [sum(tensor.numel() for tensor in kept[name]) for name in ("first moment", "second moment")]
     assert counts == [24 + 32 + 24, 16 * 4]
 
@@ -317,7 +317,7 @@ def test_an_optimizer_of_your_own_by_file_and_name(updates: str, tmp_path: Path)
     word = f"{tmp_path / 'signs.py'}:Signs:momentum=0.9"
     stored = made(optimizer=word, optimizer_states="bf16", updates=updates)[0]
     own, plain = (trained(optimizer=word, updates=updates, **more) for more in ({}, {"optimizer_states": "bf16"}))
-    assert not torch.equal(own[-1][0], plain[-1][0]) and "first moment" not in stored.kept()
+    assert not torch.equal(own[-1][0], plain[-1][0]) and "first moment" not in stored.stored_tensors()
     weights = parameters()
     moved = [(after - before.detach()) for after, before in zip(own[0], weights.values(), strict=True)]
     wanted = [-RATE * part.sign() for part in gradients(0)]
@@ -430,7 +430,7 @@ def test_a_dynamic_loss_scale_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None
         scaler.scale((weight * (torch.inf if overflow else 1.0)).sum()).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
-        own.seen(not overflow)
+        own.see(not overflow)
         assert own.scale == pytest.approx(scaler.get_scale())
 
 
@@ -439,13 +439,13 @@ def test_loss_scales_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -
     scale = LossScale(2.0**31, dynamic=True)
     seen = []
     for finite in (True, False, True, True, True, True, True, True):
-        scale.seen(finite)
+        scale.see(finite)
         seen.append(scale.scale / 2**30)
     assert seen == [2, 1, 1, 2, 2, 4, 4, 4]
     low, fixed = LossScale(2.0, dynamic=True), loss_scale_of(TrainerSettings(), 1024.0)
     for _ in range(3):
-        low.seen(False)
-        fixed.seen(False)
+        low.see(False)
+        fixed.see(False)
     assert (low.scale, fixed.scale) == (1.0, 1024.0)
 
 
@@ -497,7 +497,7 @@ def test_each_group_is_clipped_as_torch_clips_it(groups: str) -> None:
         together = [own for own, name in zip(parameters, groups, strict=True) if name == group]
         torch.nn.utils.clip_grad_norm_(together, 1.0)
     norms = [gradient.norm() * 4 for gradient in some]
-    divisors, shrunk = clippings_of(norms, joint(norms) / 4, 4.0, 1.0, groups)
+    divisors, shrunk = clip(norms, joint(norms) / 4, 4.0, 1.0, groups)
     for parameter, gradient, divisor in zip(parameters, some, divisors, strict=True):
         torch.testing.assert_close(gradient / divisor, parameter.grad, rtol=1e-5, atol=1e-7)
     after = joint([own.grad.norm() for own in parameters if own.grad is not None])

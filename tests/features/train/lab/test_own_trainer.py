@@ -284,7 +284,7 @@ def test_frozen_weights_are_counted_once_and_have_neither_gradients_nor_moments(
     frozen = [weight.detach().clone() for weight in trainer.model.first.parameters()]
     lab.advance("bf16", 3)
     assert all(map(torch.equal, frozen, trainer.model.first.parameters()))
-    sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in trainer._kept().items()}
+    sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in trainer._stored_tensors().items()}
     trained_bytes = 4 * sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
     assert sizes["frozen"] == 4 * sum(weight.numel() for weight in frozen)
     assert {sizes[name] for name in ("weights", "gradients", "first moment", "second moment")} == {trained_bytes}

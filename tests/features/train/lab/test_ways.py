@@ -114,7 +114,7 @@ def alone(ranks: int, wire: str = "fp32", **settings: Any) -> Learnt:
         optimizer.gradients.begin()
         for parameter, *parts in zip(own.values(), *(gradients(step, rank) for rank in range(ranks)), strict=True):
             parameter.grad = mean(parts, wire)
-        optimizer.gradients.given()
+        optimizer.gradients.accept()
         with optimizer.weights.present():
             norms += update(optimizer)
     with optimizer.weights.present():
@@ -132,7 +132,7 @@ def trained(
     def run(place: Place) -> Learnt:
         together, wholes, norms = make(exchanges(place)), parameters(), list[float]()
         optimizer = make_step_optimizer(together.own(wholes), TrainerSettings(rate=1e-2, **settings))
-        sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in optimizer.kept().items()}
+        sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in optimizer.stored_tensors().items()}
         plant(together, place.number)
         for step in range(STEPS):
             with optimizer.weights.present(), together.present(PHASE):
@@ -347,7 +347,7 @@ def test_scales_of_cut_tensors_alone_are_shared() -> None:
     def scales(place: Place) -> tuple[list[bool], float]:
         arithmetic = precisions.get("fp8").arithmetic(CPU)
         names = ("blocks.0.attn.qkv", "blocks.0.mlp.down", "head")
-        same = [cut(place)[0].scaled(name, arithmetic) is arithmetic for name in names]
+        same = [cut(place)[0].share_scales(name, arithmetic) is arithmetic for name in names]
         return same, float(cut(place)[0]._over_ranks(torch.tensor([1.0, float("nan")][place.number])))
 
     assert on_ranks(2, scales) == [([False, False, True], float("inf"))] * 2
@@ -378,7 +378,7 @@ def streamed(wire: str, plant: Callable[[Any, int], object] = lambda together, r
             loss = own(*batch(), PHASE)
             loss.backward()
             together.average(gradients, PHASE)
-            return float(loss.detach()), dict(zip(named, gradients.filled(), strict=True)), together.faults()
+            return float(loss.detach()), dict(zip(named, gradients.fill(), strict=True)), together.faults()
 
     return on_ranks(2, run)
 

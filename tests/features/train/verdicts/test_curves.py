@@ -23,7 +23,7 @@ from fp8bench.features.train.verdicts.curves import (
     gap_of,
     importance,
     judge,
-    paired,
+    pair_curves,
     rule,
 )
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
@@ -180,7 +180,7 @@ def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -
     for _ in range(studies):
         ends = [[2 + place * apart * 2 + draw.gauss(0, 0.01) for _ in range(5)] for place in range(3) for _ in range(2)]
         arms = [min(ends[which::2], key=sum) for which in (0, 1)]
-        both = [paired(*(flat(own[seed]) for own in arms), seed) for seed in range(5)]
+        both = [pair_curves(*(flat(own[seed]) for own in arms), seed) for seed in range(5)]
         counted = [pair for pair in both if isinstance(pair, Pair)]
         wrong += judge(counted, 1e-9, looks=False).learned in (Learned.WORSE, Learned.BETTER)
     assert wrong <= 0.02 * studies
