@@ -114,5 +114,6 @@ def test_a_gate_measures_a_kernel_again_that_became_slower(fp8bench: Say, store:
     Path("mine.py").write_text(SOURCE.replace("return a @ b", "return [a @ b for _ in range(3)][0]", 1))
     assert fp8bench("bench", *words, "--budget", "6")[0] == 0
     code, out, err = fp8bench("gate", before.stem, "last")
-    assert code == 1, out + err
+    # Where other programs took the processor, the gate cannot be sure, and says so.
+    assert code == 1 or (code == 4 and "suspected" in out and "others took the CPU" in out), out + err
     assert "mine.py:product" in out and "worse" in out
