@@ -48,8 +48,9 @@ UNEVEN = 0.05
 # While rounds still come, a decision needs more: each look is another chance to err.
 EARLY_LEVEL = 0.998
 EARLY_SAME = 0.01
-# A narrow interval is wanted too, not only the side of 1.
+# A narrow interval is wanted too, not only the side of 1: +-2%, or this share of a large ratio's logarithm.
 EARLY_HALF_WIDTH = 0.02
+_EARLY_SHARE = 1 / 30
 FINAL_LEVEL = 0.99
 LEAST_FOR_VERDICT = 10
 # Arms of one suite differ by less: a product alone is one part, with its operands' casts two or three.
@@ -247,7 +248,12 @@ def _opposite(ratio: Interval, typical: Interval) -> bool:
 def decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
     """Whether measuring may stop for this case: a clear verdict and a narrow interval, at an early look's level."""
     known = conclude(case, reference, control, EARLY_LEVEL, EARLY_SAME)
-    return known is not None and known.verdict is not Verdict.UNSURE and known.ratio.half_width <= EARLY_HALF_WIDTH
+    if known is None or known.verdict is Verdict.UNSURE:
+        return False
+    width = known.ratio.half_width
+    return width <= EARLY_HALF_WIDTH or (
+        math.isfinite(width) and width <= _EARLY_SHARE * abs(math.log(known.ratio.point))
+    )
 
 
 def conclude(
