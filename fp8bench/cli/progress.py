@@ -218,15 +218,32 @@ class RunProgress(_FollowedPlan, LiveLine):
         self._done += 1
 
 
-class GroupLines(_FollowedPlan, SilentObserver):
+class _Lines:
+    """Prints what is done, at least each 30 s if `beat` is called often enough."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._begun = self._said_at = clock()
+        self._doing = "starting"
+
+    def beat(self) -> None:
+        now = self._clock()
+        if now - self._said_at >= _SILENT_SECONDS:
+            self._said_at = now
+            self._say(f"after {units.clock(now - self._begun)}{self._left(now)}: {self._doing}")
+
+    def _left(self, now: float) -> str:
+        """', about 42 s left'; '' while it is too early to tell."""
+        return ""
+
+
+class GroupLines(_FollowedPlan, _Lines, SilentObserver):
     """Observes a run without a terminal: prints a line when one of several groups is done, and at least each 30 s."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(clock)
-        self._say = say
-        self._said_at = self._begun
+        _Lines.__init__(self, say, clock)
+        _FollowedPlan.__init__(self, clock)
         self._cases: dict[str, int] = {}
-        self._doing = "starting"
 
     def planned(self, plan: Plan) -> None:
         self._begin(plan)
@@ -239,12 +256,6 @@ class GroupLines(_FollowedPlan, SilentObserver):
         self._remaining.follow(case.setting, doing, share, self._clock())
         self._doing = f"{doing}, {self._name(case)}"
         self.beat()
-
-    def beat(self) -> None:
-        now = self._clock()
-        if now - self._said_at >= _SILENT_SECONDS:
-            self._said_at = now
-            self._say(f"after {units.clock(now - self._begun)}{self._left(now)}: {self._doing}")
 
     def finished(self, record: Record) -> None:
         setting = record.case.setting
@@ -275,23 +286,17 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-class CountedLines:
-    """Counts without a terminal: prints a line at least each 30 s."""
+class CountedLines(_Lines):
+    """Counts without a terminal."""
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._clock = say, clock
-        self._begun = self._said_at = clock()
-        self._share, self._doing = 0.0, "starting"
+    _share = 0.0
 
     def tell(self, done: int, total: int, things: str, doing: str) -> None:
         self._share, self._doing = done / total, f"{done}/{total} {things}, {doing}"
         self.beat()
 
-    def beat(self) -> None:
-        now = self._clock()
-        if now - self._said_at >= _SILENT_SECONDS:
-            self._said_at, spent = now, now - self._begun
-            self._say(f"after {units.clock(spent)}{time_left(spent, self._share)}: {self._doing}")
+    def _left(self, now: float) -> str:
+        return time_left(now - self._begun, self._share)
 
 
 class TerminalJob:

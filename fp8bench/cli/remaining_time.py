@@ -10,9 +10,8 @@ from fp8bench.model.words import MEASURING_CEILINGS
 ROUNDS = "measuring"
 # On an idle machine: from the command to the plan, and what comes after the last group (asv's view, the report).
 _START_SECONDS, _END_SECONDS = 2.0, 1.2
-# Before anything is known: what ceilings take, the rounds and the passes of a group in a default run, and a group as a
-# whole, as many are decided early.
-_CEILINGS_SECONDS, _ROUNDS_SECONDS, _PASSES_SECONDS, _GROUP_SECONDS = 15.0, 7.0, 5.0, 9.0
+# The same of ceilings and of a group's passes. Rounds are limited by their time, and many groups are decided early.
+_CEILINGS_SECONDS, _PASSES_SECONDS, _ROUNDS_SECONDS = 15.0, 4.0, 7.0
 # The passes of a group took 1.5 to 6 times as long as preparing it, compiling apart, in suites on a CPU.
 _PASSES = 4.0
 # The share of the passes that is over when one begins.
@@ -100,11 +99,8 @@ class RemainingTime:
 
     def predict(self, now: float) -> float:
         """Returns the seconds that are left."""
-        end, group, whole = (
-            _END_SECONDS * self._slowness,
-            self._group,
-            [_GROUP_SECONDS * self._slowness, *self._seconds],
-        )
+        group, end = self._group, _END_SECONDS * self._slowness
+        whole = self._seconds or [_ROUNDS_SECONDS + _PASSES_SECONDS / 2 * self._slowness]
         if group is None:
             begun = self._ceilings_begun
             ceilings = 0.0 if begun is None else max(0.0, begun + _CEILINGS_SECONDS * self._slowness - now)

@@ -73,6 +73,8 @@ def measure(
 
 
 class Beginning(FakeWorker):
+    """Logs when it begins."""
+
     def begin(self) -> None:
         self.log.append(("begin",))
 
