@@ -46,8 +46,9 @@ UNEVEN = 0.05
 # While rounds still come, a decision needs more evidence: each look is another chance to err.
 EARLY_LEVEL = 0.998
 EARLY_SAME = 0.01
-# An early decision needs a narrow interval too, not only the side of 1.
+# A narrow interval is required too, not only the side of 1: +-2%, or this share of a large ratio's logarithm.
 EARLY_HALF_WIDTH = 0.02
+_EARLY_SHARE = 1 / 30
 FINAL_LEVEL = 0.99
 LEAST_FOR_VERDICT = 10
 # Arms of one suite differ by less: a product alone is one cell, with the casts of its operands two or three.
@@ -265,7 +266,12 @@ def _opposite(ratio: Interval, typical: Interval) -> bool:
 def is_decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
     """Whether measuring may stop for this case: a clear verdict and a narrow interval, at an early look's level."""
     early = conclude(case, reference, control, EARLY_LEVEL, EARLY_SAME)
-    return early is not None and early.verdict is not Verdict.UNSURE and early.ratio.half_width <= EARLY_HALF_WIDTH
+    if early is None or early.verdict is Verdict.UNSURE:
+        return False
+    width = early.ratio.half_width
+    if width <= EARLY_HALF_WIDTH:
+        return True
+    return math.isfinite(width) and width <= _EARLY_SHARE * abs(math.log(early.ratio.point))
 
 
 def conclude(

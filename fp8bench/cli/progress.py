@@ -32,7 +32,6 @@ REDRAW_SECONDS = 0.2
 # An estimate from less than this would fluctuate.
 _LEAST_SECONDS = 3.0
 _LEAST_SHARE = 0.05
-_LINE_SECONDS, _LINE_SHARE = 20.0, 0.1
 # A log without a new line for 30 s looks as if the run hung. The thread looks this often.
 _SILENT_SECONDS, _BEAT_SECONDS = 26.0, 2.0
 _ERASE = "\r\x1b[2K"
@@ -87,14 +86,6 @@ class LiveBlock:
     @property
     def room(self) -> int:
         return _size(self._stream)[0] - 1
-
-    def can_show(self, letters: str) -> bool:
-        """Whether the terminal's encoding has these letters."""
-        try:
-            letters.encode(getattr(self._stream, "encoding", None) or "utf-8")
-        except (UnicodeError, LookupError):
-            return False
-        return True
 
     def show(self, text: str) -> None:
         """Shows these lines, cut where the terminal ends. They may be coloured."""
@@ -164,12 +155,13 @@ class _FollowedPlan:
     """How far a run is, and how its settings are called."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+        self._clock, self._begun = clock, clock()
         self._begin(Plan(()))
 
     def _begin(self, plan: Plan) -> None:
         self._names = _short_names(plan)
-        self._remaining = RemainingTime(sum(any(planned.runs for planned in group.cases) for group in plan))
+        groups = sum(any(planned.runs for planned in group.cases) for group in plan)
+        self._remaining = RemainingTime(groups, self._clock() - self._begun)
         self._begun = self._clock()
 
     def _name(self, case: Case) -> str:
@@ -226,15 +218,32 @@ class RunProgress(_FollowedPlan, LiveLine):
         self._done += 1
 
 
-class GroupLines(_FollowedPlan, SilentObserver):
+class _Lines:
+    """Prints what is done, at least each 30 s if `beat` is called often enough."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._begun = self._said_at = clock()
+        self._doing = "starting"
+
+    def beat(self) -> None:
+        now = self._clock()
+        if now - self._said_at >= _SILENT_SECONDS:
+            self._said_at = now
+            self._say(f"after {units.clock(now - self._begun)}{self._left(now)}: {self._doing}")
+
+    def _left(self, now: float) -> str:
+        """', about 42 s left'; '' while it is too early to tell."""
+        return ""
+
+
+class GroupLines(_FollowedPlan, _Lines, SilentObserver):
     """Observes a run without a terminal: prints a line when one of several groups is done, and at least each 30 s."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(clock)
-        self._say = say
-        self._said_at = self._begun
+        _Lines.__init__(self, say, clock)
+        _FollowedPlan.__init__(self, clock)
         self._cases: dict[str, int] = {}
-        self._doing = "starting"
 
     def planned(self, plan: Plan) -> None:
         self._begin(plan)
@@ -247,12 +256,6 @@ class GroupLines(_FollowedPlan, SilentObserver):
         self._remaining.follow(case.setting, doing, share, self._clock())
         self._doing = f"{doing}, {self._name(case)}"
         self.beat()
-
-    def beat(self) -> None:
-        now = self._clock()
-        if now - self._said_at >= _SILENT_SECONDS:
-            self._said_at = now
-            self._say(f"after {units.clock(now - self._begun)}{self._left(now)}: {self._doing}")
 
     def finished(self, record: Record) -> None:
         setting = record.case.setting
@@ -283,28 +286,17 @@ def beating(beat: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-class CountedLines:
-    """Counts without a terminal: prints a line when a tenth more is done and 20 s have passed since the last, and at
-    least each 30 s."""
+class CountedLines(_Lines):
+    """Counts without a terminal."""
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._clock = say, clock
-        self._begun = self._said_at = clock()
-        self._share = -_LINE_SHARE
-        self._doing = "starting"
+    _share = 0.0
 
     def tell(self, done: int, total: int, things: str, doing: str) -> None:
-        now, share = self._clock(), done / total
-        self._doing = f"{done}/{total} {things}, {doing}"
-        if now - self._said_at >= _LINE_SECONDS and round(share - self._share, 6) >= _LINE_SHARE:
-            self._said_at, self._share, spent = now, share, now - self._begun
-            self._say(f"{done}/{total} {things} after {units.clock(spent)}{time_left(spent, share)}, {doing}")
+        self._share, self._doing = done / total, f"{done}/{total} {things}, {doing}"
+        self.beat()
 
-    def beat(self) -> None:
-        now = self._clock()
-        if now - self._said_at >= _SILENT_SECONDS:
-            self._said_at = now
-            self._say(f"after {units.clock(now - self._begun)}: {self._doing}")
+    def _left(self, now: float) -> str:
+        return time_left(now - self._begun, self._share)
 
 
 class TerminalJob:

@@ -8,13 +8,14 @@ from statistics import fmean
 from fp8bench.model.words import MEASURING_CEILINGS
 
 ROUNDS = "measuring"
-# Before anything is known: what ceilings take, the rounds and the passes of a group in a default run, a whole group, of
-# which many are decided early, and what comes after the last one (asv's view, the report).
-_CEILINGS_SECONDS, _ROUNDS_SECONDS, _PASSES_SECONDS, _GROUP_SECONDS, _END_SECONDS = 15.0, 12.0, 7.0, 15.0, 2.0
+# On an idle machine: from the command to the plan, and what comes after the last group (asv's view, the report).
+_START_SECONDS, _END_SECONDS = 2.0, 1.2
+# The same of ceilings and of a group's passes. Rounds are limited by their time, and many groups are decided early.
+_CEILINGS_SECONDS, _PASSES_SECONDS, _ROUNDS_SECONDS = 15.0, 4.0, 7.0
 # The passes of a group took 1.5 to 6 times as long as preparing it, compiling apart, in suites on a CPU.
 _PASSES = 4.0
 # The share of the passes that is over when one begins.
-_BEGINNINGS = {"checking what steps do": 0.3, "measuring memory": 0.55, "counting operators": 0.9}
+_BEGINNINGS = {"checking what steps do": 0.25, "measuring memory": 0.45, "counting operators": 0.85}
 # A smaller share of the rounds would make the prediction jump.
 _LEAST_SHARE = 0.05
 # Where passes take longer than predicted, this part of them is always still to come.
@@ -64,10 +65,12 @@ class _Group:
 
 @dataclass
 class RemainingTime:
-    """Follows what a run of `groups` does. The rounds of a group end by their budget, so their share is known; how long
+    """Follows what a run of `groups` does, which was planned after `start_seconds`: the longer that took, the slower is
+    what is not measured for a fixed time. The rounds of a group end by their budget, so their share is known; how long
     the passes after them take is learned from earlier groups, and from the first passes of a group."""
 
     groups: int
+    start_seconds: float = _START_SECONDS
     _group: _Group | None = None
     _ceilings_begun: float | None = None
     _seconds: list[float] = field(default_factory=list)
@@ -81,8 +84,13 @@ class RemainingTime:
         if group is None or group.setting != setting:
             if group is not None:
                 self._finish(group, now)
-            group = self._group = _Group(setting, now, fmean(self._passes) if self._passes else None)
+            learned = fmean(self._passes) if self._passes else None
+            group = self._group = _Group(setting, now, learned, passes=_PASSES_SECONDS * self._slowness)
         group.follow(doing, share, now)
+
+    @property
+    def _slowness(self) -> float:
+        return max(1.0, self.start_seconds / _START_SECONDS)
 
     def _finish(self, group: _Group, now: float) -> None:
         self._seconds.append(now - group.begun)
@@ -91,11 +99,12 @@ class RemainingTime:
 
     def predict(self, now: float) -> float:
         """Returns the seconds that are left."""
-        group, whole = self._group, [_GROUP_SECONDS, *self._seconds]
+        group, end = self._group, _END_SECONDS * self._slowness
+        whole = self._seconds or [_ROUNDS_SECONDS + _PASSES_SECONDS / 2 * self._slowness]
         if group is None:
             begun = self._ceilings_begun
-            ceilings = 0.0 if begun is None else max(0.0, begun + _CEILINGS_SECONDS - now)
-            return ceilings + self.groups * fmean(whole) + _END_SECONDS
+            ceilings = 0.0 if begun is None else max(0.0, begun + _CEILINGS_SECONDS * self._slowness - now)
+            return ceilings + self.groups * fmean(whole) + end
         here = group.left(now)
         later = self.groups - len(self._seconds) - 1
-        return here + max(0, later) * fmean([*whole, now - group.begun + here]) + _END_SECONDS
+        return here + max(0, later) * fmean([*whole, now - group.begun + here]) + end

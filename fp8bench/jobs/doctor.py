@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from fp8bench import __version__
 from fp8bench.errors import UsageError, WorkerError, WorkerHung
@@ -34,8 +35,10 @@ _COMPILER_SECONDS = 4.0
 
 
 def examine(calibrate: bool) -> Iterator[str]:
-    with ProcessWorker(Settings()) as worker:
+    with ThreadPoolExecutor() as threads, ProcessWorker(Settings()) as worker:
         facts = worker.probe()
+        # Trying a device's sources of energy takes up to 3 s, in which the worker imports backends.
+        meters = threads.map(meter_for, facts)
         environment = gather(worker.software(), __version__, 1)
         yield f"fp8bench {__version__}, Python {environment.get('python')}, torch {environment.get('torch')}"
         yield f"machine   {environment.get('machine')}, {environment.get('system')}"
@@ -45,7 +48,7 @@ def examine(calibrate: bool) -> Iterator[str]:
             yield ""
             yield from _device(fact)
             yield from (f"  backend {line}" for line in backend_lines(worker, fact))
-            with meter_for(fact) as meter:  # trying a source of energy takes up to 3 s
+            with next(meters) as meter:
                 yield from (f"  {line}" for line in device_lines(meter))
         if not any(fact.accelerated for fact in facts):
             yield ""
@@ -123,7 +126,7 @@ def compiler_state(worker: Worker, facts: Sequence[DeviceFacts], limit: float) -
             states.append(f"{fact.key}: {worker.within(limit).compiler(fact)}")
         except WorkerHung:
             waits = "the first run waits for it, as doctor --calibrate does"
-            states.append(f"{fact.key}: takes more than {limit:g} s, because torch's cache has no kernel yet; {waits}")
+            states.append(f"{fact.key}: takes more than {limit:g} s, as when torch's cache has no kernel yet; {waits}")
         except WorkerError as error:
             states.append(f"{fact.key}: compiling ended the worker: {error}")
     return "; ".join(states)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from fp8bench.errors import WorkerError
@@ -86,6 +87,9 @@ class GroupMeasurement:
             for outcome in self._outcomes:
                 outcome.forget()
         led = self._reference()
+        if self._other is not None and (self._method.tapes_apart or self._method.shares):
+            with suppress(WorkerError):  # whoever asks it first hears why
+                self._other.begin()  # nothing is timed any more
         passes = Passes(self._worker, self._facts, self._method.limits, self._observer)
         passes.errors(self._alive())
         reference = self._reference()

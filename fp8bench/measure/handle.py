@@ -79,6 +79,9 @@ class Worker(ABC):
     def restart(self) -> None:
         """Starts a fresh worker with the same settings; all states are gone."""
 
+    def begin(self) -> None:
+        """Lets a process import torch while the caller goes on."""
+
     @property
     def pid(self) -> int | None:
         return os.getpid()
@@ -157,6 +160,7 @@ class ProcessWorker(Worker):
         self._python = python
         self._module = module
         self._process: WorkerProcess | None = None
+        self._is_open = False
         self._number = 0
 
     @property
@@ -164,14 +168,9 @@ class ProcessWorker(Worker):
         return self._process.pid if self._process else None
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
-        if self._process is None:
-            try:
-                self._process = self._start_process()
-            except OSError as error:
-                raise WorkerLost(
-                    f"the worker could not be started ({error.strerror or error}): the system lets this process start "
-                    "no other, or Python is not where it was. Make room, and try again."
-                ) from None
+        self.begin()
+        assert self._process is not None
+        if not self._is_open:
             first = self._number == 0
             try:
                 self._begin(self._process)
@@ -180,7 +179,19 @@ class ProcessWorker(Worker):
                 if first and fault.kind == ImportFailed.__name__:  # nothing is measured yet: the user's mistake
                     raise ImportFailed(str(fault).removeprefix(f"{fault.kind}: ")) from None
                 raise
+            self._is_open = True
         return self._exchange(self._process, limit, name, *arguments)
+
+    def begin(self) -> None:
+        if self._process is None:
+            self._is_open = False
+            try:
+                self._process = self._start_process()
+            except OSError as error:
+                raise WorkerLost(
+                    f"the worker could not be started ({error.strerror or error}): the system lets this process start "
+                    "no other, or Python is not where it was. Make room, and try again."
+                ) from None
 
     def release(self, key: str) -> tuple[str, ...]:
         # A worker that is gone holds nothing, and need not be started to say so.

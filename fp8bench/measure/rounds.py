@@ -210,7 +210,7 @@ class RoundSession:
     def _share(rounds: int, seconds: float, rule: StoppingRule) -> float:
         if rule.fixed is not None:
             return rounds / rule.fixed
-        return min(1.0, seconds / rule.budget) if rule.budget > 0 else 1.0
+        return min(1.0, seconds / rule.budget, rounds / rule.least) if rule.budget > 0 else 1.0
 
 
 REPLAY_ROUNDS = 10

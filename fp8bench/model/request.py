@@ -197,7 +197,7 @@ class Request:
     )
     data: str | None = option(None, _TEXT, "text to train on; default Python's own sources", "FILE", WHAT)
     quick: bool = option(False, _FLAG, "a few rounds, to see that it runs")
-    budget: float | None = option(None, _SECONDS, "time for the whole run; default about 10 s a group", "SECONDS")
+    budget: float | None = option(None, _SECONDS, "time for the whole run; default about 6 s a group", "SECONDS")
     rounds: int | None = option(None, whole_number(1), "exactly so many rounds, no early stop", "N")
     seed: int = option(0, whole_number(0), "for data, weights and order; default 0", "N")
     threads: int = option(1, whole_number(1, 1024), "CPU threads of torch; default 1", "N")

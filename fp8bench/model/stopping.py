@@ -11,7 +11,7 @@ from statistics import fmean, linear_regression
 EMULATED_ROUNDS = 4
 LEAST_ROUNDS = 24
 QUICK_ROUNDS = 10
-BUDGET_SECONDS = 10.0
+BUDGET_SECONDS = 6.0
 CEILING_SECONDS = 120.0
 # With so many candidates or more the fastest is timed again.
 LEAST_CANDIDATES = 3

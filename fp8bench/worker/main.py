@@ -159,6 +159,8 @@ def run(connection: Connection, lifeline: int, opened: Open, told: Callable[[str
     # What a workload prints must not mix with the parent's table; the size of this file shows if a step printed.
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
+        with contextlib.suppress(Exception):  # the first request says why
+            importlib.import_module("torch")
         serve(connection, opened, told)
         leave()
 

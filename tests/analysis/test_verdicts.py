@@ -343,9 +343,9 @@ def test_an_early_decision_needs_more_than_a_final_one() -> None:
 
 
 def test_a_clear_side_is_not_enough_to_stop_early() -> None:
-    """The ratio is wanted, too: 40 to 46% slower goes on, 40 to 44% is narrow enough."""
-    for else_, stops in ((14_600_000, False), (14_400_000, True)):
-        case = once(14_000_000, else_)
+    """The ratio is wanted, too: 40 to 46% slower goes on, 40 to 44% and 4.00x to 4.25x are narrow enough."""
+    for milliseconds, else_, stops in ((14, 14.6, False), (14, 14.4, True), (40, 46, False), (40, 42.5, True)):
+        case = once(milliseconds * MS, round(else_ * MS))
         conclusion = conclude(case, TEN, TEN)
         assert conclusion is not None and conclusion[0] is Verdict.SLOWER
         assert is_decided(case, TEN, TEN) is stops

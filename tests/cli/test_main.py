@@ -219,7 +219,7 @@ def test_a_dry_run_prints_the_plan_and_writes_no_run(
 @for_each(
     ("words", "told"),
     [
-        ([], ["time: about 10 s to 20 s, more where a step takes seconds"]),
+        ([], ["time: about 6 s to 12 s, more where a step takes seconds"]),
         (["--budget", "90"], ["time: about 1 min 30 s, the budget"]),
         (["--rounds", "7"], ["time: 7 rounds of every group"]),
         (["--quick"], ["time: 10 rounds of every group"]),

@@ -72,6 +72,24 @@ def measure(
     return by_mode(records), worker
 
 
+class Beginning(FakeWorker):
+    """Logs when it begins."""
+
+    def begin(self) -> None:
+        self.log.append(("begin",))
+
+
+def test_the_worker_that_times_nothing_starts_when_nothing_is_timed_any_more() -> None:
+    worker, other = FakeWorker({}), Beginning({})
+    other.log = worker.log
+    method = Method(rule=TEN, judge=decided, seed=0)
+    cases = group(*native("fp32", "bf16"))
+    GroupMeasurement(cases, {"cpu": CPU}, worker, SilentObserver(), method, _other=other).run()
+    asked = [entry[0] for entry in worker.log]
+    begun = asked.index("begin")
+    assert "slot" in asked[:begun] and "slot" not in asked[begun:] and "memory" in asked[begun:]
+
+
 def native(*names: str) -> list[PlannedCase]:
     return [planned(name) for name in names]
 

@@ -53,8 +53,8 @@ FIXED = StoppingRule(fixed=10, budget=1.0)
     ("rule", "rounds", "seconds", "why"),
     [
         (StoppingRule(), 15, 11.0, ""),
-        (StoppingRule(), 24, 9.99, ""),
-        (StoppingRule(), 24, 10.0, "time was up after 24 rounds"),
+        (StoppingRule(), 24, 5.99, ""),
+        (StoppingRule(), 24, 6.0, "time was up after 24 rounds"),
         (StoppingRule(), 100, 10.0, "time was up after 100 rounds"),
         (StoppingRule(), 3, 119.9, ""),
         (StoppingRule(), 3, 120.0, "time was up after 3 rounds"),

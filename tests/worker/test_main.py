@@ -468,8 +468,11 @@ def test_what_a_workload_has_started_ends_with_its_worker(
     sleeper = tmp_path / "sleeper"
     monkeypatch.setenv("SLEEPER", str(sleeper))
     with ProcessWorker(Settings(imports=(hazard,))) as worker:
+        worker.begin()
+        begun = worker.pid
         case = Case("hazard", (("how", "sleeper"),), "bf16", "cpu")
         worker.within(60.0).prepare("sleeper", case, worker.probe()[0])
+        assert worker.pid == begun is not None
         pid = int(sleeper.read_text())
         assert not gone(pid)
         end(worker)

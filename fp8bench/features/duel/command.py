@@ -67,7 +67,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="sessions of every case, each with fresh processes; default 4, and 3 are the least for an interval",
     )
     shared(how, "--quick", help="one session of a few rounds, to see that it runs")
-    shared(how, "--budget", help="time for the whole duel; default about 10 s a case")
+    shared(how, "--budget", help="time for the whole duel; default about 6 s a case")
     shared(how, "--rounds", help="exactly so many rounds a session")
     shared(how, "--seed")
     shared(how, "--threads", help="CPU threads of torch in each worker; default 1")

@@ -85,7 +85,8 @@ class _Watching(TrainingObserver):
         request = self._training.request
         done = (number + step / request.steps) / request.seeds
         if self._done_before is None:
-            self._done_before = done  # of a resumed training
+            # Of a resumed training, or after the first slice: starting a worker takes no part of each later one.
+            self._done_before, self._begun = done, self._clock()
         remaining = ""
         if done < 1:
             share = (done - self._done_before) / (1 - self._done_before)

@@ -94,6 +94,7 @@ def test_the_time_left_is_of_the_rest_of_a_resumed_training(clock: Clock) -> Non
     said = list[str]()
     log = TrainingLines(said.append, clock)
     log.begun(training())
+    clock.now += 60  # starting a worker
     for seed, step in ((0, 10), (0, 20), (1, 10), (1, 20)):
         log.trained(seed, step, [row_of("fp8", seed, step), replace(LOOK, arm="fp8", seed=seed, step=step)])
         clock.now += 10
