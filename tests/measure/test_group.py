@@ -82,7 +82,7 @@ class Beginning(FakeWorker):
 def test_the_worker_that_times_nothing_starts_when_nothing_is_timed_any_more() -> None:
     worker, other = FakeWorker({}), Beginning({})
     other.log = worker.log
-    method = Method(rule=TEN, judge=decided, seed=0)
+    method = Method(rule=TEN, judge=is_decided, seed=0)
     cases = group(*native("fp32", "bf16"))
     GroupMeasurement(cases, {"cpu": CPU}, worker, SilentObserver(), method, _other=other).run()
     asked = [entry[0] for entry in worker.log]
