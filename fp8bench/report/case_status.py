@@ -43,20 +43,20 @@ _TONES = {
 }
 
 
-def emulated(result: Result) -> bool:
+def is_emulated(result: Result) -> bool:
     return result.record.support.is_emulated
 
 
 def cost_tone(result: Result) -> Tone:
     """Grey for figures of emulated cases, which are the cost of emulation."""
-    return Tone.DOUBT if emulated(result) else Tone.PLAIN
+    return Tone.DOUBT if is_emulated(result) else Tone.PLAIN
 
 
 def standing(result: Result) -> Standing:
     """The gravest thing that may be said of a case."""
     if not result.record.is_ok:
         return Standing.FAILED if result.record.status is Status.FAILED else Standing.SKIPPED
-    if emulated(result):
+    if is_emulated(result):
         return Standing.EMULATED
     if result.record.is_reference:
         return Standing.REFERENCE

@@ -19,7 +19,7 @@ from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Items, Page, Part, Text, Tone
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.legend import explained
+from fp8bench.report.words.legend import explain_label
 from fp8bench.report.words.naming import many
 
 TONES = {
@@ -67,7 +67,7 @@ def value(comparison: Comparison, number: float | None) -> str:
     return spec_of(comparison.metric).shown(number, comparison.unit)
 
 
-def signed(interval: Interval | None) -> str:
+def show_change(interval: Interval | None) -> str:
     """'+4.3% [+2.1%, +6.6%]', the change of the figure; without the interval if that is a point."""
     if interval is None:
         return units.NONE
@@ -92,7 +92,7 @@ def setting_of(case: str) -> tuple[str, str]:
     return case[: max(end, 0)], case[end + 1 :]
 
 
-def counted(comparisons: Iterable[Comparison]) -> str:
+def count_directions(comparisons: Iterable[Comparison]) -> str:
     """'12 figures: 1 worse, 2 better, 9 same'."""
     counts = Counter(direction(comparison) for comparison in comparisons)
     words = {"FAILED": "failed", units.NONE: "without a ratio"}
@@ -104,7 +104,7 @@ def counted(comparisons: Iterable[Comparison]) -> str:
 
 def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
     used = {label for comparison in comparisons for label in comparison.labels}
-    return [explained(label) for label in Label if label.value in used]
+    return [explain_label(label) for label in Label if label.value in used]
 
 
 def page_of(compared: Compared, everything: bool = False) -> Page:
@@ -116,7 +116,7 @@ def page_of(compared: Compared, everything: bool = False) -> Page:
     ]
     hidden = len(comparisons) - len(shown)
     left_out = f"; {hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
-    counts = Text(counted(comparisons) + left_out * bool(hidden), Tone.STRONG)
+    counts = Text(count_directions(comparisons) + left_out * bool(hidden), Tone.STRONG)
     cases: list[Element] = [counts, *_differing(compared), *(_table(shown) if shown else ())]
     unsure = Counter(
         comparison.why for comparison in comparisons if comparison.direction is Direction.UNSURE and comparison.why
@@ -179,7 +179,7 @@ def _table(shown: Sequence[Comparison]) -> Iterator[Element]:
         Col("figure", lambda comparison: f"{setting_of(comparison.case)[1]} {comparison.metric}"),
         Col("A", lambda comparison: value(comparison, comparison.before), number=True),
         Col("B", lambda comparison: value(comparison, comparison.after), number=True),
-        Col("change", lambda comparison: signed(comparison.ratio)),
+        Col("change", lambda comparison: show_change(comparison.ratio)),
         Col(
             "verdict",
             direction,

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 from fp8bench.model import Case, Finding
 from fp8bench.report.elements import Code, Element, Facts, Field, Items, Page, Table, Text
-from fp8bench.report.page.drawing.scale import escaped
+from fp8bench.report.page.drawing.scale import escape
 from fp8bench.report.panels import shared_params, show_params
 
 _MOST_NAMED = 60
@@ -45,34 +45,34 @@ class Findings(dict[str, Finding]):
 
 def as_html(page: Page, report: str = "") -> str:
     texts = [page.title, page.subtitle, *(f"{name}: {what}" for name, what in page.facts)]
-    blocks = [f"<p>{escaped(text)}</p>" for text in texts if text]
+    blocks = [f"<p>{escape(text)}</p>" for text in texts if text]
     for part in page.parts:
-        blocks += [f"<h4>{escaped(part.title)}</h4>"] if part.title else []
-        blocks += [f"<p>{escaped(part.lead)}</p>"] if part.lead else []
+        blocks += [f"<h4>{escape(part.title)}</h4>"] if part.title else []
+        blocks += [f"<p>{escape(part.lead)}</p>"] if part.lead else []
         blocks += map(_element_html, part.elements)
     if report:  # a relative address below the notebook's folder, which its server can show; else the file's
         address = Path(report).as_uri() if Path(report).is_absolute() else quote(report)
-        blocks.append(f'<p><a href="{escaped(address)}">{escaped(report)}</a></p>')
+        blocks.append(f'<p><a href="{escape(address)}">{escape(report)}</a></p>')
     return "".join(blocks)
 
 
 def _element_html(element: Element) -> str:
     match element:
         case Text():
-            return f"<p>{escaped(element.text)}</p>"
+            return f"<p>{escape(element.text)}</p>"
         case Items():
-            return f"<ul>{''.join(f'<li>{escaped(item.text)}</li>' for item in element.items)}</ul>"
+            return f"<ul>{''.join(f'<li>{escape(item.text)}</li>' for item in element.items)}</ul>"
         case Facts():
-            return "".join(f"<p>{escaped(name)}: {escaped(what)}</p>" for name, what in element.pairs)
+            return "".join(f"<p>{escape(name)}: {escape(what)}</p>" for name, what in element.pairs)
         case Code():
-            return f"<pre>{escaped(element.text)}</pre>"
+            return f"<pre>{escape(element.text)}</pre>"
         case Table():
-            title = f"<p>{escaped(element.caption)}</p>" if element.caption else ""
+            title = f"<p>{escape(element.caption)}</p>" if element.caption else ""
             return title + _grid([column.title for column in element.columns], element.rows)
     return ""  # charts are in the report
 
 
 def _grid(titles: Sequence[str], rows: Iterable[Sequence[Field]]) -> str:
-    head = "".join(f"<th>{escaped(title)}</th>" for title in titles)
-    lines = "".join(f"<tr>{''.join(f'<td>{escaped(field.text)}</td>' for field in row)}</tr>" for row in rows)
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(field.text)}</td>' for field in row)}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{lines}</table>"

@@ -208,10 +208,10 @@ def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:
         leads = (result.mode for result in results if result.record.is_reference)
         groups.append(ResultGroup(tuple(results), next(leads, planned.get(setting, ""))))
     alike = groupby(groups, key=lambda group: (group.case.workload, group.case.device, group.reference))
-    return tuple(Panel(_placed(tuple(members))) for _, members in alike)
+    return tuple(Panel(_place_groups(tuple(members))) for _, members in alike)
 
 
-def _placed(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
+def _place_groups(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
     """Gives groups their places and error; a quiet axis that other groups set is named, too: 'cache=hot'."""
     results = (result for group in groups for result in group.results)
     metrics = dict.fromkeys(measurement.metric for result in results for measurement in result.record.measurements)

@@ -34,7 +34,7 @@ from fp8bench.report.elements import (
 from fp8bench.report.page.charts import worth_drawing
 from fp8bench.report.panels import together
 from fp8bench.report.words.legend import MEMORY_WORDS
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 
 _MOST_EVENTS = 300
 
@@ -117,7 +117,7 @@ def tensor_lines(kept: KeptTraining) -> Iterator[Element]:
         yield from _draw_magnitudes(f"tensors-{number}", name, readings[name])
     if drawn[_MOST_ARMS:]:
         yield Text(
-            f"{listed(drawn[_MOST_ARMS:])} are not drawn: `fp8bench show {kept.training.id} --csv FILE` has their "
+            f"{join_words(drawn[_MOST_ARMS:])} are not drawn: `fp8bench show {kept.training.id} --csv FILE` has their "
             "readings."
         )
 

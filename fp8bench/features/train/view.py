@@ -35,7 +35,7 @@ from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.terminal.short_answer import Answer, as_sentence, short_answer
 from fp8bench.report.topics.answers import without_option
-from fp8bench.report.words.naming import describe_devices, listed, many
+from fp8bench.report.words.naming import describe_devices, join_words, many
 
 # Stands under the hints of the arms' columns.
 _LEGEND = ("a verdict is of this model, text and number of steps: it does not transfer to a model of another size",)
@@ -340,11 +340,11 @@ def notes_of(judged: JudgedTraining) -> Iterator[str]:
     if names := [arm.name for arm in kept.training.arms if not arm.native and arm.name in measured]:
         memories = [cost.memory for cost in kept.of(ArmCost) if cost.memory and cost.arm in names]
         derived = "; memory on a device is derived" if any(memory.on_device for memory in memories) else ""
-        yield f"memory and energy of {listed(names)} are of emulation, not of a device with the format{derived}"
+        yield f"memory and energy of {join_words(names)} are of emulation, not of a device with the format{derived}"
     if kept.training.request.ranks is not None and not kept.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
     energies = ((own.energy.why, own.arm.name) for own in judged.summaries if own.energy and own.energy.why)
-    yield from (f"energy of {listed(arms)}: {why}" for why, arms in together(energies).items())
+    yield from (f"energy of {join_words(arms)}: {why}" for why, arms in together(energies).items())
     yield from kept.troubles
 
 

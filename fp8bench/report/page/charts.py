@@ -49,7 +49,7 @@ def _points(chart: AnyChart) -> int:
             return len(chart.places)
 
 
-def stacked(
+def stack_parts(
     name: str,
     title: str,
     description: str,

@@ -89,7 +89,7 @@ def _template() -> jinja2.Template:
     filters: dict[str, Callable[..., str]] = {
         "sort_value": _sort_value,
         "kind": lambda element: type(element).__name__,
-        "marked": _marked,
+        "marked": _set_code,
     }
     environment.filters |= filters
     return environment.from_string(_asset("page.html.j2"))
@@ -147,7 +147,7 @@ def _sheet(table: Table, anchor: str) -> _Sheet:
     return _Sheet(anchor, table, columns)
 
 
-def _marked(text: str) -> str:
+def _set_code(text: str) -> str:
     """The sentence with what is `between backticks` set as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 

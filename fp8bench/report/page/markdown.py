@@ -52,7 +52,7 @@ def render(page: Page) -> str:
     blocks += ["There is nothing to report."] if not page.parts else []
     blocks += ["---", *(_paragraph(line) for line in page.footer)] if page.footer else []
     if _lines(blocks) > _MOST_LINES:
-        seen, rest = _parted(blocks)
+        seen, rest = _split_at_fold(blocks)
         blocks = [*seen, _REST, *rest, "</details>"]
     return "\n\n".join(blocks) + "\n"
 
@@ -61,7 +61,7 @@ def _lines(blocks: Sequence[str]) -> int:
     return "\n\n".join(blocks).count("\n") + 1
 
 
-def _parted(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+def _split_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """The blocks before the fold, and those behind it; of a part after the first all or nothing is before it."""
     number = 1
     while _lines(blocks[: number + 1]) + 2 <= _MOST_LINES:
@@ -121,7 +121,7 @@ def _table(columns: Sequence[Column], rows: Sequence[Sequence[Field]]) -> str:
         return "No rows."
     lines = [_row([_line(column.title) for column in columns])]
     lines += [_row(["---:" if column.number else "---" for column in columns])]
-    lines += [_row([_toned(_line(field.text), field.tone) for field in row]) for row in rows]
+    lines += [_row([_add_sign(_line(field.text), field.tone) for field in row]) for row in rows]
     return "\n".join(lines)
 
 
@@ -138,10 +138,10 @@ def _heading(level: int, text: str) -> str:
 def _paragraph(text: str, tone: Tone = Tone.PLAIN) -> str:
     line = _line(text)
     # '#' -> '\\#', but '1' -> '1\\', because a list's number is marked by its dot.
-    return _toned(_STARTS.sub(lambda match: f"{match[0]}\\" if match[0].isdigit() else f"\\{match[0]}", line), tone)
+    return _add_sign(_STARTS.sub(lambda match: f"{match[0]}\\" if match[0].isdigit() else f"\\{match[0]}", line), tone)
 
 
-def _toned(text: str, tone: Tone) -> str:
+def _add_sign(text: str, tone: Tone) -> str:
     """A sign before it, or bold if it is strong."""
     if not text:
         return text

@@ -21,7 +21,7 @@ from fp8bench import units
 from fp8bench.feature_list import feature_parts
 from fp8bench.model import Finding, Run
 from fp8bench.report import topics
-from fp8bench.report.case_status import cost_tone, emulated
+from fp8bench.report.case_status import cost_tone, is_emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Chart, Element, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.page.charts import numbers_table, worth_drawing
@@ -31,9 +31,9 @@ from fp8bench.report.words.naming import (
     commit_of,
     devices_of,
     fact,
-    listed,
+    join_words,
     many,
-    shortened,
+    shorten_line,
     suites_of,
     when,
 )
@@ -93,7 +93,7 @@ def sections() -> dict[str, Section]:
 
 def case_field(case: NamedCase) -> Field:
     """'fp8 (emulated), m=256 n=256': names a row's case, the precision first."""
-    words, tone = marked_emulated(case.result, case.result.mode)
+    words, tone = mark_emulated(case.result, case.result.mode)
     return Field(", ".join(filter(None, (words, case.place))), tone=tone)
 
 
@@ -101,9 +101,9 @@ def case_field(case: NamedCase) -> Field:
 PRECISION: Col[Any] = Col("precision", lambda row: case_field(row[0]), hint="and what tells its case from the others")
 
 
-def marked_emulated(result: Result, words: str) -> tuple[str, Tone]:
+def mark_emulated(result: Result, words: str) -> tuple[str, Tone]:
     """The words, marked and grey if the result is emulated."""
-    return f"{words} (emulated)" if emulated(result) else words, cost_tone(result)
+    return f"{words} (emulated)" if is_emulated(result) else words, cost_tone(result)
 
 
 def number(
@@ -128,16 +128,18 @@ def table_of_cases(
     if rows:
         yield table(name, f"{title}: {words}", cols, rows, kept={col.heading for col in cols[:2]})
     if left_out:
-        yield Text(f"{title}: not shown, for want of room: {listed(left_out)}. {beyond}")
+        yield Text(f"{title}: not shown, for want of room: {join_words(left_out)}. {beyond}")
 
 
 def parts_of(material: Material) -> tuple[Part, ...]:
     built = ((section, section.build(material)) for section in sections().values())
-    settled = [replace(part, elements=tuple(_settled(part, section.repeats))) for section, part in built if part]
+    settled = [
+        replace(part, elements=tuple(_replace_small_charts(part, section.repeats))) for section, part in built if part
+    ]
     return tuple(part for part in settled if part.elements)
 
 
-def _settled(part: Part, repeats: bool) -> Iterator[Element]:
+def _replace_small_charts(part: Part, repeats: bool) -> Iterator[Element]:
     """Turns charts with little to see into tables, or leaves them out if those stand above; folds long tables."""
     for element in part.elements:
         if isinstance(element, Table) and not element.main and len(element.rows) > _MOST_OPEN:
@@ -165,11 +167,11 @@ def page_of(material: Material) -> Page:
 
 def _title(runs: Sequence[Run]) -> str:
     suites, devices = (
-        list(dict.fromkeys(shortened(name, _LONGEST_NAME) for run in runs for name in names_of(run)))
+        list(dict.fromkeys(shorten_line(name, _LONGEST_NAME) for run in runs for name in names_of(run)))
         for names_of in (suites_of, devices_of)
     )
     named = ", ".join(suites) if len(suites) <= _MOST_SUITES else many(len(suites), "suite")
-    return " on ".join(filter(None, (named, listed(devices, _MOST_DEVICES)))) or "A report without cases"
+    return " on ".join(filter(None, (named, join_words(devices, _MOST_DEVICES)))) or "A report without cases"
 
 
 def _subtitle(material: Material) -> str:
@@ -235,7 +237,7 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
     """
     if len(runs) < 2:
         return [""] * len(runs)
-    sources = [tuple(shortened(source(run), LONGEST_LABEL) for run in runs) for source in _SOURCES]
+    sources = [tuple(shorten_line(source(run), LONGEST_LABEL) for run in runs) for source in _SOURCES]
     chosen = [words for words in sources if all(words)]
     ids = [run.id or "run" for run in runs]
     numbered = tuple(

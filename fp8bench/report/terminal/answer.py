@@ -16,7 +16,7 @@ from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.run import BENCH
 from fp8bench.model.words import OF_ANOTHER_KIND
-from fp8bench.report.case_status import Standing, emulated, speed_up, standing, status_words, tone_of
+from fp8bench.report.case_status import Standing, is_emulated, speed_up, standing, status_words, tone_of
 from fp8bench.report.columns import Col, other_tables, table
 from fp8bench.report.elements import Element, Facts, Field, Part, Text, Tone
 from fp8bench.report.page.section import Entry
@@ -29,7 +29,7 @@ from fp8bench.report.topics.memory import capacity
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import FUNCTIONAL, cheapest, wire
 from fp8bench.report.topics.shares import coverage_sentence, coverages
-from fp8bench.report.topics.speedup import sustained
+from fp8bench.report.topics.speedup import sustained_table
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
 from fp8bench.report.topics.verdict import cases_of, doubt_of_load, losses
 from fp8bench.report.words.legend import LABELS
@@ -37,7 +37,7 @@ from fp8bench.report.words.naming import (
     common_tone,
     describe_devices,
     describe_params,
-    listed,
+    join_words,
     many,
     notes_of,
     usual_params,
@@ -71,7 +71,7 @@ def _parts(entry: Entry, width: int) -> Iterator[Part]:
     for panels in [timed] if several else [[panel] for panel in timed]:
         yield _of_panels(panels, entry)
         for panel in [] if several else panels:
-            yield from _asked(panel)
+            yield from _requested_tables(panel)
     for panel in entry.panels:
         if about_tensors(panel):
             best = [Text(f"{sentence}.") for sentence in best_by_width(panel)]
@@ -83,7 +83,7 @@ def _parts(entry: Entry, width: int) -> Iterator[Part]:
         yield Part("beside", "", tuple(Text(words, Tone.DOUBT) for words in told))
 
 
-def where_stored(path: str, report: str) -> str:
+def describe_storage(path: str, report: str) -> str:
     return f"report: {report}" if report else f"stored in {path}" if path else "this run was not stored"
 
 
@@ -125,7 +125,7 @@ def _of_panels(panels: Sequence[Panel], entry: Entry) -> Part:
 
 
 def _question(panels: Sequence[Panel]) -> str:
-    references = listed(list(dict.fromkeys(panel.reference for panel in panels if panel.reference)))
+    references = join_words(list(dict.fromkeys(panel.reference for panel in panels if panel.reference)))
     floors = [finding.floor for case in cases_of(panels) if (finding := case.result.finding) and finding.floor]
     compared = [f"compared with {references}"] if references else []
     compared += [f"identical code differed by up to {units.percent(max(floors))}"] if floors else []
@@ -141,7 +141,7 @@ def _heading(panels: Sequence[Panel], run: Run) -> str:
     params = describe_params(panels[0].shared, usual_params(panels[0].case, devices)) if len(panels) == 1 else ""
     about = "; ".join(filter(None, (params, many(settings, "setting") if settings > 1 else "")))
     names = ", ".join(dict.fromkeys(panel.case.workload for panel in panels))
-    where = [describe_devices(devices) or listed(sorted(keys))]
+    where = [describe_devices(devices) or join_words(sorted(keys))]
     where += [many(run.request.threads, "thread")] if any(key.startswith("cpu") for key in keys) else []
     where += [f"{run.request.ranks} ranks (the slowest counts)"] if run.request.ranks else []
     where += [f"torch {facts.torch.partition('+')[0]}" for facts in devices[:1]]
@@ -169,14 +169,14 @@ def device_state(panel: Panel, run: Run) -> Iterator[Text]:
     if clocks:
         most = f" of {units.count(highest, 'Hz')}" if isinstance(highest, int | float) else ""
         told.append(f"SM clock {units.span(clocks, lambda clock: units.count(clock, 'Hz'))}{most}")
-    told += [f"held back by {listed(list(reasons))}"] if reasons else []
+    told += [f"held back by {join_words(list(reasons))}"] if reasons else []
     if told:
         yield Text("; ".join(told), Tone.BAD if lowered else Tone.DOUBT if reasons else Tone.PLAIN)
 
 
-def _asked(panel: Panel) -> Iterator[Part]:
+def _requested_tables(panel: Panel) -> Iterator[Part]:
     tables = (
-        *sustained(panel),
+        *sustained_table(panel),
         *energy_of_phases(panel),
         *other_tables(panel),
         *capacity(panel),
@@ -206,14 +206,14 @@ def _doubts(panels: Sequence[Panel], entry: Entry) -> Iterator[str]:
     by_reason = together((words, result.mode) for result, words in told)
     by_number = sorted(by_reason.items(), key=lambda pair: -len(pair[1]))
     for words, modes in by_number[:_MOST_DOUBTS]:
-        yield f"{listed(list(dict.fromkeys(modes)))}: {words}"
+        yield f"{join_words(list(dict.fromkeys(modes)))}: {words}"
     if len(by_number) > _MOST_DOUBTS:
         yield f"{many(len(by_number) - _MOST_DOUBTS, 'more reason')} in --all"
 
 
 def _doubts_of(result: Result, under_load: bool) -> Iterator[str]:
     """Under load only what the load does not explain."""
-    if emulated(result) or not result.record.is_ok or result.finding is None:
+    if is_emulated(result) or not result.record.is_ok or result.finding is None:
         return
     explained = under_load and not {*result.finding.hard} - {Label.CONTENDED}
     labels = [label for label in result.labels if standing(result) is Standing.DOUBTED and label.casts_doubt]
@@ -268,7 +268,7 @@ def _cell(cases: Sequence[NamedCase]) -> Field:
         return Field(units.NONE)
     if len(cases) == 1 and status_words(results[0]) == units.NONE:
         return Field(cases[0].figures.rate.shown)
-    if len(cases) == 1 and results[0].record.is_reference and results[0].best and not emulated(results[0]):
+    if len(cases) == 1 and results[0].record.is_reference and results[0].best and not is_emulated(results[0]):
         return Field(units.seconds(results[0].best))
     speeds = [speed.point for result in results if (speed := speed_up(result)) is not None]
     if not speeds or any(standing(result) is Standing.FAILED for result in results):

@@ -12,18 +12,18 @@ from fp8bench.analysis.steps.changes import Change, ChangeState, Found
 from fp8bench.model import Label
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.columns import Col, table
-from fp8bench.report.comparisons import signed
+from fp8bench.report.comparisons import show_change
 from fp8bench.report.elements import Code, Element, Page, Part, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.history import count_of, value, where
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 
 _COLS: tuple[Col[tuple[str, Change]], ...] = (
     Col("commits", lambda row: row[0], shared=True), Col("series", lambda row: row[1].trend.name),
     Col("before", lambda row: value(row[1].trend, row[1].comparison.before), number=True),
     Col("after", lambda row: value(row[1].trend, row[1].comparison.after), number=True),
-    Col("change", lambda row: signed(row[1].comparison.ratio),
+    Col("change", lambda row: show_change(row[1].comparison.ratio),
         tone=lambda row: Tone.BAD if row[1].is_worse else Tone.GOOD),
     # A chance is never shown as none.
     Col("chance", lambda row: row[1].comparison.p_value, number=True,
@@ -69,7 +69,7 @@ def page_of(search: Found, store: str, everything: bool = False, options: str = 
     alarming = next((change for change in search.changes if change.alarms), None)
     if alarming is not None:
         parts.append(Part("summary", "", tuple(_what_to_do(alarming, options))))
-    return Page(f"{store}: {_counted(search)}", "", tuple(parts), _legend(search, everything))
+    return Page(f"{store}: {_summarize(search)}", "", tuple(parts), _legend(search, everything))
 
 
 def _what_to_do(change: Change, options: str) -> Iterator[Element]:
@@ -113,7 +113,7 @@ def value_of(search: Found) -> dict[str, object]:
     }
 
 
-def _counted(search: Found) -> str:
+def _summarize(search: Found) -> str:
     still = [change for change in search.changes if change.state is ChangeState.OPEN]
     worse, fewer = sum(change.is_worse for change in still), sum(_is_fewer(change) for change in still)
     known = sum(change.state is ChangeState.ACKNOWLEDGED for change in search.changes)
@@ -123,7 +123,7 @@ def _counted(search: Found) -> str:
     series = search.looked_at + search.counted
     if not series:
         return "no series was long enough to look for changes"
-    return f"{listed(parts)} in {count_of(series, 'series', 'series')}{also}"
+    return f"{join_words(parts)} in {count_of(series, 'series', 'series')}{also}"
 
 
 def _is_fewer(change: Change) -> bool:

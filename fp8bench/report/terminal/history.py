@@ -58,7 +58,7 @@ def trends_page(
         Col("series", lambda ending: ending.trend.name),
         Col("points", lambda ending: str(ending.points), number=True),
         Col("last", lambda ending: ending.last.commit[:8]),
-        Col("value", lambda ending: _shown(ending.trend, ending.last), number=True),
+        Col("value", lambda ending: _show_figure(ending.trend, ending.last), number=True),
         Col("change", lambda ending: _change(ending.last, ending.before), number=True),
     ]
     parts = []
@@ -98,7 +98,7 @@ def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ..
     commit = str(run.environment.get("commit") or "none")[:8]
     mark = "" if run.environment.get("dirty") is False or commit == "none" else "+dirty"
     by_status = Counter(record.status for record in run.records)
-    below = "" if run.finished else _unfinished(run, being_written) + ("" if being_written else options)
+    below = "" if run.finished else _describe_unfinished(run, being_written) + ("" if being_written else options)
     words = (
         run.id,
         run.started[:19].replace("T", " ") or units.NONE,
@@ -179,7 +179,7 @@ def where(trend: Trend) -> str:
     return f"on {machine.get('machine')}{f' ({facts})' if facts else ''}, {trend.python}"
 
 
-def _shown(trend: Trend, figure: Figure, digits: int = 3) -> str:
+def _show_figure(trend: Trend, figure: Figure, digits: int = 3) -> str:
     if figure.value is None:
         return {Status.FAILED: "FAILED", Status.SKIPPED: "skipped"}.get(figure.status, units.NONE)
     return (_HASTY if figure.hasty else "") + value(trend, figure.value, digits)
@@ -210,7 +210,7 @@ def _figure_rows(trend: Trend) -> Iterable[tuple[Field, ...]]:
         if before is not None and figure.value is not None and before.under != figure.under:
             news += _new_conditions(before.under, figure.under)
         conditions = "; ".join(news) or conditions
-        below = [f"{_shown(trend, figure)}: {figure.reason}"] if figure.value is None and figure.reason else []
+        below = [f"{_show_figure(trend, figure)}: {figure.reason}"] if figure.value is None and figure.reason else []
         ends = ", ".join(value(trend, end, _CLOSE) for end in (figure.low, figure.high))
         told = before is not None and (before.version, before.source) == (figure.version, figure.source)
         cells = (
@@ -219,7 +219,7 @@ def _figure_rows(trend: Trend) -> Iterable[tuple[Field, ...]]:
             figure.commit[:8],
             str(figure.runs),
             str(figure.samples),
-            _shown(trend, figure, _CLOSE),
+            _show_figure(trend, figure, _CLOSE),
             units.NONE if figure.low is None else f"[{ends}]",
             _change(figure, before) if told else units.NONE,
             "\n".join(below),
@@ -237,7 +237,7 @@ def _new_conditions(before: Conditions, now: Conditions) -> Iterable[str]:
             yield f"{name} {was:.28} -> {is_now:.28}"
 
 
-def _unfinished(run: Run, being_written: bool) -> str:
+def _describe_unfinished(run: Run, being_written: bool) -> str:
     if being_written:
         return "being measured now"
     missing = len(

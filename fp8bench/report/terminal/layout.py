@@ -149,14 +149,14 @@ def _table(element: Table, width: int, paint: Paint) -> list[str]:
         lines += wrap(words, width, hang=INDENT) if words else []
         for whole, row in alike:
             lines += _row(row[:shown], columns, widths, width, paint)
-            lines += _folded(columns[shown:], row[shown:], width)
+            lines += _fold_columns(columns[shown:], row[shown:], width)
             for column, field in zip(element.columns, whole, strict=True):
                 texts = field.text.split("\n") if column.below and field.text else []
                 lines += [paint(line, field.tone) for text in texts for line in wrap(text, width, INDENT * 3, INDENT)]
     return lines
 
 
-def _folded(columns: Sequence[Column], fields: Sequence[Field], width: int) -> list[str]:
+def _fold_columns(columns: Sequence[Column], fields: Sequence[Field], width: int) -> list[str]:
     pairs = [
         f"{column.title}: {' '.join(field.text.split())}".removeprefix(": ")
         for column, field in zip(columns, fields, strict=True)

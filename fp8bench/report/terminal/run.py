@@ -7,7 +7,7 @@ from itertools import groupby
 
 from fp8bench.model import DeviceFacts, Finding, Group, Label, Level, Plan, Record, Run, Status, Support, Verdict
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, PEAKS
-from fp8bench.report.case_status import emulated, what_intervals_hold
+from fp8bench.report.case_status import is_emulated, what_intervals_hold
 from fp8bench.report.columns import Col, other_tables, table
 from fp8bench.report.elements import Element, Facts, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.page.section import Entry
@@ -23,7 +23,7 @@ from fp8bench.report.panels import (
     together,
 )
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.answer import answer, device_state, next_commands, where_stored
+from fp8bench.report.terminal.answer import answer, describe_storage, device_state, next_commands
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics import roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
@@ -34,12 +34,12 @@ from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import ranks
 from fp8bench.report.topics.results import main_table, noise_floor
 from fp8bench.report.topics.shares import coverage_elements
-from fp8bench.report.topics.speedup import sustained
+from fp8bench.report.topics.speedup import sustained_table
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
 from fp8bench.report.topics.verdict import by_chance, sitting
 from fp8bench.report.words import legend
-from fp8bench.report.words.legend import explained
-from fp8bench.report.words.naming import attention_of, cache_of, listed, missing_of, notes_of, replays_of
+from fp8bench.report.words.legend import explain_label
+from fp8bench.report.words.naming import attention_of, cache_of, join_words, missing_of, notes_of, replays_of
 
 
 def render(
@@ -75,11 +75,11 @@ def detail_of(
         parts += (
             [Part("next", "next", (Items(commands),))] if (commands := tuple(next_commands(entry, options))) else []
         )
-        parts.append(Part("stored", "", (Text(where_stored(run.path, report)),)))
+        parts.append(Part("stored", "", (Text(describe_storage(run.path, report)),)))
     return Page("", "", tuple(parts), _legend(panels, name))
 
 
-def _titled(panel: Panel, run: Run, elements: Iterable[Element], lead: str = "") -> Iterator[Part]:
+def _panel_part(panel: Panel, run: Run, elements: Iterable[Element], lead: str = "") -> Iterator[Part]:
     if content := tuple(elements):
         yield Part("panel", heading(panel.case.workload, panel.shared, panel.case.device, run.devices), content, lead)
 
@@ -92,19 +92,19 @@ def _whole(panel: Panel, run: Run, width: int) -> Iterator[Part]:
     if covered := tuple(coverage_elements(panel)):
         yield Part("coverage", "coverage", covered)
     if about_tensors(panel):
-        yield from _titled(panel, run, [*tensors(panel, width), *data(panel)])
+        yield from _panel_part(panel, run, [*tensors(panel, width), *data(panel)])
     else:
-        yield from _timed(panel, run)
+        yield from _timed_parts(panel, run)
     yield from _of_notes(panel, run, width)
 
 
-def _timed(panel: Panel, run: Run) -> Iterator[Part]:
+def _timed_parts(panel: Panel, run: Run) -> Iterator[Part]:
     elements: list[Element] = [*device_state(panel, run)]
     elements += [main_table(panel), *phases_table(panel)]
-    elements += [*sustained(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
+    elements += [*sustained_table(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
     elements += [*other_tables(panel), *break_even_table(panel, swept(panel))]
     elements += [*ranks(panel), *capacity(panel), *data(panel)]
-    yield from _titled(panel, run, elements, _reference_line(panel))
+    yield from _panel_part(panel, run, elements, _reference_line(panel))
     if numbers := _numbers(panel):
         yield Part("numbers", "numbers", (Facts(tuple(numbers)), *by_step(panel)))
     bounds = [Text(sentence) for sentence in roofline.sentences(panel)]
@@ -113,15 +113,17 @@ def _timed(panel: Panel, run: Run) -> Iterator[Part]:
         yield Part("roofline", "what bounds it", (Items(tuple(bounds)),))
 
 
-def _of_timed(elements: Callable[[Panel], Iterable[Element]]) -> Callable[[Panel, Run, int], Iterator[Part]]:
-    return lambda panel, run, width: _titled(panel, run, () if about_tensors(panel) else elements(panel))
+def _for_timed_panels(elements: Callable[[Panel], Iterable[Element]]) -> Callable[[Panel, Run, int], Iterator[Part]]:
+    return lambda panel, run, width: _panel_part(panel, run, () if about_tensors(panel) else elements(panel))
 
 
 _DETAILS: dict[str, Callable[[Panel, Run, int], Iterator[Part]]] = {
-    "memory": _of_timed(lambda panel: (*memory(panel), *capacity(panel))),
-    "data": lambda panel, run, width: _titled(panel, run, data(panel)),
-    "numbers": _of_timed(lambda panel: [Facts(tuple(found)), *by_step(panel)] if (found := _numbers(panel)) else ()),
-    "energy": _of_timed(lambda panel: (*energy(panel), *energy_of_phases(panel))),
+    "memory": _for_timed_panels(lambda panel: (*memory(panel), *capacity(panel))),
+    "data": lambda panel, run, width: _panel_part(panel, run, data(panel)),
+    "numbers": _for_timed_panels(
+        lambda panel: [Facts(tuple(found)), *by_step(panel)] if (found := _numbers(panel)) else ()
+    ),
+    "energy": _for_timed_panels(lambda panel: (*energy(panel), *energy_of_phases(panel))),
     "notes": _of_notes,
     "all": _whole,
 }
@@ -143,7 +145,7 @@ def _numbers(panel: Panel) -> list[tuple[str, str]]:
             (error_name(measurement), f"{result.mode} {show_value(measurement)}{how}")
             for result in group.results
             for measurement in result.record.measurements
-            for how in [" (emulated)" if measurement.unit == "B" and emulated(result) else ""]
+            for how in [" (emulated)" if measurement.unit == "B" and is_emulated(result) else ""]
             if measurement.metric not in _told_elsewhere(panel)
             and not is_of_step(measurement.metric)
             and (measurement.phase or measurement.metric != panel.error)
@@ -203,7 +205,7 @@ def _legend(panels: Sequence[Panel], name: str = "answer") -> list[str]:
     lines += [("answer all", LEGEND)] if len(timed) < len(panels) else []
     for label in Label:
         if any(label in result.labels for panel in timed for result in panel.results):
-            lines.append(("notes all", explained(label)))
+            lines.append(("notes all", explain_label(label)))
     return [line for where, line in lines if name in where.split()]
 
 
@@ -280,7 +282,7 @@ def _overview(panels: Sequence[Sequence[Group]]) -> Part:
 
 def _modes(groups: Sequence[Group], level: Level) -> str:
     cases = (case for group in groups for case in group.cases if case.runs and case.support.level is level)
-    return listed(list(dict.fromkeys(case.case.mode for case in cases)))
+    return join_words(list(dict.fromkeys(case.case.mode for case in cases)))
 
 
 def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Part]:

@@ -17,12 +17,12 @@ from fp8bench.model import UNATTRIBUTED, Interval, Label, Phase, PhaseGain, Verd
 from fp8bench.model.run import BENCH
 from fp8bench.model.specs import DIFFERENCE_ERROR, OUTPUT_ERROR
 from fp8bench.registry import precisions
-from fp8bench.report.case_status import Standing, emulated, speed_up, standing, status_words, tone_of
+from fp8bench.report.case_status import Standing, is_emulated, speed_up, standing, status_words, tone_of
 from fp8bench.report.panels import NamedCase, Panel, Result, together, value_of
 from fp8bench.report.terminal.short_answer import Answer
 from fp8bench.report.topics.energy import ratio_against
 from fp8bench.report.topics.memory import device_share_of, share_of
-from fp8bench.report.words.naming import common_tone, shortened
+from fp8bench.report.words.naming import common_tone, shorten_line
 
 QUESTION = "Does low precision pay here?"
 QUESTION_OF_CALLABLES = "Is it faster, and as exact?"
@@ -87,7 +87,7 @@ def find_answer(cases: Sequence[NamedCase]) -> Answer:
             _memory(cases),
             _energy(cases),
         ),
-        shortened(reasons[0], LONGEST_REASON) if len(reasons) == 1 else "",
+        shorten_line(reasons[0], LONGEST_REASON) if len(reasons) == 1 else "",
     )
 
 
@@ -102,7 +102,7 @@ def _describe_verdicts(results: Sequence[Result]) -> str:
 
 def _why_no_speed(results: Sequence[Result]) -> str:
     """'no hardware for FP8': why a precision is emulated, without how; '' for native ones."""
-    reasons = dict.fromkeys(result.record.support.reason.partition(":")[0] for result in results if emulated(result))
+    reasons = dict.fromkeys(result.record.support.reason.partition(":")[0] for result in results if is_emulated(result))
     return next(iter(reasons), "")
 
 
@@ -203,14 +203,14 @@ def _accuracy_of_callables(cases: Sequence[NamedCase]) -> str:
 
 def _memory(cases: Sequence[NamedCase]) -> str:
     """'memory +1.1%'; where all is emulated what a device with the formats would take, which is an estimate."""
-    native = [share for case in cases if not emulated(case.result) and (share := share_of(*case)) is not None]
-    derived = [share for case in cases if emulated(case.result) and (share := device_share_of(*case)) is not None]
+    native = [share for case in cases if not is_emulated(case.result) and (share := share_of(*case)) is not None]
+    derived = [share for case in cases if is_emulated(case.result) and (share := device_share_of(*case)) is not None]
     words = f"memory {units.span(native or derived, units.change)}" if native or derived else ""
     return f"{words} (est.)" if words and not native else words
 
 
 def _energy(cases: Sequence[NamedCase]) -> str:
-    native = [case for case in cases if not emulated(case.result)]
+    native = [case for case in cases if not is_emulated(case.result)]
     ratios = [ratio.point for case in native if (ratio := ratio_against(case.result, case.group.lead)) is not None]
     return f"energy {units.span(ratios, units.change)}" if ratios else ""
 
@@ -221,7 +221,7 @@ def describe_reason(case: NamedCase) -> str:
     Nothing is said of emulations, or where a hard label took the verdict away.
     """
     finding = case.result.finding
-    if finding is None or emulated(case.result):
+    if finding is None or is_emulated(case.result):
         return ""
     if {*finding.hard} == {Label.LAUNCH_BOUND} and Label.LAUNCH_BOUND in finding.labels:
         return "the device waits for the host, so faster arithmetic cannot shorten this step"

@@ -13,7 +13,7 @@ from fp8bench.report.elements import Element, Table, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Panel, panels_of, show_params, together
 from fp8bench.report.words.legend import BREAK_EVEN
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 
 Swept = tuple[Sweep, Sequence[SweptMode]]
 
@@ -81,7 +81,7 @@ def remarks(mode: SweptMode) -> Iterator[str]:
             if stretch.pays is None and not any(each.low <= stretch.first <= each.high for each in mode.found.crossings)
         ]
         if unknown:
-            yield f"too close to tell from {listed(unknown)}"
+            yield f"too close to tell from {join_words(unknown)}"
         if mode.found.within_noise:
             yield f"within the noise: {_sizes(mode.found.within_noise)}"
         if not mode.found.level:
@@ -93,7 +93,7 @@ def remarks(mode: SweptMode) -> Iterator[str]:
 
 
 def _sizes(sizes: Sequence[int]) -> str:
-    return listed([units.whole(size) for size in sizes], 6)
+    return join_words([units.whole(size) for size in sizes], 6)
 
 
 class BreakEvenRow(NamedTuple):

@@ -23,14 +23,14 @@ from fp8bench.analysis.energy import (
 from fp8bench.analysis.metrics import EnergyValidity, energy_validity
 from fp8bench.model import Label, Run, specs
 from fp8bench.model.specs import ENERGY, ENERGY_PER
-from fp8bench.report.case_status import emulated
+from fp8bench.report.case_status import is_emulated
 from fp8bench.report.columns import Col, case_cols, table, with_figures
 from fp8bench.report.elements import Element, Field, Items, Table, Text, Tone
 from fp8bench.report.page.section import Material, section
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, merge_notes, together
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
-from fp8bench.report.words.naming import listed, many
+from fp8bench.report.words.naming import join_words, many
 
 _EnergyRow = tuple[NamedCase, EnergyFigures, EnergyRatio | None]
 
@@ -115,7 +115,7 @@ def _missing(result: Result) -> Iterator[str]:
 
 def _at_another_pace(result: Result) -> Iterator[str]:
     figures, finding = figures_of(result), result.finding
-    if figures is None or finding is None or emulated(result) or result.record.sustained:  # which has a table
+    if figures is None or finding is None or is_emulated(result) or result.record.sustained:  # which has a table
         return
     if (pace := other_pace(figures, finding)) is not None:
         took, slots = units.seconds(figures.seconds.middle), units.seconds(figures.seconds.middle / pace)
@@ -159,7 +159,7 @@ def energy(panel: Panel) -> Iterator[Table]:
 
     def demand(row: _EnergyRow) -> str:
         result, ratio = row[0].result, row[2]
-        word = "reference" if result.record.is_reference else "emulated" if emulated(result) else units.NONE
+        word = "reference" if result.record.is_reference else "emulated" if is_emulated(result) else units.NONE
         return ratio.demand.value if ratio else word
 
     def tone(row: _EnergyRow) -> Tone:
@@ -229,7 +229,7 @@ def _lead(material: Material) -> str:
     return (
         "What the device took while steps ran in windows of their own, after the timing; idling is what it takes with "
         "the same states in memory and nothing to do. Ranges are those of windows, and no confidence intervals. "
-        f"Read from {listed([SOURCES.get(source, source) for source in sources])}{differ}."
+        f"Read from {join_words([SOURCES.get(source, source) for source in sources])}{differ}."
         if sources
         else ""
     )

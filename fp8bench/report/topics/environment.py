@@ -11,8 +11,8 @@ from fp8bench.model.run import SWITCHES_SET
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Code, Element, Facts, Items, Text, Tone
 from fp8bench.report.page.section import Entry, Material, section
-from fp8bench.report.words.legend import explained
-from fp8bench.report.words.naming import commit_of, counts, fact, listed, many, notes_of, when
+from fp8bench.report.words.legend import explain_label
+from fp8bench.report.words.naming import commit_of, counts, fact, join_words, many, notes_of, when
 
 _MOST = 20
 _VARIABLE = "env_"
@@ -44,16 +44,16 @@ def environment_section(material: Material) -> Iterator[Element]:
 
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     run = entry.run
-    pairs = [pair for facts in _used(run) for pair in _device_facts(run, facts)]
+    pairs = [pair for facts in _devices_of(run) for pair in _device_facts(run, facts)]
     total, own, governor = (fact(run, name) for name in ("cpu_count", "cpu_affinity", "cpu_governor"))
     processors = f"{own} of {total}" if own and total and own != total else total
     # Vector widths of compiled quantisers, if they could be chosen.
     bits = ", ".join(map(str, sorted({bit for timing in _timings(run.records) for bit in timing.vector_bits})))
     pairs += [
         ("torch", _with(fact(run, "torch"), "git ", fact(run, "torch_git")[:8])),
-        ("CUDA", listed(list(dict.fromkeys(facts.cuda for facts in _used(run) if facts.cuda)))),
+        ("CUDA", join_words(list(dict.fromkeys(facts.cuda for facts in _devices_of(run) if facts.cuda)))),
         *((name, fact(run, key)) for name, key in _OF_GPUS),
-        ("ROCm", listed(list(dict.fromkeys(facts.hip for facts in _used(run) if facts.hip)))),
+        ("ROCm", join_words(list(dict.fromkeys(facts.hip for facts in _devices_of(run) if facts.hip)))),
         ("Python", _with(fact(run, "python"), "", fact(run, "python_implementation"))),
         ("machine", fact(run, "machine")),
         ("system", fact(run, "system")),
@@ -85,7 +85,7 @@ def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     return ((name, text) for name, text in pairs if text)
 
 
-def _used(run: Run) -> list[DeviceFacts]:
+def _devices_of(run: Run) -> list[DeviceFacts]:
     keys = {record.case.device for record in run.records}
     return [facts for facts in run.devices if facts.key in keys]
 
@@ -143,9 +143,9 @@ def _labels(entry: Entry) -> Iterator[Text]:
         number = sum(label in result.labels for result in measured)
         if number:
             reasons = list(dict.fromkeys(reason for result in measured if (reason := result.reason(label))))
-            words = explained(
+            words = explain_label(
                 label,
                 f"{label} ({number} of {many(len(measured), 'case')})",
-                f" ({listed(reasons)})" if reasons else "",
+                f" ({join_words(reasons)})" if reasons else "",
             )
             yield Text(words, Tone.DOUBT if label.casts_doubt else Tone.PLAIN)

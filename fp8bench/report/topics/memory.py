@@ -19,11 +19,11 @@ from fp8bench.model.specs import (
     MetricSpec,
     memory_of_role,
 )
-from fp8bench.report.case_status import cost_tone, emulated
+from fp8bench.report.case_status import cost_tone, is_emulated
 from fp8bench.report.columns import Col, figure_col, table, with_figures
 from fp8bench.report.elements import ChartAxis, Element, Field, Stacks, Table, Text
-from fp8bench.report.page.charts import stacked
-from fp8bench.report.page.section import Material, marked_emulated, section, titled_panels
+from fp8bench.report.page.charts import stack_parts
+from fp8bench.report.page.section import Material, mark_emulated, section, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, show_params, value_of
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS, PHASE_TITLES
@@ -64,7 +64,7 @@ def share_of(group: ResultGroup, result: Result) -> float | None:
     """A peak over that of the group's reference; None for the reference and if either is unknown. The peak of an
     emulated reference is the cost of emulation: a native case is not compared with it."""
     base, peak = _base(group), peak_of(result)
-    if group.lead is not None and emulated(group.lead) and not emulated(result):
+    if group.lead is not None and is_emulated(group.lead) and not is_emulated(result):
         return None
     if result.record.is_reference or peak is None or not (0 < base < math.inf and 0 <= peak < math.inf):
         return None
@@ -73,13 +73,13 @@ def share_of(group: ResultGroup, result: Result) -> float | None:
 
 def on_device(result: Result) -> float | None:
     """Bytes on hardware that keeps the formats that this case emulates; None for other cases."""
-    return value_of(result.record.measurement(DEVICE_PEAK_MEMORY)) if emulated(result) else None
+    return value_of(result.record.measurement(DEVICE_PEAK_MEMORY)) if is_emulated(result) else None
 
 
 def device_share_of(group: ResultGroup, result: Result) -> float | None:
     """on_device over the peak of the group's reference, on a device as well if that is emulated."""
     lead = group.lead
-    base, peak = (on_device(lead) or 0.0) if lead and emulated(lead) else _base(group), on_device(result)
+    base, peak = (on_device(lead) or 0.0) if lead and is_emulated(lead) else _base(group), on_device(result)
     return None if peak is None or not 0 < base < math.inf else peak / base
 
 
@@ -114,7 +114,7 @@ def device_batch(group: ResultGroup, result: Result) -> str:
         return ""
     lead = group.lead
     known = lead.record.capacity if lead is not None else None
-    base = None if lead is None or known is None else known.on_device if emulated(lead) else known.batch
+    base = None if lead is None or known is None else known.on_device if is_emulated(lead) else known.batch
     share = f", {units.speed_up(search.on_device / base)}" if base else ""
     return f"{search.on_device}{share}"
 
@@ -145,7 +145,7 @@ def memory(panel: Panel) -> Iterator[Table]:
         Col("group", lambda row: row[0].place, shared=True),
         Col(
             "case",
-            lambda row: marked_emulated(row[0].result, row[0].result.mode)[0],
+            lambda row: mark_emulated(row[0].result, row[0].result.mode)[0],
             tone=lambda row: cost_tone(row[0].result),
         ),
         Col("peak", lambda row: peak_of(row[0].result), number=True, show=shown),
@@ -184,7 +184,7 @@ def capacity(panel: Panel) -> Iterator[Element]:
     def against(row: tuple[ResultGroup, Result, Capacity]) -> Field:
         own, lead = row[1], row[0].lead
         share = capacity_ratio(own.record, lead.record if lead is not None else None)
-        word = "emulated" if emulated(own) else "reference" if own.record.is_reference else units.NONE
+        word = "emulated" if is_emulated(own) else "reference" if own.record.is_reference else units.NONE
         return Field(word if share is None else units.speed_up(share), share, cost_tone(own))
 
     cols: list[Col[tuple[ResultGroup, Result, Capacity]]] = [
@@ -213,7 +213,7 @@ def capacity(panel: Panel) -> Iterator[Element]:
         "capacity", batch_title(searches[0][2]), cols, searches, kept={col.heading for col in cols} - {"group"}
     )
     yield with_figures(shown, (case[:2] for case in searches))
-    if any(emulated(result) for _, result, _ in searches):
+    if any(is_emulated(result) for _, result, _ in searches):
         yield Text(_OF_EMULATIONS)
 
 
@@ -257,7 +257,7 @@ def _parts(case: NamedCase) -> dict[str, float]:
 
 
 def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Stacks:
-    rows = [(marked_emulated(case.result, case.name)[0], peak_of(case.result) or 0.0, _parts(case)) for case in cases]
+    rows = [(mark_emulated(case.result, case.name)[0], peak_of(case.result) or 0.0, _parts(case)) for case in cases]
     name, words = f"memory-{cases[0].result.record.case.workload}", "What each case takes, by what it is for."
     axis = ChartAxis("memory at the highest point of a step", "B")
-    return stacked(name, f"{title}: peak memory by what it is for", words, axis, "share of the peak", parts, rows)
+    return stack_parts(name, f"{title}: peak memory by what it is for", words, axis, "share of the peak", parts, rows)

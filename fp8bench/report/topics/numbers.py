@@ -15,7 +15,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model import LayerScale, Measurement, TensorStatistics, Timing
 from fp8bench.model.words import Phase
 from fp8bench.registry import precisions
-from fp8bench.report.case_status import emulated
+from fp8bench.report.case_status import is_emulated
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import (
     Element,
@@ -35,7 +35,7 @@ from fp8bench.report.panels import (
 )
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import figure_words, listed
+from fp8bench.report.words.naming import figure_words, join_words
 
 # Measurements in these units are no errors.
 _OTHER_UNITS = ("B", "s")
@@ -69,7 +69,7 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
     title += f"; each figure is the largest of {len(looked_at)} groups" if len(looked_at) > 1 else ""
     title += f"; all within the range of {contained}" if contained else ""
     unit = dict.fromkeys(own.mode for own in panel.results if precisions.unit_scaled(own.record.case.precision))
-    title += f"; {listed([*unit])} has them near a deviation of 1 where it casts" if unit else ""
+    title += f"; {join_words([*unit])} has them near a deviation of 1 where it casts" if unit else ""
     beyond = "share above its largest / share that would become zero"
     cols: list[Col[TensorStatistics]] = [
         Col("data", name_of, hint="layer kind and role"),
@@ -124,7 +124,7 @@ def _errors(title: str, panel: Panel) -> Iterator[Element]:
     yield _table(title, panel, by_mode)
     strange = [f"{case.name} ({value})" for case, _, value in marks if not math.isfinite(value)]
     if strange:
-        yield Text(f"{title}: {figure_words(shown)} is no finite number in {listed(strange)}.", Tone.BAD)
+        yield Text(f"{title}: {figure_words(shown)} is no finite number in {join_words(strange)}.", Tone.BAD)
 
 
 def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:
@@ -263,7 +263,9 @@ def _steps_table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:
         Col("case", lambda row: row.case.result.mode),
         Col("step", lambda row: row.number, number=True, show=units.whole),
         # An emulation's time must not be read as a speed.
-        Col("time", lambda row: f"{'emulated ' * emulated(row.case.result)}{units.seconds(row.seconds)}", number=True),
+        Col(
+            "time", lambda row: f"{'emulated ' * is_emulated(row.case.result)}{units.seconds(row.seconds)}", number=True
+        ),
         *(
             Col(
                 heading,

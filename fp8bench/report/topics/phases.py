@@ -12,10 +12,10 @@ from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, PhaseGain, Timing
 from fp8bench.model.run import BENCH
-from fp8bench.report.case_status import emulated
+from fp8bench.report.case_status import is_emulated
 from fp8bench.report.columns import Col, case_cols, table
 from fp8bench.report.elements import ChartAxis, Element, Field, Stacks, Table, Text, Tone
-from fp8bench.report.page.charts import has_time, phase_parts, stacked
+from fp8bench.report.page.charts import has_time, phase_parts, stack_parts
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import (
     NamedCase,
@@ -27,7 +27,7 @@ from fp8bench.report.panels import (
 )
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
-from fp8bench.report.words.naming import listed, phase_order, phase_words
+from fp8bench.report.words.naming import join_words, phase_order, phase_words
 
 COMPILED = (
     "With compile=yes the forward and the backward pass are one graph each, in which casts and products are fused: no "
@@ -39,7 +39,7 @@ def phases_table(panel: Panel, brief: bool = False) -> Iterator[Table]:
     """Yields the time of each case by phase; a `brief` table leaves out emulated cases, whose time is no speed."""
     measured = [(group, result) for group, result in panel.members if result.best]
     if brief:
-        measured = [row for row in measured if not emulated(row[1])]
+        measured = [row for row in measured if not is_emulated(row[1])]
     if not measured:
         return
     present: set[str] = set()
@@ -51,7 +51,7 @@ def phases_table(panel: Panel, brief: bool = False) -> Iterator[Table]:
     cols: list[Col[tuple[ResultGroup, Result]]] = [
         *((Col("Time of a step", lambda row: row[1].mode),) if brief else case_cols()),
         # An emulation's time must not be read as a speed.
-        Col("total", lambda row: f"{Level.EMULATED} " * emulated(row[1]) + units.seconds(row[1].best), number=True),
+        Col("total", lambda row: f"{Level.EMULATED} " * is_emulated(row[1]) + units.seconds(row[1].best), number=True),
         *(Col(PHASE_TITLES.get(name, name), partial(_share, name=name), number=True) for name in names),
     ]
     yield table("phases", "" if brief else "time of a step", cols, measured)
@@ -79,7 +79,7 @@ def phases_section(material: Material) -> Iterator[Element]:
 
 
 def _show_suite(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:
-    native = [case for case in cases if not emulated(case.result)]
+    native = [case for case in cases if not is_emulated(case.result)]
     if native:
         yield _chart(f"{title}: a step by phase", native, parts)
     by_place = together((case.place, case) for case in native)
@@ -101,7 +101,9 @@ def _phases(case: NamedCase) -> dict[str, float]:
 def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Stacks:
     rows = [(case.name, case.result.best or 0.0, _phases(case)) for case in cases]
     name, axis = f"phases-{cases[0].result.record.case.workload}", ChartAxis("best case of a step", "s")
-    return stacked(name, title, "The best case of a step, cut into its phases.", axis, "share of the step", parts, rows)
+    return stack_parts(
+        name, title, "The best case of a step, cut into its phases.", axis, "share of the step", parts, rows
+    )
 
 
 def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
@@ -110,7 +112,7 @@ def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
         for phase in case.result.finding.below_floor if case.result.finding else ():
             below.setdefault(phase_words(phase), []).append(case.name)
     if below:
-        words = "; ".join(f"{phase} in {listed(names)}" for phase, names in below.items())
+        words = "; ".join(f"{phase} in {join_words(names)}" for phase, names in below.items())
         floor = f"less than {BELOW_FLOOR_MARKERS} times that"
         yield Text(f"{title}, too short to be told from the cost of marking it ({floor}): {words}.", Tone.DOUBT)
     if any(("compile", "yes") in case.result.record.case.params for case in cases):
@@ -202,7 +204,7 @@ class _Row(NamedTuple):
     def show_interval(self) -> str:
         if self.gain is None:
             return units.NONE
-        return f"{_signed(self.gain.low)} to {_signed(self.gain.high)}"
+        return f"{_show_saving(self.gain.low)} to {_show_saving(self.gain.high)}"
 
 
 @section("gains", "Where it gains", 70)
@@ -213,14 +215,14 @@ def gains_section(material: Material) -> Iterator[Element]:
     """
     tables: list[Table] = []
     for title, panel in titled_panels(material):
-        cases = [case for case in panel.members if len(_marked(case)) >= _LEAST_PHASES]
+        cases = [case for case in panel.members if len(_marked_gains(case)) >= _LEAST_PHASES]
         tables += [_gains_table(title, panel, case) for case in cases]
     yield from tables[:_MOST_TABLES]
     if len(tables) > _MOST_TABLES:
         yield Text(f"{len(tables) - _MOST_TABLES} more cases are not told here; the run's CSV has all their phases.")
 
 
-def _marked(case: NamedCase) -> list[PhaseGain]:
+def _marked_gains(case: NamedCase) -> list[PhaseGain]:
     finding = case.result.finding
     return [gain for gain in finding.gains if gain.phase != UNATTRIBUTED] if finding is not None else []
 
@@ -240,7 +242,7 @@ def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
         Col("phase", lambda row: Field(phase_words(row.phase), tone=row.tone)),
         Col(panel.reference, lambda row: row.reference_seconds or None, number=True, unit="s"),
         Col(mode, lambda row: row.seconds or None, number=True, unit="s"),
-        Col("saved", lambda row: row.saved, number=True, show=_signed, unit="s", tone=lambda row: row.tone),
+        Col("saved", lambda row: row.saved, number=True, show=_show_saving, unit="s", tone=lambda row: row.tone),
         Col("interval", lambda row: row.show_interval(), hint="99% for all phases together", number=True),
         Col(
             "speed-up",
@@ -256,6 +258,6 @@ def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
     return table(name, f"{title} {case.name} against {panel.reference}{labels}", cols, rows)
 
 
-def _signed(seconds: float) -> str:
+def _show_saving(seconds: float) -> str:
     """'+3.00 ms', '-600 us'; '0 s'."""
     return f"{'+' if seconds > 0 else '-' if seconds < 0 else ''}{units.seconds(abs(seconds))}"

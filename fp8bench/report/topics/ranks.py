@@ -76,7 +76,7 @@ def ranks(panel: Panel) -> Iterator[Table | Text]:
         known = ((result.mode, gain) for _, result in panel.members if (gain := efficiency(result.record)) is not None)
         figures = ((mode, figure) for mode, gain in known for figure in gain)
         yield from map(Text, _reasons("efficiency", figures))
-    yield from (shown for shown in (_sent(panel), _overlaps(panel)) if shown.rows)
+    yield from (shown for shown in (_sent_table(panel), _overlaps(panel)) if shown.rows)
     told = panel.known(lambda result: overlap_of(result.record))
     overlaps = (
         (result.mode, each)
@@ -133,7 +133,7 @@ def _efficiencies(panel: Panel) -> Table:
     return table("scaling", f"scaling efficiency of {panel.case.ranks} ranks", cols, rows)
 
 
-def _sent(panel: Panel) -> Table:
+def _sent_table(panel: Panel) -> Table:
     cols: list[Col[tuple[ResultGroup, Result, Sequence[Sent]]]] = [
         *case_cols(""),
         Col("operation", lambda row: row[2][0].operation.replace("_", "-")),

@@ -27,7 +27,7 @@ from fp8bench.report.panels import (
 from fp8bench.report.topics.answers import LONGEST_REASON, find_answer, verdict_word
 from fp8bench.report.topics.tensors import about_tensors
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import figure_words, replays_of, shortened
+from fp8bench.report.words.naming import figure_words, replays_of, shorten_line
 
 # A table of more cases can be filtered and sorted.
 _MOST_UNFILTERED = 8
@@ -93,7 +93,7 @@ class _ShownCase:
         return self.shown(replace(metric, value=metric.best) if best else metric)
 
     def shown(self, metric: Metric) -> Field:
-        hint = _COST if case_status.emulated(self.result) else ""
+        hint = _COST if case_status.is_emulated(self.result) else ""
         return number(metric.value, metric.spec.shown, case_status.cost_tone(self.result), hint)
 
 
@@ -138,7 +138,7 @@ def _compare_with_earlier(rows: Sequence[_ShownCase], material: Material) -> Ite
     sentences = []
     for row in rows:
         earlier = material.earlier.get(row.result.record.case.id)
-        if not earlier or row.result.best is None or case_status.emulated(row.result):
+        if not earlier or row.result.best is None or case_status.is_emulated(row.result):
             continue
         runs = f"the last {len(earlier)} runs of this case took" if len(earlier) > 1 else "the run before took"
         step, span = units.seconds(row.result.best), units.span(earlier, units.seconds)
@@ -215,7 +215,7 @@ def _explain(row: _ShownCase) -> str:
         answer = find_answer([row.case])
         no_speed = "" if case_status.speed_up(row.result) is not None else answer.figure
         words = [answer.reason, no_speed, *answer.costs, *words]
-    return shortened("; ".join(filter(None, words)), LONGEST_REASON)
+    return shorten_line("; ".join(filter(None, words)), LONGEST_REASON)
 
 
 def _detail_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_ShownCase]]:
@@ -239,7 +239,7 @@ def _error(row: _ShownCase) -> Field:
 
 
 def _device_peak(row: _ShownCase) -> Field:
-    return row.figure(DEVICE_PEAK_MEMORY) if case_status.emulated(row.result) else Field(units.NONE)
+    return row.figure(DEVICE_PEAK_MEMORY) if case_status.is_emulated(row.result) else Field(units.NONE)
 
 
 def _support(row: _ShownCase) -> Field:

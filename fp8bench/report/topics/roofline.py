@@ -15,12 +15,12 @@ from fp8bench.analysis.roofline import (
     phase_roofs,
 )
 from fp8bench.model import Limit, Rate, Run
-from fp8bench.report.case_status import Standing, emulated, speed_up, standing
+from fp8bench.report.case_status import Standing, is_emulated, speed_up, standing
 from fp8bench.report.columns import Col
 from fp8bench.report.elements import Element, Items, Text
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, together
-from fp8bench.report.words.naming import listed, phase_words
+from fp8bench.report.words.naming import join_words, phase_words
 
 # Phases with a smaller share of the step are left out of sentences.
 _LEAST_SHARE = 0.02
@@ -40,7 +40,7 @@ def sentences(panel: Panel) -> Iterator[str]:
     for group in panel.groups:
         place = f" at {group.place}" if len(panel.groups) > 1 else ""
         for result in group.results:
-            if (words := _bounds(result)) and not emulated(result):
+            if (words := _bounds(result)) and not is_emulated(result):
                 yield f"{result.mode}{place} is {words}."
         for result in group.results:
             if (gain := gain_in(group, result)) is not None:
@@ -49,7 +49,7 @@ def sentences(panel: Panel) -> Iterator[str]:
 
 def how_to_know(panels: Iterable[Panel], run: Run) -> str:
     """What to do if steps were counted and timed but the device's ceilings are unknown; else ''."""
-    native = [result for panel in panels for result in panel.results if not emulated(result)]
+    native = [result for panel in panels for result in panel.results if not is_emulated(result)]
     roofs = [roof for result in native for roof in phase_roofs(result.record, result.finding)]
     known = any(result.record.ceiling is not None and result.record.ceiling.rates for result in native)
     if not roofs or known or any(roof.bound for roof in roofs):
@@ -66,7 +66,7 @@ def gain_in(group: ResultGroup, result: Result) -> Gain | None:
     lead = group.lead
     if lead is None or standing(lead) is not Standing.REFERENCE or lead.finding is None or result.finding is None:
         return None
-    if result.record.is_reference or emulated(result):
+    if result.record.is_reference or is_emulated(result):
         return None
     return gain_of(result.record, result.finding, lead.record, lead.finding)
 
@@ -80,7 +80,7 @@ def sources(results: Sequence[Result]) -> Iterator[str]:
             for rate in ceiling.rates
             if rate.runs and not rate.steady
         ]
-        wide = f"; these are no upper bounds, their runs differ too much: {listed(told)}" if told else ""
+        wide = f"; these are no upper bounds, their runs differ too much: {join_words(told)}" if told else ""
         yield f"Ceilings were measured here{wide}."
     if sheet is not None:
         words = sheet.told("dense", "bandwidth")
@@ -96,7 +96,7 @@ def _bounds(result: Result) -> str:
         for roof in roofs
         if step and roof.seconds >= _LEAST_SHARE * step and (words := bound_words(roof))
     )
-    return listed([f"{words} in {listed(phases, 20)}" for words, phases in by_words.items()], 20)
+    return join_words([f"{words} in {join_words(phases, 20)}" for words, phases in by_words.items()], 20)
 
 
 def _near(roof: PhaseRoof) -> str:
@@ -139,7 +139,7 @@ def roofline_section(material: Material) -> Iterator[Element]:
 
 
 def _roofs(case: NamedCase) -> tuple[PhaseRoof, ...]:
-    return () if emulated(case.result) else phase_roofs(case.result.record, case.result.finding)
+    return () if is_emulated(case.result) else phase_roofs(case.result.record, case.result.finding)
 
 
 def _panel(title: str, panel: Panel, cases: Sequence[NamedCase]) -> Iterator[Element]:

@@ -18,7 +18,7 @@ from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, together
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 
 # The most modules that are named.
 MOST_MODULES = 20
@@ -211,7 +211,7 @@ def left_of(coverage: Coverage) -> list[tuple[str, list[str], int]]:
 
 def _reasons(name: str, modes: str, left: Sequence[tuple[str, list[str], int]], coverage: Coverage) -> Table:
     cols: list[Col[tuple[str, list[str], int]]] = [
-        Col("not converted", lambda row: listed(list(dict.fromkeys(row[1])), 3)),
+        Col("not converted", lambda row: join_words(list(dict.fromkeys(row[1])), 3)),
         Col("share", lambda row: _over(row[2], coverage.flops), number=True, show=units.percent),
         Col("why", lambda row: row[0], below=True),
     ]
@@ -231,7 +231,7 @@ def shape_remarks(coverage: Coverage) -> Iterator[str]:
     """Yields what native products would refuse in the shapes of converted layers, a line for each reason."""
     wanted = together((holder.native, holder.name) for holder in coverage.holders if holder.converted and holder.native)
     for why, names in wanted.items():
-        yield f"{listed(names, 3)}: {why}"
+        yield f"{join_words(names, 3)}: {why}"
 
 
 def _over(part: int, whole: int) -> float:

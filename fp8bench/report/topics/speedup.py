@@ -18,12 +18,12 @@ from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Element, Mark,
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
-from fp8bench.report.words.naming import figure_words, listed, many
+from fp8bench.report.words.naming import figure_words, join_words, many
 
 _REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
 
 
-def sustained(panel: Panel) -> Iterator[Table]:
+def sustained_table(panel: Panel) -> Iterator[Table]:
     known = panel.known(lambda result: sustained_figures(result.record, result.finding))
     if not known:
         return
@@ -126,7 +126,7 @@ def _draw_chart(name: str, cases: Sequence[_Case]) -> Bars:
         by_group.setdefault((suite, case.group.place), []).append(_mark(case))
     groups = tuple((" ".join(filter(None, heading)), tuple(marks)) for heading, marks in by_group.items())
     of_run = " of its run" if len({case.run for case in cases}) > 1 else ""
-    title = f"Speed-up over {cases[0].reference}{of_run}: {listed(suites, len(suites))}"
+    title = f"Speed-up over {cases[0].reference}{of_run}: {join_words(suites, len(suites))}"
     axis = ChartAxis(f"speed-up over {cases[0].reference}", "x", show=units.speed_up)
     return Bars(name, title, "Grey ones are in doubt.", axis, groups)
 
@@ -134,7 +134,7 @@ def _draw_chart(name: str, cases: Sequence[_Case]) -> Bars:
 def _mark(case: _Case) -> Mark:
     """Returns its speed-up with a sample for each round, over the middle round of the reference it was held against."""
     result, speed = case.result, case.speed or _REFERENCE
-    record, lead = _timed(result), case.group.lead
+    record, lead = _record_of_verdict(result), case.group.lead
     against = record.paired_with or (lead.record.timing if lead is not None else None)
     seconds = step_samples(record.timing) if record.timing is not None else ()
     middle = statistics.median((against and step_samples(against)) or [math.nan])
@@ -151,7 +151,7 @@ def _mark(case: _Case) -> Mark:
     return Mark(result.mode, speed.point, low, high, tone_of(result), "; ".join(words), samples=samples)
 
 
-def _timed(result: Result) -> Record:
+def _record_of_verdict(result: Result) -> Record:
     """Returns the record with the rounds of its verdict: those after the choice where it was the fastest of several."""
     record, fresh = result.record, result.record.fresh
     return record if fresh is None else replace(record, timing=fresh.timing, paired_with=fresh.reference)
@@ -180,8 +180,8 @@ def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
     error = figure_words(metric)
     return Scatter(
         name,
-        f"Speed-up against {error}: {listed(titles)}",
-        f"{many(len(spots), 'case')}, further down is more exact. {error}: {listed(ranges, 12)}.",
+        f"Speed-up against {error}: {join_words(titles)}",
+        f"{many(len(spots), 'case')}, further down is more exact. {error}: {join_words(ranges, 12)}.",
         ChartAxis(f"speed-up over {spots[0].reference}", "x"),
         ChartAxis(error, units.RATIO, log=True),
         tuple(_point(spot, len(titles) > 1) for spot in spots),
@@ -207,5 +207,5 @@ def sustained_section(material: Material) -> Iterator[Element]:
     (or for half as long where the device tells neither). The speed-up is by rounds of turns.
     """
     for title, panel in timed_panels(material):
-        for shown in sustained(panel):
+        for shown in sustained_table(panel):
             yield replace(shown, name=f"sustained-{panel.case.workload}", caption=title)

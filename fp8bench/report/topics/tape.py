@@ -15,7 +15,7 @@ from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
 from fp8bench.report.panels import together
-from fp8bench.report.words.naming import listed, phase_words
+from fp8bench.report.words.naming import join_words, phase_words
 
 _WIDTHS = (8, 4, 32)
 _LEGEND = (
@@ -50,7 +50,7 @@ def remarks(tape: Tape) -> list[str]:
 def _remarks_of(taped: Iterable[tuple[str, Tape]]) -> Iterator[str]:
     """What is the same for several cases is said once."""
     for remark, names in together((remark, name) for name, tape in taped for remark in remarks(tape)).items():
-        yield f"{listed(names)}: {remark}"
+        yield f"{join_words(names)}: {remark}"
 
 
 def page_of(title: str, taped: Sequence[Taped]) -> Page:
@@ -208,7 +208,7 @@ def traces_section(material: Material) -> Iterator[Element]:
 def _where(material: Material) -> str:
     traced = (entry.run for entry in material.entries if any(record.trace for record in entry.run.records))
     folders = dict.fromkeys(run.request.trace for run in traced if run.request.trace)
-    lie = f"The traces lie in {listed(list(folders))}, a folder a case. " if folders else ""
+    lie = f"The traces lie in {join_words(list(folders))}, a folder a case. " if folders else ""
     return (
         f"{lie}ui.perfetto.dev and chrome://tracing open them; so does TensorBoard with torch-tb-profiler, whose page "
         "needs internet access in the browser."

@@ -18,7 +18,7 @@ from fp8bench.report.elements import Element, Field, Table, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
 from fp8bench.report.terminal.layout import GAP, INDENT
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 
 SQNR = "sqnr_db"
 WORST_ROWS, WORST_BLOCKS = "sqnr_row_p1_db", "sqnr_block_p1_db"
@@ -125,10 +125,10 @@ def figure(result: Result, metric: str) -> tuple[str, float | None]:
     value = value_of(measured)
     if measured is None or value is None:
         return units.NONE, None
-    return shown(value, measured.unit), value
+    return show_figure(value, measured.unit), value
 
 
-def shown(value: float, unit: str) -> str:
+def show_figure(value: float, unit: str) -> str:
     if unit == "dB":
         return units.decibels(value).removesuffix(" dB")
     if unit == units.RATIO:
@@ -232,7 +232,7 @@ def tensors_section(material: Material) -> Iterator[Element]:
         for group in panel.groups:
             lost = [cell_of(own).words for own in group.results if (figure(own, "not_finite_percent")[1] or 0) > 0]
             if lost:
-                words = f"{tensor_name(panel, group)}: numbers became infinite or NaN in {listed(lost)}"
+                words = f"{tensor_name(panel, group)}: numbers became infinite or NaN in {join_words(lost)}"
                 yield Text(f"{words}; its SQNR leaves them out.", Tone.BAD)
     yield from (_all_figures(title, panel) for title, panel in panels)
 

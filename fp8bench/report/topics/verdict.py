@@ -18,7 +18,7 @@ from fp8bench.model import Label, Status
 from fp8bench.report.case_status import (
     FACTS,
     Standing,
-    emulated,
+    is_emulated,
     speed_up,
     standing,
     what_intervals_hold,
@@ -32,11 +32,11 @@ from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_p
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import (
     counts,
-    listed,
+    join_words,
     many,
     missing_of,
     setting_of,
-    shortened,
+    shorten_line,
 )
 
 # The most sentences of one kind; the table has every case.
@@ -47,27 +47,29 @@ def cases_of(panels: Iterable[Panel]) -> list[NamedCase]:
     return list(chain.from_iterable(panel.members for panel in panels))
 
 
-def missed(cases: Sequence[NamedCase], status: Standing, word: str) -> list[str]:
+def describe_missing(cases: Sequence[NamedCase], status: Standing, word: str) -> list[str]:
     """'FAILED: fp8 in 1 of 3 cases of gemm (m=512): out of memory, even alone'; the same of those that were skipped."""
     gone = [case for case in cases if standing(case.result) is status]
-    reasons = ((shortened(case.result.record.reason, LONGEST_REASON) or "no reason was given", case) for case in gone)
+    reasons = (
+        (shorten_line(case.result.record.reason, LONGEST_REASON) or "no reason was given", case) for case in gone
+    )
     told = []
     for reason, alike in together(reasons).items():
         modes, suites = ({case.result.mode: None for case in alike}, {case.suite: None for case in alike})
         total = sum(case.result.mode in modes and case.suite in suites for case in cases)
-        places = listed(list(dict.fromkeys(setting_of(case.group) for case in alike)))
+        places = join_words(list(dict.fromkeys(setting_of(case.group) for case in alike)))
         some = f" ({places})" if len(alike) < total else ""
         where = f"in {len(alike)} of {total} cases of" if total > 1 else "on"
-        told.append(f"{word}: {listed(list(modes))} {where} {listed(list(suites))}{some}: {reason}")
+        told.append(f"{word}: {join_words(list(modes))} {where} {join_words(list(suites))}{some}: {reason}")
     return told
 
 
 def skips(cases: Sequence[NamedCase]) -> list[str]:
-    return at_most(missed(cases, Standing.SKIPPED, "skipped"))
+    return at_most(describe_missing(cases, Standing.SKIPPED, "skipped"))
 
 
 def emulations(cases: Sequence[NamedCase]) -> list[str]:
-    shown = [case for case in cases if emulated(case.result)]
+    shown = [case for case in cases if is_emulated(case.result)]
     broken = {case.result.mode for case in shown if case.error is not None and not math.isfinite(case.error)}
     told = []
     for is_broken, alike in together((case.result.mode in broken, case.result) for case in shown).items():
@@ -141,7 +143,7 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
 
 
 def losses(entry: Entry) -> Iterator[Element]:
-    failed = missed(cases_of(entry.panels), Standing.FAILED, "FAILED")
+    failed = describe_missing(cases_of(entry.panels), Standing.FAILED, "FAILED")
     if failed:
         number = sum(record.status is Status.FAILED for record in entry.run.records)
         yield Text(f"{number} of {len(entry.run.records)} cases failed.", Tone.BAD)
@@ -183,7 +185,7 @@ def _comparison(panel: Panel, cases: Sequence[NamedCase], where: str) -> Text:
 
 def _because(results: Sequence[Result]) -> str:
     reasons = dict.fromkeys(chain.from_iterable(map(_reasons, results)))
-    return f"; {listed(list(reasons), _MOST_REASONS)}" if reasons else ""
+    return f"; {join_words(list(reasons), _MOST_REASONS)}" if reasons else ""
 
 
 def _labels(results: Sequence[Result]) -> str:

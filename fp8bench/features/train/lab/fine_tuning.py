@@ -20,7 +20,7 @@ from fp8bench.features.train.values import Arm, ArmRole
 from fp8bench.files import MEMORY_BYTES, open_file
 from fp8bench.model import StaticScales
 from fp8bench.protocols import Arithmetic, ScaleBook
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 
 # Keys under which trainers store a state dict, and what wrappers prepend to its names.
 _WITHIN, _PREFIXES = ("state_dict", "model_state_dict", "model"), ("module.", "_orig_mod.")
@@ -71,8 +71,8 @@ def take_file(model: nn.Module, start: str, make: str = "") -> None:
     missing = [text for text, _ in model.named_parameters() if text not in kept]
     others = [text for text in kept if text not in own]
     if missing or others:
-        reasons = [f"lacks {listed(missing, _SHOWN)}"] if missing else []
-        reasons += [f"has {listed(others, _SHOWN)}, which this model lacks"] if others else []
+        reasons = [f"lacks {join_words(missing, _SHOWN)}"] if missing else []
+        reasons += [f"has {join_words(others, _SHOWN)}, which this model lacks"] if others else []
         advice = f"Give one of the model that {make} makes" if make else "Choose that one's --model and --arch"
         raise UsageError(f"--start {path} is of another model: it {', and '.join(reasons)}. {advice}.")
     for text, tensor in kept.items():
@@ -129,7 +129,7 @@ def scaled(arithmetic: Arithmetic, settings: TrainerSettings, mode: str, name: s
     by_book = arithmetic.scaled_by(ScaleBook(rule, known), name)
     if by_book is not arithmetic and not any(layer == name for layer, _ in known):
         raise UsageError(
-            f"--scales-from has scales for {listed(list(dict.fromkeys(layer for layer, _ in known)), _SHOWN)}, and "
+            f"--scales-from has scales for {join_words(list(dict.fromkeys(layer for layer, _ in known)), _SHOWN)}, and "
             f"none for {name}, a layer of this model. Choose a training or run of the same model."
         )
     return by_book

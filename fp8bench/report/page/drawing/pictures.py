@@ -185,11 +185,11 @@ def _rules() -> tuple[tuple[frozenset[str], Mapping[str, str]], ...]:
         (names, properties)
         for selectors, content in re.findall(r"([^{}]+)\{([^{}]*)\}", text)
         for properties in [dict(re.findall(r"([\w-]+):\s*([^;]+?)\s*(?:;|$)", content.strip()))]
-        for names in _selected(selectors)
+        for names in _parse_selectors(selectors)
     )
 
 
-def _selected(selectors: str) -> Iterator[frozenset[str]]:
+def _parse_selectors(selectors: str) -> Iterator[frozenset[str]]:
     """':root' or '.drawing .a.b' as names, with ':is(.a, .b)' as alternatives. Other selectors do not matter here."""
     for selector in re.split(r",(?![^(]*\))", selectors):
         own = selector.strip().removeprefix(".drawing ")

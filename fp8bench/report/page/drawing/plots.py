@@ -18,15 +18,15 @@ from fp8bench.report.page.drawing.scale import (
     SERIES,
     Hint,
     Scale,
+    cut_to_room,
     drawable,
     ends,
-    fitted,
-    hint,
+    fit_scale,
+    make_hint,
+    mark_hint,
     numbers_of,
     placeless,
-    shortened,
-    shown,
-    worded,
+    show_number,
     x_ends,
 )
 from fp8bench.report.page.drawing.sheet import Sheet, looks_of
@@ -58,10 +58,10 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     looks = looks_of([name for name, _ in series])
     named = [(shape, f"point {style}", name) for name, (shape, style) in looks.items()]
     top = legend(sheet, named if len(series) > 1 else [], 0.0)
-    sheet.text(0, top + 8, shortened(chart.axis.title, sheet.width, sheet.size), "quiet")
+    sheet.text(0, top + 8, cut_to_room(chart.axis.title, sheet.width, sheet.size), "quiet")
     top += 24
     bottom = top + 260.0
-    y = fitted(values, bottom, top, unit=unit, pad=0.05)
+    y = fit_scale(values, bottom, top, unit=unit, pad=0.05)
     x = _across(sheet, chart, series, y, len(places))
     _line_axes(sheet, places, x, y)
     _levels(sheet, chart, x, y)
@@ -105,7 +105,7 @@ def _is_on(mark: Mark, y: Scale) -> bool:
 def _across(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], y: Scale, places: int) -> Scale:
     left = max(sheet.measure(text) for _, text in y.ticks(6)) + 14
     last = [mark for _, marks in series if (mark := _last(marks))]
-    room = max(sheet.measure(shown(mark.value, chart.axis.unit), bold=True) for mark in last) + _GAP + 4
+    room = max(sheet.measure(show_number(mark.value, chart.axis.unit), bold=True) for mark in last) + _GAP + 4
     return Scale(-0.5 if places == 1 else 0.0, max(0.5, places - 1.0), left + 4, sheet.width - room)
 
 
@@ -122,7 +122,7 @@ def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale) -> None:
     room = (x.end - x.start) / _MOST_PLACES
     stride = max(1, -(-(len(places) - 1) // (_MOST_PLACES - 1)))
     labelled = range((len(places) - 1) % stride, len(places), stride)
-    texts = [(x.at(place), shortened(places[place], room, sheet.size)) for place in labelled]
+    texts = [(x.at(place), cut_to_room(places[place], room, sheet.size)) for place in labelled]
     along(sheet, texts, y.start + 14)
 
 
@@ -140,17 +140,19 @@ def _series(
             sheet.lines(f"haze {style}", [upper + lower], closed=True)
         elif any(span for _, span in spans):
             sheet.lines("whisker", [[(place, span[0]), (place, span[1])] for place, span in spans if span])
-    if strokes := [piece for run in runs for piece in _clipped([(x.at(place), mark.value) for place, mark in run], y)]:
+    if strokes := [
+        piece for run in runs for piece in _clip_line([(x.at(place), mark.value) for place, mark in run], y)
+    ]:
         sheet.lines(f"line {style}", strokes)
     every = [(place, mark) for run in runs for place, mark in run if _is_on(mark, y)]
     many = len(marks) > _FAINT_FROM
     for place, mark in _evenly(every, POINTED // min(SERIES, len(chart.series))):
         tone = f" {mark.tone.value}" if mark.tone is not Tone.PLAIN else " faint" if many else ""
-        words = hint(mark, chart.axis, name, places[place])
+        words = mark_hint(mark, chart.axis, name, places[place])
         sheet.dot(f"mark point {style}{tone}", shape, x.at(place), y.at(mark.value), 8.0, words)
 
 
-def _clipped(points: Sequence[tuple[float, float]], y: Scale) -> list[list[tuple[float, float]]]:
+def _clip_line(points: Sequence[tuple[float, float]], y: Scale) -> list[list[tuple[float, float]]]:
     """The pieces of a line that lie on the axis."""
     pieces: list[list[tuple[float, float]]] = []
     for (left, first), (right, last) in pairwise(points):
@@ -182,7 +184,7 @@ def _last_values(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]]
         heights.append(max(height, heights[-1] + sheet.size if heights else height))
     for place, (height, (_, style, mark)) in enumerate(zip(heights, lasts, strict=True), 1):
         lowest = y.start - (len(lasts) - place) * sheet.size  # below the axis stand other texts
-        sheet.text(right + _GAP + 2, min(height, lowest), shown(mark.value, chart.axis.unit), f"last {style}")
+        sheet.text(right + _GAP + 2, min(height, lowest), show_number(mark.value, chart.axis.unit), f"last {style}")
 
 
 _DOT = 9.5
@@ -234,8 +236,8 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     looks = {name: (shape, f"point {style}") for name, (shape, style) in looks_of(names).items()}
     top = legend(sheet, [(*looks[name], name) for name in names[:_NAMED] if len(names) > 1 or name], 0.0)
     aside = chart.margin if any(point.x is None for point in points) else ""
-    aside = shortened(aside, 0.45 * sheet.width, sheet.size)
-    title = shortened(chart.y.title, sheet.width - sheet.measure(aside) - 12, sheet.size)
+    aside = cut_to_room(aside, 0.45 * sheet.width, sheet.size)
+    title = cut_to_room(chart.y.title, sheet.width - sheet.measure(aside) - 12, sheet.size)
     sheet.text(0, top + 8, title, "quiet")
     sheet.text(sheet.width, top + 8, aside, "quiet", anchor="end")
     frame = _frame(chart, points, sheet, top + 24)
@@ -266,7 +268,7 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
 def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -> _Frame:
     bottom = top + 380.0
     heights = [height for point in points for height in (point.y, *ends(point, chart.y.log))]
-    y = fitted(heights, bottom, top, chart.y.log, chart.y.unit, 0.05)
+    y = fit_scale(heights, bottom, top, chart.y.log, chart.y.unit, 0.05)
     left = max(sheet.measure(text) for _, text in y.ticks(_TICKS)) + 10
     placed = [point.x for point in points if point.x is not None]
     if not placed:
@@ -276,7 +278,7 @@ def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -
         margin = _Box(right - 130.0, top, right, bottom)
         right = margin.left - 10
     widths = [*placed, *(end for point in points for end in x_ends(point, chart.x.log))]
-    x = fitted(widths, left, right, chart.x.log, chart.x.unit, 0.05)
+    x = fit_scale(widths, left, right, chart.x.log, chart.x.unit, 0.05)
     return _Frame(_Box(left, top, right, bottom), margin, x, y)
 
 
@@ -308,7 +310,7 @@ def _below(sheet: Sheet, axis: ChartAxis, scale: Scale, plot: _Box) -> None:
     if places:
         sheet.lines("grid", [[(x, plot.top), (x, plot.bottom)] for x, _ in places], layer=0)
     along(sheet, places, plot.bottom + 13)
-    title = shortened(axis.title, plot.right - plot.left, sheet.size)
+    title = cut_to_room(axis.title, plot.right - plot.left, sheet.size)
     sheet.text((plot.left + plot.right) / 2, plot.bottom + 34, title, "quiet", anchor="middle")
 
 
@@ -327,11 +329,13 @@ def _spots(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) ->
 
 
 def _hint(chart: Scatter, point: ChartPoint) -> Hint:
-    where = chart.margin if point.x is None else f"{chart.x.title} {shown(point.x, chart.x.unit)}".strip()
-    within = f" ({units.span(interval, lambda end: shown(end, chart.y.unit))})" if (interval := ends(point)) else ""
-    said = ", ".join(filter(None, (where, f"{chart.y.title} {shown(point.y, chart.y.unit)}{within}".strip())))
+    where = chart.margin if point.x is None else f"{chart.x.title} {show_number(point.x, chart.x.unit)}".strip()
+    within = (
+        f" ({units.span(interval, lambda end: show_number(end, chart.y.unit))})" if (interval := ends(point)) else ""
+    )
+    said = ", ".join(filter(None, (where, f"{chart.y.title} {show_number(point.y, chart.y.unit)}{within}".strip())))
     name = point.label if point.series in point.label else f"{point.series} {point.label}".strip()
-    return worded(name, said, point.hint)
+    return make_hint(name, said, point.hint)
 
 
 def _labels(
@@ -361,7 +365,7 @@ def _write_beside(
     for x, y, label, style in wanted:
         if written == LABELS:
             return
-        text = shortened(label, _LABEL_ROOM, sheet.size)
+        text = cut_to_room(label, _LABEL_ROOM, sheet.size)
         for box, anchor, place in around(x, y, sheet.measure(text), sheet.size) if text else ():
             inside = any(
                 frame.left <= box.left

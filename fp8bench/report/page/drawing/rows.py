@@ -15,17 +15,17 @@ from fp8bench.report.page.drawing.scale import (
     ROWS,
     SERIES,
     Scale,
+    cut_to_room,
     drawable,
     ends,
-    fitted,
-    hint,
+    fit_scale,
+    make_hint,
+    mark_hint,
     numbers_of,
     part_drawable,
     placeless,
-    shortened,
-    shown,
-    worded,
-    written,
+    show_number,
+    write_value,
 )
 from fp8bench.report.page.drawing.sheet import Sheet
 from fp8bench.report.panels import together
@@ -57,13 +57,13 @@ class Rows:
     bottom: float
 
 
-def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0) -> Rows:
+def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0) -> Rows:
     """Writes headings and labels, and returns where the rows are, each of that `height`."""
     headed = any(heading for heading, _ in groups)
     room = _LABELS_SHARE * sheet.width
     texts: list[str] = []
     for _, labels in groups:
-        texts += [shortened(label, room, sheet.size) for label in labels]
+        texts += [cut_to_room(label, room, sheet.size) for label in labels]
     widest = max(map(sheet.measure, texts), default=0.0)
     left = widest + _LABEL_GAP
     rows: list[Row] = []
@@ -71,7 +71,7 @@ def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: 
     for number, (heading, group) in enumerate(groups):
         if headed:
             y += 10.0 if number else 0.0
-            sheet.text(0, y + 10, shortened(heading, sheet.width, sheet.size, bold=True), "heading")
+            sheet.text(0, y + 10, cut_to_room(heading, sheet.width, sheet.size, bold=True), "heading")
             y += 26.0
         for _ in group:
             sheet.text(left - _LABEL_GAP, y + height / 2, texts[len(rows)], "label", anchor="end")
@@ -87,7 +87,7 @@ def foot(sheet: Sheet, scale: Scale, axis: ChartAxis, rows: Rows) -> float:
     if places:
         sheet.lines("grid", [[(x, rows.top), (x, bottom)] for x, _ in places], layer=0)
     along(sheet, places, bottom + 12)
-    title = shortened(axis.title, sheet.width - rows.left, sheet.size)
+    title = cut_to_room(axis.title, sheet.width - rows.left, sheet.size)
     sheet.text((rows.left + sheet.width) / 2, bottom + 32, title, "quiet", anchor="middle")
     return bottom + 42
 
@@ -105,7 +105,7 @@ def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> f
     """Draws (shape or 'box' or 'hatch', class, text) side by side, in as many lines as needed; returns the end."""
     x, most = 0.0, sheet.width / 3
     for shape, style, label in entries:
-        text = shortened(label, most, sheet.size)
+        text = cut_to_room(label, most, sheet.size)
         wide = 18 + sheet.measure(text)
         if x and x + wide > sheet.width:
             x, y = 0.0, y + 20
@@ -140,7 +140,7 @@ def draw_bars(sheet: Sheet, chart: Bars) -> float:
     by_group = together((group, mark.label) for group, mark in placed[:BARS])
     labels = [(heading, names) for (_, heading), names in by_group.items()]
     strokes = _STROKES * any(mark.samples for mark in marks)
-    rows = arranged(sheet, labels, strokes + 28.0)
+    rows = arrange_rows(sheet, labels, strokes + 28.0)
     scale = _scale(chart, marks, sheet, rows.left)
     end = foot(sheet, scale, chart.axis, rows)
     for mark, row in zip(marks, rows.rows, strict=True):
@@ -158,8 +158,8 @@ def _scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
     room = {True: 0.0, False: 0.0}
     for mark in marks:
         below = mark.value < 1
-        room[below] = max(room[below], sheet.measure(written(mark.value, chart.axis)) + _GAP + 2)
-    return fitted(values, left + room[True] + 2, sheet.width - room[False] - 2, log=True, unit=chart.axis.unit)
+        room[below] = max(room[below], sheet.measure(write_value(mark.value, chart.axis)) + _GAP + 2)
+    return fit_scale(values, left + room[True] + 2, sheet.width - room[False] - 2, log=True, unit=chart.axis.unit)
 
 
 def _start_lines(rows: Rows) -> list[tuple[float, float]]:
@@ -176,7 +176,7 @@ def _samples(mark: Mark) -> list[float]:
 
 def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale) -> None:
     style = mark.tone.value
-    sheet.box("mark band", 0, row.top, sheet.width, row.height, layer=1, hint=hint(mark, chart.axis))
+    sheet.box("mark band", 0, row.top, sheet.width, row.height, layer=1, hint=mark_hint(mark, chart.axis))
     places = [scale.at(value) for value in _samples(mark)]
     if places:
         row = replace(row, y=row.y - _STROKES / 2)
@@ -192,7 +192,7 @@ def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale) -> None:
         caps = [[(x, row.y - _CAP), (x, row.y + _CAP)] for x in (low, high)]
         sheet.lines("whisker", [[(low, row.y), (high, row.y)], *caps])
     x = min(reach) - _GAP if is_below else max(reach) + _GAP
-    sheet.text(x, row.y, written(mark.value, chart.axis), f"value {style}", anchor="end" if is_below else "start")
+    sheet.text(x, row.y, write_value(mark.value, chart.axis), f"value {style}", anchor="end" if is_below else "start")
 
 
 _STACKED = 18.0
@@ -226,8 +226,8 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     styles, unit = _styles(chart), chart.axis.unit
     keys = [("hatch" if chart.parts[n] in _RESTS else "box", styles[n], chart.parts[n]) for n in chart.present]
     top = legend(sheet, keys, 0.0)
-    places = arranged(sheet, [("", [label for label, *_ in rows])], 30.0, top)
-    totals = ["" if chart.pieces else _written(whole, unit) for *_, whole in rows]
+    places = arrange_rows(sheet, [("", [label for label, *_ in rows])], 30.0, top)
+    totals = ["" if chart.pieces else _show_total(whole, unit) for *_, whole in rows]
     room = max(map(sheet.measure, totals)) + _GAP
     scale = Scale(0.0, max(whole for *_, whole in rows), places.left, sheet.width - room, unit=unit)
     end = foot(sheet, scale, chart.axis, places)
@@ -237,8 +237,8 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     return end
 
 
-def _written(whole: float, unit: str) -> str:
-    return "" if unit == "%" else shown(whole, unit)  # shares always sum to 100%
+def _show_total(whole: float, unit: str) -> str:
+    return "" if unit == "%" else show_number(whole, unit)  # shares always sum to 100%
 
 
 def _styles(chart: Stacks) -> list[str]:
@@ -264,13 +264,13 @@ def _stack(
     bottom = top + _STACKED
     for part, of_part in spans.items():
         name, size = chart.parts[part], sum(value for _, value in of_part)
-        words = shown(size, unit)
+        words = show_number(size, unit)
         words += "" if unit == "%" else f" ({units.percent(size / whole)})"
         words += f" in {len(of_part)} pieces" if len(of_part) > 1 else ""
         ends = [(scale.at(start), scale.at(start + value)) for start, value in of_part]
         boxes = [[(x, top), (end, top), (end, bottom), (x, bottom)] for x, end in ends]
         style = f"mark {styles[part]}" + " piece" * bool(chart.pieces)
-        sheet.lines(style, boxes, hint=worded(f"{label}, {name}", words), closed=True)
+        sheet.lines(style, boxes, hint=make_hint(f"{label}, {name}", words), closed=True)
         if chart.pieces:
             continue
         x, end = ends[0]

@@ -63,7 +63,7 @@ class Scale:
         return list(zip(values, _texts(values, self.unit, self.log), strict=True))
 
 
-def fitted(
+def fit_scale(
     values: Iterable[float], start: float, end: float, log: bool = False, unit: str = "", pad: float = 0.0
 ) -> Scale:
     """A scale with room for these values, and on either side the share `pad` of the whole."""
@@ -72,7 +72,7 @@ def fitted(
     if log:
         middle, half = (math.log(high) + math.log(low)) / 2, (math.log(high) - math.log(low)) / 2
         half = max(half, math.log(_LEAST_RATIO) if unit == "x" else 1e-6) * (1 + 2 * pad)
-        low, high = _bounded(middle - half), _bounded(middle + half)
+        low, high = _exp_within_bounds(middle - half), _exp_within_bounds(middle + half)
     elif high - low <= max(_ALIKE * (size := max(abs(low), abs(high))), 1e-290):
         low, high = (low - size / 10, high + size / 10) if size > 1e-289 else (0.0, 1.0)
     else:
@@ -80,15 +80,15 @@ def fitted(
     return Scale(low, high, start, end, log, unit)
 
 
-def _bounded(logarithm: float) -> float:
+def _exp_within_bounds(logarithm: float) -> float:
     return math.exp(min(max(logarithm, -700.0), 700.0))
 
 
-def written(value: float, axis: ChartAxis) -> str:
-    return axis.show(value) if axis.show is not None else shown(value, axis.unit)
+def write_value(value: float, axis: ChartAxis) -> str:
+    return axis.show(value) if axis.show is not None else show_number(value, axis.unit)
 
 
-def shown(value: float, unit: str) -> str:
+def show_number(value: float, unit: str) -> str:
     if unit == "%":
         return _plain(units.significant(value)) + "%"
     if unit:
@@ -247,7 +247,7 @@ def width(text: str, size: float, bold: bool = False) -> float:
     return wide * size * (_BOLD if bold else 1.0)
 
 
-def shortened(text: str, room: float, size: float, bold: bool = False) -> str:
+def cut_to_room(text: str, room: float, size: float, bold: bool = False) -> str:
     """One line of at most `room` pixels, cut in the middle, because ends tell names apart."""
     text = _SPACES.sub(" ", text).strip()
     if width(text, size, bold) <= room + 0.01:
@@ -262,7 +262,7 @@ def _fitting(text: str, room: float, size: float, bold: bool) -> int:
     return sum(used <= room for used in accumulate(width(letter, size, bold) for letter in text))
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """A text for XML and HTML, between tags and in quotes; line ends survive in an attribute."""
     clean = FORBIDDEN.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
     return html.escape(clean, quote=True).replace("\n", "&#10;")
@@ -282,14 +282,14 @@ def _drawable_ends(bounds: Sequence[float | None], log: bool) -> list[float]:
     return sorted(known) if len(known) == 2 else []
 
 
-def hint(mark: Mark, axis: ChartAxis, *names: str) -> Hint:
+def mark_hint(mark: Mark, axis: ChartAxis, *names: str) -> Hint:
     """'name, label: 0.512x [0.508x, 0.515x]', then the mark's own hint on another line."""
-    text = written(mark.value, axis)
+    text = write_value(mark.value, axis)
     if mark.low is not None and mark.high is not None and math.isfinite(mark.low) and math.isfinite(mark.high):
-        text += f" [{written(mark.low, axis)}, {written(mark.high, axis)}]"
-    return worded(", ".join(dict.fromkeys(name for name in (*names, mark.label) if name)), text, mark.hint)
+        text += f" [{write_value(mark.low, axis)}, {write_value(mark.high, axis)}]"
+    return make_hint(", ".join(dict.fromkeys(name for name in (*names, mark.label) if name)), text, mark.hint)
 
 
-def worded(name: str, said: str, words: str = "") -> Hint:
+def make_hint(name: str, said: str, words: str = "") -> Hint:
     short = f"{name}: {said}" if name else said
     return Hint(short, short if words in ("", short) else f"{short}\n{words}")

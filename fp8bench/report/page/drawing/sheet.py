@@ -10,7 +10,7 @@ from functools import cache
 from itertools import count, takewhile
 
 from fp8bench.report.elements import Chart
-from fp8bench.report.page.drawing.scale import SERIES, Hint, escaped, width
+from fp8bench.report.page.drawing.scale import SERIES, Hint, escape, width
 
 _WIDTH = 880.0
 # Letters in pixels, as in charts.css.
@@ -75,18 +75,18 @@ class Sheet:
     def dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: Hint | None = None) -> None:
         """A marker, whose path is in the sheet once."""
         marker = self._markers.setdefault(_marker(shape, size), f"{self._name}-m{len(self._markers)}")
-        place = f'href="#{marker}" x="{_rounded(x)}" y="{_rounded(y)}"'
+        place = f'href="#{marker}" x="{_to_decimals(x)}" y="{_to_decimals(y)}"'
         self._drawn.append((2, f'<use class="{style}" {place}{self._words(hint)}/>'))
 
     def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
         """A line of text whose small letters are centred on `y`."""
         if not text:
             return
-        at, down = _rounded(x), _rounded(y + 0.36 * self.size)
+        at, down = _to_decimals(x), _to_decimals(y + 0.36 * self.size)
         attributes = f' class="{style}"' if style else ""
         attributes += f' x="{at}" y="{down}"'
         attributes += f' text-anchor="{anchor}"' if anchor != "start" else ""
-        self._drawn.append((3, f"<text{attributes}>{escaped(text)}</text>"))
+        self._drawn.append((3, f"<text{attributes}>{escape(text)}</text>"))
 
     def measure(self, text: str, bold: bool = False) -> float:
         return width(text, self.size, bold)
@@ -111,8 +111,8 @@ class Sheet:
             f'<svg class="of-{type(self._chart).__name__.lower()}" id="{self._name}" role="{self._role}"'
             f' aria-labelledby="{self._name}-title" aria-describedby="{self._name}-desc"'
             f' viewBox="0 0 {self.width:.0f} {height:.0f}">\n'
-            f'<title id="{self._name}-title">{escaped(self._chart.title)}</title>\n'
-            f'<desc id="{self._name}-desc">{escaped(self.description)}</desc>\n'
+            f'<title id="{self._name}-title">{escape(self._chart.title)}</title>\n'
+            f'<desc id="{self._name}-desc">{escape(self.description)}</desc>\n'
             f"{lines}\n</svg>"
         )
 
@@ -122,7 +122,7 @@ class Sheet:
             return ""
         # Screen readers do not see an image's children, so a chart with marks is a group.
         self._role = "group"
-        return f' tabindex="0" role="img" aria-label="{escaped(hint.short)}" data-hint="{escaped(hint.full)}"'
+        return f' tabindex="0" role="img" aria-label="{escape(hint.short)}" data-hint="{escape(hint.full)}"'
 
 
 def looks_of(names: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -164,7 +164,7 @@ def _path(steps: Iterable[tuple[str, Sequence[float]]]) -> str:
     parts: list[str] = []
     here = ["", ""]
     for command, numbers in steps:
-        written = [_rounded(number) for number in numbers]
+        written = [_to_decimals(number) for number in numbers]
         end = written[-2:] or here
         if command == "L" and end[1] == here[1]:
             parts.append(f"H{end[0]}")
@@ -176,7 +176,7 @@ def _path(steps: Iterable[tuple[str, Sequence[float]]]) -> str:
     return "".join(parts)
 
 
-def _rounded(number: float) -> str:
+def _to_decimals(number: float) -> str:
     """'3.1'. Rounded twice, so that floating-point noise does not decide between two hundredths."""
     text = f"{round(float(number), 6):.2f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
