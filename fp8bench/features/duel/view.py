@@ -126,7 +126,7 @@ def _notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
         for record in (result.before, result.after)
         if record.is_ok and record.detail
     ]
-    return [f"{join_words(list(dict.fromkeys(about)), 3)}: {why}" for why, about in together(reasons).items()]
+    return [f"{join_words(about, 3)}: {why}" for why, about in together(reasons).items()]
 
 
 def _ending(duel: Duel) -> Iterator[Text]:

@@ -71,8 +71,8 @@ def _memory(kept: KeptTraining) -> Iterator[Element]:
 
     cols: list[Col[str]] = [
         Col("arm", str),
-        Col("highest point", lambda name: uses[name].peak, number=True, show=units.size),
-        *(Col(MEMORY_WORDS[role], partial(size, role.value), number=True, show=units.size) for role in shown),
+        Col("highest point", lambda name: uses[name].peak, show=units.size),
+        *(Col(MEMORY_WORDS[role], partial(size, role.value), show=units.size) for role in shown),
     ]
     if known:
         when = "when the first forward pass has ended" if common else "at the highest point of a step"

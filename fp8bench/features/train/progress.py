@@ -177,12 +177,11 @@ class ArmNow:
 def board_of(where: str, arms: Sequence[ArmNow]) -> Page:
     cols: list[Col[ArmNow]] = [
         Col("arm", lambda now: now.arm.name),
-        Col("loss", lambda now: now.loss, number=True, show=lambda loss: f"{loss:.4f}"),
-        Col("held-out", lambda now: now.held_out, number=True, show=lambda loss: f"{loss:.4f}"),
+        Col("loss", lambda now: now.loss, show=lambda loss: f"{loss:.4f}"),
+        Col("held-out", lambda now: now.held_out, show=lambda loss: f"{loss:.4f}"),
         Col(
             "tokens/s",
             lambda now: now.tokens / now.seconds if now.arm.native and now.seconds else None,
-            number=True,
             show=units.count,
         ),
         Col("health", _health),

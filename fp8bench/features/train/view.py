@@ -145,7 +145,7 @@ def wire_table(judged: JudgedTraining) -> Iterator[Table]:
     shown = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_band]
     cols: list[Col[ArmSummary]] = [
         Col("arm", lambda row: row.arm.name),
-        Col("sent", lambda row: math.fsum(row.wire.values()), number=True, show=units.size),
+        Col("sent", lambda row: math.fsum(row.wire.values()), show=units.size),
         Col("as", lambda row: ", ".join(f"{what} {units.size(size)}" for what, size in row.wire.items()), below=True),
     ]
     if shown:
@@ -233,21 +233,18 @@ def arms_table(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Tab
         Col(
             "loss",
             lambda row: row.loss,
-            number=True,
             show=_four_digits,
             hint="training loss, the mean over seeds and the last tenth of the steps",
         ),
         Col(
             "held-out",
             lambda row: row.held_out,
-            number=True,
             show=_four_digits,
             hint="the loss on text that was never trained on",
         ),
         Col(
             "tokens/s",
             lambda row: row.tokens_per_second,
-            number=True,
             show=units.count,
             hint="by the median step; of native arms",
         ),
@@ -261,14 +258,12 @@ def arms_table(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Tab
         Col(
             "memory",
             lambda row: row.peak_memory,
-            number=True,
             show=units.size,
             hint="tensors at the peak of a step, with no other arm in memory",
         ),
         Col(
             "on a device",
             on_a_device,
-            number=True,
             show=units.size,
             hint="derived: the same on hardware that keeps the formats which the arm emulates",
         ),
@@ -280,7 +275,7 @@ def arms_table(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Tab
         ),
     )
     shown = [col for col in cols if col.heading not in without]
-    return table("arms", "arms", shown, rows, main=True, kept=("loss",))
+    return table("arms", "arms", shown, rows, main=True, required=("loss",))
 
 
 def _four_digits(loss: float) -> str:
@@ -371,14 +366,14 @@ def _events(kept: KeptTraining, most: int) -> Iterator[Element]:
         return
     cols: list[Col[TrainingEvent]] = [
         Col("arm", lambda event: event.arm),
-        Col("seed", lambda event: event.seed, number=True, show=str),
-        Col("step", lambda event: event.step, number=True, show=str),
+        Col("seed", lambda event: event.seed, show=str),
+        Col("step", lambda event: event.step, show=str),
         Col("what", lambda event: event.kind),
         Col("where", lambda event: f"{event.layer} {event.tensor}".strip()),
         Col("words", lambda event: event.words),
         Col("what may help", lambda event: event.remedy),
     ]
-    yield table("events", "", cols, events[:most], main=True, kept=("arm", "seed", "step", "what"))
+    yield table("events", "", cols, events[:most], main=True, required=("arm", "seed", "step", "what"))
     if len(events) > most:
         counts = Counter(event.kind for event in events[most:])
         yield Text(f"and {', '.join(f'{count} more of {kind}' for kind, count in counts.items())}: the CSV has them")

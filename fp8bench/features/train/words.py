@@ -43,7 +43,7 @@ VERDICTS = {
 def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
     yield coverage_sentence(name, coverage)
     for why, names, _ in left_of(coverage)[:_SHOWN]:
-        yield f"{join_words(list(dict.fromkeys(names)), _SHOWN)}: {why}"
+        yield f"{join_words(names, _SHOWN)}: {why}"
     yield from coverage.remarks
     yield f"backward begins from {coverage.loss}"
 
@@ -226,4 +226,4 @@ def _span(interval: Interval) -> str:
 
 
 def _seeds(seeds: Sequence[int]) -> str:
-    return f"seed{'s' * (len(seeds) != 1)} {join_words(list(map(str, seeds)))}"
+    return f"seed{'s' * (len(seeds) != 1)} {join_words(map(str, seeds))}"

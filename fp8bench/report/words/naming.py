@@ -161,7 +161,7 @@ def usual_params(case: Case, devices: Iterable[DeviceFacts]) -> dict[str, Scalar
 
 def describe_devices(devices: Iterable[DeviceFacts]) -> str:
     """'Intel Xeon', 'H200': names without trademarks, each once."""
-    return join_words(list(dict.fromkeys(_TRADEMARKS.sub("", facts.name).strip() for facts in devices)))
+    return join_words(_TRADEMARKS.sub("", facts.name).strip() for facts in devices)
 
 
 def sizes(case: Case) -> str:
@@ -171,9 +171,11 @@ def sizes(case: Case) -> str:
     )
 
 
-def join_words(words: Sequence[str], most: int = 5) -> str:
-    """'a, b and c'; 'a, b and 7 more' if there are too many."""
-    shown = list(words) if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
+def join_words(words: Iterable[str], most: int = 5) -> str:
+    """'a, b and c', each word once; 'a, b and 7 more' if there are too many."""
+    shown = list(dict.fromkeys(words))
+    if len(shown) > most:
+        shown[most - 1 :] = [f"{len(shown) - most + 1} more"]
     return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 
