@@ -167,7 +167,7 @@ def _differing(compared: Compared) -> Texts:
 
 def side_words(side: Side) -> str:
     """'HEAD: commit 0a1b2c3d, 3 runs (5f6a7b8c, ...)'."""
-    commits = {}
+    commits: dict[str, None] = {}
     for run in side.runs:
         commit = run.environment.get("commit")
         words = "of no commit"
@@ -245,7 +245,7 @@ def rows_of(comparisons: Iterable[Comparison]) -> Rows:
 
 
 def _row(comparison: Comparison) -> dict[str, Any]:
-    row = encode(comparison)
+    row: dict[str, Any] = encode(comparison)
     ratio = row["ratio"] or {}
     row |= ratio
     row["ratio"] = ratio.get("point")

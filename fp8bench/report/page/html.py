@@ -103,7 +103,7 @@ def _asset(*names: str) -> str:
 
 def charts_of(page: Page) -> dict[str, AnyChart]:
     """The page's charts by their ids."""
-    charts = {}
+    charts: dict[str, AnyChart] = {}
     for _, _, blocks in _parts(page, lambda chart: ""):
         charts |= {block.id: block.element for block in blocks if isinstance(block.element, Chart)}
     return charts

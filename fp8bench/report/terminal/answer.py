@@ -283,7 +283,7 @@ def _speeds(panels: Sequence[Panel], is_timed: bool) -> Elements:
     """A row for each setting, or for each of several suites, with the speed of each precision that has one."""
     rows = _settings_of(panels[0]) if len(panels) == 1 else _suites_of(panels)
     # Columns: precisions with a speed, and references for their times.
-    modes = {}
+    modes: dict[str, None] = {}
     has_speed = False
     for case in chain.from_iterable(rows.values()):
         has_own_speed = speed_up(case.result) is not None

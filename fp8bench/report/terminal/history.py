@@ -265,7 +265,7 @@ def _condition(value: object) -> str:
 
 
 def _describe_unfinished(run: Run) -> str:
-    planned = set()
+    planned: set[str] = set()
     for group in run.plan:
         planned.update(case.case.id for case in group.cases)
     missing = len(planned - {record.case.id for record in run.records})

@@ -205,7 +205,7 @@ def _legend(panels: Sequence[Panel], name: str = "answer") -> list[str]:
     lines += [("numbers all", line) for line in _of_numbers(timed)]
     if len(timed) < len(panels):
         lines.append(("answer all", LEGEND))
-    used = set()
+    used: set[Label] = set()
     for panel in timed:
         used.update(*(result.labels for result in panel.results))
     lines += [("notes all", explain_label(label)) for label in Label if label in used]

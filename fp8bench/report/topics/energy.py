@@ -169,7 +169,7 @@ def energy(panel: Panel) -> Tables:
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
     rows = []
-    counts = set()
+    counts: set[str] = set()
     for case in panel.members:
         if (figures := figures_of(case.result)) is not None:
             rows.append((case, figures, ratio_against(case.result, case.group.lead)))

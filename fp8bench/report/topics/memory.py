@@ -250,7 +250,7 @@ def _lead(material: Material) -> str:
 @section("memory", "Memory", 90, lead=_lead)
 def memory_section(material: Material) -> Elements:
     panels = []
-    present = set()
+    present: set[str] = set()
     for title, panel in timed_panels(material):
         cases = [case for case in panel.members if peak_of(case.result) is not None]
         present.update(*map(_parts, cases))

@@ -57,7 +57,7 @@ def data(panel: Panel, name: str = "data", suite: str = "") -> Tables:
     if not worst:
         return
     # 2. Formats that hold all values are named in the caption, the others have a column.
-    outside = {}
+    outside: dict[str, bool] = {}
     for tensor in worst:
         for fmt, above, vanishing in tensor.outside:
             outside[fmt] = outside.get(fmt, False) or bool(above or vanishing)
@@ -152,7 +152,7 @@ def _by_mode(panel: Panel) -> dict[str, _Errors]:
 
 def _table(title: str, panel: Panel, by_mode: dict[str, _Errors]) -> Table:
     supports = {result.mode: result.record.support for result in panel.results}
-    hints = {}
+    hints: dict[str, str] = {}
     for errors in by_mode.values():
         for metric, measurements in errors.items():
             described = (measurement.description for measurement in measurements if measurement.description)

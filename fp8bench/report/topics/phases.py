@@ -129,7 +129,7 @@ def _draw_timeline(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
     # 1. A step of each case, and the phases that come in one of them.
     steps = []
     timings = []
-    present = set()
+    present: set[str] = set()
     for case in cases:
         timing = case.record.timing
         step = _find_middle_step(timing) if timing is not None else []

@@ -102,7 +102,7 @@ def _shares_table(
 
 def _sort_keys(shares: Sequence[Mapping[str, float]]) -> list[str]:
     """What takes most in some case first; the rest is left out."""
-    largest = {}
+    largest: dict[str, float] = {}
     for shares_of_case in shares:
         for key, share in shares_of_case.items():
             largest[key] = max(largest.get(key, 0.0), share)
@@ -203,7 +203,7 @@ def coverage_elements(panel: Panel, number: int = 0) -> Elements:
 
 def _kinds(name: str, modes: str, coverage: Coverage) -> Table:
     counts = Counter(holder.kind for holder in coverage.holders)
-    rows = []
+    rows: list[tuple[str, int | None, int, int]] = []
     for kind, flops in coverage.by_kind().items():
         rows.append((_KINDS.get(kind, kind), counts[kind], *flops))
     if coverage.others:

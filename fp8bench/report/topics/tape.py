@@ -89,7 +89,7 @@ def _count_cols(declared: Number) -> Iterator[Col[Any]]:
         return lambda row: (of(row) or None) if isinstance(row[1], Tape) else None
 
     def intensity(row: Any) -> float | None:
-        counts = row[1]
+        counts: Tape | PhaseCount = row[1]
         if isinstance(counts, Tape):
             return intensity_of(counts)
         if counts.flops and counts.bytes:

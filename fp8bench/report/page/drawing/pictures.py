@@ -176,7 +176,7 @@ def looks(kind: str, classes: str) -> Style:
 
 
 @cache
-def _rules() -> list[tuple[frozenset[str], Style]]:
+def _rules() -> Sequence[tuple[frozenset[str], Style]]:
     """What both stylesheets say of the page and of drawings unconditionally, by tag and class."""
     page = files("fp8bench.report.page")
     text = page.joinpath("style.css").read_text("utf-8") + page.joinpath("drawing", "charts.css").read_text("utf-8")

@@ -201,7 +201,7 @@ def _draw_line(plot: _LinePlot, name: str, marks: Marks) -> None:
 
 def _unbroken(marks: Marks) -> list[Placed]:
     """Neighbouring marks with their places; a place without a mark ends a stretch."""
-    stretches = []
+    stretches: list[Placed] = []
     previous: Mark | None = None
     for place, mark in enumerate(marks):
         if mark is not None:
@@ -272,7 +272,7 @@ def _write_last_values(plot: _LinePlot) -> None:
             last_place = max(last_place, *(place for place, mark in enumerate(marks) if mark is not None))
     # By height, and by class where heights are equal, so that the drawing is always the same.
     texts.sort(key=lambda text: text[:2])
-    heights = []
+    heights: list[float] = []
     for height, _, _ in texts:
         # Pushed down by the one above.
         heights.append(max(height, heights[-1] + sheet.size if heights else height))

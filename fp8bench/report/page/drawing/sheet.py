@@ -144,7 +144,7 @@ def looks_of(names: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def along_lines(lines: Sequence[Line], closed: bool) -> Steps:
-    steps = []
+    steps: list[Step] = []
     for line in lines:
         steps.append(("M", line[0]))
         steps += [("L", point) for point in line[1:]]
