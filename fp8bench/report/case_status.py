@@ -91,10 +91,6 @@ def inverse(ratio: Interval | None) -> Interval | None:
     return None
 
 
-def show_speed_up(result: Result) -> str:
-    return show_speed(speed_up(result))
-
-
 def show_speed(speed: Interval | None) -> str:
     """'1.62x [1.60, 1.64]'; '' for None."""
     if speed:

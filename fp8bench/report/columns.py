@@ -106,7 +106,7 @@ def with_figures(table: Table, members: Iterable[Member]) -> Table:
         metrics = [figures_of_case[spec] for figures_of_case in figures]
         if all(metric.value is None for metric in metrics):
             continue
-        columns.append(column_of(spec))
+        columns.append(figure_col(spec, lambda _: None).column)
         for row, metric in zip(rows, metrics, strict=True):
             row.append(Field(metric.shown, metric.value))
     return replace(table, columns=tuple(columns), rows=tuple(map(tuple, rows)))
@@ -114,10 +114,6 @@ def with_figures(table: Table, members: Iterable[Member]) -> Table:
 
 def in_table(name: str) -> list[MetricSpec]:
     return [spec for spec in METRICS.values() if spec.table == name]
-
-
-def column_of(spec: MetricSpec) -> Column:
-    return figure_col(spec, lambda _: None).column
 
 
 def figure_col(spec: MetricSpec, of: Callable[[T], Content]) -> Col[T]:

@@ -39,7 +39,7 @@ _COST = "the cost of emulation, not of the precision"
 CASE: tuple[Col[NamedCase], ...] = (
     Col("case", lambda row: row.result.mode),
     Col("verdict", lambda row: case_status.status_words(row.result), tone=lambda row: case_status.tone_of(row.result)),
-    Col("speed-up", lambda row: case_status.show_speed_up(row.result) or None,
+    Col("speed-up", lambda row: case_status.show_speed(case_status.speed_up(row.result)) or None,
         tone=lambda row: case_status.tone_of(row.result)),
     Col("best", lambda row: row.figures[TIME].best, unit="s"),
     Col("replayed", lambda row: row.figures[REPLAY].best, unit="s"),
