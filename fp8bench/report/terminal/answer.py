@@ -61,7 +61,8 @@ def answer(entry: Entry, width: int, report: str = "", options: str = "") -> Ite
     *parts, last = _parts(entry, width)
     yield from parts
     links = [("Page", report)] if report else []
-    links += [("More", f"fp8bench show {entry.run.id}{options} --all")] if entry.run.path else []
+    if entry.run.path:
+        links.append(("More", f"fp8bench show {entry.run.id}{options} --all"))
     ending = Facts(tuple(links)) if links else Text("This run was not stored.")
     yield replace(last, elements=(*last.elements, ending))
 
@@ -70,9 +71,8 @@ def _parts(entry: Entry, width: int) -> Iterator[Part]:
     # 1. What failed or is missing.
     if lost := tuple(losses(entry)):
         yield Part("losses", "", lost)
-    # 2. Suites that are about times: one answer each, and one for all of them if they are several.
+    # 2. Suites that are about times: an answer for each panel, or one for all if several suites were asked for at once.
     timed = [panel for panel in entry.panels if not about_tensors(panel)]
-    # A reader asked one question of all of them.
     if len({panel.suite for panel in timed}) > 1:
         yield _of_panels(timed, entry)
     else:

@@ -108,7 +108,8 @@ def shares_of(statistics: TensorStatistics, name: str) -> tuple[float, float]:
 
 def _outside(statistics: TensorStatistics, name: str) -> Field:
     pair = shares_of(statistics, name)
-    return Field(" / ".join(units.share(share) for share in pair) if any(pair) else units.NONE, sum(pair))
+    text = " / ".join(map(units.share, pair)) if any(pair) else units.NONE
+    return Field(text, sum(pair))
 
 
 @section("numbers", "What it costs in numbers", 100)

@@ -92,9 +92,9 @@ class _ShownCase:
 
     def figure(self, name: str, best: bool = False) -> Field:
         metric = self.figures[name]
-        return self.shown(replace(metric, value=metric.best) if best else metric)
+        return self.to_field(replace(metric, value=metric.best) if best else metric)
 
-    def shown(self, metric: Metric) -> Field:
+    def to_field(self, metric: Metric) -> Field:
         hint = _COST if self.result.is_emulated else ""
         return number(metric.value, metric.spec.shown, case_status.cost_tone(self.result), hint)
 
@@ -118,7 +118,7 @@ def results_section(material: Material) -> Elements:
             rows.append(_ShownCase(entry, panel, case, show_params(params)))
     # Suites of tensors have a section of their own.
     if not rows:
-        if not any(True for _ in material.panels()):
+        if not any(entry.panels for entry in material.entries):
             yield Text("There are no cases.", Tone.DOUBT)
         return
     # 3. The answers, then all other figures.
@@ -224,7 +224,7 @@ def _detail_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_Sh
     # One unit for the column, if all cases count the same work.
     rates = {rate.unit for row in rows if (rate := row.figures.rate).value is not None}
     unit = rates.pop() if len(rates) == 1 else ""
-    yield Col("throughput", lambda row: row.shown(row.figures.rate), number=True, unit=unit, hint="of the best case")
+    yield Col("throughput", lambda row: row.to_field(row.figures.rate), number=True, unit=unit, hint="of the best case")
     hint = "native: the hardware does it; emulated: right in numbers, without a speed; refused"
     yield Col("how", _support, hint=hint)
 
