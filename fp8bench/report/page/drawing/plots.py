@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from fp8bench import units
 from fp8bench.report.elements import ChartAxis, ChartPoint, Lines, Mark, Scatter, Tone
+from fp8bench.report.page.drawing.labels import Box, boxes_around, boxes_over, write_beside
 from fp8bench.report.page.drawing.rows import along, legend
 from fp8bench.report.page.drawing.scale import (
-    LABELS,
     PLACES,
     POINTED,
     POINTS,
@@ -139,8 +139,8 @@ def _write_flags(plot: _LinePlot) -> None:
                 continue
             texts += [(x.at(place), y.at(mark.value), flag, style) for flag in mark.flag.split(", ")]
     # Flags keep off the ticks on the left and the last values on the right.
-    frame = _Box(x.start - 4, y.end - 4, x.end + 8, y.start)
-    _write_beside(plot.sheet, texts, [], [frame], _boxes_over)
+    frame = Box(x.start - 4, y.end - 4, x.end + 8, y.start)
+    write_beside(plot.sheet, texts, [], [frame], boxes_over)
 
 
 def _place_scale(sheet: Sheet, chart: Lines, series: Series, y: Scale, num_places: int) -> Scale:
@@ -283,7 +283,6 @@ def _write_last_values(plot: _LinePlot) -> None:
 
 # Points of a scatter stand alone, so they are larger than marks on lines.
 _DOT = 9.5
-_LABEL_ROOM = 190.0
 # The most ticks of the left axis.
 _TICKS = 7
 # A legend of more series would be longer than the chart.
@@ -291,31 +290,11 @@ _NAMED = 16
 
 
 @dataclass(frozen=True)
-class _Box:
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def meets(self, box: _Box) -> bool:
-        is_aside = self.left >= box.right or box.left >= self.right
-        return not is_aside and self.top < box.bottom and box.top < self.bottom
-
-    def holds(self, box: _Box) -> bool:
-        within_width = self.left <= box.left and box.right <= self.right
-        return within_width and self.top <= box.top and box.bottom <= self.bottom
-
-
-# A text's box, its anchor, and the anchor's place.
-_Spot = tuple[_Box, str, float]
-
-
-@dataclass(frozen=True)
 class _Frame:
     """Where points stand: in the plot by both scales, in the margin by y alone. Either may be missing."""
 
-    plot: _Box | None
-    margin: _Box | None
+    plot: Box | None
+    margin: Box | None
     x: Scale | None
     y: Scale
 
@@ -392,14 +371,14 @@ def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -
     left = max(sheet.measure(text) for _, text in y.ticks(_TICKS)) + 10
     right = sheet.width - 1
     if not num_placed:
-        return _Frame(None, _Box(left, top, right, bottom), None, y)
+        return _Frame(None, Box(left, top, right, bottom), None, y)
     margin = None
     if num_placed < len(points):
         # Wide enough for a few columns and its title.
-        margin = _Box(right - 130.0, top, right, bottom)
+        margin = Box(right - 130.0, top, right, bottom)
         right = margin.left - 10
     x = fit_scale(widths, left, right, chart.x.log, chart.x.unit, 0.05)
-    return _Frame(_Box(left, top, right, bottom), margin, x, y)
+    return _Frame(Box(left, top, right, bottom), margin, x, y)
 
 
 def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
@@ -421,7 +400,7 @@ def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
     return first.bottom + (46 if chart.x.title else 26)
 
 
-def _below(sheet: Sheet, axis: ChartAxis, scale: Scale, plot: _Box) -> None:
+def _below(sheet: Sheet, axis: ChartAxis, scale: Scale, plot: Box) -> None:
     places = [(scale.at(value), text) for value, text in scale.ticks(7)]
     if places:
         sheet.lines("grid", [[(x, plot.top), (x, plot.bottom)] for x, _ in places], layer=0)
@@ -458,10 +437,10 @@ def _hint(chart: Scatter, point: ChartPoint) -> Hint:
     return make_hint(name, ", ".join(filter(None, (position, height.strip()))), point.hint)
 
 
-def _labels(sheet: Sheet, points: Sequence[ChartPoint], spots: Sequence[Point], frames: Sequence[_Box]) -> None:
+def _labels(sheet: Sheet, points: Sequence[ChartPoint], spots: Sequence[Point], frames: Sequence[Box]) -> None:
     """Labels points: strong ones, then each series' first, then second ones; joined strands need none."""
     # Labels must not cover a point.
-    dots = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
+    dots = [Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
     numbers = Counter[str]()
     order = []
     for number, point in enumerate(points):
@@ -469,48 +448,4 @@ def _labels(sheet: Sheet, points: Sequence[ChartPoint], spots: Sequence[Point], 
             order.append((point.tone is not Tone.STRONG, numbers[point.series], number))
             numbers[point.series] += 1
     texts = [(*spots[number], points[number].label, "label") for _, _, number in sorted(order)]
-    _write_beside(sheet, texts, dots, frames, _boxes_around)
-
-
-def _write_beside(
-    sheet: Sheet,
-    texts: Iterable[tuple[float, float, str, str]],
-    taken: list[_Box],
-    frames: Sequence[_Box],
-    boxes_at: Callable[[float, float, float, float], Iterable[_Spot]],
-) -> None:
-    """Writes texts (x, y, text, style) beside their places, as many as find room."""
-    written = 0
-    for x, y, label, style in texts:
-        if written == LABELS:
-            return
-        text = cut_to_room(label, _LABEL_ROOM, sheet.size)
-        if not text:
-            continue
-        for box, anchor, place in boxes_at(x, y, sheet.measure(text), sheet.size):
-            is_inside = any(frame.holds(box) for frame in frames)
-            if is_inside and not any(map(box.meets, taken)):
-                taken.append(box)
-                sheet.text(place, (box.top + box.bottom) / 2, text, style, anchor=anchor)
-                written += 1
-                break
-
-
-def _boxes_over(x: float, y: float, wide: float, size: float) -> Iterable[_Spot]:
-    """Boxes above a mark, higher, and below it, for texts over lines."""
-    half = size * 0.6
-    for lines in (-1, -2, -3, -4, 1, 2, 3):
-        middle = y + lines * size * 1.25
-        top = middle - half
-        bottom = middle + half
-        yield _Box(x - wide / 2, top, x + wide / 2, bottom), "middle", x
-        yield _Box(x, top, x + wide, bottom), "start", x
-        yield _Box(x - wide, top, x, bottom), "end", x
-
-
-def _boxes_around(x: float, y: float, wide: float, size: float) -> Iterable[_Spot]:
-    half = size * 0.6
-    yield _Box(x + 9, y - half, x + 9 + wide, y + half), "start", x + 9
-    yield _Box(x - 9 - wide, y - half, x - 9, y + half), "end", x - 9
-    for middle in (y - 15, y + 15):
-        yield _Box(x - wide / 2, middle - half, x + wide / 2, middle + half), "middle", x
+    write_beside(sheet, texts, dots, frames, boxes_around)
