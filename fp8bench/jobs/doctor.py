@@ -26,7 +26,7 @@ from fp8bench.plan.make import make_plan
 from fp8bench.plan.resolve import switches_of
 from fp8bench.protocols import Precision
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
-from fp8bench.report.words.naming import shortened
+from fp8bench.report.words.naming import shorten_line
 from fp8bench.store.series import check_grid
 from fp8bench.units import seconds, size
 
@@ -212,7 +212,7 @@ def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
         levels = ", ".join(f"{precision.support(fact).level} on {fact.key}" for fact in facts)
         also = f"  (also {', '.join(_aliases(name))})" if _aliases(name) else ""
         line = f"{name:<12} {levels}{also}"
-        yield f"{line}  {shortened(precision.summary, 78 - len(line))}" if len(line) < _ROOM else line
+        yield f"{line}  {shorten_line(precision.summary, 78 - len(line))}" if len(line) < _ROOM else line
     yield "what one is made of, and its options: fp8bench list dtypes NAME"
 
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from fp8bench import units
 from fp8bench.model import Interval, Label, Level, Status, Verdict
 from fp8bench.report.elements import Tone
-from fp8bench.report.panels import Result
+from fp8bench.report.panels import Result, join_parts
 from fp8bench.report.words.legend import LABELS
 
 
@@ -33,7 +33,9 @@ class Standing(StrEnum):
 
 # Labels whose reasons are long and the same for many cases: they are told elsewhere.
 _LONG = frozenset({Label.EAGER_QUANTISER, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
+# What may be stated without a "perhaps".
 FACTS = {Verdict.FASTER: Standing.FASTER, Verdict.SLOWER: Standing.SLOWER, Verdict.SAME: Standing.SAME}
+# Other statuses are grey: they are in doubt, or say nothing of a speed.
 _TONES = {
     Standing.FASTER: Tone.GOOD,
     Standing.SLOWER: Tone.BAD,
@@ -43,29 +45,31 @@ _TONES = {
 }
 
 
-def emulated(result: Result) -> bool:
-    return result.record.support.is_emulated
-
-
 def cost_tone(result: Result) -> Tone:
     """Grey for figures of emulated cases, which are the cost of emulation."""
-    return Tone.DOUBT if emulated(result) else Tone.PLAIN
+    if result.is_emulated:
+        return Tone.DOUBT
+    return Tone.PLAIN
 
 
 def standing(result: Result) -> Standing:
     """The gravest thing that may be said of a case."""
-    if not result.record.is_ok:
-        return Standing.FAILED if result.record.status is Status.FAILED else Standing.SKIPPED
-    if emulated(result):
+    if not result.is_ok:
+        if result.record.status is Status.FAILED:
+            return Standing.FAILED
+        return Standing.SKIPPED
+    if result.is_emulated:
         return Standing.EMULATED
-    if result.record.is_reference:
+    if result.is_reference:
         return Standing.REFERENCE
     finding = result.finding
     if finding is None or finding.verdict not in (*FACTS, Verdict.UNSURE):
         return Standing.UNTIMED
     if finding.verdict is Verdict.UNSURE:
         return Standing.UNSURE
-    return Standing.DOUBTED if finding.doubtful else FACTS[finding.verdict]
+    if finding.doubtful:
+        return Standing.DOUBTED
+    return FACTS[finding.verdict]
 
 
 def tone_of(result: Result) -> Tone:
@@ -82,36 +86,53 @@ def speed_up(result: Result) -> Interval | None:
 
 def inverse(ratio: Interval | None) -> Interval | None:
     """The speed for a ratio of times; None if it is no positive number."""
-    return ratio.inverse if ratio is not None and 0 < ratio.point < math.inf else None
-
-
-def show_speed_up(result: Result) -> str:
-    return show_speed(speed_up(result))
+    if ratio is not None and 0 < ratio.point < math.inf:
+        return ratio.inverse
+    return None
 
 
 def show_speed(speed: Interval | None) -> str:
     """'1.62x [1.60, 1.64]'; '' for None."""
-    return f"{units.speed_up(speed.point)} {bounds(speed)}" if speed else ""
+    if speed:
+        return f"{units.speed_up(speed.point)} {bounds(speed)}"
+    return ""
 
 
 def bounds(speed: Interval) -> str:
     """'[1.60, 1.64]', '(1.5 to 1.7)' for the range of few rounds, or '[no interval]'."""
+    # Too few rounds have no interval, and some not even a range.
     if math.isinf(speed.half_width) or not math.isfinite(speed.low):
         return "[no interval]"
-    low, high = units.significant(speed.low), units.significant(speed.high)
-    return f"[{low}, {high}]" if speed.level else f"({low} to {high})"
+    low = units.significant(speed.low)
+    high = units.significant(speed.high)
+    if speed.level:
+        return f"[{low}, {high}]"
+    return f"({low} to {high})"
 
 
 def what_intervals_hold(results: Iterable[Result]) -> str:
     """'99% of these rounds', '99% of reruns, judged by 12 earlier runs, spanning 3 sessions'; '' without intervals."""
-    known = [(result.record, speed) for result in results if (speed := speed_up(result)) is not None]
-    told = [record for record, speed in known if speed.level]
-    runs = [record.reruns.runs for record in told if record.reruns is not None]
-    words = [f"99% of reruns, judged by {_range(runs)} earlier runs"] if runs else []
-    words += ["99% of these rounds"] if len(runs) < len(told) else []
-    sessions = [1 + len(record.sessions) for record, _ in known if record.sessions]
-    hull = [f"spanning {_range(sessions)} sessions"] if sessions else []
-    return ", ".join(filter(None, (" or ".join(words), *hull)))
+    runs = []
+    sessions = []
+    of_rounds = False
+    for result in results:
+        speed = speed_up(result)
+        record = result.record
+        if speed is None:
+            continue
+        # Intervals that earlier runs widened say more than those of this run's rounds alone.
+        if speed.level and record.reruns is not None:
+            runs.append(record.reruns.runs)
+        elif speed.level:
+            of_rounds = True
+        if record.sessions:
+            sessions.append(1 + len(record.sessions))
+    words = join_parts(
+        f"99% of reruns, judged by {_range(runs)} earlier runs" if runs else "",
+        "99% of these rounds" if of_rounds else "",
+        by=" or ",
+    )
+    return join_parts(words, f"spanning {_range(sessions)} sessions" if sessions else "")
 
 
 def _range(numbers: Sequence[int]) -> str:
@@ -124,19 +145,26 @@ def status_words(result: Result) -> str:
     if status is Standing.FAILED:
         return "FAILED"
     if status is Standing.SKIPPED:
-        refused = result.record.support.level is Level.REFUSED
-        return Level.REFUSED.value if refused else status.value
+        is_refused = result.record.support.level is Level.REFUSED
+        if is_refused:
+            return Level.REFUSED.value
+        return status.value
     if status is Standing.EMULATED:
-        return f"{Verdict.REFERENCE}, emulated" if result.record.is_reference else status.value
+        if result.is_reference:
+            return f"{Verdict.REFERENCE}, emulated"
+        return status.value
+    # A case without samples, or whose reference was not measured.
     if result.finding is None or result.finding.verdict is Verdict.NONE:
         return units.NONE
     return result.finding.verdict_words
 
 
 def doubts(result: Result) -> tuple[str, ...]:
-    labels = tuple(meaning(label, result) for label in result.labels if label.casts_doubt)
-    why = result.finding.why if result.finding else ""
-    return (*labels, why) if why else labels
+    """Labels with their meanings, then the reason for the verdict."""
+    words = [meaning(label, result) for label in result.labels if label.casts_doubt]
+    if result.finding and result.finding.why:
+        words.append(result.finding.why)
+    return tuple(words)
 
 
 def meaning(label: Label, result: Result) -> str:
@@ -144,11 +172,13 @@ def meaning(label: Label, result: Result) -> str:
     return f"{label}: {LABELS[label].meaning}{f' ({reason})' if reason else ''}"
 
 
-def named_labels(result: Result) -> tuple[str, ...]:
+def named_labels(result: Result) -> list[str]:
     """Labels with their short reasons: 'noisy', 'throttled (hw-thermal)'; without those that took the verdict away."""
     hard = result.finding.hard if result.finding else ()
-    return tuple(
-        f"{label} ({reason})" if label not in _LONG and (reason := result.reason(label)) else label.value
-        for label in result.labels
-        if label not in hard
-    )
+    words = []
+    for label in result.labels:
+        if label in hard:
+            continue
+        reason = "" if label in _LONG else result.reason(label)
+        words.append(f"{label} ({reason})" if reason else label.value)
+    return words

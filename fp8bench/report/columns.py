@@ -6,14 +6,14 @@ Figures get columns in the tables that their specs name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from fp8bench import units
 from fp8bench.model.specs import METRICS, MetricSpec
-from fp8bench.report.elements import Column, Field, Table, Tone
-from fp8bench.report.panels import Figures, Panel, Result, ResultGroup, together
+from fp8bench.report.elements import Column, Field, Table, Tables, Tone
+from fp8bench.report.panels import Figures, Panel, Result, ResultGroup
 from fp8bench.report.words.naming import figure_words
 
 T = TypeVar("T")
@@ -26,7 +26,10 @@ TABLES = ("cases", "sustained", "energy", "capacity")
 
 @dataclass(frozen=True)
 class Col(Generic[T]):
-    """`of` gives an item's content of the field, `tone` how it is meant; the column is left out unless `when`."""
+    """`of` gives an item's content of the field, `tone` how it is meant; the column is left out unless `when`.
+
+    A column with a unit or with `show` has numbers, too.
+    """
 
     heading: str
     of: Callable[[T], Content]
@@ -41,7 +44,8 @@ class Col(Generic[T]):
 
     @property
     def column(self) -> Column:
-        return Column(self.heading, self.number, self.hint, self.unit, self.shared, self.below)
+        is_number = self.number or self.unit != "" or self.show is not None
+        return Column(self.heading, is_number, self.hint, self.unit, self.shared, self.below)
 
     def field(self, item: T) -> Field:
         content = self.of(item)
@@ -52,6 +56,7 @@ class Col(Generic[T]):
             return Field(content, tone=tone)
         if content is None:
             return Field(units.NONE, tone=tone)
+        # NaN has a text and no value: nothing sorts by it.
         text = self.show(content) if self.show else units.shown(content, self.unit)
         return Field(text, None if math.isnan(content) else content, tone)
 
@@ -64,20 +69,23 @@ def table(
     *,
     main: bool = False,
     folded: bool = False,
-    kept: Collection[str] | None = None,
+    required: Collection[str] | None = None,
 ) -> Table:
-    """A row for each item. With `kept`, other columns are left out if all their fields are empty or dashes."""
+    """A row for each item. With `required`, other columns are left out if all their fields are empty or dashes."""
     items = list(items)
-    shown = [(col.column, [col.field(item) for item in items]) for col in cols if col.when]
-    if kept is not None:
-        silent = ("", units.NONE)
-        shown = [
-            (column, fields)
-            for column, fields in shown
-            if column.title in kept or any(field.text not in silent for field in fields)
-        ]
-    rows = tuple(zip(*(fields for _, fields in shown), strict=True))
-    return Table(name, caption, tuple(column for column, _ in shown), rows, main, folded)
+    columns = []
+    fields_by_column = []
+    for col in cols:
+        if not col.when:
+            continue
+        fields = [col.field(item) for item in items]
+        # A column of dashes would only push the others off a narrow terminal.
+        is_empty = all(field.text in ("", units.NONE) for field in fields)
+        if required is None or col.heading in required or not is_empty:
+            columns.append(col.column)
+            fields_by_column.append(fields)
+    rows = tuple(zip(*fields_by_column, strict=True))
+    return Table(name, caption, tuple(columns), rows, main, folded)
 
 
 def case_cols(heading: str = "group") -> tuple[Col[Any], Col[Any]]:
@@ -87,31 +95,39 @@ def case_cols(heading: str = "group") -> tuple[Col[Any], Col[Any]]:
 
 def with_figures(table: Table, members: Iterable[Member]) -> Table:
     """Adds to a table of these cases, a row each, the figures whose specs name it, if any case has them."""
-    wanted = in_table(table.name)
-    figures = [Figures(*member) for member in members] if wanted else []
-    known = [spec for spec in wanted if any(figure[spec].value is not None for figure in figures)]
-    rows = (
-        (*row, *(Field(figure[spec].shown, figure[spec].value) for spec in known))
-        for row, figure in zip(table.rows, figures, strict=True)
-    )
-    return replace(table, columns=(*table.columns, *map(column_of, known)), rows=tuple(rows)) if known else table
+    # A new metric needs no change here: its row in specs names the table.
+    specs = in_table(table.name)
+    if not specs:
+        return table
+    figures = [Figures(*member) for member in members]
+    columns = list(table.columns)
+    rows = [list(row) for row in table.rows]
+    for spec in specs:
+        metrics = [figures_of_case[spec] for figures_of_case in figures]
+        if all(metric.value is None for metric in metrics):
+            continue
+        columns.append(figure_col(spec, lambda _: None).column)
+        for row, metric in zip(rows, metrics, strict=True):
+            row.append(Field(metric.shown, metric.value))
+    return replace(table, columns=tuple(columns), rows=tuple(map(tuple, rows)))
 
 
 def in_table(name: str) -> list[MetricSpec]:
     return [spec for spec in METRICS.values() if spec.table == name]
 
 
-def column_of(spec: MetricSpec) -> Column:
-    return figure_col(spec, lambda _: None).column
-
-
 def figure_col(spec: MetricSpec, of: Callable[[T], Content]) -> Col[T]:
     return Col(figure_words(spec), of, number=True, unit=spec.unit, hint=spec.description)
 
 
-def other_tables(panel: Panel) -> Iterator[Table]:
-    for name in together((spec.table, spec) for spec in METRICS.values() if spec.table not in ("", *TABLES)):
+def other_tables(panel: Panel) -> Tables:
+    """Yields a table for each name that specs give and no other table has."""
+    names = dict.fromkeys(spec.table for spec in METRICS.values())
+    # Some tables exist for the figures of one feature alone.
+    for name in names:
+        if name in ("", *TABLES):
+            continue
         cases = table(name, figure_words(name), case_cols(), panel.members)
-        made = with_figures(cases, panel.members)
-        if len(made.columns) > len(cases.columns):
-            yield made
+        extended = with_figures(cases, panel.members)
+        if len(extended.columns) > len(cases.columns):
+            yield extended

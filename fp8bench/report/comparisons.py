@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import contains
 from typing import Any
 
 from fp8bench import units
@@ -17,9 +19,9 @@ from fp8bench.model.codec import encode
 from fp8bench.model.specs import BAND, COUNTS, TIME, spec_of
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Element, Items, Page, Part, Text, Tone
+from fp8bench.report.elements import Element, Elements, Items, Page, Part, Text, Texts, Tone
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.legend import explained
+from fp8bench.report.words.legend import explain_label
 from fp8bench.report.words.naming import many
 
 TONES = {
@@ -28,7 +30,9 @@ TONES = {
     Direction.UNSURE: Tone.DOUBT,
     Direction.DIFFERS: Tone.DOUBT,
 }
+# These have a verdict; all other figures are listed if they changed.
 TIMES = frozenset({"time", "relative_time"})
+# The CSV has all of them.
 _MOST_CASES = 20
 _HOW_CHANGE = (
     "change: from A to B, of the figure itself; less is better everywhere; [low, high]: "
@@ -67,12 +71,13 @@ def value(comparison: Comparison, number: float | None) -> str:
     return spec_of(comparison.metric).shown(number, comparison.unit)
 
 
-def signed(interval: Interval | None) -> str:
+def show_change(interval: Interval | None) -> str:
     """'+4.3% [+2.1%, +6.6%]', the change of the figure; without the interval if that is a point."""
     if interval is None:
         return units.NONE
     if interval.low == interval.high:
         return units.change(interval.point)
+    # One run on either side has no spread, so no interval.
     if math.isinf(interval.high):
         return f"{units.change(interval.point)} [no interval]"
     return f"{units.change(interval.point)} [{units.change(interval.low)}, {units.change(interval.high)}]"
@@ -82,83 +87,99 @@ def direction(comparison: Comparison) -> str:
     """'worse', 'failed', '-'."""
     if comparison.failed:
         return "FAILED"
-    return units.NONE if comparison.direction is Direction.NONE else comparison.direction.value
+    if comparison.direction is Direction.NONE:
+        return units.NONE
+    return comparison.direction.value
 
 
 def setting_of(case: str) -> tuple[str, str]:
     """What a case shares with its neighbours, and its mode: 'gemm[m=512]@cpu' and 'bf16'."""
+    # The mode stands behind the device, or behind the last slash without parameters.
     device = case.rfind("]@")  # parameters and callables may be paths, which have slashes too
     end = case.find("/", device) if device >= 0 else case.rfind("/")
     return case[: max(end, 0)], case[end + 1 :]
 
 
-def counted(comparisons: Iterable[Comparison]) -> str:
+def count_directions(comparisons: Iterable[Comparison]) -> str:
     """'12 figures: 1 worse, 2 better, 9 same'."""
-    counts = Counter(direction(comparison) for comparison in comparisons)
-    words = {"FAILED": "failed", units.NONE: "without a ratio"}
-    order = ["FAILED", *(way.value for way in Direction if way is not Direction.NONE), units.NONE]
-    parts = [f"{counts[name]} {words.get(name, name)}" for name in order if counts[name]]
-    total = sum(counts.values())
-    return f"{total} figure{'s' * (total != 1)}: {', '.join(parts)}" if total else "no figures"
+    counts = Counter(map(direction, comparisons))
+    total = counts.total()
+    if not total:
+        return "no figures"
+    parts = [f"{counts['FAILED']} failed"] if counts["FAILED"] else []
+    parts += [f"{counts[word]} {word}" for word in Direction if counts[word] and word is not Direction.NONE]
+    if counts[units.NONE]:
+        parts.append(f"{counts[units.NONE]} without a ratio")
+    return f"{total} figure{'s' * (total != 1)}: {', '.join(parts)}"
 
 
 def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
-    used = {label for comparison in comparisons for label in comparison.labels}
-    return [explained(label) for label in Label if label.value in used]
+    labels = set().union(*(comparison.labels for comparison in comparisons))
+    return [explain_label(label) for label in Label if label.value in labels]
 
 
 def page_of(compared: Compared, everything: bool = False) -> Page:
     comparisons = compared.comparisons
-    shown = [
-        comparison
-        for comparison in comparisons
-        if everything or comparison.metric in TIMES or comparison.direction is not Direction.SAME
-    ]
-    hidden = len(comparisons) - len(shown)
-    left_out = f"; {hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
-    counts = Text(counted(comparisons) + left_out * bool(hidden), Tone.STRONG)
-    cases: list[Element] = [counts, *_differing(compared), *(_table(shown) if shown else ())]
-    unsure = Counter(
-        comparison.why for comparison in comparisons if comparison.direction is Direction.UNSURE and comparison.why
-    )
-    whys = tuple(f"{why} ({count})" for why, count in unsure.items())
-    parts = [Part("sides", *_sides(compared)), Part("comparison", "", tuple(cases))]
-    lists = {"cannot tell, because": whys, "only in A": compared.only_before, "only in B": compared.only_after}
-    for title, words in lists.items():
-        more = [f"and {len(words) - _MOST_CASES} more"] if len(words) > _MOST_CASES else []
-        parts += list_of(title.replace(" ", "-"), title, [*words[:_MOST_CASES], *more])
-    timed = any(
-        comparison.ratio is not None and comparison.evidence is Evidence.CROSS_RUN for comparison in comparisons
-    )
-    legend = [*((_HOW_CHANGE, _HOW_TIME, _HOW_VERDICT) if timed else ()), *label_legend(comparisons)]
+    # 1. The counts, why times are not judged, and a row for each figure that may matter.
+    shown = [comparison for comparison in comparisons if everything or _is_worth_a_row(comparison)]
+    counts = count_directions(comparisons)
+    if len(shown) < len(comparisons):
+        hidden = len(comparisons) - len(shown)
+        counts += f"; {hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
+    elements: list[Element] = [Text(counts, Tone.STRONG), *_differing(compared)]
+    if shown:
+        elements += _table(shown)
+    parts = [Part("sides", *_sides(compared)), Part("comparison", "", tuple(elements))]
+    # 2. What is unsure, or stands on one side alone.
+    unsure = [comparison for comparison in comparisons if comparison.direction is Direction.UNSURE]
+    reasons = Counter(comparison.why for comparison in unsure if comparison.why)
+    lists = {
+        "cannot tell, because": [f"{reason} ({count})" for reason, count in reasons.items()],
+        "only in A": list(compared.only_before),
+        "only in B": list(compared.only_after),
+    }
+    for title, lines in lists.items():
+        if len(lines) > _MOST_CASES:
+            lines[_MOST_CASES:] = [f"and {len(lines) - _MOST_CASES} more"]
+        parts += list_of(title.replace(" ", "-"), title, lines)
+    # 3. How to read it.
+    legend: list[str] = []
+    if any(comparison.ratio is not None and comparison.evidence is Evidence.CROSS_RUN for comparison in comparisons):
+        legend += (_HOW_CHANGE, _HOW_TIME, _HOW_VERDICT)
+    legend += label_legend(comparisons)
     facts = (("A", side_words(compared.before)), ("B", side_words(compared.after)))
     return Page("B against A", "", tuple(parts), legend, facts)
 
 
-def _differing(compared: Compared) -> Iterator[Text]:
+def _is_worth_a_row(comparison: Comparison) -> bool:
+    return comparison.metric in TIMES or comparison.direction is not Direction.SAME
+
+
+def _differing(compared: Compared) -> Texts:
     """Says why no time is judged, with the range of the ratios."""
     differing = [comparison for comparison in compared.comparisons if comparison.direction is Direction.DIFFERS]
     ratios = [comparison.ratio.point for comparison in differing if comparison.metric == TIME and comparison.ratio]
     if differing:
-        told = f": B takes {units.span(ratios, units.ratio)} of A's time" if ratios else ""
-        words = f"times differ, which is no regression{told}. Other conditions: {compared.conditions}. "
+        span = f": B takes {units.span(ratios, units.ratio)} of A's time" if ratios else ""
+        words = f"times differ, which is no regression{span}. Other conditions: {compared.conditions}. "
         yield Text(f"{words}Measure both sides alike, or duel.", Tone.STRONG)
 
 
 def side_words(side: Side) -> str:
     """'HEAD: commit 0a1b2c3d, 3 runs (5f6a7b8c, ...)'."""
-    known = ((run.environment.get("commit"), run.environment.get("dirty")) for run in side.runs)
-    commits = dict.fromkeys(
-        f"commit {commit[:8]}{'' if dirty is False else ' with other changes'}"
-        if isinstance(commit, str)
-        else "of no commit"
-        for commit, dirty in known
-    )
+    commits: dict[str, None] = {}
+    for run in side.runs:
+        commit = run.environment.get("commit")
+        words = "of no commit"
+        if isinstance(commit, str):
+            is_clean = run.environment.get("dirty") is False
+            words = f"commit {commit[:8]}{'' if is_clean else ' with other changes'}"
+        commits[words] = None
     ids = [run.id for run in side.runs]
     shown = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
-    unfinished = sum(not run.finished for run in side.runs)
-    cut = f"; {unfinished} of them unfinished" if unfinished else ""
-    return f"{side.name}: {' and '.join(commits)}, {many(len(ids), 'run')} ({shown}){cut}"
+    num_unfinished = sum(not run.finished for run in side.runs)
+    unfinished = f"; {num_unfinished} of them unfinished" if num_unfinished else ""
+    return f"{side.name}: {' and '.join(commits)}, {many(len(ids), 'run')} ({shown}){unfinished}"
 
 
 def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
@@ -168,51 +189,45 @@ def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
     return "what differs between the sides, beside the commit", (Items(tuple(map(Text, lines))),)
 
 
-def _table(shown: Sequence[Comparison]) -> Iterator[Element]:
+def _table(comparisons: Sequence[Comparison]) -> Elements:
     """A row for each figure; labels that all times have are said once."""
-    labels = [comparison.labels for comparison in shown if comparison.metric in TIMES and comparison.ratio is not None]
-    shared = tuple(label for label in (labels[0] if labels else ()) if all(label in own for own in labels))
+    # A label of all times says something of the machine, not of a case.
+    labels = [times.labels for times in comparisons if times.metric in TIMES and times.ratio is not None]
+    shared = [label for label in labels[0] if all(map(contains, labels, repeat(label)))] if labels else []
     if shared:
         yield Text(f"all times: {', '.join(shared)}")
+
+    def tone(comparison: Comparison) -> Tone:
+        if comparison.failed:
+            return Tone.BAD
+        return TONES.get(comparison.direction, Tone.PLAIN)
+
+    def reason(comparison: Comparison) -> str:
+        has_reason = comparison.direction is Direction.NONE or comparison.metric in COUNTS
+        if has_reason:
+            return comparison.why
+        return ""
+
+    def other_labels(comparison: Comparison) -> str | None:
+        return ", ".join(label for label in comparison.labels if label not in shared) or None
+
     cols: list[Col[Comparison]] = [
         Col("setting", lambda comparison: setting_of(comparison.case)[0], shared=True),
         Col("figure", lambda comparison: f"{setting_of(comparison.case)[1]} {comparison.metric}"),
         Col("A", lambda comparison: value(comparison, comparison.before), number=True),
         Col("B", lambda comparison: value(comparison, comparison.after), number=True),
-        Col("change", lambda comparison: signed(comparison.ratio)),
-        Col(
-            "verdict",
-            direction,
-            tone=lambda comparison: Tone.BAD if comparison.failed else TONES.get(comparison.direction, Tone.PLAIN),
-        ),
-        Col(
-            "why",
-            below=True,
-            of=lambda comparison: (
-                comparison.why if comparison.direction is Direction.NONE or comparison.metric in COUNTS else ""
-            ),
-        ),
-        Col(
-            "labels",
-            lambda comparison: ", ".join(label for label in comparison.labels if label not in shared) or None,
-            when=any(set(comparison.labels) - set(shared) for comparison in shown),
-        ),
+        Col("change", lambda comparison: show_change(comparison.ratio)),
+        Col("verdict", direction, tone=tone),
+        Col("why", reason, below=True),
+        Col("labels", other_labels, when=any(map(other_labels, comparisons))),
     ]
-    yield table("comparisons", "", cols, shown)
+    yield table("comparisons", "", cols, comparisons)
 
 
 def value_of(compared: Compared) -> dict[str, Any]:
-    sides = (
-        {
-            "name": side.name,
-            "runs": [
-                {"id": run.id, "started": run.started, "commit": run.environment.get("commit")} for run in side.runs
-            ],
-        }
-        for side in (compared.before, compared.after)
-    )
     return {
-        **dict(zip("ab", sides, strict=True)),
+        "a": _side_value(compared.before),
+        "b": _side_value(compared.after),
         "differing": encode(compared.differing),
         "comparisons": encode(compared.comparisons),
         "only_a": list(compared.only_before),
@@ -220,15 +235,20 @@ def value_of(compared: Compared) -> dict[str, Any]:
     }
 
 
+def _side_value(side: Side) -> dict[str, Any]:
+    runs = [{"id": run.id, "started": run.started, "commit": run.environment.get("commit")} for run in side.runs]
+    return {"name": side.name, "runs": runs}
+
+
 def rows_of(comparisons: Iterable[Comparison]) -> Rows:
-    encoded = ((comparison, encode(comparison)) for comparison in comparisons)
-    return COLUMNS, (
-        {
-            **row,
-            **(ratio := row["ratio"] or {}),
-            "ratio": ratio.get("point"),
-            "labels": " ".join(comparison.labels),
-            "failed": "yes" if comparison.failed else "no",
-        }
-        for comparison, row in encoded
-    )
+    return COLUMNS, map(_row, comparisons)
+
+
+def _row(comparison: Comparison) -> dict[str, Any]:
+    row: dict[str, Any] = encode(comparison)
+    ratio = row["ratio"] or {}
+    row |= ratio
+    row["ratio"] = ratio.get("point")
+    row["labels"] = " ".join(comparison.labels)
+    row["failed"] = "yes" if comparison.failed else "no"
+    return row

@@ -6,7 +6,7 @@ renderers and readers can have them as a table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -17,7 +17,9 @@ def printable(text: str) -> str:
     That is control characters, marks that reverse the order of letters, and halves of surrogate pairs: names, errors
     and files come from others, and must not control a terminal.
     """
-    return text if text.isprintable() else "".join(letter if letter.isprintable() else " " for letter in text)
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 class Tone(StrEnum):
@@ -200,9 +202,8 @@ class Stacks(Chart):
 
     @property
     def present(self) -> tuple[int, ...]:
-        return tuple(
-            part for part, values in enumerate(zip(*(row for _, row in self.rows), strict=True)) if any(values)
-        )
+        """The numbers of the parts that are not 0 in every row."""
+        return tuple(part for part in range(len(self.parts)) if any(values[part] for _, values in self.rows))
 
 
 @dataclass(frozen=True)
@@ -221,10 +222,25 @@ class Lines(Chart):
 
 
 # The file formats of charts.
+# matplotlib has more; these are tested to give the same bytes again.
 PICTURE_FORMATS = ("png", "svg", "pdf")
 
 AnyChart = Bars | Scatter | Stacks | Lines
 Element = Text | Items | Facts | Code | Table | AnyChart
+
+
+# What functions yield: elements, tables, texts, sentences.
+Elements = Iterator[Element]
+Tables = Iterator[Table]
+Texts = Iterator[Text]
+Sentences = Iterator[str]
+
+
+def items_of(sentences: Iterable[str], tone: Tone = Tone.PLAIN) -> Iterator[Items]:
+    """Yields a list of these sentences; nothing without any."""
+    texts = tuple(Text(sentence, tone) for sentence in sentences)
+    if texts:
+        yield Items(texts)
 
 
 @dataclass(frozen=True)

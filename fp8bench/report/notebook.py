@@ -2,77 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
 from fp8bench.model import Case, Finding
-from fp8bench.report.elements import Code, Element, Facts, Field, Items, Page, Table, Text
-from fp8bench.report.page.drawing.scale import escaped
-from fp8bench.report.panels import shared_params, show_params
+from fp8bench.report.elements import Code, Element, Facts, Items, Page, Table, Text
+from fp8bench.report.page.drawing.scale import escape
+from fp8bench.report.panels import FindingsById, join_parts, shared_params, show_params, together
 
+# More names would fill the notebook's cell.
 _MOST_NAMED = 60
 
 
 def short_names(cases: Sequence[Case]) -> dict[str, str]:
     """Ids by the shortest names that tell cases apart: the mode, and what else differs."""
-    shared = {
-        suite: shared_params([case.params for case in cases if case.workload == suite])
-        for suite in dict.fromkeys(case.workload for case in cases)
-    }
-    several = len({case.device for case in cases}) > 1
+    params_by_suite = together((case.workload, case.params) for case in cases)
+    # What all cases of a suite share tells none of them apart.
+    shared = {suite: shared_params(params) for suite, params in params_by_suite.items()}
+    has_devices = len({case.device for case in cases}) > 1
     names = {}
     for case in cases:
-        own = show_params(pair for pair in case.params if pair not in shared[case.workload])
-        words = (case.mode, case.workload if len(shared) > 1 else "", own, case.device if several else "")
-        names[" ".join(filter(None, words))] = case.id
+        params = show_params(pair for pair in case.params if pair not in shared[case.workload])
+        suite = case.workload if len(shared) > 1 else ""
+        name = join_parts(case.mode, suite, params, case.device if has_devices else "", by=" ")
+        names[name] = case.id
     return names
 
 
 class Findings(dict[str, Finding]):
     """Findings by short names ('bf16 shape=64'); a case's id works, too."""
 
-    def __init__(self, findings: Mapping[str, Finding]) -> None:
+    def __init__(self, findings: FindingsById) -> None:
         names = short_names([finding.case for finding in findings.values()])
         super().__init__({name: findings[case] for name, case in names.items()})
         self._by_id = findings
 
     def __missing__(self, name: str) -> Finding:
+        # Scripts that were written before names existed ask by id.
         if name in self._by_id:
             return self._by_id[name]
         raise KeyError(f"{name!r:.80} is no case. Give one of: {', '.join(list(self)[:_MOST_NAMED])}")
 
 
 def as_html(page: Page, report: str = "") -> str:
-    texts = [page.title, page.subtitle, *(f"{name}: {what}" for name, what in page.facts)]
-    blocks = [f"<p>{escaped(text)}</p>" for text in texts if text]
+    texts = [page.title, page.subtitle, *(f"{name}: {fact}" for name, fact in page.facts)]
+    blocks = [f"<p>{escape(text)}</p>" for text in texts if text]
     for part in page.parts:
-        blocks += [f"<h4>{escaped(part.title)}</h4>"] if part.title else []
-        blocks += [f"<p>{escaped(part.lead)}</p>"] if part.lead else []
+        if part.title:
+            blocks.append(f"<h4>{escape(part.title)}</h4>")
+        if part.lead:
+            blocks.append(f"<p>{escape(part.lead)}</p>")
         blocks += map(_element_html, part.elements)
     if report:  # a relative address below the notebook's folder, which its server can show; else the file's
         address = Path(report).as_uri() if Path(report).is_absolute() else quote(report)
-        blocks.append(f'<p><a href="{escaped(address)}">{escaped(report)}</a></p>')
+        blocks.append(f'<p><a href="{escape(address)}">{escape(report)}</a></p>')
     return "".join(blocks)
 
 
 def _element_html(element: Element) -> str:
     match element:
         case Text():
-            return f"<p>{escaped(element.text)}</p>"
+            return f"<p>{escape(element.text)}</p>"
         case Items():
-            return f"<ul>{''.join(f'<li>{escaped(item.text)}</li>' for item in element.items)}</ul>"
+            items = "".join(f"<li>{escape(item.text)}</li>" for item in element.items)
+            return f"<ul>{items}</ul>"
         case Facts():
-            return "".join(f"<p>{escaped(name)}: {escaped(what)}</p>" for name, what in element.pairs)
+            return "".join(f"<p>{escape(name)}: {escape(fact)}</p>" for name, fact in element.pairs)
         case Code():
-            return f"<pre>{escaped(element.text)}</pre>"
+            return f"<pre>{escape(element.text)}</pre>"
         case Table():
-            title = f"<p>{escaped(element.caption)}</p>" if element.caption else ""
-            return title + _grid([column.title for column in element.columns], element.rows)
+            title = f"<p>{escape(element.caption)}</p>" if element.caption else ""
+            head = _row_html("th", [column.title for column in element.columns])
+            rows = "".join(_row_html("td", [field.text for field in row]) for row in element.rows)
+            return f"{title}<table>{head}{rows}</table>"
     return ""  # charts are in the report
 
 
-def _grid(titles: Sequence[str], rows: Iterable[Sequence[Field]]) -> str:
-    head = "".join(f"<th>{escaped(title)}</th>" for title in titles)
-    lines = "".join(f"<tr>{''.join(f'<td>{escaped(field.text)}</td>' for field in row)}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{lines}</table>"
+def _row_html(tag: str, texts: Sequence[str]) -> str:
+    cells = "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)
+    return f"<tr>{cells}</tr>"

@@ -45,6 +45,11 @@ def together(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     return by_key
 
 
+def join_parts(*parts: str, by: str = ", ") -> str:
+    """'a, b' of 'a', '' and 'b'."""
+    return by.join(filter(None, parts))
+
+
 @dataclass(frozen=True)
 class Result:
     """A case's record, and what its samples say (None without samples)."""
@@ -57,19 +62,39 @@ class Result:
         return self.record.case.mode
 
     @property
+    def is_ok(self) -> bool:
+        return self.record.is_ok
+
+    @property
+    def is_reference(self) -> bool:
+        return self.record.is_reference
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.record.support.is_emulated
+
+    @property
     def best(self) -> float | None:
-        return self.finding.best_seconds if self.finding else None
+        if self.finding:
+            return self.finding.best_seconds
+        return None
 
     @property
     def spread(self) -> float | None:
-        return self.finding.spread if self.finding else None
+        if self.finding:
+            return self.finding.spread
+        return None
 
     @property
     def labels(self) -> tuple[Label, ...]:
-        return self.finding.labels if self.finding else ()
+        if self.finding:
+            return self.finding.labels
+        return ()
 
     def reason(self, label: Label) -> str:
-        return dict(self.finding.label_reasons).get(label, "") if self.finding else ""
+        if self.finding:
+            return dict(self.finding.label_reasons).get(label, "")
+        return ""
 
 
 @dataclass(frozen=True)
@@ -107,13 +132,45 @@ class NamedCase(_Member):
         return Figures(*self)
 
     @property
+    def record(self) -> Record:
+        return self.result.record
+
+    @property
+    def finding(self) -> Finding | None:
+        return self.result.finding
+
+    @property
+    def mode(self) -> str:
+        return self.result.mode
+
+    @property
+    def best(self) -> float | None:
+        return self.result.best
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return self.result.labels
+
+    @property
+    def is_ok(self) -> bool:
+        return self.record.is_ok
+
+    @property
+    def is_reference(self) -> bool:
+        return self.record.is_reference
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.result.is_emulated
+
+    @property
     def suite(self) -> str:
-        return self.result.record.case.workload
+        return self.record.case.workload
 
     @property
     def error(self) -> float | None:
         """Its value of the error that is shown first."""
-        return value_of(self.result.record.measurement(self.group.error))
+        return value_of(self.record.measurement(self.group.error))
 
     @property
     def place(self) -> str:
@@ -122,7 +179,11 @@ class NamedCase(_Member):
     @property
     def name(self) -> str:
         """'256 x 256 x 64 bf16'; the precision alone if there is one group."""
-        return f"{self.group.place} {self.result.mode}".strip()
+        return f"{self.place} {self.mode}".strip()
+
+
+Cases = Sequence[NamedCase]
+FindingsById = Mapping[str, Finding]
 
 
 @dataclass(frozen=True)
@@ -136,6 +197,14 @@ class Panel:
         return self.groups[0].case
 
     @property
+    def suite(self) -> str:
+        return self.case.workload
+
+    @property
+    def device(self) -> str:
+        return self.case.device
+
+    @property
     def reference(self) -> str:
         return self.groups[0].reference
 
@@ -145,13 +214,24 @@ class Panel:
 
     @cached_property
     def members(self) -> tuple[NamedCase, ...]:
-        return tuple(NamedCase(group, result) for group in self.groups for result in group.results)
+        members: list[NamedCase] = []
+        for group in self.groups:
+            members += [NamedCase(group, result) for result in group.results]
+        return tuple(members)
 
     @property
     def results(self) -> tuple[Result, ...]:
         return tuple(result for _, result in self.members)
 
+    @cached_property
+    def measurements(self) -> list[Measurement]:
+        measurements: list[Measurement] = []
+        for result in self.results:
+            measurements += result.record.measurements
+        return measurements
+
     def known(self, of: Callable[[Result], V | None]) -> list[tuple[ResultGroup, Result, V]]:
+        """The cases of which there is such a value, with it."""
         return [(group, result, value) for group, result in self.members if (value := of(result)) is not None]
 
     @cached_property
@@ -160,14 +240,13 @@ class Panel:
 
     @cached_property
     def metrics(self) -> tuple[str, ...]:
-        return tuple(
-            dict.fromkeys(measurement.metric for result in self.results for measurement in result.record.measurements)
-        )
+        return tuple(dict.fromkeys(measurement.metric for measurement in self.measurements))
 
 
 def metrics_within(group: ResultGroup, result: Result) -> Iterator[Metric]:
     from fp8bench.analysis.metrics import metrics_of  # heavy, and the door knows panels
 
+    # Ratios are against the group's reference, which may not have been measured.
     lead = group.lead
     return metrics_of(result.record, result.finding, Reference(lead.record, lead.labels) if lead is not None else None)
 
@@ -185,8 +264,7 @@ class Figures(dict[str, Metric]):
         unseen = result.record.tape is None and result.record.ceiling is None and Label.FEW_SAMPLES in result.labels
         self._sound = not unseen and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*result.labels}
         for metric in metrics_within(group, result):
-            of_all = metric.phase == STEP
-            if of_all and (metric.name != ENERGY or metric.source):
+            if metric.phase == STEP and (metric.name != ENERGY or metric.source):
                 self.setdefault(metric.name, metric)
 
     def __missing__(self, name: str) -> Metric:
@@ -200,39 +278,47 @@ class Figures(dict[str, Metric]):
         """
         rates = (name for name, metric in self.items() if metric.better is Better.HIGHER and metric.unit.endswith("/s"))
         rate = self[next(rates, "") if self._sound else ""]
-        return rate if rate.best is None else replace(rate, value=rate.best)
+        if rate.best is None:
+            return rate
+        return replace(rate, value=rate.best)
 
 
-def panels_of(run: Run, findings: Mapping[str, Finding]) -> tuple[Panel, ...]:
+def panels_of(run: Run, findings: FindingsById) -> tuple[Panel, ...]:
+    # 1. Results by setting, each group with its reference: the planned one if nothing was measured.
     planned = {group.setting: group.cases[group.reference].case.mode for group in run.plan}
     by_setting = together((record.case.setting, Result(record, findings.get(record.case.id))) for record in run.records)
     groups = []
-    for setting, results in by_setting.items():  # the planned reference counts if nothing was measured
-        leads = (result.mode for result in results if result.record.is_reference)
-        groups.append(ResultGroup(tuple(results), next(leads, planned.get(setting, ""))))
-    alike = groupby(groups, key=lambda group: (group.case.workload, group.case.device, group.reference))
-    return tuple(Panel(_placed(tuple(members))) for _, members in alike)
+    for setting, results in by_setting.items():
+        references = (result.mode for result in results if result.record.is_reference)
+        groups.append(ResultGroup(tuple(results), next(references, planned.get(setting, ""))))
+    # 2. Neighbours that can share a table.
+    panels = groupby(groups, key=lambda group: (group.case.workload, group.case.device, group.reference))
+    return tuple(Panel(_place_groups(tuple(members))) for _, members in panels)
 
 
-def _placed(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
+def _place_groups(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
     """Gives groups their places and error; a quiet axis that other groups set is named, too: 'cache hot'."""
-    results = (result for group in groups for result in group.results)
-    metrics = dict.fromkeys(measurement.metric for result in results for measurement in result.record.measurements)
-    errors = [metric for metric in metrics if metric.endswith(_ERROR_SUFFIX)]
+    # Places depend on the neighbours: a parameter that all share is in the heading.
+    panel = Panel(tuple(groups))
+    errors = [metric for metric in panel.metrics if metric.endswith(_ERROR_SUFFIX)]
     error = next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
-    shared = shared_params([group.case.params for group in groups])
-    named = {name for group in groups for name, _ in group.case.params} - {name for name, _ in shared}
+    all_params = [dict(group.case.params) for group in groups]
+    names = set().union(*all_params) - dict(panel.shared).keys()
     placed = []
-    for group in groups:
-        own = dict(pair for pair in group.case.params if pair not in shared)
-        usual = {name: value for name, value in QUIET.items() if name in named and name not in own}
-        words = describe_params([*own.items(), *usual.items()]) or ("as usual" if len(groups) > 1 else "")
+    for group, params in zip(groups, all_params, strict=True):
+        specific = [pair for pair in params.items() if pair not in panel.shared]
+        # A quiet axis is only stored where somebody set it: the others have its usual value.
+        usual = [pair for pair in QUIET.items() if pair[0] in names and pair[0] not in params]
+        words = describe_params([*specific, *usual]) or ("as usual" if len(groups) > 1 else "")
         placed.append(replace(group, place=words, error=error))
     return tuple(placed)
 
 
 def shared_params(all_params: Sequence[Params]) -> Params:
-    return tuple(pair for pair in all_params[0] if all(pair in params for params in all_params))
+    shared = all_params[0]
+    for params in all_params[1:]:
+        shared = tuple(pair for pair in shared if pair in params)
+    return shared
 
 
 def show_params(params: Iterable[tuple[str, object]]) -> str:
@@ -260,9 +346,11 @@ def describe_params(params: Iterable[tuple[str, Scalar]], usual: Collection[tupl
 
 def heading(workload: str, shared: Params, device: str, devices: Sequence[DeviceFacts]) -> str:
     """'gemm product=forward on cpu (AMD EPYC, torch 2.13.0)'."""
-    facts = next((device_facts for device_facts in devices if device_facts.key == device), None)
-    named = f"{device} ({facts.name}, torch {facts.torch})" if facts else device
-    return " ".join(part for part in (workload, show_params(shared), "on", named) if part)
+    place = device
+    for facts in devices:
+        if facts.key == device:
+            place = f"{device} ({facts.name}, torch {facts.torch})"
+    return join_parts(workload, show_params(shared), "on", place, by=" ")
 
 
 def merge_notes(notes: Iterable[tuple[str, str, str]], num_places: int) -> list[str]:
@@ -270,24 +358,29 @@ def merge_notes(notes: Iterable[tuple[str, str, str]], num_places: int) -> list[
 
     A note is (what it is about, the text, the place).
     """
-    places = together(((about, text), place) for about, text, place in notes)
-    return [
-        f"- {about}{_where(where, num_places)}: {text}" if text else f"- {about}{_where(where, num_places)}"
-        for (about, text), where in places.items()
-    ]
+    places_by_note = together(((about, text), place) for about, text, place in notes)
+    lines = []
+    for (about, text), places in places_by_note.items():
+        line = f"- {about}{_describe_places(places, num_places)}"
+        lines.append(f"{line}: {text}" if text else line)
+    return lines
 
 
-def _where(places: Sequence[str], num_places: int) -> str:
+def _describe_places(places: Sequence[str], num_places: int) -> str:
     if num_places == 1:
         return ""
     if len(places) == num_places:
         return f" in all {num_places} groups"
-    return f" at {'; '.join(places)}" if len(places) <= _MOST_PLACES else f" in {len(places)} of {num_places} groups"
+    if len(places) <= _MOST_PLACES:
+        return f" at {'; '.join(places)}"
+    return f" in {len(places)} of {num_places} groups"
 
 
 def value_of(measurement: Measurement | None) -> float | None:
     """The median of a measurement's samples."""
-    return statistics.median(measurement.samples) if measurement and measurement.samples else None
+    if measurement and measurement.samples:
+        return statistics.median(measurement.samples)
+    return None
 
 
 def show_value(measurement: Measurement) -> str:
@@ -295,13 +388,14 @@ def show_value(measurement: Measurement) -> str:
 
 
 def error_name(measurement: Measurement) -> str:
-    """'gradient error (gemm)': its words and phase. A loss of a single batch is marked: it is right by chance now and
-    then.
-    """
+    """'gradient error (gemm)': its words and phase; a loss of a single batch is marked."""
+    # With one batch a loss is right by chance now and then.
     is_one_draw = measurement.metric == LOSS_ERROR and len(measurement.samples) == 1
     remark = measurement.phase or ("one draw" if is_one_draw else "")
     words = measurement.metric.replace("_", " ")
-    return f"{words} ({remark})" if remark else words
+    if remark:
+        return f"{words} ({remark})"
+    return words
 
 
 def floor_of(results: Iterable[Result]) -> str:
@@ -315,7 +409,8 @@ def phases_of(result: Result) -> tuple[tuple[str, float], ...]:
     finding = result.finding
     if finding is None or finding.best_seconds is None:
         return ()
+    # Runs of earlier versions stored phases without the rest.
     if any(name == UNATTRIBUTED for name, _ in finding.phases):
         return finding.phases
-    rest = finding.best_seconds - sum(seconds for _, seconds in finding.phases)
-    return (*finding.phases, (UNATTRIBUTED, max(0.0, rest)))
+    unattributed = finding.best_seconds - sum(seconds for _, seconds in finding.phases)
+    return (*finding.phases, (UNATTRIBUTED, max(0.0, unattributed)))

@@ -24,7 +24,7 @@ from fp8bench.report.elements import (
 )
 from fp8bench.report.page.drawing import scale as limits
 from fp8bench.report.page.drawing.draw import draw
-from fp8bench.report.page.drawing.scale import Scale, escaped, fitted, shown, width
+from fp8bench.report.page.drawing.scale import Scale, escape, fit_scale, show_number, width
 from tests.counts import for_each
 from tests.pages import SPEED, TIME, charts
 from tests.told_before import Told, as_before
@@ -181,7 +181,7 @@ def test_texts_show_as_they_are(text: str) -> None:
     assert sheet.findtext("title") == text and sheet.findtext("desc") == text
     assert texts_of(sheet).count(text) == 3
     assert (marks_of(sheet)[0].get("data-hint") or "").startswith(text)
-    assert escaped("a\x00b\ud800\n<") == "a\ufffdb\ufffd&#10;&lt;"
+    assert escape("a\x00b\ud800\n<") == "a\ufffdb\ufffd&#10;&lt;"
 
 
 def test_what_is_not_drawn_is_counted() -> None:
@@ -300,7 +300,7 @@ def test_ticks() -> Told:
         (12.4, "J"),
         (0.05, "ratio"),
     ):
-        yield f"{value} {unit}", shown(value, unit)
+        yield f"{value} {unit}", show_number(value, unit)
 
 
 @given(
@@ -309,7 +309,7 @@ def test_ticks() -> Told:
     unit=st.sampled_from(["", "s", "B", "x", "J", "B/s", "dB", "ratio"]),
 )
 def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bool, unit: str) -> None:
-    scale = fitted(values, 10, 90, log, unit)
+    scale = fit_scale(values, 10, 90, log, unit)
     ticks = scale.ticks(6)
     assert 1 <= len(ticks) <= 20
     assert [scale.at(value) for value, _ in ticks] == sorted(scale.at(value) for value, _ in ticks)

@@ -13,7 +13,7 @@ from fp8bench.report.elements import Items
 from fp8bench.report.panels import panels_of
 from fp8bench.report.topics.verdict import comparisons
 from fp8bench.report.words import legend
-from fp8bench.report.words.legend import LABELS, explained
+from fp8bench.report.words.legend import LABELS, explain_label
 from tests.counts import for_each
 from tests.fakes import MS, steady
 from tests.materials import Made, of_kind, part
@@ -83,7 +83,7 @@ def test_labels() -> Told:
 
 def test_legends_say_what_labels_mean() -> None:
     text = render_whole(*HOT, width=300)
-    assert f"\n  {explained(Label.THROTTLED)}\n" in text and f"\n  {legend.HARD}\n" in text
+    assert f"\n  {explain_label(Label.THROTTLED)}\n" in text and f"\n  {legend.HARD}\n" in text
 
 
 @for_each("label", sorted(REMARKS))

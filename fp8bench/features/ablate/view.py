@@ -25,7 +25,7 @@ from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Page, Part, Text, Tone
 from fp8bench.report.panels import show_params
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 
 _LEVEL = 0.99
 _ENDS = ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2)
@@ -136,7 +136,7 @@ def page_of(ablation: Ablation) -> Page:
 
 def sentences(ablation: Ablation) -> Iterator[str]:
     first, whole = ablation.arms[0], ablation.arm(ablation.names)
-    names = listed(list(ablation.names))
+    names = join_words(ablation.names)
     emulated = "emulated: its time is no speed"
     if not first.timed:
         yield f"nothing can be said of speed: the step without options has none ({first.why or emulated})"
@@ -208,12 +208,11 @@ def _arms(ablation: Ablation) -> Element:
             number=True,
         ),
         Col("speed-up", lambda arm: _speed(Savings(ablation).speed_up(arm)), number=True),
-        Col("memory", lambda arm: arm.memory, number=True, unit="B"),
-        Col("energy", lambda arm: arm.joules, number=True, unit="J", when=any(arm.joules for arm in ablation.arms)),
+        Col("memory", lambda arm: arm.memory, unit="B"),
+        Col("energy", lambda arm: arm.joules, unit="J", when=any(arm.joules for arm in ablation.arms)),
         Col(
             ablation.error.replace("_", " ") or "error",
             lambda arm: arm.error,
-            number=True,
             show=units.relative_error,
             when=bool(ablation.error),
         ),

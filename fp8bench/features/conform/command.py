@@ -23,7 +23,7 @@ from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Items, Page, Part, Text, Tone
 from fp8bench.report.panels import together
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 
 _LEGEND = (
     "order: every element is what the same products give when they are summed in another order; it conforms",
@@ -103,7 +103,7 @@ def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], whole: b
     if rows := [mode for mode in conformities if mode not in emulated]:
         parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
     if same := [_named(mode) for mode in emulated if mode.compared]:
-        words = f"emulated here, and torch's kernels give the same: {listed(same, 20)}"
+        words = f"emulated here, and torch's kernels give the same: {join_words(same, 20)}"
         parts.append(Part("emulated", "", (Text(words),)))
     different = [case for mode in conformities for case in mode.found if case.difference not in (None, Difference.NONE)]
     if shown := [case for case in different if whole or case.difference in _WRONG]:
@@ -119,7 +119,7 @@ def _undone(conformities: Sequence[ModeConformity]) -> Iterator[str]:
     """Yields a line for each reason, like 'mxfp4, mxfp8 and nvfp4, 3 casts and products: ...'."""
     by_reason = together((case.why, case) for mode in conformities for case in mode.found if case.difference is None)
     for why, members in by_reason.items():
-        modes = listed(list(dict.fromkeys(member.mode for member in members)), 20)
+        modes = join_words(list(dict.fromkeys(member.mode for member in members)), 20)
         yield f"{modes}, {len({member.what for member in members})} casts and products: {why}"
 
 
@@ -167,10 +167,10 @@ def _verdict(conformities: Sequence[ModeConformity]) -> str:
     different = [mode.mode for mode in conformities if not mode.conforms]
     compared = [_named(mode) for mode in conformities if mode.compared]
     if different:
-        return f"not what the emulation gives: {listed(different)}"
+        return f"not what the emulation gives: {join_words(different)}"
     if not compared:
         return "nothing could be compared"
-    return f"{listed(compared, 20)}: the emulation gives what the kernels give, up to the order of sums"
+    return f"{join_words(compared, 20)}: the emulation gives what the kernels give, up to the order of sums"
 
 
 def _named(mode: ModeConformity) -> str:

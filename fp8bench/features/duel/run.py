@@ -43,7 +43,7 @@ from fp8bench.pipeline import now, share_of
 from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.registry import workloads
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 from fp8bench.store.runs.run_file import check_store
 from fp8bench.user_code import user_module
 
@@ -304,7 +304,7 @@ def run_duel(
         remarks: list[str] = [*notes]
         for own, other in ((before, after), (after, before)):
             if lacking := [name for name in own.cases if name not in other.cases]:
-                remarks.append(f"only side {own.name} has {listed(lacking, 2)}: not compared")
+                remarks.append(f"only side {own.name} has {join_words(lacking, 2)}: not compared")
         return _measured((before, after), begun, remarks, store, observer, start)
 
 

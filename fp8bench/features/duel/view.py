@@ -13,11 +13,11 @@ from fp8bench.model import Comparison, Direction, Status
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import TIME
 from fp8bench.report.columns import Col, table
-from fp8bench.report.comparisons import TONES, counted, direction, label_legend, signed, value
+from fp8bench.report.comparisons import TONES, count_directions, direction, label_legend, show_change, value
 from fp8bench.report.elements import Element, Field, Page, Part, Text, Tone
 from fp8bench.report.panels import show_params, together
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.naming import listed, many
+from fp8bench.report.words.naming import join_words, many
 
 _HOW_RATIO = (
     f"change: of the time from A to B, below 0 is faster, with its {units.percent(FINAL_LEVEL, 0)} interval; a side is "
@@ -94,7 +94,7 @@ _TIMES: tuple[Col[_Figure], ...] = (
     Col("case", _name),
     *_SIDES,
     Col("verdict", _verdict),
-    Col("change", lambda figure: signed(figure[1].ratio)),
+    Col("change", lambda figure: show_change(figure[1].ratio)),
     Col("apart", _apart, number=True),
     Col("labels", lambda figure: ", ".join(figure[1].labels)),
 )
@@ -102,7 +102,7 @@ _VALUES: tuple[Col[_Figure], ...] = (
     Col("case", _name),
     Col("figure", lambda figure: figure[1].metric),
     *_SIDES,
-    Col("change", lambda figure: signed(figure[1].ratio), tone=_tone),
+    Col("change", lambda figure: show_change(figure[1].ratio), tone=_tone),
 )
 
 
@@ -110,7 +110,7 @@ def _values(figures: Sequence[_Figure]) -> Iterator[Element]:
     values = [figure for figure in figures if figure[1].metric != TIME]
     apart = [figure for figure in values if figure[1].direction is not Direction.SAME and figure[1].ratio is not None]
     if values:
-        title = f"values (errors, memory): {counted(comparison for _, comparison in values)}"
+        title = f"values (errors, memory): {count_directions(comparison for _, comparison in values)}"
         yield table("values", title, _VALUES, apart) if apart else Text(title)
 
 
@@ -126,7 +126,7 @@ def _notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
         for record in (result.before, result.after)
         if record.is_ok and record.detail
     ]
-    return [f"{listed(list(dict.fromkeys(about)), 3)}: {why}" for why, about in together(reasons).items()]
+    return [f"{join_words(about, 3)}: {why}" for why, about in together(reasons).items()]
 
 
 def _ending(duel: Duel) -> Iterator[Text]:

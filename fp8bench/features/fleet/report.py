@@ -27,7 +27,7 @@ from fp8bench.files import is_locked
 from fp8bench.model import Run
 from fp8bench.model.run import CellStatus, FleetPlan
 from fp8bench.report.panels import together
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 from fp8bench.store.fleet_plans import number_of, plans_of, read_plan, states_of
 from fp8bench.store.runs.listing import REFUSED, REMEDY, listing
 from fp8bench.store.runs.run_file import load_head, load_run
@@ -262,7 +262,7 @@ def find_gaps(runs: Sequence[MachineRun], expected: Collection[str]) -> Iterator
         for run in members:
             cut |= {setting: run.run for setting in run.cut if setting not in whole[machine]}
         if cut:
-            names = listed([f"{setting} (run {run})" for setting, run in cut.items()])
+            names = join_words([f"{setting} (run {run})" for setting, run in cut.items()])
             words = f"{len(cut)} of its cells were cut off and not resumed: {names}"
             yield MachineAlarm(machine, Oddity.CUT_OFF, words)
         counts: Counter[str] = Counter()
@@ -272,7 +272,9 @@ def find_gaps(runs: Sequence[MachineRun], expected: Collection[str]) -> Iterator
         common = [setting for setting, count in counts.items() if count > 1 and 2 * count >= len(whole) - 1]
         lacking = [setting for setting in common if setting not in whole[machine] and setting not in cut]
         if lacking:
-            words = f"{len(lacking)} of {len(common)} cells that other machines measured are missing: {listed(lacking)}"
+            words = (
+                f"{len(lacking)} of {len(common)} cells that other machines measured are missing: {join_words(lacking)}"
+            )
             yield MachineAlarm(machine, Oddity.MISSING, words)
     for machine in sorted(set(expected) - by_machine.keys()):
         yield MachineAlarm(machine, Oddity.MISSING, "it sent nothing")

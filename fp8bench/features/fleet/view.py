@@ -53,11 +53,10 @@ def _machines(report: FleetReport) -> Table:
         Col("runs", lambda machine: str(machine.runs), number=True),
         Col("whole cells", lambda machine: Field(f"{machine.whole} of {report.settings}", machine.whole), number=True),
         Col("failed cases", lambda machine: str(machine.failed), number=True),
-        Col("time", lambda machine: machine.ratio, number=True, show=units.ratio, hint="median case over its kind's"),
+        Col("time", lambda machine: machine.ratio, show=units.ratio, hint="median case over its kind's"),
         Col(
             "MADs",
             lambda machine: machine.score,
-            number=True,
             show=lambda score: f"{score:+.1f}",
             hint="distance from the median of its kind, in median absolute deviations",
         ),
@@ -100,10 +99,10 @@ def _cases(report: FleetReport) -> Table:
         Col("case", lambda figure: figure.case),
         Col("kind", lambda figure: figure.kind),
         Col("machines", lambda figure: str(len(figure.seconds)), number=True),
-        Col("time", lambda figure: figure.middle, number=True, unit="s"),
-        Col("fastest", lambda figure: min(figure.seconds.values()), number=True, unit="s"),
-        Col("slowest", lambda figure: max(figure.seconds.values()), number=True, unit="s"),
-        Col("to A", compare_with_first, number=True, show=units.ratio, unit="x"),
+        Col("time", lambda figure: figure.middle, unit="s"),
+        Col("fastest", lambda figure: min(figure.seconds.values()), unit="s"),
+        Col("slowest", lambda figure: max(figure.seconds.values()), unit="s"),
+        Col("to A", compare_with_first, show=units.ratio, unit="x"),
         Col("not compared for", lambda figure: report.why_not.get(figure.kind, ""), below=True),
     ]
     return table("cases", "", cols, figures, main=True)

@@ -25,12 +25,12 @@ from fp8bench.features.gate.judging import (
 from fp8bench.model import Comparison, Status
 from fp8bench.model.specs import spec_of
 from fp8bench.report.columns import Col, table
-from fp8bench.report.comparisons import label_legend, setting_of, signed, value
+from fp8bench.report.comparisons import label_legend, setting_of, show_change, value
 from fp8bench.report.elements import Code, Element, Items, Page, Part, Table, Text, Tone, printable
 from fp8bench.report.page import markdown
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.naming import many, shortened
+from fp8bench.report.words.naming import many, shorten_line
 
 # What becomes of a test; of others there may be more to say. What nobody can tell passes no test.
 _TAGS = {
@@ -108,7 +108,7 @@ def _detail(figure: JudgedFigure) -> Iterator[str]:
 
 def _both(change: Comparison) -> str:
     values = f"{value(change, change.before)} -> {value(change, change.after)}"
-    return values if change.ratio is None else f"{values}, {signed(change.ratio)}"
+    return values if change.ratio is None else f"{values}, {show_change(change.ratio)}"
 
 
 def _text(words: str) -> str:
@@ -163,8 +163,8 @@ def _part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> P
         Col("figure", lambda figure: f"{setting_of(figure.comparison.case)[1]} {figure.comparison.metric}"),
         Col("A", lambda figure: value(figure.comparison, figure.comparison.before), number=True),
         Col("B", lambda figure: value(figure.comparison, figure.comparison.after), number=True),
-        Col("change", lambda figure: signed(figure.comparison.ratio)),
-        Col("again", lambda figure: signed(figure.again.ratio if figure.again else None)),
+        Col("change", lambda figure: show_change(figure.comparison.ratio)),
+        Col("again", lambda figure: show_change(figure.again.ratio if figure.again else None)),
         Col("worse is", limit),
         Col("verdict", lambda figure: figure.outcome.value, tone=lambda figure: _TONES.get(figure.outcome, Tone.PLAIN)),
         Col("why", lambda figure: figure.why, below=True),
@@ -271,12 +271,12 @@ def _unlike(result: CaseResult) -> ReviewStatus | None:
 
 
 def _change(figure: JudgedFigure) -> str:
-    return f"{_title(figure)}: {signed(figure.comparison.ratio)}"
+    return f"{_title(figure)}: {show_change(figure.comparison.ratio)}"
 
 
 def comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, again: str) -> str:
     """Returns Markdown: the outcome, the figure that it rests on, the table, then what else there is to say."""
-    whys = [shortened(why, 300) for why in reviewed.whys[:_MOST_WHYS]]
+    whys = [shorten_line(why, 300) for why in reviewed.whys[:_MOST_WHYS]]
     more = len(reviewed.whys) - len(whys)
     elements: list[Element] = [Text(why) for why in whys[:1]]
     if verdict is not None and verdict.sights and not whys:
@@ -315,7 +315,7 @@ def _figures(verdict: GateVerdict) -> Table:
         Col("figure", _title),
         Col("base", lambda figure: value(figure.comparison, figure.comparison.before), number=True),
         Col("head", lambda figure: value(figure.comparison, figure.comparison.after), number=True),
-        Col(f"change, {units.percent(FINAL_LEVEL, 0)} interval", lambda figure: signed(figure.comparison.ratio)),
+        Col(f"change, {units.percent(FINAL_LEVEL, 0)} interval", lambda figure: show_change(figure.comparison.ratio)),
         Col(_SMALLEST, smallest),
         Col("worse is", limit),
         Col("verdict", lambda figure: figure.outcome.value),

@@ -116,10 +116,10 @@ def _times(answer: ServingAnswer, whole: bool) -> Table:
 
     cols: list[Col[ArmTimes]] = [
         Col("arm", lambda times: word_of(times.arm)),
-        Col(f"prompt of {answer.prompt}", lambda times: times.ttft, number=True, unit="s"),
-        Col("tokens/s in", lambda times: rate(batch * answer.prompt, times.ttft), number=True, show=units.count),
-        Col(f"a token at {answer.question.contexts[-1]}", answer.tpot, number=True, unit="s"),
-        Col("tokens/s out", lambda times: rate(batch, answer.tpot(times)), number=True, show=units.count),
+        Col(f"prompt of {answer.prompt}", lambda times: times.ttft, unit="s"),
+        Col("tokens/s in", lambda times: rate(batch * answer.prompt, times.ttft), show=units.count),
+        Col(f"a token at {answer.question.contexts[-1]}", answer.tpot, unit="s"),
+        Col("tokens/s out", lambda times: rate(batch, answer.tpot(times)), show=units.count),
         Col("a", lambda times: _seconds(times.line.a if times.line else None), number=True, when=whole),
         Col(
             "b a 1k tokens", lambda times: _seconds(times.line.b if times.line else None, 1000), number=True, when=whole

@@ -25,7 +25,7 @@ from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Field, Items, Page, Part, Text, Tone
 from fp8bench.report.panels import together
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def page_of(model: str, findings: Sequence[ShapeFinding]) -> Page:
         items = Items(tuple(Text(f"{why}: {_places(places)}") for why, places in lacking.items()))
         parts.append(Part("missing", "why there is no such product", (items,)))
     lost = fitting_nowhere(findings)
-    names = listed([f"{name} in {', '.join(modes)}" for name, modes in lost.items()])
+    names = join_words([f"{name} in {', '.join(modes)}" for name, modes in lost.items()])
     words = f"Not taken as they are by any of these devices: {names}."
     every = "Every product fits as it is on some of these devices, in every mode."
     parts.append(Part("conclusion", "", (Text(words if lost else every),)))

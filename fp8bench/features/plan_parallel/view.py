@@ -141,7 +141,7 @@ _WAYS: tuple[Col[Way], ...] = (
     Col("band", lambda way: f"±{units.percent(memory_band(way[1].layout), 0)}", number=True),
     Col("fits", _fits),
     Col("tokens/s", lambda way: units.count(way[1].tokens), number=True),
-    Col("band", lambda way: _band(*way), number=True, show=lambda band: f"±{units.percent(band, 0)}"),
+    Col("band", lambda way: _band(*way), show=lambda band: f"±{units.percent(band, 0)}"),
     Col("waits", lambda way: units.percent(way[1].pace.waits, 0), number=True),
     Col("idle", lambda way: units.percent(way[1].pace.idle, 0), number=True),
 )

@@ -51,7 +51,7 @@ from fp8bench.report.elements import (
 from fp8bench.report.page.charts import worth_drawing
 from fp8bench.report.panels import together
 from fp8bench.report.words.legend import MEMORY_WORDS
-from fp8bench.report.words.naming import listed, many
+from fp8bench.report.words.naming import join_words, many
 
 _MOST_EVENTS = 300
 
@@ -91,8 +91,8 @@ def _memory(stored: KeptTraining) -> Iterator[Element]:
 
     cols: list[Col[str]] = [
         Col("arm", str),
-        Col("highest point", lambda name: uses[name].peak, number=True, show=units.size),
-        *(Col(MEMORY_WORDS[role], partial(size, role.value), number=True, show=units.size) for role in shown),
+        Col("highest point", lambda name: uses[name].peak, show=units.size),
+        *(Col(MEMORY_WORDS[role], partial(size, role.value), show=units.size) for role in shown),
     ]
     if sizes:
         when = "when the first forward pass has ended" if common else "at the highest point of a step"
@@ -138,7 +138,7 @@ def tensor_lines(stored: KeptTraining) -> Iterator[Element]:
         yield from _draw_magnitudes(f"tensors-{number}", name, readings[name])
     if drawn[_MOST_ARMS:]:
         yield Text(
-            f"{listed(drawn[_MOST_ARMS:])} are not drawn: `fp8bench show {stored.training.id} --csv FILE` has their "
+            f"{join_words(drawn[_MOST_ARMS:])} are not drawn: `fp8bench show {stored.training.id} --csv FILE` has their "
             "readings."
         )
 

@@ -38,7 +38,7 @@ from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.terminal.short_answer import Answer, as_sentence, short_answer
 from fp8bench.report.topics.answers import without_option
-from fp8bench.report.words.naming import describe_devices, listed, many
+from fp8bench.report.words.naming import describe_devices, many
 
 # Stands under the hints of the arms' columns.
 _LEGEND = ("a verdict is of this model, text and number of steps: it does not transfer to a model of another size",)
@@ -266,7 +266,7 @@ def arms_table(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Tab
         ),
     )
     shown = [col for col in cols if col.heading not in without]
-    return table("arms", "arms", shown, rows, main=True, kept=("loss",))
+    return table("arms", "arms", shown, rows, main=True, required=("loss",))
 
 
 _FOUR_DIGITS = "{:.4f}".format
@@ -333,13 +333,13 @@ def notes_of(judged: JudgedTraining) -> Iterator[str]:
     if names := [arm.name for arm in stored.training.arms if not arm.native and arm.name in measured]:
         memories = [cost.memory for cost in stored.of(ArmCost) if cost.memory and cost.arm in names]
         derived = "; memory on a device is derived" if any(memory.on_device for memory in memories) else ""
-        yield f"memory and energy of {listed(names)} are of emulation, not of a device with the format{derived}"
+        yield f"memory and energy of {join_words(names)} are of emulation, not of a device with the format{derived}"
     if stored.request.ranks is not None and not stored.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
     energies = (
         (summary.energy.why, summary.arm.name) for summary in judged.summaries if summary.energy and summary.energy.why
     )
-    yield from (f"energy of {listed(arms)}: {reason}" for reason, arms in together(energies).items())
+    yield from (f"energy of {join_words(arms)}: {reason}" for reason, arms in together(energies).items())
     yield from stored.troubles
 
 
@@ -365,7 +365,7 @@ def _events(stored: KeptTraining, most: int) -> Iterator[Element]:
         Col("words", attrgetter("words")),
         Col("what may help", attrgetter("remedy")),
     ]
-    yield table("events", "", cols, events[:most], main=True, kept=("arm", "seed", "step", "what"))
+    yield table("events", "", cols, events[:most], main=True, required=("arm", "seed", "step", "what"))
     if len(events) > most:
         yield Text(f"and {len(events) - most} more: the CSV has them")
 

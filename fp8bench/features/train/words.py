@@ -21,7 +21,7 @@ from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict,
 from fp8bench.model import Interval
 from fp8bench.model.step import Coverage
 from fp8bench.report.topics.shares import coverage_sentence, left_of
-from fp8bench.report.words.naming import listed, many
+from fp8bench.report.words.naming import join_words, many
 
 _ROLES = {
     ArmRole.REFERENCE: "the reference",
@@ -43,7 +43,7 @@ VERDICTS = {
 def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
     yield coverage_sentence(name, coverage)
     for reason, names, _ in left_of(coverage)[:_SHOWN]:
-        yield f"{listed(list(dict.fromkeys(names)), _SHOWN)}: {reason}"
+        yield f"{join_words(names, _SHOWN)}: {reason}"
     yield from coverage.remarks
     yield f"backward begins from {coverage.loss}"
 
@@ -230,4 +230,4 @@ def _span(interval: Interval) -> str:
 
 
 def _seeds(seeds: Sequence[int]) -> str:
-    return f"seed{'s' * (len(seeds) != 1)} {listed(list(map(str, seeds)))}"
+    return f"seed{'s' * (len(seeds) != 1)} {join_words(map(str, seeds))}"

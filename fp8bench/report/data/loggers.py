@@ -21,7 +21,8 @@ from fp8bench.model import Environment, Finding, Record, Run
 from fp8bench.model.file_names import safe
 from fp8bench.model.specs import STEP, TIME, Rank
 
-TENSORBOARD, WANDB = "tensorboard", "wandb"
+TENSORBOARD = "tensorboard"
+WANDB = "wandb"
 DEFAULT_PLACES = {TENSORBOARD: "tensorboard", WANDB: "fp8bench"}
 _EVENT_FORMAT = "brain.Event:2"
 _UNIT_WORDS = {"s": "_seconds", "B": "_bytes", "J": "_joules", "W": "_watts"}
@@ -233,7 +234,8 @@ def _name(record: Record, figure: str) -> str:
 
 def _figures_of(metric: Metric) -> Iterator[tuple[str, float | None]]:
     # The cost of an emulation must not share a chart with speeds.
-    kind, unit = "emulation_" if metric.cost else "", _UNIT_WORDS.get(metric.unit, "")
+    kind = "emulation_" if metric.cost else ""
+    unit = _UNIT_WORDS.get(metric.unit, "")
     if metric.phase != STEP:
         yield f"{kind}phase_{metric.phase}{unit}", metric.best or None
         return
@@ -252,7 +254,8 @@ def _figures_of(metric: Metric) -> Iterator[tuple[str, float | None]]:
 
 def place_on_curve(run: Run) -> int:
     """A run's step, in seconds since 1970: its commit's date, or its own start if files had changed."""
-    date, dirty = run.environment.get("commit_date"), run.environment.get("dirty")
+    date = run.environment.get("commit_date")
+    dirty = run.environment.get("dirty")
     if isinstance(date, int) and not isinstance(date, bool) and dirty is False and date > 0:
         return date // 1000
     return begun_at(run.started)

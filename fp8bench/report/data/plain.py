@@ -48,7 +48,9 @@ def _cells(values: Iterable[Any]) -> list[Any]:
 @lru_cache  # few texts fill the rows of a training, of which there may be millions
 def _inert(text: str) -> str:
     line = printable(text)
-    return f"'{line}" if line[1:] and line.lstrip()[:1] in _BEGIN_FORMULAS else line
+    if line[1:] and line.lstrip()[:1] in _BEGIN_FORMULAS:
+        return f"'{line}"
+    return line
 
 
 def json_line(document: Any) -> str:

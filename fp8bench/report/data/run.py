@@ -7,19 +7,19 @@ docs/outputs.md describes the columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fp8bench.analysis.metric import Metric
-from fp8bench.model import Finding, Provenance, Record, Run, Scalar, specs
+from fp8bench.model import Provenance, Record, Run, Scalar, specs
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import TIME, Rank
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import printable
-from fp8bench.report.panels import Figures, Result, metrics_within, panels_of, show_params
+from fp8bench.report.panels import FindingsById, NamedCase, Result, metrics_within, panels_of, show_params
 from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows
 
 Cell = Scalar | None
@@ -54,29 +54,38 @@ _FIGURE_COLUMNS = (
 
 def columns_of(*runs: Run) -> tuple[str, ...]:
     """The columns of the rows of some runs, with one for each parameter of their cases."""
-    names = dict.fromkeys(name for run in runs for record in run.records for name, _ in record.case.params)
-    return (*_CASE_COLUMNS, *(f"param_{name}" for name in names), *_FIGURE_COLUMNS)
+    params: dict[str, Scalar] = {}
+    for run in runs:
+        for record in run.records:
+            params |= dict(record.case.params)
+    return (*_CASE_COLUMNS, *(f"param_{name}" for name in params), *_FIGURE_COLUMNS)
 
 
-def rows(run: Run, findings: Mapping[str, Finding]) -> list[TidyRow]:
+def rows(run: Run, findings: FindingsById) -> list[TidyRow]:
     """All rows, in the order of the plan. Each has every column, with None for what it does not have."""
     empty: TidyRow = dict.fromkeys(columns_of(run))
-    names = {facts.key: facts.name for facts in run.devices}
-    heads: TidyRow = {"run": Path(run.path).stem or run.id, "started_utc": run.started}
+    empty |= {"run": Path(run.path).stem or run.id, "started_utc": run.started}
+    device_names = {facts.key: facts.name for facts in run.devices}
     tidy = []
     for panel in panels_of(run, findings):
         for group, result in panel.members:
-            named = {"device_name": names.get(result.record.case.device)}
-            about = empty | heads | _about(result.record, panel.reference) | named
+            about = empty | _about(result.record, panel.reference)
+            about["device_name"] = device_names.get(panel.device)
+            # A restated figure would be counted twice by whoever sums up rows.
+            metrics = [metric for metric in metrics_within(group, result) if metric.rank is not Rank.RESTATED]
             # The row of the step's time comes first, and says what became of the case.
-            first, *others = (metric for metric in metrics_within(group, result) if metric.rank is not Rank.RESTATED)
-            tidy += [about | _row(first) | _of_the_case(result), *(about | _row(metric) for metric in others)]
+            tidy.append(about | _row(metrics[0]) | _of_the_case(result))
+            tidy += [about | _row(metric) for metric in metrics[1:]]
     for row in break_even_rows(run, findings):
-        tidy.append(empty | heads | {"device_name": names.get(row.device)} | _crossing(row))
-    # Texts are one line, and None if empty: the CSV has the same.
-    return [
-        {name: _line(cell) or None if isinstance(cell, str) else cell for name, cell in row.items()} for row in tidy
-    ]
+        tidy.append(empty | {"device_name": device_names.get(row.device)} | _crossing(row))
+    return [dict(zip(row, map(_cell, row.values()), strict=True)) for row in tidy]
+
+
+def _cell(cell: Cell) -> Cell:
+    """Texts are one line, and None if empty: the CSV has the same."""
+    if isinstance(cell, str):
+        return _line(cell) or None
+    return cell
 
 
 def _crossing(row: BreakEvenRow) -> TidyRow:
@@ -169,22 +178,36 @@ def _of_the_case(result: Result) -> TidyRow:
     return {"spread": finding.spread, "noise_floor": finding.floor, "label_reasons": reasons}
 
 
-def run_rows(pairs: Sequence[tuple[Run, Mapping[str, Finding]]]) -> Rows:
-    tidy = [row for run, findings in pairs for row in rows(run, findings)]
-    return columns_of(*(run for run, _ in pairs)) if pairs else (), tidy
+def run_rows(pairs: Sequence[tuple[Run, FindingsById]]) -> Rows:
+    if not pairs:
+        return (), ()
+    tidy: list[TidyRow] = []
+    for run, findings in pairs:
+        tidy += rows(run, findings)
+    return columns_of(*(run for run, _ in pairs)), tidy
 
 
-def run_value(run: Run, findings: Mapping[str, Finding]) -> dict[str, Any]:
+def run_value(run: Run, findings: FindingsById) -> dict[str, Any]:
     """All that its file holds, with findings and figures for each record, and break-even sizes."""
     header = {field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name != "records"}
-    said = {}
-    for group, result in (member for panel in panels_of(run, findings) for member in panel.members):
-        told = result.finding and {**encode(result.finding), "verdict_words": result.finding.verdict_words}
-        finding = told and {name: value for name, value in told.items() if name not in ("case", "typical")}
-        metrics = Figures(group, result).values()
-        known = ((metric.name, metric.value if metric.best is None else metric.best) for metric in metrics)
-        figures = {name: encode(value) for name, value in known if value is not None}
-        said[result.record.case.id] = {"finding": finding, "metrics": figures}
-    records = [{**encode(record), **said[record.case.id]} for record in run.records]
+    results: dict[str, dict[str, Any]] = {}
+    for panel in panels_of(run, findings):
+        results |= {case.record.case.id: _result_value(case) for case in panel.members}
+    records = [{**encode(record), **results[record.case.id]} for record in run.records]
     sweeps = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]
     return {"schema": SCHEMA, **header, "records": records, "break_even": sweeps}
+
+
+def _result_value(case: NamedCase) -> dict[str, Any]:
+    finding = None
+    if case.finding:
+        finding = {**encode(case.finding), "verdict_words": case.finding.verdict_words}
+        # The record beside it has the case, and times by phase are figures.
+        finding.pop("case", None)
+        finding.pop("typical", None)
+    figures = {}
+    for metric in case.figures.values():
+        value = metric.value if metric.best is None else metric.best
+        if value is not None:
+            figures[metric.name] = encode(value)
+    return {"finding": finding, "metrics": figures}

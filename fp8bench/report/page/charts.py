@@ -49,7 +49,7 @@ def _points(chart: AnyChart) -> int:
             return len(chart.places)
 
 
-def stacked(
+def stack_parts(
     name: str,
     title: str,
     description: str,
@@ -62,16 +62,19 @@ def stacked(
 
     If wholes are far apart, bars are shares, with the whole in the label.
     """
-    wholes, unit = [whole for _, whole, _ in rows], axis.unit
-    far = max(wholes) > _WIDE * min(wholes)
+    totals = [total for _, total, _ in rows]
+    # One long step would make the others' parts too thin to see.
+    as_shares = max(totals) > _WIDE * min(totals)
     bars = []
-    for label, whole, sizes in rows:
+    for label, total, sizes in rows:
         values = [sizes.get(part, 0.0) for part in parts]
-        if far:
-            values = [100 * value / (whole or 1.0) for value in values]
-        bars.append((f"{label}, {units.shown(whole, unit)}" if far else label, tuple(values)))
-    chosen = ChartAxis(share, "%") if far else axis
-    return Stacks(name, title, description, chosen, tuple(parts.values()), tuple(bars))
+        words = label
+        if as_shares:
+            words += f", {units.shown(total, axis.unit)}"
+            values = [100 * value / (total or 1.0) for value in values]
+        bars.append((words, tuple(values)))
+    bar_axis = ChartAxis(share, "%") if as_shares else axis
+    return Stacks(name, title, description, bar_axis, tuple(parts.values()), tuple(bars))
 
 
 def has_time(result: Result) -> bool:
@@ -80,6 +83,7 @@ def has_time(result: Result) -> bool:
 
 def phase_parts(results: Iterable[Result]) -> dict[str, str]:
     """The phases of these results in order, with words: the same everywhere, so that each has one colour."""
+    # Every step has time that no phase covers.
     names = {UNATTRIBUTED}
     for result in filter(has_time, results):
         names |= {name for name, seconds in phases_of(result) if 0 < seconds < math.inf}
@@ -95,6 +99,7 @@ def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
     """Columns and rows; rows of marks and points end with them."""
     match chart:
         case Bars():
+            # A single group has no heading.
             named = any(title for title, _ in chart.groups)
             bars: list[tuple[str, Mark]] = []
             for title, marks in chart.groups:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
@@ -61,6 +60,7 @@ class _PageBlock(NamedTuple):
 
 
 def render(page: Page) -> str:
+    # The policy names the script by its hash, so that no other script runs.
     script = _asset("script.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = _template().render(
@@ -79,6 +79,7 @@ def render(page: Page) -> str:
 def _template() -> jinja2.Template:
     import jinja2
 
+    # Escaping is on for all that the template prints; a missing name is an error, not an empty string.
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -89,7 +90,7 @@ def _template() -> jinja2.Template:
     filters: dict[str, Callable[..., str]] = {
         "sort_value": _sort_value,
         "kind": lambda element: type(element).__name__,
-        "marked": _marked,
+        "marked": _set_code,
     }
     environment.filters |= filters
     return environment.from_string(_asset("page.html.j2"))
@@ -102,8 +103,10 @@ def _asset(*names: str) -> str:
 
 def charts_of(page: Page) -> dict[str, AnyChart]:
     """The page's charts by their ids."""
-    blocks = (block for _, _, of_part in _parts(page, lambda chart: "") for block in of_part)
-    return {block.id: block.element for block in blocks if isinstance(block.element, Chart)}
+    charts: dict[str, AnyChart] = {}
+    for _, _, blocks in _parts(page, lambda chart: ""):
+        charts |= {block.id: block.element for block in blocks if isinstance(block.element, Chart)}
+    return charts
 
 
 def _parts(page: Page, draw: Callable[[AnyChart], str]) -> list[tuple[str, Part, tuple[_PageBlock, ...]]]:
@@ -119,35 +122,39 @@ class _Ids:
 
     def give(self, name: str) -> str:
         word = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "part"
-        candidates = (word if number == 1 else f"{word}-{number}" for number in count(1))
-        chosen = next(candidate for candidate in candidates if candidate not in self._taken)
-        self._taken.add(chosen)
-        return chosen
+        candidate = word
+        number = 1
+        while candidate in self._taken:
+            number += 1
+            candidate = f"{word}-{number}"
+        self._taken.add(candidate)
+        return candidate
 
 
 def _blocks(part: Part, ids: _Ids, draw: Callable[[AnyChart], str]) -> Iterator[_PageBlock]:
     for element in part.elements:
         if isinstance(element, Table):
-            own = ids.give(element.name)
-            yield _PageBlock(element, own, _sheet(element, own))
+            anchor = ids.give(element.name)
+            yield _PageBlock(element, anchor, _sheet(element, anchor))
         elif isinstance(element, Chart):
-            own = ids.give(element.name)
-            numbers = _sheet(numbers_table(element), ids.give(f"{own}-numbers"))
+            anchor = ids.give(element.name)
+            numbers = _sheet(numbers_table(element), ids.give(f"{anchor}-numbers"))
             # Ids within the drawing begin with the chart's own.
-            yield _PageBlock(element, own, numbers, draw(replace(element, name=own)))
+            yield _PageBlock(element, anchor, numbers, draw(replace(element, name=anchor)))
         else:
             yield _PageBlock(element)
 
 
 def _sheet(table: Table, anchor: str) -> _Sheet:
     """Says of each column whether it sorts by values."""
-    fields_of = ([row[place] for row in table.rows] for place in range(len(table.columns)))
-    by_value = (any(field.value is not None for field in fields) for fields in fields_of)
-    columns = tuple((column, column.number or valued) for column, valued in zip(table.columns, by_value, strict=True))
-    return _Sheet(anchor, table, columns)
+    columns = []
+    for place, column in enumerate(table.columns):
+        has_values = any(row[place].value is not None for row in table.rows)
+        columns.append((column, column.number or has_values))
+    return _Sheet(anchor, table, tuple(columns))
 
 
-def _marked(text: str) -> str:
+def _set_code(text: str) -> str:
     """The sentence with what is `between backticks` set as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
@@ -156,10 +163,15 @@ def _sort_value(field: Field) -> str:
     """What the script sorts by, as JavaScript reads it; '' if it is the text or unknown."""
     if field.value is None or math.isnan(field.value):
         return ""
+    # JavaScript's spelling; 'inf' would sort as text.
     if math.isinf(field.value):
-        return "Infinity" if field.value > 0 else "-Infinity"
+        if field.value > 0:
+            return "Infinity"
+        return "-Infinity"
     exact = repr(float(field.value)).removesuffix(".0")
-    return "" if exact == field.text else exact
+    if exact == field.text:
+        return ""
+    return exact
 
 
 # A card lies within the first bytes of a page.
@@ -167,7 +179,9 @@ CARD_BYTES = 16384
 # Older reports are not listed.
 MOST_REPORTS = 500
 # These keep a card, escaped, within CARD_BYTES: the commands of many runs would not.
-_MOST_ANSWERS, _LONGEST_ANSWER, _LONGEST_COMMAND = 12, 240, 1000
+_MOST_ANSWERS = 12
+_LONGEST_ANSWER = 240
+_LONGEST_COMMAND = 1000
 _CARD = re.compile(r'<meta name="fp8bench" content="([^"]*)">')
 _NAMED_BY_TIME = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)")
 
@@ -210,10 +224,12 @@ def _answers(element: Element) -> tuple[CardAnswer, ...]:
     """The verdicts of a table, or the first sentence."""
     match element:
         case Table():
-            wanted = ("case", "arm", "verdict")
-            places = [place for place, column in enumerate(element.columns) if column.title in wanted]
-            told = [[row[place].text for place in places] for row in element.rows] if len(places) > 1 else []
-            return tuple(CardAnswer(about, word) for about, word, *_ in told if word not in ("", units.NONE))
+            titles = ("case", "arm", "verdict")
+            places = [place for place, column in enumerate(element.columns) if column.title in titles]
+            if len(places) < 2:
+                return ()
+            pairs = [(row[places[0]].text, row[places[1]].text) for row in element.rows]
+            return tuple(CardAnswer(about, word) for about, word in pairs if word not in ("", units.NONE))
         case Text():
             return (CardAnswer("", element.text[:_LONGEST_ANSWER]),)
         case Items():
@@ -225,37 +241,41 @@ def read_card(beginning: str) -> Card | None:
     """The card at a page's beginning; None if there is none."""
     match = _CARD.search(beginning)
     try:
-        return decode(Card, json.loads(html.unescape(match[1]))) if match else None
+        if match:
+            return decode(Card, json.loads(html.unescape(match[1])))
+        return None
     except (ValueError, RecursionError, Malformed):
         return None
 
 
 def began(folder: str) -> str:
     match = _NAMED_BY_TIME.match(folder)
-    return f"{match[1]}-{match[2]}-{match[3]} {match[4]}:{match[5]}" if match else ""
+    if match:
+        return f"{match[1]}-{match[2]}-{match[3]} {match[4]}:{match[5]}"
+    return ""
 
 
 def index_page(reports: Iterable[ListedReport], left_out: int = 0) -> Page:
     """A page of reports, newest first."""
     listed = list(reports)
 
+    def title(report: ListedReport) -> Field:
+        return Field(report.card.title, hint=report.card.command, link=f"{quote(report.folder)}/report.html")
+
+    def answers(report: ListedReport) -> str | None:
+        return ", ".join([f"{answer.about} {answer.word}".strip() for answer in report.card.answers]) or None
+
     cols: list[Col[ListedReport]] = [
-        Col("began (UTC)", lambda report: report.when or units.NONE),
-        Col(
-            "report",
-            lambda report: Field(
-                report.card.title, hint=report.card.command, link=f"{quote(report.folder)}/report.html"
-            ),
-        ),
+        Col("began (UTC)", lambda report: report.when or None),
+        Col("report", title),
         Col("of", lambda report: report.card.kind),
-        Col(
-            "answer",
-            lambda report: (
-                ", ".join(f"{answer.about} {answer.word}".strip() for answer in report.card.answers) or units.NONE
-            ),
-        ),
+        Col("answer", answers),
         Col("where", lambda report: report.card.subtitle.partition(" UTC, ")[2] or report.card.subtitle),
     ]
-    shown = table("reports", many(len(listed), "report"), cols, listed, main=True, kept={"began (UTC)", "report"})
-    older = [Text(f"{many(left_out, 'older report')} in the same folder: not listed.", Tone.DOUBT)] if left_out else []
-    return Page("Reports", "", (Part("reports", "All reports, newest first", (shown, *older)),), kind="index")
+    required = {"began (UTC)", "report"}
+    elements: list[Element] = [
+        table("reports", many(len(listed), "report"), cols, listed, main=True, required=required)
+    ]
+    if left_out:
+        elements.append(Text(f"{many(left_out, 'older report')} in the same folder: not listed.", Tone.DOUBT))
+    return Page("Reports", "", (Part("reports", "All reports, newest first", tuple(elements)),), kind="index")

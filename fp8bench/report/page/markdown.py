@@ -6,7 +6,7 @@ The title and the answer are seen at first; a line opens the rest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from fp8bench.report.elements import (
     AnyChart,
@@ -18,6 +18,7 @@ from fp8bench.report.elements import (
     Items,
     Page,
     Part,
+    Sentences,
     Table,
     Text,
     Tone,
@@ -45,15 +46,19 @@ _STARTS = re.compile(r"^(?:=|#+(?=\s|$)|[+-](?=[\s-]|$)|\d+(?=[.)](?:\s|$)))")
 
 def render(page: Page) -> str:
     blocks = [_heading(1, page.title)]
-    blocks += [_paragraph(page.subtitle)] if page.subtitle else []
-    blocks += [", ".join(f"{_line(name)}: {_line(what)}" for name, what in page.facts)] if page.facts else []
+    if page.subtitle:
+        blocks.append(_paragraph(page.subtitle))
+    if page.facts:
+        blocks.append(", ".join(f"{_line(name)}: {_line(fact)}" for name, fact in page.facts))
     for part in page.parts:
         blocks += _part(part)
-    blocks += ["There is nothing to report."] if not page.parts else []
-    blocks += ["---", *(_paragraph(line) for line in page.footer)] if page.footer else []
+    if not page.parts:
+        blocks.append("There is nothing to report.")
+    if page.footer:
+        blocks += ["---", *map(_paragraph, page.footer)]
     if _lines(blocks) > _MOST_LINES:
-        seen, rest = _parted(blocks)
-        blocks = [*seen, _REST, *rest, "</details>"]
+        visible, hidden = _split_at_fold(blocks)
+        blocks = [*visible, _REST, *hidden, "</details>"]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -61,22 +66,26 @@ def _lines(blocks: Sequence[str]) -> int:
     return "\n\n".join(blocks).count("\n") + 1
 
 
-def _parted(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+def _split_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """The blocks before the fold, and those behind it; of a part after the first all or nothing is before it."""
+    # 1. As many blocks as find room.
     number = 1
     while _lines(blocks[: number + 1]) + 2 <= _MOST_LINES:
         number += 1
     parts = [place for place, block in enumerate(blocks[:number]) if block.startswith("## ")]
     if len(parts) > 1 and not blocks[number].startswith("## "):
         number = parts[-1]
-    lines, headed = blocks[number].split("\n")[: _MOST_LINES - _lines(blocks[:number]) - 3], number
-    cut = ["\n".join(lines)] if len(lines) >= _LEAST_CUT and blocks[number].startswith(("- ", "| ")) else []
-    while headed > 1 and blocks[headed - 1].startswith("#"):
-        headed -= 1
-    return [*blocks[:number], *cut] if cut else blocks[:headed], blocks[headed:]
+    # 2. The block at the fold goes behind it with its headings, and some of its lines stand before it, too.
+    beginning = number
+    while beginning > 1 and blocks[beginning - 1].startswith("#"):
+        beginning -= 1
+    lines = blocks[number].split("\n")[: _MOST_LINES - _lines(blocks[:number]) - 3]
+    if len(lines) >= _LEAST_CUT and blocks[number].startswith(("- ", "| ")):
+        return [*blocks[:number], "\n".join(lines)], blocks[beginning:]
+    return blocks[:beginning], blocks[beginning:]
 
 
-def _part(part: Part) -> Iterator[str]:
+def _part(part: Part) -> Sentences:
     if part.title:
         yield _heading(2, part.title)
     if part.lead:
@@ -85,14 +94,14 @@ def _part(part: Part) -> Iterator[str]:
         yield from _element(element)
 
 
-def _element(element: Element) -> Iterator[str]:
+def _element(element: Element) -> Sentences:
     match element:
         case Text():
             yield _paragraph(element.text, element.tone)
         case Items():
             yield "\n".join(f"- {_paragraph(item.text, item.tone)}" for item in element.items)
         case Facts():
-            yield _table((Column("what"), Column("is")), [(Field(name), Field(what)) for name, what in element.pairs])
+            yield _table((Column("what"), Column("is")), [(Field(name), Field(fact)) for name, fact in element.pairs])
         case Code():
             # The fence is longer than any run of backticks in the text.
             fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", element.text)), 3)
@@ -106,22 +115,24 @@ def _element(element: Element) -> Iterator[str]:
             yield from _chart(element)
 
 
-def _chart(chart: AnyChart) -> Iterator[str]:
+def _chart(chart: AnyChart) -> Sentences:
+    # GitHub shows no inline SVG, so a chart is the table of its numbers.
     numbers = numbers_table(chart)
     yield _heading(3, chart.title)
     yield _paragraph(chart.description)
     yield _table(numbers.columns, numbers.rows[:_MOST_NUMBERS])
-    left_out = len(numbers.rows) - _MOST_NUMBERS
-    if left_out > 0:
-        yield f"{left_out} more rows are left out here."
+    num_hidden = len(numbers.rows) - _MOST_NUMBERS
+    if num_hidden > 0:
+        yield f"{num_hidden} more rows are left out here."
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Sequence[Field]]) -> str:
+    # A table without rows would be read as text.
     if not rows:
         return "No rows."
     lines = [_row([_line(column.title) for column in columns])]
     lines += [_row(["---:" if column.number else "---" for column in columns])]
-    lines += [_row([_toned(_line(field.text), field.tone) for field in row]) for row in rows]
+    lines += [_row([_add_sign(_line(field.text), field.tone) for field in row]) for row in rows]
     return "\n".join(lines)
 
 
@@ -137,18 +148,24 @@ def _heading(level: int, text: str) -> str:
 
 def _paragraph(text: str, tone: Tone = Tone.PLAIN) -> str:
     line = _line(text)
-    # '#' -> '\\#', but '1' -> '1\\', because a list's number is marked by its dot.
-    return _toned(_STARTS.sub(lambda match: f"{match[0]}\\" if match[0].isdigit() else f"\\{match[0]}", line), tone)
+    if start := _STARTS.match(line):
+        # '#' -> '\\#', but '1' -> '1\\', because a list's number is marked by its dot.
+        end = start.end()
+        line = f"{line[:end]}\\{line[end:]}" if line[0].isdigit() else f"\\{line}"
+    return _add_sign(line, tone)
 
 
-def _toned(text: str, tone: Tone) -> str:
+def _add_sign(text: str, tone: Tone) -> str:
     """A sign before it, or bold if it is strong."""
     if not text:
         return text
-    return f"**{text}**" if tone is Tone.STRONG else f"{_SIGNS.get(tone, '')}{text}"
+    if tone is Tone.STRONG:
+        return f"**{text}**"
+    return f"{_SIGNS.get(tone, '')}{text}"
 
 
 def _line(text: str) -> str:
+    # A line break would end the table's row, the item or the heading.
     line = _SPACES.sub(" ", printable(text)).strip()
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return _MARKS.sub(lambda match: f"\\{match[0]}", line)

@@ -19,28 +19,28 @@ from typing import Any, TypeVar
 
 from fp8bench import units
 from fp8bench.feature_list import feature_parts
-from fp8bench.model import Finding, Run
+from fp8bench.model import Run
 from fp8bench.report import topics
-from fp8bench.report.case_status import cost_tone, emulated
+from fp8bench.report.case_status import cost_tone
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Chart, Element, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Chart, Element, Elements, Field, Page, Part, Table, Text, Tone
 from fp8bench.report.page.charts import numbers_table, worth_drawing
-from fp8bench.report.panels import NamedCase, Panel, Result, panels_of
+from fp8bench.report.panels import FindingsById, NamedCase, Panel, Result, join_parts, panels_of
 from fp8bench.report.words.naming import (
     COMMIT_LETTERS,
     commit_of,
     devices_of,
     fact,
-    listed,
+    join_words,
     many,
-    shortened,
+    shorten_line,
     suites_of,
     when,
 )
 
 T = TypeVar("T")
 N = TypeVar("N", bound=float)
-Elements = Callable[["Material"], Iterator[Element]]
+Builder = Callable[["Material"], Elements]
 # The most rows of a table with several rows a case.
 MOST_ROWS = 300
 
@@ -56,7 +56,7 @@ class Section:
     name: str
     title: str
     rank: int
-    elements: Elements
+    elements: Builder
     lead: str | Callable[[Material], str] = ""
     repeats: bool = False
 
@@ -64,10 +64,10 @@ class Section:
         elements = tuple(self.elements(material))
         if not elements:
             return None
-        lead = self.lead if isinstance(self.lead, str) else self.lead(material)
-        return Part(
-            self.name, self.title, elements, "" if all(isinstance(element, Text) for element in elements) else lead
-        )
+        lead = ""
+        if not all(isinstance(element, Text) for element in elements):
+            lead = self.lead if isinstance(self.lead, str) else self.lead(material)
+        return Part(self.name, self.title, elements, lead)
 
 
 _sections: dict[str, Section] = {}
@@ -75,10 +75,12 @@ _sections: dict[str, Section] = {}
 
 def section(
     name: str, title: str, rank: int, lead: str | Callable[[Material], str] = "", repeats: bool = False
-) -> Callable[[Elements], Elements]:
-    def register(elements: Elements) -> Elements:
-        said = lead or " ".join((elements.__doc__ or "").split())
-        _sections[name] = Section(name, title, rank, elements, said, repeats)
+) -> Callable[[Builder], Builder]:
+    """Registers a function as a section, whose docstring is the lead if no other is named."""
+
+    def register(elements: Builder) -> Builder:
+        words = lead or " ".join((elements.__doc__ or "").split())
+        _sections[name] = Section(name, title, rank, elements, words, repeats)
         return elements
 
     return register
@@ -87,23 +89,24 @@ def section(
 def sections() -> dict[str, Section]:
     for module in pkgutil.iter_modules(topics.__path__):
         importlib.import_module(f"{topics.__name__}.{module.name}")
+    # Features register theirs as their modules are imported.
     list(feature_parts("section"))
     return {section.name: section for section in sorted(_sections.values(), key=lambda section: section.rank)}
 
 
 def case_field(case: NamedCase) -> Field:
     """'fp8 (emulated), m=256 n=256': names a row's case, the precision first."""
-    words, tone = marked_emulated(case.result, case.result.mode)
-    return Field(", ".join(filter(None, (words, case.place))), tone=tone)
+    words, tone = mark_emulated(case.result, case.mode)
+    return Field(join_parts(words, case.place), tone=tone)
 
 
 # For rows that begin with their case.
 PRECISION: Col[Any] = Col("precision", lambda row: case_field(row[0]), hint="and what tells its case from the others")
 
 
-def marked_emulated(result: Result, words: str) -> tuple[str, Tone]:
+def mark_emulated(result: Result, words: str) -> tuple[str, Tone]:
     """The words, marked and grey if the result is emulated."""
-    return f"{words} (emulated)" if emulated(result) else words, cost_tone(result)
+    return f"{words} (emulated)" if result.is_emulated else words, cost_tone(result)
 
 
 def number(
@@ -116,28 +119,32 @@ def number(
 
 def table_of_cases(
     name: str, title: str, words: str, cols: Sequence[Col[T]], cases: Iterable[tuple[str, Sequence[T]]], beyond: str
-) -> Iterator[Element]:
+) -> Elements:
     """A table with several rows a case. Cases that find no room, beyond the first, are named below."""
     rows: list[T] = []
     left_out = []
-    for case, own in cases:
-        if rows and len(rows) + len(own) > MOST_ROWS:
+    for case, rows_of_case in cases:
+        if rows and len(rows) + len(rows_of_case) > MOST_ROWS:
             left_out.append(case)
         else:
-            rows += own
+            rows += rows_of_case
     if rows:
-        yield table(name, f"{title}: {words}", cols, rows, kept={col.heading for col in cols[:2]})
+        yield table(name, f"{title}: {words}", cols, rows, required={col.heading for col in cols[:2]})
     if left_out:
-        yield Text(f"{title}: not shown, for want of room: {listed(left_out)}. {beyond}")
+        yield Text(f"{title}: not shown, for want of room: {join_words(left_out)}. {beyond}")
 
 
 def parts_of(material: Material) -> tuple[Part, ...]:
-    built = ((section, section.build(material)) for section in sections().values())
-    settled = [replace(part, elements=tuple(_settled(part, section.repeats))) for section, part in built if part]
-    return tuple(part for part in settled if part.elements)
+    parts = []
+    for section in sections().values():
+        part = section.build(material)
+        elements = tuple(_replace_small_charts(part, section.repeats)) if part else ()
+        if part and elements:
+            parts.append(replace(part, elements=elements))
+    return tuple(parts)
 
 
-def _settled(part: Part, repeats: bool) -> Iterator[Element]:
+def _replace_small_charts(part: Part, repeats: bool) -> Elements:
     """Turns charts with little to see into tables, or leaves them out if those stand above; folds long tables."""
     for element in part.elements:
         if isinstance(element, Table) and not element.main and len(element.rows) > _MOST_OPEN:
@@ -164,23 +171,26 @@ def page_of(material: Material) -> Page:
 
 
 def _title(runs: Sequence[Run]) -> str:
-    suites, devices = (
-        list(dict.fromkeys(shortened(name, _LONGEST_NAME) for run in runs for name in names_of(run)))
-        for names_of in (suites_of, devices_of)
-    )
+    suites: dict[str, None] = {}
+    devices: dict[str, None] = {}
+    for run in runs:
+        suites |= dict.fromkeys(shorten_line(name, _LONGEST_NAME) for name in suites_of(run))
+        devices |= dict.fromkeys(shorten_line(name, _LONGEST_NAME) for name in devices_of(run))
     named = ", ".join(suites) if len(suites) <= _MOST_SUITES else many(len(suites), "suite")
-    return " on ".join(filter(None, (named, listed(devices, _MOST_DEVICES)))) or "A report without cases"
+    return join_parts(named, join_words(devices, _MOST_DEVICES), by=" on ") or "A report without cases"
 
 
 def _subtitle(material: Material) -> str:
-    if not material.alone:
-        labels = [entry.label for entry in material.entries]
-        more = [f"{len(labels) - _MOST_LABELS} more"] * (len(labels) > _MOST_LABELS)
-        return ": ".join(filter(None, (many(len(labels), "run"), "; ".join([*labels[:_MOST_LABELS], *more]))))
-    run = material.entries[0].run
-    commit = commit_of(run)
-    parts = (when(run), f"commit {commit}" if commit else "", fact(run, "machine"))
-    return ", ".join(filter(None, parts)) or "the header of the run's file is lost"
+    if material.alone:
+        run = material.entries[0].run
+        commit = commit_of(run)
+        parts = join_parts(when(run), f"commit {commit}" if commit else "", fact(run, "machine"))
+        return parts or "the header of the run's file is lost"
+    labels = [entry.label for entry in material.entries]
+    number = many(len(labels), "run")
+    if len(labels) > _MOST_LABELS:
+        labels[_MOST_LABELS:] = [f"{len(labels) - _MOST_LABELS} more"]
+    return join_parts(number, "; ".join(labels), by=": ")
 
 
 LONGEST_LABEL = 40
@@ -192,7 +202,7 @@ class Entry:
     """A run of a report. `label` tells it from the others ('cuda:0', 'a1b2c3d4', 'box 2'); '' if it is alone."""
 
     run: Run
-    findings: Mapping[str, Finding]
+    findings: FindingsById
     label: str = ""
 
     @cached_property
@@ -216,16 +226,14 @@ class Material:
         return len(self.entries) == 1
 
     def panels(self) -> Iterator[tuple[Entry, Panel]]:
-        return ((entry, panel) for entry in self.entries for panel in entry.panels)
+        for entry in self.entries:
+            for panel in entry.panels:
+                yield entry, panel
 
 
-def material_of(
-    runs: Sequence[Run],
-    findings: Sequence[Mapping[str, Finding]],
-    store: Path | None = None,
-) -> Material:
-    labelled = zip(runs, findings, labels_of(runs), strict=True)
-    return Material(tuple(Entry(run, own, label) for run, own, label in labelled), store)
+def material_of(runs: Sequence[Run], findings: Sequence[FindingsById], store: Path | None = None) -> Material:
+    entries = zip(runs, findings, labels_of(runs), strict=True)
+    return Material(tuple(Entry(*fields) for fields in entries), store)
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:
@@ -235,13 +243,14 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
     """
     if len(runs) < 2:
         return [""] * len(runs)
-    sources = [tuple(shortened(source(run), LONGEST_LABEL) for run in runs) for source in _SOURCES]
-    chosen = [words for words in sources if all(words)]
+    # The first fact that all runs have and that differs between them.
+    for source in _SOURCES:
+        labels = [shorten_line(source(run), LONGEST_LABEL) for run in runs]
+        if all(labels) and len({*labels}) == len(runs):
+            return labels
     ids = [run.id or "run" for run in runs]
-    numbered = tuple(
-        f"{name} ({ids[: place + 1].count(name)})" if ids.count(name) > 1 else name for place, name in enumerate(ids)
-    )
-    return list(next((words for words in chosen if len(set(words)) == len(runs)), numbered))
+    numbers = [ids[: place + 1].count(name) for place, name in enumerate(ids)]
+    return [f"{name} ({number})" if ids.count(name) > 1 else name for name, number in zip(ids, numbers, strict=True)]
 
 
 _SOURCES: tuple[Callable[[Run], str], ...] = (
@@ -255,12 +264,25 @@ _SOURCES: tuple[Callable[[Run], str], ...] = (
 
 
 def titled_panels(material: Material) -> Iterator[tuple[str, Panel]]:
-    panels, suites = list(material.panels()), []
-    for entry, panel in panels:
-        device = f" on {panel.case.device}" if len({other.case.device for other in entry.panels}) > 1 else ""
+    """Yields panels with the suite, the device if there are several, and the run; with the reference if these are the
+    same of several panels."""
+    titles: list[str] = []
+    panels: list[Panel] = []
+    for entry in material.entries:
+        has_devices = len({panel.device for panel in entry.panels}) > 1
         label = f", {entry.label}" if entry.label and not material.alone else ""
-        suites.append(f"{panel.case.workload}{device}{label}")
-    counts = Counter(suites)
-    for (_, panel), title in zip(panels, suites, strict=True):
-        against = f" against {panel.reference}" if counts[title] > 1 and panel.reference else ""
-        yield title + against, panel
+        titles += [f"{panel.suite}{f' on {panel.device}' * has_devices}{label}" for panel in entry.panels]
+        panels += entry.panels
+    counts = Counter(titles)
+    for title, panel in zip(titles, panels, strict=True):
+        is_told_apart = counts[title] == 1 or not panel.reference
+        yield title if is_told_apart else f"{title} against {panel.reference}", panel
+
+
+def name_tables(elements: Iterable[Element], suffix: object, title: str) -> Elements:
+    """Gives a terminal's tables the names and captions that they have on a page, among those of other panels."""
+    for element in elements:
+        if isinstance(element, Table):
+            yield replace(element, name=f"{element.name}-{suffix}", caption=f"{title}: {element.caption}")
+        else:
+            yield element

@@ -12,21 +12,21 @@ from fp8bench.analysis.steps.changes import Change, ChangeState, Found
 from fp8bench.model import Label
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.columns import Col, table
-from fp8bench.report.comparisons import signed
-from fp8bench.report.elements import Code, Element, Page, Part, Text, Tone
+from fp8bench.report.comparisons import show_change
+from fp8bench.report.elements import Code, Elements, Page, Part, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.history import count_of, value, where
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 
 _COLS: tuple[Col[tuple[str, Change]], ...] = (
     Col("commits", lambda row: row[0], shared=True), Col("series", lambda row: row[1].trend.name),
     Col("before", lambda row: value(row[1].trend, row[1].comparison.before), number=True),
     Col("after", lambda row: value(row[1].trend, row[1].comparison.after), number=True),
-    Col("change", lambda row: signed(row[1].comparison.ratio),
+    Col("change", lambda row: show_change(row[1].comparison.ratio),
         tone=lambda row: Tone.BAD if row[1].is_worse else Tone.GOOD),
     # A chance is never shown as none.
-    Col("chance", lambda row: row[1].comparison.p_value, number=True,
+    Col("chance", lambda row: row[1].comparison.p_value,
         show=lambda chance: units.share(max(chance, sys.float_info.min))),
     Col("notes", lambda row: "\n".join(_notes(row[1])), below=True),
 )  # fmt: skip
@@ -49,33 +49,43 @@ def page_of(search: Found, store: str, everything: bool = False, options: str = 
 
     `options` are those with which a command finds the same store.
     """
+    # The machine is only named where there is more than one.
     several = len({(change.trend.machine.get("machine"), change.trend.python) for change in search.changes}) > 1
     parts = []
     for title, changes in _sections(search, everything):
-        # Grouped by the commits they lie between, and by machine if there are several:
-        # 'after 00000018 and up to 0000001a, one of 2 commits, most likely 0000001a'.
-        places = []
-        for change in changes:
-            words = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
-            if change.commits > 1:
-                lacking = f" ({change.unmeasured} of them without a figure that compares)" if change.unmeasured else ""
-                words += f", one of {change.commits} commits{lacking}, most likely {change.first[:8]}"
-            places.append((words + (f", {where(change.trend)}" if several else ""), change))
-        rows = [(place, change) for place, members in together(places).items() for change in members]
-        parts += [Part("changes", title, (table(title, "", _COLS, rows),))] if rows else []
+        # Changes between the same commits stand together.
+        rows: list[tuple[str, Change]] = []
+        for place, members in together((_describe_place(change, several), change) for change in changes).items():
+            rows += [(place, change) for change in members]
+        if rows:
+            parts.append(Part("changes", title, (table(title, "", _COLS, rows),)))
     reasons = sorted(search.left.items(), key=lambda pair: (-pair[1], pair[0]))
-    left = (f"{count_of(count, 'series', 'series')}: {why}" for why, count in reasons)
-    parts += list_of("left", "not looked at", left)
+    ignored = (f"{count_of(count, 'series', 'series')}: {reason}" for reason, count in reasons)
+    parts += list_of("left", "not looked at", ignored)
+    # One example is enough to learn the commands.
     alarming = next((change for change in search.changes if change.alarms), None)
     if alarming is not None:
         parts.append(Part("summary", "", tuple(_what_to_do(alarming, options))))
-    return Page(f"{store}: {_counted(search)}", "", tuple(parts), _legend(search, everything))
+    return Page(f"{store}: {_summarize(search)}", "", tuple(parts), _legend(search, everything))
 
 
-def _what_to_do(change: Change, options: str) -> Iterator[Element]:
-    name, comparison = shlex.quote(change.trend.name), change.comparison
+def _describe_place(change: Change, with_machine: bool) -> str:
+    """'after 00000018 and up to 0000001a, one of 2 commits, most likely 0000001a': the commits that it lies between."""
+    words = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
+    if change.commits > 1:
+        lacking = f" ({change.unmeasured} of them without a figure that compares)" if change.unmeasured else ""
+        words += f", one of {change.commits} commits{lacking}, most likely {change.first[:8]}"
+    if with_machine:
+        return f"{words}, {where(change.trend)}"
+    return words
+
+
+def _what_to_do(change: Change, options: str) -> Elements:
+    name = shlex.quote(change.trend.name)
+    comparison = change.comparison
     yield Text("the first of them, commit by commit")
     yield Code(f"fp8bench history show {name}{options}")
+    # Counts are exact, so that measuring again would add nothing.
     if change.is_counted:
         yield Text("all figures of both commits, judged with what is stored")
         yield Code(f"fp8bench gate {comparison.since[:8]} {comparison.until[:8]} --no-rerun{options}")
@@ -89,41 +99,47 @@ def _what_to_do(change: Change, options: str) -> Iterator[Element]:
 
 
 def value_of(search: Found) -> dict[str, object]:
-    changes = [
-        {
-            "series": change.trend.name,
-            "machine": change.trend.machine["machine"],
-            "python": change.trend.python,
-            "version": change.version,
-            **encode(change.comparison),
-            "first": change.first,
-            "commits": change.commits,
-            "unmeasured": change.unmeasured,
-            "state": change.state.value,
-            "ack": encode(change.ack),
-        }
-        for change in search.changes
-    ]
     return {
         "schema": SCHEMA,
         "looked_at": search.looked_at,
         "counted": search.counted,
         "left": dict(search.left),
-        "changes": changes,
+        "changes": [_change_value(change) for change in search.changes],
     }
 
 
-def _counted(search: Found) -> str:
-    still = [change for change in search.changes if change.state is ChangeState.OPEN]
-    worse, fewer = sum(change.is_worse for change in still), sum(_is_fewer(change) for change in still)
-    known = sum(change.state is ChangeState.ACKNOWLEDGED for change in search.changes)
-    parts = [count_of(worse, "regression"), *([count_of(fewer, "count") + " that went down"] if fewer else [])]
-    parts.append(count_of(len(still) - worse - fewer, "improvement"))
-    also = f"; {count_of(known, 'change')} acknowledged" if known else ""
+def _change_value(change: Change) -> dict[str, object]:
+    return {
+        "series": change.trend.name,
+        "machine": change.trend.machine["machine"],
+        "python": change.trend.python,
+        "version": change.version,
+        **encode(change.comparison),
+        "first": change.first,
+        "commits": change.commits,
+        "unmeasured": change.unmeasured,
+        "state": change.state.value,
+        "ack": encode(change.ack),
+    }
+
+
+def _summarize(search: Found) -> str:
     series = search.looked_at + search.counted
     if not series:
         return "no series was long enough to look for changes"
-    return f"{listed(parts)} in {count_of(series, 'series', 'series')}{also}"
+    worse = fewer = better = acknowledged = 0
+    for change in search.changes:
+        is_open = change.state is ChangeState.OPEN
+        worse += is_open and change.is_worse
+        fewer += is_open and _is_fewer(change)
+        better += is_open and not change.is_worse and not _is_fewer(change)
+        acknowledged += change.state is ChangeState.ACKNOWLEDGED
+    parts = [count_of(worse, "regression")]
+    if fewer:
+        parts.append(f"{count_of(fewer, 'count')} that went down")
+    parts.append(count_of(better, "improvement"))
+    remark = f"; {count_of(acknowledged, 'change')} acknowledged" if acknowledged else ""
+    return f"{join_words(parts)} in {count_of(series, 'series', 'series')}{remark}"
 
 
 def _is_fewer(change: Change) -> bool:
@@ -132,13 +148,14 @@ def _is_fewer(change: Change) -> bool:
 
 
 def _sections(search: Found, everything: bool) -> Iterator[tuple[str, list[Change]]]:
-    still = [change for change in search.changes if change.state is ChangeState.OPEN]
-    yield "regressions", [change for change in still if change.is_worse]
-    yield "counts that went down", [change for change in still if _is_fewer(change)]
-    yield "improvements", [change for change in still if not change.is_worse and not _is_fewer(change)]
+    by_state = together((change.state, change) for change in search.changes)
+    current = by_state.get(ChangeState.OPEN, [])
+    yield "regressions", [change for change in current if change.is_worse]
+    yield "counts that went down", [change for change in current if _is_fewer(change)]
+    yield "improvements", [change for change in current if not change.is_worse and not _is_fewer(change)]
     for state in ChangeState:
         if state is ChangeState.CONTRADICTED or (everything and state is not ChangeState.OPEN):
-            yield state.value, [change for change in search.changes if change.state is state]
+            yield state.value, by_state.get(state, [])
 
 
 def _notes(change: Change) -> Iterator[str]:

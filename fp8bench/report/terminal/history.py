@@ -9,7 +9,7 @@ import itertools
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from fp8bench import units
@@ -20,7 +20,10 @@ from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Code, Column, Field, Page, Part, Table, Text
 from fp8bench.report.terminal.layout import list_of
 
+# Numbers by the words for what they count.
+Counts = Mapping[str, int]
 _HASTY = "~"
+# Further reasons would hide the runs themselves.
 _MOST_WORDS = 20
 # Digits of a median beside its interval: with three, all would often read alike.
 _CLOSE = 4
@@ -47,30 +50,34 @@ def value(trend: Trend, number: float | None, digits: int = 3) -> str:
 
 
 def trends_page(
-    endings: Sequence[Ending], store: str, runs: int, commits: int, left: Mapping[str, int], options: str = ""
+    endings: Sequence[Ending], store: str, runs: int, commits: int, skipped: Counts, options: str = ""
 ) -> Page:
     """A line for each series and cell, by machine and interpreter.
 
-    `options` are those with which a command finds the same store.
+    `skipped` are reasons why runs are not in it, with their numbers; `options` are those with which a command finds the
+    same store.
     """
     counts = f"{count_of(len(endings), 'series', 'series')}, {count_of(runs, 'run')} of {count_of(commits, 'commit')}"
     cols: list[Col[Ending]] = [
         Col("series", lambda ending: ending.trend.name),
         Col("points", lambda ending: str(ending.points), number=True),
         Col("last", lambda ending: ending.last.commit[:8]),
-        Col("value", lambda ending: _shown(ending.trend, ending.last), number=True),
+        Col("value", lambda ending: _show_figure(ending.trend, ending.last), number=True),
         Col("change", lambda ending: _change(ending.last, ending.before), number=True),
     ]
     parts = []
-    for _, alike in itertools.groupby(
-        endings, key=lambda ending: (ending.trend.machine.get("machine"), ending.trend.python)
-    ):
-        members = list(alike)
+    for _, neighbours in itertools.groupby(endings, key=_interpreter):
+        members = list(neighbours)
         parts.append(Part("series", "", (table("series", where(members[0].trend), cols, members),)))
     if endings:
+        # Names have brackets, which shells expand.
         name = shlex.quote(endings[0].trend.name)
         parts.append(_next("one of them, commit by commit", f"fp8bench history show {name}{options}"))
-    return Page(f"{store}: {counts}", "", (*parts, *_left_out(left)), _OF_LIST if endings else ())
+    return Page(f"{store}: {counts}", "", (*parts, *_left_out(skipped)), _OF_LIST if endings else ())
+
+
+def _interpreter(ending: Ending) -> tuple[object, str]:
+    return ending.trend.machine.get("machine"), ending.trend.python
 
 
 def trend_page(trends: Sequence[Trend], description: str) -> Page:
@@ -86,28 +93,32 @@ def trend_page(trends: Sequence[Trend], description: str) -> Page:
         Column("change", number=True),
         Column("why", below=True),
     )
-    parts = [
-        Part("trend", "", (Table("trend", where(trend), columns, tuple(_figure_rows(trend))),)) for trend in trends
-    ]
-    what = list_of("what", "", [f"{description}; lower is better"])
-    return Page(trends[0].name, "", (*what, *parts), _OF_TREND)
+    parts = list_of("what", "", [f"{description}; lower is better"])
+    for trend in trends:
+        figures = Table("trend", where(trend), columns, tuple(_figure_rows(trend)))
+        parts.append(Part("trend", "", (figures,)))
+    return Page(trends[0].name, "", tuple(parts), _OF_TREND)
 
 
 def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ...]:
     """A run as a row of the table of runs, so that the run need not be kept in memory."""
     commit = str(run.environment.get("commit") or "none")[:8]
-    mark = "" if run.environment.get("dirty") is False or commit == "none" else "+dirty"
+    # An unknown state counts as changed.
+    if run.environment.get("dirty") is not False and commit != "none":
+        commit += "+dirty"
     by_status = Counter(record.status for record in run.records)
-    below = "" if run.finished else _unfinished(run, being_written) + ("" if being_written else options)
+    remark = ""
+    if not run.finished:
+        remark = "being measured now" if being_written else _describe_unfinished(run) + options
     words = (
         run.id,
         run.started[:19].replace("T", " ") or units.NONE,
-        commit + mark,
+        commit,
         run.origin,
         run.request.suite,
         *(str(by_status[status]) for status in (Status.OK, Status.SKIPPED, Status.FAILED)),
         str(run.environment.get("machine") or units.NONE),
-        below,
+        remark,
     )
     return tuple(map(Field, words))
 
@@ -115,7 +126,7 @@ def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ..
 def runs_page(
     rows: Sequence[tuple[Field, ...]],
     store: str,
-    left: Mapping[str, int],
+    skipped: Counts,
     options: str = "",
     kept: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Page:
@@ -139,27 +150,26 @@ def runs_page(
     for kind, lines in kept.items():
         parts += list_of(f"{kind}s", f"{kind}s (UTC), newest first", lines)
     parts += [_next("one of them", f"fp8bench show {rows[0][0].text}{options}")] if rows else []
-    return Page(f"{store}: {count_of(len(rows), 'run')}, newest first", "", (*parts, *_left_out(left)))
+    return Page(f"{store}: {count_of(len(rows), 'run')}, newest first", "", (*parts, *_left_out(skipped)))
 
 
 def faults_page(faults: Sequence[Fault], sound: int, files: int, store: str) -> Page:
     broken = sum(fault.broken for fault in faults)
     head = f"{store}: {count_of(broken, 'thing is', 'things are')} broken" if broken else f"{store}: nothing is broken"
-    parts = []
-    for title, kind in (("broken", True), ("worth knowing", False)):
-        parts += list_of(
-            title, title, (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in faults if fault.broken is kind)
-        )
+    parts: list[Part] = []
+    for title, is_broken in (("broken", True), ("worth knowing", False)):
+        lines = (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in faults if fault.broken is is_broken)
+        parts += list_of(title, title, lines)
     return Page(head, "", (*parts, Part("sound", "", (Text(f"sound: {sound} of {files} run files"),))))
 
 
-def rebuilt_page(store: str, files: int, series: int, runs: int, left: Mapping[str, int]) -> Page:
-    made = f"{count_of(files, 'file')} of asv's, {count_of(series, 'benchmark')}, from {count_of(runs, 'run')}"
-    return Page(f"{store}: made {made}", "", tuple(_left_out(left)))
+def rebuilt_page(store: str, files: int, series: int, runs: int, skipped: Counts) -> Page:
+    counts = f"{count_of(files, 'file')} of asv's, {count_of(series, 'benchmark')}, from {count_of(runs, 'run')}"
+    return Page(f"{store}: made {counts}", "", tuple(_left_out(skipped)))
 
 
-def joined_page(title: str, counts: Mapping[str, int]) -> Page:
-    return Page(title, "", (), facts=tuple((what, str(count)) for what, count in counts.items()))
+def joined_page(title: str, counts: Counts) -> Page:
+    return Page(title, "", (), facts=tuple((name, str(count)) for name, count in counts.items()))
 
 
 def _next(words: str, command: str) -> Part:
@@ -179,74 +189,90 @@ def where(trend: Trend) -> str:
     return f"on {machine.get('machine')}{f' ({facts})' if facts else ''}, {trend.python}"
 
 
-def _shown(trend: Trend, figure: Figure, digits: int = 3) -> str:
+def _show_figure(trend: Trend, figure: Figure, digits: int = 3) -> str:
     if figure.value is None:
         return {Status.FAILED: "FAILED", Status.SKIPPED: "skipped"}.get(figure.status, units.NONE)
     return (_HASTY if figure.hasty else "") + value(trend, figure.value, digits)
 
 
-def _change(figure: Figure, before: Figure | None) -> str:
-    if before is None or figure.value is None or before.value is None:
+def _change(figure: Figure, previous: Figure | None) -> str:
+    if previous is None or figure.value is None or previous.value is None:
         return units.NONE
-    if figure.version != before.version:
+    if figure.version != previous.version:
         return "new version"
-    if figure.source != before.source:
+    if figure.source != previous.source:
         return _NEW_SOURCE
-    if before.value == 0 or not (math.isfinite(before.value) and math.isfinite(figure.value)):
-        return units.change(1.0) if figure.value == before.value else units.NONE
-    return (_HASTY if figure.hasty or before.hasty else "") + units.change(figure.value / before.value)
+    # No ratio can be made of these.
+    if previous.value == 0 or not (math.isfinite(previous.value) and math.isfinite(figure.value)):
+        if figure.value == previous.value:
+            return units.change(1.0)
+        return units.NONE
+    return (_HASTY if figure.hasty or previous.hasty else "") + units.change(figure.value / previous.value)
 
 
-def _figure_rows(trend: Trend) -> Iterable[tuple[Field, ...]]:
-    before: Figure | None = None
-    version, conditions = trend.figures[0].version, ""
+def _figure_rows(trend: Trend) -> Iterator[tuple[Field, ...]]:
+    previous: Figure | None = None
+    version = trend.figures[0].version
+    conditions = ""
     for figure in trend.figures:
-        news = (
-            [f"version {version} -> {figure.version}: numbers before do not compare"]
-            if figure.version != version
-            else []
-        )
+        # 1. Rows under the same conditions share a line above them.
+        news = []
+        if figure.version != version:
+            news.append(f"version {version} -> {figure.version}: numbers before do not compare")
         version = figure.version
-        if before is not None and figure.value is not None and before.under != figure.under:
-            news += _new_conditions(before.under, figure.under)
+        if previous is not None and figure.value is not None and previous.under != figure.under:
+            news += _new_conditions(previous.under, figure.under)
         conditions = "; ".join(news) or conditions
-        below = [f"{_shown(trend, figure)}: {figure.reason}"] if figure.value is None and figure.reason else []
-        ends = ", ".join(value(trend, end, _CLOSE) for end in (figure.low, figure.high))
-        told = before is not None and (before.version, before.source) == (figure.version, figure.source)
+        # 2. The figure, and the change if it compares with the previous one.
+        change = interval = units.NONE
+        if previous is not None and (previous.version, previous.source) == (figure.version, figure.source):
+            change = _change(figure, previous)
+        if figure.low is not None:
+            interval = f"[{value(trend, figure.low, _CLOSE)}, {value(trend, figure.high, _CLOSE)}]"
+        reason = ""
+        if figure.value is None and figure.reason:
+            reason = f"{_show_figure(trend, figure)}: {figure.reason}"
         cells = (
             conditions,
             units.moment(figure.date),
             figure.commit[:8],
             str(figure.runs),
             str(figure.samples),
-            _shown(trend, figure, _CLOSE),
-            units.NONE if figure.low is None else f"[{ends}]",
-            _change(figure, before) if told else units.NONE,
-            "\n".join(below),
+            _show_figure(trend, figure, _CLOSE),
+            interval,
+            change,
+            reason,
         )
         yield tuple(map(Field, cells))
-        before = figure if figure.value is not None else before
+        if figure.value is not None:
+            previous = figure
 
 
-def _new_conditions(before: Conditions, now: Conditions) -> Iterable[str]:
-    old, new = dict(before), dict(now)
-    changed = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+def _new_conditions(previous: Conditions, current: Conditions) -> Iterator[str]:
+    old = dict(previous)
+    new = dict(current)
+    changed = [name for name in old | new if old.get(name) != new.get(name)]
     for name in changed:
+        # The hash of torch follows from its version.
         if name != "torch_git" or "torch" not in changed:
-            was, is_now = ("none" if own.get(name) is None else " ".join(str(own[name]).split()) for own in (old, new))
-            yield f"{name} {was:.28} -> {is_now:.28}"
+            yield f"{name} {_condition(old.get(name)):.28} -> {_condition(new.get(name)):.28}"
 
 
-def _unfinished(run: Run, being_written: bool) -> str:
-    if being_written:
-        return "being measured now"
-    missing = len(
-        {case.case.id for group in run.plan for case in group.cases} - {record.case.id for record in run.records}
-    )
+def _condition(value: object) -> str:
+    if value is None:
+        return "none"
+    return " ".join(str(value).split())
+
+
+def _describe_unfinished(run: Run) -> str:
+    planned: set[str] = set()
+    for group in run.plan:
+        planned.update(case.case.id for case in group.cases)
+    missing = len(planned - {record.case.id for record in run.records})
     lacking = f"; {count_of(missing, 'case has', 'cases have')} no record" if missing else ""
     return f"unfinished{lacking}: fp8bench suite --resume {run.id}"
 
 
-def _left_out(left: Mapping[str, int]) -> list[Part]:
-    reasons = sorted(left.items(), key=lambda pair: (-pair[1], pair[0]))[:_MOST_WORDS]
-    return list_of("left", "not in it", (f"{count_of(count, 'run')}: {why}" for why, count in reasons))
+def _left_out(skipped: Counts) -> list[Part]:
+    reasons = sorted(skipped.items(), key=lambda pair: (-pair[1], pair[0]))[:_MOST_WORDS]
+    return list_of("left", "not in it", (f"{count_of(count, 'run')}: {reason}" for reason, count in reasons))

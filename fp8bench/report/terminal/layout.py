@@ -9,7 +9,6 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
 
 from fp8bench import units
 from fp8bench.report.elements import (
@@ -45,7 +44,13 @@ def painter(color: bool) -> Paint:
     from rich.style import Style
 
     styles = {tone: Style.parse(name) for tone, name in _COLORS.items()}
-    return lambda text, tone: styles[tone].render(text, color_system=ColorSystem.STANDARD) if tone in styles else text
+
+    def paint(text: str, tone: Tone) -> str:
+        if tone in styles:
+            return styles[tone].render(text, color_system=ColorSystem.STANDARD)
+        return text
+
+    return paint
 
 
 class _Wrapper(textwrap.TextWrapper):
@@ -61,6 +66,7 @@ class _Wrapper(textwrap.TextWrapper):
 
 def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
     """The text in lines of at most `width`; the first begins with `indent`, the others also with `hang`."""
+    # Names and errors come from others, and must not control the terminal.
     clean = printable(text)
     wrapper = _Wrapper(width, initial_indent=indent, subsequent_indent=indent + hang, break_on_hyphens=False)
     return wrapper.wrap(clean) or [indent.rstrip()]
@@ -68,60 +74,83 @@ def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
 
 def list_of(name: str, title: str, sentences: Iterable[str]) -> list[Part]:
     texts = tuple(map(Text, sentences))
-    return [Part(name, title, (Items(texts),))] if texts else []
+    if texts:
+        return [Part(name, title, (Items(texts),))]
+    return []
 
 
 def render(page: Page, width: int = 100, color: bool = False, explain: bool = True) -> str:
-    width, paint = max(width, MIN_WIDTH), painter(color)
-    head = [paint(line, Tone.STRONG) for line in wrap(page.title, width, hang=INDENT)] if page.title else []
-    head += wrap(page.subtitle, width, hang=INDENT) if page.subtitle else []
-    head += [line for name, what in page.facts for line in wrap(f"{name}: {what}", width, INDENT, INDENT)]
-    legend = list_of("legend", "how to read this", page.footer)
-    last = [part for part in page.parts if part.name == "summary"]
-    hinted = bool(legend) and not explain and not any(part.tight for part in page.parts)
-    if not explain:
-        legend = [Part("legend", "", (Text(_EXPLAIN),))] if hinted and last else []
-    parts = [*(part for part in page.parts if part not in last), *legend, *last]
-    paragraphs = [head, *(block for part in parts for block in _part(part, width, paint))]
+    width = max(width, MIN_WIDTH)
+    paint = painter(color)
+    # 1. The head, in one paragraph.
+    head = _paint_lines(page.title, Tone.STRONG, width, paint)
+    if page.subtitle:
+        head += wrap(page.subtitle, width, hang=INDENT)
+    for name, fact in page.facts:
+        head += wrap(f"{name}: {fact}", width, INDENT, INDENT)
+    # 2. The parts; a summary stands last, behind the legend or the hint at it:
+    # what to do next must be the last thing on the screen.
+    summary = [part for part in page.parts if part.name == "summary"]
+    parts = [part for part in page.parts if part.name != "summary"]
+    is_hinted = bool(page.footer) and not explain and not any(part.tight for part in page.parts)
+    if explain:
+        parts += list_of("legend", "how to read this", page.footer)
+    elif is_hinted and summary:
+        parts.append(Part("legend", "", (Text(_EXPLAIN),)))
+    paragraphs = [head]
+    for part in [*parts, *summary]:
+        paragraphs += _part(part, width, paint)
     text = "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
-    return f"{text}{_EXPLAIN}\n" if hinted and not last else text
+    if is_hinted and not summary:
+        return f"{text}{_EXPLAIN}\n"
+    return text
+
+
+def _paint_lines(text: str, tone: Tone, width: int, paint: Paint, indent: str = "") -> list[str]:
+    """The text in lines of that tone; none of ''."""
+    if text:
+        return [paint(line, tone) for line in wrap(text, width, indent, INDENT)]
+    return []
 
 
 def _part(part: Part, width: int, paint: Paint) -> Iterator[list[str]]:
-    block = [paint(line, Tone.STRONG) for line in wrap(part.title, width, hang=INDENT)] if part.title else []
+    block = _paint_lines(part.title, Tone.STRONG, width, paint)
     indent = INDENT if part.title and not part.tight else ""
-    block += wrap(part.lead, width, indent, INDENT) if part.lead else []
+    if part.lead:
+        block += wrap(part.lead, width, indent, INDENT)
     for place, element in enumerate(part.elements):
         if isinstance(element, Table):
             if not part.tight and (place or part.lead or element.caption):  # else it stands right under the heading
                 yield block
                 block = []
-            tone = Tone.STRONG if part.tight else Tone.PLAIN
-            block += (
-                [paint(line, tone) for line in wrap(element.caption, width, hang=INDENT)] if element.caption else []
-            )
+            block += _paint_lines(element.caption, Tone.STRONG if part.tight else Tone.PLAIN, width, paint)
         block += _lines(element, width, paint, indent)
     yield block
 
 
 def _lines(element: Element, width: int, paint: Paint, indent: str) -> list[str]:
+    lines: list[str] = []
     match element:
         case Text():
-            return [paint(line, element.tone) for line in wrap(element.text, width, indent, INDENT)]
+            lines += [paint(line, element.tone) for line in wrap(element.text, width, indent, INDENT)]
         case Items():
-            return [paint(line, item.tone) for item in element.items for line in wrap(item.text, width, INDENT, INDENT)]
+            for item in element.items:
+                lines += [paint(line, item.tone) for line in wrap(item.text, width, INDENT, INDENT)]
         case Facts():
-            pairs = [f"{name}: {what}" for name, what in element.pairs]
-            if not indent and len(in_one := GAP.join(pairs)) <= width:
-                pairs = [in_one]
-            return [line for pair in pairs for line in wrap(pair, width, indent, INDENT)]
+            pairs = [f"{name}: {fact}" for name, fact in element.pairs]
+            if not indent and len(GAP.join(pairs)) <= width:
+                pairs = [GAP.join(pairs)]
+            for pair in pairs:
+                lines += wrap(pair, width, indent, INDENT)
         case Code():
             # Something to type, continued behind a backslash.
-            *begun, last = wrap(element.text, width - 2, INDENT, INDENT)
-            return [*(f"{line} \\" for line in begun), last]
+            lines = wrap(element.text, width - 2, INDENT, INDENT)
+            lines[:-1] = [f"{line} \\" for line in lines[:-1]]
         case Table():
-            return _table(element, width, paint)
-    raise TypeError(f"a terminal draws no {type(element).__name__}: give its numbers as a Table")
+            lines = _table(element, width, paint)
+        case _:
+            raise TypeError(f"a terminal draws no {type(element).__name__}: give its numbers as a Table")
+    return lines
 
 
 def _table(element: Table, width: int, paint: Paint) -> list[str]:
@@ -129,40 +158,53 @@ def _table(element: Table, width: int, paint: Paint) -> list[str]:
 
     If that is not enough, the last columns leave the grid and follow each row as 'title: value'.
     """
+    # 1. The columns of the grid, and how wide they are.
     grid = [place for place, column in enumerate(element.columns) if not column.shared and not column.below]
     columns = [replace(element.columns[place], title=printable(element.columns[place].title)) for place in grid]
-    rows = [[replace(row[place], text=printable(row[place].text)) for place in grid] for row in element.rows]
-    widths = [max([len(column.title), *(len(row[place].text) for row in rows)]) for place, column in enumerate(columns)]
-    shown = len(columns)
-    while shown > 1 and _room_for_name(widths[:shown], width) < min(widths[0], _LEAST_NAME):
-        shown -= 1
-    room = _room_for_name(widths[:shown], width)
-    widths[0] = max([min(len(columns[0].title), room), *(len(row[0].text) for row in rows if len(row[0].text) <= room)])
+    rows = []
+    widths = [len(column.title) for column in columns]
+    for row in element.rows:
+        fields = [replace(row[place], text=printable(row[place].text)) for place in grid]
+        widths = [max(size, len(field.text)) for size, field in zip(widths, fields, strict=True)]
+        rows.append(fields)
+    num_shown = len(columns)
+    while num_shown > 1 and _room_for_name(widths[:num_shown], width) < min(widths[0], _LEAST_NAME):
+        num_shown -= 1
+    room = _room_for_name(widths[:num_shown], width)
+    names = [len(fields[0].text) for fields in rows]
+    widths[0] = max([min(len(columns[0].title), room), *(size for size in names if size <= room)])
+    # 2. The titles, then each row under what it shares with its neighbours.
     titles = [Field(column.title[:size], tone=Tone.STRONG) for column, size in zip(columns, widths, strict=True)]
-    lines = _row(titles[:shown], columns, widths, width, paint)
-    shared = [place for place, column in enumerate(element.columns) if column.shared]
-    by_words = groupby(
-        zip(element.rows, rows, strict=True),
-        lambda pair: "  ".join(pair[0][place].text for place in shared if pair[0][place].text),
-    )
-    for words, alike in by_words:
-        lines += wrap(words, width, hang=INDENT) if words else []
-        for whole, row in alike:
-            lines += _row(row[:shown], columns, widths, width, paint)
-            lines += _folded(columns[shown:], row[shown:], width)
-            for column, field in zip(element.columns, whole, strict=True):
-                texts = field.text.split("\n") if column.below and field.text else []
-                lines += [paint(line, field.tone) for text in texts for line in wrap(text, width, INDENT * 3, INDENT)]
+    lines = _row(titles[:num_shown], columns, widths, width, paint)
+    shared_words = ""
+    for row, fields in zip(element.rows, rows, strict=True):
+        words = _join_shared(element.columns, row)
+        if words and words != shared_words:
+            lines += wrap(words, width, hang=INDENT)
+        shared_words = words
+        lines += _row(fields[:num_shown], columns, widths, width, paint)
+        lines += _fold_columns(columns[num_shown:], fields[num_shown:], width)
+        for column, field in zip(element.columns, row, strict=True):
+            if column.below and field.text:
+                for text in field.text.split("\n"):
+                    lines += [paint(line, field.tone) for line in wrap(text, width, INDENT * 3, INDENT)]
     return lines
 
 
-def _folded(columns: Sequence[Column], fields: Sequence[Field], width: int) -> list[str]:
-    pairs = [
-        f"{column.title}: {' '.join(field.text.split())}".removeprefix(": ")
-        for column, field in zip(columns, fields, strict=True)
-        if field.text not in ("", units.NONE)
-    ]
-    return wrap("; ".join(pairs), width, INDENT * 3, INDENT) if pairs else []
+def _join_shared(columns: Sequence[Column], row: Sequence[Field]) -> str:
+    texts = [field.text for column, field in zip(columns, row, strict=True) if column.shared]
+    return "  ".join(filter(None, texts))
+
+
+def _fold_columns(columns: Sequence[Column], fields: Sequence[Field], width: int) -> list[str]:
+    pairs = []
+    for column, field in zip(columns, fields, strict=True):
+        if field.text not in ("", units.NONE):
+            text = " ".join(field.text.split())
+            pairs.append(f"{column.title}: {text}".removeprefix(": "))
+    if pairs:
+        return wrap("; ".join(pairs), width, INDENT * 3, INDENT)
+    return []
 
 
 def _room_for_name(widths: Sequence[int], width: int) -> int:
@@ -173,11 +215,17 @@ def _row(
     fields: Sequence[Field], columns: Sequence[Column], widths: Sequence[int], width: int, paint: Paint
 ) -> list[str]:
     name = fields[0].text
-    above = wrap(name, width, INDENT, INDENT) if len(name) > widths[0] else []
-    first = "" if above else name
-    cells = [paint(first, fields[0].tone) + " " * (widths[0] - len(first))]
+    lines: list[str] = []
+    # A long name gets a line of its own, so that one row does not widen the column for all.
+    if len(name) > widths[0]:
+        lines += wrap(name, width, INDENT, INDENT)
+        name = ""
+    cells = [paint(name, fields[0].tone) + " " * (widths[0] - len(name))]
     for field, column, size in zip(fields[1:], columns[1:], widths[1:], strict=False):
-        blanks, text = " " * (size - len(field.text)), paint(field.text, field.tone)
+        blanks = " " * (size - len(field.text))
+        text = paint(field.text, field.tone)
         cells.append(blanks + text if column.number else text + blanks)
     line = (INDENT + GAP.join(cells)).rstrip()
-    return [*above, line] if line else above
+    if line:
+        return [*lines, line]
+    return lines

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, groupby
 
-from fp8bench.model import DeviceFacts, Finding, Group, Label, Level, Plan, Record, Run, Status, Support, Verdict
+from fp8bench.model import DeviceFacts, Group, Label, Level, Plan, Record, Run, Status, Support, Verdict
+from fp8bench.model.planned import PlannedCase
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, PEAKS
-from fp8bench.report.case_status import emulated, what_intervals_hold
+from fp8bench.report.case_status import what_intervals_hold
 from fp8bench.report.columns import Col, other_tables, table
-from fp8bench.report.elements import Element, Facts, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Facts, Page, Part, Table, Text, Tone
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
+    FindingsById,
     Panel,
+    Result,
     error_name,
     heading,
+    join_parts,
     merge_notes,
     panels_of,
     shared_params,
     show_params,
     show_value,
-    together,
 )
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.answer import answer, device_state, next_commands, where_stored
+from fp8bench.report.terminal.answer import answer, describe_storage, device_state, next_commands
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics import roofline
 from fp8bench.report.topics.break_even import break_even_table, swept
@@ -34,54 +38,56 @@ from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import ranks
 from fp8bench.report.topics.results import main_table, noise_floor
 from fp8bench.report.topics.shares import coverage_elements
-from fp8bench.report.topics.speedup import sustained
+from fp8bench.report.topics.speedup import sustained_table
 from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
 from fp8bench.report.topics.verdict import by_chance, sitting
 from fp8bench.report.words import legend
-from fp8bench.report.words.legend import explained
-from fp8bench.report.words.naming import attention_of, cache_of, listed, missing_of, notes_of, replays_of
+from fp8bench.report.words.legend import explain_label
+from fp8bench.report.words.naming import attention_of, cache_of, join_words, missing_of, notes_of, replays_of
 
 
-def render(
-    run: Run, findings: Mapping[str, Finding], width: int = 100, color: bool = False, whole: bool = False
-) -> str:
+def render(run: Run, findings: FindingsById, width: int = 100, color: bool = False, whole: bool = False) -> str:
     page = detail_of("all", run, findings, width) if whole else page_of(run, findings, width)
     return layout.render(page, width, color)
 
 
-def page_of(run: Run, findings: Mapping[str, Finding], width: int, report: str = "", options: str = "") -> Page:
+def page_of(run: Run, findings: FindingsById, width: int, report: str = "", options: str = "") -> Page:
     """The answer, at most `width` wide. `findings` are by case id, `report` is where its page is.
 
     `options` are those with which other commands find the run.
     """
-    width, entry = max(width, layout.MIN_WIDTH), Entry(run, findings)
+    width = max(width, layout.MIN_WIDTH)
+    entry = Entry(run, findings)
     parts = answer(entry, width, report, options)
     return Page("", "", tuple(parts), _legend(entry.panels))
 
 
-def detail_of(
-    name: str, run: Run, findings: Mapping[str, Finding], width: int, report: str = "", options: str = ""
-) -> Page:
-    width, panels = max(width, layout.MIN_WIDTH), panels_of(run, findings)
-    parts = [part for panel in panels for part in _DETAILS[name](panel, run, width)]
+def detail_of(name: str, run: Run, findings: FindingsById, width: int, report: str = "", options: str = "") -> Page:
+    width = max(width, layout.MIN_WIDTH)
+    panels = panels_of(run, findings)
     entry = Entry(run, findings)
-    if name == "all" and (cautions := (*sitting(entry), *by_chance(entry))):
-        parts.insert(0, Part("cautions", "", cautions))
-    parts += [Part("ending", "", tuple(ending))] if (ending := _ending(name, run, panels)) else []
+    parts = []
     if not panels:
-        parts.insert(0, Part("nothing", "", (Text("Nothing was measured."),)))
-    parts += [] if parts else [Part("nothing", "", (Text(f"This run has no {name}."),))]
+        parts.append(Part("nothing", "", (Text("Nothing was measured."),)))
+    # Doubts about the whole run come first: they hold for every table below.
+    if name == "all" and (cautions := (*sitting(entry), *by_chance(entry))):
+        parts.append(Part("cautions", "", cautions))
+    for panel in panels:
+        parts += _DETAILS[name](panel, run, width)
+    if ending := _ending(name, run, panels):
+        parts.append(Part("ending", "", tuple(ending)))
+    # A detail that this run does not have.
+    if not parts:
+        parts.append(Part("nothing", "", (Text(f"This run has no {name}."),)))
     if name == "all":
-        parts += (
-            [Part("next", "next", (Items(commands),))] if (commands := tuple(next_commands(entry, options))) else []
-        )
-        parts.append(Part("stored", "", (Text(where_stored(run.path, report)),)))
+        parts += list_of("next", "next", next_commands(entry, options))
+        parts.append(Part("stored", "", (Text(describe_storage(run.path, report)),)))
     return Page("", "", tuple(parts), _legend(panels, name))
 
 
-def _titled(panel: Panel, run: Run, elements: Iterable[Element], lead: str = "") -> Iterator[Part]:
+def _panel_part(panel: Panel, run: Run, elements: Iterable[Element], lead: str = "") -> Iterator[Part]:
     if content := tuple(elements):
-        yield Part("panel", heading(panel.case.workload, panel.shared, panel.case.device, run.devices), content, lead)
+        yield Part("panel", heading(panel.suite, panel.shared, panel.device, run.devices), content, lead)
 
 
 def _of_notes(panel: Panel, run: Run, width: int) -> Iterator[Part]:
@@ -92,97 +98,94 @@ def _whole(panel: Panel, run: Run, width: int) -> Iterator[Part]:
     if covered := tuple(coverage_elements(panel)):
         yield Part("coverage", "coverage", covered)
     if about_tensors(panel):
-        yield from _titled(panel, run, [*tensors(panel, width), *data(panel)])
+        yield from _panel_part(panel, run, [*tensors(panel, width), *data(panel)])
     else:
-        yield from _timed(panel, run)
+        yield from _timed_parts(panel, run)
     yield from _of_notes(panel, run, width)
 
 
-def _timed(panel: Panel, run: Run) -> Iterator[Part]:
-    elements: list[Element] = [*device_state(panel, run)]
-    elements += [main_table(panel), *phases_table(panel)]
-    elements += [*sustained(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
+def _timed_parts(panel: Panel, run: Run) -> Iterator[Part]:
+    elements: list[Element] = [*device_state(panel, run), main_table(panel), *phases_table(panel)]
+    elements += [*sustained_table(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
     elements += [*other_tables(panel), *break_even_table(panel, swept(panel))]
     elements += [*ranks(panel), *capacity(panel), *data(panel)]
-    yield from _titled(panel, run, elements, _reference_line(panel))
+    yield from _panel_part(panel, run, elements, _reference_line(panel))
     if numbers := _numbers(panel):
-        yield Part("numbers", "numbers", (Facts(tuple(numbers)), *by_step(panel)))
-    bounds = [Text(sentence) for sentence in roofline.sentences(panel)]
-    bounds += [Text(source) for source in roofline.sources(panel.results)] if bounds else []
-    if bounds:
-        yield Part("roofline", "what bounds it", (Items(tuple(bounds)),))
+        yield Part("numbers", "numbers", tuple(numbers))
+    if bounds := [*roofline.sentences(panel)]:
+        yield from list_of("roofline", "what bounds it", [*bounds, *roofline.sources(panel.results)])
 
 
-def _of_timed(elements: Callable[[Panel], Iterable[Element]]) -> Callable[[Panel, Run, int], Iterator[Part]]:
-    return lambda panel, run, width: _titled(panel, run, () if about_tensors(panel) else elements(panel))
-
-
-_DETAILS: dict[str, Callable[[Panel, Run, int], Iterator[Part]]] = {
-    "memory": _of_timed(lambda panel: (*memory(panel), *capacity(panel))),
-    "data": lambda panel, run, width: _titled(panel, run, data(panel)),
-    "numbers": _of_timed(lambda panel: [Facts(tuple(found)), *by_step(panel)] if (found := _numbers(panel)) else ()),
-    "energy": _of_timed(lambda panel: (*energy(panel), *energy_of_phases(panel))),
-    "notes": _of_notes,
-    "all": _whole,
-}
+def _for_timed_panels(elements: Callable[[Panel], Iterable[Element]]) -> Callable[[Panel, Run, int], Iterator[Part]]:
+    return lambda panel, run, width: _panel_part(panel, run, () if about_tensors(panel) else elements(panel))
 
 
 def _reference_line(panel: Panel) -> str:
-    measured = any(result.record.is_reference for result in panel.results)
-    reference = panel.reference if measured else f"none ({panel.reference or 'none planned'} was not measured)"
-    intervals = f"; [low, high]: {words}" if (words := what_intervals_hold(panel.results)) else ""
-    if len(panel.groups) == 1:
-        return f"reference: {reference}; noise floor (A/A): {noise_floor(panel.groups[0])}{intervals}"
-    return f"reference: {reference}{intervals}"
+    reference = panel.reference
+    if not any(result.is_reference for result in panel.results):
+        reference = f"none ({reference or 'none planned'} was not measured)"
+    floor = f"noise floor (A/A): {noise_floor(panel.groups[0])}" if len(panel.groups) == 1 else ""
+    words = what_intervals_hold(panel.results)
+    return join_parts(f"reference: {reference}", floor, f"[low, high]: {words}" if words else "", by="; ")
 
 
-def _numbers(panel: Panel) -> list[tuple[str, str]]:
-    lines: list[tuple[str, str]] = []
+def _numbers(panel: Panel) -> list[Element]:
+    """Measurements that no table has, a line for each; and the steps of a sampler."""
+    pairs: list[tuple[str, str]] = []
+    elsewhere = _in_other_tables(panel)
     for group in panel.groups:
-        told = [
-            (error_name(measurement), f"{result.mode} {show_value(measurement)}{how}")
-            for result in group.results
-            for measurement in result.record.measurements
-            for how in [" (emulated)" if measurement.unit == "B" and emulated(result) else ""]
-            if measurement.metric not in _told_elsewhere(panel)
-            and not is_of_step(measurement.metric)
-            and (measurement.phase or measurement.metric != panel.error)
-        ]
+        texts: dict[str, list[str]] = {}
+        for result in group.results:
+            for measurement in result.record.measurements:
+                metric = measurement.metric
+                in_main_table = metric == panel.error and not measurement.phase
+                if metric in elsewhere or in_main_table or is_of_step(metric):
+                    continue
+                # Memory of an emulation is that of emulating, not of the precision.
+                is_cost = measurement.unit == "B" and result.is_emulated
+                text = f"{result.mode} {show_value(measurement)}{' (emulated)' * is_cost}"
+                texts.setdefault(error_name(measurement), []).append(text)
         place = f" at {group.place}" if len(panel.groups) > 1 else ""
-        lines += [(f"{label}{place}", ", ".join(texts)) for label, texts in together(told).items()]
-    return lines
+        pairs += [(f"{name}{place}", ", ".join(values)) for name, values in texts.items()]
+    if pairs:
+        return [Facts(tuple(pairs)), *by_step(panel)]
+    return []
 
 
 def _conditions(record: Record, run: Run) -> Iterator[str]:
-    if kernel := attention_of(record):
-        yield f"attention by torch's kernel {kernel}"
-    if words := cache_of(record, run.devices):
-        yield words
-    if words := replays_of(record):
-        yield words
+    kernel = attention_of(record)
+    attention = f"attention by torch's kernel {kernel}" if kernel else ""
+    yield from filter(None, (attention, cache_of(record, run.devices), replays_of(record)))
 
 
-def _notes(panel: Panel, run: Run) -> Iterable[tuple[str, str, str]]:
+def _notes(panel: Panel, run: Run) -> Iterator[tuple[str, str, str]]:
+    """Yields what a note is about, its text, and the place."""
+    is_timed = not about_tensors(panel)
     for group in panel.groups:
-        place = group.place
         for result in group.results:
-            record, finding = result.record, result.finding
-            if not record.is_ok:
-                word = "FAILED" if record.status is Status.FAILED else record.status.value
-                yield f"{result.mode} {word}", record.reason, place
-                continue
-            if finding is not None and finding.why and not finding.judged:
-                word = "no verdict" if finding.verdict is Verdict.NONE else finding.verdict.value
-                yield f"{result.mode} {word}", finding.why, place
-            if Label.EAGER_QUANTISER in result.labels and not about_tensors(panel):
-                yield f"{result.mode} {Label.EAGER_QUANTISER}", result.reason(Label.EAGER_QUANTISER), place
-            if record.detail:
-                yield result.mode, record.detail, place
-        for modes, doubt in [] if about_tensors(panel) else doubts_within(group):
-            yield modes, doubt, place
-        told = [(words, result.mode) for result in group.results for words in _conditions(result.record, run)]
-        for words, names in together(told).items():
-            yield ", ".join(names), words, place
+            for about, text in _notes_of_case(result, is_timed):
+                yield f"{result.mode} {about}".rstrip(), text, group.place
+        if is_timed:
+            yield from ((modes, doubt, group.place) for modes, doubt in doubts_within(group))
+        conditions: dict[str, list[str]] = {}
+        for result in group.results:
+            for words in _conditions(result.record, run):
+                conditions.setdefault(words, []).append(result.mode)
+        yield from ((", ".join(modes), words, group.place) for words, modes in conditions.items())
+
+
+def _notes_of_case(result: Result, is_timed: bool) -> Iterator[tuple[str, str]]:
+    record = result.record
+    finding = result.finding
+    if not record.is_ok:
+        yield "FAILED" if record.status is Status.FAILED else record.status.value, record.reason
+        return
+    if finding is not None and finding.why and not finding.judged:
+        yield "no verdict" if finding.verdict is Verdict.NONE else finding.verdict.value, finding.why
+    if is_timed and Label.EAGER_QUANTISER in result.labels:
+        yield Label.EAGER_QUANTISER, result.reason(Label.EAGER_QUANTISER)
+    if record.detail:
+        yield "", record.detail
 
 
 # Where a line is wanted, and the line.
@@ -200,39 +203,53 @@ def _legend(panels: Sequence[Panel], name: str = "answer") -> list[str]:
     timed = [panel for panel in panels if not about_tensors(panel)]
     lines = list(_LEGEND) if timed else []
     lines += [("numbers all", line) for line in _of_numbers(timed)]
-    lines += [("answer all", LEGEND)] if len(timed) < len(panels) else []
-    for label in Label:
-        if any(label in result.labels for panel in timed for result in panel.results):
-            lines.append(("notes all", explained(label)))
-    return [line for where, line in lines if name in where.split()]
+    if len(timed) < len(panels):
+        lines.append(("answer all", LEGEND))
+    used: set[Label] = set()
+    for panel in timed:
+        used.update(*(result.labels for result in panel.results))
+    lines += [("notes all", explain_label(label)) for label in Label if label in used]
+    return [line for names, line in lines if name in names.split()]
 
 
 def _of_numbers(panels: Sequence[Panel]) -> list[str]:
-    return sorted(
-        {
-            f"{measurement.metric}: {measurement.description}"
-            for panel in panels
-            for result in panel.results
-            for measurement in result.record.measurements
-            if measurement.description and measurement.metric not in _told_elsewhere(panel)
-        }
-    )
+    lines = set()
+    for panel in panels:
+        elsewhere = _in_other_tables(panel)
+        for measurement in panel.measurements:
+            if measurement.description and measurement.metric not in elsewhere:
+                lines.add(f"{measurement.metric}: {measurement.description}")
+    return sorted(lines)
 
 
-def _told_elsewhere(panel: Panel) -> tuple[str, ...]:
-    return PEAKS if tells_memory(panel) else (DEVICE_PEAK_MEMORY,)
+def _in_other_tables(panel: Panel) -> tuple[str, ...]:
+    if tells_memory(panel):
+        return PEAKS
+    return (DEVICE_PEAK_MEMORY,)
 
 
 def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
-    if name not in ("energy", "notes", "all"):
-        return []
     absent = [*map(Text, absences(run))]
     if name == "energy":
         return absent
-    notes = [*map(Text, filter(None, [roofline.how_to_know(panels, run)]))]
-    notes += [Text(f"note: {note}") for note in notes_of(run)]
-    notes += [*absent, *(Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles)]
-    return [*notes, *map(Text, filter(None, [missing_of(run)]))]
+    if name not in ("notes", "all"):
+        return []
+    notes = [f"note: {note}" for note in notes_of(run)]
+    if words := roofline.how_to_know(panels, run):
+        notes.insert(0, words)
+    troubles = [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles]
+    missing = missing_of(run)
+    return [*map(Text, notes), *absent, *troubles, *([Text(missing)] if missing else [])]
+
+
+_DETAILS: dict[str, Callable[[Panel, Run, int], Iterator[Part]]] = {
+    "memory": _for_timed_panels(lambda panel: (*memory(panel), *capacity(panel))),
+    "data": lambda panel, run, width: _panel_part(panel, run, data(panel)),
+    "numbers": _for_timed_panels(_numbers),
+    "energy": _for_timed_panels(lambda panel: (*energy(panel), *energy_of_phases(panel))),
+    "notes": _of_notes,
+    "all": _whole,
+}
 
 
 # More suites and devices are summed up in a table.
@@ -242,67 +259,63 @@ _MOST_IN_FULL = 2
 def page_of_plan(plan: Plan, facts: Sequence[DeviceFacts], expected: str = "") -> Page:
     by_panel = groupby(plan, key=lambda group: (group.cases[0].case.workload, group.cases[0].case.device))
     panels = [tuple(members) for _, members in by_panel]
+    parts = []
+    # `--dry-run` of all suites would fill several screens.
     if len(panels) > _MOST_IN_FULL:
-        parts = [_overview(panels)]
+        parts.append(_overview(panels))
     else:
-        parts = [part for members in panels for part in _panel(members, facts)]
-    running = sum(planned.runs for group in plan for planned in group.cases)
-    total = f"groups: {len(plan.groups)}; cases: {running} to measure, {plan.num_cases - running} skipped"
-    words = filter(None, (*(f"note: {note}" for note in plan.notes), total, expected))
-    ending = Part("ending", "", tuple(map(Text, words)))
-    return Page("", "", (*parts, ending))
+        for members in panels:
+            parts += _panel(members, facts)
+    running = sum(case.runs for case in _planned_cases(plan))
+    lines = [f"note: {note}" for note in plan.notes]
+    lines.append(f"groups: {len(plan.groups)}; cases: {running} to measure, {plan.num_cases - running} skipped")
+    if expected:
+        lines.append(expected)
+    return Page("", "", (*parts, Part("ending", "", tuple(map(Text, lines)))))
 
 
 def _overview(panels: Sequence[Sequence[Group]]) -> Part:
+    def count(groups: Sequence[Group], runs: bool) -> int:
+        return sum(case.runs is runs for case in _planned_cases(groups))
+
+    def modes(groups: Sequence[Group], level: Level) -> str:
+        cases = [case for case in _planned_cases(groups) if case.runs and case.support.level is level]
+        return join_words(case.case.mode for case in cases)
+
     cols: list[Col[Sequence[Group]]] = [
         Col("suite", lambda groups: groups[0].cases[0].case.workload),
         Col("on", lambda groups: groups[0].cases[0].case.device),
-        Col("groups", len, number=True, show=str),
-        Col("cases", lambda groups: sum(case.runs for group in groups for case in group.cases), number=True, show=str),
-        Col(
-            "skipped",
-            lambda groups: sum(not case.runs for group in groups for case in group.cases) or None,
-            number=True,
-            show=str,
-        ),
-        Col("native", lambda groups: _modes(groups, Level.NATIVE)),
-        Col("emulated", lambda groups: _modes(groups, Level.EMULATED)),
+        Col("groups", len, show=str),
+        Col("cases", partial(count, runs=True), show=str),
+        Col("skipped", lambda groups: count(groups, False) or None, show=str),
+        Col("native", partial(modes, level=Level.NATIVE)),
+        Col("emulated", partial(modes, level=Level.EMULATED)),
     ]
-    return Part(
-        "overview",
-        "what would be measured",
-        (
-            table("overview", "", cols, panels),
-            Text("Name one suite to see its groups, and why what is skipped is skipped."),
-        ),
-    )
+    hint = Text("Name one suite to see its groups, and why what is skipped is skipped.")
+    return Part("overview", "what would be measured", (table("overview", "", cols, panels), hint))
 
 
-def _modes(groups: Sequence[Group], level: Level) -> str:
-    cases = (case for group in groups for case in group.cases if case.runs and case.support.level is level)
-    return listed(list(dict.fromkeys(case.case.mode for case in cases)))
+def _planned_cases(groups: Iterable[Group]) -> list[PlannedCase]:
+    return list(chain.from_iterable(group.cases for group in groups))
 
 
 def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Part]:
     case = groups[0].cases[0].case
     shared = shared_params([group.cases[0].case.params for group in groups])
-    places = [show_params(pair for pair in group.cases[0].case.params if pair not in shared) for group in groups]
     lines = []  # 'one group: fp32 (reference), bf16; skip nvfp4'
-    for group, place in zip(groups, places, strict=True):
-        names = [
-            case.case.mode + " (reference)" * (number == group.reference)
-            for number, case in enumerate(group.cases)
-            if case.runs
-        ]
-        skips = ", ".join(case.case.mode for case in group.cases if not case.runs)
-        said = "; ".join(filter(None, (", ".join(names), f"skip {skips}" if skips else "")))
-        lines.append(f"{place or 'one group'}: {said}")
-    skipped = [
-        (f"{planned_case.case.mode} skipped", planned_case.skip, place)
-        for group, place in zip(groups, places, strict=True)
-        for planned_case in group.cases
-        if not planned_case.runs
-    ]
+    skipped = []
+    for group in groups:
+        place = show_params(pair for pair in group.cases[0].case.params if pair not in shared)
+        names = []
+        skips = []
+        for number, planned in enumerate(group.cases):
+            if planned.runs:
+                names.append(f"{planned.case.mode}{' (reference)' * (number == group.reference)}")
+            else:
+                skips.append(planned.case.mode)
+                skipped.append((f"{planned.case.mode} skipped", planned.skip, place))
+        words = join_parts(", ".join(names), f"skip {', '.join(skips)}" if skips else "", by="; ")
+        lines.append(f"{place or 'one group'}: {words}")
     lines += merge_notes(skipped, len(groups))
     title = heading(case.workload, shared, case.device, facts)
     yield Part("panel", title, (_support_table(groups),))
@@ -311,14 +324,12 @@ def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Pa
 
 def _support_table(groups: Sequence[Group]) -> Table:
     """A row for each precision: how the device supports it, and why. Refusals of some groups are told below."""
-    cases = [case for group in groups for case in group.cases]
+    cases = _planned_cases(groups)
     running = {case.case.mode for case in cases if case.runs}
-    modes = dict.fromkeys(
-        (case.case.mode, case.support) for case in cases if case.runs or case.case.mode not in running
-    )
+    shown = [case for case in cases if case.runs or case.case.mode not in running]
     cols: list[Col[tuple[str, Support]]] = [
         Col("case", lambda row: row[0]),
         Col("how", lambda row: row[1].level.value),
         Col("why", lambda row: row[1].reason),
     ]
-    return table("support", "", cols, modes)
+    return table("support", "", cols, dict.fromkeys((case.case.mode, case.support) for case in shown))

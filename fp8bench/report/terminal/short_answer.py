@@ -67,4 +67,4 @@ def _answer_table(question: str, answers: Sequence[Answer]) -> Table:
         *map(cost, range(most)),
         Col("", lambda answer: answer.reason, below=True),
     ]
-    return table("answers", question, cols, answers, kept=())
+    return table("answers", question, cols, answers, required=())

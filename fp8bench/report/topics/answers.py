@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import itemgetter
 
 from fp8bench import units
 from fp8bench.analysis.phase_gains import Cause, Reason, find_reason
@@ -17,12 +19,13 @@ from fp8bench.model import UNATTRIBUTED, Interval, Label, Phase, PhaseGain, Verd
 from fp8bench.model.run import BENCH
 from fp8bench.model.specs import DIFFERENCE_ERROR, OUTPUT_ERROR
 from fp8bench.registry import precisions
-from fp8bench.report.case_status import Standing, emulated, speed_up, standing, status_words, tone_of
-from fp8bench.report.panels import NamedCase, Panel, Result, together, value_of
+from fp8bench.report.case_status import Standing, speed_up, standing, status_words, tone_of
+from fp8bench.report.elements import Sentences
+from fp8bench.report.panels import Cases, NamedCase, Panel, Result, together, value_of
 from fp8bench.report.terminal.short_answer import Answer
 from fp8bench.report.topics.energy import ratio_against
 from fp8bench.report.topics.memory import device_share_of, share_of
-from fp8bench.report.words.naming import common_tone, shortened
+from fp8bench.report.words.naming import common_tone, shorten_line
 
 QUESTION = "Does low precision pay here?"
 QUESTION_OF_CALLABLES = "Is it faster, and as exact?"
@@ -45,64 +48,63 @@ _MEASURED = {
     "loss_error": "loss",
     "relative_error": "results",
 }
-# Phases in a sentence: the noun, and whether it is plural.
+# Phases in a sentence.
 _PHASE_NOUNS = {
-    Phase.DATA_LOAD: ("data loading", False),
-    Phase.DECODE: ("decoding", False),
-    Phase.CAST: ("casts", True),
-    Phase.GEMM: ("matmul", False),
-    Phase.ATTENTION: ("attention", False),
-    Phase.ACCUMULATE: ("accumulation", False),
-    Phase.OPTIMIZER_STEP: ("the optimizer", False),
-    Phase.ELEMENTWISE: ("elementwise work", False),
-    Phase.COMMUNICATION: ("communication", False),
-    UNATTRIBUTED: ("the rest of the step", False),
+    Phase.DATA_LOAD: "data loading",
+    Phase.DECODE: "decoding",
+    Phase.CAST: "casts",
+    Phase.GEMM: "matmul",
+    Phase.ATTENTION: "attention",
+    Phase.ACCUMULATE: "accumulation",
+    Phase.OPTIMIZER_STEP: "the optimizer",
+    Phase.ELEMENTWISE: "elementwise work",
+    Phase.COMMUNICATION: "communication",
+    UNATTRIBUTED: "the rest of the step",
 }
 
 
 def find_answers(cases: Iterable[NamedCase]) -> list[Answer]:
     """Returns an answer for each precision, from all of its cases; references are left out."""
-    by_mode = together((case.result.mode, case) for case in cases if case.result.mode != case.group.reference)
-    return [find_answer(own) for own in by_mode.values()]
+    by_mode = together((case.mode, case) for case in cases if case.mode != case.group.reference)
+    return list(map(find_answer, by_mode.values()))
 
 
-def find_answer(cases: Sequence[NamedCase]) -> Answer:
+def find_answer(cases: Cases) -> Answer:
     """Returns the answer for one precision; several cases are summed up."""
     results = [case.result for case in cases]
     speeds = [speed for result in results if (speed := speed_up(result)) is not None]
-    reasons = list(dict.fromkeys(describe_reason(case) or case.result.record.reason for case in cases))
     if len(speeds) == len(cases) == 1:
         figure = describe_speed(speeds[0])
     elif speeds:
         figure = units.span((speed.point for speed in speeds), units.speed_up)
     else:
         figure = _why_no_speed(results)
+    accuracy = _accuracy_of_callables(cases) if cases[0].suite == BENCH else _accuracy(cases)
+    # A reason is only named if it is that of all cases.
+    reasons = {describe_reason(case) or case.record.reason for case in cases}
     return Answer(
         results[0].mode,
         _describe_verdicts(results),
         common_tone(map(tone_of, results)),
         figure,
-        (
-            _accuracy_of_callables(cases) if cases[0].suite == BENCH else _accuracy(cases),
-            _memory(cases),
-            _energy(cases),
-        ),
-        shortened(reasons[0], LONGEST_REASON) if len(reasons) == 1 else "",
+        (accuracy, _memory(cases), _energy(cases)),
+        shorten_line(reasons.pop(), LONGEST_REASON) if len(reasons) == 1 else "",
     )
 
 
 def _describe_verdicts(results: Sequence[Result]) -> str:
     """'faster', 'faster in 4 of 5, slower in 1'; failures come first."""
     words = Counter(map(verdict_word, results))
-    (first, number), *others = sorted(words.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
-    return ", ".join(
-        [f"{first} in {number} of {len(results)}", *(f"{word} in {n}" for word, n in others)] if others else [first]
-    )
+    (first, number), *less_common = sorted(words.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
+    if not less_common:
+        return first
+    remaining = [f"{word} in {count}" for word, count in less_common]
+    return ", ".join([f"{first} in {number} of {len(results)}", *remaining])
 
 
 def _why_no_speed(results: Sequence[Result]) -> str:
     """'no hardware for FP8': why a precision is emulated, without how; '' for native ones."""
-    reasons = dict.fromkeys(result.record.support.reason.partition(":")[0] for result in results if emulated(result))
+    reasons = dict.fromkeys(result.record.support.reason.partition(":")[0] for result in results if result.is_emulated)
     return next(iter(reasons), "")
 
 
@@ -126,8 +128,9 @@ def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, 
     """Yields a row of VERDICT_COLUMNS for each case but references; memory and energy are over the reference's."""
     for panel in panels:
         for case in panel.members:
-            result, speed = case.result, speed_up(case.result)
-            if result.record.is_reference:
+            result = case.result
+            speed = speed_up(case.result)
+            if result.is_reference:
                 continue
             bounds = (speed.point, speed.low, speed.high) if speed is not None else (None, None, None)
             ratio = ratio_against(result, case.group.lead)
@@ -147,12 +150,12 @@ def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, 
 
 def verdict_word(result: Result) -> str:
     """The verdict as a reader who has never seen the tool understands it."""
-    known = {
+    plain_words = {
         Standing.EMULATED: "no speed here",
         Standing.SAME: "as fast",
         Standing.UNTIMED: "not timed",
     }
-    return known.get(standing(result)) or status_words(result).replace(Verdict.SAME, "as fast")
+    return plain_words.get(standing(result)) or status_words(result).replace(Verdict.SAME, "as fast")
 
 
 def describe_speed(speed: Interval) -> str:
@@ -163,7 +166,7 @@ def describe_speed(speed: Interval) -> str:
     return f"{units.speed_up(speed.point)}, {verb} {units.speed_up(speed.low)} to {units.speed_up(speed.high)}"
 
 
-def _accuracy(cases: Sequence[NamedCase]) -> str:
+def _accuracy(cases: Cases) -> str:
     """'gradients 0.55% off', 'products up to 3.9% off': the largest error of the cases; NaN counts as the largest."""
     errors = [(case.error, case.group.error) for case in cases if case.error is not None]
     if not errors:
@@ -175,44 +178,58 @@ def _accuracy(cases: Sequence[NamedCase]) -> str:
     return f"{measured} {'up to ' if len(errors) > 1 else ''}{units.percentage(100 * worst)} off"
 
 
-def _accuracy_of_callables(cases: Sequence[NamedCase]) -> str:
+def _accuracy_of_callables(cases: Cases) -> str:
     """'differs from torch:matmul by 2.9e-03; off float64 by 2.9e-03 (torch:matmul 2.9e-07, more exact)'.
 
     Of several cases the one with the largest difference counts; '' where none has one.
     """
-    differences = [
-        (apart, case)
-        for case in cases
-        if (apart := value_of(case.result.record.measurement(DIFFERENCE_ERROR))) is not None
-    ]
+    # 1. How far it is from the reference.
+    differences = []
+    for case in cases:
+        difference = value_of(case.record.measurement(DIFFERENCE_ERROR))
+        if difference is not None:
+            differences.append((difference, case))
     if not differences:
         return ""
-    apart, case = max(differences, key=lambda pair: pair[0])
-    mode, lead, shown = case.group.reference, case.group.lead, units.relative_error
-    up_to = "up to " if len(differences) > 1 else ""
-    words = f"differs from {mode} by {up_to}{shown(apart)}" if apart else f"equal to {mode}"
-    exact = value_of(case.result.record.measurement(OUTPUT_ERROR))
-    theirs = value_of(lead.record.measurement(OUTPUT_ERROR)) if lead is not None else None
-    if exact is None or theirs is None:
+    largest, case = max(differences, key=itemgetter(0))
+    mode = case.group.reference
+    reference = case.group.lead
+    show = units.relative_error
+    most = "up to " if len(differences) > 1 else ""
+    words = f"differs from {mode} by {most}{show(largest)}" if largest else f"equal to {mode}"
+    # 2. How far both are from float64.
+    error = value_of(case.record.measurement(OUTPUT_ERROR))
+    reference_error = value_of(reference.record.measurement(OUTPUT_ERROR)) if reference is not None else None
+    if error is None or reference_error is None:
         return f"{words}; its error is not known: {mode} does not compute in float64"
-    if max(exact, theirs) <= _NEARER * min(exact, theirs):
-        return f"{words}; both off float64 by {shown(exact)}"
-    word = "less" if exact < theirs else "more"
-    return f"{words}; off float64 by {shown(exact)} ({mode} {shown(theirs)}, {word} exact)"
+    if max(error, reference_error) <= _NEARER * min(error, reference_error):
+        return f"{words}; both off float64 by {show(error)}"
+    word = "less" if error < reference_error else "more"
+    return f"{words}; off float64 by {show(error)} ({mode} {show(reference_error)}, {word} exact)"
 
 
-def _memory(cases: Sequence[NamedCase]) -> str:
+def _memory(cases: Cases) -> str:
     """'memory +1.1%'; where all is emulated what a device with the formats would take, which is an estimate."""
-    native = [share for case in cases if not emulated(case.result) and (share := share_of(*case)) is not None]
-    derived = [share for case in cases if emulated(case.result) and (share := device_share_of(*case)) is not None]
-    words = f"memory {units.span(native or derived, units.change)}" if native or derived else ""
-    return f"{words} (est.)" if words and not native else words
+    native: list[float] = []
+    derived: list[float] = []
+    for case in cases:
+        # What an emulation takes here says nothing of a device with its formats.
+        share = device_share_of(*case) if case.is_emulated else share_of(*case)
+        if share is not None:
+            (derived if case.is_emulated else native).append(share)
+    if native:
+        return f"memory {units.span(native, units.change)}"
+    if derived:
+        return f"memory {units.span(derived, units.change)} (est.)"
+    return ""
 
 
-def _energy(cases: Sequence[NamedCase]) -> str:
-    native = [case for case in cases if not emulated(case.result)]
+def _energy(cases: Cases) -> str:
+    native = [case for case in cases if not case.is_emulated]
     ratios = [ratio.point for case in native if (ratio := ratio_against(case.result, case.group.lead)) is not None]
-    return f"energy {units.span(ratios, units.change)}" if ratios else ""
+    if ratios:
+        return f"energy {units.span(ratios, units.change)}"
+    return ""
 
 
 def describe_reason(case: NamedCase) -> str:
@@ -220,22 +237,26 @@ def describe_reason(case: NamedCase) -> str:
 
     Nothing is said of emulations, or where a hard label took the verdict away.
     """
-    finding = case.result.finding
-    if finding is None or emulated(case.result):
+    finding = case.finding
+    if finding is None or case.is_emulated:
         return ""
     if {*finding.hard} == {Label.LAUNCH_BOUND} and Label.LAUNCH_BOUND in finding.labels:
         return "the device waits for the host, so faster arithmetic cannot shorten this step"
     reason = reason_of(case)
-    return describe(reason) if reason is not None else ""
+    if reason is not None:
+        return describe(reason)
+    return ""
 
 
 def reason_of(case: NamedCase) -> Reason | None:
     """Returns what the phases show, those apart that are too short to be told from the cost of marking them."""
-    finding, lead = case.result.finding, case.group.lead
+    finding = case.finding
+    reference = case.group.lead
     if finding is None or finding.hard:
         return None
-    reference = lead.finding if lead is not None else None
-    short = {*finding.below_floor, *(reference.below_floor if reference is not None else ())}
+    short = {*finding.below_floor}
+    if reference is not None and reference.finding is not None:
+        short.update(reference.finding.below_floor)
     return find_reason(finding.gains, short)
 
 
@@ -252,7 +273,7 @@ def describe(reason: Reason) -> str:
         case Cause.SMALL_SHARE:
             (first, *_) = (gain for gain in reason.gains if gain.saved > 0)
             share = units.percent(first.reference_seconds / reason.reference_seconds, 0)
-            return f"{changes}: {_PHASE_NOUNS[first.phase][0]} had only {share} of the step"
+            return f"{changes}: {_PHASE_NOUNS[first.phase]} had only {share} of the step"
         case Cause.ONE_PHASE:
             return f"{_describe_gains(reason.gains[:1])}, which is nearly all of the gain"
         case _:
@@ -261,12 +282,15 @@ def describe(reason: Reason) -> str:
 
 def _describe_gains(gains: Sequence[PhaseGain]) -> str:
     """'matmul saves 10.4 ms (2.70x), attention costs 8.10 ms (3.70x slower), casts 2.30 ms'."""
-    words, last = [], ""
+    words = []
+    previous_verb = ""
     for gain in gains:
-        noun, plural = _PHASE_NOUNS[gain.phase]
+        noun = _PHASE_NOUNS[gain.phase]
         verb = "save" if gain.saved > 0 else "cost"
-        words.append(f"{noun} {'' if verb == last else verb + 's' * (not plural) + ' '}{_describe_seconds(gain)}")
-        last = verb
+        if verb != previous_verb:
+            noun += f" {verb}" if gain.phase == Phase.CAST else f" {verb}s"
+        words.append(f"{noun} {_describe_seconds(gain)}")
+        previous_verb = verb
     return ", ".join(words)
 
 
@@ -279,45 +303,48 @@ def _describe_seconds(gain: PhaseGain) -> str:
     return f"{seconds} ({units.speed_up(gain.seconds / gain.reference_seconds)} slower)"
 
 
-def propose(
-    cases: Sequence[NamedCase], command: str, under_load: bool = False, budget: float | None = None
-) -> Iterator[str]:
+def propose(cases: Cases, command: str, under_load: bool = False, budget: float | None = None) -> Sentences:
     """Yields what would settle open verdicts, then what would change the reason, or check a callable further, each with
     the command to type.
 
     `command` and `budget` are those of the run. More time is no remedy for what was measured `under_load`.
     """
     yield from _propose_runs(cases, command, under_load, budget)
-    callables = [case.result.mode for case in cases if case.suite == BENCH and not case.result.record.is_reference]
+    callables = [case.mode for case in cases if case.suite == BENCH and not case.is_reference]
     if callables:
         audit = f"fp8bench audit {callables[0]} --kind product --precision fp8"
         yield f"check a kernel in full, by its own kind and precision: {audit}"
 
 
-def _propose_runs(cases: Sequence[NamedCase], command: str, under_load: bool, budget: float | None) -> Iterator[str]:
-    in_full = without_option(without_option(command, "--quick"), "--rounds")
+def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | None) -> Sentences:
+    # 1. Under load more rounds are no remedy.
     if under_load:
+        in_full = without_option(without_option(command, "--quick"), "--rounds")
         yield f"free the machine, and measure again: {in_full}"
     measures = any(f"fp8bench {word} " in command for word in ("suite", BENCH))
     if not measures or any(f" {option}" in command for option in _OF_ANOTHER_PLAN):
         return
-    unsettled = [case for case in cases if standing(case.result) is Standing.UNSURE and not _is_spoilt(case)]
+    # 2. More rounds for verdicts that are open.
     if not under_load:
+        # More rounds cannot bring back a verdict that a label took away.
+        unsettled = [case for case in cases if standing(case.result) is Standing.UNSURE and not _is_spoilt(case)]
         usual = _GROUP_SECONDS * len({case.group.case.setting for case in cases})
         yield from _settle(unsettled, command, budget or usual)
-    yield from dict.fromkeys(words for case in cases for words in _change(case, command))
+    # 3. What would change the reason.
+    yield from dict.fromkeys(chain.from_iterable(_change(case, command) for case in cases))
 
 
 def _is_spoilt(case: NamedCase) -> bool:
     """Whether a label took the verdict away, so that more rounds do not bring it back."""
-    return case.result.finding is not None and bool({*case.result.finding.hard} - {Label.CONTENDED})
+    return case.finding is not None and bool({*case.finding.hard} - {Label.CONTENDED})
 
 
-def _settle(cases: Sequence[NamedCase], command: str, budget: float) -> Iterator[str]:
+def _settle(cases: Cases, command: str, budget: float) -> Sentences:
     speeds = [speed for case in cases if (speed := speed_up(case.result)) is not None]
     if not speeds:
         return
     plain = without_option(without_option(command, "--quick"), "--rounds")
+    # The range of few rounds says nothing of how many more would be enough.
     if any(speed.level == 0 for speed in speeds):
         yield f"measure this again in full on a quiet machine: {plain}"
         return
@@ -338,14 +365,15 @@ def _seconds_to_settle(speed: Interval, budget: float) -> int:
     return 10 * math.ceil(min(budget * longer, 10 * _MOST_SECONDS) / 10)
 
 
-def _change(case: NamedCase, command: str) -> Iterator[str]:
+def _change(case: NamedCase, command: str) -> Sentences:
     reason = reason_of(case)
     if reason is None or standing(case.result) is Standing.FASTER:
         return
-    params = dict(case.result.record.case.params)
+    params = dict(case.record.case.params)
     losing = {gain.phase for gain in reason.gains if gain.saved < 0}
     if Phase.ATTENTION in losing and params.get("attention") == "auto" and "attention=" not in command:
         yield f"compare torch's kernels of attention, in twice the time: {command} --set attention=auto,math"
+    # A graph cannot hold what a precision remembers from step to step.
     can_compile = params.get("compile") == "no" and params.get("models") != "rlhf" and not _remembers(case)
     if Phase.CAST in losing and can_compile and "compile=" not in command:
         yield f"let torch.compile fuse the casts into their neighbours: {command} --set compile=yes"
@@ -354,7 +382,7 @@ def _change(case: NamedCase, command: str) -> Iterator[str]:
 def _remembers(case: NamedCase) -> bool:
     """Whether the precision keeps something from step to step, which no compiled graph may."""
     try:
-        return precisions.get(case.result.record.case.precision).remembers
+        return precisions.get(case.record.case.precision).remembers
     except UsageError:
         return True
 
@@ -362,10 +390,10 @@ def _remembers(case: NamedCase) -> bool:
 def without_option(command: str, option: str) -> str:
     """Drops an option, and the value of one that has a value."""
     words = iter(command.split(" "))
-    kept = []
+    remaining = []
     for word in words:
         if word == option and option in _WITH_VALUE:
             next(words, None)
         elif word != option and not word.startswith(f"{option}="):
-            kept.append(word)
-    return " ".join(kept)
+            remaining.append(word)
+    return " ".join(remaining)

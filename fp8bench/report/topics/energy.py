@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable
 from functools import partial
 
 from fp8bench import units
@@ -23,16 +22,16 @@ from fp8bench.analysis.energy import (
 from fp8bench.analysis.metrics import EnergyValidity, energy_validity
 from fp8bench.model import Label, Run, specs
 from fp8bench.model.specs import ENERGY, ENERGY_PER
-from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, case_cols, table, with_figures
-from fp8bench.report.elements import Element, Field, Items, Table, Text, Tone
-from fp8bench.report.page.section import Material, section
+from fp8bench.report.elements import Elements, Field, Sentences, Tables, Text, Tone, items_of
+from fp8bench.report.page.section import Material, name_tables, section
 from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, merge_notes, together
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
-from fp8bench.report.words.naming import listed, many
+from fp8bench.report.words.naming import join_words, many
 
 _EnergyRow = tuple[NamedCase, EnergyFigures, EnergyRatio | None]
+_PhaseRow = tuple[ResultGroup, Result, dict[str, PhaseJoules]]
 
 
 # docs/energy.md explains the sources.
@@ -46,11 +45,15 @@ DEMANDS = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.D
 
 
 def figures_of(result: Result) -> EnergyFigures | None:
-    return energy_figures(result.record) if result.record.is_ok else None
+    if result.is_ok:
+        return energy_figures(result.record)
+    return None
 
 
 def phases_of(result: Result) -> PhaseEnergies | None:
-    return phase_energies(result.record, result.finding) if result.record.is_ok else None
+    if result.is_ok:
+        return phase_energies(result.record, result.finding)
+    return None
 
 
 def power_limits_of(result: Result) -> str:
@@ -81,12 +84,10 @@ def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
 
     Also if steps took another time in the energy windows than in slots, whose energy is then unknown.
     """
-    doubts = [
-        (words, result.mode)
-        for result in group.results
-        for doubt in (_missing, _at_another_pace, _of_void_phases)
-        for words in doubt(result)
-    ]
+    doubts: list[tuple[str, str]] = []
+    for result in group.results:
+        words = [*_missing(result), *_at_another_pace(result), *_of_void_phases(result)]
+        doubts += [(doubt, result.mode) for doubt in words]
     for result in group.results:
         ratio = ratio_against(result, group.lead)
         if ratio is not None and ratio.demand is Demand.UNCLEAR:
@@ -94,16 +95,19 @@ def doubts_within(group: ResultGroup) -> list[tuple[str, str]]:
     return [(", ".join(modes), words) for words, modes in together(doubts).items()]
 
 
-def _missing(result: Result) -> Iterator[str]:
+def _missing(result: Result) -> Sentences:
     """Nothing if the device cannot measure energy at all: that is said of the run."""
-    figures, unresolved = figures_of(result), result.reason(Label.ENERGY_UNRESOLVED)
-    use = result.record.energy if result.record.is_ok else None
+    figures = figures_of(result)
+    unresolved = result.reason(Label.ENERGY_UNRESOLVED)
+    use = result.record.energy if result.is_ok else None
+    # The label's reason is the more telling one.
     if unresolved:
         yield f"{Label.ENERGY_UNRESOLVED if figures else 'no energy'}: {unresolved}"
     elif figures is None and use is not None and use.source != NO_SOURCE:
         yield f"no energy: {why_no_energy(result.record)}"
     if figures is None or use is None:
         return
+    # What is certified needs no remark.
     validity = energy_validity(result.record)
     if validity not in (None, EnergyValidity.CERTIFIED) and not unresolved:
         yield f"its energy is not certified: {validity}"
@@ -113,16 +117,19 @@ def _missing(result: Result) -> Iterator[str]:
         yield f"energy of {many(len(figures.windows), 'window')} only: {use.why}"
 
 
-def _at_another_pace(result: Result) -> Iterator[str]:
-    figures, finding = figures_of(result), result.finding
-    if figures is None or finding is None or emulated(result) or result.record.sustained:  # which has a table
+def _at_another_pace(result: Result) -> Sentences:
+    figures = figures_of(result)
+    finding = result.finding
+    if figures is None or finding is None or result.is_emulated or result.record.sustained:  # which has a table
         return
-    if (pace := other_pace(figures, finding)) is not None:
-        took, slots = units.seconds(figures.seconds.middle), units.seconds(figures.seconds.middle / pace)
-        yield f"a step took {took} ({units.change(pace)}) in the seconds of its energy windows, and {slots} in slots"
+    pace = other_pace(figures, finding)
+    if pace is not None:
+        seconds = figures.seconds.middle
+        in_windows = f"{units.seconds(seconds)} ({units.change(pace)}) in the seconds of its energy windows"
+        yield f"a step took {in_windows}, and {units.seconds(seconds / pace)} in slots"
 
 
-def _of_void_phases(result: Result) -> Iterator[str]:
+def _of_void_phases(result: Result) -> Sentences:
     phases = phases_of(result)
     if phases is not None and phases.void:
         yield f"energy of phases is void: {phases.void}"
@@ -130,40 +137,52 @@ def _of_void_phases(result: Result) -> Iterator[str]:
 
 def absences(run: Run) -> list[str]:
     """'energy: not measured on cpu: <why>' for each device that has no source of energy."""
-    by_device = together(
-        (record.case.device, (record.energy.source, why_no_energy(record))) for record in run.records if record.energy
-    )
-    return [
-        f"energy: not measured on {device}: {'; '.join(dict.fromkeys(why for _, why in known))}"
-        for device, known in by_device.items()
-        if {source for source, _ in known} == {NO_SOURCE}
-    ]
+    by_device = together((record.case.device, record) for record in run.records if record.energy)
+    lines = []
+    for device, records in by_device.items():
+        if {record.energy and record.energy.source for record in records} == {NO_SOURCE}:
+            reasons = dict.fromkeys(map(why_no_energy, records))
+            lines.append(f"energy: not measured on {device}: {'; '.join(reasons)}")
+    return lines
 
 
-def energy(panel: Panel) -> Iterator[Table]:
+def _show_demand(row: _EnergyRow) -> str:
+    case, _, ratio = row
+    if ratio:
+        return ratio.demand.value
+    if case.is_reference:
+        return "reference"
+    return "emulated" if case.is_emulated else units.NONE
+
+
+def _show_windows(row: _EnergyRow) -> str:
+    width = row[1].uncertainty
+    spread = "" if width is None else f" (+-{units.percent(width)})"
+    return f"{len(row[1].windows)}{spread}"
+
+
+def energy(panel: Panel) -> Tables:
     sources = sources_of(panel.results)
     if not sources:
         return
     caption = f"energy of a step, by {SOURCES.get(sources[0], sources[0])}"
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
-    rows = [
-        (case, figures, ratio_against(case.result, case.group.lead))
-        for case in panel.members
-        if (figures := figures_of(case.result)) is not None
-    ]
-    first = {name for _, figures, _ in rows for name, _ in figures.per[:1]}
+    rows = []
+    counts: set[str] = set()
+    for case in panel.members:
+        if (figures := figures_of(case.result)) is not None:
+            rows.append((case, figures, ratio_against(case.result, case.group.lead)))
+            # A step has one kind of work; its first count is the one that readers know.
+            counts.update(name for name, _ in figures.per[:1])
 
     def of(spec: str, heading: str) -> Col[_EnergyRow]:
         return Col(heading, lambda row: row[0].figures[spec].shown, number=True)
 
-    def demand(row: _EnergyRow) -> str:
-        result, ratio = row[0].result, row[2]
-        word = "reference" if result.record.is_reference else "emulated" if emulated(result) else units.NONE
-        return ratio.demand.value if ratio else word
-
     def tone(row: _EnergyRow) -> Tone:
-        return DEMANDS[row[2].demand] if row[2] else Tone.PLAIN
+        if row[2]:
+            return DEMANDS[row[2].demand]
+        return Tone.PLAIN
 
     def power(row: _EnergyRow) -> str:
         limits = power_limits_of(row[0].result)
@@ -171,50 +190,41 @@ def energy(panel: Panel) -> Iterator[Table]:
 
     cols: list[Col[_EnergyRow]] = [
         Col("group", lambda row: row[0].place, shared=True),
-        Col("case", lambda row: row[0].result.mode),
+        Col("case", lambda row: row[0].mode),
         of(ENERGY, "per step"),
-        Col(f"vs {panel.reference or 'reference'}", demand, tone=tone),
+        Col(f"vs {panel.reference or 'reference'}", _show_demand, tone=tone),
         Col("", lambda row: show_ratio(row[2]) if row[2] else "", tone=tone),
         of(specs.ENERGY_NET, "net/step"),
-        *(of(spec, spec.heading) for spec, _ in ENERGY_PER.values() if spec in first),
+        *(of(spec, spec.heading) for spec, _ in ENERGY_PER.values() if spec in counts),
         Col("power", power, number=True),
         of(specs.IDLE_POWER, "idle"),
-        Col(
-            "windows",
-            lambda row: (
-                f"{len(row[1].windows)}"
-                + ("" if row[1].uncertainty is None else f" (+-{units.percent(row[1].uncertainty)})")
-            ),
-        ),
-        Col("clock", lambda row: row[1].sm_clock, number=True, show=partial(units.count, unit="Hz")),
+        Col("windows", _show_windows),
+        Col("clock", lambda row: row[1].sm_clock, show=partial(units.count, unit="Hz")),
         Col("source", lambda row: row[1].source, when=len(sources) > 1),
     ]
-    yield with_figures(table("energy", caption, cols, rows), (row[0] for row in rows))
+    yield with_figures(table("energy", caption, cols, rows), (case for case, _, _ in rows))
 
 
-def energy_of_phases(panel: Panel) -> Iterator[Table]:
+def energy_of_phases(panel: Panel) -> Tables:
     """What each phase takes of a step in joules, estimates in brackets; nothing unless phases were asked for."""
-    known = [
-        (*case, {phase.phase: phase for phase in energies.phases})
-        for case in panel.members
-        if case.result.record.energy and case.result.record.energy.phases and (energies := phases_of(case.result))
-    ]
-    names = [name for name in PHASE_TITLES if any(name in phases for _, _, phases in known)]
+    rows = []
+    present: set[str] = set()
+    for group, result, energies in panel.known(phases_of):
+        # `--energy phases` was not asked for otherwise.
+        if result.record.energy and result.record.energy.phases:
+            by_phase = {phase.phase: phase for phase in energies.phases}
+            rows.append((group, result, by_phase))
+            present |= by_phase.keys()
+    names = [name for name in PHASE_TITLES if name in present]
     if not names:
         return
-    cols: list[Col[tuple[ResultGroup, Result, dict[str, PhaseJoules]]]] = [
-        *case_cols(),
-        *(Col(PHASE_TITLES[name], partial(_of_phase, name=name), number=True) for name in names),
-    ]
-    yield table(
-        "phase-energy",
-        "joules per step of each phase by itself; (estimated) by share of time, or as what is left",
-        cols,
-        known,
-    )
+    cols: list[Col[_PhaseRow]] = [*case_cols()]
+    cols += [Col(PHASE_TITLES[name], partial(_of_phase, name=name), number=True) for name in names]
+    caption = "joules per step of each phase by itself; (estimated) by share of time, or as what is left"
+    yield table("phase-energy", caption, cols, rows)
 
 
-def _of_phase(row: tuple[ResultGroup, Result, dict[str, PhaseJoules]], name: str) -> Field | None:
+def _of_phase(row: _PhaseRow, name: str) -> Field | None:
     phase = row[2].get(name)
     if phase is None:
         return None
@@ -224,29 +234,35 @@ def _of_phase(row: tuple[ResultGroup, Result, dict[str, PhaseJoules]], name: str
 
 
 def _lead(material: Material) -> str:
-    sources = sources_of(result for _, panel in timed_panels(material) for result in panel.results)
+    results: list[Result] = []
+    for _, panel in timed_panels(material):
+        results += panel.results
+    sources = sources_of(results)
+    if not sources:
+        return ""
     differ = ", whose figures do not compare" if len(sources) > 1 else ""
     return (
         "What the device took while steps ran in windows of their own, after the timing; idling is what it takes with "
         "the same states in memory and nothing to do. Ranges are those of windows, and no confidence intervals. "
-        f"Read from {listed([SOURCES.get(source, source) for source in sources])}{differ}."
-        if sources
-        else ""
+        f"Read from {join_words([SOURCES.get(source, source) for source in sources])}{differ}."
     )
 
 
 @section("energy", "Energy", 97, lead=_lead)
-def energy_section(material: Material) -> Iterator[Element]:
+def energy_section(material: Material) -> Elements:
     for title, panel in timed_panels(material):
         yield from _panel(title, panel)
-    for text in dict.fromkeys(text for entry in material.entries for text in absences(entry.run)):
-        yield Text(f"{text.replace('energy: n', 'N', 1)}.", Tone.DOUBT)
+    lines: list[str] = []
+    for entry in material.entries:
+        lines += absences(entry.run)
+    for line in dict.fromkeys(lines):
+        yield Text(f"{line.replace('energy: n', 'N', 1)}.", Tone.DOUBT)
 
 
-def _panel(title: str, panel: Panel) -> Iterator[Element]:
-    for made in (*energy(panel), *energy_of_phases(panel)):
-        yield replace(made, name=f"{made.name}-{panel.case.workload}", caption=f"{title}: {made.caption}")
-    notes = ((modes, doubt, group.place) for group in panel.groups for modes, doubt in doubts_within(group))
-    doubts = merge_notes(notes, len(panel.groups))
-    if doubts:
-        yield Items(tuple(Text(f"{doubt.removeprefix('- ')}.", Tone.DOUBT) for doubt in doubts))
+def _panel(title: str, panel: Panel) -> Elements:
+    yield from name_tables((*energy(panel), *energy_of_phases(panel)), panel.suite, title)
+    notes: list[tuple[str, str, str]] = []
+    for group in panel.groups:
+        notes += [(modes, doubt, group.place) for modes, doubt in doubts_within(group)]
+    doubts = [f"{doubt.removeprefix('- ')}." for doubt in merge_notes(notes, len(panel.groups))]
+    yield from items_of(doubts, Tone.DOUBT)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from fp8bench import units
 from fp8bench.analysis.energy import NO_SOURCE
 from fp8bench.model import DeviceFacts, Label, Record, Run, Timing
 from fp8bench.model.run import SWITCHES_SET
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Code, Element, Facts, Items, Text, Tone
+from fp8bench.report.elements import Code, Elements, Facts, Items, Table, Text, Texts, Tone
 from fp8bench.report.page.section import Entry, Material, section
-from fp8bench.report.words.legend import explained
-from fp8bench.report.words.naming import commit_of, counts, fact, listed, many, notes_of, when
+from fp8bench.report.panels import join_parts
+from fp8bench.report.words.legend import explain_label
+from fp8bench.report.words.naming import commit_of, counts, fact, join_words, many, notes_of, when
 
 _MOST = 20
 _VARIABLE = "env_"
@@ -22,130 +24,150 @@ _LOST = "the header of its file is lost: what was asked, planned and run on is n
 
 
 @section("environment", "Environment, and how to reproduce", 900)
-def environment_section(material: Material) -> Iterator[Element]:
-    if not material.entries:
-        return
+def environment_section(material: Material) -> Elements:
     if material.alone:
         yield Facts(tuple(_facts(material.entries[0])))
-    else:  # a column for each run
-        facts = [dict(_facts(entry)) for entry in material.entries]
-        cols: list[Col[str]] = [Col("fact", lambda name: name)]
-        cols += [Col(entry.label, own.get) for entry, own in zip(material.entries, facts, strict=True)]
-        yield table("machines", "What each run was made under", cols, dict.fromkeys(n for own in facts for n in own))
+    elif material.entries:
+        yield _machines(material.entries)
+    else:
+        return
     for entry in material.entries:
         yield from _remarks(entry)
     yield Text("How to measure it again", Tone.STRONG)
     for entry in material.entries:
-        yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
-        known = filter(None, (entry.run.command, *(resumption.command for resumption in entry.run.resumptions)))
-        lost = Text("The command is lost with the header of the file.", Tone.DOUBT)
-        yield Code(commands) if (commands := "\n".join(known)) else lost
+        yield from _label(entry)
+        commands = [entry.run.command, *(resumption.command for resumption in entry.run.resumptions)]
+        if any(commands):
+            yield Code("\n".join(filter(None, commands)))
+        else:
+            yield Text("The command is lost with the header of the file.", Tone.DOUBT)
+
+
+def _machines(entries: Sequence[Entry]) -> Table:
+    """A row for each fact that some run has, and a column for each run."""
+    cols: list[Col[str]] = [Col("fact", str)]
+    names: dict[str, str] = {}
+    for entry in entries:
+        facts = dict(_facts(entry))
+        names |= facts
+        cols.append(Col(entry.label, facts.get))
+    return table("machines", "What each run was made under", cols, names)
+
+
+def _label(entry: Entry) -> Texts:
+    if entry.label:
+        yield Text(entry.label, Tone.STRONG)
 
 
 def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
     run = entry.run
-    pairs = [pair for facts in _used(run) for pair in _device_facts(run, facts)]
-    total, own, governor = (fact(run, name) for name in ("cpu_count", "cpu_affinity", "cpu_governor"))
-    processors = f"{own} of {total}" if own and total and own != total else total
+    timings = list(_timings(run.records))
+    pairs: list[tuple[str, str]] = []
+    for facts in _devices_of(run):
+        pairs += _device_facts(run, facts)
+    total, usable, governor = (fact(run, name) for name in ("cpu_count", "cpu_affinity", "cpu_governor"))
+    processors = f"{usable} of {total}" if usable and total and usable != total else total
     # Vector widths of compiled quantisers, if they could be chosen.
-    bits = ", ".join(map(str, sorted({bit for timing in _timings(run.records) for bit in timing.vector_bits})))
+    widths = set().union(*(timing.vector_bits for timing in timings))
+    bits = ", ".join(map(str, sorted(widths)))
+    slots = chain.from_iterable(timing.slots for timing in timings)
+    seconds = sum(slot.wall_seconds for slot in slots)
+    imports = fact(run, "imports_sha256")
     pairs += [
         ("torch", _with(fact(run, "torch"), "git ", fact(run, "torch_git")[:8])),
-        ("CUDA", listed(list(dict.fromkeys(facts.cuda for facts in _used(run) if facts.cuda)))),
+        ("CUDA", join_words(facts.cuda for facts in _devices_of(run) if facts.cuda)),
         *((name, fact(run, key)) for name, key in _OF_GPUS),
-        ("ROCm", listed(list(dict.fromkeys(facts.hip for facts in _used(run) if facts.hip)))),
+        ("ROCm", join_words(facts.hip for facts in _devices_of(run) if facts.hip)),
         ("Python", _with(fact(run, "python"), "", fact(run, "python_implementation"))),
         ("machine", fact(run, "machine")),
         ("system", fact(run, "system")),
-        ("processors", ", ".join(filter(None, (processors, f"governor {governor}" if governor else "")))),
+        ("processors", join_parts(processors, f"governor {governor}" if governor else "")),
         ("compiled quantisers", f"vectors of {bits} bits" if bits else ""),
         ("threads", fact(run, "threads") or (str(run.request.threads) if run.started else "")),
         ("switches", fact(run, SWITCHES_SET)),
-        ("load at start", _with(fact(run, "load_1min"), "mean of ", "1 minute" if fact(run, "load_1min") else "")),
+        ("load at start", _with(fact(run, "load_1min"), "mean of ", "1 minute")),
         ("commit", fact(run, "commit") + (_DIRTY if commit_of(run).endswith(_DIRTY) else "")),
         ("started", when(run)),
-        (
-            "timed",
-            f"{units.clock(seconds)} inside timed slots"
-            if (seconds := sum(slot.wall_seconds for timing in _timings(run.records) for slot in timing.slots))
-            else "",
-        ),
+        ("timed", f"{units.clock(seconds)} inside timed slots" if seconds else ""),
         ("cases", counts(run)),
         ("fp8bench", fact(run, "fp8bench")),
         ("numpy", fact(run, "numpy")),
         ("seed", str(run.request.seed) if run.started else ""),  # a header that is lost took the request with it
-        ("code of --import", f"sha256 {imports}" if (imports := fact(run, "imports_sha256")) else ""),
-        *(
-            (name.removeprefix(_VARIABLE), str(value))
-            for name, value in sorted(run.environment.facts.items())
-            if name.startswith(_VARIABLE)
-        ),
-        ("samples", run.path or "this run was not stored"),
+        ("code of --import", f"sha256 {imports}" if imports else ""),
     ]
+    for name, value in sorted(run.environment.facts.items()):
+        # Variables of the environment that change what torch or a library does.
+        if name.startswith(_VARIABLE):
+            pairs.append((name.removeprefix(_VARIABLE), str(value)))
+    pairs.append(("samples", run.path or "this run was not stored"))
     return ((name, text) for name, text in pairs if text)
 
 
-def _used(run: Run) -> list[DeviceFacts]:
+def _devices_of(run: Run) -> list[DeviceFacts]:
     keys = {record.case.device for record in run.records}
     return [facts for facts in run.devices if facts.key in keys]
 
 
 def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
     key = facts.key
-
-    def told(name: str) -> str:
-        return fact(run, f"{key} {name}")
-
+    # Only GPUs have it.
     capability = f", compute capability {facts.capability[0]}.{facts.capability[1]}" if facts.capability else ""
     cache = f", last cache {units.size(facts.cache_bytes)}" if facts.cache_bytes else ""
     yield f"device {key}", f"{facts.name}, {units.size(facts.memory_bytes)}{capability}{cache}"
-    driver, newest = told("driver"), told("cuda_driver")
+    driver = fact(run, f"{key} driver")
+    newest = fact(run, f"{key} cuda_driver")
     yield f"driver {key}", f"{driver}, CUDA up to {newest}" if driver and newest else driver
     cap, default, period = (
         run.environment.get(f"{key} {name}") for name in ("power_cap", "power_cap_default", "energy_period")
     )
+    # A lowered cap explains a low speed, so the default stands beside it.
     if isinstance(cap, float | int):
-        of = f" of {default:g} W" if isinstance(default, float | int) and default != cap else ""
-        yield f"power cap {key}", f"{cap:g} W{of}"
-    modes = (("ECC", "ecc"), ("MIG", "mig"), ("persistence mode", "persistence"))
-    yield f"modes {key}", ", ".join(f"{word} {mode}" for word, name in modes if (mode := told(name)))
-    if (source := told("energy_source")) not in ("", NO_SOURCE):
+        is_changed = isinstance(default, float | int) and default != cap
+        yield f"power cap {key}", f"{cap:g} W" + (f" of {default:g} W" if is_changed else "")
+    modes = []
+    for word, name in (("ECC", "ecc"), ("MIG", "mig"), ("persistence mode", "persistence")):
+        if mode := fact(run, f"{key} {name}"):
+            modes.append(f"{word} {mode}")
+    yield f"modes {key}", ", ".join(modes)
+    source = fact(run, f"{key} energy_source")
+    if source not in ("", NO_SOURCE):
         often = f", changes every {units.seconds(period)}" if isinstance(period, float) else ""
         yield f"energy {key}", f"{source}{often}"
 
 
 def _with(text: str, word: str, more: str) -> str:
-    return f"{text} ({word}{more})" if text and more else text
+    if text and more:
+        return f"{text} ({word}{more})"
+    return text
 
 
 def _timings(records: Iterable[Record]) -> Iterator[Timing]:
     for record in records:
-        yield from (timing for timing in (record.timing, record.control, record.paired_with) if timing is not None)
+        yield from filter(None, (record.timing, record.control, record.paired_with))
 
 
-def _remarks(entry: Entry) -> Iterator[Element]:
+def _remarks(entry: Entry) -> Elements:
     run = entry.run
-    lost = [] if run.started or run.devices else [Text(_LOST, Tone.BAD)]
-    told = [Text(f"note: {note}") for note in notes_of(run)]
-    told += [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles]
-    notes = told[:_MOST]
-    if len(told) > _MOST:
-        notes.append(Text(f"and {many(len(told) - _MOST, 'more note')} and troubles in the run's file"))
-    remarks = (*lost, *_labels(entry), *notes)
+    remarks = [Text(f"note: {note}") for note in notes_of(run)]
+    remarks += [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles]
+    num_hidden = len(remarks) - _MOST
+    if num_hidden > 0:
+        remarks[_MOST:] = [Text(f"and {many(num_hidden, 'more note')} and troubles in the run's file")]
+    remarks = [*_labels(entry), *remarks]
+    if not run.started and not run.devices:
+        remarks.insert(0, Text(_LOST, Tone.BAD))
     if remarks:
-        yield from [Text(entry.label, Tone.STRONG)] if entry.label else []
-        yield Items(remarks)
+        yield from _label(entry)
+        yield Items(tuple(remarks))
 
 
-def _labels(entry: Entry) -> Iterator[Text]:
-    measured = [result for panel in entry.panels for result in panel.results if result.record.is_ok]
+def _labels(entry: Entry) -> Texts:
+    results = chain.from_iterable(panel.results for panel in entry.panels)
+    measured = [result for result in results if result.is_ok]
     for label in Label:
-        number = sum(label in result.labels for result in measured)
-        if number:
-            reasons = list(dict.fromkeys(reason for result in measured if (reason := result.reason(label))))
-            words = explained(
-                label,
-                f"{label} ({number} of {many(len(measured), 'case')})",
-                f" ({listed(reasons)})" if reasons else "",
-            )
+        labelled = [result for result in measured if label in result.labels]
+        if labelled:
+            reasons = join_words(filter(None, (result.reason(label) for result in labelled)))
+            name = f"{label} ({len(labelled)} of {many(len(measured), 'case')})"
+            words = explain_label(label, name, f" ({reasons})" if reasons else "")
             yield Text(words, Tone.DOUBT if label.casts_doubt else Tone.PLAIN)

@@ -6,8 +6,10 @@ import math
 import re
 import statistics
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from fp8bench import units
@@ -15,28 +17,24 @@ from fp8bench.errors import UsageError
 from fp8bench.model import LayerScale, Measurement, TensorStatistics, Timing
 from fp8bench.model.words import Phase
 from fp8bench.registry import precisions
-from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import (
-    Element,
-    Field,
-    Table,
-    Text,
-    Tone,
-)
+from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Tone
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
 from fp8bench.report.panels import (
     NamedCase,
     Panel,
     error_name,
+    join_parts,
     show_value,
     together,
     value_of,
 )
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import figure_words, listed
+from fp8bench.report.words.naming import figure_words, join_words
 
+# One precision's errors by name, a measurement for each case.
+_Errors = dict[str, list[Measurement]]
 # Measurements in these units are no errors.
 _OTHER_UNITS = ("B", "s")
 _SCALES: tuple[Col[tuple[NamedCase, LayerScale]], ...] = (
@@ -45,39 +43,56 @@ _SCALES: tuple[Col[tuple[NamedCase, LayerScale]], ...] = (
     Col("role", lambda row: row[1].role),
     Col("amax", lambda row: row[1].amax, number=True, hint="the largest magnitude that the scale comes from"),
     Col("scale", lambda row: row[1].scale, number=True, hint="what values are multiplied by"),
-    Col("renewed", lambda row: row[1].renewals, number=True, show=units.whole,
+    Col("renewed", lambda row: row[1].renewals, show=units.whole,
         hint="times, by age or by saturation, since it was found"),
 )  # fmt: skip
 
 
-def data(panel: Panel, name: str = "data", suite: str = "") -> Iterator[Table]:
+def data(panel: Panel, name: str = "data", suite: str = "") -> Tables:
     """A row for each kind and role, over all groups; formats have a column if some value lies outside their range."""
-    looked_at = [result.record.statistics for result in panel.results if result.record.statistics]
-    by_name = together(((statistics.kind, statistics.role), statistics) for group in looked_at for statistics in group)
-    worst = []
-    for (kind, role), members in by_name.items():
-        shares = together((name, pair) for member in members for name, *pair in member.outside)
-        outside = tuple((name, *map(max, zip(*pairs, strict=True))) for name, pairs in shares.items())
-        count, amax = max(member.count for member in members), max(member.amax for member in members)
-        worst.append(TensorStatistics(kind, role, count, amax, outside))
+    # 1. The largest of each figure over all groups.
+    all_statistics = [result.record.statistics for result in panel.results if result.record.statistics]
+    by_name = together(((tensor.kind, tensor.role), tensor) for tensor in chain.from_iterable(all_statistics))
+    worst = [_largest_of(tensors) for tensors in by_name.values()]
     if not worst:
         return
-    names = dict.fromkeys(name for statistics in worst for name, _, _ in statistics.outside)
-    crossed = [name for name in names if any(any(shares_of(statistics, name)) for statistics in worst)]
-    contained = ", ".join(name for name in names if name not in crossed)
-    title = f"{suite}: " * bool(suite) + "data, before any scaling"
-    title += f"; each figure is the largest of {len(looked_at)} groups" if len(looked_at) > 1 else ""
-    title += f"; all within the range of {contained}" if contained else ""
-    unit = dict.fromkeys(own.mode for own in panel.results if precisions.unit_scaled(own.record.case.precision))
-    title += f"; {listed([*unit])} has them near a deviation of 1 where it casts" if unit else ""
-    beyond = "share above its largest / share that would become zero"
+    # 2. Formats that hold all values are named in the caption, the others have a column.
+    outside: dict[str, bool] = {}
+    for tensor in worst:
+        for fmt, above, vanishing in tensor.outside:
+            outside[fmt] = outside.get(fmt, False) or bool(above or vanishing)
+    contained = ", ".join(fmt for fmt, is_outside in outside.items() if not is_outside)
+    unit_scaled = [result.mode for result in panel.results if precisions.unit_scaled(result.record.case.precision)]
+    caption = join_parts(
+        f"{suite}: " * bool(suite) + "data, before any scaling",
+        f"each figure is the largest of {len(all_statistics)} groups" if len(all_statistics) > 1 else "",
+        f"all within the range of {contained}" if contained else "",
+        f"{join_words(unit_scaled)} has them near a deviation of 1 where it casts" if unit_scaled else "",
+        by="; ",
+    )
     cols: list[Col[TensorStatistics]] = [
         Col("data", name_of, hint="layer kind and role"),
-        Col("values", lambda statistics: statistics.count, number=True, show=units.whole),
-        Col("amax", lambda statistics: statistics.amax, number=True, hint="the largest magnitude"),
-        *(Col(name, partial(_outside, name=name), number=True, hint=beyond) for name in crossed),
+        Col("values", lambda tensor: tensor.count, show=units.whole),
+        Col("amax", lambda tensor: tensor.amax, number=True, hint="the largest magnitude"),
     ]
-    yield table(name, title, cols, worst)
+    hint = "share above its largest / share that would become zero"
+    cols += [Col(fmt, partial(_outside, name=fmt), number=True, hint=hint) for fmt in outside if outside[fmt]]
+    yield table(name, caption, cols, worst)
+
+
+def _largest_of(tensors: Sequence[TensorStatistics]) -> TensorStatistics:
+    """The largest of each figure, of one kind and role in several groups."""
+    largest: dict[str, tuple[float, float]] = {}
+    for tensor in tensors:
+        for fmt, above, vanishing in tensor.outside:
+            highest = largest.get(fmt, (above, vanishing))
+            largest[fmt] = max(highest[0], above), max(highest[1], vanishing)
+    return replace(
+        tensors[0],
+        count=max(tensor.count for tensor in tensors),
+        amax=max(tensor.amax for tensor in tensors),
+        outside=tuple((fmt, *shares) for fmt, shares in largest.items()),
+    )
 
 
 def name_of(statistics: TensorStatistics) -> str:
@@ -87,82 +102,74 @@ def name_of(statistics: TensorStatistics) -> str:
 
 
 def shares_of(statistics: TensorStatistics, name: str) -> tuple[float, float]:
-    return next(((above, vanishing) for known, above, vanishing in statistics.outside if known == name), (0.0, 0.0))
+    shares = {fmt: (above, vanishing) for fmt, above, vanishing in statistics.outside}
+    return shares.get(name, (0.0, 0.0))
 
 
 def _outside(statistics: TensorStatistics, name: str) -> Field:
     pair = shares_of(statistics, name)
-    return Field(" / ".join(units.share(share) for share in pair) if any(pair) else units.NONE, sum(pair))
+    text = " / ".join(map(units.share, pair)) if any(pair) else units.NONE
+    return Field(text, sum(pair))
 
 
 @section("numbers", "What it costs in numbers", 100)
-def numbers_section(material: Material) -> Iterator[Element]:
+def numbers_section(material: Material) -> Elements:
     """Errors against the reference that each suite names, relative: 0 is exact. An emulated precision is right here:
     its values are rounded as hardware would round them.
     """
     for title, panel in timed_panels(material):
         yield from _errors(title, panel)
-    panels = titled_panels(material)
-    tables = [made for title, panel in panels for made in data(panel, f"data-{panel.case.workload}", title)]
+    tables: list[Table] = []
+    for title, panel in titled_panels(material):
+        tables += data(panel, f"data-{panel.suite}", title)
     if tables:
         yield Text("What the data are made of", Tone.STRONG)
         yield Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}.")
     yield from tables
 
 
-def _errors(title: str, panel: Panel) -> Iterator[Element]:
+def _errors(title: str, panel: Panel) -> Elements:
     by_mode = _by_mode(panel)
     if not by_mode:
         return
-    shown = panel.error
-    measured = ((case, case.result.record.measurement(shown)) for case in panel.members)
-    marks = [
-        (case, measurement, value)
-        for case, measurement in measured
-        if measurement and (value := value_of(measurement)) is not None
-    ]
     yield _table(title, panel, by_mode)
-    strange = [f"{case.name} ({value})" for case, _, value in marks if not math.isfinite(value)]
+    errors = [(case.name, case.error) for case in panel.members if case.error is not None]
+    strange = [f"{name} ({error})" for name, error in errors if not math.isfinite(error)]
     if strange:
-        yield Text(f"{title}: {figure_words(shown)} is no finite number in {listed(strange)}.", Tone.BAD)
+        yield Text(f"{title}: {figure_words(panel.error)} is no finite number in {join_words(strange)}.", Tone.BAD)
 
 
-def _by_mode(panel: Panel) -> dict[str, dict[str, list[Measurement]]]:
-    grouped_by_mode = together(
-        (result.mode, (error_name(measurement), measurement))
-        for result in panel.results
-        for measurement in result.record.measurements
-        if measurement.unit not in _OTHER_UNITS
-        and value_of(measurement) is not None
-        and not is_of_step(measurement.metric)
-    )
-    return {mode: together(members) for mode, members in grouped_by_mode.items()}
+def _by_mode(panel: Panel) -> dict[str, _Errors]:
+    """Errors by precision and name, in all groups."""
+    by_mode: dict[str, _Errors] = {}
+    for result in panel.results:
+        for measurement in result.record.measurements:
+            is_error = measurement.unit not in _OTHER_UNITS and not is_of_step(measurement.metric)
+            if is_error and value_of(measurement) is not None:
+                errors = by_mode.setdefault(result.mode, {})
+                errors.setdefault(error_name(measurement), []).append(measurement)
+    return by_mode
 
 
-def _table(title: str, panel: Panel, by_mode: dict[str, dict[str, list[Measurement]]]) -> Table:
+def _table(title: str, panel: Panel, by_mode: dict[str, _Errors]) -> Table:
     supports = {result.mode: result.record.support for result in panel.results}
-    by_metric = together(
-        (metric, many) for own in by_mode.values() for metric, members in own.items() for many in members
-    )
-    cols: list[Col[tuple[str, dict[str, list[Measurement]]]]] = [
+    hints: dict[str, str] = {}
+    for errors in by_mode.values():
+        for metric, measurements in errors.items():
+            described = (measurement.description for measurement in measurements if measurement.description)
+            # Suites describe a metric where it is measured first.
+            hints[metric] = hints.get(metric) or next(described, "")
+    cols: list[Col[tuple[str, _Errors]]] = [
         Col("precision", lambda row: Field(row[0], hint=_summary(row[0]))),
         Col(
             "how",
             lambda row: Field(supports[row[0]].level.value, hint=supports[row[0]].reason),
             hint="native, or emulated in software",
         ),
-        *(
-            Col(
-                metric,
-                partial(_field, metric=metric),
-                number=True,
-                hint=next((member.description for member in members if member.description), ""),
-            )
-            for metric, members in by_metric.items()
-        ),
     ]
-    some = f", the smallest and the largest of {len(panel.groups)} groups" if len(panel.groups) > 1 else ""
-    return table(f"errors-of-{panel.case.workload}", f"{title}: errors by precision{some}", cols, by_mode.items())
+    cols += [Col(metric, partial(_field, metric=metric), number=True, hint=hint) for metric, hint in hints.items()]
+    span = f", the smallest and the largest of {len(panel.groups)} groups" if len(panel.groups) > 1 else ""
+    return table(f"errors-of-{panel.suite}", f"{title}: errors by precision{span}", cols, by_mode.items())
 
 
 def _summary(mode: str) -> str:
@@ -171,29 +178,33 @@ def _summary(mode: str) -> str:
         precision = precisions.get(mode)
     except UsageError:
         return ""
-    options, summary = mode.split(":")[1:] if precision.options else [], precision.summary
-    return f"{summary} Here with {', '.join(options)}." if options else summary
+    options = mode.split(":")[1:] if precision.options else []
+    summary = precision.summary
+    if options:
+        return f"{summary} Here with {', '.join(options)}."
+    return summary
 
 
-def _field(row: tuple[str, dict[str, list[Measurement]]], metric: str) -> Field | None:
+def _field(row: tuple[str, _Errors], metric: str) -> Field | None:
     """'2.9e-03', or '2.8e-03 to 3.0e-03'; NaN counts as the largest."""
-    known = [(value, member) for member in row[1].get(metric, ()) if (value := value_of(member)) is not None]
-    if not known:
+    values = [(value, error) for error in row[1].get(metric, ()) if (value := value_of(error)) is not None]
+    if not values:
         return None
-    known.sort(key=lambda pair: (math.isnan(pair[0]), pair[0]))
-    text = " to ".join(dict.fromkeys(show_value(member) for _, member in (known[0], known[-1])))
-    worst = known[-1][0]
+    values.sort(key=lambda pair: (math.isnan(pair[0]), pair[0]))
+    (_, lowest), (worst, highest) = values[0], values[-1]
+    text = " to ".join(dict.fromkeys((show_value(lowest), show_value(highest))))
     return Field(text, worst, Tone.PLAIN if math.isfinite(worst) else Tone.BAD)
 
 
 @section("scales", "Scales from data", 105)
-def scales_section(material: Material) -> Iterator[Element]:
+def scales_section(material: Material) -> Elements:
     """Found in untimed steps on a state of its own, and as they were after the last timed step. A scale is the largest
     value of its format over amax: what exceeds amax later saturates.
     """
     for title, panel in titled_panels(material):
-        cases = ((case.name, [(case, scale) for scale in case.result.record.scales]) for case in panel.members)
-        name, words = f"scales-{panel.case.workload}", "scales by layer and role"
+        cases = ((case.name, [(case, scale) for scale in case.record.scales]) for case in panel.members)
+        name = f"scales-{panel.suite}"
+        words = "scales by layer and role"
         yield from table_of_cases(name, title, words, _SCALES, cases, "The run's file has them.")
 
 
@@ -226,59 +237,63 @@ def is_of_step(metric: str) -> bool:
 
 def step_seconds(timing: Timing) -> tuple[float, ...]:
     """The median over all calls of each part of a step that ends in ACCUMULATE (`Workload.part_ends`)."""
-    calls = [call for slot in timing.slots for call in slot.calls_ns]
-    blocks, phases = timing.segments.blocks, timing.segments.phases
-    ends = [block for block, phase in zip(blocks, phases, strict=True) if phase == Phase.ACCUMULATE]
+    calls = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
+    blocks = timing.segments.blocks
+    ends = [block for block, phase in zip(blocks, timing.segments.phases, strict=True) if phase == Phase.ACCUMULATE]
     if not calls or not ends or timing.varying:
         return ()
+    # Marks behind the last end belong to the last part.
     parts = [min(bisect_left(ends, block), len(ends) - 1) for block in blocks]
-    sums = [[0] * len(ends) for _ in calls]
-    for call, own in zip(calls, sums, strict=True):
-        for part, cell in zip(parts, call, strict=True):
-            own[part] += cell
-    return tuple(statistics.median(taken) / 1e9 for taken in zip(*sums, strict=True))
+    sums_by_call = []
+    for call in calls:
+        sums = [0] * len(ends)
+        for part, nanoseconds in zip(parts, call, strict=True):
+            sums[part] += nanoseconds
+        sums_by_call.append(sums)
+    return tuple(statistics.median(nanoseconds) / 1e9 for nanoseconds in zip(*sums_by_call, strict=True))
 
 
 def _steps_of(case: NamedCase) -> list[SamplerStep]:
-    record, errors = case.result.record, dict[int, dict[str, float]]()
-    for measurement in record.measurements:
-        known, value = _ERROR.fullmatch(measurement.metric), value_of(measurement)
-        if known and value is not None:
-            errors.setdefault(int(known[2]), {})[known[1]] = value
-    seconds = step_seconds(record.timing) if errors and record.timing else ()
+    errors: dict[int, dict[str, float]] = {}
+    for measurement in case.record.measurements:
+        match = _ERROR.fullmatch(measurement.metric)
+        value = value_of(measurement)
+        if match and value is not None:
+            errors.setdefault(int(match[2]), {})[match[1]] = value
+    seconds = step_seconds(case.record.timing) if errors and case.record.timing else ()
+    # Marks that do not match the sampler's steps tell no times.
     times = seconds if len(seconds) == len(errors) else (None,) * len(errors)
     return [SamplerStep(case, number, time, errors[number]) for number, time in zip(sorted(errors), times, strict=True)]
 
 
-def by_step(panel: Panel) -> Iterator[Element]:
+def by_step(panel: Panel) -> Elements:
     """A row for each step of each case; nothing without a sampler."""
-    if steps := [step for case in panel.members for step in _steps_of(case)]:
+    steps = list(chain.from_iterable(map(_steps_of, panel.members)))
+    if steps:
         yield _steps_table(panel, steps)
         yield Text(READING)
 
 
 def _steps_table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:
+    def seconds(row: SamplerStep) -> str:
+        # An emulation's time must not be read as a speed.
+        return "emulated " * row.case.is_emulated + units.seconds(row.seconds)
+
+    def error(name: str) -> Col[SamplerStep]:
+        heading, hint = _ERROR_KINDS[name]
+        return Col(heading, lambda row: row.errors.get(name), show=units.relative_error, hint=hint)
+
     cols: list[Col[SamplerStep]] = [
         Col("group", lambda row: row.case.place, shared=True),
-        Col("case", lambda row: row.case.result.mode),
-        Col("step", lambda row: row.number, number=True, show=units.whole),
-        # An emulation's time must not be read as a speed.
-        Col("time", lambda row: f"{'emulated ' * emulated(row.case.result)}{units.seconds(row.seconds)}", number=True),
-        *(
-            Col(
-                heading,
-                partial(lambda name, row: row.errors.get(name), name),
-                number=True,
-                show=units.relative_error,
-                hint=hint,
-            )
-            for name, (heading, hint) in _ERROR_KINDS.items()
-        ),
+        Col("case", lambda row: row.case.mode),
+        Col("step", lambda row: row.number, show=units.whole),
+        Col("time", seconds, number=True),
+        *map(error, _ERROR_KINDS),
     ]
-    return table(f"by-step-of-{panel.case.workload}", "step by step of the sampler", cols, rows)
+    return table(f"by-step-of-{panel.suite}", "step by step of the sampler", cols, rows)
 
 
 @section("by-step", "Step by step of a sampler", 101)
-def by_step_section(material: Material) -> Iterator[Element]:
+def by_step_section(material: Material) -> Elements:
     for _, panel in timed_panels(material):
         yield from by_step(panel)

@@ -12,22 +12,14 @@ from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Level, PhaseGain, Timing
 from fp8bench.model.run import BENCH
-from fp8bench.report.case_status import emulated
 from fp8bench.report.columns import Col, case_cols, table
-from fp8bench.report.elements import ChartAxis, Element, Field, Stacks, Table, Text, Tone
-from fp8bench.report.page.charts import has_time, phase_parts, stacked
+from fp8bench.report.elements import ChartAxis, Elements, Field, Stacks, Table, Tables, Text, Texts, Tone
+from fp8bench.report.page.charts import has_time, phase_parts, stack_parts
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import (
-    NamedCase,
-    Panel,
-    Result,
-    ResultGroup,
-    phases_of,
-    together,
-)
+from fp8bench.report.panels import Cases, NamedCase, Panel, Result, phases_of, together
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
-from fp8bench.report.words.naming import listed, phase_order, phase_words
+from fp8bench.report.words.naming import join_words, phase_order, phase_words
 
 COMPILED = (
     "With compile=yes the forward and the backward pass are one graph each, in which casts and products are fused: no "
@@ -35,62 +27,66 @@ COMPILED = (
 )
 
 
-def phases_table(panel: Panel, brief: bool = False) -> Iterator[Table]:
+def phases_table(panel: Panel, brief: bool = False) -> Tables:
     """Yields the time of each case by phase; a `brief` table leaves out emulated cases, whose time is no speed."""
-    measured = [(group, result) for group, result in panel.members if result.best]
-    if brief:
-        measured = [row for row in measured if not emulated(row[1])]
-    if not measured:
+    cases = [case for case in panel.members if case.best and not (brief and case.is_emulated)]
+    if not cases:
         return
     present: set[str] = set()
-    for _, result in measured:
-        present |= {name for name, seconds in phases_of(result) if seconds or name == UNATTRIBUTED}
+    if panel.suite != BENCH:  # callables have neither phases nor a declared amount of work
+        for case in cases:
+            present |= _shares(case).keys()
+    # Phases of a suite's own stand last.
     names = sorted(present, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES))
-    if panel.case.workload == BENCH:  # callables have neither phases nor a declared amount of work
-        names = []
-    cols: list[Col[tuple[ResultGroup, Result]]] = [
-        *((Col("Time of a step", lambda row: row[1].mode),) if brief else case_cols()),
+
+    def seconds(case: NamedCase) -> str:
         # An emulation's time must not be read as a speed.
-        Col("total", lambda row: f"{Level.EMULATED} " * emulated(row[1]) + units.seconds(row[1].best), number=True),
-        *(Col(PHASE_TITLES.get(name, name), partial(_share, name=name), number=True) for name in names),
-    ]
-    yield table("phases", "" if brief else "time of a step", cols, measured)
+        return f"{Level.EMULATED} " * case.is_emulated + units.seconds(case.best)
+
+    def share(case: NamedCase, name: str) -> str:
+        is_below = case.finding is not None and name in case.finding.below_floor
+        if is_below:
+            return "<"
+        return units.percent(_shares(case).get(name), 0)
+
+    cols: list[Col[NamedCase]] = [Col("Time of a step", lambda case: case.mode)] if brief else [*case_cols()]
+    cols.append(Col("total", seconds, number=True))
+    cols += [Col(PHASE_TITLES.get(name, name), partial(share, name=name), number=True) for name in names]
+    yield table("phases", "" if brief else "time of a step", cols, cases)
 
 
-def _share(row: tuple[ResultGroup, Result], name: str) -> str:
-    """A share of the step; '<' below the clock's floor, '-' without such a phase."""
-    finding, best = row[1].finding, row[1].best
-    assert finding is not None and best
-    seconds = dict(phases_of(row[1])).get(name)
-    share = seconds / best if seconds is not None and (seconds or name == UNATTRIBUTED) else None
-    return "<" if name in finding.below_floor else units.percent(share, 0)
+def _shares(case: NamedCase) -> dict[str, float]:
+    """Shares of the step by phase; those without time are left out, but for the unattributed rest."""
+    # A case without a time has no shares.
+    best = case.best or math.inf
+    return {name: seconds / best for name, seconds in phases_of(case.result) if seconds or name == UNATTRIBUTED}
 
 
 @section("phases", "Where the time goes", 60)
-def phases_section(material: Material) -> Iterator[Element]:
+def phases_section(material: Material) -> Elements:
     """Each bar is the best case of one step, cut into its phases. Other is the time under none of them."""
     panels = []
+    results: list[Result] = []
     for title, panel in timed_panels(material):
-        panels.append((title, [case for case in panel.members if has_time(case.result)]))
-    every = chain.from_iterable(cases for _, cases in panels)
-    parts = phase_parts(case.result for case in every)
+        cases = [case for case in panel.members if has_time(case.result)]
+        results += [case.result for case in cases]
+        panels.append((title, cases))
+    parts = phase_parts(results)
     for title, cases in panels:
         yield from _show_suite(title, cases, parts)
 
 
-def _show_suite(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Iterator[Element]:
-    native = [case for case in cases if not emulated(case.result)]
+def _show_suite(title: str, cases: Cases, parts: Mapping[str, str]) -> Elements:
+    native = [case for case in cases if not case.is_emulated]
     if native:
         yield _chart(f"{title}: a step by phase", native, parts)
-    by_place = together((case.place, case) for case in native)
     timelines: list[Stacks] = []
-    for place, alike in by_place.items():
-        timelines += _draw_timeline(f"{title} {place}".rstrip(), alike, folded=bool(timelines))
+    for place, members in together((case.place, case) for case in native).items():
+        timelines += _draw_timeline(f"{title} {place}".rstrip(), members, folded=bool(timelines))
     yield from timelines[:_MOST_TIMELINES]
-    if len(timelines) > _MOST_TIMELINES:
-        yield Text(
-            f"{title}: {len(timelines) - _MOST_TIMELINES} more settings have no timeline here, for want of room."
-        )
+    num_hidden = len(timelines) - _MOST_TIMELINES
+    if num_hidden > 0:
+        yield Text(f"{title}: {num_hidden} more settings have no timeline here, for want of room.")
     yield from _notes(title, cases)
 
 
@@ -98,58 +94,75 @@ def _phases(case: NamedCase) -> dict[str, float]:
     return {name: seconds if 0 < seconds < math.inf else 0.0 for name, seconds in phases_of(case.result)}
 
 
-def _chart(title: str, cases: Sequence[NamedCase], parts: Mapping[str, str]) -> Stacks:
-    rows = [(case.name, case.result.best or 0.0, _phases(case)) for case in cases]
-    name, axis = f"phases-{cases[0].result.record.case.workload}", ChartAxis("best case of a step", "s")
-    return stacked(name, title, "The best case of a step, cut into its phases.", axis, "share of the step", parts, rows)
+def _chart(title: str, cases: Cases, parts: Mapping[str, str]) -> Stacks:
+    bars = [(case.name, case.best or 0.0, _phases(case)) for case in cases]
+    name = f"phases-{cases[0].suite}"
+    axis = ChartAxis("best case of a step", "s")
+    words = "The best case of a step, cut into its phases."
+    return stack_parts(name, title, words, axis, "share of the step", parts, bars)
 
 
-def _notes(title: str, cases: Sequence[NamedCase]) -> Iterator[Text]:
+def _notes(title: str, cases: Cases) -> Texts:
     below: dict[str, list[str]] = {}
     for case in cases:
-        phases = case.result.finding.below_floor if case.result.finding else ()
+        phases = case.finding.below_floor if case.finding else ()
         for phase in set(phases) - {UNATTRIBUTED}:
             below.setdefault(phase_words(phase), []).append(case.name)
     if below:
-        words = "; ".join(f"{phase} in {listed(names)}" for phase, names in below.items())
+        words = "; ".join(f"{phase} in {join_words(names)}" for phase, names in below.items())
         floor = f"less than {BELOW_FLOOR_MARKERS} times that"
         yield Text(f"{title}, too short to be told from the cost of marking it ({floor}): {words}.", Tone.DOUBT)
-    if any(("compile", "yes") in case.result.record.case.params for case in cases):
+    # Readers would look for phases that no compiled graph has.
+    if any(("compile", "yes") in case.record.case.params for case in cases):
         yield Text(COMPILED)
 
 
+# Phases with seconds, as they follow each other.
+Steps = list[tuple[str, float]]
 # The most timelines of a suite.
 _MOST_TIMELINES = 2
 # A step with fewer phases is an operation and its casts.
 _LEAST_PHASES = 3
 
 
-def _draw_timeline(title: str, cases: Sequence[NamedCase], folded: bool) -> Iterator[Stacks]:
+def _draw_timeline(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
     """Yields one step of each case on one axis of time; nothing for runs that kept no samples of a step's parts."""
+    # 1. A step of each case, and the phases that come in one of them.
     steps = []
+    timings = []
+    present: set[str] = set()
     for case in cases:
-        timing = case.result.record.timing
-        step = _find_middle_step(timing) if timing is not None else ()
+        timing = case.record.timing
+        step = _find_middle_step(timing) if timing is not None else []
         if timing is not None and step:
-            steps.append((case, timing, step))
-    phases = {phase for phase, _ in chain.from_iterable(step for *_, step in steps)}
-    if len(phases - {UNATTRIBUTED}) < _LEAST_PHASES:
+            timings.append(timing)
+            steps.append((case.mode, step))
+            present.update(phase for phase, _ in step)
+    if len(present - {UNATTRIBUTED}) < _LEAST_PHASES:
         return
-    ordered = sorted(phases, key=phase_order)
-    rows, pieces = [], []
-    for case, _, step in steps:
-        sums = dict.fromkeys(ordered, 0.0)
+    # 2. Each as a row of pieces, with the sum of each phase.
+    phases = sorted(present, key=phase_order)
+    rows = []
+    pieces = []
+    for mode, step in steps:
+        sums = dict.fromkeys(phases, 0.0)
         for phase, seconds in step:
             sums[phase] += seconds
-        rows.append((f"{case.result.mode}, {units.seconds(sum(sums.values()))}", tuple(sums.values())))
-        pieces.append(tuple((ordered.index(phase), seconds) for phase, seconds in step))
-    name = f"timeline-{cases[0].result.record.case.workload}"
-    words, axis = _describe_order([timing for _, timing, _ in steps]), ChartAxis("time since the step began", "s")
-    parts = tuple(map(phase_words, ordered))
-    yield Stacks(name, f"{title}: one step in time", words, axis, parts, tuple(rows), tuple(pieces), folded=folded)
+        rows.append((f"{mode}, {units.seconds(sum(sums.values()))}", tuple(sums.values())))
+        pieces.append(tuple((phases.index(phase), seconds) for phase, seconds in step))
+    yield Stacks(
+        f"timeline-{cases[0].suite}",
+        f"{title}: one step in time",
+        _describe_order(timings),
+        ChartAxis("time since the step began", "s"),
+        tuple(map(phase_words, phases)),
+        tuple(rows),
+        tuple(pieces),
+        folded=folded,
+    )
 
 
-def _find_middle_step(timing: Timing) -> list[tuple[str, float]]:
+def _find_middle_step(timing: Timing) -> Steps:
     """Returns the phases of the timed step of middle length, as they followed each other, in seconds.
 
     A step that varied has one sum for each phase, in our order of phases.
@@ -157,8 +170,9 @@ def _find_middle_step(timing: Timing) -> list[tuple[str, float]]:
     calls = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
     if not calls:
         return []
+    # A mean of steps would have no order of phases.
     step = sorted(calls, key=sum)[(len(calls) - 1) // 2]
-    pieces: list[tuple[str, float]] = []
+    pieces: Steps = []
     for phase, nanoseconds in zip(timing.segments.phases, step, strict=True):
         if pieces and pieces[-1][0] == phase:
             pieces[-1] = phase, pieces[-1][1] + 1e-9 * nanoseconds
@@ -187,72 +201,76 @@ class _Row(NamedTuple):
     gain: PhaseGain | None = None
 
     @property
-    def saved(self) -> float:
+    def saving(self) -> float:
         return self.reference_seconds - self.seconds
+
+    @property
+    def speed(self) -> float | None:
+        """None if it is no positive number."""
+        if self.seconds <= 0 or self.reference_seconds <= 0:
+            return None
+        ratio = self.reference_seconds / self.seconds
+        if ratio < math.inf:
+            return ratio
+        return None
 
     @property
     def tone(self) -> Tone:
         if self.gain is None:
             return Tone.STRONG
-        return Tone.PLAIN if self.gain.is_clear else Tone.DOUBT
+        if self.gain.is_clear:
+            return Tone.PLAIN
+        return Tone.DOUBT
 
-    def show_interval(self) -> str:
+    @property
+    def interval(self) -> str:
         if self.gain is None:
             return units.NONE
-        return f"{_signed(self.gain.low)} to {_signed(self.gain.high)}"
+        return f"{_show_saving(self.gain.low)} to {_show_saving(self.gain.high)}"
 
 
 @section("gains", "Where it gains", 70)
-def gains_section(material: Material) -> Iterator[Element]:
+def gains_section(material: Material) -> Elements:
     """The time that each phase of a native precision's step saves against the reference (+) or costs (-), from the same
     rounds as the verdict: the phases sum to the step. Grey phases do not differ clearly. Runs of few rounds have no
     intervals, and are left out.
     """
     tables: list[Table] = []
     for title, panel in titled_panels(material):
-        cases = [case for case in panel.members if len(_marked(case)) >= _LEAST_PHASES]
+        cases = [case for case in panel.members if len(_marked_gains(case)) >= _LEAST_PHASES]
         tables += [_gains_table(title, panel, case) for case in cases]
     yield from tables[:_MOST_TABLES]
     if len(tables) > _MOST_TABLES:
         yield Text(f"{len(tables) - _MOST_TABLES} more cases are not told here; the run's CSV has all their phases.")
 
 
-def _marked(case: NamedCase) -> list[PhaseGain]:
-    finding = case.result.finding
-    return [gain for gain in finding.gains if gain.phase != UNATTRIBUTED] if finding is not None else []
+def _marked_gains(case: NamedCase) -> list[PhaseGain]:
+    finding = case.finding
+    if finding is not None:
+        return [gain for gain in finding.gains if gain.phase != UNATTRIBUTED]
+    return []
 
 
 def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
-    finding, mode = case.result.finding, case.result.mode
+    finding = case.finding
     assert finding is not None
     gains = sorted(finding.gains, key=lambda gain: phase_order(gain.phase))
     rows = [_Row(gain.phase, gain.seconds, gain.reference_seconds, gain) for gain in gains]
-    whole = sum(row.seconds for row in rows)
-    rows.append(_Row(_STEP, whole, sum(row.reference_seconds for row in rows)))
-
-    def ratio(above: float, below: float) -> float | None:
-        return above / below if above > 0 and below > 0 and math.isfinite(above / below) else None
-
+    rows.append(_Row(_STEP, sum(row.seconds for row in rows), sum(row.reference_seconds for row in rows)))
+    speed = "the reference's time over this, above 1x is faster"
     cols: list[Col[_Row]] = [
         Col("phase", lambda row: Field(phase_words(row.phase), tone=row.tone)),
-        Col(panel.reference, lambda row: row.reference_seconds or None, number=True, unit="s"),
-        Col(mode, lambda row: row.seconds or None, number=True, unit="s"),
-        Col("saved", lambda row: row.saved, number=True, show=_signed, unit="s", tone=lambda row: row.tone),
-        Col("interval", lambda row: row.show_interval(), hint="99% for all phases together", number=True),
-        Col(
-            "speed-up",
-            lambda row: ratio(row.reference_seconds, row.seconds),
-            number=True,
-            show=units.speed_up,
-            unit="x",
-            hint="the reference's time over this, above 1x is faster",
-        ),
+        Col(panel.reference, lambda row: row.reference_seconds or None, unit="s"),
+        Col(case.mode, lambda row: row.seconds or None, unit="s"),
+        Col("saved", lambda row: row.saving, show=_show_saving, unit="s", tone=lambda row: row.tone),
+        Col("interval", lambda row: row.interval, hint="99% for all phases together", number=True),
+        Col("speed-up", lambda row: row.speed, show=units.speed_up, unit="x", hint=speed),
     ]
     labels = f"; labelled {', '.join(finding.labels)}" if finding.doubtful else ""
-    name = f"gains-{case.result.record.case.workload}-{mode}"
-    return table(name, f"{title} {case.name} against {panel.reference}{labels}", cols, rows)
+    caption = f"{title} {case.name} against {panel.reference}{labels}"
+    return table(f"gains-{case.suite}-{case.mode}", caption, cols, rows)
 
 
-def _signed(seconds: float) -> str:
+def _show_saving(seconds: float) -> str:
     """'+3.00 ms', '-600 us'; '0 s'."""
     return f"{'+' if seconds > 0 else '-' if seconds < 0 else ''}{units.seconds(abs(seconds))}"

@@ -12,7 +12,7 @@ from fp8bench.model import Params
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY, TIME, MetricSpec
 from fp8bench.report import case_status
 from fp8bench.report.columns import Col, figure_col, in_table, other_tables, table, with_figures
-from fp8bench.report.elements import Element, Field, Items, Table, Text, Tone
+from fp8bench.report.elements import Elements, Field, Items, Table, Text, Tone, items_of
 from fp8bench.report.page.section import Entry, Material, number, section
 from fp8bench.report.panels import (
     Figures,
@@ -22,12 +22,13 @@ from fp8bench.report.panels import (
     ResultGroup,
     describe_params,
     floor_of,
+    join_parts,
     shared_params,
 )
 from fp8bench.report.topics.answers import LONGEST_REASON, find_answer, verdict_word
 from fp8bench.report.topics.tensors import about_tensors
 from fp8bench.report.words import legend
-from fp8bench.report.words.naming import figure_words, replays_of, shortened
+from fp8bench.report.words.naming import figure_words, replays_of, shorten_line
 
 # A table of more cases can be filtered and sorted.
 _MOST_UNFILTERED = 8
@@ -38,10 +39,10 @@ _COST = "the cost of emulation, not of the precision"
 CASE: tuple[Col[NamedCase], ...] = (
     Col("case", lambda row: row.result.mode),
     Col("verdict", lambda row: case_status.status_words(row.result), tone=lambda row: case_status.tone_of(row.result)),
-    Col("speed-up", lambda row: case_status.show_speed_up(row.result) or None,
+    Col("speed-up", lambda row: case_status.show_speed(case_status.speed_up(row.result)) or None,
         tone=lambda row: case_status.tone_of(row.result)),
-    Col("best", lambda row: row.figures[TIME].best, number=True, unit="s"),
-    Col("replayed", lambda row: row.figures[REPLAY].best, number=True, unit="s"),
+    Col("best", lambda row: row.figures[TIME].best, unit="s"),
+    Col("replayed", lambda row: row.figures[REPLAY].best, unit="s"),
 )  # fmt: skip
 
 
@@ -50,18 +51,19 @@ def main_table(panel: Panel) -> Table:
     cols: list[Col[NamedCase]] = [
         Col("group", lambda row: floors and f"{row.place}{floors}{noise_floor(row.group)}", shared=True),
         *CASE,
-        Col("error", lambda row: row.figures[row.group.error].value, number=True, show=units.relative_error),
-        Col("spread", lambda row: row.result.spread, number=True, show=units.percent),
+        Col("error", lambda row: row.figures[row.group.error].value, show=units.relative_error),
+        Col("spread", lambda row: row.result.spread, show=units.percent),
         Col("throughput", lambda row: row.figures.rate.shown, number=True),
         Col("labels", lambda row: "\n".join(_doubts(row)), below=True, tone=lambda row: Tone.DOUBT),
     ]
-    kept = {"group", "case", "verdict", "best", "spread", "labels"}
-    return with_figures(table("cases", "", cols, panel.members, kept=kept), panel.members)
+    required = {"group", "case", "verdict", "best", "spread", "labels"}
+    return with_figures(table("cases", "", cols, panel.members, required=required), panel.members)
 
 
 def _doubts(row: NamedCase) -> Iterator[str]:
-    finding, labels = row.result.finding, ", ".join(case_status.named_labels(row.result))
-    if labels and row.result.record.is_ok:
+    finding = row.result.finding
+    labels = ", ".join(case_status.named_labels(row.result))
+    if labels and row.result.is_ok:
         yield f"labels: {labels}"
     if finding and finding.judged and finding.why:
         yield finding.why
@@ -70,7 +72,7 @@ def _doubts(row: NamedCase) -> Iterator[str]:
 def noise_floor(group: ResultGroup) -> str:
     """'+-0.6%', or a range if cases measured apart have their own; and why measuring ended."""
     reasons = dict.fromkeys(result.record.stopped for result in group.results if result.record.stopped)
-    return "; ".join(filter(None, (floor_of(group.results) or "not measured", " / ".join(reasons))))
+    return join_parts(floor_of(group.results) or "not measured", " / ".join(reasons), by="; ")
 
 
 @dataclass(frozen=True)
@@ -90,84 +92,75 @@ class _ShownCase:
 
     def figure(self, name: str, best: bool = False) -> Field:
         metric = self.figures[name]
-        return self.shown(replace(metric, value=metric.best) if best else metric)
+        return self.to_field(replace(metric, value=metric.best) if best else metric)
 
-    def shown(self, metric: Metric) -> Field:
-        hint = _COST if case_status.emulated(self.result) else ""
+    def to_field(self, metric: Metric) -> Field:
+        hint = _COST if self.result.is_emulated else ""
         return number(metric.value, metric.spec.shown, case_status.cost_tone(self.result), hint)
 
 
 @section("results", "Results", 30)
-def results_section(material: Material) -> Iterator[Element]:
+def results_section(material: Material) -> Elements:
     """A line for each case, with the reason for its verdict. A step is the best case: one that nothing disturbs, with a
     hot cache unless it says cache=. The time of an emulated case is the cost of emulating.
     """
-    cases = [case for case in _find_cases(material) if not about_tensors(case[1])]
-    if cases:
-        all_params: dict[str, list[Params]] = {}
-        for _, panel, case in cases:
-            all_params.setdefault(panel.case.workload, []).append(case.group.case.params)
-        # Parameters that all cases of a suite share, on any device and in any run.
-        shared = {suite: shared_params(params) for suite, params in all_params.items()}
-        rows = []
-        for entry, panel, case in cases:
-            params = [pair for pair in case.group.case.params if pair not in shared[panel.case.workload]]
+    panels = [(entry, panel) for entry, panel in material.panels() if not about_tensors(panel)]
+    # 1. Parameters that all cases of a suite share, on any device and in any run.
+    params_by_suite: dict[str, list[Params]] = {}
+    for _, panel in panels:
+        params_by_suite.setdefault(panel.suite, []).extend(group.case.params for group in panel.groups)
+    shared = {suite: shared_params(params) for suite, params in params_by_suite.items()}
+    # 2. A row for each case, with the parameters that differ.
+    rows = []
+    for entry, panel in panels:
+        for case in panel.members:
+            params = [pair for pair in case.group.case.params if pair not in shared[panel.suite]]
             rows.append(_ShownCase(entry, panel, case, describe_params(params)))
-        yield table(
-            "results-table",
-            "All cases",
-            list(_answer_columns(rows, material.alone)),
-            rows,
-            main=len(rows) > _MOST_UNFILTERED,
-            kept={"case", "verdict"},
-        )
-        yield from _compare_with_earlier(rows, material)
-        details = [*_detail_columns(rows, material.alone), *map(_of_spec, in_table("cases"))]
-        yield table("details", "More figures of every case", details, rows, folded=True, kept={"case"})
-        words = "; ".join(f"{suite}: {describe_params(params)}" for suite, params in shared.items() if params)
-        yield from [Text(f"The same in every row: {words}.")] if words else []
-        panels = {id(panel): panel for _, panel, _ in cases}  # not by value: that reads all samples
-        for panel in panels.values():
-            yield from other_tables(panel)
-    elif not any(_find_cases(material)):
-        yield Text("There are no cases.", Tone.DOUBT)
+    # Suites of tensors have a section of their own.
+    if not rows:
+        if not any(entry.panels for entry in material.entries):
+            yield Text("There are no cases.", Tone.DOUBT)
+        return
+    # 3. The answers, then all other figures.
+    answers = list(_answer_columns(rows, material.alone))
+    # A short table needs no filter above it.
+    is_main = len(rows) > _MOST_UNFILTERED
+    yield table("results-table", "All cases", answers, rows, main=is_main, required={"case", "verdict"})
+    yield from _compare_with_earlier(rows, material)
+    details = [*_detail_columns(rows, material.alone), *map(_of_spec, in_table("cases"))]
+    yield table("details", "More figures of every case", details, rows, folded=True, required={"case"})
+    words = "; ".join(f"{suite}: {describe_params(params)}" for suite, params in shared.items() if params)
+    if words:
+        yield Text(f"The same in every row: {words}.")
+    for _, panel in panels:
+        yield from other_tables(panel)
 
 
 def _compare_with_earlier(rows: Sequence[_ShownCase], material: Material) -> Iterator[Items]:
     """Yields 'fp8: the last 5 runs took 31.9 ms to 33.0 ms, this one 32.5 ms' for each case with earlier runs."""
     sentences = []
     for row in rows:
-        earlier = material.earlier.get(row.result.record.case.id)
-        if not earlier or row.result.best is None or case_status.emulated(row.result):
-            continue
-        runs = f"the last {len(earlier)} runs of this case took" if len(earlier) > 1 else "the run before took"
-        step, span = units.seconds(row.result.best), units.span(earlier, units.seconds)
-        words = f"{row.case.name}: {runs} {span} a step, this one {step}"
-        sentences.append(Text(words))
-    if sentences:
-        yield Items(tuple(sentences[:_MOST_COMPARED]))
-
-
-def _find_cases(material: Material) -> Iterator[tuple[Entry, Panel, NamedCase]]:
-    for entry, panel in material.panels():
-        for case in panel.members:
-            yield entry, panel, case
+        earlier = material.earlier.get(row.case.record.case.id)
+        if earlier and row.case.best is not None and not row.case.is_emulated:
+            runs = f"the last {len(earlier)} runs of this case took" if len(earlier) > 1 else "the run before took"
+            step = units.seconds(row.case.best)
+            span = units.span(earlier, units.seconds)
+            sentences.append(f"{row.case.name}: {runs} {span} a step, this one {step}")
+    yield from items_of(sentences[:_MOST_COMPARED])
 
 
 def _name_column(rows: Sequence[_ShownCase], alone: bool) -> Col[_ShownCase]:
     """The precision, and what tells the case from other rows: its suite, setting, device and run."""
-    suites, devices = {row.case.suite for row in rows}, {row.panel.case.device for row in rows}
+    has_suites = len({row.case.suite for row in rows}) > 1
+    has_devices = len({row.panel.device for row in rows}) > 1
 
     def name(row: _ShownCase) -> Field:
-        suite = row.case.suite if len(suites) > 1 else ""
-        device = row.panel.case.device if len(devices) > 1 else ""
-        words = (
-            row.result.mode,
-            f"{suite} {row.setting}".strip(),
-            device,
-            "" if alone or row.entry.label == suite else row.entry.label,
-        )
-        return Field(", ".join(filter(None, words)))
+        # What all rows share is not repeated in each.
+        suite = row.case.suite if has_suites else ""
+        device = row.panel.device if has_devices else ""
+        label = "" if alone or row.entry.label == suite else row.entry.label
+        words = join_parts(row.case.mode, f"{suite} {row.setting}".strip(), device, label)
+        return Field(words)
 
     return Col("case", name)
 
@@ -179,13 +172,11 @@ def _answer_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_Sh
     yield Col(
         "speed-up",
         _speed,
-        number=True,
         unit="x",
     )
     yield Col(
         "a step",
         lambda row: row.figure(TIME, best=True),
-        number=True,
         unit="s",
     )
     yield Col("why, and at what cost", _explain, below=True)
@@ -193,7 +184,7 @@ def _answer_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_Sh
 
 def _verdict(row: _ShownCase) -> Field:
     hint = "; ".join(case_status.meaning(label, row.result) for label in row.result.labels)
-    word = case_status.status_words(row.result) if row.result.record.is_reference else verdict_word(row.result)
+    word = case_status.status_words(row.result) if row.result.is_reference else verdict_word(row.result)
     return Field(word, tone=case_status.tone_of(row.result), hint=hint)
 
 
@@ -206,14 +197,19 @@ def _speed(row: _ShownCase) -> Field:
 
 def _explain(row: _ShownCase) -> str:
     """Returns the reason, the costs and the doubts of a case; of a reference its doubts alone."""
-    record, finding = row.result.record, row.result.finding
-    labels = ", ".join(case_status.named_labels(row.result)) if record.is_ok else ""
-    words = [finding.why if finding else "", f"labels: {labels}" if labels else "", record.detail * record.is_ok]
-    if not record.is_reference or not record.is_ok:
-        answer = find_answer([row.case])
-        no_speed = "" if case_status.speed_up(row.result) is not None else answer.figure
-        words = [answer.reason, no_speed, words[0], *answer.costs, *words[1:]]
-    return shortened("; ".join(filter(None, words)), LONGEST_REASON)
+    case = row.case
+    words: list[str] = []
+    costs: Sequence[str] = ()
+    if not case.is_reference or not case.is_ok:
+        answer = find_answer([case])
+        no_speed = "" if case_status.speed_up(case.result) is not None else answer.figure
+        words += [answer.reason, no_speed]
+        costs = answer.costs
+    labels = ", ".join(case_status.named_labels(case.result)) if case.is_ok else ""
+    words += [case.finding.why if case.finding else "", *costs, f"labels: {labels}" if labels else ""]
+    if case.is_ok:
+        words.append(case.record.detail)
+    return shorten_line(join_parts(*words, by="; "), LONGEST_REASON)
 
 
 def _detail_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_ShownCase]]:
@@ -224,10 +220,11 @@ def _detail_columns(rows: Sequence[_ShownCase], alone: bool) -> Iterator[Col[_Sh
     yield _of_spec(ENERGY)
     yield figure_col(REPLAY, lambda row: replace(row.figure(REPLAY, best=True), hint=replays_of(row.result.record)))
     hint = "distance of the quartiles / median, over all calls"
-    yield Col("spread", lambda row: row.result.spread, number=True, show=units.percent, hint=hint)
+    yield Col("spread", lambda row: row.result.spread, show=units.percent, hint=hint)
+    # One unit for the column, if all cases count the same work.
     rates = {rate.unit for row in rows if (rate := row.figures.rate).value is not None}
     unit = rates.pop() if len(rates) == 1 else ""
-    yield Col("throughput", lambda row: row.shown(row.figures.rate), number=True, unit=unit, hint="of the best case")
+    yield Col("throughput", lambda row: row.to_field(row.figures.rate), number=True, unit=unit, hint="of the best case")
     hint = "native: the hardware does it; emulated: right in numbers, without a speed; refused"
     yield Col("how", _support, hint=hint)
 
@@ -237,7 +234,9 @@ def _error(row: _ShownCase) -> Field:
 
 
 def _device_peak(row: _ShownCase) -> Field:
-    return row.figure(DEVICE_PEAK_MEMORY) if case_status.emulated(row.result) else Field(units.NONE)
+    if row.result.is_emulated:
+        return row.figure(DEVICE_PEAK_MEMORY)
+    return Field(units.NONE)
 
 
 def _support(row: _ShownCase) -> Field:

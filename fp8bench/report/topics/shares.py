@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 
 from fp8bench import units
 from fp8bench.analysis.tapes import StepShares, parts_of_record
@@ -15,10 +14,21 @@ from fp8bench.model.codec import encode
 from fp8bench.model.step import Coverage
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import (
+    Elements,
+    Field,
+    Page,
+    Part,
+    Sentences,
+    Table,
+    Tables,
+    Text,
+    Tone,
+    items_of,
+)
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import NamedCase, Panel, together
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 
 # The most modules that are named.
 MOST_MODULES = 20
@@ -44,105 +54,116 @@ _OF_CSV = (
 
 
 def page_of(run: Run, parts: Sequence[StepShares]) -> Page:
-    sections = [
-        Part(f"setting-{place}", setting, tuple(_elements(some)))
-        for place, (setting, some) in enumerate(together((part.case.setting, part) for part in parts).items())
-    ]
+    sections = []
+    for place, (setting, members) in enumerate(together((part.case.setting, part) for part in parts).items()):
+        sections.append(Part(f"setting-{place}", setting, tuple(_elements(members))))
     return Page(f"what a step of run {run.id} is made of", "", tuple(sections), _LEGEND)
 
 
-def _elements(parts: Sequence[StepShares]) -> list[Element]:
-    known = [(part.case.mode, part) for part in parts if part.shares is not None]
-    elements: list[Element] = list(tables_of(known, ("", ""))) if known else []
+def _elements(parts: Sequence[StepShares]) -> Elements:
+    cases = [(part.case.mode, part) for part in parts if part.shares is not None]
+    if cases:
+        yield from tables_of(cases, ("", ""))
     words = [f"{part.case.mode}: nothing is known of its parts: {part.why}" for part in parts if part.shares is None]
-    words += [f"{name}: {remark}" for name, shares in known for remark in shares.remarks]
-    return [*elements, Items(tuple(map(Text, words)))] if words else elements
+    for mode, part in cases:
+        words += [f"{mode}: {remark}" for remark in part.remarks]
+    yield from items_of(words)
 
 
-def tables_of(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]) -> Iterator[Table]:
-    def share(key: str, seconds: float | None, own: Mapping[str, float]) -> Field | None:
-        if key not in own:
+def tables_of(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]) -> Tables:
+    """Yields the shares of titled cases by kind of work and by module, a column for each case."""
+    by_kind = [step.by_kind for _, step in parts]
+    yield _shares_table("kind", captions[0], parts, by_kind, [*_sort_keys(by_kind), UNATTRIBUTED])
+    by_module = [step.by_module for _, step in parts]
+    if modules := _sort_keys(by_module)[:MOST_MODULES]:
+        yield _shares_table("module", captions[1], parts, by_module, modules)
+
+
+def _shares_table(
+    name: str,
+    caption: str,
+    parts: Sequence[tuple[str, StepShares]],
+    shares: Sequence[Mapping[str, float]],
+    keys: Sequence[str],
+) -> Table:
+    def field(key: str, seconds: float | None, shares_of_case: Mapping[str, float]) -> Field | None:
+        share = shares_of_case.get(key)
+        if share is None:
             return None
-        estimated = "" if seconds is None else f"  {units.seconds(own[key] * seconds)}"
-        return Field(f"{units.percent(own[key])}{estimated}", own[key])
+        estimated = "" if seconds is None else f"  {units.seconds(share * seconds)}"
+        return Field(f"{units.percent(share)}{estimated}", share)
 
-    by_kind, by_module = ([of(step) for _, step in parts] for of in (attrgetter("by_kind"), attrgetter("by_module")))
-    kinds = [*_largest(by_kind), UNATTRIBUTED]
-    for name, caption, shares, keys in (
-        ("kind", captions[0], by_kind, kinds),
-        ("module", captions[1], by_module, _largest(by_module)[:MOST_MODULES]),
-    ):
-        cols: list[Col[str]] = [Col(name, lambda key: key)]
-        cols += [
-            Col(title, partial(share, seconds=step.seconds, own=own), number=True)
-            for (title, step), own in zip(parts, shares, strict=True)
-        ]
-        if keys:
-            yield table(f"{name}s", caption, cols, keys)
+    cols: list[Col[str]] = [Col(name, str)]
+    for (title, step), shares_of_case in zip(parts, shares, strict=True):
+        of_case = partial(field, seconds=step.seconds, shares_of_case=shares_of_case)
+        cols.append(Col(title, of_case, number=True))
+    return table(f"{name}s", caption, cols, keys)
 
 
-def _largest(shares: Sequence[Mapping[str, float]]) -> list[str]:
-    """What takes most first; the rest is left out."""
-    keys = dict.fromkeys(key for own in shares for key in own if key != UNATTRIBUTED)
-    return sorted(keys, key=lambda key: -max(own.get(key, 0.0) for own in shares))
+def _sort_keys(shares: Sequence[Mapping[str, float]]) -> list[str]:
+    """What takes most in some case first; the rest is left out."""
+    largest: dict[str, float] = {}
+    for shares_of_case in shares:
+        for key, share in shares_of_case.items():
+            largest[key] = max(largest.get(key, 0.0), share)
+    # It stands last, however large it is.
+    largest.pop(UNATTRIBUTED, None)
+    return sorted(largest, key=lambda key: -largest[key])
 
 
 def value_of(parts: Sequence[StepShares]) -> dict[str, object]:
-    return {
-        "shares": [
-            {
-                "case": part.case.id,
-                "precision": part.case.mode,
-                "why": part.why,
-                "seconds": part.seconds,
-                "of": part.shares.of.value if part.shares is not None else None,
-                "remarks": list(part.remarks),
-                "parts": [encode(row) for row in part.rows],
-            }
-            for part in parts
-        ]
-    }
+    shares = []
+    for part in parts:
+        values = {
+            "case": part.case.id,
+            "precision": part.case.mode,
+            "why": part.why,
+            "seconds": part.seconds,
+            "of": part.shares.of.value if part.shares is not None else None,
+            "remarks": list(part.remarks),
+            "parts": [encode(row) for row in part.rows],
+        }
+        shares.append(values)
+    return {"shares": shares}
 
 
 def rows_of(parts: Sequence[StepShares]) -> Rows:
     """A row for each part of a case, the longest first and the rest last; `seconds` are estimated by shares."""
-    return _OF_CSV, [
-        {
-            **encode(row),
+    rows = []
+    for part in parts:
+        source = part.shares.of if part.shares is not None else SharesFrom.OPERATORS
+        about = {
             "case": part.case.id,
             "precision": part.case.mode,
             "provenance": Provenance.ESTIMATED.value,
-            "of": (part.shares.of if part.shares is not None else SharesFrom.OPERATORS).value,
+            "of": source.value,
         }
-        for part in parts
-        for row in part.rows
-    ]
+        rows += [encode(row) | about for row in part.rows]
+    return _OF_CSV, rows
 
 
 @section("shares", "What a step is made of", 62)
-def shares_section(material: Material) -> Iterator[Element]:
+def shares_section(material: Material) -> Elements:
     """Shares come from a pass of its own that looks at every operator of a step, or every kernel of a device; times are
     estimates: those shares of the best case, which nobody looked into. Unattributed is the host, between operators.
     """
     for title, panel in titled_panels(material):
-        known = [
-            (case, parts)
-            for case in panel.members
-            if (parts := parts_of_record(case.result.record, case.result.finding)).shares is not None
-        ]
-        if known:
-            yield from _panel(title, known)
+        cases = [(case, parts_of_record(case.record, case.finding)) for case in panel.members]
+        cases = [(case, parts) for case, parts in cases if parts.shares is not None]
+        if cases:
+            yield from _panel(title, panel.suite, cases)
 
 
-def _panel(title: str, known: Sequence[tuple[NamedCase, StepShares]]) -> Iterator[Element]:
-    workload = known[0][0].result.record.case.workload
-    named = [(f"{case.name} (emulated)" if parts.emulated else case.name, parts) for case, parts in known]
+def _panel(title: str, suite: str, cases: Sequence[tuple[NamedCase, StepShares]]) -> Elements:
+    named = [(f"{case.name} (emulated)" if parts.emulated else case.name, parts) for case, parts in cases]
     captions = f"{title}: a step by kind of work", f"{title}: the modules that take most"
-    for shown in tables_of(named, captions):
-        yield replace(shown, name=f"share-{shown.name}-{workload}")
-    remarks = together((remark, case.name) for case, parts in known for remark in parts.remarks)
-    if remarks:
-        yield Items(tuple(Text(f"{', '.join(names)}: {remark}", Tone.DOUBT) for remark, names in remarks.items()))
+    for shares in tables_of(named, captions):
+        yield replace(shares, name=f"share-{shares.name}-{suite}")
+    names_by_remark: dict[str, list[str]] = {}
+    for case, parts in cases:
+        for remark in parts.remarks:
+            names_by_remark.setdefault(remark, []).append(case.name)
+    yield from items_of((f"{', '.join(names)}: {remark}" for remark, names in names_by_remark.items()), Tone.DOUBT)
 
 
 _KINDS = {
@@ -153,12 +174,14 @@ _KINDS = {
     "head": "the head",
 }
 _OUTSIDE = "outside of layers"
+# The reason, the names of weights or products, and their FLOPs.
+Unconverted = tuple[str, list[str], int]
 
 
 def coverages(panel: Panel) -> list[tuple[str, Coverage]]:
     """The coverages of a panel's cases, with their modes: 'bf16, fp8'."""
-    known = [(result.record.coverage, result.mode) for result in panel.results]
-    by_coverage = together((coverage, mode) for coverage, mode in known if coverage is not None)
+    covered = panel.known(lambda result: result.record.coverage)
+    by_coverage = together((coverage, result.mode) for _, result, coverage in covered)
     return [(", ".join(dict.fromkeys(modes)), coverage) for coverage, modes in by_coverage.items()]
 
 
@@ -168,57 +191,57 @@ def coverage_sentence(modes: str, coverage: Coverage) -> str:
     return f"{words}: {units.count(coverage.converted_flops, 'FLOP')} of {units.count(coverage.flops, 'FLOP')}"
 
 
-def coverage_elements(panel: Panel, number: int = 0) -> Iterator[Element]:
+def coverage_elements(panel: Panel, number: int = 0) -> Elements:
     for place, (modes, coverage) in enumerate(coverages(panel)):
         name = f"{number}-{place}" if number or place else "kinds"
         yield Text(f"{coverage_sentence(modes, coverage)}.", Tone.STRONG)
         yield _kinds(f"coverage-{name}", modes, coverage)
-        left = left_of(coverage)
-        if left:
-            yield _reasons(f"coverage-left-{name}", modes, left, coverage)
-        if remarks := list(_remarks(coverage)):
-            yield Items(tuple(map(Text, remarks)))
+        if reasons := left_of(coverage):
+            yield _reasons(f"coverage-left-{name}", modes, reasons, coverage)
+        yield from items_of(_remarks(coverage))
 
 
 def _kinds(name: str, modes: str, coverage: Coverage) -> Table:
+    counts = Counter(holder.kind for holder in coverage.holders)
+    rows: list[tuple[str, int | None, int, int]] = []
+    for kind, flops in coverage.by_kind().items():
+        rows.append((_KINDS.get(kind, kind), counts[kind], *flops))
+    if coverage.others:
+        rows.append((_OUTSIDE, None, sum(product.flops or 0 for product in coverage.others), 0))
     cols: list[Col[tuple[str, int | None, int, int]]] = [
         Col("products of", lambda row: row[0]),
-        Col("weights", lambda row: row[1], number=True, show=str),
-        Col("FLOPs", lambda row: row[2], number=True, show=units.count),
-        Col("share", lambda row: _over(row[2], coverage.flops), number=True, show=units.percent),
-        Col("converted", lambda row: _over(row[3], row[2]), number=True, show=units.percent),
+        Col("weights", lambda row: row[1], show=str),
+        Col("FLOPs", lambda row: row[2], show=units.count),
+        Col("share", lambda row: _over(row[2], coverage.flops), show=units.percent),
+        Col("converted", lambda row: _over(row[3], row[2]), show=units.percent),
     ]
-    counts = Counter(holder.kind for holder in coverage.holders)
-    rows: list[tuple[str, int | None, int, int]] = [
-        (_KINDS.get(kind, kind), counts[kind], *flops) for kind, flops in coverage.by_kind().items()
-    ]
-    rows += [(_OUTSIDE, None, sum(other.flops or 0 for other in coverage.others), 0)] if coverage.others else []
     return table(name, f"what is converted in {modes}", cols, rows)
 
 
-def left_of(coverage: Coverage) -> list[tuple[str, list[str], int]]:
+def left_of(coverage: Coverage) -> list[Unconverted]:
     """What is not converted, most FLOPs first: (reason, names, FLOPs)."""
-    names, flops = defaultdict[str, list[str]](list), defaultdict[str, int](int)
+    names = defaultdict[str, list[str]](list)
+    flops = Counter[str]()
     for holder in coverage.holders:
         if not holder.converted:
             names[holder.reason].append(holder.name)
             flops[holder.reason] += holder.flops
-    for other in coverage.others:
-        names[other.reason].append(other.weight or other.module or other.operator)
-        flops[other.reason] += other.flops or 0
-    return sorted(((why, names[why], flops[why]) for why in names), key=lambda row: -row[2])
+    for product in coverage.others:
+        names[product.reason].append(product.weight or product.module or product.operator)
+        flops[product.reason] += product.flops or 0
+    return sorted(((reason, names[reason], flops[reason]) for reason in names), key=lambda row: -row[2])
 
 
-def _reasons(name: str, modes: str, left: Sequence[tuple[str, list[str], int]], coverage: Coverage) -> Table:
-    cols: list[Col[tuple[str, list[str], int]]] = [
-        Col("not converted", lambda row: listed(list(dict.fromkeys(row[1])), 3)),
-        Col("share", lambda row: _over(row[2], coverage.flops), number=True, show=units.percent),
+def _reasons(name: str, modes: str, reasons: Sequence[Unconverted], coverage: Coverage) -> Table:
+    cols: list[Col[Unconverted]] = [
+        Col("not converted", lambda row: join_words(row[1], 3)),
+        Col("share", lambda row: _over(row[2], coverage.flops), show=units.percent),
         Col("why", lambda row: row[0], below=True),
     ]
-    return table(name, f"what is not converted in {modes}, and why", cols, left)
+    return table(name, f"what is not converted in {modes}, and why", cols, reasons)
 
 
-def _remarks(coverage: Coverage) -> Iterator[str]:
+def _remarks(coverage: Coverage) -> Sentences:
     yield from coverage.remarks
     if coverage.loss:
         yield f"backward begins from {coverage.loss}"
@@ -227,19 +250,21 @@ def _remarks(coverage: Coverage) -> Iterator[str]:
         yield f"{coverage.unknown} calls of operators without a formula are in no sum"
 
 
-def shape_remarks(coverage: Coverage) -> Iterator[str]:
+def shape_remarks(coverage: Coverage) -> Sentences:
     """Yields what native products would refuse in the shapes of converted layers, a line for each reason."""
-    wanted = together((holder.native, holder.name) for holder in coverage.holders if holder.converted and holder.native)
-    for why, names in wanted.items():
-        yield f"{listed(names, 3)}: {why}"
+    refused = [holder for holder in coverage.holders if holder.converted and holder.native]
+    for reason, names in together((holder.native, holder.name) for holder in refused).items():
+        yield f"{join_words(names, 3)}: {reason}"
 
 
-def _over(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+def _over(part: int, total: int) -> float:
+    if total:
+        return part / total
+    return 0.0
 
 
 @section("coverage", "Coverage", 15)
-def coverage_section(material: Material) -> Iterator[Element]:
+def coverage_section(material: Material) -> Elements:
     """Which of a model's products its cases make in another precision; counted in a step that nobody timed."""
     for number, (_, panel) in enumerate(material.panels()):
         yield from coverage_elements(panel, number)

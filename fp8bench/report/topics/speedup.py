@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
 from fp8bench import units
 from fp8bench.analysis.samples import Sustained, step_samples, sustained_figures, sustained_ratio
@@ -14,47 +13,42 @@ from fp8bench.model import Interval, Record
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.case_status import Standing, doubts, inverse, show_speed, speed_up, standing, tone_of
 from fp8bench.report.columns import Col, case_cols, table, with_figures
-from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Element, Mark, Scatter, Table
+from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Elements, Mark, Scatter, Tables
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
+from fp8bench.report.panels import Panel, Result, ResultGroup, join_parts, together
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
-from fp8bench.report.words.naming import figure_words, listed, many
+from fp8bench.report.words.naming import figure_words, join_words, many
 
+_SustainedRow = tuple[ResultGroup, Result, Sustained]
 _REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
 
 
-def sustained(panel: Panel) -> Iterator[Table]:
-    known = panel.known(lambda result: sustained_figures(result.record, result.finding))
-    if not known:
+def sustained_table(panel: Panel) -> Tables:
+    rows = panel.known(lambda result: sustained_figures(result.record, result.finding))
+    if not rows:
         return
 
-    def speed(row: tuple[ResultGroup, Result, Sustained]) -> str:
-        ratio = sustained_ratio(row[1].record, row[0].lead.record if row[0].lead else None)
-        return show_speed(inverse(ratio)) or ("reference" if row[1].record.is_reference else units.NONE)
+    def speed(row: _SustainedRow) -> str:
+        group, result, _ = row
+        ratio = sustained_ratio(result.record, group.lead.record if group.lead else None)
+        return show_speed(inverse(ratio)) or ("reference" if result.is_reference else units.NONE)
 
-    cols: list[Col[tuple[ResultGroup, Result, Sustained]]] = [
+    def turns(row: _SustainedRow) -> str:
+        figures = row[2]
+        settled = "cannot be told" if figures.settled is None else f"{figures.settled} settled"
+        return f"{figures.turns}, {settled}"
+
+    cols: list[Col[_SustainedRow]] = [
         *case_cols(),
         Col("sustained", lambda row: units.seconds(row[2].seconds), number=True),
         Col("sustained speed-up", speed),
         Col("vs slots", lambda row: units.change(row[2].change), number=True),
         Col("clock", lambda row: units.count(row[2].clock, "Hz"), number=True),
         Col("power", lambda row: units.count(row[2].watts, "W"), number=True),
-        Col(
-            "turns",
-            lambda row: (
-                f"{row[2].turns}, " + ("cannot be told" if row[2].settled is None else f"{row[2].settled} settled")
-            ),
-        ),
+        Col("turns", turns),
     ]
-    yield with_figures(
-        table(
-            "sustained",
-            "sustained: a step in turns of seconds, back to back; settled: clock and temperature stood still before",
-            cols,
-            known,
-        ),
-        (row[:2] for row in known),
-    )
+    caption = "sustained: a step in turns of seconds, back to back; settled: clock and temperature stood still before"
+    yield with_figures(table("sustained", caption, cols, rows), (row[:2] for row in rows))
 
 
 @dataclass(frozen=True)
@@ -71,11 +65,13 @@ class _Case:
 
     @property
     def speed(self) -> Interval | None:
-        return _REFERENCE if standing(self.result) is Standing.REFERENCE else speed_up(self.result)
+        if standing(self.result) is Standing.REFERENCE:
+            return _REFERENCE
+        return speed_up(self.result)
 
     @property
     def name(self) -> str:
-        return " ".join(part for part in (self.title, self.group.place, self.result.mode) if part)
+        return join_parts(self.title, self.group.place, self.result.mode, by=" ")
 
 
 _LEAD = (
@@ -87,7 +83,7 @@ _LEAD = (
 
 
 @section("speedup", "Speed-up", 40, lead=_LEAD, repeats=True)
-def speedup_section(material: Material) -> Iterator[Element]:
+def speedup_section(material: Material) -> Elements:
     cases = list(_find_cases(material))
     yield from _draw_speeds(cases)
     yield from _scatters(cases)
@@ -95,18 +91,14 @@ def speedup_section(material: Material) -> Iterator[Element]:
 
 def _find_cases(material: Material) -> Iterator[_Case]:
     for (entry, panel), (title, _) in zip(material.panels(), titled_panels(material), strict=True):
-        metric = "" if about_tensors(panel) else panel.error
-        for group, result in () if about_tensors(panel) else panel.members:
-            error = value_of(result.record.measurement(metric)) if metric else None
-            yield _Case(
-                f"{entry.label} {panel.case.device}",
-                title,
-                panel.reference or "the reference",
-                group,
-                result,
-                metric,
-                math.nan if error is None else error,
-            )
+        # Their times are no question of theirs.
+        if about_tensors(panel):
+            continue
+        run = f"{entry.label} {panel.device}"
+        reference = panel.reference or "the reference"
+        for case in panel.members:
+            error = math.nan if case.error is None else case.error
+            yield _Case(run, title, reference, *case, panel.error, error)
 
 
 def _draw_speeds(cases: Sequence[_Case]) -> Iterator[Bars]:
@@ -126,35 +118,43 @@ def _draw_chart(name: str, cases: Sequence[_Case]) -> Bars:
         by_group.setdefault((suite, case.group.place), []).append(_mark(case))
     groups = tuple((" ".join(filter(None, heading)), tuple(marks)) for heading, marks in by_group.items())
     of_run = " of its run" if len({case.run for case in cases}) > 1 else ""
-    title = f"Speed-up over {cases[0].reference}{of_run}: {listed(suites, len(suites))}"
+    title = f"Speed-up over {cases[0].reference}{of_run}: {join_words(suites, len(suites))}"
     axis = ChartAxis(f"speed-up over {cases[0].reference}", "x", show=units.speed_up)
     return Bars(name, title, "Grey ones are in doubt.", axis, groups)
 
 
 def _mark(case: _Case) -> Mark:
     """Returns its speed-up with a sample for each round, over the middle round of the reference it was held against."""
-    result, speed = case.result, case.speed or _REFERENCE
-    record, lead = _timed(result), case.group.lead
-    against = record.paired_with or (lead.record.timing if lead is not None else None)
+    result = case.result
+    speed = case.speed or _REFERENCE
+    is_reference = speed is _REFERENCE
+    # 1. A sample for each round.
+    record = _record_of_verdict(result)
+    reference = case.group.lead
+    # A case measured apart from the group has its own reference.
+    paired_with = record.paired_with or (reference.record.timing if reference is not None else None)
     seconds = step_samples(record.timing) if record.timing is not None else ()
-    middle = statistics.median((against and step_samples(against)) or [math.nan])
+    middle = statistics.median((paired_with and step_samples(paired_with)) or [math.nan])
     samples = tuple(middle / second for second in seconds if second > 0 and middle > 0)
+    # 2. The words for hovering.
     words = [f"{result.mode} {units.speed_up(speed.point)} as fast as {case.reference}"]
-    if speed is _REFERENCE:
+    if is_reference:
         words = [f"{result.mode}, the reference"]
     words += doubts(result)
     if samples:
         words.append(f"{many(len(seconds), 'round')}, {units.span(seconds, units.seconds)}")
-    low, high = (
-        bound if speed is not _REFERENCE and math.isfinite(bound) else None for bound in (speed.low, speed.high)
-    )
+    low = speed.low if math.isfinite(speed.low) and not is_reference else None
+    high = speed.high if math.isfinite(speed.high) and not is_reference else None
     return Mark(result.mode, speed.point, low, high, tone_of(result), "; ".join(words), samples=samples)
 
 
-def _timed(result: Result) -> Record:
+def _record_of_verdict(result: Result) -> Record:
     """Returns the record with the rounds of its verdict: those after the choice where it was the fastest of several."""
-    record, fresh = result.record, result.record.fresh
-    return record if fresh is None else replace(record, timing=fresh.timing, paired_with=fresh.reference)
+    record = result.record
+    fresh = result.record.fresh
+    if fresh is None:
+        return record
+    return replace(record, timing=fresh.timing, paired_with=fresh.reference)
 
 
 def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:
@@ -162,15 +162,17 @@ def _scatters(cases: Iterable[_Case]) -> Iterator[Scatter]:
 
     None if only references and emulations were measured.
     """
-    by_axes = together(
-        ((case.metric, case.run, case.reference), case)
-        for case in cases
-        if 0 < case.error < math.inf and (case.speed is not None or standing(case.result) is Standing.EMULATED)
-    )
-    numbers = count(1)
+    by_axes: dict[tuple[str, str, str], list[_Case]] = {}
+    for case in cases:
+        # An emulated case stands in the margin by its error alone.
+        has_place = case.speed is not None or standing(case.result) is Standing.EMULATED
+        if has_place and 0 < case.error < math.inf:
+            by_axes.setdefault((case.metric, case.run, case.reference), []).append(case)
+    number = 0
     for (metric, *_), spots in by_axes.items():
         if any(speed_up(spot.result) is not None for spot in spots):
-            yield _scatter(f"trade-off-{next(numbers)}", metric, spots)
+            number += 1
+            yield _scatter(f"trade-off-{number}", metric, spots)
 
 
 def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
@@ -180,8 +182,8 @@ def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
     error = figure_words(metric)
     return Scatter(
         name,
-        f"Speed-up against {error}: {listed(titles)}",
-        f"{many(len(spots), 'case')}; further down is more exact. The {error} of {listed(ranges, 12)}.",
+        f"Speed-up against {error}: {join_words(titles)}",
+        f"{many(len(spots), 'case')}; further down is more exact. The {error} of {join_words(ranges, 12)}.",
         ChartAxis(f"speed-up over {spots[0].reference}", "x"),
         ChartAxis(error, units.RATIO, log=True),
         tuple(_point(spot, len(titles) > 1) for spot in spots),
@@ -189,23 +191,24 @@ def _scatter(name: str, metric: str, spots: Sequence[_Case]) -> Scatter:
     )
 
 
-def _point(spot: _Case, titled: bool) -> ChartPoint:
-    label = " ".join(part for part in (spot.title if titled else "", spot.group.place) if part) or spot.result.mode
-    x = spot.speed.point if spot.speed is not None else None
-    speed = f"{units.speed_up(x)}, " if x is not None else ""
-    words = [f"{speed}error {units.relative_error(spot.error)}"]
-    words += ["emulated: no speed"] if x is None else doubts(spot.result)
-    low, high = (spot.speed.low, spot.speed.high) if spot.speed is not None else (None, None)
+def _point(spot: _Case, with_title: bool) -> ChartPoint:
+    result = spot.result
+    speed = spot.speed
+    label = join_parts(spot.title if with_title else "", spot.group.place, by=" ") or result.mode
+    error = f"error {units.relative_error(spot.error)}"
+    if speed is None:
+        return ChartPoint(result.mode, label, None, spot.error, tone_of(result), f"{error}; emulated: no speed")
+    hint = "; ".join([f"{units.speed_up(speed.point)}, {error}", *doubts(result)])
     return ChartPoint(
-        spot.result.mode, label, x, spot.error, tone_of(spot.result), "; ".join(words), x_low=low, x_high=high
+        result.mode, label, speed.point, spot.error, tone_of(result), hint, x_low=speed.low, x_high=speed.high
     )
 
 
 @section("sustained", "Sustained", 96)
-def sustained_section(material: Material) -> Iterator[Element]:
+def sustained_section(material: Material) -> Elements:
     """Each case ran for seconds at a time, in balanced orders, after it had run until clock and temperature stood still
     (or for half as long where the device tells neither). The speed-up is by rounds of turns.
     """
     for title, panel in timed_panels(material):
-        for shown in sustained(panel):
-            yield replace(shown, name=f"sustained-{panel.case.workload}", caption=title)
+        for shown in sustained_table(panel):
+            yield replace(shown, name=f"sustained-{panel.suite}", caption=title)

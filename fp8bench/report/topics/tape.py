@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from fp8bench import units
@@ -12,11 +13,12 @@ from fp8bench.model import PhaseCount, Tape
 from fp8bench.model.codec import encode
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Elements, Field, Page, Part, Table, Text, Tone, items_of
 from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
 from fp8bench.report.panels import together
-from fp8bench.report.words.naming import listed, phase_words
+from fp8bench.report.words.naming import join_words, phase_words
 
+# A number of a row of a case and its tape, or a phase's counts.
 _WIDTHS = (8, 4, 32)
 _LEGEND = (
     "declared: FLOPs that the suite declares; unknown: calls of operators that have no formula, in no sum of FLOPs",
@@ -44,88 +46,67 @@ def remarks(tape: Tape) -> list[str]:
     lines = [f"unknown x {sum(calls)}: {operator} has no formula" for operator, calls in unknown.items()]
     if tape.unwritten:
         lines.append(f"{tape.unwritten} tensors were written by no operator of torch: what else ran is not counted")
-    return [*lines, tape.fused] if tape.fused else lines
+    if tape.fused:
+        return [*lines, tape.fused]
+    return lines
 
 
 def _remarks_of(taped: Iterable[tuple[str, Tape]]) -> Iterator[str]:
     """What is the same for several cases is said once."""
-    for remark, names in together((remark, name) for name, tape in taped for remark in remarks(tape)).items():
-        yield f"{listed(names)}: {remark}"
+    names_by_remark: dict[str, list[str]] = {}
+    for name, tape in taped:
+        for remark in remarks(tape):
+            names_by_remark.setdefault(remark, []).append(name)
+    for remark, names in names_by_remark.items():
+        yield f"{join_words(names)}: {remark}"
 
 
 def page_of(title: str, taped: Sequence[Taped]) -> Page:
-    parts = [
-        Part(f"setting-{place}", setting, tuple(_elements(some)))
-        for place, (setting, some) in enumerate(together((case.setting, case) for case in taped).items())
-    ]
+    parts = []
+    for place, (setting, cases) in enumerate(together((case.setting, case) for case in taped).items()):
+        parts.append(Part(f"setting-{place}", setting, tuple(_elements(cases))))
     return Page(title, "", tuple(parts), _LEGEND)
 
 
-def _elements(taped: Sequence[Taped]) -> list[Element]:
-    known = [(case, case.tape) for case in taped if case.tape is not None]
-    elements: list[Element] = []
-    if known:
-        rows = side_by_side([tape for _, tape in known])
-        elements += [_counts(known), _operators(known, rows)] if rows else [_counts(known)]
+def _elements(taped: Sequence[Taped]) -> Elements:
+    with_tape = [(case, case.tape) for case in taped if case.tape is not None]
+    if with_tape:
+        cols: list[Col[tuple[Taped, Tape]]] = [Col("tape", lambda row: row[0].mode)]
+        cols += _count_cols()
+        cols.insert(2, Col("declared", lambda row: row[0].declared or None, show=units.count))
+        for bits in _WIDTHS:
+            share = partial(lambda bits, row: share_of(row[1], bits) or None, bits)
+            cols.append(Col(f"{bits} bits", share, show=units.percent))
+        yield table("counts", "", cols, with_tape)
+        rows = side_by_side([tape for _, tape in with_tape])
+        if rows:
+            yield _operators([case.mode for case, _ in with_tape], rows)
     words = [f"{case.mode}: no tape: {case.why}" for case in taped if case.tape is None]
-    words += _remarks_of((case.mode, tape) for case, tape in known)
-    return [*elements, Items(tuple(map(Text, words)))] if words else elements
-
-
-def _counts(known: Sequence[tuple[Taped, Tape]]) -> Table:
-    cols: list[Col[tuple[Taped, Tape]]] = [Col("tape", lambda row: row[0].mode), *_count_cols()]
-    declared = Col[tuple[Taped, Tape]](
-        "declared",
-        lambda row: row[0].declared or None,
-        number=True,
-        show=units.count,
-    )
-    cols.insert(2, declared)
-    for bits in _WIDTHS:
-        share = partial(lambda bits, row: share_of(row[1], bits) or None, bits)
-        cols.append(Col(f"{bits} bits", share, number=True, show=units.percent))
-    return table("counts", "", cols, known)
+    yield from items_of([*words, *_remarks_of((case.mode, tape) for case, tape in with_tape)])
 
 
 def _count_cols() -> Iterator[Col[Any]]:
     """For rows of a case and its step's tape, or a phase's counts."""
-    yield Col(
-        "FLOPs",
-        lambda row: row[1].flops or None,
-        number=True,
-        show=units.count,
-        hint="of products, forward and backward; a product of M x K by K x N has 2MNK",
-    )
-    yield Col(
-        "bytes",
-        lambda row: row[1].bytes,
-        number=True,
-        unit="B",
-        hint="read and written, each tensor once a call, as if nothing lay in a cache",
-    )
-    yield Col(
-        "FLOP/B",
-        lambda row: (
-            intensity_of(row[1])
-            if isinstance(row[1], Tape)
-            else (row[1].flops / row[1].bytes if row[1].flops and row[1].bytes else None)
-        ),
-        number=True,
-        show=units.count,
-    )
-    yield Col(
-        "launches", lambda row: row[1].launches, number=True, show=str, hint="operators that start a kernel at least"
-    )
-    yield Col(
-        "unknown",
-        lambda row: row[1].unknown or None,
-        number=True,
-        show=str,
-        hint="calls of operators that have no formula, in no sum of FLOPs",
-    )
+
+    def intensity(row: Any) -> float | None:
+        counts: Tape | PhaseCount = row[1]
+        if isinstance(counts, Tape):
+            return intensity_of(counts)
+        if counts.flops and counts.bytes:
+            return counts.flops / counts.bytes
+        return None
+
+    flops = "of products, forward and backward; a product of M x K by K x N has 2MNK"
+    yield Col("FLOPs", lambda row: row[1].flops or None, show=units.count, hint=flops)
+    moved = "read and written, each tensor once a call, as if nothing lay in a cache"
+    yield Col("bytes", lambda row: row[1].bytes, unit="B", hint=moved)
+    yield Col("FLOP/B", intensity, show=units.count)
+    yield Col("launches", lambda row: row[1].launches, show=str, hint="operators that start a kernel at least")
+    unknown = "calls of operators that have no formula, in no sum of FLOPs"
+    yield Col("unknown", lambda row: row[1].unknown or None, show=str, hint=unknown)
 
 
-def _operators(known: Sequence[tuple[Taped, Tape]], rows: Sequence[TapeRow]) -> Table:
+def _operators(modes: Sequence[str], rows: Sequence[TapeRow]) -> Table:
     cols: list[Col[TapeRow]] = [
         Col("phase", lambda row: phase_words(row.phase), shared=True),
         Col(
@@ -133,8 +114,8 @@ def _operators(known: Sequence[tuple[Taped, Tape]], rows: Sequence[TapeRow]) -> 
             lambda row: row.operator + (" (b)" if row.backward else ""),
             tone=lambda row: Tone.STRONG if row.differs else Tone.PLAIN,
         ),
-        *(Col(taped.mode, partial(_sums, place=place), number=True) for place, (taped, _) in enumerate(known)),
     ]
+    cols += [Col(mode, partial(_sums, place=place), number=True) for place, mode in enumerate(modes)]
     return table("operators", "", cols, rows)
 
 
@@ -148,61 +129,52 @@ def _sums(row: TapeRow, place: int) -> str | None:
 
 def tape_rows(taped: Sequence[Taped]) -> Rows:
     """FLOPs, bytes and launches are those of one call; unknown FLOPs are empty."""
-    return _OF_CSV, (
-        {
-            **encode(operator),
-            "setting": case.setting,
-            "tape": case.mode,
-            "inputs": " ".join(operator.inputs),
-            "outputs": " ".join(operator.outputs),
-        }
-        for case in taped
-        if case.tape is not None
-        for operator in case.tape.operators
-    )
+    return _OF_CSV, chain.from_iterable(map(_operator_rows, taped))
+
+
+def _operator_rows(case: Taped) -> Iterator[dict[str, Any]]:
+    for operator in case.tape.operators if case.tape is not None else ():
+        shapes = {"inputs": " ".join(operator.inputs), "outputs": " ".join(operator.outputs)}
+        yield encode(operator) | {"setting": case.setting, "tape": case.mode} | shapes
 
 
 @section("tape", "What a step does", 77)
-def tape_section(material: Material) -> Iterator[Element]:
+def tape_section(material: Material) -> Elements:
     """Counted operator by operator in an untimed step; `fp8bench show RUN --tape` has the operators."""
-    cols: list[Col[Any]] = [
-        PRECISION,
-        Col(
-            "phase",
-            lambda row: (
-                phase_words(row[1].phase) if isinstance(row[1], PhaseCount) else Field("step", tone=Tone.STRONG)
-            ),
-        ),
-        *_count_cols(),
-    ]
+
+    def phase(row: Any) -> Field | str:
+        if isinstance(row[1], PhaseCount):
+            return phase_words(row[1].phase)
+        return Field("step", tone=Tone.STRONG)
+
+    cols: list[Col[Any]] = [PRECISION, Col("phase", phase), *_count_cols()]
     for title, panel in titled_panels(material):
-        taped, rows = [], []
+        tapes = []
+        rows = []
         for case in panel.members:
-            tape = case.result.record.tape
+            tape = case.record.tape
             if tape is None or not tape.phases:
                 continue
             counts: list[Tape | PhaseCount] = [tape]
+            # Phases in which nothing ran would only lengthen the table.
             counts += [phase for phase in tape.phases if phase.flops or phase.bytes or phase.launches or phase.unknown]
-            taped.append((case, tape))
+            tapes.append((case.name, tape))
             rows.append((case.name, [(case, count) for count in counts]))
-        name, words = f"tape-{panel.case.workload}", "counts of a step, by phase"
-        yield from table_of_cases(name, title, words, cols, rows, "The CSV has them.")
-        said = tuple(map(Text, _remarks_of((case.name, tape) for case, tape in taped)))
-        yield from [Items(said)] if said else []
+        yield from table_of_cases(
+            f"tape-{panel.suite}", title, "counts of a step, by phase", cols, rows, "The CSV has them."
+        )
+        yield from items_of(_remarks_of(tapes))
 
 
 @section("traces", "Traces", 130)
-def traces_section(material: Material) -> Iterator[Element]:
+def traces_section(material: Material) -> Elements:
     """Traces of a few steps of each case, in a pass that is not timed. Recording makes steps longer."""
-    if any(record.trace for entry in material.entries for record in entry.run.records):
-        yield Text(_where(material))
-
-
-def _where(material: Material) -> str:
-    traced = (entry.run for entry in material.entries if any(record.trace for record in entry.run.records))
-    folders = dict.fromkeys(run.request.trace for run in traced if run.request.trace)
-    lie = f"The traces lie in {listed(list(folders))}, a folder a case. " if folders else ""
-    return (
-        f"{lie}ui.perfetto.dev and chrome://tracing open them; so does TensorBoard with torch-tb-profiler, whose page "
-        "needs internet access in the browser."
-    )
+    runs = [entry.run for entry in material.entries]
+    traced = [run for run in runs if any(record.trace for record in run.records)]
+    folders = [run.request.trace for run in traced if run.request.trace]
+    if traced:
+        place = f"The traces lie in {join_words(folders)}, a folder a case. " if folders else ""
+        yield Text(
+            f"{place}ui.perfetto.dev and chrome://tracing open them; so does TensorBoard with torch-tb-profiler, whose "
+            "page needs internet access in the browser."
+        )

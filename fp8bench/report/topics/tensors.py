@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model.specs import spec_of
 from fp8bench.registry import precisions
-from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Element, Field, Table, Text, Tone
+from fp8bench.report.columns import Col, Member, table
+from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Tone
 from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import Panel, Result, ResultGroup, together, value_of
+from fp8bench.report.panels import Panel, Result, ResultGroup, value_of
 from fp8bench.report.terminal.layout import GAP, INDENT
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 
 SQNR = "sqnr_db"
-WORST_ROWS, WORST_BLOCKS = "sqnr_row_p1_db", "sqnr_block_p1_db"
-UNDERFLOW, SATURATION = "underflow_percent", "saturation_percent"
+WORST_ROWS = "sqnr_row_p1_db"
+WORST_BLOCKS = "sqnr_block_p1_db"
+UNDERFLOW = "underflow_percent"
+SATURATION = "saturation_percent"
 # Metrics with titles and descriptions of their columns; docs/formats.md defines them.
 FIGURES = {
     SQNR: ("SQNR", "of the whole tensor"),
@@ -45,8 +48,11 @@ FIGURES = {
     "scale_lag_octaves": ("scale lag", "the most octaves above the largest value that such a scale let through"),
 }
 # Options of precisions that are one format under one scaling, and their words for no special one.
-_FORMAT, _SCALING = "format", "scaling"
-_EXACT, _SAME, _ROLES = "exact", "same", ("input", "weight", "gradient")
+_FORMAT = "format"
+_SCALING = "scaling"
+_EXACT = "exact"
+_SAME = "same"
+_ROLES = ("input", "weight", "gradient")
 # The parameter that names a tensor. Its shape is only named if it comes in several.
 _NAME = "tensor"
 _ELEMENTS = re.compile(r"e(\d+)m(\d+)")
@@ -88,36 +94,42 @@ def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
 
 def cell_of(result: Result) -> TensorCell:
     case = result.record.case
-    return TensorCell(case.mode, case.mode) if case.precision_map else _cell(case.precision)
+    if case.precision_map:
+        return TensorCell(case.mode, case.mode)
+    return _cell(case.precision)
 
 
 @cache
 def _cell(word: str) -> TensorCell:
     """Runs outlive versions, so the precision may be unknown here."""
+    named = TensorCell(word, word)
     try:
         precision = precisions.get(word)
     except UsageError:
-        return TensorCell(word, word)
+        return named
     chosen = precision.chosen
     if not {_FORMAT, _SCALING} <= {*chosen} or any(chosen.get(role, _SAME) != _SAME for role in _ROLES):
-        return TensorCell(word, word)
-    recipe = getattr(precision, "recipe", None)
-    own = recipe.input.scaling if recipe is not None else None
+        return named
     # An MX format may round its scales in four ways.
-    rounding = "" if own is None or str(own.rounding) == _EXACT else str(own.rounding)
+    recipe = getattr(precision, "recipe", None)
+    scaling = recipe.input.scaling if recipe is not None else None
+    rounding = "" if scaling is None or str(scaling.rounding) == _EXACT else str(scaling.rounding)
     fmt = str(chosen[_FORMAT])
     return TensorCell(fmt, f"{fmt} {chosen[_SCALING]} {rounding}".strip())
 
 
 def tensor_name(panel: Panel, group: ResultGroup) -> str:
-    own = dict(group.case.params)
-    if _NAME not in own:
-        return group.place or panel.case.workload
-    alike = [other for other in panel.groups if dict(other.case.params).get(_NAME) == own[_NAME]]
-    if len(alike) == 1:
-        return str(own[_NAME])
-    told = [name for name in own if len({dict(other.case.params).get(name) for other in alike}) > 1]
-    return " ".join([str(own[_NAME]), *(f"{name}={own[name]}" for name in told)])
+    params = dict(group.case.params)
+    if _NAME not in params:
+        return group.place or panel.suite
+    all_params = [dict(neighbour.case.params) for neighbour in panel.groups]
+    # The shape is only named if the tensor comes in several.
+    namesakes = [neighbour for neighbour in all_params if neighbour.get(_NAME) == params[_NAME]]
+    words = [str(params[_NAME])]
+    for name, value in params.items():
+        if any(namesake.get(name) != value for namesake in namesakes):
+            words.append(f"{name}={value}")
+    return " ".join(words)
 
 
 def figure(result: Result, metric: str) -> tuple[str, float | None]:
@@ -125,15 +137,19 @@ def figure(result: Result, metric: str) -> tuple[str, float | None]:
     value = value_of(measured)
     if measured is None or value is None:
         return units.NONE, None
-    return shown(value, measured.unit), value
+    return show_figure(value, measured.unit), value
 
 
-def shown(value: float, unit: str) -> str:
+def show_figure(value: float, unit: str) -> str:
     if unit == "dB":
         return units.decibels(value).removesuffix(" dB")
     if unit == units.RATIO:
-        return units.significant(value, 5) if 0.1 <= abs(value) < 10 else units.relative_error(value)
-    return units.percentage(value) if unit == "%" else units.significant(value)
+        if 0.1 <= abs(value) < 10:
+            return units.significant(value, 5)
+        return units.relative_error(value)
+    if unit == "%":
+        return units.percentage(value)
+    return units.significant(value)
 
 
 def best_by_width(panel: Panel) -> Iterator[str]:
@@ -141,104 +157,113 @@ def best_by_width(panel: Panel) -> Iterator[str]:
 
     Widths with a single precision have no sentence.
     """
-    known = [_by_width(group) for group in panel.groups]
-    for bits in sorted({bits for group in known for bits in group}, reverse=True):
-        by_group = [group[bits] for group in known if group.get(bits)]
-        if len({words for group in by_group for words in group}) > 1:
-            yield _sentence(bits, by_group, panel.case.workload)
+    # SQNRs of each tensor by precision, and these by the bits of elements.
+    widths: dict[int, list[dict[str, float]]] = {}
+    for group in panel.groups:
+        for bits, by_words in _by_width(group).items():
+            widths.setdefault(bits, []).append(by_words)
+    for bits, tensors in sorted(widths.items(), reverse=True):
+        if len(set().union(*tensors)) > 1:
+            yield _sentence(bits, tensors, panel.suite)
 
 
 def _by_width(group: ResultGroup) -> dict[int, dict[str, float]]:
     """SQNRs by the bits of elements, then by precision."""
-    cells = ((cell_of(result), figure(result, SQNR)[1]) for result in group.results)
-    known = ((_ELEMENTS.match(cell.fmt), cell.words, value) for cell, value in cells if value is not None)
-    by_bits = together((1 + int(match[1]) + int(match[2]), (words, value)) for match, words, value in known if match)
-    return {bits: dict(pairs) for bits, pairs in by_bits.items()}
+    by_bits: dict[int, dict[str, float]] = {}
+    for result in group.results:
+        cell, (_, value) = cell_of(result), figure(result, SQNR)
+        match = _ELEMENTS.match(cell.fmt)
+        # A recipe of several formats has no single width.
+        if match and value is not None:
+            bits = 1 + int(match[1]) + int(match[2])
+            by_bits.setdefault(bits, {})[cell.words] = value
+    return by_bits
 
 
-def _sentence(bits: int, by_group: Sequence[Mapping[str, float]], suite: str) -> str:
-    winners = [max(by_words, key=lambda words: by_words[words]) for by_words in by_group]
-    best = [by_words[words] for by_words, words in zip(by_group, winners, strict=True)]
-    low, high = units.decibels(min(best)), units.decibels(max(best))
+def _sentence(bits: int, tensors: Sequence[Mapping[str, float]], suite: str) -> str:
+    winners: Counter[str] = Counter()
+    for by_words in tensors:
+        winners[max(by_words, key=lambda words: by_words[words])] += 1
+    highest = [max(by_words.values()) for by_words in tensors]
+    low = units.decibels(min(highest))
+    high = units.decibels(max(highest))
     span = low if low == high else f"{low.removesuffix(' dB')} to {high}"
-    (first, number), *others = Counter(winners).most_common()
-    named = "".join(f", {words} in {times}" for words, times in others[:_MOST_NAMED])
-    total = len(by_group)
-    some = f"{number} of" if number < total else "all"
-    where = f"on {suite}" if total == 1 else f"in {some} {total} tensors of {suite}"
-    return f"with {bits} bits {first} has the highest SQNR {where}{named}: {span}"
+    (first, number), *runners_up = winners.most_common()
+    total = len(tensors)
+    share = f"{number} of" if number < total else "all"
+    place = f"on {suite}" if total == 1 else f"in {share} {total} tensors of {suite}"
+    place += "".join(f", {words} in {times}" for words, times in runners_up[:_MOST_NAMED])
+    return f"with {bits} bits {first} has the highest SQNR {place}: {span}"
 
 
-def tensors(panel: Panel, width: int) -> Iterator[Element]:
+def tensors(panel: Panel, width: int) -> Elements:
     if len(panel.groups) > _MOST_IN_FULL:
         yield from _overview(panel, width)
         return
     several = len(panel.groups) > 1
-    cols: list[Col[tuple[ResultGroup, Result]]] = [
+
+    def of(heading: str, metric: str) -> Col[Member]:
+        tone = Tone.STRONG if metric == SQNR else Tone.PLAIN
+        return Col(heading, lambda row: figure(row[1], metric)[0], number=True, tone=lambda _: tone)
+
+    cols: list[Col[Member]] = [
         Col("tensor", lambda row: tensor_name(panel, row[0]) if several else "", shared=True),
         Col("precision", lambda row: cell_of(row[1]).words),
-        *(
-            Col(
-                title,
-                partial(lambda metric, row: figure(row[1], metric)[0], metric),
-                number=True,
-                tone=(lambda _: Tone.STRONG) if metric == SQNR else None,
-            )
-            for title, metric in _SHOWN
-        ),
+        *itertools.starmap(of, _SHOWN),
     ]
     yield table("tensors", "", cols, panel.members)
 
 
-def _overview(panel: Panel, width: int) -> Iterator[Table]:
-    modes = {result.mode: result for group in panel.groups for result in group.results}
-    by_group = [{result.mode: Field(*figure(result, SQNR)) for result in group.results} for group in panel.groups]
+def _overview(panel: Panel, width: int) -> Tables:
+    """SQNRs, a row for each precision and a column for each tensor, in as many tables as the width asks for."""
+    modes = {result.mode: result for result in panel.results}
     names = [tensor_name(panel, group) for group in panel.groups]
-    label = max(len(cell_of(mode).words) for mode in modes.values())
+    label = max(len(cell_of(result).words) for result in modes.values())
+
+    def of(place: int) -> Col[Result]:
+        fields = {result.mode: Field(*figure(result, SQNR)) for result in panel.groups[place].results}
+        return Col(names[place], lambda result: fields.get(result.mode), number=True)
+
     for number, places in enumerate(_fitting([len(name) for name in names], width - len(INDENT) - label)):
-        cols: list[Col[Result]] = [
-            Col("precision", lambda result: cell_of(result).words),
-            *(
-                Col(names[place], partial(lambda own, result: own.get(result.mode), by_group[place]), number=True)
-                for place in places
-            ),
-        ]
+        cols: list[Col[Result]] = [Col("precision", lambda result: cell_of(result).words), *map(of, places)]
         yield table("sqnr", "" if number else _OVERVIEW, cols, modes.values())
 
 
-def _fitting(widths: Sequence[int], room: int) -> list[list[int]]:
+def _fitting(widths: Sequence[int], room: int) -> Sequence[Sequence[int]]:
     """Column indices in as few even runs as fit into the room, at least one a run."""
     places = range(len(widths))
+    # As few tables as possible, equally wide.
     for count in range(1, len(widths) + 1):
         size = -(-len(widths) // count)
-        runs = [list(places[start : start + size]) for start in range(0, len(widths), size)]
-        if all(sum(widths[place] + len(GAP) for place in run) <= room for run in runs):
-            return runs
-    return [[place] for place in places]
+        runs = [places[start : start + size] for start in places[::size]]
+        widest = max(sum(widths[run.start : run.stop]) + len(GAP) * len(run) for run in runs)
+        if widest <= room:
+            break
+    return runs
 
 
 @section("tensors", "What is left of a tensor", 45)
-def tensors_section(material: Material) -> Iterator[Element]:
+def tensors_section(material: Material) -> Elements:
     """SQNR in dB: the power of a tensor over that of its error. 6 dB more is half the error; 0 dB means that nothing is
     left. The largest values decide it: what happens to small ones shows in the worst rows and blocks, and in what
     underflows. Times have no part here: the suite cast is about them.
     """
     panels = [(title, panel) for title, panel in titled_panels(material) if about_tensors(panel)]
     for title, panel in panels:
-        for shown_table in _overview(panel, _PAGE_WIDTH):
-            yield replace(
-                shown_table, name=f"sqnr-{panel.case.workload}", caption=f"{title}: SQNR in dB, higher is better"
-            )
+        for overview in _overview(panel, _PAGE_WIDTH):
+            yield replace(overview, name=f"sqnr-{panel.suite}", caption=f"{title}: SQNR in dB, higher is better")
         for group in panel.groups:
-            lost = [cell_of(own).words for own in group.results if (figure(own, "not_finite_percent")[1] or 0) > 0]
-            if lost:
-                words = f"{tensor_name(panel, group)}: numbers became infinite or NaN in {listed(lost)}"
+            # An SQNR without the lost values would look better than it is.
+            lossy = [result for result in group.results if (figure(result, "not_finite_percent")[1] or 0) > 0]
+            if lossy:
+                names = join_words(cell_of(result).words for result in lossy)
+                words = f"{tensor_name(panel, group)}: numbers became infinite or NaN in {names}"
                 yield Text(f"{words}; its SQNR leaves them out.", Tone.BAD)
     yield from (_all_figures(title, panel) for title, panel in panels)
 
 
 def _all_figures(title: str, panel: Panel) -> Table:
-    def of(metric: str) -> Col[tuple[ResultGroup, Result]]:
+    def of(metric: str) -> Col[Member]:
         (name, hint), unit = FIGURES[metric], spec_of(metric).unit
         return Col(
             name,
@@ -248,10 +273,10 @@ def _all_figures(title: str, panel: Panel) -> Table:
             unit="" if unit == units.RATIO else unit,
         )
 
-    cols: list[Col[tuple[ResultGroup, Result]]] = [
+    cols: list[Col[Member]] = [
         Col("tensor", lambda row: tensor_name(panel, row[0])),
         Col("precision", lambda row: Field(cell_of(row[1]).words, hint=row[1].mode)),
         *(of(metric) for metric in FIGURES if metric in panel.metrics and metric != SQNR),
     ]
-    known = [(group, result) for group, result in panel.members if figure(result, SQNR)[1] is not None]
-    return table(f"figures-{panel.case.workload}", f"{title}: all other figures", cols, known, folded=True)
+    rows = [case for case in panel.members if figure(case.result, SQNR)[1] is not None]
+    return table(f"figures-{panel.suite}", f"{title}: all other figures", cols, rows, folded=True)

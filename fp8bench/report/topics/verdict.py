@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -18,25 +18,24 @@ from fp8bench.model import Label, Status
 from fp8bench.report.case_status import (
     FACTS,
     Standing,
-    emulated,
     speed_up,
     standing,
     what_intervals_hold,
 )
-from fp8bench.report.elements import Element, Items, Text, Tone
+from fp8bench.report.elements import Element, Elements, Items, Sentences, Text, Texts, Tone, items_of
 from fp8bench.report.page.section import Entry, Material, section
-from fp8bench.report.panels import NamedCase, Panel, Result, together
+from fp8bench.report.panels import Cases, NamedCase, Panel, Result, join_parts, together
 from fp8bench.report.terminal.short_answer import as_sentence
 from fp8bench.report.topics.answers import LONGEST_REASON, find_answer
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import (
     counts,
-    listed,
+    join_words,
     many,
     missing_of,
     setting_of,
-    shortened,
+    shorten_line,
 )
 
 # The most sentences of one kind; the table has every case.
@@ -47,38 +46,42 @@ def cases_of(panels: Iterable[Panel]) -> list[NamedCase]:
     return list(chain.from_iterable(panel.members for panel in panels))
 
 
-def missed(cases: Sequence[NamedCase], status: Standing, word: str) -> list[str]:
+def describe_missing(cases: Sequence[NamedCase], status: Standing, word: str) -> list[str]:
     """'FAILED: fp8 in 1 of 3 cases of gemm (m=512): out of memory, even alone'; the same of those that were skipped."""
-    gone = [case for case in cases if standing(case.result) is status]
-    reasons = ((shortened(case.result.record.reason, LONGEST_REASON) or "no reason was given", case) for case in gone)
-    told = []
-    for reason, alike in together(reasons).items():
-        modes, suites = ({case.result.mode: None for case in alike}, {case.suite: None for case in alike})
-        total = sum(case.result.mode in modes and case.suite in suites for case in cases)
-        places = listed(list(dict.fromkeys(setting_of(case.group) for case in alike)))
-        some = f" ({places})" if len(alike) < total else ""
-        where = f"in {len(alike)} of {total} cases of" if total > 1 else "on"
-        told.append(f"{word}: {listed(list(modes))} {where} {listed(list(suites))}{some}: {reason}")
-    return told
+    missing = [case for case in cases if standing(case.result) is status]
+    reasons = ((shorten_line(case.record.reason, LONGEST_REASON) or "no reason was given", case) for case in missing)
+    lines = []
+    for reason, members in together(reasons).items():
+        modes = dict.fromkeys(case.mode for case in members)
+        suites = dict.fromkeys(case.suite for case in members)
+        total = sum(case.mode in modes and case.suite in suites for case in cases)
+        position = f"in {len(members)} of {total} cases of" if total > 1 else "on"
+        places = join_words(setting_of(case.group) for case in members)
+        some = f" ({places})" if len(members) < total else ""
+        lines.append(f"{word}: {join_words(modes)} {position} {join_words(suites)}{some}: {reason}")
+    return lines
 
 
-def skips(cases: Sequence[NamedCase]) -> list[str]:
-    return at_most(missed(cases, Standing.SKIPPED, "skipped"))
+def skips(cases: Cases) -> list[str]:
+    return at_most(describe_missing(cases, Standing.SKIPPED, "skipped"))
 
 
 def emulations(cases: Sequence[NamedCase]) -> list[str]:
-    shown = [case for case in cases if emulated(case.result)]
-    broken = {case.result.mode for case in shown if case.error is not None and not math.isfinite(case.error)}
-    told = []
-    for is_broken, alike in together((case.result.mode in broken, case.result) for case in shown).items():
-        reasons = together((result.record.support.reason, result.mode) for result in alike)
-        modes = "; ".join(", ".join(dict.fromkeys(some)) + f" ({why})" * bool(why) for why, some in reasons.items())
+    shown = [case for case in cases if case.is_emulated]
+    # An emulation whose errors are not finite is not right in numbers either.
+    broken = {case.mode for case in shown if case.error is not None and not math.isfinite(case.error)}
+    lines = []
+    for is_broken, members in together((case.mode in broken, case) for case in shown).items():
+        reasons = together((case.record.support.reason, case.mode) for case in members)
+        modes = []
+        for reason, names in reasons.items():
+            modes.append(", ".join(dict.fromkeys(names)) + f" ({reason})" * bool(reason))
         numbers = "errors are not all finite" if is_broken else "right in numbers"
-        told.append(f"emulated: {modes}: {numbers}; time and memory are what emulating costs")
-    return told
+        lines.append(f"emulated: {'; '.join(modes)}: {numbers}; time and memory are what emulating costs")
+    return lines
 
 
-def sitting(entry: Entry) -> Iterator[Text]:
+def sitting(entry: Entry) -> Texts:
     if words := doubt_of_load(entry):
         yield Text(f"{words}; free the machine, and measure again: {entry.run.command}", Tone.DOUBT)
 
@@ -97,42 +100,55 @@ def _is_of_one_sitting(result: Result) -> bool:
     return is_alone and record.case.device.startswith("cpu") and speed_up(result) is not None
 
 
-def by_chance(entry: Entry) -> Iterator[Text]:
+def by_chance(entry: Entry) -> Texts:
     """Says of several cases how many false verdicts to expect, since each is judged by itself."""
     judged = sum(speed_up(case.result) is not None for case in cases_of(entry.panels))
     if judged > 1:
+        # Each verdict is wrong in 1% of cases at most.
         expected = f"up to {judged * (1 - FINAL_LEVEL):.2g} of them would be called faster or slower by chance"
         yield Text(f"{judged} cases, each judged by itself: if none differed, {expected}", Tone.DOUBT)
 
 
 def _lead(material: Material) -> str:
-    results = list(chain.from_iterable(panel.results for _, panel in timed_panels(material)))
+    results: list[Result] = []
+    for _, panel in timed_panels(material):
+        results += panel.results
     speeds = [speed for result in results if (speed := speed_up(result))]
-    said = f"The interval [low, high] holds {words}." if (words := what_intervals_hold(results)) else ""
-    ranges = f"{legend.RANGE}." if any(speed.level == 0 for speed in speeds) else ""
-    return " ".join(filter(None, ["Speed against the reference: above 1x is faster.", said, ranges])) if speeds else ""
+    if not speeds:
+        return ""
+    words = what_intervals_hold(results)
+    return join_parts(
+        "Speed against the reference: above 1x is faster.",
+        f"The interval [low, high] holds {words}." if words else "",
+        f"{legend.RANGE}." if any(speed.level == 0 for speed in speeds) else "",
+        by=" ",
+    )
 
 
 @section("verdict", "Verdict", 10, lead=_lead)
-def verdict_section(material: Material) -> Iterator[Element]:
-    sentences = list(chain.from_iterable(_entry(entry, material.alone) for entry in material.entries))
-    yield from sentences
-    if not sentences:
-        yield Text("There is no run.")
+def verdict_section(material: Material) -> Elements:
+    elements: list[Element] = []
+    for entry in material.entries:
+        elements += _entry(entry, material.alone)
+    yield from elements or [Text("There is no run.")]
 
 
-def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
+def _entry(entry: Entry, alone: bool) -> Elements:
+    # 1. What failed, and what casts doubt on all verdicts.
     if not alone:
         yield Text(entry.label, Tone.STRONG)
     yield from losses(entry)
     yield from sitting(entry)
-    several = len({panel.case.device for panel in entry.panels}) > 1
+    # 2. A sentence for each precision, timed ones first.
+    # A device is only named where there are several.
+    several = len({panel.device for panel in entry.panels}) > 1
     sentences: list[Text] = []
     for panel in entry.panels:
         if not about_tensors(panel):
-            sentences += comparisons(panel, panel.case.device if several else "")
+            sentences += comparisons(panel, panel.device if several else "")
     for panel in filter(about_tensors, entry.panels):
         sentences += map(Text, best_by_width(panel))
+    # 3. What has no verdict.
     cases = cases_of(entry.panels)
     sentences += [Text(text, Tone.DOUBT) for text in (*emulations(cases), *skips(cases))]
     sentences += by_chance(entry)
@@ -140,16 +156,17 @@ def _entry(entry: Entry, alone: bool) -> Iterator[Element]:
         yield Items(tuple(sentences))
 
 
-def losses(entry: Entry) -> Iterator[Element]:
-    failed = missed(cases_of(entry.panels), Standing.FAILED, "FAILED")
-    if failed:
-        number = sum(record.status is Status.FAILED for record in entry.run.records)
-        yield Text(f"{number} of {len(entry.run.records)} cases failed.", Tone.BAD)
-        yield Items(tuple(Text(text, Tone.BAD) for text in at_most(failed)))
+def losses(entry: Entry) -> Elements:
+    records = entry.run.records
+    num_failed = sum(record.status is Status.FAILED for record in records)
+    failures = at_most(describe_missing(cases_of(entry.panels), Standing.FAILED, "FAILED"))
+    if failures:
+        yield Text(f"{num_failed} of {len(records)} cases failed.", Tone.BAD)
+        yield from items_of(failures, Tone.BAD)
     missing = missing_of(entry.run)
     if missing:
         yield Text(f"{missing[0].upper()}{missing[1:]}.", Tone.BAD)
-    if not any(record.is_ok for record in entry.run.records):
+    if not any(record.is_ok for record in records):
         yield Text(f"Nothing was measured (cases: {counts(entry.run)}).", Tone.STRONG)
 
 
@@ -165,60 +182,66 @@ _MOST_REASONS = 3
 
 def comparisons(panel: Panel, device: str = "") -> list[Text]:
     """A sentence for each precision of a panel; names `device` if given."""
-    where = f" on {device}" if device else ""
+    machine = f" on {device}" if device else ""
     compared = [case for case in panel.members if standing(case.result) in _COMPARED]
-    by_mode = together((case.result.mode, case) for case in compared)
-    return [_comparison(panel, cases, where) for cases in by_mode.values()] or list(map(Text, _alone(panel, where)))
+    by_mode = together((case.mode, case) for case in compared)
+    return [_comparison(panel, cases, machine) for cases in by_mode.values()] or _alone(panel, machine)
 
 
-def _comparison(panel: Panel, cases: Sequence[NamedCase], where: str) -> Text:
+def _comparison(panel: Panel, cases: Sequence[NamedCase], machine: str) -> Text:
     """'bf16 against fp32 on gemm m=512: faster, 1.62x, could be 1.60x to 1.64x; memory +1.1%; matmul saves 3 ms'."""
-    results, suite = [case.result for case in cases], panel.case.workload
-    place = f"{suite} {setting_of(cases[0].group)}".rstrip() if len(cases) == 1 else f"{len(cases)} cases of {suite}"
+    place = f"{len(cases)} cases of {panel.suite}"
+    if len(cases) == 1:
+        place = f"{panel.suite} {setting_of(cases[0].group)}".rstrip()
     answer = find_answer(cases)
-    about = f"{answer.name} against {panel.reference or 'its reference'} on {place}{where}"
+    about = f"{answer.name} against {panel.reference or 'its reference'} on {place}{machine}"
     sentence = as_sentence(replace(answer, name=about)).text
+    results = [case.result for case in cases]
     return Text(sentence + _labels(results) + _because(results), answer.tone)
 
 
 def _because(results: Sequence[Result]) -> str:
-    reasons = dict.fromkeys(chain.from_iterable(map(_reasons, results)))
-    return f"; {listed(list(reasons), _MOST_REASONS)}" if reasons else ""
+    reasons = join_words(chain.from_iterable(map(_reasons, results)), _MOST_REASONS)
+    if reasons:
+        return f"; {reasons}"
+    return ""
 
 
 def _labels(results: Sequence[Result]) -> str:
     """' (noisy, drift in 2 of them)': what makes them doubtful, and a power cap, which explains a speed."""
-    numbers = Counter(label for result in results for label in _doubts(result))
-    told = [
-        f"{label}{f' in {numbers[label]} of them' if numbers[label] < len(results) else ''}"
+    numbers = Counter(chain.from_iterable(map(_doubts, results)))
+    words = [
+        f"{label} in {numbers[label]} of them" if numbers[label] < len(results) else label
         for label in Label
         if numbers[label]
     ]
-    return f" ({', '.join(told)})" if told else ""
+    if words:
+        return f" ({', '.join(words)})"
+    return ""
 
 
 def _doubts(result: Result) -> list[Label]:
     """Those that took the verdict away stand in its why."""
     finding = result.finding
-    sure = finding is not None and finding.judged and not finding.doubtful
-    hard = finding.hard if finding else ()
-    doubts = [label for label in result.labels if label.casts_doubt and label not in hard and not sure]
+    doubts: list[Label] = []
+    # A verdict that is sure needs no labels beside it.
+    if finding is None or finding.doubtful or not finding.judged:
+        hard = finding.hard if finding else ()
+        doubts = [label for label in result.labels if label.casts_doubt and label not in hard]
     return [*doubts, *({Label.POWER_CAPPED} & {*result.labels})]
 
 
-def _reasons(result: Result) -> Iterator[str]:
+def _reasons(result: Result) -> Sentences:
     if standing(result) is Standing.UNSURE and result.finding and result.finding.why:
         yield result.finding.why
     if standing(result) is Standing.UNTIMED and result.record.detail:
         yield result.record.detail
 
 
-def _alone(panel: Panel, where: str) -> Iterator[str]:
-    timed = [
-        result
-        for result in panel.results
-        if result.record.is_ok and result.best is not None and standing(result) is Standing.REFERENCE
-    ]
-    if timed:
-        cases = f"{many(len(timed), 'case')} of {panel.case.workload}{where}"
-        yield f"{panel.reference} alone was timed, in {cases}: there is nothing to compare it with"
+def _alone(panel: Panel, machine: str) -> list[Text]:
+    timed = [result for result in panel.results if result.is_ok and result.best is not None]
+    number = sum(standing(result) is Standing.REFERENCE for result in timed)
+    if not number:
+        return []
+    cases = f"{many(number, 'case')} of {panel.suite}{machine}"
+    return [Text(f"{panel.reference} alone was timed, in {cases}: there is nothing to compare it with")]

@@ -123,7 +123,7 @@ class LabelWords(NamedTuple):
     remedy: str
 
 
-def explained(label: Label, heading: str = "", more: str = "") -> str:
+def explain_label(label: Label, heading: str = "", more: str = "") -> str:
     """'noisy: so much noise ... from 1. Usual cause: other work on the machine. What to do: free the machine'."""
     words = LABELS[label]
     return f"{heading or label}: {words.meaning}{more}. Usual cause: {words.cause}. What to do: {words.remedy}"

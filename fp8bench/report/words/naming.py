@@ -102,7 +102,7 @@ def many(number: int, noun: str) -> str:
     return f"{units.whole(number)} {noun}{'' if number == 1 else 's'}"
 
 
-def shortened(text: str, most: int) -> str:
+def shorten_line(text: str, most: int) -> str:
     """One line of at most `most` letters."""
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most - 3]}..."
@@ -144,7 +144,7 @@ def usual_params(case: Case, devices: Iterable[DeviceFacts]) -> dict[str, Scalar
 
 def describe_devices(devices: Iterable[DeviceFacts]) -> str:
     """'Intel Xeon', 'H200': names without trademarks, each once."""
-    return listed(list(dict.fromkeys(_TRADEMARKS.sub("", facts.name).strip() for facts in devices)))
+    return join_words(_TRADEMARKS.sub("", facts.name).strip() for facts in devices)
 
 
 def sizes(case: Case) -> str:
@@ -154,9 +154,11 @@ def sizes(case: Case) -> str:
     )
 
 
-def listed(words: Sequence[str], most: int = 5) -> str:
-    """'a, b and c'; 'a, b and 7 more' if there are too many."""
-    shown = list(words) if len(words) <= most else [*words[: most - 1], f"{len(words) - most + 1} more"]
+def join_words(words: Iterable[str], most: int = 5) -> str:
+    """'a, b and c', each word once; 'a, b and 7 more' if there are too many."""
+    shown = list(dict.fromkeys(words))
+    if len(shown) > most:
+        shown[most - 1 :] = [f"{len(shown) - most + 1} more"]
     return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
 
 

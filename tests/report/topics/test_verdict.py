@@ -10,7 +10,7 @@ from fp8bench.model import Finding, Label, Record, Status, Verdict
 from fp8bench.report.case_status import Standing
 from fp8bench.report.elements import Items
 from fp8bench.report.panels import NamedCase, panels_of
-from fp8bench.report.topics.verdict import cases_of, emulations, missed, skips
+from fp8bench.report.topics.verdict import cases_of, describe_missing, emulations, skips
 from fp8bench.report.words.legend import error_word
 from tests.counts import for_each
 from tests.materials import built, nothing, of_kind, part, recased, skipped
@@ -81,7 +81,7 @@ def test_failures_and_skips() -> Told:
     made = cases_of(panels_of(*gemm()))
 
     def failures(cases: Sequence[NamedCase]) -> list[str]:
-        return missed(cases, Standing.FAILED, "FAILED")
+        return describe_missing(cases, Standing.FAILED, "FAILED")
 
     yield "a failure says where and why", failures(made)
     yield "alike ones share a sentence", failures(of(*(failed("fp8", "no\n memory", m=size) for size in range(1, 8))))

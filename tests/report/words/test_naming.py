@@ -9,12 +9,12 @@ from fp8bench.report.panels import panels_of
 from fp8bench.report.words.naming import (
     commit_of,
     counts,
-    listed,
+    join_words,
     many,
     missing_of,
     notes_of,
     setting_of,
-    shortened,
+    shorten_line,
     sizes,
     when,
 )
@@ -33,7 +33,7 @@ def test_naming() -> Told:
     yield "one that is alone by its sizes", setting_of(alone.groups[0])
     params: dict[str, Scalar] = {"tokens": 256, "rate": 0.5, "gated": True, "pass": "training"}
     yield "sizes are numbers alone: a choice is none, nor is yes or no", sizes(case("mlp", "bf16", params))
-    yield "lists are cut", [listed(list("abcdefg")[:number]) for number in (0, 1, 2, 5, 7)]
+    yield "lists are cut", [join_words(list("abcdefg")[:number]) for number in (0, 1, 2, 5, 7)]
     for facts in ({"commit": "0a1b2c3d4e5f", "dirty": False}, {"commit": "0a1b2c3d4e5f", "dirty": True}, {}):
         yield f"the commit of {facts}", commit_of(under(**facts))
     for started in (
@@ -46,7 +46,7 @@ def test_naming() -> Told:
         yield f"when {started!r} was", when(replace(under(), started=started))
     yield "records are counted", [counts(run) for run in (gemm()[0], transformer()[0], under())]
     yield "what is counted has a plural", [many(number, "case") for number in (0, 1, 12)]
-    yield "what is too long is cut, on one line", [shortened(" a\n b ", 3), shortened("abcdef", 5)]
+    yield "what is too long is cut, on one line", [shorten_line(" a\n b ", 3), shorten_line("abcdef", 5)]
     resumed = replace(transformer()[0], resumptions=(Resumption("2026-01-06", "", Environment({})),), notes=("beside",))
     yield "notes are the plan's, of resuming, and the run's", notes_of(resumed)
     run, _ = gemm()

@@ -27,7 +27,7 @@ from fp8bench.features.train.values import Arm, ArmRole, SeedTask, State
 from fp8bench.files import MEMORY_BYTES, PARTIAL, keeping, open_file, read_file, sealed, unsealed, write_whole
 from fp8bench.model import StaticScales
 from fp8bench.protocols import Arithmetic, ScaleBook
-from fp8bench.report.words.naming import listed
+from fp8bench.report.words.naming import join_words
 
 _HEAD = "checkpoint.json"
 _VERSION = 1
@@ -198,8 +198,8 @@ def take_file(model: nn.Module, start: str, make: str = "") -> None:
     missing = [text for text, _ in model.named_parameters() if text not in stored]
     unknown = [text for text in stored if text not in tensors]
     if missing or unknown:
-        reasons = [f"lacks {listed(missing, _SHOWN)}"] if missing else []
-        reasons += [f"has {listed(unknown, _SHOWN)}, which this model lacks"] if unknown else []
+        reasons = [f"lacks {join_words(missing, _SHOWN)}"] if missing else []
+        reasons += [f"has {join_words(unknown, _SHOWN)}, which this model lacks"] if unknown else []
         advice = f"Give one of the model that {make} makes" if make else "Choose that one's --model and --arch"
         raise UsageError(f"--start {path} is of another model: it {', and '.join(reasons)}. {advice}.")
     for text, tensor in stored.items():
@@ -260,7 +260,7 @@ def apply_scales(arithmetic: Arithmetic, settings: TrainerSettings, mode: str, n
     by_book = arithmetic.scaled_by(ScaleBook(rule, scales), name)
     if by_book is not arithmetic and not any(layer == name for layer, _ in scales):
         raise UsageError(
-            f"--scales-from has scales for {listed(list(dict.fromkeys(layer for layer, _ in scales)), _SHOWN)}, and "
+            f"--scales-from has scales for {join_words(list(dict.fromkeys(layer for layer, _ in scales)), _SHOWN)}, and "
             f"none for {name}, a layer of this model. Choose a training or run of the same model."
         )
     return by_book

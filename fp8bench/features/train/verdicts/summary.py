@@ -362,9 +362,9 @@ def score_parts(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
     cols: list[Col[ScoreVerdict]] = [
         Col("arm", lambda verdict: verdict.arm),
         Col("figure", lambda verdict: verdict.figure),
-        Col("value", lambda verdict: verdict.own, number=True, show=_four),
+        Col("value", lambda verdict: verdict.own, show=_four),
         Col("against", lambda verdict: verdict.against),
-        Col("its value", lambda verdict: verdict.reference, number=True, show=_four),
+        Col("its value", lambda verdict: verdict.reference, show=_four),
         Col("worse by", _worse, number=True, hint="points of a task, else a share; with the 99% interval over seeds"),
         Col("verdict", lambda verdict: verdict.word, tone=tone_of),
     ]

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
 import warnings
@@ -27,8 +28,13 @@ from fp8bench.report.page.drawing.scale import FORBIDDEN, Hint
 from fp8bench.report.page.drawing.sheet import Line, Sheet, Steps, along_lines, outline
 
 # Pixels of the sheet, points of a font or line, and pixels of a file, in an inch.
-_PIXELS, _POINTS, _DOTS = 96.0, 72.0, 192.0
-_EDGE, _TITLE, _SMALL, _LINE = 20.0, 17.0, 12.0, 17.0
+_PIXELS = 96.0
+_POINTS = 72.0
+_DOTS = 192.0
+_EDGE = 20.0
+_TITLE = 17.0
+_SMALL = 12.0
+_LINE = 17.0
 # Texts stay texts, fonts are embedded as journals want it, and the same charts give the same bytes.
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -50,6 +56,7 @@ def picture(chart: AnyChart, page_title: str, form: str) -> bytes:
     sheet = _PictureSheet(chart)
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that the font lacks are boxes
+        # A user's own matplotlibrc must not change the file.
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
         figure = sheet.figure(draw_on(sheet, chart), chart.title)
@@ -74,53 +81,45 @@ class _PictureSheet(Sheet):
         self._shapes.append((layer, along_lines(lines, closed), looks("path", style)))
 
     def dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: Hint | None = None) -> None:
-        moved = [
-            (command, [number + (y if place % 2 else x) for place, number in enumerate(numbers)])
-            for command, numbers in outline(shape, size)
-        ]
-        self._shapes.append((2, moved, looks("path", style)))
+        steps = []
+        for command, numbers in outline(shape, size):
+            shifts = itertools.cycle((x, y))
+            steps.append((command, [number + shift for number, shift in zip(numbers, shifts, strict=False)]))
+        self._shapes.append((2, steps, looks("path", style)))
 
     def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
         look = looks("text", style)
-        bold = int(look.get("font-weight", 400)) >= _BOLD_FROM
-        self._texts.append(
-            (
-                x,
-                y + 0.36 * self.size,
-                text,
-                {
-                    "color": look["fill"],
-                    "fontweight": "bold" if bold else "normal",
-                    "fontsize": self.size,
-                    "ha": {"start": "left", "middle": "center", "end": "right"}[anchor],
-                },
-            )
-        )
+        options = {
+            "color": look["fill"],
+            "fontweight": "bold" if int(look.get("font-weight", 400)) >= _BOLD_FROM else "normal",
+            "fontsize": self.size,
+            "ha": {"start": "left", "middle": "center", "end": "right"}[anchor],
+        }
+        self._texts.append((x, y + 0.36 * self.size, text, options))
 
     def figure(self, height: float, title: str) -> Figure:
+        # 1. The figure has room for the title above the chart and the description below it.
         wide = self.width + 2 * _EDGE
-        letters = int(self.width / (0.55 * _SMALL))
         heading = textwrap.wrap(_plain(title), int(self.width / (0.62 * _TITLE)))
-        words = textwrap.wrap(_plain(self.description), letters)
+        words = textwrap.wrap(_plain(self.description), int(self.width / (0.55 * _SMALL)))
         top = _EDGE + 1.4 * _TITLE * len(heading) + 8
         high = top + height + 12 + _LINE * len(words) + _EDGE
         figure = Figure(figsize=(wide / _PIXELS, high / _PIXELS), facecolor=looks("path", "")["--raised"])
         place = Affine2D().translate(_EDGE, top).scale(1 / wide, -1 / high).translate(0, 1) + figure.transFigure
+        # 2. Shapes, then texts.
         for layer, steps, look in self._shapes:
             if (patch := _patch(steps, look)) is not None:
                 patch.set(transform=place, zorder=layer)
                 figure.add_artist(patch)
-        ink, quiet = {"color": looks("text", "")["fill"]}, {"color": looks("text", "quiet")["fill"]}
-        above = [
-            (0.0, 1.4 * _TITLE * (n + 0.7) + _EDGE - top, line, ink | {"fontsize": _TITLE, "fontweight": "bold"})
-            for n, line in enumerate(heading)
-        ]
-        below = [
-            (0.0, height + 12 + _LINE * (n + 0.7), line, quiet | {"fontsize": _SMALL}) for n, line in enumerate(words)
-        ]
-        for x, y, text, options in (*self._texts, *above, *below):
-            written = figure.text(x, y, _plain(text), transform=place, zorder=3, va="baseline", **options)
-            written.set(parse_math=False, rotation_mode="anchor", fontsize=options["fontsize"] * _POINTS / _PIXELS)
+        texts = list(self._texts)
+        bold = {"color": looks("text", "")["fill"], "fontsize": _TITLE, "fontweight": "bold"}
+        texts += [(0.0, 1.4 * _TITLE * (n + 0.7) + _EDGE - top, line, bold) for n, line in enumerate(heading)]
+        quiet = {"color": looks("text", "quiet")["fill"], "fontsize": _SMALL}
+        texts += [(0.0, height + 12 + _LINE * (n + 0.7), line, quiet) for n, line in enumerate(words)]
+        for x, y, text, options in texts:
+            artist = figure.text(x, y, _plain(text), transform=place, zorder=3, va="baseline", **options)
+            # A dollar sign in a name is no formula.
+            artist.set(parse_math=False, rotation_mode="anchor", fontsize=options["fontsize"] * _POINTS / _PIXELS)
         return figure
 
 
@@ -168,35 +167,36 @@ def looks(kind: str, classes: str) -> Style:
     for names, properties in sorted(_rules(), key=lambda rule: len(rule[0] - {":root", "path", "text"})):
         if names <= {":root", kind, *classes.split()}:
             look |= properties
-    while used := {name: text for name, text in look.items() if "var(" in text}:
-        for name, text in used.items():
-            wanted = re.findall(r"--[\w-]+", text)
-            look[name] = next((look[variable] for variable in wanted if variable in look), "none")
+    # Variables may be made of others.
+    while variable_texts := {name: text for name, text in look.items() if "var(" in text}:
+        for name, text in variable_texts.items():
+            values = [look[variable] for variable in re.findall(r"--[\w-]+", text) if variable in look]
+            look[name] = next(iter(values), "none")
     return look
 
 
 @cache
-def _rules() -> tuple[tuple[frozenset[str], Mapping[str, str]], ...]:
+def _rules() -> Sequence[tuple[frozenset[str], Style]]:
     """What both stylesheets say of the page and of drawings unconditionally, by tag and class."""
     page = files("fp8bench.report.page")
     text = page.joinpath("style.css").read_text("utf-8") + page.joinpath("drawing", "charts.css").read_text("utf-8")
     text = re.sub(r"/\*.*?\*/|@[^{;]+\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}", "", text, flags=re.DOTALL)
-    return tuple(
-        (names, properties)
-        for selectors, content in re.findall(r"([^{}]+)\{([^{}]*)\}", text)
-        for properties in [dict(re.findall(r"([\w-]+):\s*([^;]+?)\s*(?:;|$)", content.strip()))]
-        for names in _selected(selectors)
-    )
+    rules = []
+    for selectors, content in re.findall(r"([^{}]+)\{([^{}]*)\}", text):
+        properties = dict(re.findall(r"([\w-]+):\s*([^;]+?)\s*(?:;|$)", content.strip()))
+        rules += [(names, properties) for names in _parse_selectors(selectors)]
+    return rules
 
 
-def _selected(selectors: str) -> Iterator[frozenset[str]]:
+def _parse_selectors(selectors: str) -> Iterator[frozenset[str]]:
     """':root' or '.drawing .a.b' as names, with ':is(.a, .b)' as alternatives. Other selectors do not matter here."""
     for selector in re.split(r",(?![^(]*\))", selectors):
-        own = selector.strip().removeprefix(".drawing ")
-        if own == ":root":
-            yield frozenset({own})
-        elif selector.strip() != own:
-            alternatives = re.fullmatch(r":is\(([^)]*)\)", own)
-            for each in alternatives[1].split(",") if alternatives else [own]:
-                if re.fullmatch(r"(text|path|(\.[\w-]+)+)", each.strip()):
-                    yield frozenset(filter(None, each.strip().split(".")))
+        # Only what holds for a drawing on the page holds for a picture.
+        name = selector.strip().removeprefix(".drawing ")
+        if name == ":root":
+            yield frozenset({name})
+        elif selector.strip() != name:
+            match = re.fullmatch(r":is\(([^)]*)\)", name)
+            for alternative in match[1].split(",") if match else [name]:
+                if re.fullmatch(r"(text|path|(\.[\w-]+)+)", alternative.strip()):
+                    yield frozenset(filter(None, alternative.strip().split(".")))

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby, pairwise
+from itertools import pairwise
 
 from fp8bench import units
 from fp8bench.report.elements import ChartAxis, ChartPoint, Lines, Mark, Scatter, Tone
+from fp8bench.report.page.drawing.labels import Box, boxes_around, boxes_over, write_beside
 from fp8bench.report.page.drawing.rows import along, legend
 from fp8bench.report.page.drawing.scale import (
-    LABELS,
     PLACES,
     POINTED,
     POINTS,
     SERIES,
     Hint,
     Scale,
+    cut_to_room,
     drawable,
     ends,
-    fitted,
-    hint,
+    fit_scale,
+    make_hint,
+    mark_hint,
     numbers_of,
     placeless,
-    shortened,
-    shown,
-    worded,
+    show_number,
     x_ends,
 )
 from fp8bench.report.page.drawing.sheet import Sheet, looks_of
 from fp8bench.report.panels import together
 
+# Pixels between the end of a line and its value.
 _GAP = 8.0
 # The most labels along the axis of places.
 _MOST_PLACES = 7
@@ -39,154 +40,249 @@ _MOST_PLACES = 7
 _FAINT_FROM = 60
 
 Marks = Sequence[Mark | None]
+Series = Sequence[tuple[str, Marks]]
+# Marks with their places.
+Placed = list[tuple[int, Mark]]
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class _LinePlot:
+    """A chart of lines on its sheet: the series that are drawn, with the shape and class of each, and both scales.
+
+    A mark without a place on the axis is None.
+    """
+
+    sheet: Sheet
+    chart: Lines
+    places: Sequence[str]
+    series: Series
+    looks: Mapping[str, tuple[str, str]]
+    x: Scale
+    y: Scale
+
+    def has_on_axis(self, mark: Mark) -> bool:
+        return self.y.low <= mark.value <= self.y.high
+
+    def line_across(self, value: float) -> list[Point]:
+        height = self.y.at(value)
+        return [(self.x.start - 4, height), (self.x.end + 4, height)]
 
 
 def draw_lines(sheet: Sheet, chart: Lines) -> float:
-    places, unit = chart.places[-PLACES:], chart.axis.unit
-    # Marks without a place on the axis are None.
-    series = [
-        (name, [mark if mark is not None and drawable(mark.value) else None for mark in marks[-PLACES:]])
-        for name, marks in chart.series[:SERIES]
-    ]
-    every = [mark for _, own in chart.series for mark in own if mark is not None]
-    drawn = sum(mark is not None for _, marks in series for mark in marks)
-    sheet.omit(placeless(numbers_of(every)), sum(drawable(mark.value) for mark in every) - drawn)
+    # 1. Choose what is drawn: the last places of the first series.
+    places = chart.places[-PLACES:]
+    series = [(name, _drop_undrawable(marks[-PLACES:])) for name, marks in chart.series[:SERIES]]
+    marks = list(_present(chart.series))
+    num_drawn = sum(1 for _ in _present(series))
+    # What has no place on the axis, and what is beyond the limits, are counted apart.
+    num_drawable = sum(drawable(mark.value) for mark in marks)
+    sheet.omit(placeless(numbers_of(marks)), num_drawable - num_drawn)
+    # 2. Fit the axis of values to the settled places, or to all if nothing is drawn there.
     first = max(0, chart.settled - len(chart.places[:-PLACES]))
-    values = _spans([(name, marks[first:]) for name, marks in series]) or _spans(series)
+    settled = [(name, marks_of_series[first:]) for name, marks_of_series in series]
+    values = _values_and_ends(settled) or _values_and_ends(series)
     if not values:
         return 0.0
+    # 3. Write legend and title, and draw below them. All use the same looks, so that a series is
+    # recognised in the legend, on its line and at its last value.
     looks = looks_of([name for name, _ in series])
-    named = [(shape, f"point {style}", name) for name, (shape, style) in looks.items()]
-    top = legend(sheet, named if len(series) > 1 else [], 0.0)
-    sheet.text(0, top + 8, shortened(chart.axis.title, sheet.width, sheet.size), "quiet")
-    top += 24
-    bottom = top + 260.0
-    y = fitted(values, bottom, top, unit=unit, pad=0.05)
-    x = _across(sheet, chart, series, y, len(places))
-    _line_axes(sheet, places, x, y)
-    _levels(sheet, chart, x, y)
-    _draw_series(sheet, chart, places, series, x, y)
-    _last_values(sheet, chart, series, x, y)
+    top = 0.0
+    if len(series) > 1:
+        top = legend(sheet, [(shape, f"point {style}", name) for name, (shape, style) in looks.items()], top)
+    sheet.text(0, top + 8, cut_to_room(chart.axis.title, sheet.width, sheet.size), "quiet")
+    bottom = top + 284.0
+    y = fit_scale(values, bottom, top + 24, unit=chart.axis.unit, pad=0.05)
+    plot = _LinePlot(sheet, chart, places, series, looks, _place_scale(sheet, chart, series, y, len(places)), y)
+    _draw_axes_of_lines(plot)
+    _draw_levels(plot)
+    for name, marks_of_series in series:
+        _draw_line(plot, name, marks_of_series)
+    _write_flags(plot)
+    _write_last_values(plot)
     return bottom + 26
 
 
-def _levels(sheet: Sheet, chart: Lines, x: Scale, y: Scale) -> None:
-    for value, words in chart.levels:
-        if y.low <= value <= y.high:
-            sheet.lines("level-line", [[(x.start - 4, y.at(value)), (x.end + 4, y.at(value))]], layer=0)
-            sheet.text(x.start, y.at(value) - 8, words, "quiet")
+def _drop_undrawable(marks: Marks) -> list[Mark | None]:
+    return [mark if mark is not None and drawable(mark.value) else None for mark in marks]
 
 
-def _spans(series: Sequence[tuple[str, Marks]]) -> list[float]:
-    return [value for _, marks in series for mark in marks if mark for value in (mark.value, *ends(mark))]
+def _present(series: Series) -> Iterator[Mark]:
+    for _, marks in series:
+        yield from (mark for mark in marks if mark is not None)
 
 
-def _draw_series(
-    sheet: Sheet, chart: Lines, places: Sequence[str], series: Sequence[tuple[str, Marks]], x: Scale, y: Scale
-) -> None:
-    """Draws series with their flags."""
-    looks = looks_of([name for name, _ in series])
-    for name, marks in series:
-        _series(sheet, chart, places, (name, *looks[name]), marks, x, y)
-    flagged = [
-        (x.at(place), y.at(mark.value), flag, f"flag {looks[name][1]}")
-        for name, marks in series
-        for place, mark in enumerate(marks)
-        if mark is not None and _is_on(mark, y)
-        for flag in filter(None, mark.flag.split(", "))
-    ]
-    _write_beside(sheet, flagged, [], [_Box(x.start - 4, y.end - 4, x.end + 8, y.start)], _over)
+def _draw_levels(plot: _LinePlot) -> None:
+    for value, words in plot.chart.levels:
+        if plot.y.low <= value <= plot.y.high:
+            plot.sheet.lines("level-line", [plot.line_across(value)], layer=0)
+            plot.sheet.text(plot.x.start, plot.y.at(value) - 8, words, "quiet")
 
 
-def _is_on(mark: Mark, y: Scale) -> bool:
-    return y.low <= mark.value <= y.high
+def _values_and_ends(series: Series) -> list[float]:
+    values = []
+    for mark in _present(series):
+        values.append(mark.value)
+        values += ends(mark)
+    return values
 
 
-def _across(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], y: Scale, places: int) -> Scale:
+def _write_flags(plot: _LinePlot) -> None:
+    """Writes what happened at marks beside them."""
+    x = plot.x
+    y = plot.y
+    texts = []
+    for name, marks in plot.series:
+        style = f"flag {plot.looks[name][1]}"
+        for place, mark in enumerate(marks):
+            if mark is None or not mark.flag or not plot.has_on_axis(mark):
+                continue
+            texts += [(x.at(place), y.at(mark.value), flag, style) for flag in mark.flag.split(", ")]
+    # Flags keep off the ticks on the left and the last values on the right.
+    frame = Box(x.start - 4, y.end - 4, x.end + 8, y.start)
+    write_beside(plot.sheet, texts, [], [frame], boxes_over)
+
+
+def _place_scale(sheet: Sheet, chart: Lines, series: Series, y: Scale, num_places: int) -> Scale:
+    """A scale of places, with room for ticks on the left and for the last values on the right."""
     left = max(sheet.measure(text) for _, text in y.ticks(6)) + 14
-    last = [mark for _, marks in series if (mark := _last(marks))]
-    room = max(sheet.measure(shown(mark.value, chart.axis.unit), bold=True) for mark in last) + _GAP + 4
-    return Scale(-0.5 if places == 1 else 0.0, max(0.5, places - 1.0), left + 4, sheet.width - room)
+    room = 0.0
+    for _, marks in series:
+        last = _last(marks)
+        if last is not None:
+            text = show_number(last.value, chart.axis.unit)
+            room = max(room, sheet.measure(text, bold=True))
+    low = -0.5 if num_places == 1 else 0.0
+    return Scale(low, max(0.5, num_places - 1.0), left + 4, sheet.width - room - _GAP - 4)
 
 
 def _last(marks: Marks) -> Mark | None:
     return next((mark for mark in reversed(marks) if mark is not None), None)
 
 
-def _line_axes(sheet: Sheet, places: Sequence[str], x: Scale, y: Scale) -> None:
+def _draw_axes_of_lines(plot: _LinePlot) -> None:
+    sheet = plot.sheet
+    places = plot.places
+    x = plot.x
+    y = plot.y
     for value, text in y.ticks(6):
-        sheet.lines("grid", [[(x.start - 4, y.at(value)), (x.end + 4, y.at(value))]], layer=0)
+        sheet.lines("grid", [plot.line_across(value)], layer=0)
         sheet.text(x.start - 12, y.at(value), text, "tick", anchor="end")
-    sheet.lines("axis", [[(x.start - 4, y.start), (x.end + 4, y.start)]], layer=0)
-    sheet.lines("ticks", [[(x.at(number), y.start), (x.at(number), y.start + 4)] for number in range(len(places))])
+    sheet.lines("axis", [plot.line_across(y.low)], layer=0)
+    ticks = [[(x.at(place), y.start), (x.at(place), y.start + 4)] for place in range(len(places))]
+    sheet.lines("ticks", ticks)
+    # The last place always has its label.
     room = (x.end - x.start) / _MOST_PLACES
     stride = max(1, -(-(len(places) - 1) // (_MOST_PLACES - 1)))
     labelled = range((len(places) - 1) % stride, len(places), stride)
-    texts = [(x.at(place), shortened(places[place], room, sheet.size)) for place in labelled]
-    along(sheet, texts, y.start + 14)
+    along(sheet, [(x.at(place), cut_to_room(places[place], room, sheet.size)) for place in labelled], y.start + 14)
 
 
-def _series(
-    sheet: Sheet, chart: Lines, places: Sequence[str], named: tuple[str, str, str], marks: Marks, x: Scale, y: Scale
-) -> None:
-    name, shape, style = named
-    known = groupby(enumerate(marks), key=lambda pair: pair[1] is not None)
-    runs = [[(place, mark) for place, mark in run if mark is not None] for there, run in known if there]
-    for run in runs:
-        spans = [(x.at(place), [y.at(end) for end in ends(mark)]) for place, mark in run]
-        if len(run) > 1 and all(span for _, span in spans):
-            upper = [(place, min(span)) for place, span in spans]
-            lower = [(place, max(span)) for place, span in reversed(spans)]
-            sheet.lines(f"haze {style}", [upper + lower], closed=True)
-        elif any(span for _, span in spans):
-            sheet.lines("whisker", [[(place, span[0]), (place, span[1])] for place, span in spans if span])
-    if strokes := [piece for run in runs for piece in _clipped([(x.at(place), mark.value) for place, mark in run], y)]:
+def _draw_line(plot: _LinePlot, name: str, marks: Marks) -> None:
+    """Draws a series: intervals behind it, a line through each unbroken stretch, and marks to point at."""
+    sheet = plot.sheet
+    x = plot.x
+    y = plot.y
+    shape, style = plot.looks[name]
+    strokes: list[list[Point]] = []
+    on_axis: Placed = []
+    for stretch in _unbroken(marks):
+        _draw_intervals(plot, style, stretch)
+        strokes += _clip_line([(x.at(place), mark.value) for place, mark in stretch], y)
+        on_axis += [(place, mark) for place, mark in stretch if plot.has_on_axis(mark)]
+    if strokes:
         sheet.lines(f"line {style}", strokes)
-    every = [(place, mark) for run in runs for place, mark in run if _is_on(mark, y)]
-    many = len(marks) > _FAINT_FROM
-    for place, mark in _evenly(every, POINTED // min(SERIES, len(chart.series))):
-        tone = f" {mark.tone.value}" if mark.tone is not Tone.PLAIN else " faint" if many else ""
-        words = hint(mark, chart.axis, name, places[place])
+    usual_tone = " faint" if len(marks) > _FAINT_FROM else ""
+    for place, mark in _thin_out(on_axis, POINTED // min(SERIES, len(plot.chart.series))):
+        tone = usual_tone if mark.tone is Tone.PLAIN else f" {mark.tone.value}"
+        words = mark_hint(mark, plot.chart.axis, name, plot.places[place])
         sheet.dot(f"mark point {style}{tone}", shape, x.at(place), y.at(mark.value), 8.0, words)
 
 
-def _clipped(points: Sequence[tuple[float, float]], y: Scale) -> list[list[tuple[float, float]]]:
+def _unbroken(marks: Marks) -> list[Placed]:
+    """Neighbouring marks with their places; a place without a mark ends a stretch."""
+    stretches: list[Placed] = []
+    previous: Mark | None = None
+    for place, mark in enumerate(marks):
+        if mark is not None:
+            if previous is None:
+                stretches.append([])
+            stretches[-1].append((place, mark))
+        previous = mark
+    return stretches
+
+
+def _draw_intervals(plot: _LinePlot, style: str, stretch: Placed) -> None:
+    """Draws a band if all marks have intervals, else a whisker for each that has one."""
+    upper = []
+    lower = []
+    for place, mark in stretch:
+        if interval := ends(mark):
+            heights = [plot.y.at(end) for end in interval]
+            upper.append((plot.x.at(place), min(heights)))
+            lower.append((plot.x.at(place), max(heights)))
+    if 1 < len(stretch) == len(upper):
+        plot.sheet.lines(f"haze {style}", [upper + lower[::-1]], closed=True)
+    elif upper:
+        plot.sheet.lines("whisker", [list(pair) for pair in zip(lower, upper, strict=True)])
+
+
+def _clip_line(points: Sequence[Point], y: Scale) -> list[list[Point]]:
     """The pieces of a line that lie on the axis."""
-    pieces: list[list[tuple[float, float]]] = []
+    pieces: list[list[Point]] = []
     for (left, first), (right, last) in pairwise(points):
-        ends_at = sorted((end - first) / (last - first) for end in (y.low, y.high)) if first != last else [0.0, 1.0]
-        begin, end = max(0.0, ends_at[0]), min(1.0, ends_at[1])
-        if begin < end and (first != last or y.low <= first <= y.high):
-            here, there = ((left + (right - left) * at, y.at(first + (last - first) * at)) for at in (begin, end))
-            if pieces and begin == 0 and pieces[-1][-1] == here:
-                pieces[-1].append(there)
-            else:
-                pieces.append([here, there])
+        # The shares of this stretch at which it enters and leaves the axis.
+        begin = 0.0
+        end = 1.0
+        if first != last:
+            crossings = sorted(((y.low - first) / (last - first), (y.high - first) / (last - first)))
+            begin = max(begin, crossings[0])
+            end = min(end, crossings[1])
+        elif not y.low <= first <= y.high:
+            continue
+        if begin >= end:
+            continue
+        start = (left + (right - left) * begin, y.at(first + (last - first) * begin))
+        stop = (left + (right - left) * end, y.at(first + (last - first) * end))
+        if pieces and begin == 0 and pieces[-1][-1] == start:
+            pieces[-1].append(stop)
+        else:
+            pieces.append([start, stop])
     return pieces
 
 
-def _evenly(marks: list[tuple[int, Mark]], most: int) -> list[tuple[int, Mark]]:
+def _thin_out(marks: Placed, most: int) -> Placed:
+    """At most so many marks at even distances, and all that have a tone."""
     if len(marks) <= most:
         return marks
-    kept = {round(number * (len(marks) - 1) / (most - 1)) for number in range(most)}
-    return [mark for number, mark in enumerate(marks) if number in kept or mark[1].tone is not Tone.PLAIN]
+    chosen = {round(number * (len(marks) - 1) / (most - 1)) for number in range(most)}
+    return [mark for number, mark in enumerate(marks) if number in chosen or mark[1].tone is not Tone.PLAIN]
 
 
-def _last_values(sheet: Sheet, chart: Lines, series: Sequence[tuple[str, Marks]], x: Scale, y: Scale) -> None:
-    looks = looks_of([name for name, _ in series])
-    lasts = [(y.at(mark.value), looks[name][1], mark) for name, marks in series if (mark := _last(marks))]
-    lasts.sort(key=lambda last: last[:2])
-    right = x.at(max(place for _, marks in series for place, mark in enumerate(marks) if mark is not None))
+def _write_last_values(plot: _LinePlot) -> None:
+    """Writes each series' last value right of the lines, one below the other where they would overlap."""
+    sheet = plot.sheet
+    y = plot.y
+    texts = []
+    last_place = 0
+    for name, marks in plot.series:
+        last = _last(marks)
+        if last is not None:
+            texts.append((y.at(last.value), plot.looks[name][1], show_number(last.value, plot.chart.axis.unit)))
+            last_place = max(last_place, *(place for place, mark in enumerate(marks) if mark is not None))
+    # By height, and by class where heights are equal, so that the drawing is always the same.
+    texts.sort(key=lambda text: text[:2])
     heights: list[float] = []
-    for height, _, _ in lasts:
+    for height, _, _ in texts:
+        # Pushed down by the one above.
         heights.append(max(height, heights[-1] + sheet.size if heights else height))
-    for place, (height, (_, style, mark)) in enumerate(zip(heights, lasts, strict=True), 1):
-        lowest = y.start - (len(lasts) - place) * sheet.size  # below the axis stand other texts
-        sheet.text(right + _GAP + 2, min(height, lowest), shown(mark.value, chart.axis.unit), f"last {style}")
+    for number, (_, style, text) in enumerate(texts):
+        lowest = y.start - (len(texts) - 1 - number) * sheet.size  # below the axis stand other texts
+        sheet.text(plot.x.at(last_place) + _GAP + 2, min(heights[number], lowest), text, f"last {style}")
 
 
+# Points of a scatter stand alone, so they are larger than marks on lines.
 _DOT = 9.5
-_LABEL_ROOM = 190.0
 # The most ticks of the left axis.
 _TICKS = 7
 # A legend of more series would be longer than the chart.
@@ -194,65 +290,39 @@ _NAMED = 16
 
 
 @dataclass(frozen=True)
-class _Box:
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def meets(self, other: _Box) -> bool:
-        return (
-            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
-        )
-
-
-# A text's box, its anchor, and the anchor's place.
-_Spot = tuple[_Box, str, float]
-
-
-@dataclass(frozen=True)
 class _Frame:
     """Where points stand: in the plot by both scales, in the margin by y alone. Either may be missing."""
 
-    plot: _Box | None
-    margin: _Box | None
+    plot: Box | None
+    margin: Box | None
     x: Scale | None
     y: Scale
 
 
 def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
-    placed = [
-        point
-        for point in chart.points
-        if drawable(point.y, chart.y.log) and (point.x is None or drawable(point.x, chart.x.log))
-    ]
+    # 1. Choose the points: those with a place on both axes, thinned out evenly if they are too many.
+    placed = [point for point in chart.points if _is_drawable(chart, point)]
     points = placed[:: max(1, -(-len(placed) // POINTS))]
     sheet.omit(len(chart.points) - len(placed), len(placed) - len(points))
     if not points:
         return 0.0
+    # 2. Write the legend, and the titles of the axis and the margin.
     names = list(dict.fromkeys(point.series for point in points))
     looks = {name: (shape, f"point {style}") for name, (shape, style) in looks_of(names).items()}
-    top = legend(sheet, [(*looks[name], name) for name in names[:_NAMED] if len(names) > 1 or name], 0.0)
-    aside = chart.margin if any(point.x is None for point in points) else ""
-    aside = shortened(aside, 0.45 * sheet.width, sheet.size)
-    title = shortened(chart.y.title, sheet.width - sheet.measure(aside) - 12, sheet.size)
+    entries = [(*looks[name], name) for name in names[:_NAMED] if len(names) > 1 or name]
+    top = legend(sheet, entries, 0.0)
+    margin_title = chart.margin if any(point.x is None for point in points) else ""
+    margin_title = cut_to_room(margin_title, 0.45 * sheet.width, sheet.size)
+    title = cut_to_room(chart.y.title, sheet.width - sheet.measure(margin_title) - 12, sheet.size)
     sheet.text(0, top + 8, title, "quiet")
-    sheet.text(sheet.width, top + 8, aside, "quiet", anchor="end")
+    sheet.text(sheet.width, top + 8, margin_title, "quiet", anchor="end")
+    # 3. Draw axes, then lines, whiskers, marks and labels, so that none hides the next.
     frame = _frame(chart, points, sheet, top + 24)
     end = _axes(sheet, chart, frame)
     spots = _spots(points, names, frame)
-    for name in chart.joined:
-        strands = together(
-            (point.strand, spot) for point, spot in zip(points, spots, strict=True) if point.series == name
-        )
-        if lines := [sorted(strand) for strand in strands.values() if len(strand) > 1]:
-            sheet.lines(looks[name][1].replace("point", "line"), lines)
-    whiskers = []
-    for point, (x, y) in zip(points, spots, strict=True):
-        if span := [frame.y.at(end) for end in ends(point, chart.y.log)]:
-            whiskers.append([(x, span[0]), (x, span[1])])
-        if frame.x and (span := [frame.x.at(end) for end in x_ends(point, chart.x.log)]):
-            whiskers.append([(span[0], y), (span[1], y)])
+    for name in (name for name in chart.joined if name in looks):
+        _join_points(sheet, looks[name][1].replace("point", "line"), name, points, spots)
+    whiskers = _whiskers(chart, frame, points, spots)
     if whiskers:
         sheet.lines("whisker", whiskers)
     for point, (x, y) in zip(points, spots, strict=True):
@@ -263,24 +333,55 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     return end
 
 
+def _is_drawable(chart: Scatter, point: ChartPoint) -> bool:
+    return drawable(point.y, chart.y.log) and (point.x is None or drawable(point.x, chart.x.log))
+
+
+def _join_points(sheet: Sheet, style: str, name: str, points: Sequence[ChartPoint], spots: Sequence[Point]) -> None:
+    """Draws a line through the points of each strand of a series."""
+    of_series = [(point, spot) for point, spot in zip(points, spots, strict=True) if point.series == name]
+    strands = together((point.strand, spot) for point, spot in of_series)
+    lines = [sorted(strand) for strand in strands.values() if len(strand) > 1]
+    if lines:
+        sheet.lines(style, lines)
+
+
+def _whiskers(chart: Scatter, frame: _Frame, points: Sequence[ChartPoint], spots: Sequence[Point]) -> list[list[Point]]:
+    whiskers = []
+    for point, (x, y) in zip(points, spots, strict=True):
+        if interval := ends(point, chart.y.log):
+            whiskers.append([(x, frame.y.at(end)) for end in interval])
+        if frame.x and (interval := x_ends(point, chart.x.log)):
+            whiskers.append([(frame.x.at(end), y) for end in interval])
+    return whiskers
+
+
 def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -> _Frame:
     bottom = top + 380.0
-    heights = [height for point in points for height in (point.y, *ends(point, chart.y.log))]
-    y = fitted(heights, bottom, top, chart.y.log, chart.y.unit, 0.05)
+    heights: list[float] = []
+    widths: list[float] = []
+    num_placed = 0
+    for point in points:
+        heights += [point.y, *ends(point, chart.y.log)]
+        if point.x is not None:
+            num_placed += 1
+            widths += [point.x, *x_ends(point, chart.x.log)]
+    y = fit_scale(heights, bottom, top, chart.y.log, chart.y.unit, 0.05)
     left = max(sheet.measure(text) for _, text in y.ticks(_TICKS)) + 10
-    placed = [point.x for point in points if point.x is not None]
-    if not placed:
-        return _Frame(None, _Box(left, top, sheet.width - 1, bottom), None, y)
-    right, margin = sheet.width - 1, None
-    if len(placed) < len(points):
-        margin = _Box(right - 130.0, top, right, bottom)
+    right = sheet.width - 1
+    if not num_placed:
+        return _Frame(None, Box(left, top, right, bottom), None, y)
+    margin = None
+    if num_placed < len(points):
+        # Wide enough for a few columns and its title.
+        margin = Box(right - 130.0, top, right, bottom)
         right = margin.left - 10
-    widths = [*placed, *(end for point in points for end in x_ends(point, chart.x.log))]
-    x = fitted(widths, left, right, chart.x.log, chart.x.unit, 0.05)
-    return _Frame(_Box(left, top, right, bottom), margin, x, y)
+    x = fit_scale(widths, left, right, chart.x.log, chart.x.unit, 0.05)
+    return _Frame(Box(left, top, right, bottom), margin, x, y)
 
 
 def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
+    """Draws grid, ticks, margin and axis; returns where they end."""
     first = frame.plot or frame.margin
     assert first is not None
     heights = [(frame.y.at(value), text) for value, text in frame.y.ticks(_TICKS)]
@@ -288,113 +389,70 @@ def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
         sheet.lines("grid", [[(box.left, y), (box.right, y)] for y, _ in heights], layer=0)
     for y, text in heights:
         sheet.text(first.left - 8, y, text, "tick", anchor="end")
-    if frame.margin:
-        sheet.box(
-            "margin",
-            frame.margin.left,
-            first.top,
-            frame.margin.right - frame.margin.left,
-            first.bottom - first.top,
-            layer=-1,
-        )
-    if frame.plot and frame.x:
-        _below(sheet, chart.x, frame.x, frame.plot)
-        sheet.lines("axis", [[(first.left, first.bottom), (first.right, first.bottom)]])
-    return first.bottom + (46 if frame.plot and chart.x.title else 26)
+    margin = frame.margin
+    if margin:
+        sheet.box("margin", margin.left, first.top, margin.right - margin.left, first.bottom - first.top, layer=-1)
+    if not frame.plot or not frame.x:
+        return first.bottom + 26
+    _below(sheet, chart.x, frame.x, frame.plot)
+    sheet.lines("axis", [[(first.left, first.bottom), (first.right, first.bottom)]])
+    return first.bottom + (46 if chart.x.title else 26)
 
 
-def _below(sheet: Sheet, axis: ChartAxis, scale: Scale, plot: _Box) -> None:
+def _below(sheet: Sheet, axis: ChartAxis, scale: Scale, plot: Box) -> None:
     places = [(scale.at(value), text) for value, text in scale.ticks(7)]
     if places:
         sheet.lines("grid", [[(x, plot.top), (x, plot.bottom)] for x, _ in places], layer=0)
     along(sheet, places, plot.bottom + 13)
-    title = shortened(axis.title, plot.right - plot.left, sheet.size)
+    title = cut_to_room(axis.title, plot.right - plot.left, sheet.size)
     sheet.text((plot.left + plot.right) / 2, plot.bottom + 34, title, "quiet", anchor="middle")
 
 
-def _spots(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) -> list[tuple[float, float]]:
-    aside = [name for name in names if any(point.series == name for point in points if point.x is None)]
-    columns = {name: (number + 1) / (len(aside) + 1) for number, name in enumerate(aside)}
+def _spots(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) -> list[Point]:
+    """Where each point stands. In the margin each series has a column of its own."""
+    in_margin = {point.series for point in points if point.x is None}
+    columns = [name for name in names if name in in_margin]
     spots = []
     for point in points:
+        # Points without x share the margin with others of their series.
         if point.x is not None and frame.x:
             x = frame.x.at(point.x)
         else:
             assert frame.margin is not None
-            x = frame.margin.left + columns[point.series] * (frame.margin.right - frame.margin.left)
+            share = (columns.index(point.series) + 1) / (len(columns) + 1)
+            x = frame.margin.left + share * (frame.margin.right - frame.margin.left)
         spots.append((x, frame.y.at(point.y)))
     return spots
 
 
 def _hint(chart: Scatter, point: ChartPoint) -> Hint:
-    where = chart.margin if point.x is None else f"{chart.x.title} {shown(point.x, chart.x.unit)}".strip()
-    within = f" ({units.span(interval, lambda end: shown(end, chart.y.unit))})" if (interval := ends(point)) else ""
-    said = ", ".join(filter(None, (where, f"{chart.y.title} {shown(point.y, chart.y.unit)}{within}".strip())))
+    position = chart.margin
+    if point.x is not None:
+        position = f"{chart.x.title} {show_number(point.x, chart.x.unit)}".strip()
+    height = f"{chart.y.title} {show_number(point.y, chart.y.unit)}"
+    if interval := ends(point):
+        height += f" ({units.span(interval, lambda end: show_number(end, chart.y.unit))})"
     name = point.label if point.series in point.label else f"{point.series} {point.label}".strip()
-    return worded(name, said, point.hint)
+    return make_hint(name, ", ".join(filter(None, (position, height.strip()))), point.hint)
 
 
 def _labels(
     sheet: Sheet,
     points: Sequence[ChartPoint],
-    spots: Sequence[tuple[float, float]],
-    whiskers: Sequence[Sequence[tuple[float, float]]],
-    frames: Sequence[_Box],
+    spots: Sequence[Point],
+    whiskers: Sequence[Sequence[Point]],
+    frames: Sequence[Box],
 ) -> None:
     """Labels points: strong ones, then each series' first, then second ones; joined strands need none."""
-    taken = [_Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
-    taken += [
-        _Box(left, min(first, last) - 2, right, max(first, last) + 2) for (left, first), (right, last) in whiskers
-    ]
-    turns: dict[str, count[int]] = defaultdict(count)
-    order = [
-        (point.tone is not Tone.STRONG, next(turns[point.series]), number)
-        for number, point in enumerate(points)
-        if not point.strand
-    ]
-    wanted = [(*spots[number], points[number].label, "label") for _, _, number in sorted(order)]
-    _write_beside(sheet, wanted, taken, frames, _around)
-
-
-def _write_beside(
-    sheet: Sheet,
-    wanted: Iterable[tuple[float, float, str, str]],
-    taken: list[_Box],
-    frames: Sequence[_Box],
-    around: Callable[[float, float, float, float], Iterable[_Spot]],
-) -> None:
-    """Writes texts beside their places, as many as find room."""
-    written = 0
-    for x, y, label, style in wanted:
-        if written == LABELS:
-            return
-        text = shortened(label, _LABEL_ROOM, sheet.size)
-        for box, anchor, place in around(x, y, sheet.measure(text), sheet.size) if text else ():
-            inside = any(
-                frame.left <= box.left
-                and box.right <= frame.right
-                and frame.top <= box.top
-                and box.bottom <= frame.bottom
-                for frame in frames
-            )
-            if inside and not any(box.meets(other) for other in taken):
-                taken.append(box)
-                sheet.text(place, (box.top + box.bottom) / 2, text, style, anchor=anchor)
-                written += 1
-                break
-
-
-def _over(x: float, y: float, wide: float, size: float) -> Iterable[_Spot]:
-    """Boxes above a mark, higher, and below it, for texts over lines."""
-    half = size * 0.6
-    for middle in (y + way * size * 1.25 for way in (-1, -2, -3, -4, 1, 2, 3)):
-        for left, anchor, place in ((x - wide / 2, "middle", x), (x, "start", x), (x - wide, "end", x)):
-            yield _Box(left, middle - half, left + wide, middle + half), anchor, place
-
-
-def _around(x: float, y: float, wide: float, size: float) -> Iterable[_Spot]:
-    half = size * 0.6
-    yield _Box(x + 9, y - half, x + 9 + wide, y + half), "start", x + 9
-    yield _Box(x - 9 - wide, y - half, x - 9, y + half), "end", x - 9
-    for middle in (y - 15, y + 15):
-        yield _Box(x - wide / 2, middle - half, x + wide / 2, middle + half), "middle", x
+    # Labels must not cover a point, nor a whisker.
+    taken = [Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
+    for (left, first), (right, last) in whiskers:
+        taken.append(Box(left, min(first, last) - 2, right, max(first, last) + 2))
+    numbers = Counter[str]()
+    order = []
+    for number, point in enumerate(points):
+        if not point.strand:
+            order.append((point.tone is not Tone.STRONG, numbers[point.series], number))
+            numbers[point.series] += 1
+    texts = [(*spots[number], points[number].label, "label") for _, _, number in sorted(order)]
+    write_beside(sheet, texts, taken, frames, boxes_around)

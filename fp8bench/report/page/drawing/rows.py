@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.report.elements import Bars, ChartAxis, Mark, Stacks
@@ -15,20 +16,19 @@ from fp8bench.report.page.drawing.scale import (
     ROWS,
     SERIES,
     Scale,
+    cut_to_room,
     drawable,
     ends,
-    fitted,
-    hint,
+    fit_scale,
+    make_hint,
+    mark_hint,
     numbers_of,
     part_drawable,
     placeless,
-    shortened,
-    shown,
-    worded,
-    written,
+    show_number,
+    write_value,
 )
 from fp8bench.report.page.drawing.sheet import Sheet
-from fp8bench.report.panels import together
 
 _LABELS_SHARE = 0.4
 _LABEL_GAP = 14.0
@@ -57,13 +57,14 @@ class Rows:
     bottom: float
 
 
-def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0) -> Rows:
+def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0) -> Rows:
     """Writes headings and labels, and returns where the rows are, each of that `height`."""
     headed = any(heading for heading, _ in groups)
+    # Longer labels would leave no room for the bars.
     room = _LABELS_SHARE * sheet.width
     texts: list[str] = []
     for _, labels in groups:
-        texts += [shortened(label, room, sheet.size) for label in labels]
+        texts += [cut_to_room(label, room, sheet.size) for label in labels]
     widest = max(map(sheet.measure, texts), default=0.0)
     left = widest + _LABEL_GAP
     rows: list[Row] = []
@@ -71,7 +72,7 @@ def arranged(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: 
     for number, (heading, group) in enumerate(groups):
         if headed:
             y += 10.0 if number else 0.0
-            sheet.text(0, y + 10, shortened(heading, sheet.width, sheet.size, bold=True), "heading")
+            sheet.text(0, y + 10, cut_to_room(heading, sheet.width, sheet.size, bold=True), "heading")
             y += 26.0
         for _ in group:
             sheet.text(left - _LABEL_GAP, y + height / 2, texts[len(rows)], "label", anchor="end")
@@ -87,28 +88,32 @@ def foot(sheet: Sheet, scale: Scale, axis: ChartAxis, rows: Rows) -> float:
     if places:
         sheet.lines("grid", [[(x, rows.top), (x, bottom)] for x, _ in places], layer=0)
     along(sheet, places, bottom + 12)
-    title = shortened(axis.title, sheet.width - rows.left, sheet.size)
+    title = cut_to_room(axis.title, sheet.width - rows.left, sheet.size)
     sheet.text((rows.left + sheet.width) / 2, bottom + 32, title, "quiet", anchor="middle")
     return bottom + 42
 
 
 def along(sheet: Sheet, places: Sequence[tuple[float, str]], y: float) -> None:
-    before, reach = -math.inf, 0.0
+    """Writes texts along an axis, those left out that would run into the one before."""
+    end = -math.inf
     for x, text in sorted(places):
         half = sheet.measure(text) / 2
-        if x - before >= half + reach + _APART_TEXTS:
+        if x - half >= end + _APART_TEXTS:
             sheet.text(min(max(x, half), sheet.width - half), y, text, "tick", anchor="middle")
-            before, reach = x, half
+            end = x + half
 
 
 def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> float:
     """Draws (shape or 'box' or 'hatch', class, text) side by side, in as many lines as needed; returns the end."""
-    x, most = 0.0, sheet.width / 3
+    x = 0.0
+    most = sheet.width / 3
     for shape, style, label in entries:
-        text = shortened(label, most, sheet.size)
+        text = cut_to_room(label, most, sheet.size)
         wide = 18 + sheet.measure(text)
+        # The next line of the legend.
         if x and x + wide > sheet.width:
-            x, y = 0.0, y + 20
+            x = 0.0
+            y = y + 20
         if shape in ("box", "hatch"):
             sheet.box(style, x + 1, y + 3, 11, 11)
             if shape == "hatch":
@@ -117,7 +122,9 @@ def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> f
             sheet.dot(style, shape, x + 6.5, y + 8.5)
         sheet.text(x + 18, y + 8.5, text)
         x += wide + 18
-    return y + 30 if entries else y
+    if entries:
+        return y + 30
+    return y
 
 
 _THICK = 14.0
@@ -129,44 +136,57 @@ _THINNEST = 2.0
 
 
 def draw_bars(sheet: Sheet, chart: Bars) -> float:
-    every: list[tuple[tuple[int, str], Mark]] = []
-    for place, (heading, marks_of_group) in enumerate(chart.groups):
-        every += [((place, heading), mark) for mark in marks_of_group]
-    placed = [(group, mark) for group, mark in every if drawable(mark.value, log=True)]
-    marks = [mark for _, mark in placed[:BARS]]
-    sheet.omit(placeless(numbers_of(mark for _, mark in every), log=True), len(placed) - BARS)
+    # 1. Choose the bars, and name them by group.
+    marks: list[Mark] = []
+    labels = []
+    num_placed = 0
+    numbers = []
+    for heading, marks_of_group in chart.groups:
+        numbers += numbers_of(marks_of_group)
+        placed = [mark for mark in marks_of_group if drawable(mark.value, log=True)]
+        num_placed += len(placed)
+        drawn = placed[: BARS - len(marks)]
+        if drawn:
+            labels.append((heading, [mark.label for mark in drawn]))
+            marks += drawn
+    sheet.omit(placeless(numbers, log=True), num_placed - BARS)
     if not marks:
         return 0.0
-    by_group = together((group, mark.label) for group, mark in placed[:BARS])
-    labels = [(heading, names) for (_, heading), names in by_group.items()]
+    # 2. Draw each in its row, and the line from which all begin.
     strokes = _STROKES * any(mark.samples for mark in marks)
-    rows = arranged(sheet, labels, strokes + 28.0)
+    rows = arrange_rows(sheet, labels, strokes + 28.0)
     scale = _scale(chart, marks, sheet, rows.left)
     end = foot(sheet, scale, chart.axis, rows)
     for mark, row in zip(marks, rows.rows, strict=True):
         _bar(sheet, chart, mark, row, scale)
     x = scale.at(1.0)
-    sheet.lines("axis", [[(x, above), (x, below)] for above, below in _start_lines(rows)])
+    sheet.lines("axis", [[(x, top), (x, bottom)] for top, bottom in _start_lines(rows)])
     return end
 
 
 def _scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
     """Ratios stand on a logarithmic axis, so that 2x and 0.5x are equally far from 1x."""
     values = [1.0]
+    room_below = room_above = 0.0  # for the values left and right of bars
     for mark in marks:
         values += [mark.value, *ends(mark, log=True), *_samples(mark)]
-    room = {True: 0.0, False: 0.0}
-    for mark in marks:
-        below = mark.value < 1
-        room[below] = max(room[below], sheet.measure(written(mark.value, chart.axis)) + _GAP + 2)
-    return fitted(values, left + room[True] + 2, sheet.width - room[False] - 2, log=True, unit=chart.axis.unit)
+        room = sheet.measure(write_value(mark.value, chart.axis)) + _GAP
+        if mark.value < 1:
+            room_below = max(room_below, room + 2)
+        else:
+            room_above = max(room_above, room + 2)
+    return fit_scale(values, left + room_below + 2, sheet.width - room_above - 2, log=True, unit=chart.axis.unit)
 
 
 def _start_lines(rows: Rows) -> list[tuple[float, float]]:
+    """Where rows begin and end; rows without a heading between them share a line."""
     spans: list[tuple[float, float]] = []
     for row in rows.rows:
-        together = bool(spans) and spans[-1][1] == row.top
-        spans[-1 if together else len(spans) :] = [(spans[-1][0] if together else row.top, row.top + row.height)]
+        top = row.top
+        bottom = row.top + row.height
+        if spans and spans[-1][1] == top:
+            top, _ = spans.pop()
+        spans.append((top, bottom))
     return spans
 
 
@@ -176,14 +196,17 @@ def _samples(mark: Mark) -> list[float]:
 
 def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale) -> None:
     style = mark.tone.value
-    sheet.box("mark band", 0, row.top, sheet.width, row.height, layer=1, hint=hint(mark, chart.axis))
+    sheet.box("mark band", 0, row.top, sheet.width, row.height, layer=1, hint=mark_hint(mark, chart.axis))
     places = [scale.at(value) for value in _samples(mark)]
     if places:
+        # Bar and strokes are centred in the row together.
         row = replace(row, y=row.y - _STROKES / 2)
         top = row.y + _THICK / 2 + 2
         sheet.lines(f"samples {style}", [[(x, top), (x, top + _STROKES)] for x in places])
-    origin, end = scale.at(1.0), scale.at(mark.value)
+    origin = scale.at(1.0)
+    end = scale.at(mark.value)
     is_below = mark.value < 1
+    # Even a case as fast as the reference must be seen.
     thick = max(_THINNEST, abs(end - origin))
     sheet.box(f"bar {style}", origin - thick if is_below else origin, row.y - _THICK / 2, thick, _THICK)
     reach = [origin, end, *(scale.at(value) for value in ends(mark, log=True))]
@@ -192,7 +215,7 @@ def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale) -> None:
         caps = [[(x, row.y - _CAP), (x, row.y + _CAP)] for x in (low, high)]
         sheet.lines("whisker", [[(low, row.y), (high, row.y)], *caps])
     x = min(reach) - _GAP if is_below else max(reach) + _GAP
-    sheet.text(x, row.y, written(mark.value, chart.axis), f"value {style}", anchor="end" if is_below else "start")
+    sheet.text(x, row.y, write_value(mark.value, chart.axis), f"value {style}", anchor="end" if is_below else "start")
 
 
 _STACKED = 18.0
@@ -200,7 +223,16 @@ _STACKED = 18.0
 _LEAST_SHARE = 0.03
 # Rests are hatched.
 _RESTS = ("other", "the rest")
-Pieces = Sequence[tuple[int, float]]
+
+
+class _Stack(NamedTuple):
+    """A row of parts: their numbers and values as they follow each other, and their sum."""
+
+    label: str
+    pieces: Sequence[tuple[int, float]]
+    total: float
+
+
 # Phases of products first: most charts have no others.
 _PHASES = {
     word: place
@@ -211,71 +243,79 @@ _PHASES = {
 
 
 def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
-    every: list[float] = []
+    # 1. Choose the rows that have something to draw.
+    numbers: list[float] = []
     rows = []
     for number, (label, values) in enumerate(chart.rows):
-        every += filter(None, values)
+        numbers += filter(None, values)
         pieces = chart.pieces[number] if chart.pieces else enumerate(values)
         drawn = [(part, value) for part, value in pieces if part_drawable(value)]
         if drawn:
-            rows.append((label, drawn, sum(value for _, value in drawn)))
-    sheet.omit(placeless(every, log=True), len(rows) - ROWS)
+            rows.append(_Stack(label, drawn, sum(value for _, value in drawn)))
+    sheet.omit(placeless(numbers, log=True), len(rows) - ROWS)
     rows = rows[:ROWS]
     if not rows:
         return 0.0
-    styles, unit = _styles(chart), chart.axis.unit
-    keys = [("hatch" if chart.parts[n] in _RESTS else "box", styles[n], chart.parts[n]) for n in chart.present]
-    top = legend(sheet, keys, 0.0)
-    places = arranged(sheet, [("", [label for label, *_ in rows])], 30.0, top)
-    totals = ["" if chart.pieces else _written(whole, unit) for *_, whole in rows]
+    # 2. Write the legend and the labels.
+    styles = _styles(chart)
+    unit = chart.axis.unit
+    entries = []
+    for part in chart.present:
+        name = chart.parts[part]
+        entries.append(("hatch" if name in _RESTS else "box", styles[part], name))
+    places = arrange_rows(sheet, [("", [row.label for row in rows])], 30.0, legend(sheet, entries, 0.0))
+    # 3. Draw each row, with its sum unless a timeline or shares make that clear.
+    totals = ["" if chart.pieces or unit == "%" else show_number(row.total, unit) for row in rows]
     room = max(map(sheet.measure, totals)) + _GAP
-    scale = Scale(0.0, max(whole for *_, whole in rows), places.left, sheet.width - room, unit=unit)
+    scale = Scale(0.0, max(row.total for row in rows), places.left, sheet.width - room, unit=unit)
     end = foot(sheet, scale, chart.axis, places)
-    for (label, drawn, whole), place, total in zip(rows, places.rows, totals, strict=True):
-        _stack(sheet, chart, styles, (label, drawn), place, scale)
-        sheet.text(scale.at(whole) + _GAP, place.y, total, "value")
+    for row, place, text in zip(rows, places.rows, totals, strict=True):
+        _stack(sheet, chart, styles, row, place, scale)
+        sheet.text(scale.at(row.total) + _GAP, place.y, text, "value")
     return end
 
 
-def _written(whole: float, unit: str) -> str:
-    return "" if unit == "%" else shown(whole, unit)  # shares always sum to 100%
-
-
 def _styles(chart: Stacks) -> list[str]:
-    """A phase has the same class in all charts, by its first word; other parts take those that are left."""
+    """A phase has the same class in all charts, by its first word; other parts take the remaining ones in order."""
     places = [_PHASES.get(part.partition(" ")[0]) for part in chart.parts]
-    free = (place for place in count() if place not in places)
-    return [
-        "rest" if part in _RESTS else f"part s{(next(free) if place is None else place) % SERIES + 1}"
-        for part, place in zip(chart.parts, places, strict=True)
-    ]
+    unused = (place for place in count() if place not in places)
+    styles = []
+    for part, place in zip(chart.parts, places, strict=True):
+        if part in _RESTS:
+            styles.append("rest")
+        else:
+            number = next(unused) if place is None else place
+            styles.append(f"part s{number % SERIES + 1}")
+    return styles
 
 
-def _stack(
-    sheet: Sheet, chart: Stacks, styles: Sequence[str], row: tuple[str, Pieces], place: Row, scale: Scale
-) -> None:
+def _stack(sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _Stack, place: Row, scale: Scale) -> None:
     """Draws each part of a row as one shape, which in a timeline has many pieces."""
-    label, pieces = row
-    whole, spans = 0.0, defaultdict[int, list[tuple[float, float]]](list)
-    for part, value in pieces:
-        spans[part].append((whole, value))
-        whole += value
-    top, unit = place.y - _STACKED / 2, chart.axis.unit
+    start = 0.0
+    spans: dict[int, list[tuple[float, float]]] = {}
+    sums = defaultdict[int, float](float)
+    for part, value in row.pieces:
+        spans.setdefault(part, []).append((scale.at(start), scale.at(start + value)))
+        sums[part] += value
+        start += value
+    top = place.y - _STACKED / 2
+    unit = chart.axis.unit
     bottom = top + _STACKED
-    for part, of_part in spans.items():
-        name, size = chart.parts[part], sum(value for _, value in of_part)
-        words = shown(size, unit)
-        words += "" if unit == "%" else f" ({units.percent(size / whole)})"
-        words += f" in {len(of_part)} pieces" if len(of_part) > 1 else ""
-        ends = [(scale.at(start), scale.at(start + value)) for start, value in of_part]
-        boxes = [[(x, top), (end, top), (end, bottom), (x, bottom)] for x, end in ends]
+    for part, sides in spans.items():
+        name = chart.parts[part]
+        share = sums[part] / start
+        words = show_number(sums[part], unit)
+        words += "" if unit == "%" else f" ({units.percent(share)})"
+        words += f" in {len(sides)} pieces" if len(sides) > 1 else ""
+        # All pieces of a part are one shape with one hint, so that a keyboard reaches it once.
+        boxes = [[(x, top), (end, top), (end, bottom), (x, bottom)] for x, end in sides]
         style = f"mark {styles[part]}" + " piece" * bool(chart.pieces)
-        sheet.lines(style, boxes, hint=worded(f"{label}, {name}", words), closed=True)
+        sheet.lines(style, boxes, hint=make_hint(f"{row.label}, {name}", words), closed=True)
         if chart.pieces:
             continue
-        x, end = ends[0]
-        text = units.percent(size / whole, 0)
+        x, end = sides[0]
+        text = units.percent(share, 0)
         if name in _RESTS:
             sheet.hatch(x, top, end - x, _STACKED, layer=2)
-        elif size / whole >= _LEAST_SHARE and sheet.measure(text, bold=True) + 6 <= end - x:
+        elif share >= _LEAST_SHARE and sheet.measure(text, bold=True) + 6 <= end - x:
             sheet.text((x + end) / 2, place.y, text, "inside", anchor="middle")

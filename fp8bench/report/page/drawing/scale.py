@@ -49,12 +49,14 @@ class Scale:
 
     def at(self, value: float) -> float:
         value = min(max(value, self.low), self.high)
+        share = value - self.low
+        length = self.high - self.low
         if self.log:
-            share = math.log(value / self.low) if value / self.low < math.inf else math.log(value) - math.log(self.low)
-            share /= math.log(self.high) - math.log(self.low)
-        else:
-            share = (value - self.low) / (self.high - self.low)
-        return self.start + share * (self.end - self.start)
+            # A quotient beyond all numbers is a difference of logarithms.
+            quotient = value / self.low
+            share = math.log(quotient) if quotient < math.inf else math.log(value) - math.log(self.low)
+            length = math.log(self.high) - math.log(self.low)
+        return self.start + share / length * (self.end - self.start)
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
         values = _log_ticks(self.low, self.high, most, self.unit) if self.log else []
@@ -63,72 +65,105 @@ class Scale:
         return list(zip(values, _texts(values, self.unit, self.log), strict=True))
 
 
-def fitted(
+def fit_scale(
     values: Iterable[float], start: float, end: float, log: bool = False, unit: str = "", pad: float = 0.0
 ) -> Scale:
     """A scale with room for these values, and on either side the share `pad` of the whole."""
-    ordered = sorted(values)
-    low, high = (ordered[0], ordered[-1]) if ordered else (1.0, 1.0)
+    ordered = sorted(values) or [1.0]
+    low = ordered[0]
+    high = ordered[-1]
+    size = max(abs(low), abs(high))
     if log:
-        middle, half = (math.log(high) + math.log(low)) / 2, (math.log(high) - math.log(low)) / 2
-        half = max(half, math.log(_LEAST_RATIO) if unit == "x" else 1e-6) * (1 + 2 * pad)
-        low, high = _bounded(middle - half), _bounded(middle + half)
-    elif high - low <= max(_ALIKE * (size := max(abs(low), abs(high))), 1e-290):
-        low, high = (low - size / 10, high + size / 10) if size > 1e-289 else (0.0, 1.0)
-    else:
+        middle = (math.log(high) + math.log(low)) / 2
+        half = (math.log(high) - math.log(low)) / 2
+        least = math.log(_LEAST_RATIO) if unit == "x" else 1e-6
+        half = max(half, least) * (1 + 2 * pad)
+        low = _exp_within_bounds(middle - half)
+        high = _exp_within_bounds(middle + half)
+    elif high - low > max(_ALIKE * size, 1e-290):
         low, high = low - pad * (high - low), high + pad * (high - low)
+    elif size > 1e-289:
+        low = low - size / 10
+        high = high + size / 10
+    else:
+        low = 0.0
+        high = 1.0
     return Scale(low, high, start, end, log, unit)
 
 
-def _bounded(logarithm: float) -> float:
+def _exp_within_bounds(logarithm: float) -> float:
     return math.exp(min(max(logarithm, -700.0), 700.0))
 
 
-def written(value: float, axis: ChartAxis) -> str:
-    return axis.show(value) if axis.show is not None else shown(value, axis.unit)
+def write_value(value: float, axis: ChartAxis) -> str:
+    if axis.show is not None:
+        return axis.show(value)
+    return show_number(value, axis.unit)
 
 
-def shown(value: float, unit: str) -> str:
+def show_number(value: float, unit: str) -> str:
     if unit == "%":
         return _plain(units.significant(value)) + "%"
     if unit:
         return units.shown(value, unit)
     if value and abs(value) < _EXPONENT_BELOW:
         return units.relative_error(value)
-    return units.count(value) if abs(value) < 1e18 else _plain(units.significant(value))
+    if abs(value) < 1e18:
+        return units.count(value)
+    return _plain(units.significant(value))
 
 
 def _linear_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
     rough = (high - low) / max(1, most)
     if unit == "B" and rough >= 1:
+        # Sizes are read in powers of two.
         step = 2.0 ** math.ceil(math.log2(rough))
     else:
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(factor * power for factor in _STEPS if factor * power >= rough * (1 - _ALIKE))
-    first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
+    first = math.ceil(low / step - 1e-6)
+    last = math.floor(high / step + 1e-6)
     return [number * step for number in range(first, last + 1)]
 
 
 def _log_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
     """Powers of two for sizes and ratios near 1, else 1-2-5 or powers of ten; none if that makes too few."""
-    first, last = math.log10(low), math.log10(high)
+    first = math.log10(low)
+    last = math.log10(high)
+    # How many times the axis doubles decides which ticks a person would write.
     octaves = (last - first) / math.log10(2)
     if unit == "x" and octaves <= 3.2 and low > 0.2:
-        # Powers of two, and from 0.75 up what lies between them.
-        powers = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
-        values = [factor * 2.0**power for power in powers for factor in (1.0, 1.5)] if octaves >= 1.3 else []
-        return [value for value in values if low <= value <= high and (value >= 0.75 or math.log2(value).is_integer())]
+        if octaves >= 1.3:
+            return _ratio_ticks(low, high)
+        return []
     if unit == "B":
-        return _powers(2.0, low, high, most) if octaves >= 1.6 else []
+        if octaves >= 1.6:
+            return _powers(2.0, low, high, most)
+        return []
+    # Less than a factor of five: linear ticks read better.
     if last - first < 0.7:
         return []
-    fine = [digit * 10.0**power for power in range(math.floor(first), math.ceil(last) + 1) for digit in (1, 2, 5)]
-    fine = [value for value in fine if low * (1 - _ALIKE) <= value <= high * (1 + _ALIKE)]
-    return fine if len(fine) <= most else _powers(10.0, low, high, most)
+    ticks: list[float] = []
+    for power in range(math.floor(first), math.ceil(last) + 1):
+        ticks += [digit * 10.0**power for digit in (1, 2, 5)]
+    ticks = [value for value in ticks if low * (1 - _ALIKE) <= value <= high * (1 + _ALIKE)]
+    if len(ticks) <= most:
+        return ticks
+    return _powers(10.0, low, high, most)
+
+
+def _ratio_ticks(low: float, high: float) -> list[float]:
+    """Powers of two, and from 0.75 up what lies between them."""
+    ticks: list[float] = []
+    for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1):
+        between = 1.5 * 2.0**power
+        ticks += [2.0**power, between] if between >= 0.75 else [2.0**power]
+    return [value for value in ticks if low <= value <= high]
 
 
 def _powers(base: float, low: float, high: float, most: int) -> list[float]:
-    first, last = math.log(low) / math.log(base), math.log(high) / math.log(base)
+    first = math.log(low) / math.log(base)
+    last = math.log(high) / math.log(base)
     rough = (last - first) / max(1, most)
     stride = next(number for number in _STRIDES if number >= rough)
     numbers = range(math.ceil(first / stride - 1e-9), math.floor(last / stride + 1e-9) + 1)
@@ -136,30 +171,38 @@ def _powers(base: float, low: float, high: float, most: int) -> list[float]:
 
 
 def _texts(values: Sequence[float], unit: str, log: bool) -> list[str]:
+    """The values in the fewest digits that tell them apart and are right."""
     size = max((abs(value) for value in values), default=0.0)
+    sizes = values if log else [size] * len(values)
+    exact = [_number(_tick(value, unit, 15, size)) for value, size in zip(values, sizes, strict=True)]
     texts: list[str] = []
-    exact = [_number(_tick(value, unit, 15, value if log else size)) for value in values]
     for digits in range(2, 13):
-        texts = [_tick(value, unit, digits, value if log else size) for value in values]
+        texts = [_tick(value, unit, digits, size) for value, size in zip(values, sizes, strict=True)]
         # Fewer digits may tell ticks apart and still be wrong: 0.13x for 0.125x.
-        right = all(
-            math.isclose(_number(text), number, rel_tol=1e-6) for text, number in zip(texts, exact, strict=True)
-        )
-        if right and len(set(texts)) == len(texts):
+        is_right = all(map(_is_close, map(_number, texts), exact))
+        if is_right and len(set(texts)) == len(texts):
             break
     return texts
 
 
+def _is_close(number: float, exact: float) -> bool:
+    return math.isclose(number, exact, rel_tol=1e-6)
+
+
 def _number(text: str) -> float:
     match = re.match(r"-?[\d.]+(?:e[+-]?\d+)?", text)
-    return float(match.group()) if match else 0.0
+    if match:
+        return float(match.group())
+    return 0.0
 
 
 def _tick(value: float, unit: str, digits: int, size: float) -> str:
     if unit in ("x", "%"):
         return _plain(units.significant(value, digits)) + unit
     if size and (unit == units.RATIO or (not unit and not _EXPONENT_BELOW <= abs(size) < 1e18)):
-        return _plain(f"{value:.{digits - 1}e}") if value else "0"
+        if value:
+            return _plain(f"{value:.{digits - 1}e}")
+        return "0"
     prefixes = _PREFIXES["" if unit == units.RATIO else unit]
     scale, name = next((prefix for prefix in prefixes if abs(size) >= prefix[0] * (1 - _ALIKE)), prefixes[-1])
     return _plain(units.significant(value / scale, digits)) + name.rstrip()
@@ -181,14 +224,17 @@ POINTS = 400
 POINTED = 120
 
 # Beyond these, differences and steps between ticks are no numbers any more.
-_SMALLEST, _LARGEST = 1e-300, 1e300
+_SMALLEST = 1e-300
+_LARGEST = 1e300
 
 
 def drawable(value: float | None, log: bool = False) -> bool:
     """Whether a value has a place on an axis: finite, not absurd, and above zero if the axis is logarithmic."""
     if value is None or not math.isfinite(value) or abs(value) > _LARGEST:
         return False
-    return value >= _SMALLEST if log else True
+    if log:
+        return value >= _SMALLEST
+    return True
 
 
 def part_drawable(value: float) -> bool:
@@ -196,7 +242,10 @@ def part_drawable(value: float) -> bool:
 
 
 def numbers_of(marks: Iterable[Mark]) -> list[float]:
-    return [value for mark in marks for value in (mark.value, mark.low, mark.high) if value is not None]
+    numbers: list[float] = []
+    for mark in marks:
+        numbers += [value for value in (mark.value, mark.low, mark.high) if value is not None]
+    return numbers
 
 
 def placeless(values: Iterable[float], log: bool = False) -> int:
@@ -217,9 +266,12 @@ _WIDTHS = {
     **dict.fromkeys("w=+<>#~^\u00d7\u00b1", 0.84),
     **dict.fromkeys("mMW%@\u2026\u2014", 1.0),
 }
+# Digits are all equally wide; most letters are close to that.
 _DIGIT = 0.64
+# Letters outside of ASCII, and those of East Asian scripts.
 _OTHER = 0.75
 _WIDE = 1.3
+# Bold letters are wider by this factor.
 _BOLD = 1.21
 # Control characters, halves of surrogate pairs and non-characters are forbidden in XML and HTML, even escaped. Marks
 # that reverse the order of letters would make a name read as another.
@@ -247,23 +299,27 @@ def width(text: str, size: float, bold: bool = False) -> float:
     return wide * size * (_BOLD if bold else 1.0)
 
 
-def shortened(text: str, room: float, size: float, bold: bool = False) -> str:
+def cut_to_room(text: str, room: float, size: float, bold: bool = False) -> str:
     """One line of at most `room` pixels, cut in the middle, because ends tell names apart."""
     text = _SPACES.sub(" ", text).strip()
     if width(text, size, bold) <= room + 0.01:
         return text
-    kept = max(0.0, room - width(ELLIPSIS, size, bold))
-    tail = _fitting(text[::-1], kept / 2, size, bold)
-    head = _fitting(text, kept - width(text[len(text) - tail :], size, bold), size, bold)
-    return text[:head].rstrip() + ELLIPSIS + text[len(text) - tail :].lstrip()
+    room = max(0.0, room - width(ELLIPSIS, size, bold))
+    num_last = _fitting(text[::-1], room / 2, size, bold)
+    # Both ends stay: the first letters name the suite, the last ones the size.
+    end = text[len(text) - num_last :]
+    num_first = _fitting(text, room - width(end, size, bold), size, bold)
+    return text[:num_first].rstrip() + ELLIPSIS + end.lstrip()
 
 
 def _fitting(text: str, room: float, size: float, bold: bool) -> int:
-    return sum(used <= room for used in accumulate(width(letter, size, bold) for letter in text))
+    widths = (width(letter, size, bold) for letter in text)
+    return sum(end <= room for end in accumulate(widths))
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """A text for XML and HTML, between tags and in quotes; line ends survive in an attribute."""
+    # Forbidden even as a number: an XML parser would refuse the whole drawing.
     clean = FORBIDDEN.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
     return html.escape(clean, quote=True).replace("\n", "&#10;")
 
@@ -273,23 +329,27 @@ def ends(mark: Mark | ChartPoint, log: bool = False) -> list[float]:
 
 
 def x_ends(point: ChartPoint, log: bool = False) -> list[float]:
-    return _drawable_ends((point.x_low, point.x_high), log) if point.x is not None else []
+    if point.x is not None:
+        return _drawable_ends((point.x_low, point.x_high), log)
+    return []
 
 
 def _drawable_ends(bounds: Sequence[float | None], log: bool) -> list[float]:
     """Returns both bounds, the lower first; nothing if one cannot be drawn."""
-    known = [value for value in bounds if value is not None and drawable(value, log)]
-    return sorted(known) if len(known) == 2 else []
+    ends = [value for value in bounds if value is not None and drawable(value, log)]
+    if len(ends) == 2:
+        return sorted(ends)
+    return []
 
 
-def hint(mark: Mark, axis: ChartAxis, *names: str) -> Hint:
+def mark_hint(mark: Mark, axis: ChartAxis, *names: str) -> Hint:
     """'name, label: 0.512x [0.508x, 0.515x]', then the mark's own hint on another line."""
-    text = written(mark.value, axis)
+    text = write_value(mark.value, axis)
     if mark.low is not None and mark.high is not None and math.isfinite(mark.low) and math.isfinite(mark.high):
-        text += f" [{written(mark.low, axis)}, {written(mark.high, axis)}]"
-    return worded(", ".join(dict.fromkeys(name for name in (*names, mark.label) if name)), text, mark.hint)
+        text += f" [{write_value(mark.low, axis)}, {write_value(mark.high, axis)}]"
+    return make_hint(", ".join(dict.fromkeys(name for name in (*names, mark.label) if name)), text, mark.hint)
 
 
-def worded(name: str, said: str, words: str = "") -> Hint:
-    short = f"{name}: {said}" if name else said
+def make_hint(name: str, value: str, words: str = "") -> Hint:
+    short = f"{name}: {value}" if name else value
     return Hint(short, short if words in ("", short) else f"{short}\n{words}")

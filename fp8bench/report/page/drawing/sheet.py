@@ -5,12 +5,11 @@ Shapes have neither colour nor font but a class; the page's stylesheet decides (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import count, takewhile
 
 from fp8bench.report.elements import Chart
-from fp8bench.report.page.drawing.scale import SERIES, Hint, escaped, width
+from fp8bench.report.page.drawing.scale import SERIES, Hint, escape, width
 
 _WIDTH = 880.0
 # Letters in pixels, as in charts.css.
@@ -37,13 +36,15 @@ _QUARTER = (
 
 Line = Sequence[tuple[float, float]]
 # SVG's path commands with the numbers of their points.
-Steps = Sequence[tuple[str, Sequence[float]]]
+Step = tuple[str, Sequence[float]]
+Steps = Sequence[Step]
 
 
 class Sheet:
     """Collects shapes; `svg` gives them as one element."""
 
-    width, size = _WIDTH, _SIZE
+    width = _WIDTH
+    size = _SIZE
 
     def __init__(self, chart: Chart) -> None:
         self._chart = chart
@@ -66,36 +67,44 @@ class Sheet:
         self.lines(style, [corners], layer, hint, closed=True)
 
     def hatch(self, x: float, y: float, wide: float, high: float, layer: int = 1) -> None:
-        offsets = takewhile(lambda offset: offset < wide + high, count(3.0, 6.0))
-        ends = ((offset, min(offset, wide), max(0.0, offset - high)) for offset in offsets)
-        lines = [[(x + right, y + offset - right), (x + left, y + offset - left)] for offset, right, left in ends]
+        """Fills a box with lines from its right or upper edge down to the left."""
+        lines = []
+        offset = 3.0
+        while offset < wide + high:
+            right = min(offset, wide)
+            left = max(0.0, offset - high)
+            lines.append([(x + right, y + offset - right), (x + left, y + offset - left)])
+            offset += 6.0
         if lines:
             self.lines("hatch", lines, layer)
 
     def dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: Hint | None = None) -> None:
         """A marker, whose path is in the sheet once."""
+        # Hundreds of points share few outlines, which keeps the page small.
         marker = self._markers.setdefault(_marker(shape, size), f"{self._name}-m{len(self._markers)}")
-        place = f'href="#{marker}" x="{_rounded(x)}" y="{_rounded(y)}"'
+        place = f'href="#{marker}" x="{_to_decimals(x)}" y="{_to_decimals(y)}"'
         self._drawn.append((2, f'<use class="{style}" {place}{self._words(hint)}/>'))
 
     def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
         """A line of text whose small letters are centred on `y`."""
         if not text:
             return
-        at, down = _rounded(x), _rounded(y + 0.36 * self.size)
+        at = _to_decimals(x)
+        down = _to_decimals(y + 0.36 * self.size)
         attributes = f' class="{style}"' if style else ""
         attributes += f' x="{at}" y="{down}"'
         attributes += f' text-anchor="{anchor}"' if anchor != "start" else ""
-        self._drawn.append((3, f"<text{attributes}>{escaped(text)}</text>"))
+        self._drawn.append((3, f"<text{attributes}>{escape(text)}</text>"))
 
     def measure(self, text: str, bold: bool = False) -> float:
         return width(text, self.size, bold)
 
-    def omit(self, missing: int, left: int) -> None:
-        if missing:
-            self._omitted.append(f"Not drawn, because not finite or without a place on the axis: {missing}.")
-        if left > 0:
-            self._omitted.append(f"In the table only: {left}.")
+    def omit(self, num_placeless: int, num_others: int) -> None:
+        """Counts what has no place on the axis, and what else is not drawn."""
+        if num_placeless:
+            self._omitted.append(f"Not drawn, because not finite or without a place on the axis: {num_placeless}.")
+        if num_others > 0:
+            self._omitted.append(f"In the table only: {num_others}.")
 
     @property
     def description(self) -> str:
@@ -105,14 +114,15 @@ class Sheet:
     def svg(self, height: float) -> str:
         paths = "".join(f'<path id="{name}" d="{path}"/>' for path, name in self._markers.items())
         content = [f"<defs>{paths}</defs>"] if paths else []
+        # Layers decide what covers what; within one the order of drawing does.
         content += [element for _, element in sorted(self._drawn, key=lambda drawn: drawn[0])]
         lines = "\n".join(content)
         return (
             f'<svg class="of-{type(self._chart).__name__.lower()}" id="{self._name}" role="{self._role}"'
             f' aria-labelledby="{self._name}-title" aria-describedby="{self._name}-desc"'
             f' viewBox="0 0 {self.width:.0f} {height:.0f}">\n'
-            f'<title id="{self._name}-title">{escaped(self._chart.title)}</title>\n'
-            f'<desc id="{self._name}-desc">{escaped(self.description)}</desc>\n'
+            f'<title id="{self._name}-title">{escape(self._chart.title)}</title>\n'
+            f'<desc id="{self._name}-desc">{escape(self.description)}</desc>\n'
             f"{lines}\n</svg>"
         )
 
@@ -122,7 +132,7 @@ class Sheet:
             return ""
         # Screen readers do not see an image's children, so a chart with marks is a group.
         self._role = "group"
-        return f' tabindex="0" role="img" aria-label="{escaped(hint.short)}" data-hint="{escaped(hint.full)}"'
+        return f' tabindex="0" role="img" aria-label="{escape(hint.short)}" data-hint="{escape(hint.full)}"'
 
 
 def looks_of(names: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -134,24 +144,32 @@ def looks_of(names: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def along_lines(lines: Sequence[Line], closed: bool) -> Steps:
-    return [
-        (command, point)
-        for line in lines
-        for command, point in (("M", line[0]), *(("L", point) for point in line[1:]), *([("z", ())] * closed))
-    ]
+    steps: list[Step] = []
+    for line in lines:
+        steps.append(("M", line[0]))
+        steps += [("L", point) for point in line[1:]]
+        if closed:
+            steps.append(("z", ()))
+    return steps
 
 
 def outline(shape: str, size: float) -> Steps:
     """A shape around (0, 0), with y down."""
     size *= _SHAPE_SIZES[shape]
     if shape in _CORNERS:
-        first, *others = ([x * size, -y * size] for x, y in _CORNERS[shape])
-        return [("M", first), *(("L", corner) for corner in others), ("z", [])]
-    points = [(x, y) for x, y in _QUARTER]
+        corners = [(x * size, -y * size) for x, y in _CORNERS[shape]]
+        return along_lines([corners], closed=True)
+    points = list(_QUARTER)
     for _ in range(3):
+        # Each further quarter is the last one turned by 90 degrees.
         points += [(-y, x) for x, y in points[-6:]]
-    numbers = [number * size for x, y in points for number in (x, -y)]
-    return [("M", [0.0, size / 2]), *(("C", numbers[at : at + 6]) for at in range(0, len(numbers), 6)), ("z", [])]
+    steps: list[Step] = [("M", (0.0, size / 2))]
+    for place in range(0, len(points), 3):
+        numbers: list[float] = []
+        for x, y in points[place : place + 3]:
+            numbers += [x * size, -y * size]
+        steps.append(("C", numbers))
+    return [*steps, ("z", ())]
 
 
 @cache
@@ -159,24 +177,27 @@ def _marker(shape: str, size: float) -> str:
     return _path(outline(shape, size))
 
 
-def _path(steps: Iterable[tuple[str, Sequence[float]]]) -> str:
+def _path(steps: Steps) -> str:
     """Commands in as few letters as two decimals take: 'M1 2H3'."""
-    parts: list[str] = []
-    here = ["", ""]
+    parts = []
+    x = y = ""
     for command, numbers in steps:
-        written = [_rounded(number) for number in numbers]
-        end = written[-2:] or here
-        if command == "L" and end[1] == here[1]:
-            parts.append(f"H{end[0]}")
-        elif command == "L" and end[0] == here[0]:
-            parts.append(f"V{end[1]}")
+        words = [_to_decimals(number) for number in numbers]
+        previous_x = x
+        previous_y = y
+        x, y = words[-2:] or (x, y)
+        if command == "L" and y == previous_y:
+            parts.append(f"H{x}")
+        elif command == "L" and x == previous_x:
+            parts.append(f"V{y}")
         else:
-            parts.append(command + " ".join(written))
-        here = end
+            parts.append(command + " ".join(words))
     return "".join(parts)
 
 
-def _rounded(number: float) -> str:
+def _to_decimals(number: float) -> str:
     """'3.1'. Rounded twice, so that floating-point noise does not decide between two hundredths."""
     text = f"{round(float(number), 6):.2f}".rstrip("0").rstrip(".")
-    return "0" if text == "-0" else text
+    if text == "-0":
+        return "0"
+    return text
