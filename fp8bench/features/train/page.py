@@ -138,7 +138,7 @@ def tensor_lines(stored: KeptTraining) -> Iterator[Element]:
         yield from _draw_magnitudes(f"tensors-{number}", name, readings[name])
     if drawn[_MOST_ARMS:]:
         yield Text(
-            f"{join_words(drawn[_MOST_ARMS:])} are not drawn: `fp8bench show {stored.training.id} --csv FILE` has their "
+            f"{join_words(drawn[_MOST_ARMS:])} are not drawn: `fp8bench show {stored.training.id} --csv FILE` has "
             "readings."
         )
 

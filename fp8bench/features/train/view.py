@@ -38,7 +38,7 @@ from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.terminal.short_answer import Answer, as_sentence, short_answer
 from fp8bench.report.topics.answers import without_option
-from fp8bench.report.words.naming import describe_devices, many
+from fp8bench.report.words.naming import describe_devices, join_words, many
 
 # Stands under the hints of the arms' columns.
 _LEGEND = ("a verdict is of this model, text and number of steps: it does not transfer to a model of another size",)

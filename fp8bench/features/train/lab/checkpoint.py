@@ -260,7 +260,7 @@ def apply_scales(arithmetic: Arithmetic, settings: TrainerSettings, mode: str, n
     by_book = arithmetic.scaled_by(ScaleBook(rule, scales), name)
     if by_book is not arithmetic and not any(layer == name for layer, _ in scales):
         raise UsageError(
-            f"--scales-from has scales for {join_words(list(dict.fromkeys(layer for layer, _ in scales)), _SHOWN)}, and "
-            f"none for {name}, a layer of this model. Choose a training or run of the same model."
+            f"--scales-from has scales for {join_words((layer for layer, _ in scales), _SHOWN)}, and none "
+            f"for {name}, a layer of this model. Choose a training or run of the same model."
         )
     return by_book
