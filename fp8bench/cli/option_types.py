@@ -86,8 +86,8 @@ def precision_map(text: str) -> tuple[tuple[str, str], ...]:
     try:
         lines = [line.partition("#")[0].strip() for line in read_file(file).decode().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise argparse.ArgumentTypeError(f"the file {text!r} cannot be read ({why})") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise argparse.ArgumentTypeError(f"the file {text!r} cannot be read ({reason})") from None
     return layers(",".join(filter(None, lines)))
 
 
@@ -104,7 +104,7 @@ def number_or_text(rule: Rule) -> Callable[[str], float | str]:
 
 
 def text(rule: Rule) -> Callable[[str], str]:
-    return lambda given: _held(rule, given, given)
+    return lambda word: _held(rule, word, word)
 
 
 def factors(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
@@ -156,16 +156,16 @@ def sessions(text: str) -> Sessions:
     return Sessions(whole(whole_number(1, 100))(runs), duration(pause) if at else 0.0)
 
 
-def names(given: object) -> tuple[str, ...]:
-    if isinstance(given, str):
-        return tuple(word.strip() for word in given.split(","))
-    return cast(tuple[str, ...], tuple(given) if isinstance(given, Iterable) else given)
+def names(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(word.strip() for word in value.split(","))
+    return cast(tuple[str, ...], tuple(value) if isinstance(value, Iterable) else value)
 
 
-def pairs(given: object, made: Callable[[Any], Any] = lambda value: value) -> Any:
-    if isinstance(given, Mapping):
-        return tuple((name, made(value)) for name, value in given.items())
-    return () if given is None else given
+def pairs(value_given: object, parse: Callable[[Any], Any] = lambda value: value) -> Any:
+    if isinstance(value_given, Mapping):
+        return tuple((name, parse(value)) for name, value in value_given.items())
+    return () if value_given is None else value_given
 
 
 def texts(value: object) -> tuple[str, ...]:
@@ -184,9 +184,9 @@ def in_bytes(value: Any) -> Any:
     return value
 
 
-def folder(name: str, given: object) -> Path:
-    if not isinstance(given, str | Path) or not str(given):
-        raise UsageError(f"{name} cannot be {given!r:.80}: give a folder.")
-    if is_address(str(given)):
-        raise UsageError(f"{name} cannot be {given!r:.80}, which is an address: mount it, and give the folder.")
-    return Path(given)
+def folder(name: str, value: object) -> Path:
+    if not isinstance(value, str | Path) or not str(value):
+        raise UsageError(f"{name} cannot be {value!r:.80}: give a folder.")
+    if is_address(str(value)):
+        raise UsageError(f"{name} cannot be {value!r:.80}, which is an address: mount it, and give the folder.")
+    return Path(value)

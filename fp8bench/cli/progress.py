@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from typing import TYPE_CHECKING, TextIO
 
 from fp8bench import units
-from fp8bench.cli.remaining_time import RemainingTime
+from fp8bench.cli.remaining_time import RemainingTime, num_running_groups
 from fp8bench.cli.streams import columns_of, complain
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.model import Case, Plan, Record, Scalar
@@ -107,14 +107,14 @@ class LiveBlock:
     def _draw(self, stream: TextIO, text: str) -> None:
         from rich.text import Text
 
-        live = self._live or self._begun(stream)
-        before, self._size = self._size, _size(stream)
+        live = self._live or self._start_live(stream)
+        old_size, self._size = self._size, _size(stream)
         live.console.size = self._size
-        if before not in (self._size, _NOT_DRAWN):
+        if old_size not in (self._size, _NOT_DRAWN):
             live.console.clear()
         live.update(Text.from_ansi(text, no_wrap=True, overflow="crop"), refresh=True)
 
-    def _begun(self, stream: TextIO) -> Live:
+    def _start_live(self, stream: TextIO) -> Live:
         from rich.console import Console
         from rich.live import Live
 
@@ -169,7 +169,7 @@ class _FollowedPlan:
 
     def _begin(self, plan: Plan) -> None:
         self._names = _short_names(plan)
-        self._remaining = RemainingTime(sum(any(planned.runs for planned in group.cases) for group in plan))
+        self._remaining = RemainingTime(num_running_groups(plan))
         self._begun = self._clock()
 
     def _name(self, case: Case) -> str:
@@ -261,20 +261,22 @@ class GroupLines(_FollowedPlan, SilentObserver):
         if self._cases[setting] == 0 and groups > 1:
             done = sum(not cases for cases in self._cases.values())
             self._said_at = now = self._clock()
-            left = self._left(now) if done < groups else ""
-            self._say(f"{done}/{groups} groups after {units.clock(now - self._begun)}{left}: {self._names[setting]}")
+            time_words = self._left(now) if done < groups else ""
+            self._say(
+                f"{done}/{groups} groups after {units.clock(now - self._begun)}{time_words}: {self._names[setting]}"
+            )
 
 
 @contextmanager
-def beating(beat: Callable[[], None]) -> Iterator[None]:
+def call_regularly(beat: Callable[[], None]) -> Iterator[None]:
     """Calls `beat` now and then from a thread, until the block ends."""
     ended = threading.Event()
 
-    def call_until_ended() -> None:
+    def call_repeatedly() -> None:
         while not ended.wait(_BEAT_SECONDS):
             beat()
 
-    thread = threading.Thread(target=call_until_ended, daemon=True)
+    thread = threading.Thread(target=call_repeatedly, daemon=True)
     thread.start()
     try:
         yield
@@ -317,7 +319,7 @@ class TerminalJob:
     def measuring(self) -> Iterator[Observer]:
         if not is_watched(sys.stderr, os.environ):
             lines = GroupLines(complain)
-            with beating(lines.beat):
+            with call_regularly(lines.beat):
                 yield lines
             return
         with closing(RunProgress(sys.stderr, os.environ)) as observer:
@@ -327,7 +329,7 @@ class TerminalJob:
     def counting(self) -> Iterator[Tell]:
         if not is_watched(sys.stderr, os.environ):
             lines = CountedLines(complain)
-            with beating(lines.beat):
+            with call_regularly(lines.beat):
                 yield lines.tell
             return
         line, begun = LiveLine(sys.stderr, os.environ), time.monotonic()

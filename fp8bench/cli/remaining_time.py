@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from fp8bench.model import Plan
 from fp8bench.model.words import MEASURING_CEILINGS
 
 ROUNDS = "measuring"
@@ -19,6 +20,14 @@ _BEGINNINGS = {"checking what steps do": 0.3, "measuring memory": 0.55, "countin
 _LEAST_SHARE = 0.05
 # Where passes take longer than predicted, this part of them is always still to come.
 _LEAST_LEFT = 0.1
+
+
+def num_running_groups(plan: Plan) -> int:
+    """Counts the groups of a plan in which anything is measured."""
+    count = 0
+    for group in plan:
+        count += any(planned.runs for planned in group.cases)
+    return count
 
 
 @dataclass
@@ -91,11 +100,11 @@ class RemainingTime:
 
     def predict(self, now: float) -> float:
         """Returns the seconds that are left."""
-        group, whole = self._group, [_GROUP_SECONDS, *self._seconds]
+        group, durations = self._group, [_GROUP_SECONDS, *self._seconds]
         if group is None:
             begun = self._ceilings_begun
             ceilings = 0.0 if begun is None else max(0.0, begun + _CEILINGS_SECONDS - now)
-            return ceilings + self.groups * fmean(whole) + _END_SECONDS
-        here = group.left(now)
+            return ceilings + self.groups * fmean(durations) + _END_SECONDS
+        this_group = group.left(now)
         later = self.groups - len(self._seconds) - 1
-        return here + max(0, later) * fmean([*whole, now - group.begun + here]) + _END_SECONDS
+        return this_group + max(0, later) * fmean([*durations, now - group.begun + this_group]) + _END_SECONDS

@@ -42,14 +42,15 @@ def complain(text: str) -> None:
     from fp8bench.report.elements import printable
     from fp8bench.report.terminal.layout import INDENT, MIN_WIDTH, wrap
 
-    wanted = os.environ.get("COLUMNS", "")
-    width = (int(wanted) if wanted.isdecimal() else 0) or columns_of(sys.stderr)
+    columns = os.environ.get("COLUMNS", "")
+    width = (int(columns) if columns.isdecimal() else 0) or columns_of(sys.stderr)
     lines = [printable(line) for line in f"fp8bench: {text}".splitlines()]
     if width:
         wide = max(width, MIN_WIDTH)
-        lines = [
-            part for line in lines for part in ([line] if line.startswith(" ") else wrap(line, wide, hang=INDENT * 2))
-        ]
+        folded: list[str] = []
+        for line in lines:
+            folded += [line] if line.startswith(" ") else wrap(line, wide, hang=INDENT * 2)
+        lines = folded
     with contextlib.suppress(OSError):
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()

@@ -70,18 +70,18 @@ def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmet
         cast = arithmetic.cast(a, Role.INPUT), arithmetic.cast(b, Role.WEIGHT)
         return partial(arithmetic.product, *cast, arithmetic.carrier)
 
-    def filled() -> torch.Tensor:
+    def random_array() -> torch.Tensor:
         """An array of random numbers, which repeat: drawing a billion takes longer than all that is timed."""
         block = torch.rand(min(count, _DRAWN), generator=random, device=facts.key)
         return block.repeat(math.ceil(count / len(block)))[:count]
 
     count = max(1, shape[0] // _ELEMENT)
-    source = filled()
+    source = random_array()
     if limit is Limit.LAUNCH:
         return partial(source.add_, 1)
     target = torch.empty_like(source)
     if limit is Limit.TRIAD:
-        return partial(torch.add, source, filled(), alpha=3.0, out=target)
+        return partial(torch.add, source, random_array(), alpha=3.0, out=target)
     if limit is Limit.LOAD:
         return partial(target.copy_, torch.ones(source.shape).pin_memory(), non_blocking=True)
     return partial(target.copy_, source)
@@ -107,10 +107,10 @@ def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> 
     wait = partial(device.synchronise, facts.index)
     try:
         if not rate.shape:
-            found = _timed(rate, shapes_of(rate.limit, facts), facts, wait, seconds, 0)
-            return replace(found, runs=())
+            best = _time_shapes(rate, shapes_of(rate.limit, facts), facts, wait, seconds, 0)
+            return replace(best, runs=())
         run = len(rate.runs) + 1
-        (value,) = _timed(rate, (rate.shape,), facts, wait, seconds, run).runs
+        (value,) = _time_shapes(rate, (rate.shape,), facts, wait, seconds, run).runs
         return replace(rate, runs=(*rate.runs, value))
     except Exception as error:  # noqa: BLE001 - whatever a missing kernel raises ends this rate alone
         return replace(rate, runs=(), why=f"{type(error).__name__}: {error}"[:200])
@@ -118,7 +118,7 @@ def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> 
         device.empty_cache()
 
 
-def _timed(
+def _time_shapes(
     rate: Rate, shapes: Sequence[Shape], facts: DeviceFacts, wait: Callable[[], None], seconds: float, seed: int
 ) -> Rate:
     precision = precisions.get(rate.precision or DTYPES[0])

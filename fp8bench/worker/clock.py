@@ -159,10 +159,10 @@ def calibrate(device: Device, index: int) -> Overheads:
     return Overheads(max(on, 0.0), max(off, 0.0), max(stamp, 0.0), pair)
 
 
-def _best(before: Callable[[], None], body: Callable[[], None]) -> float:
+def _best(prepare: Callable[[], None], body: Callable[[], None]) -> float:
     best = float("inf")
     for _ in range(_TRIES):
-        before()
+        prepare()
         start = time.perf_counter()
         body()
         best = min(best, time.perf_counter() - start)
@@ -218,10 +218,10 @@ def agreeing(clocks: Mapping[str, Callable[[], float]]) -> Iterator[None]:
     """Raises ClocksDisagree if a clock, in nanoseconds, does not count the body's time as the hardware's clock does.
     Replaced clocks are also found by their identity (user_code/switches.py), unless they were replaced before anybody
     looked. Each clock is read between two readings of the hardware's, so that an interruption here accuses nobody."""
-    before = {name: (_READ(_RAW), clock(), _READ(_RAW)) for name, clock in clocks.items()}
+    readings = {name: (_READ(_RAW), clock(), _READ(_RAW)) for name, clock in clocks.items()}
     yield
     for name, clock in clocks.items():
-        first, began, then = before[name]
+        first, began, then = readings[name]
         earliest, ended, latest = _READ(_RAW), clock(), _READ(_RAW)
         counted, least, most = ended - began, earliest - then, latest - first
         if not least * (1 - MOST_APART) <= counted <= most * (1 + MOST_APART):

@@ -26,7 +26,7 @@ from fp8bench.tape.counting import counted
 from fp8bench.tape.recorder import OperatorTape
 from fp8bench.tape.timed_calls import OperatorTimes, seconds_by_operator, shares_of, shares_of_kernels
 from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.fusing import uncompiled
+from fp8bench.worker.fusing import without_compiling
 from fp8bench.worker.state_tensors import modules_of
 from fp8bench.worker.static_scales import step
 
@@ -41,10 +41,10 @@ def tape_of_step(workload: Workload, setup: Setup, precision: Precision, stamper
     mode = OperatorTape()
     clock = PhaseClock(stamper, lambda code: mode.enter(CELL_PHASES[code]))
     state = workload.prepare(setup)
-    with uncompiled():
+    with without_compiling():
         step(workload, state, setup.scales, clock)
     clock.begin()
-    with uncompiled() as compiled, mode:
+    with without_compiling() as compiled, mode:
         step(workload, state, setup.scales, clock)
     tape = counted(mode.calls, precision.float32_products != "highest")
     return replace(tape, fused=_FUSED) if compiled else tape
@@ -77,7 +77,7 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares |
     steps = _SharedSteps(
         lambda phases: step(workload, state, setup.scales, phases), lambda: device.synchronise(index), setup.facts
     )
-    with uncompiled() as compiled:
+    with without_compiling() as compiled:
         steps.plain()
     if compiled:
         return _COMPILED

@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 from fp8bench.model import Scalar
 
 
-def unmixed(read: Callable[[], Any]) -> Any:
+def read_unmixed(read: Callable[[], Any]) -> Any:
     """Returns "mixed" where torch refuses to answer because newer settings by backend contradict an older one."""
     try:
         return read()
@@ -25,8 +25,8 @@ def unmixed(read: Callable[[], Any]) -> Any:
 
 
 def freeze(frozen: bool) -> None:
-    own: Any = torch.backends
-    setattr(own.m, "__allow_nonbracketed_mutation_flag", not frozen)
+    backends: Any = torch.backends
+    setattr(backends.m, "__allow_nonbracketed_mutation_flag", not frozen)
 
 
 def function_modes() -> list[Any]:
@@ -58,7 +58,10 @@ def native_off() -> tuple[tuple[str, str], ...]:
     if not (state._dsl_names or state._op_symbols or state._dispatch_keys):
         return ()
     kinds = (("language", state._dsl_names), ("operator", state._op_symbols), ("device", state._dispatch_keys))
-    return tuple((kind, name) for kind, names in kinds for name in sorted(names))
+    turned_off: list[tuple[str, str]] = []
+    for kind, names in kinds:
+        turned_off += [(kind, name) for name in sorted(names)]
+    return tuple(turned_off)
 
 
 def put_back_native(old: tuple[tuple[str, str], ...]) -> None:
@@ -105,10 +108,10 @@ def set_stream(handle: int) -> None:
     cuda.set_stream(cuda.ExternalStream(handle) if handle else cuda.default_stream())
 
 
-def once_used(read: Callable[[], Any], before: Any) -> Any:
+def read_if_used(read: Callable[[], Any], default: Any) -> Any:
     """Reads a value if the GPU is in use, else returns `before`: reading would begin to use it."""
     cuda: Any = torch.cuda
-    return read() if cuda.is_initialized() else before
+    return read() if cuda.is_initialized() else default
 
 
 def attention_order() -> list[int]:

@@ -214,7 +214,7 @@ def _attention() -> Iterator[Switch]:
         yield _call(words, getattr(cuda, f"{name}_sdp_enabled"), f"torch.backends.cuda.enable_{name}_sdp", usual=True)
     order = torch._C._get_sdp_priority_order
     if torch.cuda.is_available():
-        order = partial(state.once_used, state.attention_order, NotInUse)
+        order = partial(state.read_if_used, state.attention_order, NotInUse)
     yield Switch("the order of attention's kernels", order, torch._C._set_sdp_priority_order)
     yield Switch(
         "reduced-precision sums in attention",
@@ -248,9 +248,9 @@ def _modules_and_compilers() -> Iterator[Switch]:
     hooks = [value for name, value in vars(module).items() if name.startswith("_global_") and isinstance(value, dict)]
 
     def put_back(old: tuple[dict[int, Any], ...]) -> None:
-        for holder, kept in zip(hooks, old, strict=True):
+        for holder, old_hooks in zip(hooks, old, strict=True):
             holder.clear()
-            holder.update(kept)
+            holder.update(old_hooks)
 
     yield Switch(
         "hooks of all modules",
@@ -316,7 +316,7 @@ def _gpus() -> Iterator[Switch]:
     ]
     for words, read, write, usual, public in rows:
         yield Switch(
-            words, partial(state.once_used, read, NotInUse if usual is Unset else usual), write, (public,), usual
+            words, partial(state.read_if_used, read, NotInUse if usual is Unset else usual), write, (public,), usual
         )
 
 
@@ -324,7 +324,7 @@ def _products() -> Iterator[Switch]:
     """Yields how numbers are multiplied and summed. Older switches of float32 come first: they write newer ones."""
     yield Switch(
         "float32 products",
-        partial(state.unmixed, torch.get_float32_matmul_precision),
+        partial(state.read_unmixed, torch.get_float32_matmul_precision),
         torch.set_float32_matmul_precision,
         ("torch.set_float32_matmul_precision", "torch.backends.cuda.matmul.allow_tf32"),
         "highest",
@@ -334,7 +334,7 @@ def _products() -> Iterator[Switch]:
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     yield Switch(
         "cuDNN's TF32",
-        lambda: state.unmixed(lambda: cudnn.allow_tf32),
+        lambda: state.read_unmixed(lambda: cudnn.allow_tf32),
         lambda on: setattr(cudnn, "allow_tf32", on),
         ("torch.backends.cudnn.allow_tf32",),
         True,

@@ -32,7 +32,7 @@ from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_counters import counters_of_step
 from fp8bench.worker.step_guards import Running, apart
-from fp8bench.worker.switches import unchanged, under
+from fp8bench.worker.switches import restore_switches, under
 from fp8bench.worker.tracing import record, write
 
 
@@ -64,19 +64,19 @@ class UntimedPasses:
             return tuple(workload.examine(setup()) or ())
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
-        kept = self._exact
+        kept_exact = self._exact
         with self._apart(case, facts) as (workload, _, setup):
-            if why := workload.error_refused(dict(case.params)):
-                return str(why)
-            shared = partial(self._once, (case.workload, case.params, facts.key, case.ranks), kept)
+            if reason := workload.error_refused(dict(case.params)):
+                return str(reason)
+            shared = partial(self._once, (case.workload, case.params, facts.key, case.ranks), kept_exact)
             try:
                 return errors_of(workload.error(replace(setup(), shared=shared)))
             except NotRepeatable as error:
                 return str(error)
 
-    def _once(self, key: object, kept: tuple[object, Any] | None, make: Callable[[], Any]) -> Any:
+    def _once(self, key: object, kept_value: tuple[object, Any] | None, make: Callable[[], Any]) -> Any:
         """Returns the value kept for `key`, or makes it; the next request other than `error` drops it."""
-        self._exact = kept if kept is not None and kept[0] == key else (key, make())
+        self._exact = kept_value if kept_value is not None and kept_value[0] == key else (key, make())
         return self._exact[1]
 
     def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
@@ -176,7 +176,7 @@ class UntimedPasses:
         with self._apart(case, facts) as (workload, _, setup):
             return gradient_error_of(workload.gradient_error(setup(), self._setup(reference, facts)))
 
-    def _selected(self, facts: DeviceFacts) -> Device:
+    def _select_device(self, facts: DeviceFacts) -> Device:
         self._exact = None
         device = devices.get(facts.kind)
         self._used = device, facts.index
@@ -188,8 +188,8 @@ class UntimedPasses:
         """Runs a pass in a case's precision: it may print, and must leave neither switches nor threads changed. Yields
         the workload, the device, and a function that makes a new setup. The device is waited for at the end: it reports
         late what was wrong with its work, and the next request must not fail for this one."""
-        device, workload = self._selected(facts), workloads.get(case.workload)
-        with under(precisions.get(case.precision)), unchanged(), apart():
+        device, workload = self._select_device(facts), workloads.get(case.workload)
+        with under(precisions.get(case.precision)), restore_switches(), apart():
             yield workload, device, partial(self._setup, case, facts)
             device.synchronise(facts.index)
 
@@ -200,4 +200,4 @@ class UntimedPasses:
         high = precisions.get(precision.carried_by or precision.mode).arithmetic(facts)
         seed, corpus = self._settings.seed, self._settings.corpus
         setup = Setup(case, facts, seed, arithmetic, high, layers, precision.loss_scale, corpus)
-        return self._calibrations.applied(workloads.get(case.workload), setup)
+        return self._calibrations.apply(workloads.get(case.workload), setup)

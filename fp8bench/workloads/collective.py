@@ -122,8 +122,8 @@ class Collective(Workload):
 
         kind, values, rank, size = _parts(setup)
         check_ones(kind, _MULTIPLE * size, rank, size, setup.facts.key)
-        given = kind.given(values, size) if isinstance(kind, Plain) else values
-        return CollectiveState(kind, given, rank, size)
+        values_given = kind.given(values, size) if isinstance(kind, Plain) else values
+        return CollectiveState(kind, values_given, rank, size)
 
     def step(self, state: CollectiveState, phase: Phases) -> None:
         from fp8bench.numerics.collectives import Plain
@@ -186,10 +186,10 @@ class Collective(Workload):
             return "what a rank sends at a hop is not known before the last hop has come, so that it has to wait"
         state = self.prepare(setup)
         a = torch.randn(512, 512, device=setup.facts.key)
-        kind, given, rank, size = state.kind, state.given, state.rank, state.size
+        kind, source, rank, size = state.kind, state.given, state.rank, state.size
         if isinstance(kind, Plain):
-            return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(given, size))
-        return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(given, rank, size))
+            return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(source, size))
+        return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(source, rank, size))
 
 
 def _parts(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:
@@ -219,14 +219,14 @@ def _shares(state: CollectiveState) -> list[Any]:
     from fp8bench.numerics.collectives import InFP8, flushed, saturated
     from fp8bench.numerics.rank_programs import on_this_rank
 
-    kind, given, rank, size = state.kind, state.given, state.rank, state.size
+    kind, source, rank, size = state.kind, state.given, state.rank, state.size
     assert isinstance(kind, InFP8)
     around = SilentPhases().communication
     for _ in range(_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
-        share = saturated(kind(given, rank, size, around).codes)
+        share = saturated(kind(source, rank, size, around).codes)
     if kind.collective not in REDUCING:
         return [share, 0.0]
-    return [share, on_this_rank(flushed(given, kind.scaling, size, kind.auto), None, around)]
+    return [share, on_this_rank(flushed(source, kind.scaling, size, kind.auto), None, around)]
 
 
 def _figures(sums: Tensor, size: int) -> dict[str, float]:

@@ -51,8 +51,8 @@ class Decode(ServedWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = super().support(params, precision, facts)
-        own = str(params["size"]) in SERVED_SIZES and params["kv"] == OWN and precision.name != SERVED
-        if _STATIC.of(params) == "no" and not own and support.level is not Level.REFUSED:
+        is_built_in = str(params["size"]) in SERVED_SIZES and params["kv"] == OWN and precision.name != SERVED
+        if _STATIC.of(params) == "no" and not is_built_in and support.level is not Level.REFUSED:
             return refused("static=no works only with kv=own and a size of fp8bench's own: choose these")
         return support
 

@@ -192,10 +192,16 @@ class Diffusion(ConvolvedWorkload):
     def around(self, params: Scalars) -> tuple[Layer, ...]:
         sizes = sizes_of(params)
         if sizes.denoiser == "dit":
-            blocks = (f"blocks.{number}.{norm}" for number in range(sizes.layers) for norm in ("norm_attn", "norm_mlp"))
-            return layers_around((*blocks, "norm"), "embedding", "residual")
-        timed = [f"{way}.{number}" for way in ("down", "up") for number in range(sizes.layers)]
-        norms = (f"{block}.norms.{number}" for block in (*timed, "middle.0", "middle.1") for number in (0, 1))
+            norms = []
+            for number in range(sizes.layers):
+                norms += [f"blocks.{number}.norm_attn", f"blocks.{number}.norm_mlp"]
+            return layers_around((*norms, "norm"), "embedding", "residual")
+        # A UNet's blocks have two norms each.
+        down = [f"down.{number}" for number in range(sizes.layers)]
+        up = [f"up.{number}" for number in range(sizes.layers)]
+        norms = []
+        for block in (*down, *up, "middle.0", "middle.1"):
+            norms += [f"{block}.norms.0", f"{block}.norms.1"]
         return layers_around((*norms, "attn_norm", "norm"), "residual")
 
     def work(self, params: Scalars) -> Work:
@@ -232,10 +238,12 @@ class Diffusion(ConvolvedWorkload):
             sizes_of_conv = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
             passing = "training" if is_training(params) else "forward"
             return workloads.get("conv").support({**sizes_of_conv, "pass": passing}, precision, facts)
-        own = [product for product in _products(sizes) if product.layer.kind == kind]
-        sides = {side for product in own for side in product[2:]}
+        products = [product for product in _products(sizes) if product.layer.kind == kind]
+        sides: set[int] = set()
+        for product in products:
+            sides |= {product.inputs, product.outputs}
         shown = f"width={sizes.width}, image={sizes.image}, batch={sizes.batch}"
-        rows = next((product.rows for product in own if product.rows % precision.multiples[0]), 0)
+        rows = next((product.rows for product in products if product.rows % precision.multiples[0]), 0)
         if support.is_native and (wrong := misfit(precision, rows, sorted(sides), is_training(params), shown)):
             return refused(wrong)
         return support
@@ -252,12 +260,12 @@ class Diffusion(ConvolvedWorkload):
         denoiser."""
         from fp8bench.nn.diffusion import OtherKernel, Sampling, errors_by_step
 
-        own, exact = self.prepare(setup), self.exact(setup)
-        if not isinstance(own, Sampling):
-            return own.errors(exact, setup.settles)
+        state, exact = self.prepare(setup), self.exact(setup)
+        if not isinstance(state, Sampling):
+            return state.errors(exact, setup.settles)
         if setup.settles:
-            own.outcome()
+            state.outcome()
         wide = (self.all_in(setup, arithmetic) for arithmetic in (setup.high, OtherKernel(setup.high.carrier)))
         samplings = [sampling for sampling in (exact, *wide) if isinstance(sampling, Sampling)]
         evaluations = plan_of(setup.params).evaluations
-        return {**errors_by_step(own, *samplings), "evaluations": float(evaluations)}
+        return {**errors_by_step(state, *samplings), "evaluations": float(evaluations)}

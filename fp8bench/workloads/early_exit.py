@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
@@ -88,8 +89,8 @@ class EarlyExits(LayerWorkload):
         return Work(flops, tokens, least_memory=least)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
-        blocks = range(int(params["depth"]))
-        return tuple(Layer(f"blocks.{number}.{kind}", kind) for number in blocks for kind in self.layer_kinds)
+        places = product(range(int(params["depth"])), self.layer_kinds)
+        return tuple(Layer(f"blocks.{number}.{kind}", kind) for number, kind in places)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
@@ -110,17 +111,17 @@ class EarlyExits(LayerWorkload):
         width, hidden, depth, classes = (int(params[name]) for name in ("width", "hidden", "depth", "classes"))
         tokens = int(params["tokens"])
 
-        def made(chosen: Choose, dtype: torch.dtype) -> Exercise:
+        def make_exercise(chosen: Choose, dtype: torch.dtype) -> Exercise:
             build = partial(EarlyExit, width, hidden, depth, classes, chosen)
             return exercise(setup, build, [(tokens, width)], dtype, training=False)
 
-        state, rows, wide = made(choose, carrier), rows_of_blocks(params), torch.float64
+        state, rows, wide = make_exercise(choose, carrier), rows_of_blocks(params), torch.float64
         assert isinstance(state.layer, EarlyExit)
         if params["exits"] == _HELD:
             device = state.inputs[0].device
             state.layer.exits = scheduled_exits(rows, setup.seed, device)
             return state
-        exact = state if carrier is wide else made(lambda name: PlainArithmetic(wide), wide)
+        exact = state if carrier is wide else make_exercise(lambda name: PlainArithmetic(wide), wide)
         assert isinstance(exact.layer, EarlyExit)
         state.layer.exits = threshold_exits(exact.layer, exact.inputs[0], rows)
         return state
@@ -130,12 +131,12 @@ class EarlyExits(LayerWorkload):
         depth."""
         from fp8bench.nn.early_exit import EarlyExit
 
-        state, wanted = self.prepare(setup), self.exact(setup)
-        errors = state.errors(wanted, setup.settles)
-        assert isinstance(state.layer, EarlyExit) and isinstance(wanted.layer, EarlyExit)
-        own, right = state.layer.depths(*state.inputs), wanted.layer.depths(*wanted.inputs)
+        state, exact = self.prepare(setup), self.exact(setup)
+        errors = state.errors(exact, setup.settles)
+        assert isinstance(state.layer, EarlyExit) and isinstance(exact.layer, EarlyExit)
+        depths, right = state.layer.depths(*state.inputs), exact.layer.depths(*exact.inputs)
         return {
             **errors,
-            "exits_differ_percent": 100 * float((own != right).double().mean()),
-            "mean_depth": float(own.double().mean()),
+            "exits_differ_percent": 100 * float((depths != right).double().mean()),
+            "mean_depth": float(depths.double().mean()),
         }

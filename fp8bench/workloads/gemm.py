@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -115,30 +116,28 @@ class Gemm(Workload):
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         """Expands a model to all its layers' products, and a sweep to all its sizes."""
-        own = (("layout", LAYOUT.of(params)), ("values", VALUES.of(params)))
-        return tuple((*shape, *own) for shape in self._expanded(params))
+        layout_params = (("layout", LAYOUT.of(params)), ("values", VALUES.of(params)))
+        return tuple((*shape, *layout_params) for shape in self._expand(params))
 
-    def _expanded(self, params: Scalars) -> tuple[Params, ...]:
+    def _expand(self, params: Scalars) -> tuple[Params, ...]:
         shape = str(params["shape"])
         name, _, swept = shape.partition(":")
         several = name == "sweep" or name in MODELS
-        products = _chosen(params["product"], tuple(PRODUCTS) if several else ("forward",))
-        operands = _chosen(params["operands"], _OPERANDS if name == "sweep" else ("cast",))
+        products = _choices(params["product"], tuple(PRODUCTS) if several else ("forward",))
+        operands = _choices(params["operands"], _OPERANDS if name == "sweep" else ("cast",))
         if name in MODELS:
-            return tuple(
-                (
-                    ("layer", f"{shape}/{layer}"),
-                    *_params(*sides_of(product, int(params["tokens"]), *features), product, how),
-                )
-                for layer, features in MODELS[shape].items()
-                for product in products
-                for how in operands
-            )
+            cases = []
+            for layer, product, how in itertools.product(MODELS[shape], products, operands):
+                sides = sides_of(product, int(params["tokens"]), *MODELS[shape][layer])
+                cases.append((("layer", f"{shape}/{layer}"), *_params(*sides, product, how)))
+            return tuple(cases)
         if name == "sweep":
             sizes = tuple(_sweep(swept or _SIDES, _sides(str(params["base"])), int(params["factor"])))
         else:
             sizes = (_sides(shape),)
-        return tuple(_params(*sides, product, how) for how in operands for product in products for sides in sizes)
+        return tuple(
+            _params(*sides, product, how) for how, product, sides in itertools.product(operands, products, sizes)
+        )
 
     def work(self, params: Scalars) -> Work:
         m, n, k = (int(params[name]) for name in "mnk")
@@ -166,8 +165,8 @@ class Gemm(Workload):
     def prepare(self, setup: Setup) -> GemmState:
         arithmetic, cast = setup.arithmetic, _casts(setup)
         a, b, roles = _operands(setup, arithmetic.carrier)
-        if (kept := _kept(setup, b)) is not None:
-            return GemmState(arithmetic, a, kept.tensors()[0], cast, None, roles, kept)
+        if (kept_weight := _kept_weight(setup, b)) is not None:
+            return GemmState(arithmetic, a, kept_weight.tensors()[0], cast, None, roles, kept_weight)
         return GemmState(arithmetic, a, b, cast, cast(a, b) if setup.case.param("operands") == "ready" else None, roles)
 
     def step(self, state: GemmState, phase: Phases) -> None:
@@ -201,8 +200,8 @@ class Gemm(Workload):
         low = cast(*carried)
         if arithmetic.settles:
             low = cast(*carried)
-        if (kept := _kept(setup, carried[1])) is not None:
-            product, values = kept.times(carried[0], SilentPhases()), (carried[0].float(), kept.restore())
+        if (kept_weight := _kept_weight(setup, carried[1])) is not None:
+            product, values = kept_weight.times(carried[0], SilentPhases()), (carried[0].float(), kept_weight.restore())
         else:
             product = arithmetic.product(low[0], low[1], arithmetic.carrier)
             values = arithmetic.restore(low[0], torch.float32), arithmetic.restore(low[1], torch.float32)
@@ -251,12 +250,12 @@ def _sweep(swept: str, base: tuple[int, int, int], factor: int) -> Iterator[tupl
     for place in map(_SIDES.index, swept):
         side = _LEAST_SIDE
         while side <= min(_BEYOND_BASE * base[place], LARGEST):
-            m, n, k = (side if at == place else own for at, own in enumerate(base))
+            m, n, k = (side if at == place else base_side for at, base_side in enumerate(base))
             yield m, n, k
             side *= factor
 
 
-def _chosen(value: Scalar, auto: tuple[str, ...]) -> tuple[str, ...]:
+def _choices(value: Scalar, auto: tuple[str, ...]) -> tuple[str, ...]:
     return auto if value == "auto" else (str(value),)
 
 
@@ -271,13 +270,13 @@ def parse_layouts(text: str) -> str:
         raise ValueError(
             f"expected one layout, or two as in transposed{_EACH}contiguous; layouts: {', '.join(LAYOUTS)}"
         )
-    first, *other = map(one_of(*LAYOUTS), words)
-    return first if other in ([], [first]) else _EACH.join((first, *other))
+    first, *second = map(one_of(*LAYOUTS), words)
+    return first if second in ([], [first]) else _EACH.join((first, *second))
 
 
 def _layouts(params: Scalars) -> tuple[str, str]:
-    first, _, other = str(LAYOUT.of(params)).partition(_EACH)
-    return first, other or first
+    first, _, second = str(LAYOUT.of(params)).partition(_EACH)
+    return first, second or first
 
 
 def _same_anyway(params: Scalars, precision: Precision) -> str:
@@ -305,7 +304,7 @@ def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
     return lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
 
 
-def _kept(setup: Setup, b: Tensor) -> KeptWeight | None:
+def _kept_weight(setup: Setup, b: Tensor) -> KeptWeight | None:
     """Returns the weight as inference keeps it, if the case's precision is an arm of that."""
     from fp8bench.nn.kept import kept_weight
 

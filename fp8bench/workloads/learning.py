@@ -101,7 +101,9 @@ def _config(params: Scalars) -> GPTConfig:
 
 def _mean_loss(setup: Setup) -> float:
     steps, draws = (int(setup.case.param(name)) for name in ("steps", "draws"))
-    losses = [loss for draw in range(draws) for loss in Learning().prepare(replace(setup, draw=draw)).losses(steps)]
+    losses: list[float] = []
+    for draw in range(draws):
+        losses += Learning().prepare(replace(setup, draw=draw)).losses(steps)
     return fmean(losses) if all(map(math.isfinite, losses)) else math.inf
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
@@ -116,11 +117,9 @@ class Moe(LayerWorkload):
         return Work(2.0 * layers * products * (3 if is_training(params) else 1), tokens, least_memory=least)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
+        places = product(range(int(params["layers"])), range(int(params["experts"])), self.layer_kinds)
         return tuple(
-            Layer(f"blocks.{layer}.experts.{number}.{kind}", kind, group="mlp")
-            for layer in range(int(params["layers"]))
-            for number in range(int(params["experts"]))
-            for kind in self.layer_kinds
+            Layer(f"blocks.{layer}.experts.{number}.{kind}", kind, group="mlp") for layer, number, kind in places
         )
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
@@ -143,9 +142,9 @@ class Moe(LayerWorkload):
             return refused(f"router={router.name}: {wrong}")
         travels = [axis for axis in ("dispatch", "combine") if params[axis] == "fp8"]
         for axis in ("router", *travels):  # their time is part of the step's
-            own = precisions.get(str(params[axis])).support(facts)
-            if own.is_emulated and support.is_native:
-                return emulated(f"{axis}={params[axis]}: {own.reason}")
+            support_of_axis = precisions.get(str(params[axis])).support(facts)
+            if support_of_axis.is_emulated and support.is_native:
+                return emulated(f"{axis}={params[axis]}: {support_of_axis.reason}")
         return support
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
@@ -176,11 +175,11 @@ class Moe(LayerWorkload):
         """Compares output and gradients; adds, by layer, how often the router chooses otherwise, and the load."""
         from fp8bench.nn.experts import Mixture, disagreements, load_figures
 
-        state, wanted = self.prepare(setup), self.exact(setup)
-        errors = state.errors(wanted, setup.settles)
-        assert isinstance(state.layer, Mixture) and isinstance(wanted.layer, Mixture)
-        seen, right = state.layer.watch(state.outcome), wanted.layer.watch(wanted.outcome)
-        shares = disagreements([chosen for chosen, _ in seen], [chosen for chosen, _ in right])
+        state, exact = self.prepare(setup), self.exact(setup)
+        errors = state.errors(exact, setup.settles)
+        assert isinstance(state.layer, Mixture) and isinstance(exact.layer, Mixture)
+        watched, right = state.layer.watch(state.outcome), exact.layer.watch(exact.outcome)
+        shares = disagreements([chosen for chosen, _ in watched], [chosen for chosen, _ in right])
         differing = next((number for number, share in enumerate(shares) if share), len(shares))
         by_layer = {f"top_k_layer{number}_differs_percent": 100 * share for number, share in enumerate(shares)}
         return {
@@ -188,5 +187,5 @@ class Moe(LayerWorkload):
             "top_k_differs_percent": 100 * sum(shares) / len(shares),
             **(by_layer if len(shares) > 1 else {}),
             "layers_that_agree": float(differing),
-            **load_figures([counts for _, counts in seen], state.layer.expert_bytes()),
+            **load_figures([counts for _, counts in watched], state.layer.expert_bytes()),
         }

@@ -85,20 +85,28 @@ class Vision(TrainingWorkload):
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         model, layout = str(params["model"]), params["layout"]
-        own = {name: value for name, value in params.items() if name not in _UNUSED[model]}
+        model_params = {name: value for name, value in params.items() if name not in _UNUSED[model]}
         if int(params["width"]) % 16:
             raise UsageError(
                 f"width={params['width']} is no multiple of 16, of which heads and bottlenecks are made. Choose one."
             )
-        if model != "resnet" and int(own["image"]) % int(own["patch"]):
-            raise UsageError(f"image={own['image']} is no multiple of patch={own['patch']}. Choose others.")
-        if model == "resnet" and is_training(own) and int(own["batch"]) * sizes_of(own).stage == 1:
+        if model != "resnet" and int(model_params["image"]) % int(model_params["patch"]):
             raise UsageError(
-                f"batch=1 with image={own['image']} leaves one value a channel, too few for a batch norm: choose "
-                "a larger batch or image."
+                f"image={model_params['image']} is no multiple of patch={model_params['patch']}. Choose others."
+            )
+        if (
+            model == "resnet"
+            and is_training(model_params)
+            and int(model_params["batch"]) * sizes_of(model_params).stage == 1
+        ):
+            raise UsageError(
+                f"batch=1 with image={model_params['image']} leaves one value a channel, too few for a batch norm: "
+                "choose a larger batch or image."
             )
         both = ("contiguous", "channels_last") if model == "resnet" else ("channels_last",)
-        return tuple(tuple({**own, "layout": chosen}.items()) for chosen in (both if layout == "auto" else (layout,)))
+        return tuple(
+            tuple({**model_params, "layout": chosen}.items()) for chosen in (both if layout == "auto" else (layout,))
+        )
 
     def work(self, params: Scalars) -> Work:
         """Counts two products in training for the first layer and three for others: no image needs a gradient."""
@@ -115,10 +123,10 @@ class Vision(TrainingWorkload):
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
         sizes = sizes_of(params)
         first = {"resnet": "stem", "vit": "patches", "two-input": "image.patches"}[sizes.model]
-        low = (
-            Layer(path, "block", group=next((part for part in ("attn", "mlp") if f".{part}." in path), ""))
-            for path in sizes.low_layers()
-        )
+        low = []
+        for path in sizes.low_layers():
+            group = "attn" if ".attn." in path else "mlp" if ".mlp." in path else ""
+            low.append(Layer(path, "block", group=group))
         return (Layer(first, "stem", high=True), *low, Layer("head", "head", high=True))
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
@@ -138,10 +146,10 @@ class Vision(TrainingWorkload):
         narrow = sizes.inner if resnet else sizes.width  # all other sides are multiples of it
         stem = 3 * (7 if resnet else sizes.patch) ** 2
         sides = {"stem": (stem, narrow), "block": (narrow,), "head": (sizes.width, outputs)}[kind]
-        for other, of_image, _ in sizes.products() if support.is_native else ():
+        for product_kind, of_image, _ in sizes.products() if support.is_native else ():
             rows = int(params["batch"]) * of_image
             shown = f"a {kind} multiplies {rows} rows, with sides {' and '.join(map(str, sides))}"
-            if other == kind and (wrong := misfit(precision, rows, sides, is_training(params), shown)):
+            if product_kind == kind and (wrong := misfit(precision, rows, sides, is_training(params), shown)):
                 return refused(wrong)
         return support
 
@@ -166,12 +174,12 @@ class Vision(TrainingWorkload):
         from fp8bench.numerics.norms import joint_relative_frobenius, relative_error, relative_frobenius
 
         exact = PlainArithmetic(torch.float64)
-        given, gradients = outcome(self.prepare(setup), setup.settles)
-        wanted, exact_gradients = outcome(_state(setup, lambda name: exact, exact.carrier), False)
+        result, gradients = outcome(self.prepare(setup), setup.settles)
+        exact_result, exact_gradients = outcome(_state(setup, lambda name: exact, exact.carrier), False)
         if not gradients:
-            return {"output_error": relative_frobenius(given, wanted)}
+            return {"output_error": relative_frobenius(result, exact_result)}
         return {
-            "loss_error": relative_error(float(given), float(wanted)),
+            "loss_error": relative_error(float(result), float(exact_result)),
             "gradient_error": joint_relative_frobenius(gradients, exact_gradients),
         }
 

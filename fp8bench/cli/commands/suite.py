@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_options_of, check_alone, request_of, shared
+from fp8bench.cli.options import add_common, add_options_of, check_alone, request_of
 from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
+from fp8bench.cli.remaining_time import num_running_groups
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
 from fp8bench.measure.environment import command_line
@@ -82,7 +83,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_where(group: argparse._ArgumentGroup) -> None:
-    shared(group, "--store")
+    add_common(group, "--store")
     group.add_argument(
         "--config",
         type=types.path,
@@ -101,7 +102,7 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cell", type=types.whole(whole_number(0)), metavar="N", help="which cell of the plan, counted from 0"
     )
-    shared(group, *OUTPUTS)
+    add_common(group, *OUTPUTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -135,8 +136,8 @@ def run(arguments: argparse.Namespace) -> int:
             except OSError as error:
                 raise UsageError(f"--write-plan {file} could not be written ({error.strerror}).") from None
             count = "1 cell" if len(cells.cells) == 1 else f"{len(cells.cells)} cells"
-            again = f"fp8bench suite --plan {file} --cell 0"
-            complain(f"plan {cells.id}: {count} in {file}; one of them: {again}")
+            command = f"fp8bench suite --plan {file} --cell 0"
+            complain(f"plan {cells.id}: {count} in {file}; one of them: {command}")
         return EXIT_OK
     from fp8bench.pipeline import execute
 
@@ -155,7 +156,7 @@ def measure_and_tell(
         with _kept_or_shown(arguments), TERMINAL.measuring() as observer:
             run = execute(request, arguments.store, observer, command_line())
         _tell_how_to_go_on(run)
-    return _ended(run, arguments)
+    return _finish(run, arguments)
 
 
 def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
@@ -167,26 +168,27 @@ def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
         )
     with only_once():
         run = ceilings_run(request, arguments.store, command_line())
-    return _ended(run, arguments)
+    return _finish(run, arguments)
 
 
 def expected_time(plan: Plan, request: Request) -> str:
-    if not any(planned.runs for group in plan for planned in group.cases):
+    groups = num_running_groups(plan)
+    if not groups:
         return ""
     if request.budget is not None:
         return f"time: about {clock(request.budget)}, the budget, beside what starting takes"
-    energy = _energy_expected(plan, request)
+    energy = _energy_time(plan, request)
     if request.rounds is not None or request.quick:
         count = request.rounds or QUICK_ROUNDS
         return f"time: {count} rounds of every group take what they take{energy}; --budget SECONDS sets an end"
-    least = BUDGET_SECONDS * sum(any(planned.runs for planned in group.cases) for group in plan)
+    least = BUDGET_SECONDS * groups
     times = f"{clock(least)} to {clock(2 * least)}"
     return (
         f"time: about {times}, more where a step takes seconds or a GPU warms up{energy}; --budget SECONDS sets an end"
     )
 
 
-def _energy_expected(plan: Plan, request: Request) -> str:
+def _energy_time(plan: Plan, request: Request) -> str:
     """Only for GPUs, whose drivers have counters: those of other devices show only once they are opened."""
     rule = window_rule_for(request)
     if rule is None:
@@ -198,9 +200,9 @@ def _energy_expected(plan: Plan, request: Request) -> str:
         return ""
     idle = 2 * rule.idle_seconds * len(windows)
     least, most = (clock(idle + sum(windows) * seconds) for seconds in rule.window_seconds)
-    why = "turns of seconds (--sustained)" if rule.turn_seconds else "energy, which --no-energy leaves out"
-    more = ", more for that of phases" if rule.phases else ""
-    return f", and {least} to {most} for {why}{more}"
+    reason = "turns of seconds (--sustained)" if rule.turn_seconds else "energy, which --no-energy leaves out"
+    phases_words = ", more for that of phases" if rule.phases else ""
+    return f", and {least} to {most} for {reason}{phases_words}"
 
 
 def _cell(arguments: argparse.Namespace) -> int:
@@ -209,14 +211,14 @@ def _cell(arguments: argparse.Namespace) -> int:
 
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan and --cell go together: the plan's file, and the number of one of its cells.")
-    given = [arguments.suite] if arguments.suite is not None else []
-    check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, given)
+    positional = [arguments.suite] if arguments.suite is not None else []
+    check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, positional)
     plan = read_plan(arguments.plan)
     with only_once(), _kept_or_shown(arguments), TERMINAL.measuring() as observer:
         now, run = measure_cell(plan, arguments.cell, arguments.store, observer, command_line())
     if now:
-        return _ended(run, arguments)
-    return _told_again(run, arguments, f"cell {run.cell} is done: run {run.id}")
+        return _finish(run, arguments)
+    return _print_again(run, arguments, f"cell {run.cell} is done: run {run.id}")
 
 
 def _resume(arguments: argparse.Namespace) -> int:
@@ -230,21 +232,21 @@ def _resume(arguments: argparse.Namespace) -> int:
             resumed, run = resume(path, arguments.store, observer, command_line())
         _tell_how_to_go_on(run)
     if resumed:
-        return _ended(run, arguments)
-    return _told_again(run, arguments, f"run {run.id} is finished; nothing was missing")
+        return _finish(run, arguments)
+    return _print_again(run, arguments, f"run {run.id} is finished; nothing was missing")
 
 
-def _told_again(run: Run, arguments: argparse.Namespace, why: str) -> int:
+def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
     """Prints a run that was measured before, and writes the files that are asked for; its page in the store stays."""
     from fp8bench.jobs.after_run import published
 
-    complain(why)
+    complain(reason)
     print_run(run, arguments)
-    wanted = wanted_of(arguments)
-    if wanted.pages is not None and not wanted.pages.asked:
-        wanted = replace(wanted, pages=None)
-    told = published(run, arguments.store, wanted, complain)
-    return (EXIT_OK if run.ok else EXIT_FAILED) if told else EXIT_INTERRUPTED
+    outputs = wanted_of(arguments)
+    if outputs.pages is not None and not outputs.pages.asked:
+        outputs = replace(outputs, pages=None)
+    is_complete = published(run, arguments.store, outputs, complain)
+    return (EXIT_OK if run.ok else EXIT_FAILED) if is_complete else EXIT_INTERRUPTED
 
 
 @contextmanager
@@ -264,7 +266,7 @@ def _tell_how_to_go_on(run: Run) -> None:
         complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {resume}")
 
 
-def _ended(run: Run, arguments: argparse.Namespace) -> int:
+def _finish(run: Run, arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.after_run import after_run
 
     code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED
@@ -273,5 +275,5 @@ def _ended(run: Run, arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # it cuts the table short, and nothing else
         code = EXIT_INTERRUPTED
     finally:  # even if stdout cannot be written, the run belongs into the history
-        whole = after_run(run, arguments.store, wanted_of(arguments), complain)
-    return code if whole else EXIT_INTERRUPTED
+        is_complete = after_run(run, arguments.store, wanted_of(arguments), complain)
+    return code if is_complete else EXIT_INTERRUPTED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fp8bench.model.promises import Signature
@@ -40,12 +40,17 @@ class AuditFinding:
         return self.outcome is AuditOutcome.PASS and bool(self.code)
 
 
-def fail(code: str, why: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
-    return AuditFinding("", AuditOutcome.FAIL, code, why, "", error, expected)
+def fail(code: str, reason: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
+    return AuditFinding("", AuditOutcome.FAIL, code, reason, "", error, expected)
 
 
-def remark(code: str, why: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
-    return AuditFinding("", AuditOutcome.PASS, code, why, "", error, expected)
+def remark(code: str, reason: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
+    return AuditFinding("", AuditOutcome.PASS, code, reason, "", error, expected)
+
+
+def name_findings(check: str, findings: Iterable[AuditFinding]) -> tuple[AuditFinding, ...]:
+    """Returns the findings under their check's name; a check without findings has passed, which is one, too."""
+    return tuple(replace(finding, check=check) for finding in findings) or (AuditFinding(check),)
 
 
 def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:

@@ -43,15 +43,15 @@ def start_duel(duel: Duel, store: Path) -> DuelWriter:
     return DuelWriter.started(path, {"schema": SCHEMA, "duel": header})
 
 
-def _sound(result: CaseResult) -> CaseResult:
+def _check_result(result: CaseResult) -> CaseResult:
     same = result.before.case.id == result.after.case.id
-    whys = ["" if same else "its sides are of different cases", unsound(result.before), unsound(result.after)]
+    problems = ["" if same else "its sides are of different cases", unsound(result.before), unsound(result.after)]
     for session in result.sessions:
         for record, timings in ((result.before, session.before), (result.after, session.after)):
-            whys += [] if timings else ["a session has no times of a side"]
-            whys += [unsound(replace(record, timing=timing)) for timing in timings]
-    for why in filter(None, whys):
-        raise Malformed(why)
+            problems += [] if timings else ["a session has no times of a side"]
+            problems += [unsound(replace(record, timing=timing)) for timing in timings]
+    for problem in filter(None, problems):
+        raise Malformed(problem)
     return result
 
 
@@ -71,12 +71,12 @@ class DuelKind(Kind[Duel]):
 
         def take(content: Content) -> None:
             if "result" in content:
-                result = _sound(decode(CaseResult, content["result"]))
+                result = _check_result(decode(CaseResult, content["result"]))
                 results[result.after.case.id] = result
             elif "session" in content:
                 result = results[content["case"]]
-                more = (*result.sessions, decode(Session, content["session"]))
-                results[content["case"]] = _sound(replace(result, sessions=more))
+                sessions = (*result.sessions, decode(Session, content["session"]))
+                results[content["case"]] = _check_result(replace(result, sessions=sessions))
             elif "note" in content:
                 notes.append(decode(str, content["note"]))
             elif "end" in content:
@@ -94,13 +94,13 @@ class DuelKind(Kind[Duel]):
             path=str(path),
         )
 
-    def view(self, kept: Duel) -> View:
+    def view(self, duel: Duel) -> View:
         from fp8bench.features.duel.view import page_of, value_of
 
-        return View(partial(page_of, kept), partial(value_of, kept))
+        return View(partial(page_of, duel), partial(value_of, duel))
 
-    def report(self, kept: Duel) -> View:
-        return self.view(kept)
+    def report(self, duel: Duel) -> View:
+        return self.view(duel)
 
 
 KINDS = (DuelKind(),)

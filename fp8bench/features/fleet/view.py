@@ -32,7 +32,7 @@ LEGEND = (
 )
 
 
-def _named(report: FleetReport) -> Table | Text:
+def _outliers(report: FleetReport) -> Table | Text:
     if not report.alarms and not any(kind.deviations for kind in report.kinds):
         return Text(f"No machine stands out; times were not compared: no kind has {LEAST_MACHINES} machines with them.")
     if not report.alarms:
@@ -110,8 +110,8 @@ def _cases(report: FleetReport) -> Table:
 
 
 def _coverage(report: FleetReport) -> Iterator[Element]:
-    whole = report.settings - len(report.lacking)
-    yield Text(f"{whole} of {report.settings} cells were measured completely by at least one machine.")
+    complete = report.settings - len(report.lacking)
+    yield Text(f"{complete} of {report.settings} cells were measured completely by at least one machine.")
     yield Items(tuple(Text(f"measured by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
     yield Items(tuple(Text(words, Tone.DOUBT) for words in report.excluded))
 
@@ -171,7 +171,7 @@ def _problems_by_machine(report: FleetReport) -> dict[str, str]:
 
 def report_page(report: FleetReport, name: str) -> Page:
     parts = [
-        Part("named", "Machines that stand out", (_named(report),)),
+        Part("named", "Machines that stand out", (_outliers(report),)),
         Part("machines", "Machines", (_machines(report),)),
         Part("kinds", "Kinds of machines", (_kinds(report),)),
         Part("cases", "Cases side by side", (_cases(report),)),

@@ -10,19 +10,26 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.analysis.steps.change_points import newest_levels
 from fp8bench.analysis.steps.changes import Change, ChangeState, Found, case_of
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
-from fp8bench.features.gate.judging import Key, SecondLook, joined, key_of
+from fp8bench.features.gate.judging import Key, SecondLook, join_looks, key_of
 from fp8bench.features.gate.power import Newest
-from fp8bench.features.gate.stored_runs import GateSource, Pool, duel_with, failed, measured_again, unmeasured
+from fp8bench.features.gate.stored_runs import (
+    GateSource,
+    Pool,
+    duel_with,
+    failed_case,
+    remeasure_cases,
+    unmeasured_cases,
+)
 from fp8bench.jobs.history import all_changes, existing_store, read_history
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.model import Cell, Comparison, Direction, Evidence, Interval, Run, Status, Trend
+from fp8bench.model import Cell, Comparison, Direction, Evidence, Interval, Record, Run, Status, Trend
 from fp8bench.model.specs import COUNTS, PER, RELATIVE
 from fp8bench.pipeline import AGAIN
 from fp8bench.report.panels import together
@@ -38,7 +45,7 @@ _MOST_LOOKED_AT = 200
 _DERIVED = frozenset(name for name, _ in PER.values())
 
 
-def of_history(path: Path, observer: JobObserver) -> GateSource:
+def compare_history(path: Path, observer: JobObserver) -> GateSource:
     store = existing_store(path, observer)
     newest = next(_runs(store), None)
     title = f"the history in {path}"
@@ -47,33 +54,35 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     title = f"{title}, up to run {newest.id}"
     if all(record.status is Status.SKIPPED for record in newest.records):
         return GateSource(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
-    here, commit = commit_named("HEAD", Path()), newest.environment.get("commit")
-    if here is not None and isinstance(commit, str) and commit != here and commit_named(commit, Path()) is not None:
+    head, commit = commit_named("HEAD", Path()), newest.environment.get("commit")
+    if head is not None and isinstance(commit, str) and commit != head and commit_named(commit, Path()) is not None:
         return GateSource(
             title,
-            problem=f"the newest run is of commit {commit[:8]}, and nothing was measured since of {here[:8]}, which is "
+            problem=f"the newest run is of commit {commit[:8]}, and nothing was measured since of {head[:8]}, which is "
             "here.",
             code=EXIT_FAILED,
         )
     history = read_history(store, observer)
     series = tuple(_newest_of_series(history, newest))
     steps = all_changes(history, store, observer)
-    tonight, before = _nights(newest, store)
-    failures = (*_failures(tonight, before), *unmeasured(tonight, Evidence.HISTORY))
+    tonight, night_before = _latest_nights(newest, store)
+    failures = (*_failures(tonight, night_before), *unmeasured_cases(tonight, Evidence.HISTORY))
     if not steps.looked_at and not failures and not any(change.alarms for change in steps.changes):
-        why = "; ".join(f"{count} series: {words}" for words, count in steps.left.items()) or "there is no series"
-        return GateSource(title, problem=f"there is nothing to compare with: {why}.", code=EXIT_BASELINE, newest=series)
+        reason = "; ".join(f"{count} series: {words}" for words, count in steps.left.items()) or "there is no series"
+        return GateSource(
+            title, problem=f"there is nothing to compare with: {reason}.", code=EXIT_BASELINE, newest=series
+        )
     changes = _judgeable(steps, newest, history)
     pool: Pool = {}
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
-        return _second_looks([changes[key_of(suspect)] for suspect in suspects], tonight, store, observer, pool)
+        return _look_again([changes[key_of(suspect)] for suspect in suspects], tonight, store, observer, pool)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
-    known = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
-    notes = [f"{known} acknowledged: `fp8bench history regressions --all` tells them"] if known else []
-    notes += [f"{count} series not looked at: {why}" for why, count in steps.left.items()]
-    every = tuple(_unchanged(line.trend) for line in history.lines)
+    acknowledged = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
+    notes = [f"{acknowledged} acknowledged: `fp8bench history regressions --all` tells them"] if acknowledged else []
+    notes += [f"{count} series not looked at: {reason}" for reason, count in steps.left.items()]
+    every = tuple(_as_comparison(line.trend) for line in history.lines)
     budget = newest.request.budget
     return GateSource(title, comparisons, confirm, tuple(notes), newest=series, unchanged=every, budget=budget)
 
@@ -88,28 +97,33 @@ def _runs(store: Path) -> Iterator[Run]:
             yield run
 
 
-def _nights(newest: Run, store: Path) -> tuple[list[Run], list[Run]]:
+def _latest_nights(newest: Run, store: Path) -> tuple[list[Run], list[Run]]:
     """Returns the newest run with others of its commit, and those of the commit before, newest first: suites may have
     runs of their own."""
     place = from_facts(newest.environment.facts)
 
     def is_here(run: Run) -> bool:
-        other = from_facts(run.environment.facts)
-        return place is None or (other is not None and other.home.is_same(place.home))
+        candidate = from_facts(run.environment.facts)
+        return place is None or (candidate is not None and candidate.home.is_same(place.home))
 
     by_commit = groupby(filter(is_here, _runs(store)), lambda run: run.environment.get("commit"))
-    (_, *others), *before = (list(runs) for _, runs in islice(by_commit, 2))
-    clean = all(run.environment.get("dirty") is False for run in (newest, *others))
-    return [newest, *(others if clean else ())], before[0] if before else []
+    (_, *same_commit), *earlier = (list(runs) for _, runs in islice(by_commit, 2))
+    clean = all(run.environment.get("dirty") is False for run in (newest, *same_commit))
+    return [newest, *(same_commit if clean else ())], earlier[0] if earlier else []
 
 
-def _failures(tonight: Sequence[Run], before: Sequence[Run]) -> Iterator[Comparison]:
-    now, old = (
-        {record.case.id: record for run in reversed(night) for record in run.records} for night in (tonight, before)
-    )
-    for case, record in now.items():
-        if record.status is Status.FAILED and (case not in old or old[case].status is not Status.FAILED):
-            yield failed(case, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
+def _failures(tonight: Sequence[Run], night_before: Sequence[Run]) -> Iterator[Comparison]:
+    failed_before = {case for case, record in _newest_records(night_before).items() if record.status is Status.FAILED}
+    for case, record in _newest_records(tonight).items():
+        if record.status is Status.FAILED and case not in failed_before:
+            yield failed_case(case, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
+
+
+def _newest_records(night: Sequence[Run]) -> dict[str, Record]:
+    records: dict[str, Record] = {}
+    for run in reversed(night):
+        records |= {record.case.id: record for record in run.records}
+    return records
 
 
 def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]:
@@ -117,7 +131,7 @@ def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]
     the larger. A time is left out where its ratio to the reference has a series, because it also shows how fast the
     machine was; a time per FLOP is left to the time."""
     place = from_facts(newest.environment.facts)
-    here = [
+    open_changes = [
         change
         for change in steps.changes
         if change.state is ChangeState.OPEN
@@ -125,7 +139,7 @@ def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]
         and (place is None or history.is_of(change.trend, place))
     ]
     relative = _with_relative(history)
-    judged = (change for change in here if not _settled(change.trend, relative))
+    judged = (change for change in open_changes if not _has_relative(change.trend, relative))
     return {key_of(change.comparison): change for change in sorted(judged, key=_weight)}
 
 
@@ -139,13 +153,13 @@ def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
     finite = [(trend, values[abs(values) < math.inf]) for trend, values in latest]
     positive = [(trend, values) for trend, values in finite if len(values) and values.min() > 0]
     relative = _with_relative(history)
-    judged = [pair for pair in positive if not _settled(pair[0], relative)]
+    judged = [pair for pair in positive if not _has_relative(pair[0], relative)]
     for (trend, values), level in zip(judged, newest_levels([values for _, values in judged]), strict=True):
         value = float(values[-level.length :].mean() if level is not None else values.mean())
-        yield Newest(replace(_unchanged(trend), before=value, after=value), level)
+        yield Newest(replace(_as_comparison(trend), before=value, after=value), level)
 
 
-def _unchanged(trend: Trend) -> Comparison:
+def _as_comparison(trend: Trend) -> Comparison:
     series = trend.series
     unit = unit_of_series(series)
     return Comparison(case_of(trend), series.workload, series.metric, unit, Direction.SAME, Evidence.HISTORY)
@@ -166,7 +180,7 @@ def _lines_of(history: History, newest: Run) -> list[Line]:
     return [line for line in lines if line.ending.last.commit == commit] or lines
 
 
-def _settled(trend: Trend, relative: set[tuple[object, ...]]) -> bool:
+def _has_relative(trend: Trend, relative: set[tuple[object, ...]]) -> bool:
     return trend.series.unit == "seconds" and _place(trend) in relative
 
 
@@ -180,7 +194,7 @@ def _with_relative(history: History) -> set[tuple[object, ...]]:
     return {_place(line.trend) for line in lines if line.comparable}
 
 
-def _second_looks(
+def _look_again(
     suspects: Sequence[Change], tonight: Sequence[Run], store: Path, observer: JobObserver, pool: Pool
 ) -> SecondLook:
     """Has each suspect measured as the newest run was asked that has its case."""
@@ -188,12 +202,12 @@ def _second_looks(
     remaining = list(suspects)
     for run in tonight:
         cases = {(record.case.workload, cell_of(record.case, run)): record.case.id for record in reversed(run.records)}
-        here = [(suspect, cases[_cell(suspect)]) for suspect in remaining if _cell(suspect) in cases]
+        matching = [(suspect, cases[_cell(suspect)]) for suspect in remaining if _cell(suspect) in cases]
         remaining = [suspect for suspect in remaining if _cell(suspect) not in cases]
-        looks += _looks_of(here, run, store, observer, pool)
+        looks += _looks_of(matching, run, store, observer, pool)
     if remaining:
         looks.append(SecondLook({}, refused=f"run {tonight[0].id} does not have the case"))
-    return joined(looks)
+    return join_looks(looks)
 
 
 def _cell(suspect: Change) -> tuple[str, Cell | None]:
@@ -219,30 +233,27 @@ def _looks_of(
         yield replace(look, comparisons=named_again)
     if not alone:
         return
-    again, refused = measured_again(run, {case for _, case in alone}, store, observer)
-    if again is None:
+    rerun, refused = remeasure_cases(run, {case for _, case in alone}, store, observer)
+    if rerun is None:
         yield SecondLook({}, refused=refused)
         return
-    values = {key_of(change.comparison): _new_value(change, again) for change, _ in alone}
-    yield SecondLook({key: value for key, value in values.items() if value}, f"measured again in run {again.id}")
+    values = {key_of(change.comparison): _new_value(change, rerun) for change, _ in alone}
+    yield SecondLook({key: value for key, value in values.items() if value}, f"measured again in run {rerun.id}")
 
 
 def _new_value(change: Change, run: Run) -> Comparison | None:
     trend, step = change.trend, change.comparison
-    points = [
-        point
-        for point in followed(run).points
-        if (point.series, point.cell, point.version) == (trend.series.name, trend.cell, change.version)
-    ]
-    values = [value for point in points for value in point.samples]
+    place = trend.series.name, trend.cell, change.version
+    points = [point for point in followed(run).points if (point.series, point.cell, point.version) == place]
+    values = list(chain.from_iterable(point.samples for point in points))
     if points and points[0].status is Status.FAILED:
         return replace(step, direction=Direction.NONE, failed=True, why=points[0].reason)
     if not values or step.before is None or step.after is None:
         return None
     value = statistics.median(values)
     if not (math.isfinite(step.after) and math.isfinite(value)):
-        again = Direction.SAME if math.isfinite(value) else Direction.WORSE
-        return replace(step, direction=again, after=value)
+        direction = Direction.SAME if math.isfinite(value) else Direction.WORSE
+        return replace(step, direction=direction, after=value)
     if not step.before or not step.after:
         return None
     nearer = value > math.sqrt(step.before * step.after)

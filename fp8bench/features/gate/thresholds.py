@@ -66,7 +66,7 @@ def ruled_by(figure: Comparison, rules: Rules) -> ThresholdRule | None:
 
 
 def check_rules(rules: Rules, comparisons: tuple[Comparison, ...], file: str) -> list[str]:
-    idle = [rule for rule in rules if not any(rule.fits(comparison) for comparison in comparisons)]
+    idle = [rule for rule in rules if not any(map(rule.fits, comparisons))]
     if rules and comparisons and len(idle) == len(rules):
         some = comparisons[0]
         raise UsageError(

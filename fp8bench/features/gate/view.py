@@ -142,12 +142,13 @@ def page_of(verdict: GateVerdict) -> Page:
     if verdict.problem:
         parts.append(Part("problem", "Why", (Text(verdict.problem, Tone.BAD),)))
     unsure = Counter(figure.why for figure in verdict.of(GateOutcome.UNSURE) if figure.why)
-    parts += list_of("unsure", "Unsure, because", (f"{why} ({count})" for why, count in unsure.items()))
+    parts += list_of("unsure", "Unsure, because", (f"{reason} ({count})" for reason, count in unsure.items()))
     parts += list_of("notes", "Notes", (f"- {note}" for note in verdict.notes[:MOST_ROWS]))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
-    shown = [figure for name in _TITLES for figure in verdict.of(name)]
-    labels = label_legend(look for figure in shown for look in (figure.comparison, figure.again) if look is not None)
+    shown = verdict.of(*_TITLES)
+    looks = (*(figure.comparison for figure in shown), *(figure.again for figure in shown if figure.again is not None))
+    labels = label_legend(looks)
     footer = [*([_AGAIN] if any(figure.again for figure in shown) else []), _WORSE, *labels] if shown else []
     facts = [("judged", verdict.counts)] if verdict.judged else []
     if verdict.sights:
@@ -170,8 +171,8 @@ def _part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> P
         Col("why", lambda figure: figure.why, below=True),
     ]
     name = outcome.replace(" ", "-")
-    rows, more = table(name, "", cols, judged[:MOST_ROWS]), len(judged) - MOST_ROWS
-    return Part(name, title, (rows, Text(f"and {more} more")) if more > 0 else (rows,))
+    rows, hidden = table(name, "", cols, judged[:MOST_ROWS]), len(judged) - MOST_ROWS
+    return Part(name, title, (rows, Text(f"and {hidden} more")) if hidden > 0 else (rows,))
 
 
 def summary(sights: Sequence[Sight]) -> str:
@@ -233,8 +234,8 @@ def review(verdict: GateVerdict, duel: Duel) -> Review:
     for result in duel.results:
         if (status := unlike[result.after.case.id]) is not None:
             levels = f"{result.before.support.level} on base, {result.after.support.level} on head"
-            why = result.after.reason or result.before.reason or levels
-            whys[status].append(f"{result.after.case.id}: {why}")
+            reason = result.after.reason or result.before.reason or levels
+            whys[status].append(f"{result.after.case.id}: {reason}")
     for figure in verdict.of(GateOutcome.REGRESSION):
         of_numbers = spec_of(figure.comparison.metric).of_workload
         whys[ReviewStatus.QUALITY if of_numbers else ReviewStatus.REGRESSION].append(_change(figure))
@@ -274,19 +275,21 @@ def _change(figure: JudgedFigure) -> str:
     return f"{_title(figure)}: {signed(figure.comparison.ratio)}"
 
 
-def comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, again: str) -> str:
+def comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, command: str) -> str:
     """Returns Markdown: the outcome, the figure that it rests on, the table, then what else there is to say."""
-    whys = [shortened(why, 300) for why in reviewed.whys[:_MOST_WHYS]]
-    more = len(reviewed.whys) - len(whys)
-    elements: list[Element] = [Text(why) for why in whys[:1]]
+    whys = [shortened(reason, 300) for reason in reviewed.whys[:_MOST_WHYS]]
+    hidden = len(reviewed.whys) - len(whys)
+    elements: list[Element] = [Text(reason) for reason in whys[:1]]
     if verdict is not None and verdict.sights and not whys:
         elements.append(Text(f"{_SMALLEST} that would have been found: {summary(verdict.sights)}"))
     if duel is not None and verdict is not None:
         elements.append(_figures(verdict))
-    elements.append(Items(tuple(map(Text, (*whys[1:], *([f"and {more} more"] if more > 0 else []))))))
+    elements.append(Items(tuple(map(Text, (*whys[1:], *([f"and {hidden} more"] if hidden > 0 else []))))))
     if duel is not None and verdict is not None:
         elements.append(Text(f"{verdict.counts}. {_sides(duel)}"))
-    return markdown.render(Page(f"fp8bench: {reviewed.headline}", "", (Part("review", "", (*elements, Code(again))),)))
+    return markdown.render(
+        Page(f"fp8bench: {reviewed.headline}", "", (Part("review", "", (*elements, Code(command))),))
+    )
 
 
 def _sides(duel: Duel) -> str:

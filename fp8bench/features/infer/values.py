@@ -219,7 +219,7 @@ class ServingAnswer:
     finished: bool = True
     experts: float | None = None
 
-    def moved(self, arm: ServedArm) -> StepBytes:
+    def bytes_read(self, arm: ServedArm) -> StepBytes:
         """Returns the bytes that a step reads at the longest context."""
         question = self.question
         return step_bytes(served_shape(question.size), arm, question.batch, question.contexts[-1], self.experts)

@@ -13,8 +13,10 @@ import os
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -154,21 +156,22 @@ def run_power(
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
             facts = device_named(device, worker.probe())
             environment = gather(worker.software(), __version__, 1)
-            kept = {**{name: environment.get(name) for name in _KEPT}, "device": facts.name}
+            recorded_facts = {**{name: environment.get(name) for name in _KEPT}, "device": facts.name}
             results: list[Arms] = []
-            wanted = words or OPERATIONS
-            for operation in (each for each in operations(corpus.identity, facts) if each.key in wanted):
+            selected = words or OPERATIONS
+            chosen = [operation for operation in operations(corpus.identity, facts) if operation.key in selected]
+            for operation in chosen:
                 done = tuple(results)
                 with observer.counting() as tell:  # each operation has its own time left
 
                     def after(result: Arms, done: tuple[Arms, ...] = done, tell: Tell = tell) -> None:
                         tell(len(result.loads), trials, "trials", result.operation)
                         if path is not None:
-                            _write(path, (*done, result), kept)
+                            _write(path, (*done, result), recorded_facts)
 
                     results.append(measure_power(worker, facts, operation, trials, len(results), after))
-    rows = tuple(row for result in results for row in summarise(result))
-    return Power(rows, tuple(sorted(load for result in results for load in result.loads)))
+    loads = chain.from_iterable(result.loads for result in results)
+    return Power(tuple(chain.from_iterable(map(summarise, results))), tuple(sorted(loads)))
 
 
 def measure_power(
@@ -249,16 +252,16 @@ def _trial(worker: Worker, session: RoundSession, operation: Operation, result: 
 def _cost(case: Timing, reference: Timing, control: Timing | None) -> float:
     """Returns the seconds that a comparison's three arms took in the candidate's rounds."""
     rounds = {slot.round for slot in case.slots}
-    timings = [case, reference] + ([control] if control is not None else [])
-    return sum(slot.wall_seconds for timing in timings for slot in timing.slots if slot.round in rounds)
+    slots = [*case.slots, *reference.slots, *(control.slots if control is not None else ())]
+    return sum(slot.wall_seconds for slot in slots if slot.round in rounds)
 
 
 def summarise(result: Arms) -> list[PowerRow]:
-    return [_row(result.operation, effect, found) for effect, found in result.outcomes.items()]
+    return [_row(result.operation, effect, outcomes) for effect, outcomes in result.outcomes.items()]
 
 
 def _row(operation: str, effect: float, outcomes: Sequence[PowerOutcome]) -> PowerRow:
-    counts = {verdict: sum(outcome.verdict == verdict.value for outcome in outcomes) for verdict in Verdict}
+    counts = Counter(outcome.verdict for outcome in outcomes)
     seconds = [outcome.seconds for outcome in outcomes]
     return PowerRow(
         operation,
@@ -303,35 +306,31 @@ def power_table(power: Power) -> str:
     return "\n".join(lines)
 
 
+def _operation_value(result: Arms) -> dict[str, Any]:
+    comparisons = {}
+    for effect, outcomes in result.outcomes.items():
+        comparisons[str(effect)] = list(map(_outcome_value, outcomes))
+    return {
+        "operation": result.operation,
+        "step_seconds": result.step_seconds,
+        "seconds": result.seconds,
+        "tiny_calls": {str(effect): result.extra(effect) for effect in result.outcomes},
+        "loads": [round(load, 2) for load in result.loads],
+        "comparisons": comparisons,
+    }
+
+
+def _outcome_value(outcome: PowerOutcome) -> list[str | float]:
+    ratios = [round(ratio, 5) for ratio in (outcome.ratio, outcome.low, outcome.high)]
+    return [outcome.verdict, round(outcome.seconds, 3), outcome.rounds, *ratios]
+
+
 def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> None:
     """Writes all figures and comparisons anew."""
     content = {
         "environment": environment,
-        "rows": [asdict(row) for result in results for row in summarise(result)],
-        "operations": [
-            {
-                "operation": result.operation,
-                "step_seconds": result.step_seconds,
-                "seconds": result.seconds,
-                "tiny_calls": {str(effect): result.extra(effect) for effect in result.outcomes},
-                "loads": [round(load, 2) for load in result.loads],
-                "comparisons": {
-                    str(effect): [
-                        [
-                            outcome.verdict,
-                            round(outcome.seconds, 3),
-                            outcome.rounds,
-                            round(outcome.ratio, 5),
-                            round(outcome.low, 5),
-                            round(outcome.high, 5),
-                        ]
-                        for outcome in outcomes
-                    ]
-                    for effect, outcomes in result.outcomes.items()
-                },
-            }
-            for result in results
-        ],
+        "rows": [asdict(row) for row in chain.from_iterable(map(summarise, results))],
+        "operations": list(map(_operation_value, results)),
     }
     with keeping(f"--json {path}", "Name a file in a folder you may write."):
         write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")

@@ -29,6 +29,7 @@ from fp8bench.plan.make import check_names, make_plan
 from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Layer
 from fp8bench.registry import precisions, workloads
+from fp8bench.report.panels import together
 from fp8bench.workloads.model import MADE
 
 
@@ -84,7 +85,7 @@ def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
 
 def write_map(study: Study, path: Path) -> None:
     """Writes the suggested map as a file for --precision-map. Raises UsageError if none is suggested."""
-    trial = study.suggested
+    trial = study.suggestion
     if trial is None:
         raise UsageError(f"no map is suggested, so {path} was not written. The tables above say why.")
     head = f"{study.low} in {trial.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
@@ -190,8 +191,8 @@ class StudyRuns:
         groups = groups_of(self.layers, self.study.by)
         total = 1 + DRAWS + len(groups) + 1
 
-        def train(words: str, trial: LayerTrial, gradients: bool = False, more: int = 0) -> LayerTrial:
-            tell(self.done, total + more, "trainings", f"training with {words}")
+        def train(words: str, trial: LayerTrial, gradients: bool = False, extra: int = 0) -> LayerTrial:
+            tell(self.done, total + extra, "trainings", f"training with {words}")
             self.done += 1
             return self._train(trial, gradients)
 
@@ -210,23 +211,23 @@ class StudyRuns:
                 precision, layer_map = self.low.precision, self._map_of(names)
             trial = LayerTrial(name, kind, precision, layer_map, names)
             self.add(probes=(*self.study.probes, train(f"{name} low", trial, gradients=True)))
-        for more, (name, left) in enumerate(self._candidates()):
-            trial = LayerTrial(name, "", self.low.precision, self._map_of(left), left)
-            gradients = more == 0 or self.study.gradient_tolerance is not None
-            self.add(candidates=(*self.study.candidates, train(name, trial, gradients, more)))
+        for extra, (name, low_layers) in enumerate(self._candidates()):
+            trial = LayerTrial(name, "", self.low.precision, self._map_of(low_layers), low_layers)
+            gradients = extra == 0 or self.study.gradient_tolerance is not None
+            self.add(candidates=(*self.study.candidates, train(name, trial, gradients, extra)))
             if self.study.keeps(self.study.candidates[-1]):
                 return
 
     def _candidates(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        left = {layer.name: None for layer in self.layers}
+        low_layers = {layer.name: None for layer in self.layers}
         name = _ALL
-        yield name, tuple(left)
+        yield name, tuple(low_layers)
         for worst in self.study.ranking:
             name = f"{_ALL} but {worst.name}" if name == _ALL else f"{name}, {worst.name}"
             for layer_name in worst.low:
-                del left[layer_name]
-            if left:
-                yield name, tuple(left)
+                del low_layers[layer_name]
+            if low_layers:
+                yield name, tuple(low_layers)
 
     def _map_of(self, names: Sequence[str]) -> PrecisionMap:
         return map_of(self.layers, names, (self.low.precision, self.reference.precision), self.high)
@@ -244,18 +245,18 @@ class StudyRuns:
             if not (isinstance(error, WorkerFault) and error.out_of_memory):
                 self.worker.restart()  # after an error on a GPU nothing in that process works any more
             return replace(trial, failure=str(error))
-        return replace(trial, losses=losses, failure=_unsound(losses, steps))
+        return replace(trial, losses=losses, failure=_why_unsound(losses, steps))
 
 
 def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str, ...]]]:
     """Returns what is low at a time: (name, kind, names of layers)."""
     if by is By.LAYER:
         return [(layer.name, layer.kind, (layer.name,)) for layer in layers]
-    kinds = dict.fromkeys(layer.kind for layer in layers)
-    return [(kind, kind, tuple(layer.name for layer in layers if layer.kind == kind)) for kind in kinds]
+    names = together((layer.kind, layer.name) for layer in layers)
+    return [(kind, kind, tuple(members)) for kind, members in names.items()]
 
 
-def _unsound(losses: Sequence[float], steps: int) -> str:
+def _why_unsound(losses: Sequence[float], steps: int) -> str:
     """Says why losses cannot be compared; '' if they can."""
     wrong = next((step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
     if wrong is not None:
