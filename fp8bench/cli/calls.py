@@ -139,11 +139,13 @@ def takes_options_of(*kinds: type, without: Iterable[str] = ()) -> Callable[[F],
 
     def add_options(function: F) -> F:
         signature = inspect.signature(function)
+        # 1. Its own parameters, without the catch-all that takes the options.
         parameters = {
             name: parameter
             for name, parameter in signature.parameters.items()
             if parameter.kind is not parameter.VAR_KEYWORD
         }
+        # 2. A keyword for each field of the options' classes.
         for kind in kinds:
             for word, field in keywords_of(kind).items():
                 if word not in parameters and word not in without:
@@ -153,12 +155,14 @@ def takes_options_of(*kinds: type, without: Iterable[str] = ()) -> Callable[[F],
                     )
 
         @wraps(function)
+        # 3. A wrong keyword is answered with the nearest right one, before anything runs.
         def call(*values: Any, **keywords: Any) -> Any:
             for word in keywords:
                 if word not in parameters:
                     raise _unknown_argument(function.__name__, word, parameters)
             return function(*values, **keywords)
 
+        # help() and editors read this signature.
         vars(call)["__signature__"] = signature.replace(parameters=list(parameters.values()))
         return cast(F, call)
 

@@ -113,14 +113,17 @@ def with_config(
 
 def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
     """Reads a file's values by the destinations of the command's options."""
+    # 1. Options of a mode are read together: they make one word like fp8-delayed:history=16.
     options = _options_of(command)
     content = read_mapping("--config", file, "options, in lines like `dtypes: fp32,bf16`")
     mode_options = {key: content.pop(key) for key in (SWITCH, *MODE_OPTIONS) if key in content}
+    # 2. Each key by the parser of its option, so that a file and a command line mean the same.
     values: dict[str, Any] = {}
     for key, raw_value in content.items():
         try:
             name, value = _as_option(key, raw_value, options)
             action = options.get(name) or options.get(name.replace("_", "-"))
+            # Keys of trainers are known to some commands only, and suggested anyway.
             if action is None:
                 known_keys = [*options, SWITCH, *MODE_OPTIONS, *TRAINER_KEYS]
                 raise UnknownName("key", key, known_keys, f"the options of {command.prog}, without dashes")
@@ -134,6 +137,7 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
         if action.dest in values and not _repeats(action):
             raise UsageError(f"{file}: {key!r} sets what another key sets. Keep one of the two.")
         values[action.dest] = [*values.get(action.dest, ()), *parsed] if _repeats(action) else parsed
+    # 3. The mode joins the other precisions.
     compiles = values.get("compile") == "yes" or ("compile", ("yes",)) in values.get("axes", ())
     mode = _mode_of(file, mode_options, compiles)
     if mode:

@@ -298,6 +298,7 @@ def _report_exits() -> Iterator[None]:
 
 
 def _run(words: list[str]) -> int:
+    # 1. A suite in a command's place is the commonest mistake: say what was meant.
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         from fp8bench.plan.asked_suites import known_suites
 
@@ -307,16 +308,19 @@ def _run(words: list[str]) -> int:
                 instead=("fp8bench", "suite", *words),
             )
         raise UnknownName("command", words[0], COMMANDS)
+    # 2. Only the command that is asked for is built: imports cost what people wait for.
     parser = build_parser([word for word in words if word in COMMANDS][:1])
     arguments = parse(parser, words)
     if getattr(arguments, "config", None) is not None:
         from fp8bench.cli.config_file import with_config
 
         arguments = with_config(parser, commands_of(parser)[arguments.command], words, arguments.config)
+    # 3. A command alone prints its help.
     arguments.words = words
     if arguments.command is None or getattr(arguments, "subcommand", "") is None:
         meant_by(parser, arguments).print_help()
         return EXIT_OK
+    # 4. Run it; code of the user's own may not end us in silence.
     check_working_directory()
     import_own(arguments)
     try:
@@ -327,6 +331,7 @@ def _run(words: list[str]) -> int:
         raise UsageError(
             f"code of your own ended the command: {own_words(error)}. Let it raise an error instead."
         ) from None
+    # Flushes stdout: a full disk is noticed here, where it has an exit code, and not while Python ends.
     say("")
     return code
 

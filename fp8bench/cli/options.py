@@ -68,6 +68,7 @@ def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _parser_of(kind: str, option: RequestOption) -> dict[str, Any]:
+    # From the most special on: a type's own reader comes last.
     if option.choices:
         return {"choices": tuple(filter(None, option.choices)), "metavar": option.metavar or None}
     if option.parse == "each":
@@ -93,7 +94,7 @@ _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
 
 
 def add_common(group: argparse._ActionsContainer, *options: str, **replaced: str) -> None:
-    """Adds options that several commands have; `other` replaces arguments, such as the help."""
+    """Adds options that several commands have; `replaced` has other arguments, such as the help."""
     from_request = arguments_of()
     for option in options:
         arguments = from_request[option][1] if option in from_request else _SHARED[option]
@@ -118,6 +119,7 @@ def add_options_of(group: argparse._ArgumentGroup, kind: type = Request) -> None
 
 
 def check_alone(words: Sequence[str], allowed: Collection[str], positional: Sequence[str] = ()) -> None:
+    # '--rounds=5' is given as much as '--rounds 5'.
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
     refused = [*positional, *(word for word in options if word not in allowed)]
     if refused:
@@ -131,6 +133,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
     request_fields = {
         field.name: getattr(arguments, field.name) for field in fields(Request) if hasattr(arguments, field.name)
     }
+    # An axis that is set twice has the values of both.
     axes: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.axes:
         axes[name] = (*axes.get(name, ()), *values)

@@ -82,18 +82,21 @@ class CommandResult:
 
 def check_outputs(arguments: argparse.Namespace) -> None:
     """Refuses impossible outputs before anything is measured."""
+    # 1. Two things that would print at one place.
     options = vars(arguments)
     if options.get("json") and options.get("csv") == "-":
         raise UsageError("--json and --csv - would both print on stdout. Give --csv a file, or leave one out.")
     pages = [name for name in ("html", "md", "open") if options.get(name)]
     if pages and not options.get("report", True):
         raise UsageError(f"--no-report writes none, and --{pages[0]} wants one. Leave one out.")
+    # 2. Nothing measured has nothing to export.
     if options.get("dry_run"):
         check_files({"--write-plan": options.get("write_plan")})
         on_stdout = ["json or --csv"] if options["json"] or options["csv"] is not None else []
         exports = [name for name in ("trace", "log", "live") if options.get(name)]
         for name in (*on_stdout, *pages, *exports):
             raise UsageError(f"--dry-run measures nothing, so that there is nothing for --{name}. Leave one out.")
+    # 3. Files that cannot be written: better now than after an hour.
     if options.get("csv") not in (None, "-"):
         check_files({"--csv": options["csv"]}, "a file, or '-'")
     for name in ("html", "md", "live"):
@@ -169,7 +172,8 @@ def tell(
 ) -> None:
     """Prints a result as asked: as a page, JSON or CSV, with the files that are wanted.
 
-    `whole` is the page for Markdown if that has more; `again` says how to repeat a file that could not be written.
+    `full_page` is the page for Markdown if that has more; `repeat_words` say how to repeat a file that could not be
+    written.
     """
     options = vars(arguments)
     table, text = csv_text(*rows()) if options.get("csv") is not None else "", ""

@@ -50,6 +50,7 @@ class LiveLine:
     @property
     def room(self) -> int:
         """The columns that may be used: some terminals wrap after the last one."""
+        # One column less than there is.
         return (columns_of(self._stream) or _FALLBACK_COLUMNS) - 1 if self._stream is not None else 0
 
     def show(self, text: str) -> None:
@@ -88,14 +89,6 @@ class LiveBlock:
     def room(self) -> int:
         return _size(self._stream)[0] - 1
 
-    def can_show(self, letters: str) -> bool:
-        """Whether the terminal's encoding has these letters."""
-        try:
-            letters.encode(getattr(self._stream, "encoding", None) or "utf-8")
-        except (UnicodeError, LookupError):
-            return False
-        return True
-
     def show(self, text: str) -> None:
         """Shows these lines, cut where the terminal ends. They may be coloured."""
         if self._stream is not None:
@@ -110,6 +103,7 @@ class LiveBlock:
         live = self._live or self._start_live(stream)
         old_size, self._size = self._size, _size(stream)
         live.console.size = self._size
+        # What lies beyond the old lines is unknown now.
         if old_size not in (self._size, _NOT_DRAWN):
             live.console.clear()
         live.update(Text.from_ansi(text, no_wrap=True, overflow="crop"), refresh=True)
@@ -120,6 +114,7 @@ class LiveBlock:
 
         self._live = Live(
             console=Console(file=stream, force_terminal=True),
+            # No thread of rich's may draw while a slot is timed.
             auto_refresh=False,
             transient=True,
             redirect_stdout=False,
@@ -127,6 +122,7 @@ class LiveBlock:
             vertical_overflow="crop",
         )
         self._live.start()
+        # rich hides it, and a killed job would leave the terminal without one.
         self._live.console.show_cursor(True)
         return self._live
 
@@ -185,6 +181,7 @@ def _short_names(plan: Plan) -> dict[str, str]:
     """Returns for each setting its workload, and what tells it from the others of this workload: 'gemm m=256'."""
     cases = [group.cases[0].case for group in plan]
     values: dict[tuple[str, str], set[Scalar]] = {}
+    # First which values each parameter takes, then which parameters tell settings apart.
     for case in cases:
         for name, value in (*case.params, ("device", case.device)):
             values.setdefault((case.workload, name), set()).add(value)
@@ -210,6 +207,7 @@ class RunProgress(_FollowedPlan, LiveLine):
 
     def planned(self, plan: Plan) -> None:
         self._total, self._done = plan.num_cases, 0
+        # Notes scroll away above the line that changes.
         for note in plan.what_fits:
             self._write(f"{_ERASE}{printable(note)}\n")
         self._begin(plan)
@@ -276,6 +274,7 @@ def call_regularly(beat: Callable[[], None]) -> Iterator[None]:
         while not ended.wait(_BEAT_SECONDS):
             beat()
 
+    # A daemon: it must not keep a process alive that was interrupted.
     thread = threading.Thread(target=call_repeatedly, daemon=True)
     thread.start()
     try:
@@ -298,6 +297,7 @@ class CountedLines:
     def tell(self, done: int, total: int, things: str, doing: str) -> None:
         now, share = self._clock(), done / total
         self._doing = f"{done}/{total} {things}, {doing}"
+        # Rounded, because ten shares of a tenth do not sum up to 1.
         if now - self._said_at >= _LINE_SECONDS and round(share - self._share, 6) >= _LINE_SHARE:
             self._said_at, self._share, spent = now, share, now - self._begun
             self._say(f"{done}/{total} {things} after {units.clock(spent)}{time_left(spent, share)}, {doing}")

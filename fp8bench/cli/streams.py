@@ -16,6 +16,7 @@ def make_usable() -> None:
     """Replaces missing streams by silent ones, and makes names that cannot be encoded printable."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        # pythonw and some daemons start without streams.
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
@@ -27,6 +28,7 @@ def say(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
+    # Who pipes into head has seen what he wanted.
     except BrokenPipeError:
         silence()
     except OSError as error:
@@ -45,6 +47,7 @@ def complain(text: str) -> None:
     columns = os.environ.get("COLUMNS", "")
     width = (int(columns) if columns.isdecimal() else 0) or columns_of(sys.stderr)
     lines = [printable(line) for line in f"fp8bench: {text}".splitlines()]
+    # A log keeps whole lines, which can be searched.
     if width:
         wide = max(width, MIN_WIDTH)
         folded: list[str] = []

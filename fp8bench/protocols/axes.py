@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fp8bench.errors import UsageError
 from fp8bench.model import Scalar
@@ -87,12 +88,29 @@ def one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def count_axis(name: str, description: str, default: str, low: int = 1, high: int = 1 << 24, **kind: Any) -> Axis:
+    """An axis of whole numbers; `kind` says whether it is quiet, and its default under --quick."""
+    return Axis(name, description, (default,), whole_number(low, high), **kind)
+
+
+def choice_axis(name: str, description: str, *choices: str, **kind: Any) -> Axis:
+    """An axis of words, of which the first is its default; `kind` as above."""
+    return Axis(name, description, choices[:1], one_of(*choices), **kind)
+
+
+def whole_values(params: Mapping[str, Scalar], *names: str) -> Iterator[int]:
+    return (int(params[name]) for name in names)
+
+
 # For every suite that draws its own operands. On a GPU at its power limit they change the clock, and so the time.
-VALUES = Axis(
+VALUES = choice_axis(
     "values",
     "what operands are made of: normal (standard), uniform (-1 to 1), integers (-4 to 4), ones or zeros",
-    ("normal",),
-    one_of("normal", "uniform", "integers", "ones", "zeros"),
+    "normal",
+    "uniform",
+    "integers",
+    "ones",
+    "zeros",
     quiet=True,
 )
 CONTIGUOUS, TRANSPOSED, PADDED, STRIDED = LAYOUTS = ("contiguous", "transposed", "padded", "strided")
@@ -108,12 +126,13 @@ LAYOUT = Axis(
     quiet=True,
 )
 HOT, COLD, ROTATING = "hot", "cold", "rotating"
-CACHE = Axis(
+CACHE = choice_axis(
     "cache",
     "what the last cache holds when a call begins: hot: what the one before left; cold: nothing of the state; "
     "rotating: other states",
-    (HOT,),
-    one_of(HOT, COLD, ROTATING),
+    HOT,
+    COLD,
+    ROTATING,
     quiet=True,
 )
 # Flushing writes, and rotating states fill, this multiple of the last cache: its replacement need not be by age.

@@ -107,14 +107,17 @@ class Bench(UntimedPasses):
         already_running = running()
         fusing.forget_waiting()  # those that passes called are never compiled
         cache = CACHE.of(dict(case.params))
+        # 1. The first step pays for what happens once: allocations, kernels that are chosen or compiled.
         with under(precision), restore_switches(), aside(), nothing_left_on_error():
             make = partial(self._state_after_one_step, workload, case, facts)
             first = make()
             states = rotation(first, make, facts, device) if cache == ROTATING else (first,)
+        # 2. What the cache holds before a call.
         flush = flush_of(facts) if cache == COLD else None
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
         started = running() - already_running
+        # 3. Ready for slots, with what it has left running to be told when it is released.
         self._prepared[key] = Prepared(
             workload,
             precision,
@@ -214,6 +217,7 @@ class Bench(UntimedPasses):
         if released is None:
             return ()
         device, started = released.device, released.started
+        # The state must be gone before memory is given back.
         del released
         gc.collect()
         device.empty_cache()
@@ -244,6 +248,7 @@ class Bench(UntimedPasses):
     def bare_loop(self, case: Case, facts: DeviceFacts, steps: int, rounds: int) -> tuple[list[float], list[float]]:
         key = f"bare-loop:{case.id}"
         self.prepare(key, case, facts)
+        # Both loops in one state: another one would lie elsewhere in memory.
         try:
             prepared = self._prepared[key]
             with prepared.precision.scope():

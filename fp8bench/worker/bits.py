@@ -34,7 +34,7 @@ def digest(tensor: Any) -> int:
 
 
 def sketch(tensor: Any, original: Any = None) -> Any:
-    """Sums a tensor's numbers, or their differences from a copy made `before`, under random signs. The sums of two
+    """Sums a tensor's numbers, or their differences from an `original`, under random signs. The sums of two
     tensors are about as far apart as the tensors are."""
     dtype, sums = _numbers_as(tensor.dtype), torch.zeros(_SUMS, dtype=torch.float64, device=tensor.device)
     wide = torch.float64 if dtype is torch.float64 else torch.float32

@@ -64,6 +64,7 @@ def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmet
     import torch
 
     random = torch.Generator(facts.key).manual_seed(seed)
+    # Casts happen here, once: a ceiling is of the product alone.
     if limit is Limit.PRODUCT:
         m, n, k = shape
         a, b = (torch.randn(rows, k, generator=random, device=facts.key).to(arithmetic.carrier) for rows in (m, n))
@@ -75,6 +76,7 @@ def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmet
         block = torch.rand(min(count, _DRAWN), generator=random, device=facts.key)
         return block.repeat(math.ceil(count / len(block)))[:count]
 
+    # The other limits move memory: one array, or two and a target.
     count = max(1, shape[0] // _ELEMENT)
     source = random_array()
     if limit is Limit.LAUNCH:
@@ -83,6 +85,7 @@ def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmet
     if limit is Limit.TRIAD:
         return partial(torch.add, source, random_array(), alpha=3.0, out=target)
     if limit is Limit.LOAD:
+        # Only pinned memory is copied at the speed of the bus.
         return partial(target.copy_, torch.ones(source.shape).pin_memory(), non_blocking=True)
     return partial(target.copy_, source)
 
@@ -142,12 +145,14 @@ def _best(
     the best rate so far is left out, and so are all that do more work."""
     best, winner, tried, share = 0.0, next(iter(counts)), 0, seconds / len(counts)
     for shape, count in counts.items():
+        # Larger shapes take longer still: none of them could end in its share.
         if best and count / best > share:
             break
         tried += 1
         end = time.perf_counter() + share
         call = prepared(shape)
         call()
+        # One call to warm up was above; this one tells how many calls a stretch takes.
         once = _stretch(call, 1, wait)
         calls = max(1, int(_STRETCH_SECONDS / once))
         stretches = [once]

@@ -22,6 +22,7 @@ def errors_of(returned: object) -> dict[str, float]:
         _text(name, "a name that error() gives"): _number(value, f"error()[{name!r}]")
         for name, value in returned.items()
     }
+    # A name of one of our own figures would take its place in tables.
     if wrong := next(filter(None, map(taken, errors)), ""):
         raise ValueError(f"error() gives a number whose name is not free: {wrong}.")
     return errors
@@ -48,6 +49,7 @@ def _statistics(returned: object) -> TensorStatistics:
         raise TypeError(f"statistics() gave {_describe(returned)}; expected a TensorStatistics")
     outside, holds = [], ("outside of TensorStatistics holds", "a tuple")
     for row in _iterable(returned.outside, *holds):
+        # Rows may be any sequence of three.
         match tuple(_iterable(row, *holds)):
             case (name, over, under):
                 share = f"a share in outside of {returned.kind!r}"
@@ -74,6 +76,7 @@ def _iterable(value: Any, subject: str, expected: str) -> Iterable[Any]:
 def _text(value: object, subject: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{subject} is {_describe(value)}; expected a text")
+    # A subclass of str may have code of its own, and come from torch.
     text = str.__str__(value)
     try:
         text.encode()

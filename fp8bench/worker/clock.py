@@ -145,6 +145,7 @@ def calibrate(device: Device, index: int) -> Overheads:
         stamper.recycle()
         clock.begin()
 
+    # An empty loop costs too: it is taken off everything else.
     loop = _best(lambda: None, _empty)
     on = _best(fresh, lambda: _enter(clock)) - loop
     off = _best(fresh, lambda: _enter(SilentPhases())) - loop
@@ -152,6 +153,7 @@ def calibrate(device: Device, index: int) -> Overheads:
     pair = None
     if device.kind != "cpu":
         fresh()
+        # Events wait behind other work, so that the device and not the host sets their distance.
         device.occupy(index, max(_OCCUPIED_SECONDS, 2 * _QUEUED * stamp))
         stamps = [now() for _ in range(_QUEUED)]
         intervals = sorted(stamper.intervals_ns(stamps))

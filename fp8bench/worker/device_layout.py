@@ -276,16 +276,19 @@ class LaidOutArithmetic(Arithmetic):
     def _make_recipe(self, name: str, source: Any, role: Role, shadow: _Shadow | None) -> _Recipe:
         import torch
 
+        # 1. The hardware's own code on tensors without memory: sizes, and nothing computed.
         with torch.device("meta"), torch.no_grad():
             like = None if source is None else torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
             arguments = () if shadow is None else (shadow.operand,)
             result = getattr(self._hardware, name)(*arguments, like, role)
+        # 2. Storages that come in; all others are new.
         operands = result if isinstance(result, tuple) else (result,)
         places = {} if like is None else {like.untyped_storage()._cdata: _SOURCE}
         if shadow is not None:
             places |= {tensor.untyped_storage()._cdata: _GIVEN[n] for n, tensor in enumerate(shadow.operand.tensors)}
         sizes: list[int] = []
         parts = []
+        # 3. Views of one storage count once, whatever their number.
         for operand in operands:
             numbers = []
             for tensor in () if operand is None else operand.tensors:

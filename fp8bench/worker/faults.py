@@ -29,7 +29,7 @@ class DescribedFault(NamedTuple):
 
 
 def describe_fault(error: BaseException, asks_devices: bool = True) -> DescribedFault:
-    """Describes an exception. With `known` False the devices are not asked whether it means exhausted memory. The
+    """Describes an exception. Unless `asks_devices`, the devices are not asked whether it means exhausted memory. The
     advice that torch adds to a driver's error stays in the traceback alone."""
     if isinstance(error, WorkerFault):  # of a worker that this one has started
         text = str(error).removeprefix(f"{error.kind}: ")

@@ -116,7 +116,7 @@ def answer(
 
 
 def serve(connection: Connection, opened: Open, report: Callable[[str], None]) -> None:
-    """Answers until the other end closes; `told` is called with the name of each request before it is answered."""
+    """Answers until the other end closes; `report` is called with the name of each request before it is answered."""
     bench: Bench | None = None
     ourselves = os.getpid()
     while True:

@@ -81,17 +81,21 @@ def memory_of_step(
     """Returns the memory of a step and its state; or the reason why nobody can say, and None. It looks at the second
     step of a state: what the first one makes and keeps is there by then. Counting slows a step down, so the state is
     used for nothing else. Without `leaks` the growth of memory is not measured."""
+    # 1. Some devices cannot count.
     meter = device.memory_meter(index)
     if isinstance(meter, str):
         return meter, None
     with collected_by_hand():
+        # 2. Emulation lays out what hardware would have; that may take a step of its own.
         ledger = DeviceLedger(meter) if hardware.arithmetics and not hardware.why else None
         laid = _second_step(make, device, meter, ledger).course if ledger and hardware.apart else None
         second = _second_step(make, device, meter, None if laid else ledger)
         if second.course is None:
             return "torch's profiler recorded nothing", None
+        # 3. What a step holds, by role.
         use = _use(second.course, second.before, state_tensors(second.prepared.state), second.resident)
         use = _on_device(use, laid or second.course, ledger, hardware)
+        # 4. Growth takes many more steps.
         if not leaks:
             return use, second.prepared.state
         repeat_step = partial(second.prepared.step, SilentPhases())
@@ -199,9 +203,9 @@ _ASIDE = (Phase.CAST, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
 def roles(
     held: Iterable[HeldBlock], peak: int, state_before: StateTensors, state_after: StateTensors
 ) -> dict[MemoryRole, int]:
-    """Returns bytes by what they are for, in the order of the roles, without zeros; they sum to the peak. `before` and
-    `after` are what the state holds around the step. What an allocator counts and nobody sees is OTHER. The result is
-    empty where more is seen than the allocator counts."""
+    """Returns bytes by what they are for, in the order of the roles, without zeros; they sum to the peak.
+    `state_before` and `state_after` are what the state holds around the step. What an allocator counts and nobody sees
+    is OTHER. The result is empty where more is seen than the allocator counts."""
     sizes = dict.fromkeys(MemoryRole, 0)
     for block in held:
         sizes[role_of(block, state_before, state_after)] += block.size
@@ -300,11 +304,13 @@ def leak_of(step: Callable[[], None], device: str, seconds: float) -> float | No
     seems to grow by some KiB a step for dozens of honest steps, while new objects replace those made before tracing
     began.
     """
+    # Most steps hold as much after a few: then the many are not taken.
     few = _held_after(step, device, FEW) if seconds <= LONGEST_SECONDS else []
     if not few:
         return None
     if few[-1] - few[0] < LEAST_BYTES:
         return 0.0
+    # The first value is from before the first of them.
     many = min(MOST, max(LEAST, int(MANY_SECONDS / seconds)))
     return growth(_held_after(step, device, many // 4 * 4, parts=4)[1:])
 

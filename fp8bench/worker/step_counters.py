@@ -129,6 +129,7 @@ def _host(run: Callable[[Phases], None], unprobed: str) -> Counted:
         faults = float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
         return (*probe.read(), faults) if probe is not None else (faults,)
 
+    # The probe counts in these steps alone: every call that it sees costs time.
     readings = PhaseReadings(read)
     if probe is not None:
         probe.switch(True)

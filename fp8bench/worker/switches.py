@@ -31,8 +31,8 @@ class SwitchesChanged(RuntimeError):
 @contextlib.contextmanager
 def restore_switches(known_values: Sequence[Any] | None = None) -> Iterator[Sequence[Any]]:
     """Puts back the switches that the body leaves changed; raises SwitchesChanged unless the body itself raised. Yields
-    the values before the body. Another body under the same precision may be given them as `known`, which saves reading
-    them."""
+    the values before the body. Another body under the same precision may be given them as `known_values`, which
+    saves reading them."""
     old_values = values_of(switches()) if known_values is None else known_values
     try:
         yield old_values
@@ -86,6 +86,7 @@ def own_code() -> Callable[[], tuple[str, ...]]:
     replaces one of them changes its own time, or what is seen of it."""
     places: list[tuple[dict[str, Any], str]] = []
     for name, module in list(sys.modules.items()):
+        # Places are listed once: what a step adds to a module later is none of ours.
         if name.startswith(_MEASURING):
             kinds = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == name]
             for holder in (module, *kinds):
@@ -94,6 +95,7 @@ def own_code() -> Callable[[], tuple[str, ...]]:
     codes = [function.__code__ for function in functions]
 
     def find_replaced() -> tuple[str, ...]:
+        # The quick way out, which every step takes: no names are made.
         now: list[Any] = [names.get(name) for names, name in places]
         if now == functions and [function.__code__ for function in functions] == codes:
             return ()

@@ -42,6 +42,7 @@ def tape_of_step(workload: Workload, setup: Setup, precision: Precision, stamper
     clock = PhaseClock(stamper, lambda code: mode.enter(CELL_PHASES[code]))
     state = workload.prepare(setup)
     with without_compiling():
+        # The first step makes moments and caches, which are no part of a usual one.
         step(workload, state, setup.scales, clock)
     clock.begin()
     with without_compiling() as compiled, mode:
@@ -87,11 +88,13 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares |
 def _operator_shares(steps: _SharedSteps, state: Any) -> Shares:
     mode = OperatorTimes(modules_of(state), steps.clock)
     watched, plain = [], []
+    # Watched and plain steps take turns, so that drift hits both.
     for _ in _turns():
         with mode.watching() as calls:
             steps.run(mode.phases)
         watched.append(calls)
         plain.append(steps.plain())
+    # The first of each warms up, unless there is no other.
     return shares_of(watched[1:] or watched, plain[1:] or plain)
 
 
@@ -104,6 +107,7 @@ def _kernel_shares(steps: _SharedSteps, state: Any) -> Shares:
             steps.run(mode.phases)
         steps.wait()
 
+    # Once without the profiler: its first step pays for starting it.
     look()
     inside, outside = seconds_by_operator(recorded(look, steps.facts.kind))
     return shares_of_kernels(mode.calls, inside, outside, median(plain))

@@ -68,6 +68,7 @@ def put_back_native(old: tuple[tuple[str, str], ...]) -> None:
     native = torch.backends.python_native
     words = {"operator": "operations", "device": "dispatch_keys"}
     now = native_off()
+    # Only what differs is touched: turning a switch may load a library.
     for turn, changed in (("enable", set(now) - set(old)), ("disable", set(old) - set(now))):
         for kind, name in changed:
             if kind == "language":
@@ -105,11 +106,12 @@ def set_default_compiler(old: Any) -> None:
 
 def set_stream(handle: int) -> None:
     cuda: Any = torch.cuda
+    # 0 is the handle of the default stream, which no ExternalStream may wrap.
     cuda.set_stream(cuda.ExternalStream(handle) if handle else cuda.default_stream())
 
 
 def read_if_used(read: Callable[[], Any], default: Any) -> Any:
-    """Reads a value if the GPU is in use, else returns `before`: reading would begin to use it."""
+    """Reads a value if the GPU is in use, else returns `default`: reading would begin to use it."""
     cuda: Any = torch.cuda
     return read() if cuda.is_initialized() else default
 
@@ -124,6 +126,7 @@ def attention_order() -> list[int]:
 
 @cache
 def _choose_attention() -> None:
+    # The smallest attention that every kernel takes.
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
     torch._fused_sdp_choice(query, query, query)
 
@@ -140,6 +143,7 @@ def cublaslt_version() -> int | None:
     """Returns cuBLASLt's own number (130100 is 13.1.0); None if torch has not loaded it, or nobody can tell."""
     try:
         lines = _MAPS.read_text().splitlines()
+        # The library that is mapped, and not one that a search path would find.
         path = next(line[line.index("/") :] for line in lines if "/libcublasLt.so" in line)
         version = ctypes.CDLL(path).cublasLtGetVersion
     except (OSError, StopIteration, AttributeError):

@@ -153,18 +153,22 @@ def _of_parts(
         parts = torch.split_with_sizes(source, sizes)
         return [exact(arithmetic.turn(arithmetic.cast(part, role), part, role)) for part in parts]
 
+    # 1. Two unequal parts: equal ones would hide a wrong end.
     x, weight, gradient = sources
     sizes = [_TOKENS // 4, _TOKENS - _TOKENS // 4]
     ends = torch.tensor(sizes, device=x.device).cumsum(0).to(torch.int32)
+    # 2. Exact products of each part, of the same operands.
     both = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
     rows = zip(torch.split_with_sizes(exact(a), sizes), map(exact, both), strict=True)
     turned = zip(columns(gradient, Role.GRADIENT), columns(x, Role.INPUT), strict=True)
+    # 3. The same by grouped products, forward and for weights.
     forward = torch.split_with_sizes(arithmetic.grouped(a, stack_operands(both), ends), sizes)
     gradients = arithmetic.grouped(
         turn_parts(arithmetic, g, gradient, Role.GRADIENT, sizes),
         turn_parts(arithmetic, a, x, Role.INPUT, sizes),
         ends,
     ).unbind()
+    # 4. The larger error of the two parts counts.
     errors = {}
     for name, parts, pairs in (("forward", forward, rows), ("weight gradient's", gradients, turned)):
         of_parts = [_largest(part, *_exact_product(*pair)) for part, pair in zip(parts, pairs, strict=True)]

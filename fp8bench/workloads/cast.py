@@ -103,6 +103,7 @@ class Cast(Workload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         layout = LAYOUT.of(params)
+        # Cases that would measure the same thing under two names are refused.
         if layout != CONTIGUOUS and params["direction"] == "from":
             return refused("direction=from begins with codes, whose layout their format decides: choose direction=to")
         if layout not in (CONTIGUOUS, STRIDED) and int(params["rows"]) == 1:
@@ -111,6 +112,7 @@ class Cast(Workload):
 
     def prepare(self, setup: Setup) -> CastState:
         source, role = _scaled_source(setup), Role(str(setup.case.param("role")))
+        # Of a way back, the codes are made before.
         if setup.case.param("direction") == "to":
             into = _into(setup)
             return CastState(source, _or_copy(lambda: into(source).data, source), role)
@@ -129,6 +131,7 @@ class Cast(Workload):
         from fp8bench.numerics.norms import relative_frobenius, vanished_share
 
         source, into = _scaled_source(setup), _into(setup)
+        # Delayed scales come from an earlier cast.
         if setup.arithmetic.settles:
             into(source)
         back = setup.arithmetic.restore(into(source), source.dtype)
@@ -151,6 +154,7 @@ def parse_shape(text: str) -> str:
 
 def _or_copy(change: Callable[[], Tensor], source: Tensor) -> Callable[[], object]:
     """Returns `change`, or a copy where it would only return its argument."""
+    # A cast to its own dtype would take no time, where others read and write.
     return source.clone if change().data_ptr() == source.data_ptr() else change
 
 

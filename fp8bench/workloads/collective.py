@@ -10,7 +10,7 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import Case, DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.model.ranks import Transfer
 from fp8bench.protocols import Grid, Phases, Precision, Setup, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, count_axis, one_of
 from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import workloads
 from fp8bench.units import EXACT_DB
@@ -72,13 +72,7 @@ class Collective(Workload):
         elements = 1 << 26 if facts.accelerated else 1 << 20
         return (
             Axis("collective", "what the ranks do together", COLLECTIVES, one_of(*COLLECTIVES)),
-            Axis(
-                "elements",
-                "numbers of the whole vector",
-                (str(elements),),
-                whole_number(high=1 << 32),
-                quick=(str(1 << 16),),
-            ),
+            count_axis("elements", "numbers of the whole vector", str(elements), high=1 << 32, quick=(str(1 << 16),)),
             Axis(
                 "fp8",
                 "how means are composed of codes: fp8_gather (all codes to all, added up in float32), "
@@ -139,6 +133,7 @@ class Collective(Workload):
 
         from fp8bench.numerics.collectives import InFP8, expected, rank_values
 
+        # 1. What a cast loses before anything is sent.
         state = self.prepare(setup)
         shares: list[Any] = [0.0, 0.0]
         if isinstance(state.kind, InFP8):
@@ -146,12 +141,14 @@ class Collective(Workload):
         else:
             lost = (state.given == 0).sum() - (_source(setup, state.rank)[: state.given.numel()] == 0).sum()
             shares[1] = lost / state.given.numel()
+        # 2. What comes out, against the exact result of all ranks' values, which each rank can draw.
         self.step(state, SilentPhases())
         assert state.got is not None
         count = int(setup.case.param("elements"))
         sources = [rank_values(setup.seed, rank, count) for rank in range(state.size)]
         exact = expected(str(setup.case.param("collective")), sources, state.rank)
         noise = (state.got.cpu().double() - exact).square().sum()
+        # 3. One collective for all sums: every rank must call it as often.
         sums = torch.stack(
             [torch.as_tensor(share).double().cpu().reshape(()) for share in (noise, exact.square().sum(), *shares)]
         )

@@ -12,7 +12,7 @@ from fp8bench.nn.layer_workloads import ConvolvedWorkload
 from fp8bench.nn.shared_workloads import is_training, misfit
 from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, auto_or, choice_axis, count_axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def _unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     """Has convolutions as products of windows of 9 pixels."""
     _, batch, image, width, layers = sizes
     pixels = batch * image * image
+    # The middle is at half the resolution either way.
     inner = pixels // 4
 
     def block(name: str, rows: int, inputs: int, outputs: int) -> Iterator[_Shape]:
@@ -102,6 +103,7 @@ def _unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     yield "first", "ends", pixels, 9 * CHANNELS, width
     for number in range(layers):
         yield from block(f"down.{number}", pixels, width, width)
+        # The first block up also takes what the middle has, of twice the width.
         yield from block(f"up.{number}", pixels, width if number else 3 * width, width)
     yield from block("middle.0", inner, width, 2 * width)
     yield from block("middle.1", inner, 2 * width, 2 * width)
@@ -139,24 +141,23 @@ class Diffusion(ConvolvedWorkload):
                 ("dit", "unet"),
                 one_of("dit", "unet"),
             ),
-            Axis("batch", "latents that are denoised together", (batch,), whole_number(high=1 << 16)),
-            Axis("image", f"height and width of a latent of {CHANNELS} channels", (image,), whole_number(high=1 << 10)),
+            count_axis("batch", "latents that are denoised together", batch, high=1 << 16),
+            count_axis("image", f"height and width of a latent of {CHANNELS} channels", image, high=1 << 10),
             Axis("width", "features of the stream", (width,), auto_or(whole_number(high=1 << 14))),
-            Axis(
-                "layers", "blocks of a DiT; of a UNet at full resolution, down and up", (layers,), whole_number(high=64)
-            ),
+            count_axis("layers", "blocks of a DiT; of a UNet at full resolution, down and up", layers, high=64),
             Axis(
                 "pass",
                 "sampling: all steps from noise to image; training: forward and backward",
                 ("sampling",),
                 one_of(*_PASSES),
             ),
-            Axis("steps", "of the sampler, DDIM", (steps,), whole_number(high=250)),
-            Axis(
+            count_axis("steps", "of the sampler, DDIM", steps, high=250),
+            choice_axis(
                 "guidance",
                 "none; twice: two evaluations a step, with the condition and without; batch: one of twice the batch",
-                ("none",),
-                one_of("none", "twice", "batch"),
+                "none",
+                "twice",
+                "batch",
             ),
             Axis(
                 "high_steps",
@@ -164,11 +165,11 @@ class Diffusion(ConvolvedWorkload):
                 ("0+0",),
                 ends_word,
             ),
-            Axis(
+            choice_axis(
                 "time",
                 "what time steps come in: fp32, or the carrier, as in a model moved to bf16 whole",
-                ("fp32",),
-                one_of("fp32", "carrier"),
+                "fp32",
+                "carrier",
             ),
             VALUES,
         )

@@ -24,7 +24,18 @@ from fp8bench.protocols import (
     SilentPhases,
     Workload,
 )
-from fp8bench.protocols.axes import CONTIGUOUS, LAYOUT, LAYOUTS, SPREAD, STRIDED, VALUES, Axis, one_of, whole_number
+from fp8bench.protocols.axes import (
+    CONTIGUOUS,
+    LAYOUT,
+    LAYOUTS,
+    SPREAD,
+    STRIDED,
+    VALUES,
+    Axis,
+    choice_axis,
+    count_axis,
+    one_of,
+)
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -86,18 +97,18 @@ class Gemm(Workload):
                 shapes,
                 parse_shape,
             ),
-            Axis(
+            choice_axis(
                 "product",
                 "auto (all three for a model or a sweep), forward, input-gradient, weight-gradient",
-                ("auto",),
-                one_of("auto", *PRODUCTS),
+                "auto",
+                *PRODUCTS,
             ),
-            Axis("tokens", "rows of a model's activations", (tokens,), whole_number(high=LARGEST)),
-            Axis(
+            count_axis("tokens", "rows of a model's activations", tokens, high=LARGEST),
+            choice_axis(
                 "operands",
                 "cast from the carrier in every step, or ready before it; auto: cast, for a sweep both",
-                ("auto",),
-                one_of("auto", *_OPERANDS),
+                "auto",
+                *_OPERANDS,
             ),
             Axis(
                 "base",
@@ -105,7 +116,7 @@ class Gemm(Workload):
                 ("4096" if facts.accelerated else "512",),
                 parse_sides,
             ),
-            Axis("factor", "from one size of a sweep to the next", ("2",), whole_number(2, 64), quick=("4",)),
+            count_axis("factor", "from one size of a sweep to the next", "2", low=2, high=64, quick=("4",)),
             replace(
                 LAYOUT,
                 description=f"{LAYOUT.description}; of both operands, or of each: transposed/contiguous",
@@ -123,6 +134,7 @@ class Gemm(Workload):
         shape = str(params["shape"])
         name, _, swept = shape.partition(":")
         several = name == "sweep" or name in MODELS
+        # A layer of a model trains with three products; a single shape is the forward one, unless asked.
         products = _choices(params["product"], tuple(PRODUCTS) if several else ("forward",))
         operands = _choices(params["operands"], _OPERANDS if name == "sweep" else ("cast",))
         if name in MODELS:
@@ -149,6 +161,7 @@ class Gemm(Workload):
         k, n = int(params["k"]), int(params["n"])
         if wrong := _same_anyway(params, precision):
             return refused(wrong)
+        # Weights that are kept for inference know no gradients.
         if precision.name == SERVED:
             if (params["product"], params["operands"]) != ("forward", "cast"):
                 return refused("weights are kept for forward products alone, their inputs cast as they come")
@@ -174,6 +187,7 @@ class Gemm(Workload):
         if state.kept is not None:
             state.kept.times(state.a, phase)
             return
+        # Ready operands were cast before; those that need no cast are the carrier's own.
         if state.ready is not None:
             a, b = state.ready
         elif arithmetic.casts:
@@ -196,15 +210,19 @@ class Gemm(Workload):
 
         a, b, _ = _operands(setup)
         arithmetic, cast = setup.arithmetic, _casts(setup)
+        # 1. What multiplies is drawn in fp32 and rounded to the carrier: that rounding is part of the error.
         carried = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
         low = cast(*carried)
+        # Scales of the past need a cast before they fit.
         if arithmetic.settles:
             low = cast(*carried)
+        # 2. The product, and the values that the operands' codes stand for.
         if (kept_weight := _kept_weight(setup, carried[1])) is not None:
             product, values = kept_weight.times(carried[0], SilentPhases()), (carried[0].float(), kept_weight.restore())
         else:
             product = arithmetic.product(low[0], low[1], arithmetic.carrier)
             values = arithmetic.restore(low[0], torch.float32), arithmetic.restore(low[1], torch.float32)
+        # 3. Against exact operands, and against what the kernel was given.
         errors = product_errors(product, (a, b), values, rows_within(a.shape[0], b.shape[0], a.shape[1]))
         return dict(zip(("product_error", "kernel_error"), errors, strict=True))
 
@@ -234,6 +252,7 @@ def parse_sides(text: str) -> str:
     sides = text.split("x")
     if len(sides) not in (1, 3) or not all(side.isascii() and side.isdigit() for side in sides):
         raise ValueError("expected a size, MxNxK")
+    # One number is a square.
     numbers = [int(side) for side in sides] * (1 if len(sides) == 3 else 3)
     if not all(1 <= number <= LARGEST for number in numbers):
         raise ValueError(f"expected sizes from 1 to {LARGEST}")
@@ -285,6 +304,7 @@ def _same_anyway(params: Scalars, precision: Precision) -> str:
     odd = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
     if precision.name == SERVED and "b" in odd:
         return "weights are kept row by row, whatever layout they come in: choose contiguous for operand b"
+    # Such a case would repeat another one's numbers under a name of its own.
     if odd and precision.carried_by and params["operands"] == "ready":
         return (
             "codes are written the way that the product reads them, whatever layout they are cast from: measure "

@@ -15,7 +15,7 @@ from fp8bench.formats.hardware import native, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols import Covered, Phases, Precision, Setup, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis, one_of
+from fp8bench.protocols.axes import Axis, choice_axis, one_of
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
@@ -69,14 +69,19 @@ class Model(Workload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (
             Axis("make", "module:function that gives (model, batch), or (model, batch, loss)", ("",), _target),
-            Axis(
+            choice_axis(
                 "pass",
                 "training: forward, loss, backward, optimizer; forward: that alone, without gradients",
-                ("training",),
-                one_of("training", "forward"),
+                "training",
+                "forward",
             ),
             Axis("optimizer", "of a training pass", (OPTIMIZERS[0],), one_of(*OPTIMIZERS)),
-            Axis("compile", "yes: torch.compile, both as it came and converted", ("no",), one_of("no", "yes")),
+            choice_axis(
+                "compile",
+                "yes: torch.compile, both as it came and converted",
+                "no",
+                "yes",
+            ),
             Axis(
                 "skip",
                 "kinds, or paths of modules with * and ?, that stay as they came; semicolons between",
@@ -95,6 +100,7 @@ class Model(Workload):
         return Work(setup_seconds=COMPILE_SECONDS if params["compile"] == "yes" else 0.0)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
+        # Whatever it computes in, it is what its owner runs.
         if precision.name == UNTOUCHED:
             return native("the model as it came")
         support = precision.prepares(facts) or precision.support(facts)
@@ -116,6 +122,7 @@ class Model(Workload):
             state.step(SilentPhases())
         except Fp8benchError:
             raise
+        # Exhausted memory is no mistake of the model: other precisions may fit.
         except Exception as error:
             if not is_exhausted(error):
                 raise UsageError(f"{_name(setup)}: its model fails in {state.doing}: {own_words(error)}.") from error
@@ -132,11 +139,14 @@ class Model(Workload):
         """Compares outputs, loss and gradients with the untouched model's, from the same weights, batch and draws."""
         from fp8bench.nn.own_model import errors_between
 
+        # 1. The model as it came, twice: what it differs from itself is no error of ours.
         untouched, apart = _untouched_twice(setup)
+        # 2. The converted copy, under the same draws.
         state = _own_model(setup, draws_alike=True)
         if setup.settles:
             state.outcome()
         errors = errors_between(state.outcome(), untouched)
+        # 3. An error that drowns in that says nothing.
         if _is_drowned(errors, apart):
             raise NotRepeatable(
                 "the model as it came gives other numbers from the same seed, as one does that draws them by a "
@@ -169,8 +179,10 @@ class Model(Workload):
 
         if not _converts(setup):
             return None
+        # Coverage counts products of the model as it came, by what conversion would take of them.
         state = OwnModel(_copy_of(setup), setup, compiles=False, converts=False)
         held = conversion_of(state.model, setup, _multiples(setup)).held
+        # Accelerate decides itself what it converts: only its result tells.
         if isinstance(setup.arithmetic, AcceleratedModel):
             low = converted_in(_own_model(setup, compiles=False).model)
             held = tuple(holder if holder.name in low else unconverted(holder) for holder in held)
@@ -221,6 +233,7 @@ def copy_made(name: str, seed: int, facts: DeviceFacts) -> Given:
     """Returns a copy of the model, batch and loss of a maker, which is called once a process."""
     from fp8bench.nn.own_model import parse_given, seeded
 
+    # Makers may load files: once is enough, and every arm starts from the same numbers.
     if (name, seed) not in MADE:
         with seeded(seed, facts):
             made = parse_given(name, _call_maker(name), seed)
@@ -259,6 +272,7 @@ def _refuse_parameters(name: str, made: Given) -> None:
 
 def _call_maker(name: str) -> Any:
     function = LIVE.get(name) or named(name)
+    # First whether it can be called at all: its own TypeError would read like ours.
     try:
         inspect.signature(function).bind()
     except TypeError as error:

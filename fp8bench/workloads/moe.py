@@ -12,7 +12,7 @@ from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.nn.shared_workloads import is_training, misfit
 from fp8bench.nn.sizes import MoeSizes, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, choice_axis, count_axis, one_of
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -67,12 +67,12 @@ class Moe(LayerWorkload):
             ("8192", "2048", "1024", "64", "8") if facts.accelerated else ("256", "128", "256", "8", "2")
         )
         return (
-            Axis("tokens", "rows of the input; in decoding one a sequence", (tokens,), whole_number(high=1 << 20)),
-            Axis("width", "features of input and output", (width,), whole_number(high=1 << 16)),
-            Axis("hidden", "features between an expert's products", (hidden,), whole_number(high=1 << 16)),
-            Axis("experts", "of a layer", (experts,), whole_number(high=1024)),
-            Axis("top_k", "how many experts a token takes", (top_k,), whole_number(high=64)),
-            Axis("layers", "one behind the other: choices differ the more, the deeper", ("1",), whole_number(high=64)),
+            count_axis("tokens", "rows of the input; in decoding one a sequence", tokens, high=1 << 20),
+            count_axis("width", "features of input and output", width, high=1 << 16),
+            count_axis("hidden", "features between an expert's products", hidden, high=1 << 16),
+            count_axis("experts", "of a layer", experts, high=1024),
+            count_axis("top_k", "how many experts a token takes", top_k, high=64),
+            count_axis("layers", "one behind the other: choices differ the more, the deeper", "1", high=64),
             Axis(
                 "load",
                 "who goes where: uniform: round robin; zipf:S: by a Zipf law with that exponent; router: the "
@@ -90,11 +90,11 @@ class Moe(LayerWorkload):
             Axis(
                 "router", f"the precision of the router's product: {', '.join(_ROUTERS)}", ("fp32",), one_of(*_ROUTERS)
             ),
-            Axis(
+            choice_axis(
                 "pass",
                 "training: forward and backward; decode: forward alone",
-                ("training",),
-                one_of("training", "decode"),
+                "training",
+                "decode",
             ),
             VALUES,
         )
@@ -126,16 +126,19 @@ class Moe(LayerWorkload):
         return layers_around((f"norms.{layer}" for layer in range(int(params["layers"]))), "residual")
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
+        # 1. The experts' products.
         support, sizes = precision.support(facts), sizes_of(params)
         shown = f"width={sizes.width}, hidden={sizes.hidden}"
         if support.is_native and (
             wrong := misfit(precision, 0, (sizes.width, sizes.hidden), is_training(params), shown)
         ):
             return refused(wrong)
+        # 2. The router has a precision and sides of its own.
         router = precisions.get(str(params["router"]))
         routed = router.support(facts)
         if routed.level is Level.REFUSED:
             return refused(f"router={router.name}: {routed.reason}")
+        # Its gradient is contracted over tokens, which then are a side as well.
         along = f"experts={sizes.experts}, tokens={params['tokens']}"
         sides = (sizes.width, sizes.experts, *([int(params["tokens"])] if is_training(params) else []))
         if routed.is_native and (wrong := misfit(router, 0, sides, False, along)):
@@ -155,6 +158,7 @@ class Moe(LayerWorkload):
         from fp8bench.nn.experts import Mixture, Travel, draw_load
         from fp8bench.nn.linear import cast_once
 
+        # 1. Who goes where, for each layer by another draw.
         params, sizes = setup.params, sizes_of(setup.params)
         tokens, load = int(params["tokens"]), str(params["load"])
         plans = [draw_load(load, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))]
@@ -164,9 +168,11 @@ class Moe(LayerWorkload):
             router = precisions.get(str(params["router"])).arithmetic(setup.facts)
             rows = precisions.get(setup.case.precision).multiples[0] if is_training(params) else 1
             travel = Travel(str(params["dispatch"]), str(params["combine"]), router, rows)
+        # 2. The layers, whose parts are padded to what native products take.
         state = exercise(
             setup, lambda: Mixture(sizes, plans, travel, choose), [(tokens, sizes.width)], carrier, is_training(params)
         )
+        # 3. Decoding casts weights once, and not in every step.
         if not is_training(params):
             cast_once(state.layer)
         return state
@@ -178,8 +184,10 @@ class Moe(LayerWorkload):
         state, exact = self.prepare(setup), self.exact(setup)
         errors = state.errors(exact, setup.settles)
         assert isinstance(state.layer, Mixture) and isinstance(exact.layer, Mixture)
+        # Which experts each token took, and which it should have taken.
         watched, right = state.layer.watch(state.outcome), exact.layer.watch(exact.outcome)
         shares = disagreements([chosen for chosen, _ in watched], [chosen for chosen, _ in right])
+        # From the first layer that disagrees on, others see other inputs.
         differing = next((number for number, share in enumerate(shares) if share), len(shares))
         by_layer = {f"top_k_layer{number}_differs_percent": 100 * share for number, share in enumerate(shares)}
         return {

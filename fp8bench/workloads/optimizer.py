@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fp8bench.model import DeviceFacts, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.protocols import Grid, Phases, Precision, Role, Setup, SilentPhases, Workload, one_thread
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, choice_axis, count_axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ class Optimizer(Workload):
         tensors = "16" if facts.accelerated else "8"
         return (
             Axis("fused", "torch's fused AdamW, or what it takes without", ("yes", "no"), one_of("yes", "no")),
-            Axis(
+            choice_axis(
                 "second_moment",
                 "that of fp8 and below: scaled-fp16, or the same format as the first's",
-                ("scaled-fp16",),
-                one_of("scaled-fp16", "same"),
+                "scaled-fp16",
+                "same",
             ),
-            Axis("tensors", "weights, one a layer", (tensors,), whole_number(high=4096)),
+            count_axis("tensors", "weights, one a layer", tensors, high=4096),
             Axis("width", "rows and columns of each weight", widths, whole_number(high=1 << 16)),
         )
 
@@ -125,16 +125,19 @@ class Optimizer(Workload):
         """
         from fp8bench.numerics.norms import joint_relative_frobenius, vanished_share
 
+        # 1. Twice the same beginning, exact and stored.
         small = _small(setup)
         exact, source = _begin(small, _plain(), fused=True)
         state, _ = _begin(small, _storages(small), fused=small.case.param("fused") == "yes")
         start = [parameter.clone() for parameter in exact.parameters()]
+        # 2. The same gradients for both, on one thread: sums must not depend on the machine.
         with one_thread():
             for _ in range(STEPS_OF_ERROR):
                 gradients = source.draw()
                 for optimizer_state in (exact, state):
                     optimizer_state.take(gradients)
                     self.step(optimizer_state, SilentPhases())
+        # 3. The change of the weights, and each moment.
         update = [new - old for new, old in zip(state.parameters(), start, strict=True)]
         exact_update = [new - old for new, old in zip(exact.parameters(), start, strict=True)]
         (first, second), (exact_first, exact_second) = state.moments(), exact.moments()

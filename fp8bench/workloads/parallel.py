@@ -99,10 +99,12 @@ class Parallel(Workload):
         return gpt_around(_config(params).layers)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
+        # 1. As many ranks as this way takes.
         division = WAYS[str(params["way"])]
         if facts.ranks < division.least_ranks:
             present, least = "there is 1" if facts.ranks == 1 else f"there are {facts.ranks}", division.least_ranks
             return refused(f"{division.name} takes {least} ranks, and {present}: add --ranks {least}")
+        # 2. No option of another way: it would be ignored in silence.
         options = {name: str(params[name]) for name in OPTIONS if name in params}
         foreign = [
             name
@@ -112,6 +114,7 @@ class Parallel(Workload):
         if foreign:
             takes = "; ".join(f"{name}: {', '.join(values)}" for name, values in division.options.items()) or "none"
             return refused(f"{division.name} has no {foreign[0]}={options[foreign[0]]}: it takes {takes}")
+        # 3. Layers that can be divided, of sizes that divide evenly.
         if precision.whole_layers:
             return refused(
                 f"{precision.mode} brings its own layers, which cannot be divided among ranks: leave the backend out"

@@ -22,7 +22,7 @@ from fp8bench.nn.shared_workloads import (
 )
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_around, gpt_layers
 from fp8bench.protocols import Grid, Layer, Precision, Role, Setup, SilentPhases
-from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
+from fp8bench.protocols.axes import Axis, auto_or, count_axis, one_of, whole_number
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Transformer(TrainingWorkload):
             Axis("size", f"the model: {', '.join(SIZES)}", (size,), one_of(*SIZES)),
             Axis("batch", "sequences in a micro-batch", ("auto",), auto_or(whole_number(high=4096))),
             Axis("sequence", "tokens in a sequence", ("auto",), auto_or(whole_number(high=1 << 16))),
-            Axis("micro_batches", "micro-batches accumulated in a step", ("2",), whole_number(high=1024)),
+            count_axis("micro_batches", "micro-batches accumulated in a step", "2", high=1024),
             Axis(
                 "checkpointing",
                 "blocks: keep each block's input only, compute it again in backward",
@@ -231,12 +231,14 @@ class Transformer(TrainingWorkload):
         return model
 
     def _products(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
+        # 1. Memory of earlier casts and a compiled graph exclude each other.
         support = precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and _choice(params, "compile") == "yes":
             return refused(
                 f"{precision.mode} depends on earlier casts, which a compiled graph does not know: choose compile=no, "
                 "or a dtype without memory, like fp8"
             )
+        # 2. What a backend's layers take or do on their own.
         recasts = precision.backend is not None and precision.whole_layers and not precision.backend.caches_weights
         if recasts and support.level is not Level.REFUSED and _choice(params, "weights") == "cached":
             support = replace(support, reason=f"{support.reason}; its layers cast their weights in every micro-batch")
@@ -245,6 +247,7 @@ class Transformer(TrainingWorkload):
             return refused(
                 "a backend's block is GPT-2's, with its own attention: choose such a size, and attention=auto"
             )
+        # 3. Multiples that native products need, of which tokens are one side.
         along = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
         if support.is_native and _choice(params, "compile") == "yes":

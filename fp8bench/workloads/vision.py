@@ -11,7 +11,7 @@ from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.nn.shared_workloads import PASS, TrainingWorkload, convolution_support, is_training, misfit
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, choice_axis, count_axis, one_of
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -62,23 +62,24 @@ class Vision(TrainingWorkload):
                 _MODELS,
                 one_of(*_MODELS),
             ),
-            Axis("batch", "images in a batch", (batch,), whole_number(high=1 << 16)),
-            Axis("image", "height and width of an image", (image,), whole_number(high=1 << 12)),
-            Axis("patch", "of a vit: height and width of a patch", (patch,), whole_number(high=1 << 10)),
-            Axis(
+            count_axis("batch", "images in a batch", batch, high=1 << 16),
+            count_axis("image", "height and width of an image", image, high=1 << 12),
+            count_axis("patch", "of a vit: height and width of a patch", patch, high=1 << 10),
+            count_axis(
                 "width",
                 "of the stream, in multiples of 16; of a resnet's stage a quarter is between",
-                (width,),
-                whole_number(high=1 << 14),
+                width,
+                high=1 << 14,
             ),
-            Axis("layers", "blocks, or bottlenecks", (layers,), whole_number(high=256)),
-            Axis("text", "of two-input: tokens beside each image", (text,), whole_number(high=1 << 14)),
-            Axis(
+            count_axis("layers", "blocks, or bottlenecks", layers, high=256),
+            count_axis("text", "of two-input: tokens beside each image", text, high=1 << 14),
+            choice_axis(
                 "layout",
                 "of images and windows in memory; auto: both for a resnet, one after the other, and "
                 "channels_last for patches",
-                ("auto",),
-                one_of("auto", "contiguous", "channels_last"),
+                "auto",
+                "contiguous",
+                "channels_last",
             ),
             PASS,
         )
@@ -86,6 +87,7 @@ class Vision(TrainingWorkload):
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         model, layout = str(params["model"]), params["layout"]
         model_params = {name: value for name, value in params.items() if name not in _UNUSED[model]}
+        # Sizes that would fail inside a layer are refused here, where words can say what to change.
         if int(params["width"]) % 16:
             raise UsageError(
                 f"width={params['width']} is no multiple of 16, of which heads and bottlenecks are made. Choose one."
@@ -103,6 +105,7 @@ class Vision(TrainingWorkload):
                 f"batch=1 with image={model_params['image']} leaves one value a channel, too few for a batch norm: "
                 "choose a larger batch or image."
             )
+        # auto: both for a resnet, one after the other; patches are cut out of channels_last images.
         both = ("contiguous", "channels_last") if model == "resnet" else ("channels_last",)
         return tuple(
             tuple({**model_params, "layout": chosen}.items()) for chosen in (both if layout == "auto" else (layout,))

@@ -112,11 +112,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import read_history
 
+    # 1. Runs are listed by their files alone: reading a long history takes its time.
     history = read_history(store, TERMINAL) if not arguments.runs else None
     if history is not None:
         told_of = bool(history.runs or history.left)
     else:
         told_of = bool(_kept_lines(store, Counter())) or any(newest_files(store))
+    # 2. An empty store gets a beginning, and one that may not be read is no empty one.
     if not told_of:
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
         print_lines([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
@@ -124,6 +126,7 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
     word = arguments.word.lower()
     if history is None:
         return _list_runs(arguments, store, word)
+    # 3. The last point of every series that the word is part of.
     endings = history.endings(lambda name: word in name.lower())
     if not endings and word and history.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
@@ -136,6 +139,7 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
     rows = []
     files = listing(store)
     skipped = files.left
+    # 1. Runs whose line has the word; one that cannot be read is counted.
     for path in files.files:
         try:
             run = load_run(path)
@@ -145,6 +149,7 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
         row = run_row(run, not run.finished and is_locked(path), in_store(store))
         if any(word in field.text.lower() for field in row):
             rows.append(row)
+    # 2. What else a store keeps: duels, studies, ablations.
     other_lines = {}
     for name, lines in _kept_lines(store, skipped).items():
         if fitting := [line for line in lines if word in line.lower()]:

@@ -49,8 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     word, store = arguments.run, arguments.store
     selected = [table for table in _OF_RUNS if getattr(arguments, table.name)]
+    # 1. A word may name a run or a result of another kind.
     meant = meant_by(word, store, only_runs=any(table.name != "all" for table in selected))
     if not meant:
+        # 2. A run, as its page or as the one table that was asked for.
         with noting_ignored() as ignored:
             measured = load_named(word, store)
         if len(selected) > 1:
@@ -61,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             print_run(measured, arguments)
         is_complete = log_run(measured, arguments.log, complain)
     else:
+        # 3. Another kind has a view of its own, and none of a run's tables.
         kind, path = meant[0]
         _check_meant(word, meant, store)
         tables = [table.name for table in selected if table.name != "all"]
@@ -69,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             loaded = kind.load(path)
         tell(arguments, *(kind.whole_view(loaded) if arguments.all else kind.view(loaded)))
         is_complete = log_kept(kind, loaded, arguments.log, complain)
+    # 4. Fields of a newer version are named: what is shown may lack something.
     if ignored:
         complain(
             f"{word} was written by another version, and these fields of it were ignored: {', '.join(sorted(ignored))}"

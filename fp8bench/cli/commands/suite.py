@@ -106,6 +106,7 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    # 1. What needs no suite by name.
     check_outputs(arguments)
     if arguments.resume is not None:
         return _resume(arguments)
@@ -115,12 +116,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--write-plan goes with --dry-run: it measures nothing. Add it, or leave this out.")
     if arguments.suite is None:
         raise UsageError(f"no suite was named. Give one of {', '.join(known_suites())}, all, or a .py file.")
+    # 2. Ceilings have rounds and a file of their own.
     request = request_of(arguments)
     if arguments.sessions.runs > 1 and (arguments.dry_run or request.suite == CEILINGS):
         raise UsageError("--sessions measures a suite several times. Leave it out with --dry-run and with ceilings.")
     if request.suite == CEILINGS:
         return _ceilings(request, arguments)
     check_names(request)
+    # 3. A dry run plans and measures nothing.
     if arguments.dry_run:
         from fp8bench.pipeline import plan_only
         from fp8bench.report.terminal.run import page_of_plan
@@ -139,6 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
             command = f"fp8bench suite --plan {file} --cell 0"
             complain(f"plan {cells.id}: {count} in {file}; one of them: {command}")
         return EXIT_OK
+    # 4. Measure, once or in several sessions.
     from fp8bench.pipeline import execute
 
     if arguments.sessions.runs == 1:
@@ -175,12 +179,14 @@ def expected_time(plan: Plan, request: Request) -> str:
     groups = num_running_groups(plan)
     if not groups:
         return ""
+    # A budget is an end; rounds are none, for their length is not known yet.
     if request.budget is not None:
         return f"time: about {clock(request.budget)}, the budget, beside what starting takes"
     energy = _energy_time(plan, request)
     if request.rounds is not None or request.quick:
         count = request.rounds or QUICK_ROUNDS
         return f"time: {count} rounds of every group take what they take{energy}; --budget SECONDS sets an end"
+    # Without either, groups may take up to twice their usual time where noise is large.
     least = BUDGET_SECONDS * groups
     times = f"{clock(least)} to {clock(2 * least)}"
     return (
@@ -193,6 +199,7 @@ def _energy_time(plan: Plan, request: Request) -> str:
     rule = window_rule_for(request)
     if rule is None:
         return ""
+    # Turns of seconds are taken on every device, windows of counters on GPUs alone.
     everywhere = bool(rule.turn_seconds)
     groups = [group for group in plan if everywhere or not group.cases[0].case.device.startswith("cpu")]
     windows = [count for group in groups if (count := windows_of(group, rule))]
@@ -211,6 +218,7 @@ def _cell(arguments: argparse.Namespace) -> int:
 
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan and --cell go together: the plan's file, and the number of one of its cells.")
+    # The plan alone says what to measure: another word would be ignored.
     positional = [arguments.suite] if arguments.suite is not None else []
     check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, positional)
     plan = read_plan(arguments.plan)
@@ -243,6 +251,7 @@ def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
     complain(reason)
     print_run(run, arguments)
     outputs = wanted_of(arguments)
+    # A page that nobody asked for is in the store already.
     if outputs.pages is not None and not outputs.pages.asked:
         outputs = replace(outputs, pages=None)
     is_complete = published(run, arguments.store, outputs, complain)

@@ -101,6 +101,7 @@ def options_of(suite: str, words: Sequence[str], facts: DeviceFacts) -> tuple[Ab
 def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObserver) -> Ablation:
     """Measures all arms of options; `request` is the run of the arm without options, with one precision. An interrupt
     raises KeyboardInterrupt: arms cut off halfway say nothing."""
+    # 1. One suite, because rounds interleave the arms of one case.
     resolved = resolve(request, os.environ)
     suite, *other_suites = resolved.suites
     if other_suites:
@@ -110,15 +111,18 @@ def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObs
         )
     corpus, switches = resolved.corpus(store), resolved.switches
     with claimed(request.isolation), worker_for(request, corpus) as worker, Meters(request.energy) as meters:
+        # 2. A case for each arm; those that the device refuses drop out with their reason.
         facts = worker.probe()
         (device,) = devices_asked(request, facts)
         options = options_of(suite.name, words, device)
         planned = planned_arms(request, options, facts, corpus.identity if corpus else None)
         group = Group(tuple(planned.values()), 0)
         examine(Plan((group,)), facts, worker, Limits(request.case_timeout))
+        # 3. All arms in one group, so that they share rounds and with them the machine's drift.
         environment = gather(worker.software(), __version__, request.threads, request.imports)
         method = Method(
             rule=rule_for(request.quick, request.rounds, request.budget),
+            # Arms are compared with each other at the end: no verdict ends their rounds early.
             judge=lambda *timings: False,
             seed=request.seed,
             limits=Limits(request.case_timeout),
@@ -139,6 +143,7 @@ def planned_arms(
     arms: dict[tuple[str, ...], PlannedCase] = {}
     by_name = {option.name: option for option in options}
     off = {option.axis: (option.off,) for option in options if option.off}
+    # Options that are off are set too: a suite's own default may have one on.
     for names in arms_of(list(by_name)):
         chosen = [by_name[name] for name in names]
         on = {option.axis: (option.on,) for option in chosen if option.axis}
@@ -146,6 +151,7 @@ def planned_arms(
         axes = {**dict(request.axes), **off, **on}
         dtypes = (precision,) if precision else request.dtypes
         groups = make_plan(replace(request, dtypes=dtypes, axes=tuple(axes.items())), facts, corpus, False)
+        # Two cases would be two ablations, whose arms have nothing to do with each other.
         if len(groups.groups) > 1:
             raise UsageError(
                 f"suite {request.suite} has {len(groups.groups)} cases, and an ablation measures one. "

@@ -64,6 +64,7 @@ class Ablation:
         return tuple(option.name for option in self.options)
 
     def arm(self, options: Sequence[str]) -> AblatedArm:
+        # Options in any order: arms have them in that of the ablation.
         key = tuple(name for name in self.names if name in options)
         return next(arm for arm in self.arms if arm.options == key)
 
@@ -73,4 +74,5 @@ def arms_of(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     combinations = [(), *((name,) for name in names)]
     combinations += [tuple(names[:count]) for count in range(2, len(names) + 1)]
     combinations += [(*names[:place], *names[place + 1 :]) for place in range(len(names))]
+    # With one or two options the same arm comes twice.
     yield from dict.fromkeys(combinations)

@@ -65,6 +65,7 @@ class Savings:
         arms = [(self.ablation.arm(options), times) for options, times in terms]
         if not all(arm.timed for arm, _ in arms):
             return None
+        # Arms draw the same rounds: what a round had of noise cancels in the difference.
         cases = [(resample(arm.rounds), times) for arm, times in arms]
         point = sum(times * math.exp(case.point) for case, times in cases)
         draws: Floats = np.sum([times * np.exp(case.resampled) for case, times in cases], axis=0)
@@ -102,6 +103,7 @@ def _ratio(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
 
 def _interval(point: float, draws: Floats, by_round: Floats) -> Interval:
     """Returns the central 99% of the resamples; with few rounds, whose resamples say little, the rounds' range."""
+    # A point outside of its resamples' middle must not lie outside of its interval.
     if few := len(by_round) < LEAST_ROUNDS:
         low, high = by_round.min(), by_round.max()
     else:
@@ -138,19 +140,23 @@ def sentences(ablation: Ablation) -> Iterator[str]:
     first, complete = ablation.arms[0], ablation.arm(ablation.names)
     names = listed(list(ablation.names))
     emulated = "emulated: its time is no speed"
+    # 1. Without both ends there is no speed to speak of.
     if not first.timed:
         yield f"nothing can be said of speed: the step without options has none ({first.why or emulated})"
         return
     if not complete.timed:
         yield f"{names} together have no speed here: {complete.why or emulated}"
         return
+    # 2. All options together, beyond the noise floor or not told apart.
     savings = Savings(ablation)
     speed = savings.speed_up(complete)
     assert speed is not None
     beyond = 1 + (savings.floor or 0.0)
     word = "faster" if speed.low > beyond else "slower" if speed.high < 1 / beyond else "not told apart"
     yield f"{names} together: {word}, {_show_speed(speed)} of {ablation.reference}"
+    # 3. What options take from one another.
     yield from _interplay(ablation)
+    # 4. The claim that people come with is judged only where intervals and machine allow it.
     if speed.level and savings.floor is not None and _is_quoted(ablation) and _are_quiet((first, complete)):
         quoted = f"{_QUOTED[0]:g} to {_QUOTED[1]:g} times"
         judged = "refuted" if speed.high < _QUOTED[0] else "reached" if speed.low >= _QUOTED[0] else "not decided"
@@ -182,6 +188,7 @@ def _interplay(ablation: Ablation) -> Iterator[str]:
         return
     comparison = "less" if gained.point > 0 else "more"
     beyond = f"the whole takes {units.seconds(abs(gained.point))} {comparison} than the options alone add up to"
+    # An interval around 0 shows neither need nor overlap.
     if gained.low <= 0 <= gained.high:
         yield f"additive within these rounds: savings alone add up to the whole, but for {_show_saving(gained)}"
     else:

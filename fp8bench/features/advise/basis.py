@@ -74,6 +74,7 @@ class ComparedCase:
 
     @property
     def trains(self) -> bool:
+        # A user's own model marks no optimizer, but a step that was covered is one of training.
         return self.record.coverage is not None or any(
             record is not None and record.timing and Phase.OPTIMIZER_STEP in record.timing.segments.phases
             for record in (self.record, self.reference)
@@ -93,6 +94,7 @@ class ComparedCase:
         tapes decide, where there are any; else products and casts are meant, and all phases where the reference
         marks no products."""
         assert self.reference is not None
+        # What both tapes have alike costs alike.
         tape, base = self.record.tape, self.reference.tape
         if tape is not None and base is not None:
             return frozenset({UNATTRIBUTED, *(name for name in CELL_PHASES if tape.of(name) != base.of(name))})
@@ -103,6 +105,7 @@ class ComparedCase:
         if self.reference is None or self.reference.timing is None:
             return None
         timed = part_ratio(self.reference.timing, phases, self.reference.timing, CELL_PHASES)
+        # Timed phases win over a pass that only looked.
         looked = _profiled_share(self.reference, phases)
         return Interval(looked, looked, looked, 0.0) if timed is None and looked else timed
 
@@ -127,6 +130,7 @@ class ComparedCase:
         if it is not known."""
         if not self.timed or self.record.timing is None or self.reference is None:
             return None
+        # A reference that shared its rounds is the fairer base, where there is one.
         base = self.record.paired_with or self.reference.timing
         timed = part_ratio(self.record.timing, phases, base, theirs) if base is not None else None
         if timed is not None:
@@ -143,6 +147,7 @@ class ComparedCase:
             )
             if record is not None and finding is not None
         ]
+        # Without a share on either side a ratio would be of nothing.
         if len(seconds) < 2 or not all(seconds):
             return None
         ratio = seconds[0] / seconds[1]
@@ -156,6 +161,7 @@ def _changes_products_alone(pair: ComparedCase) -> bool:
     """Whether the precision changes nothing but products: in a user's own model, and where it is carried in the
     reference's dtype."""
     assert pair.reference is not None
+    # Converters replace layers of products, and nothing between them.
     if pair.reference.case.workload == _OWN_MODEL:
         return True
     try:
@@ -192,6 +198,7 @@ def part_ratio(timing: Timing, phases: Collection[str], base: Timing, base_phase
     rounds = verdicts.common_rounds([timing, base])
     if not rounds:
         return None
+    # Slots of both sides may differ in calls: as many of each are compared.
     calls = min(len(slot.calls_ns) for slot in (*timing.slots, *base.slots))
     samples = []
     for part, names in ((timing, phases), (base, base_phases)):
@@ -201,6 +208,7 @@ def part_ratio(timing: Timing, phases: Collection[str], base: Timing, base_phase
             return None
         samples.append(sample)
     first, second = map(stats.best_case, samples)
+    # Too few rounds for an interval: their extent is honest.
     if len(rounds) < LEAST_ROUNDS:
         return stats.extent(stats.ratio(first, [second]), [sample.sum(axis=1) for sample in samples])
     return stats.ratio(first, [second], verdicts.FINAL_LEVEL)
@@ -211,6 +219,7 @@ def scale_to_report(ratio: Interval, *parts: tuple[Finding | None, Collection[st
     seconds, base = (_reported_seconds(*part) for part in parts)
     if not (seconds > 0 and base > 0 and math.isfinite(seconds / base)):
         return ratio
+    # The point becomes what people can divide themselves, and the ends move with it.
     times = seconds / base / ratio.point
     return map_ends(ratio, lambda value: value * times)
 
@@ -277,6 +286,7 @@ class AdviceRule:
         answer = RuleAnswer(self.name, self.topic, self.question, case.setting, case.mode, Met.UNKNOWN)
         if isinstance(reply, Reply):
             return replace(answer, met=reply.met, figure=reply.figure, grounds=reply.grounds)
+        # No command makes an emulated precision fast.
         unmeasurable = pair.emulated and self.topic is not Question.LEARNS
         measure = "" if unmeasurable else self.measure.format(**_words(pair))
         return replace(answer, figure=reply, measure=measure)
@@ -292,6 +302,7 @@ def _words(pair: ComparedCase) -> dict[str, str]:
     case, reference = pair.record.case, pair.reference.case.mode if pair.reference is not None else "bf16"
     params = dict(case.params)
     both = f"--dtypes {reference},{dtype_words(case)}"
+    # A suite is asked again by its name, a model of one's own by its maker.
     if "make" not in params:
         return {
             "again": f"fp8bench suite {case.workload} {both}",
@@ -313,6 +324,7 @@ def met_above(gain: Interval, least: float) -> Met:
 
 def amdahl(share: float, ratio: float) -> float:
     """Amdahl's law: returns the step's speed-up if a share of it takes `ratio` of its time."""
+    # A whole step of products that take no time has no end to its gain.
     duration = 1 - share + share * ratio
     return 1 / duration if duration > 0 else math.inf
 

@@ -80,6 +80,7 @@ def _advice(
 
 def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
     mode, support, step = pair.mode, pair.record.support, answers["step"]
+    # 1. Emulated or not timed: a step says nothing of the speed.
     if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
         words = f"do nothing about the speed of {mode}, because it is {support.level} here{reason}"
@@ -93,6 +94,7 @@ def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advi
             f"do nothing about {mode}, because its speed is not known here: {step.figure}",
             [answers["native"]],
         )
+    # 2. Faster than possible: two sides that are not alike are no ground for advice.
     against = [answers[rule] for rule in _AGAINST if rule in answers and answers[rule].met is Met.NO]
     bound = bound_of(pair)
     if bound is not None and pair.speed.low > _BEYOND * bound.high:
@@ -101,11 +103,13 @@ def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advi
             f"change allows {gain_text(bound)} at most: something else is not alike"
         )
         return _advice(pair, "amdahl", AdviceKind.NOTHING, words, [step, *against])
+    # 3. Surely faster by what is worth the effort, and nothing spoils it: adopt.
     faster = pair.finding.verdict is Verdict.FASTER
     spoiled = " and ".join(_SPOILING[answer.rule] for answer in against if answer.rule in _SPOILING)
     if faster and not spoiled and met_above(pair.speed, 1 + basis.least) is Met.YES:
         supporting = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
         return _advice(pair, "step", AdviceKind.ADOPT, _describe_gain(pair, answers), [step, *supporting], pair.speed)
+    # 4. Slower, too little, or not told apart: do nothing, and say why.
     if pair.finding.verdict is Verdict.SLOWER and pair.reference is not None:
         words = f"keep {pair.reference.case.mode}: {mode} {_describe_slowness(pair)}"
     elif faster and not spoiled:
@@ -151,6 +155,7 @@ def _route(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advic
     chosen = study.suggestion if study is not None else None
     if layers is None or layers.met is not Met.NO or study is None or chosen is None:
         return
+    # The map that was measured, and the one that the study suggests: what lies between stays high.
     now = tried_as(pair, study)
     high_layers = ", ".join(sorted({*now.low} - {*chosen.low})) or "what the map names"
     gaps = (study.gap(chosen), study.gap(now))

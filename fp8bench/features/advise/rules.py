@@ -82,11 +82,13 @@ def bound_of(pair: ComparedCase) -> Interval | None:
 
 def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
     """Takes products as fast as they are here, by a ceiling or by themselves, and casts for nothing."""
+    # 1. The share of the step that a precision can touch at all.
     share = None if pair.reference is None or pair.reference.support.is_emulated else pair.share(_PRODUCTS)
     if share is None or pair.reference is None:
         return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
     least = 1 + basis.least
     grounds = [Ground(pair.reference.case.id, f"products are {share_text(share)} of the step")]
+    # 2. Three bounds of the gain, from generous to measured; the tightest counts.
     bounds = [(map_ends(share, lambda value: amdahl(value, 0.0)), "with products that take no time")]
     gain = None
     if pair.timed and pair.finding is not None and pair.reference_finding is not None:
@@ -100,6 +102,7 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
         most = Interval(amdahl(share.point, product_ratio.point), low, high, product_ratio.level)
         bounds.append((most, f"with products {units.speed_up(1 / product_ratio.point)} as fast, as here"))
         grounds.append(Ground(pair.row, f"its products alone are {gain_text(product_ratio.inverse)} as fast"))
+    # 3. The generous bound alone never says yes: products take some time.
     most, words = min(bounds, key=lambda bound: bound[0].point)
     met = met_above(most, least)
     if met is Met.YES and len(bounds) == 1:
@@ -170,6 +173,7 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
         return "no memory was measured"
     share = pair.record.memory.peak / reference.memory.peak
     roles, reference_roles = dict(pair.record.memory.roles), dict(reference.memory.roles)
+    # Peaks alone puzzle people: what stays and what comes on top explains them.
     unchanged = [
         f"{words} ({units.size(roles[role])})"
         for role, words in _KEPT.items()

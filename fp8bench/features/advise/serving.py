@@ -52,6 +52,7 @@ def _weigh_quality(answer: ServingAnswer, arm: ServedArm, where: str, because: s
 def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
     reference, crossing = _reference_name(answer), times.crossing
     low, high = answer.question.contexts[0], answer.question.contexts[-1]
+    # 1. Not timed, or timed under doubts.
     if crossing is None:
         name, reason = word_of(times.arm), times.why or "no line fits its times"
         return _make_advice(
@@ -62,6 +63,7 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
         )
     if times.doubts:
         return _weigh_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
+    # 2. Times that cross: the advice holds from there on, or up to there.
     if crossing.at is not None:
         begins, ends = f"{crossing.low:.0f}", f"{crossing.high:.0f}"
         where = f"from a context of {ends} on" if crossing.faster[1] else f"up to {begins} tokens"
@@ -71,10 +73,12 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
             where,
             f"its decode step crosses that of {reference} at {crossing.at:.0f} [{begins}, {ends}]",
         )
+    # 3. Faster at every context that was timed.
     if crossing.faster == (True, True):
         return _weigh_quality(
             answer, times.arm, f"at contexts of {low} to {high}", f"faster than {reference} throughout"
         )
+    # 4. Slower, or not told apart at one end: no ground to change.
     first, last = ({True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster)
     because = f"its decode step is {first} at a context of {low} and {last} at {high}"
     return _weigh_quality(answer, times.arm, "", f"{because}, against {reference}")

@@ -57,6 +57,7 @@ def _alike(advice: Sequence[Advice]) -> list[list[Advice]]:
     ]
     groups: dict[object, list[Advice]] = {}
     for number, (piece, reason) in enumerate(zip(advice, reasons, strict=True)):
+        # Advice to change something is never folded: each is a decision of its own.
         is_common = piece.kind is AdviceKind.NOTHING and reasons.count(reason) > _FEW
         groups.setdefault(reason if is_common else number, []).append(piece)
     return list(groups.values())
@@ -78,6 +79,7 @@ def short_names(advised: Advised) -> Callable[[str], str]:
     for answer in advised.answers:
         suite, _, bracket = answer.setting.partition("[")
         inside.setdefault(suite, []).append(set(bracket.rpartition("]")[0].split(",")))
+    # What all settings of a suite have in common tells none from another.
     shared = {suite: set.intersection(*pairs) for suite, pairs in inside.items()}
 
     def short(row: str) -> str:
@@ -106,6 +108,7 @@ def _rows(advised: Advised, question: Question) -> Rows:
     by_row: dict[tuple[str, ...], list[RuleAnswer]] = {}
     for answer in advised.answers:
         if answer.topic is question:
+            # All that an emulation leaves open has one reason, and needs one row.
             last = answer.figure if _is_emulated(answer) else answer.rule
             by_row.setdefault((_place(answer), answer.mode, last), []).append(answer)
     return [*by_row.values()]
@@ -130,6 +133,7 @@ def _next(advised: Advised) -> Iterator[Element]:
     for question in Question:
         unanswered = [row[0] for row in _rows(advised, question) if not _is_answered(row)]
         missing += [answer for answer in unanswered if not _is_emulated(answer)]
+    # One command for each question: the first often answers the others too.
     commands: dict[Question, str] = {}
     for answer in missing:
         if answer.measure:
@@ -149,6 +153,7 @@ def _columns(advised: Advised) -> list[Col[Sequence[RuleAnswer]]]:
         return f"{first.mode} in {_place(first)}" if len(places) > 1 else first.mode
 
     def first(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
+        # Answers outvote what was not measured, however often that was.
         answered = [answer.met for answer in answers if answer.met is not Met.UNKNOWN]
         (met, count), *_ = Counter(answered or (answer.met for answer in answers)).most_common()
         return next(answer for answer in answers if answer.met is met), count

@@ -399,7 +399,7 @@ class Auditor:
         return verdicts
 
     def smallest(self, tried: AuditInput, name: str, code: str) -> AuditInput:
-        """Returns the smallest input whose result of that name fails with `code`; `given` if no smaller one does."""
+        """Returns the smallest input whose result of that name fails with `code`; `tried` if no smaller one does."""
         for shape in map(self.fitting, () if tried.how else _SMALLER):
             smaller = AuditInput(tried.data, shape)
             try:

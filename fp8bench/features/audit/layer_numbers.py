@@ -113,12 +113,14 @@ class LayerNumbers:
 
     def _judge(self, product: LayerProduct, output: Any, likely: Sequence[str]) -> LayerVerdict:
         """Says in which precision an output was computed, or what is wrong with it."""
+        # 1. What is no product, or no number, is not compared.
         shape = product.exact.shape[-1]
         if not isinstance(output, Tensor) or (product.kind != CONV2D and output.shape[-1] != shape):
             return LayerVerdict("", "unchecked", "its output is not the product of its input and its weight")
         result = product.sample(output)
         if not bool(result.isfinite().all()):
             return LayerVerdict(UNKNOWN, "wrong-numbers", "some of its results are not finite")
+        # 2. Without the bias, for promises are about products; its rounding is forgiven.
         bias = None if self._bias is None else self._bias.detach().cpu().float()
         product_result = result if bias is None else result - bias
         slack = _OUTPUT * torch.maximum(result.abs(), product_result.abs())
@@ -126,8 +128,10 @@ class LayerNumbers:
         def misses_of(expected: Tensor) -> Misses:
             return misses(((product_result - expected).abs() - slack).clamp(min=0), product.size)
 
+        # 3. How far results are from exact ones, kept in each wide format.
         wide = {name: misses_of(product.kept_in(dtype)) for name, dtype in WIDE.items()}
         name = min(wide, key=lambda dtype: wide[dtype].level)
+        # 4. And from those of each cast, likely ones first: the first that fits ends the search.
         guesses = {name: self.guesses[name] for name in (*likely, *self.guesses) if name in self.guesses}
         tight, same_error = dict[str, float](), list[str]()
         for guess, promised in guesses.items():
@@ -138,10 +142,12 @@ class LayerNumbers:
                 same_error += [guess] * _has_error_of(cast, product_result, product)
             if guess in likely and guess in tight:
                 break
+        # 5. Exact results were not cast; where a cast fits them too, nobody can say which it was.
         if wide[name].none:
             return LayerVerdict(WEIGHTS if self._in_codes else "" if tight else name)
         if tight:
             return LayerVerdict(min(tight, key=lambda guess: (guess not in likely, tight[guess])))
+        # 6. Wrong in a way that is known: half a cast, another rounding.
         weight_casts = chain.from_iterable(product.casts(guess, inputs=False) for guess in guesses.values())
         if not self._in_codes and any(misses_of(cast).none for cast in weight_casts):
             return LayerVerdict(HIGH, "not-cast", "only its weight is cast: its inputs are multiplied as they came")
@@ -209,6 +215,7 @@ class LayerNumbers:
 
     def _check_backward(self, x: Tensor, product: LayerProduct, runs: str) -> str:
         """Returns what is wrong with a gradient; '' if nothing is. Only a layer that can be trained needs gradients."""
+        # 1. Gradients by one random gradient that comes in, the same in every audit.
         tensors = {"input": x.detach().requires_grad_(), **self._trainable()}
         is_trained = len(tensors) > 1 and self.module.training
         with torch.enable_grad():
@@ -218,6 +225,7 @@ class LayerNumbers:
             random = torch.Generator().manual_seed(1)
             gradient = torch.randn(output.shape, generator=random).to(output.device, output.dtype)
             gradients = torch.autograd.grad(output, tuple(tensors.values()), gradient, allow_unused=True)
+        # 2. Exact gradients, their size by squared terms, and those of the promised cast.
         wide = gradient.cpu().float()
         exact, squares = product.gradients(wide), product.square_sides().gradients(wide.square())
         promised = self.guesses.get(runs)
@@ -225,6 +233,7 @@ class LayerNumbers:
         few_bits = (
             any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in promised.treatments) if promised else False
         )
+        # 3. Each must exist if it is trained, have the right shape, and lie near the exact one.
         for (name, _), into in zip(tensors.items(), gradients, strict=True):
             if into is None and is_trained:
                 return f"its {name} gradient does not exist{_FOR_INFERENCE}"
@@ -232,6 +241,7 @@ class LayerNumbers:
                 continue
             if into.numel() != exact[name].numel():
                 return f"its {name} gradient has the shape {list(into.shape)}"
+            # Formats of few bits lose more than the bound of eight would allow.
             most = _LARGEST_OF_FEW_BITS if few_bits else _LARGEST
             right, size = exact[name], squares[name].sqrt()
             gain = gain_of(emulated[name], right) if name in emulated else 1.0
@@ -294,6 +304,7 @@ def _describe(product: LayerProduct, product_result: Tensor, bias: Tensor | None
     def is_near(expected: Tensor) -> bool:
         return float((product_result - expected).norm()) < _LARGEST * float(expected.norm())
 
+    # 1. Mistakes that have a name, from the plainest on.
     result = product_result if bias is None else product_result + bias
     if not bool(result.any()):
         return "all of its results are 0"
@@ -302,14 +313,17 @@ def _describe(product: LayerProduct, product_result: Tensor, bias: Tensor | None
         share = gain_of(product_result - exact, added)
         if abs(share) > _CLEARLY and is_near(exact + share * added):
             return "its bias is not added" if abs(1 + share) < _CLEARLY else f"its bias is added {1 + share:.2g} times"
+    # 2. One factor for all results: a scale was lost, or applied twice.
     right = exact if bias is None else exact + bias
     gain = gain_of(result, right)
     if abs(gain - 1) > _GAIN and float((result - gain * right).norm()) < _LARGEST * float(result.norm()):
         return f"its results are {gain:.2f} times what its input, current weight and bias give"
+    # 3. Whole rows or columns: a shard, or a bias, went to the wrong place.
     for side, lines in (("columns", missed.columns), ("rows", missed.rows)):
         wrong = (lines > 3 * lines.median() + _LITTLE).nonzero().flatten().tolist()
         if wrong:
             return f"{len(wrong)} of {len(lines)} {side} that were looked at are wrong, the first is {wrong[0]}"
+    # 4. Nothing that anybody knows: say how far off, next to what casts cost.
     head = "its results are not those of its input, current weight and bias"
     return f"{head}: {missed.level:.0%} off, where casts make 1% to 20%"
 

@@ -84,12 +84,14 @@ def explain_exclusions(model: nn.Module, layers: Sequence[FoundLayer]) -> Callab
     low = [layer for layer in layers if layer.row.low]
     weights = {id(layer.weight): layer.row.name for layer in low}
     by = {type(layer.module).__module__.partition(".")[0] for layer in low}
+    # Only these libraries stop a conversion at the first layer whose sides do not fit.
     behind = dict(_behind_odd(model)) if by <= {"transformer_engine", "intel_transformer_engine"} else {}
 
     def why(layer: FoundLayer) -> tuple[str, str]:
         sides, name = layer.row.weight, layer.row.name
         if layer.row.low:
             return "", ""
+        # From the surest reason to the one that is only left over.
         if id(layer.weight) in weights:
             return "shared", f"the same layer as {weights[id(layer.weight)]}, which was converted there alone"
         if not isinstance(layer.module, nn.Linear):

@@ -265,6 +265,7 @@ def nearest(rows: Iterable[Mistake], distance: Callable[[Tensor], float], below:
 
 
 def _cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Treatment) -> Iterator[Mistake]:
+    # Each mistake as what it makes of the operand; a result is then compared with products of that.
     yield "not-cast", "as it came: it was not cast", x.to(torch.float32)
     if treatment_promised.scaling is not None:
         for rounding in ROUNDINGS[treatment_promised.scaling.scale]:
@@ -272,6 +273,7 @@ def _cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Treatment) -
                 treatment = replace(treatment_promised, scaling=replace(treatment_promised.scaling, rounding=rounding))
                 words = f"cast under scales that are rounded as {rounding.value}"
                 yield "scale-rounding", words, round_operand(x, treatment).values
+    # Square blocks turned are the same blocks.
     if treatment_promised.scaling is not None and not treatment_promised.scaling.turns:
         yield (
             "blocks-turned",
@@ -280,6 +282,7 @@ def _cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Treatment) -
         )
     for words, treatment in _other_treatments(treatment_promised):
         yield "other-precision", f"cast as {words} does", round_operand(x, treatment).values
+    # Wider formats round too finely for a cut to be seen.
     if treatment_promised.fmt.bits <= _BYTE:
         yield (
             "cut",
@@ -294,12 +297,15 @@ def _truncate(x: Tensor, fmt: Format) -> Tensor:
 
 
 def _other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatment]]:
+    # 1. The same format without scales, or the fnuz format of its name.
     named = [(f"{promised.fmt.name} without scales", replace(promised, scaling=None))]
     if promised.fmt in _FNUZ and (promised.scaling is None or promised.scaling.scale is None):
         named.append((_FNUZ[promised.fmt].name, replace(promised, fmt=_FNUZ[promised.fmt])))
+    # 2. What other precisions do to the same operand.
     for name in _OTHERS:
         recipe = getattr(precisions.get(name), "recipe", None)
         named += [(name, treatment) for treatment in recipe.treatments] if isinstance(recipe, Recipe) else []
+    # 3. Finer scales than were promised.
     if promised.scaling is not None and promised.scaling.scale is None and promised.scaling != ROW:
         named.append((f"{promised.fmt.name} with a scale a row", replace(promised, scaling=ROW)))
         for side in (64, 32, 16):
@@ -309,6 +315,7 @@ def _other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatment]]:
             )
     if promised.scaling == NVFP4:
         named.append(("blocks of 16 x 16", replace(promised, scaling=Scaling(16, 16, NVFP4.scale, NVFP4.rounding))))
+    # 4. Each once, and never the promise itself.
     yielded = [promised]
     for words, treatment in named:
         if treatment not in yielded:

@@ -174,16 +174,20 @@ class ProductPromise:
         return in_band(error, expected)
 
     def _compare_sums(self, result: Tensor, sums: ConformitySums, search: bool) -> AuditFinding:
+        # 1. Within what sums of promised operands allow: nothing to say.
         wide = result.to(torch.float64)
         if sums.holds(wide):
             return AuditFinding()
+        # 2. What hardware is known to do is a remark, and no failure.
         if self.hopper and self._of_units(result, sums):
             return remark("short-sums", "to the bit what Hopper's FP8 units sum in 14 bits")
+        # 3. A near miss that operands on the edge between two codes explain.
         spans = span(self.a), span(self.b)
         gain = self._gain(wide, sums, spans)
         if not gain and not bool(self._beyond(wide, sums, map(_slack, (self.a, self.b), spans)).any()):
             return remark("other-rounding", TIES)
         steps = (_STEPS * _steps_of(operand) for operand in (self.a, self.b))
+        # 4. A named mistake, if one explains all results.
         outliers = self._beyond(wide, sums, steps, _DRAWN)
         is_near = not bool(outliers.any())
         if is_near and result.numel() < _ENOUGH:
@@ -191,12 +195,14 @@ class ProductPromise:
         code, reason = self._explain(wide, result, sums) if search and result.numel() >= _ENOUGH else ("", "")
         if code or (gain and is_near):
             return fail(code, reason) if code else fail("gain", gain)
+        # 5. Results that no rounding of operands explains: say where.
         if not is_near and not self._lossless:
             row, column = (int(place) for place in outliers.nonzero()[0])
             if self.places is not None:
                 row, column = int(self.places.rows[row]), int(self.places.columns[column])
             where = f"{int(outliers.sum())} of {outliers.numel()} results, the first in row {row}, column {column}"
             return fail("wrong-values", f"{where}, are further off than operands that round otherwise")
+        # 6. Else the error alone decides, and how many bits sums seem to have.
         band = in_band(self._error(result), self._error(sums.exact.to(result.dtype)), reason or gain)
         if short := self._short(wide, sums):
             make_finding = remark if band.remark or (band.error is None and short >= _SHORT) else fail
@@ -429,7 +435,7 @@ def unusable(result: Tensor, shape: tuple[int, ...], finite: bool = True) -> Aud
 
 
 def in_band(error: float | None, expected: float | None, reason: str = "", slack: float = 1.0) -> AuditFinding:
-    """Judges by error alone; `why` are words for what is known already, `slack` widens the band."""
+    """Judges by error alone; `reason` are words for what is known already, `slack` widens the band."""
     unknown = reason or "no known mistake explains it"
     if error is None or expected is None:
         return fail("unexplained", unknown, error, expected)

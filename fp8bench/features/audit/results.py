@@ -378,6 +378,7 @@ def _check_each(
 ) -> Iterator[AuditFinding]:
     """Looks for failures where calls may be refused, until one is wrong or time is up."""
     refused, end = [], time.monotonic() + seconds
+    # The auditor remembers which input is tried: whatever is raised names it.
     for place, tried in enumerate(inputs):
         auditor.current = tried
         if time.monotonic() > end:
@@ -387,6 +388,7 @@ def _check_each(
             break
         try:
             wrong = look(tried)
+        # A refusal is an answer, unless the kernel lied about why.
         except REFUSALS as error:
             raise_lie(error)
             refused.append(auditor.about(tried, remark("refused", words_of(error))))
@@ -394,6 +396,7 @@ def _check_each(
         if wrong:
             yield wrong[0]
             return
+    # One line for all refusals: a kernel of fixed sizes refuses dozens.
     if refused:
         yield replace(refused[0], why=f"{len(refused)} of {len(inputs)} such calls are refused: {refused[0].why}")
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from random import Random
 from typing import Any, cast
 
@@ -44,13 +45,14 @@ def _work(auditor: Auditor) -> Iterator[AuditFinding]:
     subject = auditor.subject
     auditor.current = AuditInput(NORMAL, auditor.fitting(subject.timed))
     arguments = subject.arguments(auditor.matrices(auditor.current))
+    # Warm calls come first: what happens once for a shape is no work that was remembered.
     auditor.place(arguments)
     subject.host.repeat([0], _WARM, _SECONDS)
     repeated = subject.host.work(0)
     auditor.place(arguments, slot=1)
     fresh = subject.host.work(1)
     counts = {name: (getattr(repeated, name), getattr(fresh, name)) for name in _REMEMBERED}
-    if lost := [f"{name}: {less} of {all_}" for name, (less, all_) in counts.items() if less < all_]:
+    if lost := [f"{name}: {again} of {first}" for name, (again, first) in counts.items() if again < first]:
         yield fail(
             "remembered-work", f"with arguments that it has seen it does less than with fresh ones ({'; '.join(lost)})"
         )
@@ -94,13 +96,13 @@ def bounds(
         (moved, "copy", partial(_copy, moved, device), [(Limit.CACHED, "")]),
         (flops, "product", partial(_product, shape, device), wide),
     )
-    for count, operation, measured, names in looks:
-        measured_rates = [value for name in names if (value := ceilings.best(*name)) is not None]
+    for count, operation, measure_here, limits in looks:
+        measured_rates = [rate for limit in limits if (rate := ceilings.best(*limit)) is not None]
         margin = _MARGIN if not measured_rates else _ABOVE if device.startswith("cpu") else _CLOSE
         fastest_known = (
             f"the fastest {operation} that was measured here" if measured_rates else f"torch's own {operation} is here"
         )
-        yield count / (margin * max([measured(), *measured_rates])), f"{margin:g} times as fast as {fastest_known}"
+        yield count / (margin * max([measure_here(), *measured_rates])), f"{margin:g} times as fast as {fastest_known}"
 
 
 def _product(shape: Shape, device: str) -> float:
@@ -179,7 +181,7 @@ def _time_calls(auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL
         by_clock[kind] = max(1e-9, min(seconds for seconds, _ in calls))
         of_process[kind] = max(1e-9, min(seconds for _, seconds in calls))
     # 4. The kernel's process must not claim much less time than passed here.
-    claims = [(math.fsum(seconds for seconds, _ in claimed), passed) for claimed, passed in timed]
+    claims = [(math.fsum(map(itemgetter(0), claimed)), passed) for claimed, passed in timed]
     wrong_clock = ""
     if all(claimed < _CLAIMED * passed - _ROUND_TRIP for claimed, passed in claims):
         least, waited = min(claims, key=lambda pair: pair[1])
@@ -220,19 +222,23 @@ def _speed(auditor: Auditor) -> list[AuditFinding]:
 
 
 def _check_speeds(auditor: Auditor) -> list[AuditFinding]:
+    # 1. A shape whose call is long enough to be compared.
     shape = auditor.fitting(auditor.subject.timed)
     timing = _time_calls(auditor, shape)
     while timing.wrong is None and timing.seconds[NORMAL] < _LONG_ENOUGH and max(shape) < _LARGEST:
         shape = Shape(*(2 * side for side in shape))
         timing = _time_calls(auditor, shape)
     auditor.current = tried = AuditInput(NORMAL, shape)
+    # 2. Wrong results, or a clock that is wrong, end it: no time says anything then.
     if timing.wrong is not None:
         return [timing.wrong]
     if reason := _confirm(lambda: _time_calls(auditor, shape, judged=0).wrong_clock, timing.wrong_clock):
         return [fail("wrong-clock", reason)]
+    # 3. Faster than this machine can be.
     too_fast = partial(_too_fast, auditor, shape)
     if reason := _confirm(lambda: too_fast(_seconds(auditor, shape)), too_fast(timing.seconds[NORMAL])):
         return [fail("too-fast", reason)]
+    # 4. Faster on some data, or no slower with more work.
     findings = list(_compare_data(auditor, shape))
     for side in ("m", "k") if timing.seconds[NORMAL] >= _LONG_ENOUGH else ():
         larger = shape._replace(**{side: _MORE * getattr(shape, side)})
@@ -274,7 +280,9 @@ def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
         if timed.wrong is not None:
             yield timed.wrong
             return
-        times = {name: min(time_, times.get(name, time_)) for name, time_ in _comparable(auditor, timed).items()}
+        # The fewest seconds of all looks: a slow call says nothing against a kernel.
+        for name, seconds in _comparable(auditor, timed).items():
+            times[name] = min(seconds, times.get(name, seconds))
         least = min(times, key=times.__getitem__)
         if times[least] * _SHORT >= times[NORMAL]:
             return
@@ -301,7 +309,7 @@ def _seconds(auditor: Auditor, shape: Shape) -> float:
 
 
 def _confirm(look: Callable[[], str], reason: str) -> str:
-    """Returns why there is something wrong if that shows several times in a row, beginning with `why`."""
+    """Returns why there is something wrong if that shows several times in a row, beginning with `reason`."""
     for _ in range(_AGAIN - 1):
         if not reason:
             break

@@ -108,4 +108,5 @@ class Audit:
 
     @property
     def outcome(self) -> AuditOutcome:
+        # The worst finding decides.
         return worst(self.findings)

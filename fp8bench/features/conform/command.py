@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     values = [{**encode(mode), "conforms": mode.conforms} for mode in modes]
     document = {"device": encode(facts), "conforms": conforms, "modes": values}
     tell(arguments, partial(page_of, facts, modes, arguments.all), lambda: document)
+    # Nothing compared is no proof: that has an exit code of its own.
     if not conforms:
         return EXIT_REGRESSION
     return EXIT_OK if any(mode.compared for mode in modes) else EXIT_FAILED
@@ -73,11 +74,13 @@ def conformity(
     with ProcessWorker(Settings(seed=seed, imports=imports)) as worker:
         facts = device_named(device or "", worker.probe())
         supports = {name: precisions.get(name).support(facts) for name in named or precisions.names()}
+        # 1. What the device does at all.
         able = {name: support for name, support in supports.items() if support.level is not Level.REFUSED}
         if not able:
             reasons = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
             raise UsageError(f"{facts.key} does none of these ({reasons}). Give other --dtypes, or another --device.")
         conformities: list[ModeConformity] = []
+        # 2. One precision after the other, each with time to compile.
         with observer.counting() as tell:
             for name, support in able.items():
                 tell(len(conformities), len(able), "precisions", name)
@@ -86,6 +89,7 @@ def conformity(
                     conformed = worker.within(COMPILE_SECONDS).conform(name, facts)
                 except WorkerError as error:  # other precisions may still work
                     conformed = (Conformity(mode, "all of it", "", why=str(error)),)
+                    # A kernel that failed may have broken the device for this process.
                     worker.restart()
                 conformities.append(ModeConformity(mode, support, conformed))
     return facts, conformities
@@ -94,8 +98,9 @@ def conformity(
 def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], everything: bool = False) -> Page:
     """Shows the verdict, a row for each precision, what differs, and what was not done and why.
 
-    Unless `whole`, differences that conform are only counted, and emulated precisions that conform only named.
+    Unless `everything`, differences that conform are only counted, and emulated precisions that conform only named.
     """
+    # The verdict is about all modes, shown or not.
     good = all(mode.conforms for mode in conformities)
     parts = [Part("verdict", "", (Text(_verdict(conformities), Tone.GOOD if good else Tone.BAD),))]
     emulated = [mode for mode in conformities if mode.conforms and mode.support.is_emulated and not everything]

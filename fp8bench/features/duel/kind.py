@@ -44,6 +44,7 @@ def start_duel(duel: Duel, store: Path) -> DuelWriter:
 
 
 def _check_result(result: CaseResult) -> CaseResult:
+    # Both sides must say the same of the case, or their times would be of two things.
     same = result.before.case.id == result.after.case.id
     problems = ["" if same else "its sides are of different cases", unsound(result.before), unsound(result.after)]
     for session in result.sessions:
@@ -69,10 +70,12 @@ class DuelKind(Kind[Duel]):
         results: dict[str, CaseResult] = {}
         notes, ends = [], []
 
+        # Lines are taken one by one: a file that was cut off has all but its last.
         def take(content: Content) -> None:
             if "result" in content:
                 result = _check_result(decode(CaseResult, content["result"]))
                 results[result.after.case.id] = result
+            # Sessions come after their result, each as soon as it was measured.
             elif "session" in content:
                 result = results[content["case"]]
                 sessions = (*result.sessions, decode(Session, content["session"]))
@@ -90,6 +93,7 @@ class DuelKind(Kind[Duel]):
             results=tuple(results.values()),
             notes=tuple(notes),
             troubles=tuple(troubles),
+            # Only its last line says that nothing is missing.
             finished=ends[-1:] == ["finished"],
             path=str(path),
         )

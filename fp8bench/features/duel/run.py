@@ -260,6 +260,7 @@ def run_duel(
     question: DuelQuestion, request: Request, store: Path, observer: JobObserver, only: Collection[str] = ()
 ) -> Duel:
     """Measures both sides, and keeps the results. `only` are ids of cases to measure; empty means all."""
+    # 1. What can be refused before code is copied or built.
     if request.ranks is not None:
         raise UsageError(f"a side of a duel is one process, and this would be {request.ranks} ranks on each.")
     resolved = resolve(request, os.environ)
@@ -267,6 +268,7 @@ def run_duel(
     corpus = resolved.corpus(store)
     start = time.monotonic()
     sessions = question.sessions or sessions_of(request)
+    # 2. Both sides with their processes; whatever fails, they end and folders vanish.
     with ExitStack() as stack:
         *starts, notes = stack.enter_context(open_sides(question, request.imports))
         sides = []
@@ -275,11 +277,13 @@ def run_duel(
             workers = [PartnerWorker(settings, ready) for _ in range(PROCESSES)]
             quantisers = Quantisers(resolved.switches.why_eager)
             sides.append(stack.enter_context(closing(SideWorkers(ready, workers, quantisers))))
+        # 3. Each side says which cases its own code has.
         identity, names = corpus.identity if corpus else None, [suite.name for suite in resolved.suites]
         with observer.counting() as tell:
             for number, ready_side in enumerate(sides):
                 tell(number, len(sides), "sides", "starting workers")
                 ready_side.meet(request, names, identity)
+        # 4. Only what both have can be compared.
         side_a, side_b = sides
         cases = tuple(name for name in side_a.cases if name in side_b.cases)
         if not cases:
@@ -290,6 +294,7 @@ def run_duel(
         selected = tuple(name for name in cases if not only or name in only)
         if not selected:
             raise UsageError(f"the sides would not measure {next(iter(only))}, which was asked for.")
+        # 5. The head of the duel, and what is not compared.
         begun = Duel(
             secrets.token_hex(4),
             now(),

@@ -202,15 +202,18 @@ Opened = tuple[Start, Start, tuple[str, ...]]
 
 @contextmanager
 def open_sides(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]:
+    # 1. One change at a time.
     if question.against is not None and question.against_self is not None:
         raise UsageError(
             "--against and --against-self would change two things at once, and nobody could say which one did it. "
             "Leave one out."
         )
+    # 2. Interpreters before folders: a wrong one is refused before anything is copied.
     pythons = [
         sys.executable if word is None else interpreter(word, option)
         for option, word in (("--python-a", question.python_a), ("--python-b", question.python_b))
     ]
+    # 3. Both sides import from folders with fp8bench alone: nothing installed beside it comes along.
     with scratch() as folder:
         if question.against is not None or question.against_self is not None:
             with _against(question, pythons, imports, folder) as sides:
@@ -228,6 +231,7 @@ def open_sides(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Ope
 def _against(
     question: DuelQuestion, pythons: Sequence[str], imports: tuple[str, ...], folder: Path
 ) -> Iterator[Opened]:
+    # 1. Which repository: of fp8bench itself, or of the code that is measured.
     is_fp8bench = question.against is None
     option, word = ("--against-self", question.against_self) if is_fp8bench else ("--against", question.against)
     assert word is not None
@@ -239,6 +243,7 @@ def _against(
             f"{option} wants fp8bench to run from a checkout of its repository, and it runs from {PACKAGE}. Install it "
             "from one with `pip install -e`."
         )
+    # 2. Titles say which commits are compared, and whether this tree has more than its commit.
     commit, checked_out = revision_of(repository, word, option), commit_named("HEAD", repository) or ""
     changed = " with uncommitted changes" if is_dirty(repository) else ""
     title = commit[:8] if commit.startswith(word) else f"{word} ({commit[:8]})"
@@ -246,8 +251,10 @@ def _against(
     same = commit == checked_out and not changed and pythons[0] == pythons[1]
     notes = (SAME,) if same else ()
     paths = _own_paths(imports)
+    # 3. The old commit in a tree of its own; the checkout stays as it is.
     with worktree(repository, commit, folder, option) as tree:
         if not is_fp8bench:
+            # The same fp8bench measures both: only the user's paths move into the old tree.
             package = str(package_beside(folder / "package", PACKAGE))
             resolved = {path: Path(path).resolve() for path in (*_paths_in(repository), *paths)}
             paths, tree_paths = (
@@ -270,6 +277,7 @@ def _against(
             raise UsageError(
                 f"{option} {word!r:.200} ({commit[:8]}) has no package {PACKAGE.name}. Choose a newer one."
             )
+        # fp8bench itself differs here, and the user's paths are the same.
         old = (str(package_beside(folder / "before", tree / PACKAGE.name)), *paths)
         new = (str(package_beside(folder / "after", PACKAGE)), *paths)
         yield (

@@ -107,20 +107,25 @@ def judge(
         return None
     # Whole steps are compared if stretches of a step compensate each other by more than processes differ.
     whole_steps = 2 * sum(map(_make_up, shared)) >= len(shared)
+    # 1. Logarithms of the best and of all calls: one row a process.
     measured = [(session, _logs(session, whole_steps), len(_rounds(session))) for session in shared]
     logs, of_all_calls = np.concatenate([logs for _, logs, _ in measured], axis=1)
     is_after = np.concatenate(
         [[False] * len(session.before) + [True] * len(session.after) for session, _, _ in measured]
     )
     sizes = [(len(session.before), len(session.after)) for session, _, _ in measured]
+    # 2. How often would names dealt by chance lie as far apart?
     deals = _Deals(logs, is_after, sizes)
     rounds = min(rounds for _, _, rounds in measured)
     logs_a, logs_b = logs[~is_after], logs[is_after]
     ratio, typical = deals.interval(level), _Deals(of_all_calls, is_after, sizes).interval(level)
+    # 3. With too few processes for an interval, only sides that do not overlap differ.
     resolved = deals.finest <= 1 - level
     verdict = verdicts.rule(ratio, verdicts.BAND, same) if resolved else _without_interval(logs_a, logs_b)
+    # 4. The mean over all calls must not contradict the fastest calls.
     if rounds < LEAST_ROUNDS or not verdicts.agrees(verdict, ratio, typical):
         verdict = Verdict.UNSURE
+    # 5. Seconds of both sides around what they have in common.
     middle = (_fast_mean(logs_a) + _fast_mean(logs_b)) / 2
     apart = math.expm1(max(float(np.ptp(logs_a)), float(np.ptp(logs_b))))
     return DuelVerdict(
@@ -142,6 +147,7 @@ def judge(
 
 
 def why_unsure(times: DuelVerdict) -> str:
+    # In the order in which a reader can mend it.
     if times.rounds < LEAST_ROUNDS:
         rounds = "1 round a session is" if times.rounds == 1 else f"{times.rounds} rounds a session are"
         return f"{rounds} too few; give it more time (--budget) or rounds"
@@ -184,6 +190,7 @@ def _apart(seconds: Sequence[float]) -> float:
 
 def _fast_mean(logs: NDArray[np.float64]) -> Any:
     """Returns the mean of the lowest three fifths of each row, rounded up in number."""
+    # The slowest processes were disturbed; the fastest one alone may be luck.
     return np.sort(logs)[..., : -(-3 * logs.shape[-1] // 5)].mean(axis=-1)
 
 
@@ -216,8 +223,10 @@ class _Deals:
         else:
             # The true deal and a seeded sample: the same samples always give the same verdict.
             draw = np.random.default_rng(0)
-            drawn = ((draw.permutation(a + b)[:b].tolist() for a, b in sizes) for _ in range(_MOST_DEALS - 1))
-            deals = [list(deal) for deal in drawn]
+            deals = []
+            for _ in range(_MOST_DEALS - 1):
+                deal = [draw.permutation(count_a + count_b)[:count_b].tolist() for count_a, count_b in sizes]
+                deals.append(deal)
             named = np.concatenate([[is_after], _mark_after(sizes, deals)])
         self.finest = 2 / count if all(count_a == count_b for count_a, count_b in sizes) else 1 / count
         self.finest = max(self.finest, 1 / len(named))
@@ -239,12 +248,15 @@ class _Deals:
         return Interval(math.exp(shift), math.exp(low), math.exp(high), level)
 
     def chance(self, shift: float) -> float:
+        # Sums of the same deal in another order differ in the last bits: the true deal must count.
         apart, observed = self._apart(shift)
         return float((np.abs(apart) >= abs(observed) - 1e-12).mean())
 
     def _bound(self, shift: float, outside: float, chance: float) -> float:
+        # Even the farthest shift is as likely: there is no bound.
         if self.chance(shift + outside) > chance:
             return math.copysign(math.inf, outside)
+        # First nearer by halves, then between the last two.
         while self.chance(shift + outside / 2) <= chance and abs(outside) > _NOTHING:
             outside /= 2
         inside = outside / 2

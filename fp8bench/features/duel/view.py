@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from fp8bench import units
 from fp8bench.analysis.verdicts import BAND, FINAL_LEVEL, SAME
@@ -76,6 +77,7 @@ def _tone(figure: _Figure) -> Tone:
 def _verdict(figure: _Figure) -> Field:
     result, comparison = figure
     statuses = (result.before.status, result.after.status)
+    # A side without a number leaves nothing to compare.
     if Status.FAILED in statuses:
         return Field("FAILED", tone=Tone.BAD)
     word = "skipped" if Status.SKIPPED in statuses else direction(comparison)
@@ -110,6 +112,7 @@ _VALUES: tuple[Col[_Figure], ...] = (
 
 def _values(figures: Sequence[_Figure]) -> Iterator[Element]:
     values = [figure for figure in figures if figure[1].metric != TIME]
+    # Hundreds of equal values would hide the few that differ: those are only counted.
     apart = [figure for figure in values if figure[1].direction is not Direction.SAME and figure[1].ratio is not None]
     if values:
         title = f"values (errors, memory): {counted(comparison for _, comparison in values)}"
@@ -122,7 +125,8 @@ def _notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
         for _, comparison in figures
         if comparison.why
     ]
-    records = [record for result in duel.results for record in (result.before, result.after)]
+    records = chain.from_iterable((result.before, result.after) for result in duel.results)
+    # What a record says of itself is told even where its figures agree.
     reasons += [(record.detail, record.case.id) for record in records if record.is_ok and record.detail]
     return [f"{listed(list(dict.fromkeys(about)), 3)}: {reason}" for reason, about in together(reasons).items()]
 
@@ -133,6 +137,7 @@ def _ending(duel: Duel) -> Iterator[Text]:
     missing = len(duel.cases) - len(duel.results)
     if missing:
         yield Text(f"{missing} of {len(duel.cases)} cases were not measured")
+    # Fewer sessions make wider intervals, which a reader should not take for noise.
     short = sum(0 < len(result.sessions) < duel.sessions and not result.failed for result in duel.results)
     if short:
         yield Text(f"{short} of {len(duel.cases)} cases have fewer sessions than were planned")

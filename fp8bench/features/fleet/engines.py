@@ -96,7 +96,7 @@ def work(
 def _next(
     plan: FleetPlan, store: Path, retry: bool, tried: Collection[int], only: int | None, complete: set[int]
 ) -> CellState | None:
-    """Returns the next cell. `whole` remembers cells that are done, because reading all their runs again takes long."""
+    """Returns the next cell. `complete` remembers cells that are done: reading all their runs again takes long."""
     states = states_of(plan, store, complete)
     complete.update(state.number for state in states if state.status is CellStatus.DONE)
     waiting = (state for state in states if should_run(state, retry) and state.number not in tried)
@@ -171,6 +171,7 @@ _PAUSE_SECONDS = 1.0
 
 
 def _run_in_slurm(order: Order, started: Started) -> Sequence[str]:
+    # 1. Both refusals come before any job: half a crew would be worse than none.
     try:
         import submitit
     except ImportError:
@@ -181,6 +182,7 @@ def _run_in_slurm(order: Order, started: Started) -> Sequence[str]:
         executor = submitit.SlurmExecutor(folder=order.logs)
     except RuntimeError as error:
         raise UsageError(f"there is no Slurm here ({error}). Start it where sbatch is, or use fleet work.") from None
+    # 2. "no" takes back a default, such as exclusive.
     options = {**_SBATCH, **{name.replace("_", "-"): value or True for name, value in order.options.items()}}
     parameters = {name: value for name, value in options.items() if value != "no"}
     executor.update_parameters(time=_MINUTES, additional_parameters=parameters)
@@ -189,11 +191,13 @@ def _run_in_slurm(order: Order, started: Started) -> Sequence[str]:
     except submitit.core.utils.FailedJobError as error:
         reason = str(error).strip().rstrip(".")
         raise UsageError(f"slurm took no job: {reason:.500}. --option NAME=VALUE sets its options.") from None
+    # 3. The jobs' names are known before waiting, so that whoever interrupts can end them by hand.
     names = [str(job.job_id) for job in jobs]
     started(names)
     try:
         while order.stays and _is_queued(names):
             time.sleep(_PAUSE_SECONDS)
+    # Jobs outlive this process: an interrupt must cancel them, and wait until they are gone.
     except BaseException:
         for job in jobs:
             job.cancel()
@@ -219,6 +223,7 @@ _CONNECT_SECONDS = 10.0
 
 def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
     """Hands cells to nodes that offer their kind of device as a resource, one at a time; none is tried twice."""
+    # 1. What can be refused without a cluster.
     plan = order.plan
     if not order.stays:
         raise UsageError("Ray ends its tasks with the process that gave them. Add --wait.")
@@ -227,8 +232,10 @@ def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
     waiting = [state.number for state in states_of(plan, order.store) if should_run(state, order.retry)]
     if any(not plan.cells[number].kind for number in waiting):
         raise UsageError(f"the plan {plan.id} does not say what devices it is for: write it again with this version.")
+    # 2. A connection, unless nothing is left to do.
     ray: Any = _connect_ray(order, sorted({plan.cells[number].kind for number in waiting})) if waiting else None
     started([plan.name_of(number) for number in waiting])
+    # 3. One cell a device at a time: two would measure each other.
     running: dict[Any, int] = {}
     troubles = []
     most = order.workers or len(waiting)
@@ -243,6 +250,7 @@ def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
                     ray.get(task)
                 except ray.exceptions.RayError as error:
                     troubles.append(f"cell {number}: {type(error).__name__}: {str(error).strip():.300}")
+    # Unlike Slurm's, tasks die with us, but not before they have put down their runs.
     except BaseException:
         for task in running:
             ray.cancel(task)

@@ -83,6 +83,7 @@ def _read(store: Path, belongs: Callable[[Run], bool]) -> _Reading:
     finished: list[tuple[MachineRun, Path, int | None]] = []
     for path in files.files:
         try:
+            # Headers are read first: a store may have thousands of runs of others.
             if not belongs(load_head(path)):
                 reading.skipped[_NO_CELL] += 1
                 continue
@@ -94,6 +95,7 @@ def _read(store: Path, belongs: Callable[[Run], bool]) -> _Reading:
             reading.doubts.append(f"{path} could not be read ({error.strerror})")
             continue
         reading.doubts += [f"{path}: {trouble}" for trouble in run.troubles]
+        # A run that grows while it is read would be compared by half.
         if is_running:
             reading.skipped[_RUNNING] += 1
         else:

@@ -103,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with only_once():
             result = answer(arguments, TERMINAL)
+    # A pull request gets its comment even if nothing could be measured.
     except Fp8benchError as error:
         if arguments.comment is not None:
             from fp8bench.features.gate.view import Review, ReviewStatus, comment
@@ -122,8 +123,10 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     from fp8bench.features.gate.stored_runs import compare_sides, duel_revision, judge_source, load_duel
     from fp8bench.features.gate.view import WORDS, as_junit, comment, page_of, review
 
+    # 1. Thresholds are read before anything is measured.
     _check(arguments)
     rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()
+    # 2. Where the numbers come from.
     if arguments.against is not None:
         request, sessions = _read_request(arguments.asked)
         question = DuelQuestion(against=arguments.against, sessions=sessions)
@@ -135,9 +138,11 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     else:
         side_a, side_b = arguments.sides
         source = compare_sides(side_a, side_b, arguments.store, observer)
+    # 3. Judge; suspects are measured again before anything fails.
     for note in check_rules(rules, (*source.comparisons, *source.unchanged), str(arguments.thresholds)):
         observer.note(note)
     verdict = judge_source(source, rules, arguments.rerun, observer)
+    # 4. A comment on a pull request speaks to authors, and has an exit code of its own.
     code, text = verdict.exit_code, ""
     if arguments.comment is not None and source.duel is not None:
         reviewed = review(verdict, source.duel)
@@ -158,6 +163,7 @@ def _check(arguments: argparse.Namespace) -> None:
         "--history": arguments.history,
         "--against": arguments.against is not None,
     }
+    # Exactly one source: two would need a rule of which wins.
     sources = " and ".join(name for name, is_given in sources_given.items() if is_given)
     if sources not in sources_given:
         words = f"{sources} were" if sources else "nothing was"
@@ -187,6 +193,7 @@ _NOT_OF_A_DUEL = {
 
 
 def _read_request(file: Path) -> tuple[Request, int | None]:
+    # The options of suite, so that one file serves both.
     command = argparse.ArgumentParser()
     suite.add(command)
     values = read_config(file, command)
@@ -197,6 +204,7 @@ def _read_request(file: Path) -> tuple[Request, int | None]:
         raise UsageError(f"{file} names no suite. Add the line `suite: NAME`.")
     request = request_of(arguments)
     import_user_modules(request.imports)
+    # Ignored options are named: nobody should wait for an energy that a duel does not measure.
     for name in idle:
         complain(f"{file}: {name} has no effect on a duel")
     return request, arguments.sessions.runs if "sessions" in values else None
@@ -211,6 +219,7 @@ _LARGEST = 100.0
 def read_rules(file: Path) -> Rules:
     """Returns the rules in the file's order."""
     rules: list[ThresholdRule] = []
+    # The order of the file is that of precedence.
     for case, figures in read_mapping("--thresholds", file, _FORM).items():
         if not case:
             raise UsageError(f"{file}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")

@@ -46,6 +46,7 @@ _DERIVED = frozenset(name for name, _ in PER.values())
 
 
 def compare_history(path: Path, observer: JobObserver) -> GateSource:
+    # 1. Without a run of this very commit there is nothing to judge: silence would read as a pass.
     store = existing_store(path, observer)
     newest = next(_runs(store), None)
     title = f"the history in {path}"
@@ -62,6 +63,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
             "here.",
             code=EXIT_FAILED,
         )
+    # 2. What stepped in a series, and what failed tonight and not the night before.
     history = read_history(store, observer)
     series = tuple(_newest_of_series(history, newest))
     steps = all_changes(history, store, observer)
@@ -72,6 +74,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
         return GateSource(
             title, problem=f"there is nothing to compare with: {reason}.", code=EXIT_BASELINE, newest=series
         )
+    # 3. Each step is a suspect until it was seen again.
     changes = _judgeable(steps, newest, history)
     pool: Pool = {}
 
@@ -79,6 +82,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
         return _look_again([changes[key_of(suspect)] for suspect in suspects], tonight, store, observer, pool)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
+    # 4. What somebody has accepted, and what was too short to look at, is told and fails nothing.
     acknowledged = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
     notes = [f"{acknowledged} acknowledged: `fp8bench history regressions --all` tells them"] if acknowledged else []
     notes += [f"{count} series not looked at: {reason}" for reason, count in steps.left.items()]
@@ -218,6 +222,7 @@ def _looks_of(
     suspects: Sequence[tuple[Change, str]], run: Run, store: Path, observer: JobObserver, pool: Pool
 ) -> Iterator[SecondLook]:
     """Duels each suspect, by its case in the run, with the commit before its step; measures it again if that fails."""
+    # 1. One duel for all suspects of one commit: that is where builds take their time.
     alone: list[tuple[Change, str]] = []
     by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
     for since, some in by_commit.items():
@@ -231,6 +236,7 @@ def _looks_of(
         }
         named_again = {key: replace(figure, case=key[0]) for key, figure in figures.items() if figure}
         yield replace(look, comparisons=named_again)
+    # 2. What cannot be built any more is measured again here, against its own history.
     if not alone:
         return
     rerun, refused = remeasure_cases(run, {case for _, case in alone}, store, observer)
@@ -243,6 +249,7 @@ def _looks_of(
 
 def _new_value(change: Change, run: Run) -> Comparison | None:
     trend, step = change.trend, change.comparison
+    # 1. The new run's points of the same series, if it has any.
     place = trend.series.name, trend.cell, change.version
     points = [point for point in followed(run).points if (point.series, point.cell, point.version) == place]
     values = list(chain.from_iterable(point.samples for point in points))
@@ -251,11 +258,13 @@ def _new_value(change: Change, run: Run) -> Comparison | None:
     if not values or step.before is None or step.after is None:
         return None
     value = statistics.median(values)
+    # 2. Where a ratio has no meaning, NaN or infinity again is as bad as before.
     if not (math.isfinite(step.after) and math.isfinite(value)):
         direction = Direction.SAME if math.isfinite(value) else Direction.WORSE
         return replace(step, direction=direction, after=value)
     if not step.before or not step.after:
         return None
+    # 3. Nearer to the value after the step, in logarithms: a ratio has no other middle.
     nearer = value > math.sqrt(step.before * step.after)
     ratio = value / step.before
     return replace(

@@ -274,6 +274,7 @@ def _is_absent(figure: JudgedFigure, second: Comparison) -> bool:
 
 
 def _settle(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
+    # 1. Not looked at: only what may fail by itself does.
     case = figure.comparison.case
     failed = (second for second in look.comparisons.values() if second.failed and second.case == case)
     second = next(failed, None) or look.comparisons.get(figure.key)
@@ -282,8 +283,10 @@ def _settle(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigur
         outcome = GateOutcome.REGRESSION if may_fail(figure.comparison) else GateOutcome.SUSPECTED
         reason += f"; {_deciding_command(figure)}" if outcome is GateOutcome.SUSPECTED else ""
         return replace(figure, outcome=outcome, why=reason)
+    # 2. A case that fails now has no number to compare.
     if second.failed:
         return replace(figure, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {second.why}", again=second)
+    # 3. Not so again clears it only if the second look could have seen it.
     if not _is_worse_again(figure, second, rules):
         if _is_absent(figure, second):
             return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so", again=second)
@@ -291,8 +294,10 @@ def _settle(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigur
         return replace(
             figure, why=f"{look.how}, it was not shown to be absent{note}: {_deciding_command(figure)}", again=second
         )
+    # 4. So again, by two looks: a regression.
     if may_fail(second) or second.p_value is not None or second.evidence is Evidence.HISTORY:
         return replace(figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again", again=second)
+    # 5. So again, by evidence that proves nothing by itself: it stays suspected.
     below = "against a single stored run nothing fails below 10%"
     unlike = second.ratio is not None and second.ratio.point > 1 + ALONE
     cause = second.why if unlike and second.why else below

@@ -122,9 +122,11 @@ def _remeasure(
     """Measures suspects again until none is left in doubt, or the time is up."""
     confirm = source.confirm if rerun else None
     begun, last = time.monotonic(), 0.0
+    # Looks of duels add up: each makes intervals narrower until all suspects are settled.
     for number in range(MOST_LOOKS):
         suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
         looked = time.monotonic()
+        # Another look that would go past the budget is not begun: a build has its time.
         is_over = number > 0 and source.budget is not None and looked - begun + last > source.budget
         if not suspects or is_over:
             break
@@ -150,8 +152,10 @@ def duel_suspects(
 ) -> SecondLook:
     """Duels the suspects, and judges the sessions of all such duels. A ratio to the reference is settled by the time
     itself: the sides share rounds."""
+    # 1. Quick runs have few rounds: sessions make up for them.
     if request.quick:
         question = replace(question, sessions=question.sessions or SESSIONS)
+    # 2. A duel that cannot be is a look that was refused, and no error: other suspects have other looks.
     try:
         refuse_code_of_others("what was measured", request.imports)
         import_user_modules(request.imports)
@@ -160,8 +164,10 @@ def duel_suspects(
         return SecondLook({}, refused=str(error).rstrip("."))
     if not duel.finished:
         raise KeyboardInterrupt
+    # 3. Sessions of earlier looks count too, of the same commits.
     duel = replace(duel, results=tuple(pool_sessions(result, duel.before.commit, pool) for result in duel.results))
     figures = {key_of(comparison): comparison for comparison in (*comparisons(duel), *compare_means(duel))}
+    # The sides share rounds, so that a ratio to the reference says what the time says.
     for metric, relative in ((TIME, RELATIVE), (MEAN, RELATIVE_MEAN)):
         figures |= {(case, relative): comparison for (case, name), comparison in figures.items() if name == metric}
     return SecondLook(figures, f"in duel {duel.id}", adds_up=True)
@@ -224,6 +230,7 @@ _MOST_LISTED = 5
 def compare_sides(word_a: str, word_b: str, store: Path, observer: JobObserver) -> GateSource:
     """Compares two named sides. A missing first side is a problem, and not wrong usage."""
     title = f"{word_b} against {word_a}"
+    # 1. A missing baseline is what a first build has; a missing second side is a mistake.
     missing: list[StoreError] = []
     sides = []
     for word in (word_a, word_b):
@@ -239,17 +246,20 @@ def compare_sides(word_a: str, word_b: str, store: Path, observer: JobObserver) 
         return GateSource(title, problem=f"the baseline is missing: {missing[0]}", code=EXIT_BASELINE)
     if missing:
         raise missing[0]
+    # 2. Sides that have nothing in common are a problem, with what they do have.
     compared = compared_of(word_a, old, word_b, new, observer)
     title = f"{side_words(compared.after)}; against {side_words(compared.before)}"
     problem, code = _problem(compared)
     if problem:
         return GateSource(title, compared.comparisons, problem=problem, code=code)
 
+    # 3. Suspects are looked at again by a duel if the commit is known, else by measuring again.
     pool: Pool = {}
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         return _second_look(compared, suspects, store, observer, pool)
 
+    # 4. What was not measured, what changed around it, and which cases came and went.
     cut_off = unmeasured_cases(compared.after.runs, Evidence.CROSS_RUN)
     second = Second.DUEL if _commit_to_duel(compared, compared.after.runs[-1]) is not None else Second.AGAIN
     notes = [f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in compared.differing]
@@ -264,15 +274,18 @@ def compare_sides(word_a: str, word_b: str, store: Path, observer: JobObserver) 
 
 
 def _problem(compared: Compared) -> tuple[str, int]:
+    has_failed = any(comparison.failed for comparison in compared.comparisons)
     if not compared.after.measured:
-        lost = any(comparison.failed for comparison in compared.comparisons)
-        return ("" if lost else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
-    if compared.conditions and not any(comparison.failed for comparison in compared.comparisons):
+        return ("" if has_failed else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
+    # A case that fails now is judged, whatever keeps the others from comparing.
+    if has_failed:
+        return "", 0
+    if compared.conditions:
         return (
             f"the baseline was measured under other conditions, so times do not compare: {compared.conditions}. "
             "Measure both sides alike, or duel."
         ), EXIT_BASELINE
-    if not compared.comparable and not any(comparison.failed for comparison in compared.comparisons):
+    if not compared.comparable:
         whys = (comparison.why for comparison in compared.comparisons if comparison.why)
         return f"the baseline does not compare: {next(whys, 'they have no case in common')}.", EXIT_BASELINE
     return "", 0
@@ -332,11 +345,13 @@ def load_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
     path = next(iter(DuelKind().files(store)), None) if word == "last" else DuelKind().find(word, store)
     if path is None:
         raise RunNotFound(f"no duel {word!r:.200} in {store}. Give an id, a file's stem, a path, or 'last'.")
+    # 1. A duel in which nothing was measured is a problem, with its notes.
     duel = DuelKind().load(path)
     title = f"duel {duel.id}: {' against '.join(side.title or side.name for side in (duel.after, duel.before))}"
     notes = (*duel.notes, *duel.troubles)
     if not any(result.measured or result.failed for result in duel.results):
         return GateSource(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED, duel=duel)
+    # 2. Suspects are duelled again, by the commits that it had.
     pool: Pool = {}
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
@@ -350,6 +365,7 @@ def load_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
         question = DuelQuestion(duel.before.python, duel.after.python, against, against_self, sessions)
         return duel_suspects(question, duel.request, store, suspects, observer, pool)
 
+    # 3. Cases that an interrupt kept from being measured fail.
     figures = comparisons(duel)
     compared_cases = {comparison.case for comparison in figures}
     reason = "the duel was interrupted before it was measured"
@@ -358,6 +374,7 @@ def load_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
         for case in duel.cases
         if case not in compared_cases
     ]
+    # 4. Without the same commit here there is no second look.
     second = Second.NONE if _move_reason(duel) else Second.DUEL
     lost = frozenset(result.after.case.id for result in duel.results if not result.refused_alike)
     return GateSource(

@@ -100,7 +100,9 @@ def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedMod
 
     tokens = arguments.tokens or _TOKENS[arguments.quick]
     size, trained = _model(arguments, tokens)
+    # What one would serve in without low precision: fp32 on a CPU, bf16 elsewhere.
     reference = arguments.reference or ("fp32" if (arguments.device or "cpu") == "cpu" else "bf16")
+    # An arm that is named twice is measured once.
     words = list(dict.fromkeys(filter(None, arguments.arms.split(","))))
     arms = [arm_in_words(word) for word in words]
     baseline = ServedArm(reference)

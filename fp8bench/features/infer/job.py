@@ -73,6 +73,7 @@ def answer_question(
 
     After an interrupt, returns what was measured until then. A finished answer is also kept in the store.
     """
+    # 1. A model of one's own tells its shape first: questions of memory need it.
     settings = Settings(question.threads, question.seed)
     with claimed(True), ProcessWorker(settings, module=_MODULE) as worker:
         facts = device_named(question.device, worker.probe())
@@ -80,6 +81,7 @@ def answer_question(
         if question.is_own:
             OWN_SHAPES[question.size] = ServedShape(*_ask(worker, "shape", question.size, facts, question.seed))
             question, model = complete_question(question), ServedModel(question.size)
+        # 2. Quality of all arms on the same tokens, before anything is timed.
         _check_memory(question, facts)
         task = QualityTask(
             model, question.tokens, question.arms, facts, question.seed, len(question.arms) * question.rollout
@@ -87,11 +89,13 @@ def answer_question(
         with observer.counting() as tell:
             tell(0, 1, "models", "quality on the same tokens")
             quality: Quality = _ask(worker, "quality", task)
+    # 3. Times, by the suites that everybody can run; an interrupt keeps what is there.
     answer = ServingAnswer(question, facts.key, (), question.contexts[0], quality)
     try:
         answer = _measure_times(answer, facts, store, command, observer)
     except KeyboardInterrupt:
         return replace(answer, finished=False)
+    # 4. Only a finished answer is kept: half a one would be compared with whole ones.
     if not answer.finished:
         return answer
     try:
@@ -159,6 +163,7 @@ def _windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tuple[int, .
 def _measure_times(
     answer: ServingAnswer, facts: DeviceFacts, store: Path, command: str, observer: JobObserver
 ) -> ServingAnswer:
+    # 1. Arms that multiply natively here; without the reference no time says anything.
     question = answer.question
     params = {"size": question.size, "kv": OWN, "weights": OWN}
     supports = {arm: served_support(params, precisions.get(dtype_of(arm)), facts) for arm in question.arms}
@@ -183,18 +188,21 @@ def _measure_times(
         with observer.measuring() as watch:
             return execute(request, store, watch, command, origin="infer")
 
+    # 2. Decoding at every context, then one prompt; an interrupt keeps what decoding has.
     sizes: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
     decode = measure_suite("decode", native, **sizes, context=question.contexts)
     runs = [decode]
     with suppress(KeyboardInterrupt):
         if decode.finished:
             runs.append(measure_suite("prefill", native, **sizes, context=[answer.prompt]))
+    # 3. A line for each arm, with the reason where an arm has none.
     finished = len(runs) == 2 and runs[-1].finished
     question = question if finished else _measured_part(question, decode)
     times = list(times_of(question, native, decode, runs[-1]))
     kernels = {arm: supports[arm].reason for arm in question.arms}
     times = [replace(time, kernel=kernels[time.arm]) for time in times]
     times += [ArmTimes(arm, why=kernels[arm]) for arm in question.arms if arm not in native]
+    # 4. The measured bandwidth, which says how far decoding could go.
     ceiling = next((record.ceiling for record in decode.records if record.ceiling is not None), None)
     experts = experts_read(decode, question)
     return replace(
@@ -230,17 +238,21 @@ def _context(record: Record) -> int:
 def times_of(question: ServingQuestion, native: Sequence[ServedArm], decode: Run, prefill: Run) -> Iterator[ArmTimes]:
     case_findings = findings(decode)
     reference: LineDraws | None = None
+    # The reference comes first: the others' crossings need its line.
     for arm in native:
+        # 1. Its steps at each context, and why one was not timed.
         records = sorted((_context(record), record) for record in decode.records if is_of(record, arm))
         untimed = ((context, record.reason) for context, record in records if record.timing is None)
         reason = next((f"at a context of {context}: {skipped}" for context, skipped in untimed), "")
         rounds = {context: step_samples(record.timing) for context, record in records if record.timing is not None}
+        # 2. A line through all contexts or none: a crossing outside what was timed is a guess.
         line = line_of(rounds) if len(rounds) == len(question.contexts) else None
         crossing = None
         if arm is native[0]:
             reference = line
         elif line is not None and reference is not None:
             crossing = crossing_of(line, reference, question.contexts)
+        # 3. Labels that withhold verdicts, and the time of its prompt.
         doubts: dict[str, None] = {}
         for _, record in records:
             doubts |= dict.fromkeys(label.value for label in case_findings[record.case.id].hard)
@@ -274,6 +286,7 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
 
     Raises UsageError for a training without a checkpoint, or whose model has no cache of keys and values.
     """
+    # 1. The training and its arm.
     name, _, arm_name = word.partition(":")
     path = training_named(name, store)
     training = load_head(path)
@@ -283,6 +296,7 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
     if arm_name not in arms:
         raise UsageError(f"{subject} has no arm {arm_name!r:.80}. It has {', '.join(arms)}.")
     settings = arms[arm_name].taken(training.request.settings)
+    # 2. Only what a rank has whole, in fp32, of a model with a cache.
     refusals = (
         (
             settings.arch not in ("gpt", "moe"),
@@ -294,6 +308,7 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
     for wrong, problem in refusals:
         if wrong:
             raise UsageError(f"{subject} {problem}. Choose another training.")
+    # 3. Its newest checkpoint; a training may have none.
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         steps, every = training.request.steps, training.request.keep
@@ -302,6 +317,7 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
             f"--keep {max(1, steps // 2)}, say."
         )
     folder, place = checkpoint
+    # 4. Where it lies, its config, and text that it has never seen.
     words = f"{arm_name} of training {training.id}, step {place.step} of {training.request.steps}"
     config = config_of(settings, training.text.vocabulary)
     folder = folder / "rank-0" if training.request.ranks else folder

@@ -46,7 +46,7 @@ _SURE: dict[tuple[bool | None, bool | None], tuple[str, Tone]] = {
 
 
 def page_of(answer: ServingAnswer, everything: bool = False) -> Page:
-    """The short answer; the `whole` also has the bytes and the quality of each arm."""
+    """The short answer; `everything` also has the bytes and the quality of each arm."""
     question = answer.question
     contexts = f"contexts of {question.contexts[0]} to {question.contexts[-1]} tokens"
     tables: list[Element] = [_times(answer, everything)] if any(time.tpot for time in answer.times) else []
@@ -88,21 +88,25 @@ def _answers(answer: ServingAnswer) -> list[Answer]:
 def _verdict(time: ArmTimes) -> tuple[str, Tone, str]:
     """Returns where an arm pays in words, their tone, and what speaks against them; labels withhold a verdict."""
     crossing = time.crossing
+    # 1. No line, no verdict: emulated, refused or interrupted.
     if crossing is None:
         if time.why and not time.kernel:
             return "no speed here", Tone.DOUBT, ""
         return "not timed", Tone.DOUBT, time.why
+    # 2. What speaks against it, even where a verdict stands.
     notes = [LABELS[Label(doubt)].meaning for doubt in time.doubts]
     if crossing.contrary:
         direction = "slower" if crossing.faster[1] == (crossing.contrary[-1] > (crossing.at or 0)) else "faster"
         notes.append(f"measured {direction} at {', '.join(map(str, crossing.contrary))}")
     if time.line is not None and time.line.off > 0.1:
         notes.append(f"measured times are up to {units.percent(time.line.off, 0)} off the line through them")
+    # 3. It pays from a context on, or up to one.
     if crossing.at is not None:
         place = f"a context of {crossing.at:.0f} ({crossing.low:.0f} to {crossing.high:.0f})"
         if time.doubts:
             return "cannot tell", Tone.DOUBT, "; ".join([f"times cross at {place}", *notes])
         return f"{'pays from' if crossing.faster[1] else 'pays up to'} {place}", Tone.GOOD, "; ".join(notes)
+    # 4. Or at all contexts, if both ends are sure.
     if time.doubts or crossing.faster not in _SURE:
         return "cannot tell", Tone.DOUBT, "; ".join([_ends(crossing.faster), *notes])
     return *_SURE[crossing.faster], "; ".join(notes)
@@ -246,6 +250,7 @@ def rows_of(answer: ServingAnswer) -> Rows:
     for arm in answer.question.arms:
         quality, moved = answer.quality_of(arm), answer.bytes_read(arm)
         time = times.get(arm, ArmTimes(arm))
+        # Doubts withhold a crossing from tables as they do from sentences.
         line, crossing = time.line, None if time.doubts else time.crossing
         rows.append(
             {

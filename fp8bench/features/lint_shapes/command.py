@@ -158,6 +158,7 @@ def fitting_nowhere(findings: Sequence[ShapeFinding]) -> dict[str, list[str]]:
 
 
 def page_of(model: str, findings: Sequence[ShapeFinding]) -> Page:
+    # 1. How many products fit, by device and mode.
     counts = together(((finding.device, finding.mode), finding.fits) for finding in findings if finding.exists)
 
     def count(mode: str, device: str) -> Field:
@@ -169,6 +170,7 @@ def page_of(model: str, findings: Sequence[ShapeFinding]) -> Page:
     cols = [Col("device", str), *(Col(mode, partial(count, mode), number=True) for mode in modes)]
     fitting = table("fitting", "", cols, dict.fromkeys(finding.device for finding in findings))
     parts = [Part("fitting", "products that fit as they are; -: there is no such product", (fitting,))]
+    # 2. Each refused product once, with every place that refuses it.
     if refused := together(
         ((finding.layer, finding.product, finding.sides, finding.padded, finding.why), (finding.mode, finding.device))
         for finding in findings
@@ -176,9 +178,11 @@ def page_of(model: str, findings: Sequence[ShapeFinding]) -> Page:
     ):
         rows = table("refused", "", _REFUSED, refused.items())
         parts.append(Part("refused", "refused as they are, and what to pad them to", (rows,)))
+    # 3. Modes that have no such product, which padding does not mend.
     if lacking := together((finding.why, (finding.mode, finding.device)) for finding in findings if not finding.exists):
         items = Items(tuple(Text(f"{reason}: {_places(places)}") for reason, places in lacking.items()))
         parts.append(Part("missing", "why there is no such product", (items,)))
+    # 4. What no device takes: that is what to change first.
     lost = fitting_nowhere(findings)
     names = listed([f"{name} in {', '.join(modes)}" for name, modes in lost.items()])
     words = f"Not taken as they are by any of these devices: {names}."

@@ -133,6 +133,7 @@ def _gpu_counts(text: str) -> tuple[int, ...]:
 
 
 def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
+    # 1. What a GPU holds, before anything is divided.
     model = parse_model(arguments.model)
     level = Checkpointing.NONE if arguments.checkpointing == _AUTO else Checkpointing(arguments.checkpointing)
     if arguments.states != "fp32" and arguments.dtype != "fp8":
@@ -148,6 +149,7 @@ def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         rlhf=arguments.rlhf,
         zero_one=arguments.zero_1,
     )
+    # 2. Speeds: published, or set right by a training that was measured.
     topology = read_topology(arguments.topology)
     by = _training(arguments.calibrate, load) if arguments.calibrate is not None else None
     if arguments.recipe and "fp8" not in (load.precision, by.load.precision if by is not None else ""):
@@ -157,6 +159,7 @@ def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         topology = calibrate(topology, by, recipe)
     elif arguments.recipe:
         topology = with_rate(topology, topology.bf16, recipe)
+    # 3. A question for each number of GPUs; eight sequences a GPU where no batch was named.
     return [
         ParallelQuestion(model, gpus, arguments.batch or 8 * gpus, load, topology, by, recipe)
         for gpus in arguments.gpus
@@ -171,12 +174,14 @@ _TRAINING = (
 
 
 def _training(text: str, planned: Load) -> MeasuredTraining:
+    # 1. A model may be words of its own with commas: keys of models belong to it.
     first, *words = (word.strip() for word in text.split(","))
     while words and words[0].partition("=")[0] in KEYS:
         first += f",{words.pop(0)}"
     words.insert(0, first)
     if len(words) < 3:
         raise UsageError(f"--calibrate {text!r:.80} is too short. {_TRAINING}.")
+    # 2. The layout, each part at most once.
     cuts: dict[str, int] = {}
     for cut in words[1].split("+"):
         match = re.fullmatch(r"([a-z]+) ?([1-9]\d{0,5})", cut.strip().lower(), re.ASCII)
@@ -184,6 +189,7 @@ def _training(text: str, planned: Load) -> MeasuredTraining:
             raise UsageError(f"--calibrate: {cut!r:.80} is no part of a layout. {_TRAINING}.")
         cuts[_CUTS[match[1]]] = int(match[2])
     layout, named = ParallelLayout(**cuts), dict(word.partition("=")[::2] for word in words[3:])
+    # 3. Pace and sizes, which must divide evenly: a rounded one would calibrate to another training.
     positive = types.whole(whole_number(1, 1 << 30))
     try:
         pace = float(words[2])

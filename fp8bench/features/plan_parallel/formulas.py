@@ -336,7 +336,9 @@ def _exposed_seconds(
     """
     gather, scatter = sharded
     summed, returned = copied
+    # Stages of a pipeline keep the weights that they gathered, for all pieces.
     regather = 0.0 if layout.pipeline > 1 else gather
+    # On one link messages wait for each other; on two they overlap.
     one_link = topology.link(layout.tensor * layout.shards * layout.context) == topology.link(layout.gpus)
     together = sum if one_link else max
     first, last = together((gather, returned)), together((regather + scatter, summed))

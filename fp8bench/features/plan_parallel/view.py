@@ -62,6 +62,7 @@ def page_of(question: ParallelQuestion, plans: Sequence[Planned]) -> Page:
 
 
 def _remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]:
+    # Plans are in order: if the first does not fit, none does.
     if not plans[0].fits:
         level = "" if question.load.checkpointing is Checkpointing.FULL else ", or --checkpointing full"
         yield f"No way fits: more GPUs, a smaller batch, shorter sequences{level}."
@@ -72,6 +73,7 @@ def _remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[s
         )
     yield from _remarks_of_rates(question)
     yield from _remarks_of_memory(question, plans[0])
+    # What formulas leave out is said with its size.
     if count := _scale_traffic(question, plans[0]).messages:
         yield (
             f"Scales: with one for each whole tensor, a step of the first way waits for {count} messages of 4 bytes: "
@@ -79,6 +81,7 @@ def _remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[s
             f"Paces leave that out: at {units.seconds(_MESSAGE)} each it is {units.seconds(count * _MESSAGE)} of "
             f"{units.seconds(plans[0].pace.step)}. Scales of rows and blocks need no messages."
         )
+    # Bands come from published trainings, and hold for such alone.
     if beyond := outside(question.model, question.gpus, question.load.sequence):
         yield f"No published training is like this: {'; '.join(beyond)}. Bands are a guess here."
 
@@ -123,6 +126,7 @@ def _scale_traffic(question: ParallelQuestion, plan: Planned) -> ScaleTraffic:
     """Counts a GPU's messages in a step where TP cuts tensors that have one scale each; else none."""
     if plan.layout.tensor == 1 or plan.load.precision != "fp8" or question.recipe not in ("", "tensorwise"):
         return ScaleTraffic(0, 0.0)
+    # Each stage waits for its own layers only.
     blocks = -(-question.model.layers // plan.layout.pipeline)
     return scale_traffic_of_cuts(blocks * plan.load.micro_batches, plan.layout.tensor)
 
@@ -180,6 +184,7 @@ def page_of_counts(answers: Sequence[Answer]) -> Page:
     )
     best = table("counts", "", _COUNTED, [(question, plans[0]) for question, plans in answers])
     cols: list[Col[Answer]] = [Col("GPUs", lambda answer: str(answer[0].gpus), number=True)]
+    # Rulings come in one order for all counts.
     for place, ruling in enumerate(rulings(asked)):
         cols.append(Col(ruling.kind, partial(_worth, place)))
     matrix = Part("matrix", "each kind of division by itself: is it worth it?", (table("matrix", "", cols, answers),))

@@ -92,15 +92,18 @@ def _planted_case(side: int, extra: int, device: str = "cpu") -> Case:
 def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
     """Checks that an identical product is not called different, and one with 10 to 20% of extra work slower."""
     side = GPU_SIDE if facts.accelerated else SIDE
+    # 1. The same product four times: reference, control, an equal one and a slower one.
     arms = [
         MeasuredArm(key, PlannedCase(_planted_case(side, extra, facts.key), NATIVE, Work()), facts)
         for key, extra in (("a", 0), ("a'", 0), ("same", 0), ("slowed", 800))
     ]
+    # 2. Rounds as in any suite: the estimator is checked as it is used.
     session = RoundSession(arms[0], arms[1], arms[2:])
     session.prepare(worker)
     session.run(worker, StoppingRule(budget=8.0), decided, 0, lambda arm, share: None)
     session.release(worker)
     timings = [arm.timing() for arm in arms]
+    # 3. Unsure is allowed for equal ones, and never for extra work.
     for name, timing, allowed in (
         ("an identical product is not called faster or slower", timings[2], (Verdict.SAME, Verdict.UNSURE)),
         ("a GEMM with injected extra work is called slower", timings[3], (Verdict.SLOWER,)),

@@ -148,6 +148,7 @@ def run_power(
     words: Sequence[str] | None, trials: int, path: Path | None, observer: JobObserver, device: str = "cpu"
 ) -> Power:
     """Runs the experiment on the named operations, or all; writes figures to `path` after every trial."""
+    # 1. Wrong words before a worker starts.
     for word in words or ():
         if word not in OPERATIONS:
             raise UnknownName("operation", word, OPERATIONS)
@@ -155,11 +156,13 @@ def run_power(
         corpus = prepare_corpus(None, Path(folder))
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
             facts = device_named(device, worker.probe())
+            # 2. What the figures depend on is written beside them.
             environment = gather(worker.software(), __version__, 1)
             recorded_facts = {**{name: environment.get(name) for name in _KEPT}, "device": facts.name}
             results: list[Arms] = []
             selected = words or OPERATIONS
             chosen = [operation for operation in operations(corpus.identity, facts) if operation.key in selected]
+            # 3. One operation after the other; an interrupt loses the trial that runs, and no more.
             for operation in chosen:
                 done = tuple(results)
                 with observer.counting() as tell:  # each operation has its own time left
@@ -189,6 +192,7 @@ def measure_power(
     probe = max(_TINY_PROBE, round(0.5 * bare / _TINY_SECONDS))
     result.tiny_seconds = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-9)
     for trial in range(trials):
+        # New states draw their luck with memory anew.
         if trial % TRIALS_PER_STATE == 0:
             session = _session(operation, facts, result, trial)
             session.prepare(worker)
@@ -218,6 +222,7 @@ def _session(operation: Operation, facts: DeviceFacts, result: Arms, trial: int)
     def arm(name: str, effect: float = 0.0) -> MeasuredArm:
         return _arm(operation, facts, f"{name}-{trial}", result.extra(effect))
 
+    # Keys have the trial in them: states of the last one may not be found again.
     return RoundSession(arm("reference"), arm("control"), [arm(f"candidate-{effect}", effect) for effect in EFFECTS])
 
 
@@ -225,12 +230,14 @@ def _trial(worker: Worker, session: RoundSession, operation: Operation, result: 
     for arm in session.arms:
         arm.slots.clear()
 
+    # A trial costs as long as a verdict takes, or ends without one when its time is up.
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
         return decided(case, reference, control) or _cost(case, reference, control) >= operation.seconds
 
     session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), judge, seed, lambda arm, share: None)
     assert session.reference is not None and session.control is not None
     reference, control = session.reference.timing(), session.control.timing()
+    # Every planted effect is judged by the same reference: they shared its rounds.
     for effect, arm in zip(EFFECTS, session.candidates, strict=True):
         timing = arm.timing()
         concluded = conclude(timing, reference, control)
@@ -251,6 +258,7 @@ def _trial(worker: Worker, session: RoundSession, operation: Operation, result: 
 
 def _cost(case: Timing, reference: Timing, control: Timing | None) -> float:
     """Returns the seconds that a comparison's three arms took in the candidate's rounds."""
+    # The reference also ran in rounds of other candidates, which are not this comparison's.
     rounds = {slot.round for slot in case.slots}
     slots = [*case.slots, *reference.slots, *(control.slots if control is not None else ())]
     return sum(slot.wall_seconds for slot in slots if slot.round in rounds)
@@ -297,6 +305,7 @@ def power_table(power: Power) -> str:
             f"{f'{typical} (at most {longest})':>24}"
         )
     lines.append("")
+    # Without a slow-down every verdict of one is false; with one, 'faster' is.
     alarms = [row for row in rows if row.planted == 0]
     compared = sum(row.trials for row in rows)
     lines.append(

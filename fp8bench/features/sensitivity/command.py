@@ -106,12 +106,14 @@ def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
 
     check_files({"--write-map": arguments.write_map})
     target = arguments.target or ""
+    # 1. Options that a model of one's own does not have.
     for option in ("size", "data") if target else ():
         if getattr(arguments, option) is not None:
             raise UsageError(
                 f"--{option} goes with the transformer, and {target} is a model of your own. Leave one out."
             )
     axis = ("make", (target,)) if target else ("size", (arguments.size or "nano",))
+    # 2. Two cases of an ordinary suite; maps are made of their layers.
     request = Request(
         Model.name if target else "transformer",
         (arguments.dtype,),
@@ -125,6 +127,7 @@ def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
         isolation=arguments.isolation,
         case_timeout=arguments.case_timeout,
     )
+    # 3. Percentages become shares here, and nowhere else.
     gradients = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
     question = StudyQuestion(request, By(arguments.by), arguments.steps, arguments.tolerance / 100, gradients)
     return run_study(question, arguments.store, observer)
@@ -216,6 +219,7 @@ def _suggestion(study: Study) -> Iterator[Element]:
     trial = study.suggestion
     if study.gradient_tolerance is not None:
         tolerance += f", and its first gradients within {units.percentage(100 * study.gradient_tolerance)}"
+    # 1. No map: none was good enough, or noise is as large as every gap.
     if trial is None:
         reason = "every map was tried" if study.finished else "it was interrupted before all maps were tried"
         words = f"no map with {study.low} in some layer keeps the loss within {tolerance}: {reason}"
@@ -224,6 +228,7 @@ def _suggestion(study: Study) -> Iterator[Element]:
             words += f"layer from another nor {study.low} from {study.reference}; more --steps may"
         yield Text(words)
         return
+    # 2. The map that was trained, and not one put together of single layers.
     gap = study.gap(trial)
     assert gap is not None
     every = len(study.candidates[0].low)
@@ -232,6 +237,7 @@ def _suggestion(study: Study) -> Iterator[Element]:
         f"suggested: {study.low} in {trial.name}{of_all}. That map was trained: its loss gap is {_percent(gap)}, "
         f"within the tolerance of {tolerance}"
     )
+    # 3. A tolerance below the noise lets chance decide.
     if study.noise is None or study.tolerance < study.noise:
         noise = "noise is unknown" if study.noise is None else f"tolerance is below the noise of {_noise(study)}"
         yield Text(f"mind: the {noise}: a gap may be within it by chance")

@@ -97,6 +97,7 @@ def write_map(study: Study, path: Path) -> None:
 def check_precisions(request: Request) -> None:
     check_names(request)
     low, reference = map(precisions.get, (*request.dtypes, request.reference or ""))
+    # Each of these would fail within the study, after minutes of training.
     if low.mode == reference.mode:
         raise UsageError(
             f"--dtype and --reference are both {low.mode}: no layer would differ. Give --reference a higher precision."
@@ -122,6 +123,7 @@ def check_precisions(request: Request) -> None:
 def open_study(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: str | None, worker: Worker) -> StudyRuns:
     """Plans a study without running it. Raises UsageError for a precision that the device refuses."""
     request, limits = question.request, Limits(question.request.case_timeout)
+    # 1. The two cases, and whether this device runs them.
     plan = make_plan(request, facts, corpus)
     (group,) = plan.groups
     examine(plan, facts, worker, limits)
@@ -130,10 +132,12 @@ def open_study(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: st
     for planned in (low, reference):
         if planned.skip:
             raise UsageError(f"{planned.case.precision} cannot be run on {planned.case.device}: {planned.skip}.")
+    # 2. The layers that can differ, which only a built model knows.
     precision = precisions.get(low.case.precision)
     device = next(fact for fact in facts if fact.key == low.case.device)
     layers = _layers(low, device, worker.within(limits.numbers(low.work)))
     high = precision.carried_by or precision.mode
+    # 3. A study that has no results yet.
     study = Study(
         low.case.workload,
         low.case.params,

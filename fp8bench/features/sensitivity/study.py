@@ -93,6 +93,7 @@ class Study:
         reference, loss = self.baseline.loss, trial.loss
         if reference is None or loss is None:
             return None
+        # A loss of 0 has no share: any excess over it is infinite, none is none.
         excess = loss - reference
         return excess / abs(reference) if reference else math.copysign(math.inf, excess) if excess else 0.0
 
@@ -108,6 +109,7 @@ class Study:
         gap = self.gap(trial)
         if gap is None:
             return LossVerdict.FAILED
+        # Without noise even a tiny gap would be called worse.
         if self.noise is None:
             return LossVerdict.UNKNOWN
         if abs(gap) <= self.noise:
@@ -120,6 +122,7 @@ class Study:
 
         def badness(trial: LayerTrial) -> tuple[bool, float, float]:
             verdict, gap, error = self.verdict(trial), self.gap(trial), trial.gradient_error
+            # Within the noise gaps are luck: there gradients decide.
             beyond = gap if gap is not None and verdict is LossVerdict.WORSE else 0.0
             return verdict is LossVerdict.FAILED, beyond, math.inf if error is None or math.isnan(error) else error
 
@@ -127,6 +130,7 @@ class Study:
 
     def keeps(self, trial: LayerTrial) -> bool:
         gap, error, most = self.gap(trial), trial.gradient_error, self.gradient_tolerance
+        # NaN fails either comparison.
         exact = most is None or (error is not None and error <= most)
         return gap is not None and gap <= self.tolerance and exact
 
@@ -136,6 +140,7 @@ class Study:
         if self.gradient_tolerance is not None:
             return False
         trials = (*self.probes, *self.candidates)
+        # A map chosen among equals would be chosen by chance.
         return bool(trials) and all(self.verdict(trial) is LossVerdict.NOISE for trial in trials)
 
     def stated_map(self, trial: LayerTrial) -> PrecisionMap:
@@ -172,6 +177,7 @@ def shorten_map(layers: Sequence[Layer], requested: Mapping[str, str], usual: Ma
     for kind in dict.fromkeys(layer.kind for layer in layers):
         names = [layer.name for layer in layers if layer.kind == kind]
         modes = {requested[name] for name in names}
+        # One key for a kind whose layers agree, unless they have that mode anyway.
         if len(modes) == 1 and any(requested[name] != usual[name] for name in names):
             keys[kind] = modes.pop()
     return _correct_map(layers, keys, requested, usual)
@@ -188,6 +194,7 @@ def _correct_map(
     layers: Sequence[Layer], keys: dict[str, str], requested: Mapping[str, str], usual: Mapping[str, str]
 ) -> PrecisionMap:
     """A key may be one layer's name and another's kind: names the layers that came out wrong."""
+    # Each pass names more layers, so that it ends.
     while wrong := [name for name, mode in _modes(layers, keys, usual).items() if mode != requested[name]]:
         keys.update({name: requested[name] for name in wrong})
     return tuple(keys.items())
@@ -204,6 +211,7 @@ def as_words(precision_map: PrecisionMap) -> str:
 
 def value_of(study: Study) -> dict[str, Any]:
     document = {"schema": SCHEMA, **encode(study), "noise": encode(study.noise)}
+    # Verdicts and gaps are written out, so that readers of JSON need none of these rules.
     document["baseline"] = _trial_value(study, study.baseline)
     for part in ("draws", "probes", "candidates"):
         document[part] = [_trial_value(study, trial) for trial in getattr(study, part)]
