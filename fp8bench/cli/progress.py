@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from typing import TYPE_CHECKING, TextIO
 
 from fp8bench import units
-from fp8bench.cli.remaining_time import RemainingTime, num_running_groups
+from fp8bench.cli.remaining_time import RemainingTime
 from fp8bench.cli.streams import columns_of, complain
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.model import Case, Plan, Record, Scalar
@@ -165,7 +165,7 @@ class _FollowedPlan:
 
     def _begin(self, plan: Plan) -> None:
         self._names = _short_names(plan)
-        self._remaining = RemainingTime(num_running_groups(plan))
+        self._remaining = RemainingTime(sum(any(planned.runs for planned in group.cases) for group in plan))
         self._begun = self._clock()
 
     def _name(self, case: Case) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from fp8bench.model import Plan
 from fp8bench.model.words import MEASURING_CEILINGS
 
 ROUNDS = "measuring"
@@ -20,14 +19,6 @@ _BEGINNINGS = {"checking what steps do": 0.3, "measuring memory": 0.55, "countin
 _LEAST_SHARE = 0.05
 # Where passes take longer than predicted, this part of them is always still to come.
 _LEAST_LEFT = 0.1
-
-
-def num_running_groups(plan: Plan) -> int:
-    """Counts the groups of a plan in which anything is measured."""
-    count = 0
-    for group in plan:
-        count += any(planned.runs for planned in group.cases)
-    return count
 
 
 @dataclass

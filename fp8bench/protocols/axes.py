@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fp8bench.errors import UsageError
 from fp8bench.model import Scalar
@@ -25,6 +24,15 @@ class Axis:
     parse: Callable[[str], Scalar]
     quiet: bool = False
     quick: tuple[str, ...] = ()
+
+    @staticmethod
+    def count(name: str, description: str, default: str, quick: tuple[str, ...] = (), **bounds: int) -> Axis:
+        return Axis(name, description, (default,), whole_number(**bounds), quick=quick)
+
+    @staticmethod
+    def choice(name: str, description: str, *choices: str, quiet: bool = False) -> Axis:
+        """The first choice is the default."""
+        return Axis(name, description, choices[:1], one_of(*choices), quiet)
 
     def values(self, given: Sequence[str]) -> list[Scalar]:
         """Parsed values in the order given, without repetitions. Raises UsageError."""
@@ -88,22 +96,8 @@ def one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-def count_axis(name: str, description: str, default: str, low: int = 1, high: int = 1 << 24, **kind: Any) -> Axis:
-    """An axis of whole numbers; `kind` says whether it is quiet, and its default under --quick."""
-    return Axis(name, description, (default,), whole_number(low, high), **kind)
-
-
-def choice_axis(name: str, description: str, *choices: str, **kind: Any) -> Axis:
-    """An axis of words, of which the first is its default; `kind` as above."""
-    return Axis(name, description, choices[:1], one_of(*choices), **kind)
-
-
-def whole_values(params: Mapping[str, Scalar], *names: str) -> Iterator[int]:
-    return (int(params[name]) for name in names)
-
-
 # For every suite that draws its own operands. On a GPU at its power limit they change the clock, and so the time.
-VALUES = choice_axis(
+VALUES = Axis.choice(
     "values",
     "what operands are made of: normal (standard), uniform (-1 to 1), integers (-4 to 4), ones or zeros",
     "normal",
@@ -126,7 +120,7 @@ LAYOUT = Axis(
     quiet=True,
 )
 HOT, COLD, ROTATING = "hot", "cold", "rotating"
-CACHE = choice_axis(
+CACHE = Axis.choice(
     "cache",
     "what the last cache holds when a call begins: hot: what the one before left; cold: nothing of the state; "
     "rotating: other states",

@@ -10,7 +10,6 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from fp8bench.model import (
@@ -71,7 +70,7 @@ class Bench(UntimedPasses):
         from fp8bench.worker.trial import installed_packages
 
         packages = installed_packages()
-        available = chain.from_iterable(devices.get(kind).available() for kind in devices.names())
+        available = [facts for kind in devices.names() for facts in devices.get(kind).available()]
         return tuple(replace(facts, packages=packages) for facts in available)
 
     def backend(self, name: str) -> str:
@@ -206,10 +205,8 @@ class Bench(UntimedPasses):
     def scales(self, key: str) -> tuple[LayerScale, ...]:
         prepared = self._prepared[key]
         states = prepared.scales.states() if prepared.scales is not None else ()
-        return (
-            *states,
-            *chain.from_iterable(arithmetic.layer_scales() for arithmetic in prepared.states[0].arithmetics),
-        )
+        arithmetics = prepared.states[0].arithmetics
+        return (*states, *(scale for arithmetic in arithmetics for scale in arithmetic.layer_scales()))
 
     def release(self, key: str) -> tuple[str, ...]:
         """Forgets a state and frees its memory; returns the names of what it leaves running. Unknown keys are fine."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -188,7 +187,7 @@ class _Looking:
             return
         self.count += 1
         self.seen.update(dict.fromkeys(str(operand.dtype).removeprefix("torch.") for operand in operands))
-        pairs = list(product(operands, self.formats))
+        pairs = [(tensor, fmt) for tensor in operands for fmt in self.formats]
         if self.takes_codes:
             self.low = any(has_dtype_of(tensor, fmt) for tensor, fmt in pairs)
             self.wide = self.wide or (not self.low and any(has_format(tensor, fmt) for tensor, fmt in pairs))

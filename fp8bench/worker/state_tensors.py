@@ -14,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from fp8bench.model import MemoryRole
@@ -141,10 +140,11 @@ def tensors_of(*roots: object, until: float = math.inf) -> Iterator[Any]:
         if not isinstance(held, torch.Tensor):
             continue
         tensors = (held, held.grad) if held.is_leaf and held.grad is not None else (held,)
-        for part in chain.from_iterable(map(_parts_of, tensors)):
-            if address_of(part) and (view := view_of(part)) not in views:
-                views.add(view)
-                yield part
+        for tensor in tensors:
+            for part in _parts_of(tensor):
+                if address_of(part) and (view := view_of(part)) not in views:
+                    views.add(view)
+                    yield part
 
 
 def address_of(tensor: Any) -> int:

@@ -12,7 +12,6 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Measurement, specs
@@ -98,7 +97,7 @@ class PhaseReadings:
         present = [name for name in CELL_PHASES if name in marked]
         measured = []
         for place, spec in enumerate(figures):
-            totals = tuple(sum(map(itemgetter(place), counts.values())) for counts in self.steps)
+            totals = tuple(sum(part[place] for part in counts.values()) for counts in self.steps)
             measured.append(Measurement(spec.name, spec.unit, totals))
             for name in present:
                 parts = tuple(counts[name][place] if name in counts else 0.0 for counts in self.steps)

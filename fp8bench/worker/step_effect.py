@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -232,7 +232,7 @@ def _compare_steps(old: Sequence[_SeenMemory], new: Sequence[_SeenMemory]) -> tu
     return going_on, single_old != single_new
 
 
-def _count_digests(memories: Sequence[_SeenMemory], stayed: Container[int]) -> tuple[Counter[int], Counter[int]]:
+def _count_digests(memories: Sequence[_SeenMemory], stayed: Mapping[int, object]) -> tuple[Counter[int], Counter[int]]:
     """Counts the digests of memory that did not stay: of tensors with several elements, and of single numbers."""
     many, single = Counter[int](), Counter[int]()
     for memory in memories:
@@ -359,7 +359,7 @@ def _difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
         )
     # A tensor accuses a step only if all slots of either kind agree about it.
     sketches = [slot.sums for slot in (*timed, *counted)]
-    least = _ROUNDING * max((float(sums.abs().max()) for sums in chain.from_iterable(sketches)), default=0.0)
+    least = _ROUNDING * max((float(sums.abs().max()) for slot_sums in sketches for sums in slot_sums), default=0.0)
     for place in zip_longest(*sketches):
         of_timed, of_counted = place[: len(timed)], place[len(timed) :]
         is_settled = _agree(of_timed, least) and _agree(of_counted, least)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fp8bench.model import DeviceFacts, MemoryRole, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis, count_axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ class Accumulate(Workload):
                 ("2", "4", "8", "16"),
                 whole_number(low=2, high=1024),
             ),
-            count_axis("tensors", "gradients in a micro-batch, one a layer", tensors, high=4096),
-            count_axis("width", "rows and columns of each gradient", width, high=1 << 16),
+            Axis.count("tensors", "gradients in a micro-batch, one a layer", tensors, high=4096),
+            Axis.count("width", "rows and columns of each gradient", width, high=1 << 16),
             Axis("gradients", "what gradients arrive in: fp32 or bf16", ("fp32",), one_of(*BYTES)),
         )
 

@@ -20,7 +20,7 @@ from fp8bench.nn.shared_workloads import (
     missing_kernel,
 )
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, auto_or, choice_axis, count_axis, one_of, whole_number, whole_values
+from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 17
 _SCORES = ("high", "low", "low-prescaled")
-_KERNEL = choice_axis(
+_KERNEL = Axis.choice(
     "kernel",
     "torch's for the core; auto: torch's own choice; math: writes the scores down, the others do not",
     "auto",
@@ -74,16 +74,16 @@ class Attention(LayerWorkload):
                 one_of("core", "layer"),
             ),
             Axis("sequence", "tokens in a sequence", sequences, whole_number(high=LONGEST)),
-            count_axis("batch", "sequences", batch, high=4096),
-            count_axis("heads", "heads of queries", heads, high=1024),
+            Axis.count("batch", "sequences", batch, high=4096),
+            Axis.count("heads", "heads of queries", heads, high=1024),
             Axis(
                 "key_heads",
                 "heads of keys and values, a divisor of heads; auto: as many",
                 ("auto",),
                 auto_or(whole_number(high=1024)),
             ),
-            count_axis("head_width", "features of a head", head_width, high=1024),
-            choice_axis(
+            Axis.count("head_width", "features of a head", head_width, high=1024),
+            Axis.choice(
                 "causal",
                 "whether a token sees earlier ones only",
                 "yes",
@@ -97,7 +97,7 @@ class Attention(LayerWorkload):
                 ("high",),
                 one_of(*_SCORES),
             ),
-            count_axis("spread", "standard deviation of the values that come in: how large scores get", "1", high=1024),
+            Axis.count("spread", "standard deviation of the values that come in: how large scores get", "1", high=1024),
             _KERNEL,
             VALUES,
         )
@@ -207,7 +207,7 @@ def _low(params: Scalars) -> bool:
 
 def _sizes(params: Scalars) -> tuple[int, int, int]:
     """Tokens, width of the output, and width of queries, keys and values together."""
-    heads, key_heads, head_width = whole_values(params, "heads", "key_heads", "head_width")
+    heads, key_heads, head_width = (int(params[name]) for name in ("heads", "key_heads", "head_width"))
     return int(params["batch"]) * int(params["sequence"]), heads * head_width, (heads + 2 * key_heads) * head_width
 
 

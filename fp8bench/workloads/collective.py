@@ -10,7 +10,7 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import Case, DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.model.ranks import Transfer
 from fp8bench.protocols import Grid, Phases, Precision, Setup, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis, count_axis, one_of
+from fp8bench.protocols.axes import Axis, one_of
 from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import workloads
 from fp8bench.units import EXACT_DB
@@ -72,7 +72,7 @@ class Collective(Workload):
         elements = 1 << 26 if facts.accelerated else 1 << 20
         return (
             Axis("collective", "what the ranks do together", COLLECTIVES, one_of(*COLLECTIVES)),
-            count_axis("elements", "numbers of the whole vector", str(elements), high=1 << 32, quick=(str(1 << 16),)),
+            Axis.count("elements", "numbers of the whole vector", str(elements), high=1 << 32, quick=(str(1 << 16),)),
             Axis(
                 "fp8",
                 "how means are composed of codes: fp8_gather (all codes to all, added up in float32), "

@@ -10,7 +10,7 @@ from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import ConvolvedWorkload
 from fp8bench.nn.shared_workloads import PASS, convolution_support, is_training, misfit
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, choice_axis, count_axis, whole_number, whole_values
+from fp8bench.protocols.axes import VALUES, Axis, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.linear import Choose
 
 WINDOW = 9  # weights of a 3x3 window
-_NORM = choice_axis(
+_NORM = Axis.choice(
     "norm",
     "behind each convolution: batch norm, or layer norm over channels",
     "batch",
@@ -50,9 +50,9 @@ class Conv(ConvolvedWorkload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         batch, channels, image = ("128", ("64", "256"), "28") if facts.accelerated else ("8", ("32",), "16")
         return (
-            count_axis("batch", "images in a batch", batch, high=1 << 16),
+            Axis.count("batch", "images in a batch", batch, high=1 << 16),
             Axis("channels", "channels in and out", channels, whole_number(high=1 << 14)),
-            count_axis("image", "height and width of an image", image, high=1 << 12),
+            Axis.count("image", "height and width of an image", image, high=1 << 12),
             PASS,
             VALUES,
             _NORM,
@@ -71,7 +71,7 @@ class Conv(ConvolvedWorkload):
 
     def work(self, params: Scalars) -> Work:
         """Counts FLOPs of the two convolutions, windows over the edge in full."""
-        batch, channels, image = whole_values(params, "batch", "channels", "image")
+        batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
         positions, weights = batch * image * image, 2 * WINDOW * channels * channels
         # fp32 weights; input and output in two bytes, the least of any carrier.
         return Work(
@@ -83,7 +83,7 @@ class Conv(ConvolvedWorkload):
         support = convolution_support(precision, facts)
         if not support.is_native:
             return support
-        batch, channels, image = whole_values(params, "batch", "channels", "image")
+        batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
         wrong = misfit(
             precision,
             batch * image * image,
@@ -103,7 +103,7 @@ class Conv(ConvolvedWorkload):
         from fp8bench.nn.exercise import exercise
 
         params = setup.params
-        batch, channels, image = whole_values(params, "batch", "channels", "image")
+        batch, channels, image = (int(params[name]) for name in ("batch", "channels", "image"))
         shape = (batch, image, image, channels)
         layered = _NORM.of(params) == "layer"
         return exercise(setup, lambda: ResidualBlock(channels, choose, layered), [shape], carrier, is_training(params))

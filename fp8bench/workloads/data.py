@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalars, Support, Work
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import Axis, auto_or, choice_axis, count_axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ RECORDS = 256
 READY = 4
 # Bytes a second that zlib compresses on a slow machine.
 _COMPRESSING = 5e6
-_BUFFERS = choice_axis(
+_BUFFERS = Axis.choice(
     "buffers",
     "of decoded batches: fresh memory in every step, or the same, kept",
     "fresh",
@@ -86,7 +86,7 @@ class Data(Workload):
                 one_of(*BATCHES),
             ),
             Axis("batch", f"records in a batch; auto is {usual}", ("auto",), auto_or(whole_number(high=1 << 16))),
-            count_axis("record", "values in a record", record, high=1 << 22),
+            Axis.count("record", "values in a record", record, high=1 << 22),
             Axis(
                 "cast_on",
                 "host: before a batch is moved, which are fewer bytes; device: after it",

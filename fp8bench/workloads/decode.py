@@ -8,11 +8,11 @@ from fp8bench.nn.served import OWN, SERVED
 from fp8bench.nn.served_workloads import ServedWorkload
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.protocols import Grid, Precision, Setup
-from fp8bench.protocols.axes import Axis, choice_axis
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 from fp8bench.user_code.named import named
 
-_STATIC = choice_axis(
+_STATIC = Axis.choice(
     "static",
     "yes: new keys and values are written into a cache that is there; no: behind copies of all before, as "
     "where a cache grows",

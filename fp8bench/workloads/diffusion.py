@@ -12,7 +12,7 @@ from fp8bench.nn.layer_workloads import ConvolvedWorkload
 from fp8bench.nn.shared_workloads import is_training, misfit
 from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, auto_or, choice_axis, count_axis, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, auto_or, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -141,18 +141,18 @@ class Diffusion(ConvolvedWorkload):
                 ("dit", "unet"),
                 one_of("dit", "unet"),
             ),
-            count_axis("batch", "latents that are denoised together", batch, high=1 << 16),
-            count_axis("image", f"height and width of a latent of {CHANNELS} channels", image, high=1 << 10),
+            Axis.count("batch", "latents that are denoised together", batch, high=1 << 16),
+            Axis.count("image", f"height and width of a latent of {CHANNELS} channels", image, high=1 << 10),
             Axis("width", "features of the stream", (width,), auto_or(whole_number(high=1 << 14))),
-            count_axis("layers", "blocks of a DiT; of a UNet at full resolution, down and up", layers, high=64),
+            Axis.count("layers", "blocks of a DiT; of a UNet at full resolution, down and up", layers, high=64),
             Axis(
                 "pass",
                 "sampling: all steps from noise to image; training: forward and backward",
                 ("sampling",),
                 one_of(*_PASSES),
             ),
-            count_axis("steps", "of the sampler, DDIM", steps, high=250),
-            choice_axis(
+            Axis.count("steps", "of the sampler, DDIM", steps, high=250),
+            Axis.choice(
                 "guidance",
                 "none; twice: two evaluations a step, with the condition and without; batch: one of twice the batch",
                 "none",
@@ -165,7 +165,7 @@ class Diffusion(ConvolvedWorkload):
                 ("0+0",),
                 ends_word,
             ),
-            choice_axis(
+            Axis.choice(
                 "time",
                 "what time steps come in: fp32, or the carrier, as in a model moved to bf16 whole",
                 "fp32",

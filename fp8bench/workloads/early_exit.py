@@ -12,7 +12,7 @@ from fp8bench.model import DeviceFacts, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.nn.shared_workloads import misfit, why_no_errors
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, count_axis, one_of, whole_values
+from fp8bench.protocols.axes import VALUES, Axis, one_of
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ class EarlyExits(LayerWorkload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tokens, width, hidden = ("8192", "4096", "16384") if facts.accelerated else ("256", "128", "512")
         return (
-            count_axis("tokens", "rows of the input", tokens, high=1 << 18),
-            count_axis("width", "features of a row", width, high=1 << 16),
-            count_axis("hidden", "features between a block's products", hidden, high=1 << 18),
-            count_axis("depth", "blocks, if no row leaves ahead of the last", "6", low=2, high=256),
-            count_axis("classes", "of the head behind each block", "64", low=2, high=1 << 17),
-            count_axis(
+            Axis.count("tokens", "rows of the input", tokens, high=1 << 18),
+            Axis.count("width", "features of a row", width, high=1 << 16),
+            Axis.count("hidden", "features between a block's products", hidden, high=1 << 18),
+            Axis.count("depth", "blocks, if no row leaves ahead of the last", "6", low=2, high=256),
+            Axis.count("classes", "of the head behind each block", "64", low=2, high=1 << 17),
+            Axis.count(
                 "leaving",
                 "percent of the rows of a block that leave behind it in the exact pass",
                 "25",
@@ -83,7 +83,7 @@ class EarlyExits(LayerWorkload):
         )
 
     def work(self, params: Scalars) -> Work:
-        tokens, width, hidden, depth = whole_values(params, "tokens", "width", "hidden", "depth")
+        tokens, width, hidden, depth = (int(params[name]) for name in ("tokens", "width", "hidden", "depth"))
         # fp32 weights; rows in two bytes, the least of any carrier.
         least = 8.0 * depth * width * hidden + 2.0 * tokens * (2 * width + hidden)
         flops = 2.0 * sum(rows_of_blocks(params)) * width * (2 * hidden + int(params["classes"]))
@@ -109,7 +109,7 @@ class EarlyExits(LayerWorkload):
         from fp8bench.nn.exercise import exercise
 
         params = setup.params
-        width, hidden, depth, classes = whole_values(params, "width", "hidden", "depth", "classes")
+        width, hidden, depth, classes = (int(params[name]) for name in ("width", "hidden", "depth", "classes"))
         tokens = int(params["tokens"])
 
         def make_exercise(chosen: Choose, dtype: torch.dtype) -> Exercise:

@@ -32,8 +32,6 @@ from fp8bench.protocols.axes import (
     STRIDED,
     VALUES,
     Axis,
-    choice_axis,
-    count_axis,
     one_of,
 )
 from fp8bench.registry import precisions, workloads
@@ -97,14 +95,14 @@ class Gemm(Workload):
                 shapes,
                 parse_shape,
             ),
-            choice_axis(
+            Axis.choice(
                 "product",
                 "auto (all three for a model or a sweep), forward, input-gradient, weight-gradient",
                 "auto",
                 *PRODUCTS,
             ),
-            count_axis("tokens", "rows of a model's activations", tokens, high=LARGEST),
-            choice_axis(
+            Axis.count("tokens", "rows of a model's activations", tokens, high=LARGEST),
+            Axis.choice(
                 "operands",
                 "cast from the carrier in every step, or ready before it; auto: cast, for a sweep both",
                 "auto",
@@ -116,7 +114,7 @@ class Gemm(Workload):
                 ("4096" if facts.accelerated else "512",),
                 parse_sides,
             ),
-            count_axis("factor", "from one size of a sweep to the next", "2", low=2, high=64, quick=("4",)),
+            Axis.count("factor", "from one size of a sweep to the next", "2", low=2, high=64, quick=("4",)),
             replace(
                 LAYOUT,
                 description=f"{LAYOUT.description}; of both operands, or of each: transposed/contiguous",

@@ -13,7 +13,7 @@ from fp8bench.model.specs import RELATIVE_LOSS
 from fp8bench.nn.shared_workloads import TrainingWorkload
 from fp8bench.nn.sizes import GPTConfig, gpt_around, gpt_layers
 from fp8bench.protocols import Grid, Layer, Setup
-from fp8bench.protocols.axes import Axis, count_axis, one_of
+from fp8bench.protocols.axes import Axis, one_of
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Learning(TrainingWorkload):
                 ("256" if facts.accelerated else "64",),
                 one_of("32", "64", "128", "256", "512"),
             ),
-            count_axis("steps", "of which the losses are averaged", "60", high=500),
-            count_axis("draws", "of weights and batches, each trained so", "4", high=64),
+            Axis.count("steps", "of which the losses are averaged", "60", high=500),
+            Axis.count("draws", "of weights and batches, each trained so", "4", high=64),
         )
 
     def work(self, params: Scalars) -> Work:

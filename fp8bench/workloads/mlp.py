@@ -9,7 +9,7 @@ from fp8bench.model import DeviceFacts, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.nn.shared_workloads import PASS, is_training, misfit
 from fp8bench.protocols import Grid, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, choice_axis, count_axis, one_of, whole_values
+from fp8bench.protocols.axes import VALUES, Axis, one_of
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ class Mlp(LayerWorkload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tokens, width, hidden = ("4096", "4096", "14336") if facts.accelerated else ("256", "256", "1024")
         return (
-            count_axis("tokens", "rows of the input", tokens, high=LARGEST),
-            count_axis("width", "features of input and output", width, high=LARGEST),
-            count_axis("hidden", "features between the two products", hidden, high=LARGEST),
+            Axis.count("tokens", "rows of the input", tokens, high=LARGEST),
+            Axis.count("width", "features of input and output", width, high=LARGEST),
+            Axis.count("hidden", "features between the two products", hidden, high=LARGEST),
             Axis("gated", "whether a second product up gates the first", ("no", "yes"), one_of("no", "yes")),
-            choice_axis(
+            Axis.choice(
                 "cut",
                 "norm-linear, norm-mlp: behind an RMS norm, which a backend may take with up, or with all, "
                 "into one layer; linear: no norm",
@@ -62,7 +62,7 @@ class Mlp(LayerWorkload):
         )
 
     def work(self, params: Scalars) -> Work:
-        tokens, width, hidden = whole_values(params, "tokens", "width", "hidden")
+        tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
         weights = width * hidden * (3 if params["gated"] == "yes" else 2)
         # fp32 weights; input, output and what lies between in two bytes, the least of any carrier.
         least = 4.0 * weights + 2.0 * tokens * (2 * width + hidden)
@@ -73,7 +73,7 @@ class Mlp(LayerWorkload):
         # Its scales are derived for the block alone.
         if precision.unit_scaled and params.get("cut", _LINEAR) != _LINEAR:
             return refused(f"{precision.mode} scales a block without its norm: choose cut={_LINEAR}")
-        tokens, width, hidden = whole_values(params, "tokens", "width", "hidden")
+        tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
         wrong = misfit(
             precision, tokens, (width, hidden), is_training(params), f"tokens={tokens}, width={width}, hidden={hidden}"
         )
@@ -97,7 +97,7 @@ class Mlp(LayerWorkload):
         from fp8bench.nn.parts import FeedForward, NormedFeedForward
 
         params = setup.params
-        tokens, width, hidden = whole_values(params, "tokens", "width", "hidden")
+        tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
         gated, cut = params["gated"] == "yes", str(params.get("cut", _LINEAR))
 
         # Built in the callee, under the seed and the device that it sets.

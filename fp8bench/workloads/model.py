@@ -15,7 +15,7 @@ from fp8bench.formats.hardware import native, refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols import Covered, Phases, Precision, Setup, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis, choice_axis, one_of
+from fp8bench.protocols.axes import Axis, one_of
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
@@ -69,14 +69,14 @@ class Model(Workload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (
             Axis("make", "module:function that gives (model, batch), or (model, batch, loss)", ("",), _target),
-            choice_axis(
+            Axis.choice(
                 "pass",
                 "training: forward, loss, backward, optimizer; forward: that alone, without gradients",
                 "training",
                 "forward",
             ),
             Axis("optimizer", "of a training pass", (OPTIMIZERS[0],), one_of(*OPTIMIZERS)),
-            choice_axis(
+            Axis.choice(
                 "compile",
                 "yes: torch.compile, both as it came and converted",
                 "no",

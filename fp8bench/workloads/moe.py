@@ -12,7 +12,7 @@ from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.nn.shared_workloads import is_training, misfit
 from fp8bench.nn.sizes import MoeSizes, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, choice_axis, count_axis, one_of
+from fp8bench.protocols.axes import VALUES, Axis, one_of
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -67,12 +67,12 @@ class Moe(LayerWorkload):
             ("8192", "2048", "1024", "64", "8") if facts.accelerated else ("256", "128", "256", "8", "2")
         )
         return (
-            count_axis("tokens", "rows of the input; in decoding one a sequence", tokens, high=1 << 20),
-            count_axis("width", "features of input and output", width, high=1 << 16),
-            count_axis("hidden", "features between an expert's products", hidden, high=1 << 16),
-            count_axis("experts", "of a layer", experts, high=1024),
-            count_axis("top_k", "how many experts a token takes", top_k, high=64),
-            count_axis("layers", "one behind the other: choices differ the more, the deeper", "1", high=64),
+            Axis.count("tokens", "rows of the input; in decoding one a sequence", tokens, high=1 << 20),
+            Axis.count("width", "features of input and output", width, high=1 << 16),
+            Axis.count("hidden", "features between an expert's products", hidden, high=1 << 16),
+            Axis.count("experts", "of a layer", experts, high=1024),
+            Axis.count("top_k", "how many experts a token takes", top_k, high=64),
+            Axis.count("layers", "one behind the other: choices differ the more, the deeper", "1", high=64),
             Axis(
                 "load",
                 "who goes where: uniform: round robin; zipf:S: by a Zipf law with that exponent; router: the "
@@ -90,7 +90,7 @@ class Moe(LayerWorkload):
             Axis(
                 "router", f"the precision of the router's product: {', '.join(_ROUTERS)}", ("fp32",), one_of(*_ROUTERS)
             ),
-            choice_axis(
+            Axis.choice(
                 "pass",
                 "training: forward and backward; decode: forward alone",
                 "training",

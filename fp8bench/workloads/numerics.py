@@ -11,7 +11,7 @@ from fp8bench.model import DeviceFacts, Params, Scalars, Support, TensorStatisti
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS
 from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import Axis, choice_axis, count_axis, one_of
+from fp8bench.protocols.axes import Axis, one_of
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -86,9 +86,9 @@ class Numerics(Workload):
                 one_of(*tensors),
                 quick=_QUICK,
             ),
-            count_axis("rows", "of a made tensor", side, high=1 << 18),
-            count_axis("columns", "of a made tensor; block scales run along them", side, high=1 << 18),
-            choice_axis(
+            Axis.count("rows", "of a made tensor", side, high=1 << 18),
+            Axis.count("columns", "of a made tensor; block scales run along them", side, high=1 << 18),
+            Axis.choice(
                 "role",
                 "which of a precision's formats and scalings it gets; auto: the one that is most its own",
                 _AUTO,

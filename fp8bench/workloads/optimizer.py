@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fp8bench.model import DeviceFacts, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.protocols import Grid, Phases, Precision, Role, Setup, SilentPhases, Workload, one_thread
-from fp8bench.protocols.axes import Axis, choice_axis, count_axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ class Optimizer(Workload):
         tensors = "16" if facts.accelerated else "8"
         return (
             Axis("fused", "torch's fused AdamW, or what it takes without", ("yes", "no"), one_of("yes", "no")),
-            choice_axis(
+            Axis.choice(
                 "second_moment",
                 "that of fp8 and below: scaled-fp16, or the same format as the first's",
                 "scaled-fp16",
                 "same",
             ),
-            count_axis("tensors", "weights, one a layer", tensors, high=4096),
+            Axis.count("tensors", "weights, one a layer", tensors, high=4096),
             Axis("width", "rows and columns of each weight", widths, whole_number(high=1 << 16)),
         )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import Case, DeviceFacts, Scalars, Work
 from fp8bench.protocols import Phases, Setup, Workload
-from fp8bench.protocols.axes import Axis, choice_axis, count_axis
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ class Planted(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (
-            choice_axis(
+            Axis.choice(
                 "base",
                 "the workload that is slowed down",
                 "gemm",
                 "transformer",
             ),
-            count_axis("extra", "tiny calls added to a step", "0", low=0),
+            Axis.count("extra", "tiny calls added to a step", "0", low=0),
         )
 
     def work(self, params: Scalars) -> Work:

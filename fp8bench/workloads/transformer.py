@@ -22,7 +22,7 @@ from fp8bench.nn.shared_workloads import (
 )
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_around, gpt_layers
 from fp8bench.protocols import Grid, Layer, Precision, Role, Setup, SilentPhases
-from fp8bench.protocols.axes import Axis, auto_or, count_axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, auto_or, one_of, whole_number
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Transformer(TrainingWorkload):
             Axis("size", f"the model: {', '.join(SIZES)}", (size,), one_of(*SIZES)),
             Axis("batch", "sequences in a micro-batch", ("auto",), auto_or(whole_number(high=4096))),
             Axis("sequence", "tokens in a sequence", ("auto",), auto_or(whole_number(high=1 << 16))),
-            count_axis("micro_batches", "micro-batches accumulated in a step", "2", high=1024),
+            Axis.count("micro_batches", "micro-batches accumulated in a step", "2", high=1024),
             Axis(
                 "checkpointing",
                 "blocks: keep each block's input only, compute it again in backward",

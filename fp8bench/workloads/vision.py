@@ -11,7 +11,7 @@ from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.nn.shared_workloads import PASS, TrainingWorkload, convolution_support, is_training, misfit
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import Axis, choice_axis, count_axis, one_of
+from fp8bench.protocols.axes import Axis, one_of
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -62,18 +62,18 @@ class Vision(TrainingWorkload):
                 _MODELS,
                 one_of(*_MODELS),
             ),
-            count_axis("batch", "images in a batch", batch, high=1 << 16),
-            count_axis("image", "height and width of an image", image, high=1 << 12),
-            count_axis("patch", "of a vit: height and width of a patch", patch, high=1 << 10),
-            count_axis(
+            Axis.count("batch", "images in a batch", batch, high=1 << 16),
+            Axis.count("image", "height and width of an image", image, high=1 << 12),
+            Axis.count("patch", "of a vit: height and width of a patch", patch, high=1 << 10),
+            Axis.count(
                 "width",
                 "of the stream, in multiples of 16; of a resnet's stage a quarter is between",
                 width,
                 high=1 << 14,
             ),
-            count_axis("layers", "blocks, or bottlenecks", layers, high=256),
-            count_axis("text", "of two-input: tokens beside each image", text, high=1 << 14),
-            choice_axis(
+            Axis.count("layers", "blocks, or bottlenecks", layers, high=256),
+            Axis.count("text", "of two-input: tokens beside each image", text, high=1 << 14),
+            Axis.choice(
                 "layout",
                 "of images and windows in memory; auto: both for a resnet, one after the other, and "
                 "channels_last for patches",

@@ -14,7 +14,6 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.options import add_common, add_options_of, check_alone, request_of
 from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.cli.remaining_time import num_running_groups
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
 from fp8bench.measure.environment import command_line
@@ -176,7 +175,7 @@ def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
 
 
 def expected_time(plan: Plan, request: Request) -> str:
-    groups = num_running_groups(plan)
+    groups = sum(any(planned.runs for planned in group.cases) for group in plan)
     if not groups:
         return ""
     # A budget is an end; rounds are none, for their length is not known yet.

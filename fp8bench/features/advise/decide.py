@@ -11,7 +11,7 @@ from fp8bench import units
 from fp8bench.features.advise.basis import Basis, ComparedCase, doubts, dtype_words, gain_text, met_above
 from fp8bench.features.advise.rules import RULES, bound_of, study_of, tried_as
 from fp8bench.features.advise.serving import serving_advice
-from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Ground, Met, RuleAnswer
+from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Met, RuleAnswer
 from fp8bench.features.sensitivity.study import as_words
 from fp8bench.model import Interval, Verdict
 from fp8bench.report.panels import together
@@ -69,9 +69,7 @@ def _advice(
 ) -> Advice:
     case = pair.record.case
     reference = pair.reference.case.mode if pair.reference is not None else ""
-    grounds: dict[Ground, None] = {}
-    for answer in answers:
-        grounds |= dict.fromkeys(answer.grounds)
+    grounds = dict.fromkeys(ground for answer in answers for ground in answer.grounds)
     words += doubts(pair) if pair.speed is not None else ""
     recipe = f"--dtypes {reference},{dtype_words(case)}" if kind is not AdviceKind.NOTHING else ""
     doubtful = gain is not None and pair.finding is not None and pair.finding.doubtful
@@ -79,12 +77,11 @@ def _advice(
 
 
 def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
-    mode, support, step = pair.mode, pair.record.support, answers["step"]
+    mode, support, step, native = pair.mode, pair.record.support, answers["step"], [answers["native"]]
     # 1. Emulated or not timed: a step says nothing of the speed.
     if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
         words = f"do nothing about the speed of {mode}, because it is {support.level} here{reason}"
-        native = [answers["native"]]
         return _advice(pair, "native", AdviceKind.NOTHING, f"{words}: a step says nothing of its speed", native)
     if pair.speed is None or pair.finding is None:
         return _advice(
@@ -92,7 +89,7 @@ def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advi
             "step",
             AdviceKind.NOTHING,
             f"do nothing about {mode}, because its speed is not known here: {step.figure}",
-            [answers["native"]],
+            native,
         )
     # 2. Faster than possible: two sides that are not alike are no ground for advice.
     against = [answers[rule] for rule in _AGAINST if rule in answers and answers[rule].met is Met.NO]

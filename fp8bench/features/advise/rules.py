@@ -3,8 +3,6 @@ learns."""
 
 from __future__ import annotations
 
-import itertools
-
 from fp8bench import units
 from fp8bench.analysis.energy import Demand, energy_ratio, why_no_energy
 from fp8bench.analysis.roofline import gain_of
@@ -192,7 +190,7 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 def _judge_energy(pair: ComparedCase, basis: Basis) -> Reply | str:
     findings = [finding for finding in (pair.finding, pair.reference_finding) if finding is not None]
-    labels = itertools.chain.from_iterable(finding.labels for finding in findings)
+    labels = [label for finding in findings for label in finding.labels]
     ratio = energy_ratio(pair.record, pair.reference, labels)
     if pair.emulated:
         return "emulated here: its joules are the cost of emulation"

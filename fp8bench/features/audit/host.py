@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -292,8 +291,7 @@ class KernelHost:
 
     def digests(self, slots: Sequence[int]) -> tuple[int, ...]:
         """Returns digests of all memory of the arguments in some slots."""
-        tensors = chain.from_iterable(self._slots[slot] for slot in slots)
-        return tuple(digest_of(pack(tensor.detach())) for tensor in tensors)
+        return tuple(digest_of(pack(tensor.detach())) for slot in slots for tensor in self._slots[slot])
 
     def timed_results(self, place: int) -> PackedResults:
         return _packed_results(self._timed[place])

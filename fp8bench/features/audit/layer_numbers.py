@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +147,7 @@ class LayerNumbers:
         if tight:
             return LayerVerdict(min(tight, key=lambda guess: (guess not in likely, tight[guess])))
         # 6. Wrong in a way that is known: half a cast, another rounding.
-        weight_casts = chain.from_iterable(product.casts(guess, inputs=False) for guess in guesses.values())
+        weight_casts = (cast for guess in guesses.values() for cast in product.casts(guess, inputs=False))
         if not self._in_codes and any(misses_of(cast).none for cast in weight_casts):
             return LayerVerdict(HIGH, "not-cast", "only its weight is cast: its inputs are multiplied as they came")
         if same_error:

@@ -20,7 +20,7 @@ from fp8bench.errors import UsageError
 from fp8bench.features.audit.layer_numbers import WEIGHTS, WIDE, LayerNumbers, LayerVerdict, describe_casts
 from fp8bench.features.audit.operands import promise_of
 from fp8bench.features.audit.promises import READINGS
-from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome, fail, name_findings, remark
+from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome, fail, remark
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import Signature
 from fp8bench.nn.holders import weight_of, weights_of
@@ -266,10 +266,15 @@ def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Sig
     for layer in layers:
         rule, reason = explain(layer)
         rows.append(replace(layer.row, rule=rule, reason=reason))
-    conversion = name_findings("conversion", [*_conversion(rows), *find_broken_ties(model, layers)])
-    numbers = name_findings("numbers", [*failed, *_numbers(rows, signature.precision)])
+    checks = {
+        "conversion": [*_conversion(rows), *find_broken_ties(model, layers)],
+        "numbers": [*failed, *_numbers(rows, signature.precision)],
+    }
+    findings: list[AuditFinding] = []
+    for name, found in checks.items():
+        findings += [replace(finding, check=name) for finding in found] or [AuditFinding(name)]
     looked_at, seconds = sum(bool(row.runs) for row in rows), time.perf_counter() - started
-    return Audit(target, signature, (*conversion, *numbers), looked_at, seconds, layers=tuple(rows))
+    return Audit(target, signature, tuple(findings), looked_at, seconds, layers=tuple(rows))
 
 
 def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Audit:

@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from random import Random
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from fp8bench import units
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost, as_usage
@@ -51,8 +49,8 @@ def _work(auditor: Auditor) -> Iterator[AuditFinding]:
     repeated = subject.host.work(0)
     auditor.place(arguments, slot=1)
     fresh = subject.host.work(1)
-    counts = {name: (getattr(repeated, name), getattr(fresh, name)) for name in _REMEMBERED}
-    if lost := [f"{name}: {again} of {first}" for name, (again, first) in counts.items() if again < first]:
+    counts = [(name, getattr(repeated, name), getattr(fresh, name)) for name in _REMEMBERED]
+    if lost := [f"{name}: {again} of {first}" for name, again, first in counts if again < first]:
         yield fail(
             "remembered-work", f"with arguments that it has seen it does less than with fresh ones ({'; '.join(lost)})"
         )
@@ -162,7 +160,7 @@ def _time_calls(auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL
     while len(rounds) <= _TIMES and (len(rounds) < _FEWEST or time.perf_counter() < end):
         placed: list[tuple[PackedTensor, ...]] = []
         for slot, kind in enumerate(kinds):
-            inputs.append(tuple(_roll_rows(matrix, len(rounds)) for matrix in base[kind]))
+            inputs.append(tuple(matrix.roll(len(rounds), -2) for matrix in base[kind]))
             placed.append(auditor.place(auditor.subject.arguments(inputs[-1]), slot, moved=len(rounds) % 3 != 1))
         start = time.perf_counter()
         claimed = host.time_calls(range(len(kinds)))
@@ -181,7 +179,7 @@ def _time_calls(auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL
         by_clock[kind] = max(1e-9, min(seconds for seconds, _ in calls))
         of_process[kind] = max(1e-9, min(seconds for _, seconds in calls))
     # 4. The kernel's process must not claim much less time than passed here.
-    claims = [(math.fsum(map(itemgetter(0), claimed)), passed) for claimed, passed in timed]
+    claims = [(math.fsum(seconds for seconds, _ in claimed), passed) for claimed, passed in timed]
     wrong_clock = ""
     if all(claimed < _CLAIMED * passed - _ROUND_TRIP for claimed, passed in claims):
         least, waited = min(claims, key=lambda pair: pair[1])
@@ -198,10 +196,6 @@ def _time_calls(auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL
     return TimedCalls(by_clock, of_process, wrong_clock, wrong)
 
 
-def _roll_rows(matrix: Tensor, rows: int) -> Tensor:
-    return matrix.roll(rows, -2)
-
-
 def _choose_calls(kinds: tuple[str, ...], rounds: int, judged: int, chance: Random) -> Iterator[tuple[str, int]]:
     """Yields a kind of data and the place of a timed call on it, for those that are judged. The kernel cannot know
     which."""
@@ -213,11 +207,9 @@ def _choose_calls(kinds: tuple[str, ...], rounds: int, judged: int, chance: Rand
 def _speed(auditor: Auditor) -> list[AuditFinding]:
     """Checks times, with limits that leave room for a busy machine, and the results of the very calls that were timed.
     Returns all findings or raises: times say nothing where a call failed on the way."""
-    replaced = auditor.subject.host.find_replaced()
     findings = []
-    if replaced:
-        names = ", ".join(replaced)
-        findings = [fail("replaced", f"it puts functions of its own in the place of {names}: leave them alone")]
+    if replaced := ", ".join(auditor.subject.host.find_replaced()):
+        findings = [fail("replaced", f"it puts functions of its own in the place of {replaced}: leave them alone")]
     return findings + _check_speeds(auditor)
 
 
@@ -267,8 +259,7 @@ def _too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
     moved = sum(tensor.numel() * tensor.element_size() for tensor in touched)
     # Attention has a batch of two, and two products.
     flops = (8 * shape.m if subject.kind is AuditKind.ATTENTION else 2) * math.prod(shape)
-    work = subject.signature.precision, shape, flops, moved, subject.device
-    least, words = max(bounds(auditor.ceilings, *work))
+    least, words = max(bounds(auditor.ceilings, subject.signature.precision, shape, flops, moved, subject.device))
     return "" if seconds >= least else f"{units.seconds(seconds)}; {units.seconds(least)} are {words}"
 
 
@@ -311,9 +302,7 @@ def _seconds(auditor: Auditor, shape: Shape) -> float:
 def _confirm(look: Callable[[], str], reason: str) -> str:
     """Returns why there is something wrong if that shows several times in a row, beginning with `reason`."""
     for _ in range(_AGAIN - 1):
-        if not reason:
-            break
-        reason = look()
+        reason = reason and look()
     return reason
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from fp8bench.model.promises import Signature
@@ -46,11 +46,6 @@ def fail(code: str, reason: str, error: float | None = None, expected: float | N
 
 def remark(code: str, reason: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
     return AuditFinding("", AuditOutcome.PASS, code, reason, "", error, expected)
-
-
-def name_findings(check: str, findings: Iterable[AuditFinding]) -> tuple[AuditFinding, ...]:
-    """Returns the findings under their check's name; a check without findings has passed, which is one, too."""
-    return tuple(replace(finding, check=check) for finding in findings) or (AuditFinding(check),)
 
 
 def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:

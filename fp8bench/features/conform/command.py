@@ -111,9 +111,7 @@ def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], everythi
         parts.append(Part("emulated", "", (Text(words),)))
     # Only what does not conform is shown unasked: sums in another order are no fault.
     listed_kinds = [kind for kind in Difference if kind is not Difference.NONE] if everything else _WRONG
-    shown: list[Conformity] = []
-    for mode in conformities:
-        shown += [case for case in mode.found if case.difference in listed_kinds]
+    shown = [case for mode in conformities for case in mode.found if case.difference in listed_kinds]
     if shown:
         caption = "what is not the same bit by bit"
         parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, shown),)))

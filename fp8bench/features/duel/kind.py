@@ -98,13 +98,12 @@ class DuelKind(Kind[Duel]):
             path=str(path),
         )
 
-    def view(self, duel: Duel) -> View:
+    def view(self, kept: Duel) -> View:
         from fp8bench.features.duel.view import page_of, value_of
 
-        return View(partial(page_of, duel), partial(value_of, duel))
+        return View(partial(page_of, kept), partial(value_of, kept))
 
-    def report(self, duel: Duel) -> View:
-        return self.view(duel)
+    report = view
 
 
 KINDS = (DuelKind(),)

@@ -36,7 +36,7 @@ from fp8bench.measure.interrupts import held_back, ignored
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import CaseOutcome, Passes, exhausted
 from fp8bench.measure.rounds import WARMED_BELOW_SECONDS, Orders
-from fp8bench.model import Case, Environment, PlannedCase, Request, Timing
+from fp8bench.model import Case, Environment, PlannedCase, Request
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule
 from fp8bench.pipeline import now, share_of
@@ -85,10 +85,10 @@ class DuelTurns:
         for entry in self.entries:
             with guarding(entry.arm):
                 entry.arm.check(entry.worker)
-        timings: dict[str, list[Timing]] = {BEFORE: [], AFTER: []}
-        for entry in self.entries:
-            timings[entry.side].append(entry.arm.timing())
-        return Session(tuple(timings[BEFORE]), tuple(timings[AFTER]), stopped)
+        before, after = (
+            tuple(entry.arm.timing() for entry in self.entries if entry.side == side) for side in (BEFORE, AFTER)
+        )
+        return Session(before, after, stopped)
 
     def entry_of(self, arm: MeasuredArm) -> DuelEntry:
         return next(entry for entry in self.entries if entry.arm is arm)

@@ -41,7 +41,6 @@ from fp8bench.model import (
     Interval,
     Label,
     Noise,
-    Record,
     Status,
     Timing,
     Verdict,
@@ -178,9 +177,9 @@ def _best(timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool) -
 def _make_up(session: Session) -> bool:
     rounds = _rounds(session)
     sides = session.before, session.after
-    by_stretch = max(_apart(_best(side, rounds, whole_steps=False)) for side in sides)
-    by_step = max(_apart(_best(side, rounds, whole_steps=True)) for side in sides)
-    floor = max(BAND, min(by_stretch, by_step))  # stretches that make up for each other widen the first
+    # By stretches and by whole steps: stretches that make up for each other widen the first.
+    by_stretch, by_step = (max(_apart(_best(side, rounds, whole)) for side in sides) for whole in (False, True))
+    floor = max(BAND, min(by_stretch, by_step))
     return verdicts.make_up([*session.before, *session.after], rounds, floor)
 
 
@@ -356,10 +355,12 @@ def p_value(times: DuelVerdict) -> float | None:
 
 
 def _labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
-    processes: list[tuple[Record, Timing]] = []
-    for session in result.sessions:
-        processes += [(result.before, timing) for timing in session.before]
-        processes += [(result.after, timing) for timing in session.after]
+    processes = [
+        (record, timing)
+        for session in result.sessions
+        for record, timings in ((result.before, session.before), (result.after, session.after))
+        for timing in timings
+    ]
     labels: list[Label] = []
     for record, timing in processes:
         finding = Finding(record.case, times.verdict, phases=best_phases(timing))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 from fp8bench import units
 from fp8bench.analysis.verdicts import BAND, FINAL_LEVEL, SAME
@@ -125,7 +124,7 @@ def _notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
         for _, comparison in figures
         if comparison.why
     ]
-    records = chain.from_iterable((result.before, result.after) for result in duel.results)
+    records = [record for result in duel.results for record in (result.before, result.after)]
     # What a record says of itself is told even where its figures agree.
     reasons += [(record.detail, record.case.id) for record in records if record.is_ok and record.detail]
     return [f"{listed(list(dict.fromkeys(about)), 3)}: {reason}" for reason, about in together(reasons).items()]
@@ -134,8 +133,7 @@ def _notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
 def _ending(duel: Duel) -> Iterator[Text]:
     yield from (Text(f"note: {note}") for note in duel.notes)
     yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in duel.troubles)
-    missing = len(duel.cases) - len(duel.results)
-    if missing:
+    if missing := len(duel.cases) - len(duel.results):
         yield Text(f"{missing} of {len(duel.cases)} cases were not measured")
     # Fewer sessions make wider intervals, which a reader should not take for noise.
     short = sum(0 < len(result.sessions) < duel.sessions and not result.failed for result in duel.results)

@@ -129,7 +129,7 @@ _LEGEND = (
 
 
 def describe_problems(state: CellState) -> str:
-    return "; ".join(words for words in (state.why, *state.damage) if words)
+    return "; ".join(filter(None, (state.why, *state.damage)))
 
 
 def describe_counts(states: Sequence[CellState]) -> str:

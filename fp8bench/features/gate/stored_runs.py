@@ -111,8 +111,9 @@ def judge_source(source: GateSource, rules: Rules, rerun: bool, observer: JobObs
         figures = mark_blind(_remeasure(figures, source, rules, rerun, observer), sights, source.lost)
         changed = {figure.key for figure in figures}
         tonight = mark_blind(first_look([series.comparison for series in source.newest], rules), sights, source.lost)
-        blind = [figure for figure in tonight if figure.outcome is GateOutcome.CANNOT_TELL]
-        figures += tuple(figure for figure in blind if figure.key not in changed)
+        figures += tuple(
+            figure for figure in tonight if figure.outcome is GateOutcome.CANNOT_TELL and figure.key not in changed
+        )
     return GateVerdict(source.title, figures, source.notes, source.problem, source.code, sights)
 
 
@@ -265,7 +266,8 @@ def compare_sides(word_a: str, word_b: str, store: Path, observer: JobObserver) 
     notes = [f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in compared.differing]
     for words, cases in (("is gone", compared.only_before), ("is new", compared.only_after)):
         notes += [f"{case} {words}" for case in cases[:_MOST_LISTED]]
-        notes += [f"and {len(cases) - _MOST_LISTED} more"] if len(cases) > _MOST_LISTED else []
+        if cases[_MOST_LISTED:]:
+            notes.append(f"and {len(cases) - _MOST_LISTED} more")
     lost = frozenset(case for case, sightings in compared.before.sightings.items() if sightings[-1].record.is_ok)
     budget = compared.after.runs[-1].request.budget
     return GateSource(
@@ -368,9 +370,8 @@ def load_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
     # 3. Cases that an interrupt kept from being measured fail.
     figures = comparisons(duel)
     compared_cases = {comparison.case for comparison in figures}
-    reason = "the duel was interrupted before it was measured"
     cut_off = [
-        failed_case(case, case.partition("[")[0], Evidence.PAIRED, reason)
+        failed_case(case, case.partition("[")[0], Evidence.PAIRED, "the duel was interrupted before it was measured")
         for case in duel.cases
         if case not in compared_cases
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -125,11 +124,9 @@ def judge_all(
     shapes: Sequence[LinearShape], modes: Sequence[RecipePrecision], devices: Sequence[DeviceClass]
 ) -> list[ShapeFinding]:
     """Judges every product of every layer, but for weight gradients that a recipe leaves in bf16."""
-    findings = []
-    for shape, kind, mode, device in itertools.product(shapes, PRODUCTS, modes, devices):
-        if kind != "weight-gradient" or not mode.recipe.high_weight_gradient:
-            findings.append(judge(shape, kind, mode, device))
-    return findings
+    kinds = [(kind, mode) for kind in PRODUCTS for mode in modes]
+    judged = [pair for pair in kinds if pair[0] != "weight-gradient" or not pair[1].recipe.high_weight_gradient]
+    return [judge(shape, *pair, device) for shape in shapes for pair in judged for device in devices]
 
 
 def judge(shape: LinearShape, kind: str, mode: RecipePrecision, device: DeviceClass) -> ShapeFinding:
@@ -146,7 +143,7 @@ def judge(shape: LinearShape, kind: str, mode: RecipePrecision, device: DeviceCl
     if len(multiples) < len(against):  # no padding answers all of them
         return finding(why="; ".join(objection.why for objection in against if objection.multiples is None))
     # Each side is padded to a multiple of all that its objections ask for.
-    grains = itertools.starmap(math.lcm, zip((1, 1, 1), *multiples, strict=True))
+    grains = map(math.lcm, (1, 1, 1), *multiples)
     m, n, k = (-(-length // grain) * grain for length, grain in zip(sides, grains, strict=True))
     return finding(why="; ".join(objection.why for objection in against), padded=(m, n, k) if against else None)
 

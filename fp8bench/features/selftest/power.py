@@ -13,10 +13,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +171,8 @@ def run_power(
                             _write(path, (*done, result), recorded_facts)
 
                     results.append(measure_power(worker, facts, operation, trials, len(results), after))
-    loads = chain.from_iterable(result.loads for result in results)
-    return Power(tuple(chain.from_iterable(map(summarise, results))), tuple(sorted(loads)))
+    loads = sorted(load for result in results for load in result.loads)
+    return Power(tuple(row for result in results for row in summarise(result)), tuple(loads))
 
 
 def measure_power(
@@ -269,17 +267,17 @@ def summarise(result: Arms) -> list[PowerRow]:
 
 
 def _row(operation: str, effect: float, outcomes: Sequence[PowerOutcome]) -> PowerRow:
-    counts = Counter(outcome.verdict for outcome in outcomes)
+    count = [outcome.verdict for outcome in outcomes].count
     seconds = [outcome.seconds for outcome in outcomes]
     return PowerRow(
         operation,
         effect,
         statistics.median(outcome.ratio for outcome in outcomes) - 1,
         len(outcomes),
-        counts[Verdict.SLOWER],
-        counts[Verdict.FASTER],
-        counts[Verdict.SAME],
-        counts[Verdict.UNSURE],
+        count(Verdict.SLOWER),
+        count(Verdict.FASTER),
+        count(Verdict.SAME),
+        count(Verdict.UNSURE),
         statistics.median(seconds),
         max(seconds),
     )
@@ -316,9 +314,7 @@ def power_table(power: Power) -> str:
 
 
 def _operation_value(result: Arms) -> dict[str, Any]:
-    comparisons = {}
-    for effect, outcomes in result.outcomes.items():
-        comparisons[str(effect)] = list(map(_outcome_value, outcomes))
+    comparisons = {str(effect): list(map(_outcome_value, outcomes)) for effect, outcomes in result.outcomes.items()}
     return {
         "operation": result.operation,
         "step_seconds": result.step_seconds,
@@ -338,7 +334,7 @@ def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> 
     """Writes all figures and comparisons anew."""
     content = {
         "environment": environment,
-        "rows": [asdict(row) for row in chain.from_iterable(map(summarise, results))],
+        "rows": [asdict(row) for result in results for row in summarise(result)],
         "operations": list(map(_operation_value, results)),
     }
     with keeping(f"--json {path}", "Name a file in a folder you may write."):

@@ -270,10 +270,9 @@ def _noise(study: Study) -> str:
 
 
 def rows_of(study: Study) -> Rows:
-    rows = [_row_of(study, "reference", study.baseline)]
-    rows += [_row_of(study, "draw", trial) for trial in study.draws]
-    rows += [_row_of(study, "low", trial) for trial in study.ranking]
-    rows += [_row_of(study, "candidate", trial) for trial in study.candidates]
+    baseline = (study.baseline,)
+    parts = {"reference": baseline, "draw": study.draws, "low": study.ranking, "candidate": study.candidates}
+    rows = [_row_of(study, part, trial) for part, trials in parts.items() for trial in trials]
     return tuple(rows[0]), rows
 
 

@@ -29,7 +29,6 @@ from fp8bench.plan.make import check_names, make_plan
 from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Layer
 from fp8bench.registry import precisions, workloads
-from fp8bench.report.panels import together
 from fp8bench.workloads.model import MADE
 
 
@@ -256,8 +255,8 @@ def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str
     """Returns what is low at a time: (name, kind, names of layers)."""
     if by is By.LAYER:
         return [(layer.name, layer.kind, (layer.name,)) for layer in layers]
-    names = together((layer.kind, layer.name) for layer in layers)
-    return [(kind, kind, tuple(members)) for kind, members in names.items()]
+    kinds = dict.fromkeys(layer.kind for layer in layers)
+    return [(kind, kind, tuple(layer.name for layer in layers if layer.kind == kind)) for kind in kinds]
 
 
 def _why_unsound(losses: Sequence[float], steps: int) -> str:

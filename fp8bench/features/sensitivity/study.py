@@ -186,7 +186,7 @@ def shorten_map(layers: Sequence[Layer], requested: Mapping[str, str], usual: Ma
 def map_alone(layers: Sequence[Layer], word: str, low: Collection[str], modes: tuple[str, str]) -> PrecisionMap:
     """Returns the map that gives the layers `low`, whose word is their name or kind, the first of the modes, where all
     have the second."""
-    usual = dict.fromkeys([layer.name for layer in layers], modes[1])
+    usual = {layer.name: modes[1] for layer in layers}
     return _correct_map(layers, {word: modes[0]}, {**usual, **dict.fromkeys(low, modes[0])}, usual)
 
 
@@ -201,8 +201,7 @@ def _correct_map(
 
 
 def _modes(layers: Sequence[Layer], keys: Mapping[str, str], usual: Mapping[str, str]) -> dict[str, str]:
-    matches = {layer.name: key_of(layer, keys) for layer in layers}
-    return {name: usual[name] if key is None else keys[key] for name, key in matches.items()}
+    return {layer.name: keys.get(key_of(layer, keys) or "", usual[layer.name]) for layer in layers}
 
 
 def as_words(precision_map: PrecisionMap) -> str:
