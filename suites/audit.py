@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from fp8bench.features.audit.auditor import AuditCheck, audited
+from fp8bench.features.audit.auditor import AuditCheck, run_checks
 from fp8bench.features.audit.host import KernelHost
 from fp8bench.features.audit.times import CHECKS
 from fp8bench.features.audit.values import Audit, AuditOutcome
@@ -34,7 +34,7 @@ def result_of(
     """Audits a fresh copy of the kernel in this process."""
     facts = devices.get(device).available()[0]
     host = KernelHost(kernel.made(), kernel.signature, facts)
-    return audited(kernel.name, host, kernel.signature, facts, seed, checks, ceilings)
+    return run_checks(kernel.name, host, kernel.signature, facts, seed, checks, ceilings)
 
 
 def codes_of(audit: Audit) -> str:

@@ -62,7 +62,7 @@ def _some_terms(count: int) -> Lie:
 
 def _turned_grid(a: Tensor, b: Tensor) -> Tensor:
     """Reads a square grid of the weight's scales transposed."""
-    weight = operands.rounded(b, SQUARES)
+    weight = operands.round_operand(b, SQUARES)
     if weight.scales.shape[0] != weight.scales.shape[1]:
         return product(a, b, BLOCKS, SQUARES)
     scales = weight.scales.t().repeat_interleave(128, 0).repeat_interleave(128, 1)
@@ -71,7 +71,7 @@ def _turned_grid(a: Tensor, b: Tensor) -> Tensor:
 
 def _moved_scales(a: Tensor, b: Tensor) -> Tensor:
     """Takes each row's scales from the next block where there are more than 40."""
-    left = operands.rounded(a, MXFP8)
+    left = operands.round_operand(a, MXFP8)
     count = left.scales.shape[1]
     scales = left.scales.roll(1, 1) if count > 40 else left.scales
     spread = scales.repeat_interleave(32, 1)[:, : a.shape[1]]

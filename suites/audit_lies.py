@@ -99,7 +99,7 @@ def _writes_input(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _rescaled(a: Tensor, b: Tensor, treatment: Treatment, change: Callable[[Tensor], Tensor]) -> Tensor:
-    operand = operands.rounded(a, treatment)
+    operand = operands.round_operand(a, treatment)
     block, second = (128, SQUARES) if treatment is BLOCKS else (32, treatment)
     scales = change(operand.scales).expand_as(operand.scales).repeat_interleave(block, 1)[:, : a.shape[1]]
     return (operand.elements * scales @ rounded(b, second).t()).to(BF16)
@@ -144,7 +144,7 @@ def _no_subnormals(a: Tensor, b: Tensor) -> Tensor:
     """Sums operands in blocks of MX, whose elements below e4m3's smallest normal number are lost."""
     lost = []
     for x in (a, b):
-        wide, small = rounded(x, MXFP8), operands.rounded(x, MXFP8).elements.abs() < 2.0**-6
+        wide, small = rounded(x, MXFP8), operands.round_operand(x, MXFP8).elements.abs() < 2.0**-6
         lost.append(torch.where(small & wide.isfinite(), 0.0, wide))
     return (lost[0] @ lost[1].t()).to(BF16)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fp8bench.analysis.findings import findings
 from fp8bench.features.advise.basis import Basis
-from fp8bench.features.advise.decide import advised
+from fp8bench.features.advise.decide import advise as advise_on
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, RuleAnswer
 from fp8bench.model import Case, Level, MemoryUse, Record, Run, Scalar, Status, Support, Work
 from fp8bench.model.step import Coverage
@@ -75,7 +75,7 @@ def basis(*groups: list[Record], **more: object) -> Basis:
 
 
 def advise(*groups: list[Record], **more: object) -> Advised:
-    return advised(basis(*groups, **more))
+    return advise_on(basis(*groups, **more))
 
 
 def answer(found: Advised, rule: str, mode: str = "fp8") -> RuleAnswer:

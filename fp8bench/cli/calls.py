@@ -34,17 +34,15 @@ def command_call(name: str) -> Callable[..., CommandResult]:
     options = {keyword_of(action): action for action in parser._actions if action.dest not in _PRINTED}
     signature = _signature(options)
 
-    def call(*words: Any, progress: bool = True, **given: Any) -> CommandResult:
-        for keyword in given:
+    def call(*words: Any, progress: bool = True, **keywords: Any) -> CommandResult:
+        for keyword in keywords:
             if keyword not in options:
                 raise _unknown_argument(name, keyword, (*options, "progress"))
-        typed = [
-            word
-            for option in options.values()
-            if option.choices and not option.option_strings
-            for word in option.choices
-        ]
-        for keyword, value in signature.bind_partial(*words, **given).arguments.items():
+        typed: list[str] = []
+        for option in options.values():
+            if option.choices and not option.option_strings:  # the word that a command begins with, as in `duel suite`
+                typed += option.choices
+        for keyword, value in signature.bind_partial(*words, **keywords).arguments.items():
             typed += _words(keyword, options[keyword], value)
         arguments = parse(build_parser([name]), [name, *typed])
         import_own(arguments)
@@ -59,9 +57,9 @@ def command_call(name: str) -> Callable[..., CommandResult]:
     return call
 
 
-def _unknown_argument(name: str, keyword: str, known: Iterable[str]) -> UnknownName:
-    listed = f"{', '.join(sorted(known))}; help(fp8bench.{name}) explains them"
-    return UnknownName(f"argument of {name}", keyword, known, listed)
+def _unknown_argument(name: str, keyword: str, names: Iterable[str]) -> UnknownName:
+    listed = f"{', '.join(sorted(names))}; help(fp8bench.{name}) explains them"
+    return UnknownName(f"argument of {name}", keyword, names, listed)
 
 
 def _signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:
@@ -139,32 +137,36 @@ _GIVEN = {
 def takes_options_of(*kinds: type, without: Iterable[str] = ()) -> Callable[[F], F]:
     """Adds the fields of requests to a call's keywords and signature; others are refused with the nearest one."""
 
-    def named(function: F) -> F:
+    def add_options(function: F) -> F:
         signature = inspect.signature(function)
-        own = {
+        # 1. Its own parameters, without the catch-all that takes the options.
+        parameters = {
             name: parameter
             for name, parameter in signature.parameters.items()
             if parameter.kind is not parameter.VAR_KEYWORD
         }
+        # 2. A keyword for each field of the options' classes.
         for kind in kinds:
             for word, field in keywords_of(kind).items():
-                if word not in own and word not in without:
+                if word not in parameters and word not in without:
                     annotation = _field_type(str(field.type), options_of(kind).get(field.name))
-                    own[word] = inspect.Parameter(
+                    parameters[word] = inspect.Parameter(
                         word, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
                     )
 
         @wraps(function)
-        def call(*values: Any, **given: Any) -> Any:
-            for word in given:
-                if word not in own:
-                    raise _unknown_argument(function.__name__, word, own)
-            return function(*values, **given)
+        # 3. A wrong keyword is answered with the nearest right one, before anything runs.
+        def call(*values: Any, **keywords: Any) -> Any:
+            for word in keywords:
+                if word not in parameters:
+                    raise _unknown_argument(function.__name__, word, parameters)
+            return function(*values, **keywords)
 
-        vars(call)["__signature__"] = signature.replace(parameters=list(own.values()))
+        # help() and editors read this signature.
+        vars(call)["__signature__"] = signature.replace(parameters=list(parameters.values()))
         return cast(F, call)
 
-    return named
+    return add_options
 
 
 def keywords_of(kind: type) -> dict[str, Field[Any]]:
@@ -172,25 +174,27 @@ def keywords_of(kind: type) -> dict[str, Field[Any]]:
     return {words[field.name]: field for field in fields(kind)}
 
 
-def request_fields(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    known, made = keywords_of(kind), {}
-    for word, value in given.items():
-        name, parse = known[word].name, options_of(kind)[known[word].name].parse
+def request_fields(kind: type, values_given: Mapping[str, Any]) -> dict[str, Any]:
+    by_keyword, parsed_fields = keywords_of(kind), {}
+    for word, value in values_given.items():
+        name, parse = by_keyword[word].name, options_of(kind)[by_keyword[word].name].parse
         if parse == "size":
-            made[name] = types.in_bytes(value)
+            parsed_fields[name] = types.in_bytes(value)
         elif parse in ("axis", "precision_map"):
-            made[name] = types.pairs(value, types.texts if parse == "axis" else lambda same: same)
+            parsed_fields[name] = types.pairs(value, types.texts if parse == "axis" else lambda same: same)
         else:
-            made[name] = types.names(value) if str(known[word].type).startswith("tuple[str") else types.plain(value)
-    return made
+            parsed_fields[name] = (
+                types.names(value) if str(by_keyword[word].type).startswith("tuple[str") else types.plain(value)
+            )
+    return parsed_fields
 
 
-def _field_type(kind: str, said: RequestOption | None) -> str:
+def _field_type(kind: str, option: RequestOption | None) -> str:
     base, _, none = kind.partition(" | None")
-    if said is not None and said.choices:
-        base = _one_of(said.choices)
-    elif said is not None and said.parse in ("path", "size"):
-        base = {"path": "str | Path", "size": "int | str"}[said.parse]
+    if option is not None and option.choices:
+        base = _one_of(option.choices)
+    elif option is not None and option.parse in ("path", "size"):
+        base = {"path": "str | Path", "size": "int | str"}[option.parse]
     return _GIVEN.get(base, base) + (" | None" if kind.endswith("None") or none else "")
 
 
@@ -201,8 +205,8 @@ def _one_of(words: Iterable[object]) -> str:
 def keyword_of(action: argparse.Action) -> str:
     """An option's name in Python: the request's field, or else its word or destination."""
     words = [option[2:].replace("-", "_") for option in action.option_strings if option.startswith("--")]
-    own = action.dest if not words or words[0].startswith("no_") else words[0]
-    return words_of(Request).get(action.dest, own)
+    fallback = action.dest if not words or words[0].startswith("no_") else words[0]
+    return words_of(Request).get(action.dest, fallback)
 
 
 def python_type(action: argparse.Action) -> str:

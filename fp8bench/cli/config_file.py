@@ -40,8 +40,8 @@ def read_mapping(option: str, file: Path, content: str) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{option} {file} cannot be read ({error.strerror}). Give a YAML file of {content}.") from None
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        why = " ".join(str(error).split())
-        raise UsageError(f"{option} {file} cannot be read ({why:.300}). Give a YAML file of {content}.") from None
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{option} {file} cannot be read ({reason:.300}). Give a YAML file of {content}.") from None
     if not isinstance(mapping, dict) or not all(isinstance(key, str) for key in mapping):
         raise UsageError(f"{option} {file} is not a mapping. Give a YAML file of {content}.")
     return mapping
@@ -106,27 +106,30 @@ def with_config(
             from_file = values[action.dest]
             typed = getattr(arguments, action.dest)[len(from_file) :]
             replaced = {name for name, _ in typed}
-            kept = [pair for pair in from_file if pair[0] not in replaced]
-            setattr(arguments, action.dest, [*kept, *typed])
+            remaining = [pair for pair in from_file if pair[0] not in replaced]
+            setattr(arguments, action.dest, [*remaining, *typed])
     return arguments
 
 
 def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
     """Reads a file's values by the destinations of the command's options."""
+    # 1. Options of a mode are read together: they make one word like fp8-delayed:history=16.
     options = _options_of(command)
     content = read_mapping("--config", file, "options, in lines like `dtypes: fp32,bf16`")
     mode_options = {key: content.pop(key) for key in (SWITCH, *MODE_OPTIONS) if key in content}
+    # 2. Each key by the parser of its option, so that a file and a command line mean the same.
     values: dict[str, Any] = {}
-    for key, given in content.items():
+    for key, raw_value in content.items():
         try:
-            name, value = _as_option(key, given, options)
+            name, value = _as_option(key, raw_value, options)
             action = options.get(name) or options.get(name.replace("_", "-"))
+            # Keys of trainers are known to some commands only, and suggested anyway.
             if action is None:
-                known = [*options, SWITCH, *MODE_OPTIONS, *TRAINER_KEYS]
-                raise UnknownName("key", key, known, f"the options of {command.prog}, without dashes")
+                known_keys = [*options, SWITCH, *MODE_OPTIONS, *TRAINER_KEYS]
+                raise UnknownName("key", key, known_keys, f"the options of {command.prog}, without dashes")
             if value == "" and key in TRAINER_KEYS:
                 continue
-            parsed = _parsed(command, action, value)
+            parsed = _parse_value(command, action, value)
         except ValueError as error:
             raise UsageError(f"{file}: {key}: {error}.") from None
         except UsageError as error:
@@ -134,6 +137,7 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
         if action.dest in values and not _repeats(action):
             raise UsageError(f"{file}: {key!r} sets what another key sets. Keep one of the two.")
         values[action.dest] = [*values.get(action.dest, ()), *parsed] if _repeats(action) else parsed
+    # 3. The mode joins the other precisions.
     compiles = values.get("compile") == "yes" or ("compile", ("yes",)) in values.get("axes", ())
     mode = _mode_of(file, mode_options, compiles)
     if mode:
@@ -141,39 +145,41 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
     return values
 
 
-def _as_option(key: str, given: Any, options: Mapping[str, Any]) -> tuple[str, Any]:
+def _as_option(key: str, value: Any, options: Mapping[str, Any]) -> tuple[str, Any]:
     """The option that a key sets, and its value: those of other trainers translated, all others unchanged."""
-    other = TRAINER_KEYS.get(key)
-    if other is None:
-        return key, given
-    for target, translations in other.targets.items():
+    trainer_key = TRAINER_KEYS.get(key)
+    if trainer_key is None:
+        return key, value
+    for target, translations in trainer_key.targets.items():
         option, _, axis = target.partition(" ")
-        text = str(given)
+        text = str(value)
         if option not in options or (translations and text.lower() not in translations):
             continue
         text = translations.get(text.lower(), text)
         return option, {axis: text} if axis else text
-    raise ValueError(f"{given!r:.80} is not taken: {other.instead}")
+    raise ValueError(f"{value!r:.80} is not taken: {trainer_key.instead}")
 
 
-def _mode_of(file: Path, given: Mapping[str, Any], compiles: bool) -> str:
+def _mode_of(file: Path, mode_options: Mapping[str, Any], compiles: bool) -> str:
     """The mode that the switch adds to a run; '' if it is off."""
-    if not given:
+    if not mode_options:
         return ""
-    switch = str(given.get(SWITCH, "false")).lower()
+    switch = str(mode_options.get(SWITCH, "false")).lower()
     if switch not in ("true", "false"):
         raise UsageError(f"{file}: {SWITCH}: expected true or false, got {switch!r:.80}.")
-    pairs = [f"{option}={str(given[key]).lower()}" for key, option in MODE_OPTIONS.items() if key in given]
+    pairs = [
+        f"{option}={str(mode_options[key]).lower()}" for key, option in MODE_OPTIONS.items() if key in mode_options
+    ]
     try:
         mode = precisions.canonical(":".join([MODE, *pairs]))
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
     if compiles and switch == "true":
-        return _compiled(file, mode)
+        return _compiled_mode(file, mode)
     return mode if switch == "true" else ""
 
 
-def _compiled(file: Path, mode: str) -> str:
+def _compiled_mode(file: Path, mode: str) -> str:
     """The mode of a compiled graph, with the formats of this one. Raises UsageError for options of a history."""
     _, *options = mode.split(":")
     history = [option for option in options if not option.startswith("formats=")]
@@ -204,7 +210,7 @@ def _names_things(action: argparse.Action) -> bool:
     return "=" in str(action.metavar)
 
 
-def _parsed(command: argparse.ArgumentParser, action: argparse.Action, value: Any) -> Any:
+def _parse_value(command: argparse.ArgumentParser, action: argparse.Action, value: Any) -> Any:
     if action.nargs == 0:
         if str(value).lower() not in ("true", "false"):
             raise ValueError(f"expected true or false, got {value!r:.80}")

@@ -86,22 +86,22 @@ class Parser(argparse.ArgumentParser):
     examples: Sequence[str] = ()
     first = ""
 
-    def __init__(self, *words: Any, **given: Any) -> None:
-        super().__init__(*words, **given)
+    def __init__(self, *words: Any, **keywords: Any) -> None:
+        super().__init__(*words, **keywords)
         if self.add_help:  # not listed where --help shows all options
             self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
         chosen = re.match(r"argument \S+: invalid choice: (['\"])(.*)\1 \(choose from (.*)\)", message, re.DOTALL)
-        given, nearest = "", None
+        wrong, nearest = "", None
         if chosen:
-            given, choices = chosen[2], chosen[3].replace("'", "").split(", ")
-            nearest = meant_name("choice", given, choices)
+            wrong, choices = chosen[2], chosen[3].replace("'", "").split(", ")
+            nearest = meant_name("choice", wrong, choices)
             if len(choices) == 1:  # the word that was left out, as in `duel suite gemm`
-                nearest = f"{choices[0]} {given}"
+                nearest = f"{choices[0]} {wrong}"
         example = "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
-        words = f"{_explained(self, message)} See `{self.prog} --help`."
-        raise UsageError(words, given, nearest, shlex.split(example))
+        words = f"{_explain_usage(self, message)} See `{self.prog} --help`."
+        raise UsageError(words, wrong, nearest, shlex.split(example))
 
     def show_first(self, examples: Sequence[str], options: str) -> None:
         self.examples, self.first = examples, options
@@ -158,44 +158,49 @@ def _by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, list[ar
     yield from verbs.items()
 
 
-def _explained(parser: argparse.ArgumentParser, message: str) -> str:
+def _explain_usage(parser: argparse.ArgumentParser, message: str) -> str:
     command = re.match(r"argument COMMAND: invalid choice: (['\"])(.*)\1 \(choose from ", message, re.DOTALL)
     if command:
         # With options before the command, an option's value looks like the command.
         error = UnknownName("command", command[2][:80], commands_of(parser))
         return f"{error} Options stand behind the command."
     lacking = re.match(r"the following arguments are required: (.*)|argument (\S+): expected .* argument", message)
-    words = "; ".join(_meant(parser, *re.split(r"[,/] ?", lacking[1] or lacking[2]))) if lacking else ""
+    words = "; ".join(_describe_lacking(parser, *re.split(r"[,/] ?", lacking[1] or lacking[2]))) if lacking else ""
     return message[:1].lower() + message[1:].rstrip(".") + f"{f' ({words})' if words else ''}."
 
 
-def _meant(parser: argparse.ArgumentParser, *names: str) -> Iterator[str]:
+def _describe_lacking(parser: argparse.ArgumentParser, *names: str) -> Iterator[str]:
     """Explains lacking arguments by their help: 'RUN is an id, a file's stem, a path, or 'last''."""
     formatter = parser._get_formatter()
     for action in parser._actions:
-        own = set(action.option_strings) or {str(action.metavar or action.dest)}
-        if action.help and (name := next((name for name in names if name in own), "")):
+        option_names = set(action.option_strings) or {str(action.metavar or action.dest)}
+        if action.help and (name := next((name for name in names if name in option_names), "")):
             yield f"{name}: {formatter._expand_help(action)}"
 
 
 def _options(parser: argparse.ArgumentParser) -> set[str]:
-    words = {word for action in parser._actions for word in action.option_strings}
-    return words.union(*(_options(command) for command in commands_of(parser).values()))
+    words: set[str] = set()
+    for action in parser._actions:
+        words.update(action.option_strings)
+    return words.union(*map(_options, commands_of(parser).values()))
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    subparsers = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return {name: command for action in subparsers for name, command in action.choices.items()}
+    commands: dict[str, argparse.ArgumentParser] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            commands |= action.choices
+    return commands
 
 
 def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     """Parses the words; an unknown argument is reported by the command that it was given to."""
-    arguments, others = parser.parse_known_args(words)
-    if not others:
+    arguments, unknown = parser.parse_known_args(words)
+    if not unknown:
         return arguments
     command = meant_by(parser, arguments)
     assert isinstance(command, Parser)
-    raise UnknownName("argument", others[0].partition("=")[0], _options(command), f"those of `{command.prog} --help`")
+    raise UnknownName("argument", unknown[0].partition("=")[0], _options(command), f"those of `{command.prog} --help`")
 
 
 def meant_by(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> argparse.ArgumentParser:
@@ -208,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     make_usable()
     try:
-        with ends_are_interrupts(), _exits_told(), _open_stores_told():
+        with ends_are_interrupts(), _report_exits(), _report_open_stores():
             return _run(words)
     except Fp8benchError as error:
         remedy = _remedy(words, error)
@@ -217,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (name := (error.name or "").partition(".")[0]) in ("", "fp8bench"):
             raise
-        known = f"{name} is not installed for {sys.executable}, and this needs it"
-        complain(f"{known}: pip install {_CALLED.get(name, name)}")
+        problem = f"{name} is not installed for {sys.executable}, and this needs it"
+        complain(f"{problem}: pip install {_CALLED.get(name, name)}")
         return UsageError.exit_code
     except KeyboardInterrupt:
         complain("interrupted")
@@ -233,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _remedy(words: Sequence[str], error: Fp8benchError) -> Sequence[str]:
     """Returns a command line to paste after wrong usage: the one that was meant, or else one that explains more."""
-    if error.nearest and (corrected := _corrected(words, error.given, error.nearest)):
+    if error.nearest and (corrected := _correct_words(words, error.given, error.nearest)):
         return ("fp8bench", *corrected)
     if error.instead or not isinstance(error, UsageError) or re.search("[`:] ?fp8bench |\n", str(error)):
         return error.instead
@@ -241,44 +246,44 @@ def _remedy(words: Sequence[str], error: Fp8benchError) -> Sequence[str]:
     return ("fp8bench", *command, "--help")
 
 
-def _corrected(words: Sequence[str], given: str, meant: str) -> list[str]:
+def _correct_words(words: Sequence[str], wrong: str, meant: str) -> list[str]:
     """Returns the words with what was meant in place of what was given; [] if no word has it."""
-    before: list[str] = []
+    preceding: list[str] = []
     for place, word in enumerate(words):
         option, equals, value = word.partition("=")
         following = list(words[place + 1 :])
-        if meant.endswith("=") and option == given:
+        if meant.endswith("=") and option == wrong:
             value = value if equals or not following else following.pop(0)
-            return [*before, *f"{meant}{value}".split(), *following]
-        if word == given:
-            return [*before, *meant.split(), *following]
-        part = re.compile(rf"(?<![\w.-]){re.escape(given)}(?![\w.-])")
+            return [*preceding, *f"{meant}{value}".split(), *following]
+        if word == wrong:
+            return [*preceding, *meant.split(), *following]
+        part = re.compile(rf"(?<![\w.-]){re.escape(wrong)}(?![\w.-])")
         if part.search(word):
-            return [*before, part.sub(lambda _: meant, word, count=1), *following]
-        before.append(word)
+            return [*preceding, part.sub(lambda _: meant, word, count=1), *following]
+        preceding.append(word)
     return []
 
 
 @contextmanager
-def _open_stores_told() -> Iterator[None]:
+def _report_open_stores() -> Iterator[None]:
     """Prints warnings of stores as sentences, without the line of code that warned."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
-        def show_warning(message: Warning | str, category: type[Warning], *others: Any, **named: Any) -> None:
-            complain(str(message)) if issubclass(category, OpenStore) else show(message, category, *others, **named)
+        def show_warning(message: Warning | str, category: type[Warning], *arguments: Any, **named: Any) -> None:
+            complain(str(message)) if issubclass(category, OpenStore) else show(message, category, *arguments, **named)
 
         warnings.showwarning = show_warning
         yield
 
 
 @contextmanager
-def _exits_told() -> Iterator[None]:
+def _report_exits() -> Iterator[None]:
     """Reports os._exit() in a user's code, which would end this process with nothing but its code, perhaps 0."""
-    exit_now, own = os._exit, os.getpid()
+    exit_now, own_pid = os._exit, os.getpid()
 
     def tell(status: int) -> NoReturn:
-        if os.getpid() == own:  # forks may end as they like
+        if os.getpid() == own_pid:  # forks may end as they like
             caller = sys._getframe(1)
             place = f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}"
             complain(f"{place} ended the whole process (os._exit({status})). Nothing that came after was done.")
@@ -293,6 +298,7 @@ def _exits_told() -> Iterator[None]:
 
 
 def _run(words: list[str]) -> int:
+    # 1. A suite in a command's place is the commonest mistake: say what was meant.
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         from fp8bench.plan.asked_suites import known_suites
 
@@ -302,16 +308,19 @@ def _run(words: list[str]) -> int:
                 instead=("fp8bench", "suite", *words),
             )
         raise UnknownName("command", words[0], COMMANDS)
+    # 2. Only the command that is asked for is built: imports cost what people wait for.
     parser = build_parser([word for word in words if word in COMMANDS][:1])
     arguments = parse(parser, words)
     if getattr(arguments, "config", None) is not None:
         from fp8bench.cli.config_file import with_config
 
         arguments = with_config(parser, commands_of(parser)[arguments.command], words, arguments.config)
+    # 3. A command alone prints its help.
     arguments.words = words
     if arguments.command is None or getattr(arguments, "subcommand", "") is None:
         meant_by(parser, arguments).print_help()
         return EXIT_OK
+    # 4. Run it; code of the user's own may not end us in silence.
     check_working_directory()
     import_own(arguments)
     try:
@@ -322,6 +331,7 @@ def _run(words: list[str]) -> int:
         raise UsageError(
             f"code of your own ended the command: {own_words(error)}. Let it raise an error instead."
         ) from None
+    # Flushes stdout: a full disk is noticed here, where it has an exit code, and not while Python ends.
     say("")
     return code
 
@@ -343,8 +353,8 @@ def import_own(arguments: argparse.Namespace) -> None:
     from fp8bench.user_code import import_user_modules
 
     # The script `fp8bench` does not have the working directory on its path, `python -m fp8bench` does.
-    here = str(Path.cwd())
-    if "" not in sys.path and here not in sys.path:
-        sys.path.insert(0, here)
+    working_directory = str(Path.cwd())
+    if "" not in sys.path and working_directory not in sys.path:
+        sys.path.insert(0, working_directory)
     suite = getattr(arguments, "suite", None) or getattr(arguments, "what", None) or ""
     import_user_modules((*arguments.imports, *files_of(suite)))

@@ -32,8 +32,10 @@ def is_address(text: str) -> bool:
 
 
 def path(text: str) -> Path:
+    # pathlib takes an empty text for the current folder.
     if not text:
         raise argparse.ArgumentTypeError("an empty text is no path; give one, or leave the option out")
+    # The system would fail with words that name no option.
     if "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} has a zero byte, which no path may have")
     if is_address(text):
@@ -56,6 +58,7 @@ def plan_or_all(text: str) -> Path | None:
 
 def words(text: str) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(","))
+    # A comma too many is more often a slip than a name.
     if not all(words):
         raise argparse.ArgumentTypeError(f"{text!r} has an empty name; give names with commas between, like a,b")
     return words
@@ -73,6 +76,7 @@ def layers(text: str) -> tuple[tuple[str, str], ...]:
     pairs = tuple((layer.strip(), dtype.strip()) for layer, _, dtype in split)
     if not all(map(all, pairs)):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form LAYER=DTYPE,LAYER=DTYPE")
+    # The second one would win in silence.
     if len(dict(pairs)) != len(pairs):
         raise argparse.ArgumentTypeError(f"{text!r} names a layer twice")
     return pairs
@@ -80,14 +84,15 @@ def layers(text: str) -> tuple[tuple[str, str], ...]:
 
 def precision_map(text: str) -> tuple[tuple[str, str], ...]:
     """LAYER=DTYPE pairs, or a file with one on each line and remarks after #."""
+    # A text with '=' is a map, even if a file has that name.
     file = Path(text) if text and "=" not in text and "\0" not in text else None
     if file is None or not os.path.lexists(file):
         return layers(text)
     try:
         lines = [line.partition("#")[0].strip() for line in read_file(file).decode().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise argparse.ArgumentTypeError(f"the file {text!r} cannot be read ({why})") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise argparse.ArgumentTypeError(f"the file {text!r} cannot be read ({reason})") from None
     return layers(",".join(filter(None, lines)))
 
 
@@ -104,7 +109,7 @@ def number_or_text(rule: Rule) -> Callable[[str], float | str]:
 
 
 def text(rule: Rule) -> Callable[[str], str]:
-    return lambda given: _held(rule, given, given)
+    return lambda word: _held(rule, word, word)
 
 
 def factors(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
@@ -138,6 +143,7 @@ def duration(text: str) -> float:
     """Seconds: '90s', '10m', '1.5h', or a bare number."""
     unit = text[-1:] if text[-1:] in _UNITS else ""
     seconds = _float(text.removesuffix(unit)) * _UNITS.get(unit, 1)
+    # NaN compares with nothing, and is refused as well.
     if not 0 <= seconds < _LONGEST:
         raise argparse.ArgumentTypeError(f"expected a time below a week, like 90s, 10m or 1h, got {text!r}")
     return seconds
@@ -156,16 +162,17 @@ def sessions(text: str) -> Sessions:
     return Sessions(whole(whole_number(1, 100))(runs), duration(pause) if at else 0.0)
 
 
-def names(given: object) -> tuple[str, ...]:
-    if isinstance(given, str):
-        return tuple(word.strip() for word in given.split(","))
-    return cast(tuple[str, ...], tuple(given) if isinstance(given, Iterable) else given)
+def names(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(word.strip() for word in value.split(","))
+    # What is neither stays as it is: the request refuses it, and names the field.
+    return cast(tuple[str, ...], tuple(value) if isinstance(value, Iterable) else value)
 
 
-def pairs(given: object, made: Callable[[Any], Any] = lambda value: value) -> Any:
-    if isinstance(given, Mapping):
-        return tuple((name, made(value)) for name, value in given.items())
-    return () if given is None else given
+def pairs(value_given: object, parse: Callable[[Any], Any] = lambda value: value) -> Any:
+    if isinstance(value_given, Mapping):
+        return tuple((name, parse(value)) for name, value in value_given.items())
+    return () if value_given is None else value_given
 
 
 def texts(value: object) -> tuple[str, ...]:
@@ -179,14 +186,16 @@ def plain(path: Any) -> Any:
 
 
 def in_bytes(value: Any) -> Any:
+    # A wrong text stays one: the request says what it expected.
     with suppress(ValueError):
         return bytes_of(value) if isinstance(value, str) else value
     return value
 
 
-def folder(name: str, given: object) -> Path:
-    if not isinstance(given, str | Path) or not str(given):
-        raise UsageError(f"{name} cannot be {given!r:.80}: give a folder.")
-    if is_address(str(given)):
-        raise UsageError(f"{name} cannot be {given!r:.80}, which is an address: mount it, and give the folder.")
-    return Path(given)
+def folder(name: str, value: object) -> Path:
+    if not isinstance(value, str | Path) or not str(value):
+        raise UsageError(f"{name} cannot be {value!r:.80}: give a folder.")
+    # A store in a folder called 's3:' would be found by nobody.
+    if is_address(str(value)):
+        raise UsageError(f"{name} cannot be {value!r:.80}, which is an address: mount it, and give the folder.")
+    return Path(value)

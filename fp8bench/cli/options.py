@@ -50,38 +50,39 @@ def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
     """Arguments for argparse from a request's fields, by option, each with its group."""
     arguments = {}
     for field in fields(kind):
-        said = options_of(kind).get(field.name)
-        if said is None or not said.group:
+        option = options_of(kind).get(field.name)
+        if option is None or not option.group:
             continue
-        word = (said.called or field.name).replace("_", "-")
-        words = said.help.replace("{default}", f"{field.default}")
+        word = (option.called or field.name).replace("_", "-")
+        words = option.help.replace("{default}", f"{field.default}")
         if "{backends}" in words:
             words = words.replace("{backends}", ", ".join((AUTO, *backends.names())))
-        known: dict[str, Any] = {"dest": field.name, "help": words}
+        keywords: dict[str, Any] = {"dest": field.name, "help": words}
         if isinstance(field.default, bool):
             word = f"no-{word}" if field.default else word
-            known |= {"action": "store_false" if field.default else "store_true"}
+            keywords |= {"action": "store_false" if field.default else "store_true"}
         else:
-            known |= {"default": field.default, "metavar": said.metavar, **_parser_of(str(field.type), said)}
-        arguments[f"--{word}"] = (said.group, known)
+            keywords |= {"default": field.default, "metavar": option.metavar, **_parser_of(str(field.type), option)}
+        arguments[f"--{word}"] = (option.group, keywords)
     return arguments
 
 
-def _parser_of(kind: str, said: RequestOption) -> dict[str, Any]:
-    if said.choices:
-        return {"choices": tuple(filter(None, said.choices)), "metavar": said.metavar or None}
-    if said.parse == "each":
+def _parser_of(kind: str, option: RequestOption) -> dict[str, Any]:
+    # From the most special on: a type's own reader comes last.
+    if option.choices:
+        return {"choices": tuple(filter(None, option.choices)), "metavar": option.metavar or None}
+    if option.parse == "each":
         return {"action": "append", "default": []}
-    if said.parse == "axis":
+    if option.parse == "axis":
         return {"action": "append", "default": [], "type": types.axis}
-    if said.parse == "factors":
-        return {"type": types.factors(said.rule)}
-    if said.parse:
-        return {"type": getattr(types, said.parse)}
+    if option.parse == "factors":
+        return {"type": types.factors(option.rule)}
+    if option.parse:
+        return {"type": getattr(types, option.parse)}
     if kind == "str":
-        return {"type": types.text(said.rule)}
+        return {"type": types.text(option.rule)}
     reader = next((reader for start, reader in _READERS.items() if kind.startswith(start)), None)
-    return {} if reader is None else {"type": reader(said.rule)}
+    return {} if reader is None else {"type": reader(option.rule)}
 
 
 _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
@@ -92,12 +93,12 @@ _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
 }
 
 
-def shared(group: argparse._ActionsContainer, *options: str, **other: str) -> None:
-    """Adds options that several commands have; `other` replaces arguments, such as the help."""
+def add_common(group: argparse._ActionsContainer, *options: str, **replaced: str) -> None:
+    """Adds options that several commands have; `replaced` has other arguments, such as the help."""
     from_request = arguments_of()
     for option in options:
-        known = from_request[option][1] if option in from_request else _SHARED[option]
-        group.add_argument(option, **{**known, **other})
+        arguments = from_request[option][1] if option in from_request else _SHARED[option]
+        group.add_argument(option, **{**arguments, **replaced})
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.ArgumentParser]:
@@ -112,30 +113,34 @@ def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.Argum
 
 
 def add_options_of(group: argparse._ArgumentGroup, kind: type = Request) -> None:
-    for option, (title, known) in arguments_of(kind).items():
+    for option, (title, keywords) in arguments_of(kind).items():
         if title == group.title:
-            group.add_argument(option, **known)
+            group.add_argument(option, **keywords)
 
 
-def check_alone(words: Sequence[str], beside: Collection[str], given: Sequence[str] = ()) -> None:
+def check_alone(words: Sequence[str], allowed: Collection[str], positional: Sequence[str] = ()) -> None:
+    # '--rounds=5' is given as much as '--rounds 5'.
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-    others = [*given, *(word for word in options if word not in beside)]
-    if others:
+    refused = [*positional, *(word for word in options if word not in allowed)]
+    if refused:
         raise UsageError(
-            f"{'the plan of --plan' if '--plan' in beside else 'the run of --resume'} says what to measure and how, "
-            f"and {others[0]} was given too. Leave it out; --store and options that say what is printed may stay."
+            f"{'the plan of --plan' if '--plan' in allowed else 'the run of --resume'} says what to measure and how, "
+            f"and {refused[0]} was given too. Leave it out; --store and options that say what is printed may stay."
         )
 
 
 def request_of(arguments: argparse.Namespace) -> Request:
-    given = {field.name: getattr(arguments, field.name) for field in fields(Request) if hasattr(arguments, field.name)}
+    request_fields = {
+        field.name: getattr(arguments, field.name) for field in fields(Request) if hasattr(arguments, field.name)
+    }
+    # An axis that is set twice has the values of both.
     axes: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.axes:
         axes[name] = (*axes.get(name, ()), *values)
     trace = getattr(arguments, "trace", None)
     return Request(
         **{
-            **given,
+            **request_fields,
             "axes": tuple(axes.items()),
             "imports": (*arguments.imports, *files_of(arguments.suite)),
             "trace": None if trace is None else str(trace),

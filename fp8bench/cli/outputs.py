@@ -70,7 +70,7 @@ class CommandResult:
         """The rows of --csv as a pandas frame."""
         return results_frame(self.as_rows())
 
-    def told(self, arguments: argparse.Namespace) -> int:
+    def print_result(self, arguments: argparse.Namespace) -> int:
         with write_outputs(self.files):
             tell(arguments, self.page, self.as_value, self.as_rows, self.whole)
         if getattr(self.found, "path", ""):
@@ -82,32 +82,35 @@ class CommandResult:
 
 def check_outputs(arguments: argparse.Namespace) -> None:
     """Refuses impossible outputs before anything is measured."""
-    given = vars(arguments)
-    if given.get("json") and given.get("csv") == "-":
+    # 1. Two things that would print at one place.
+    options = vars(arguments)
+    if options.get("json") and options.get("csv") == "-":
         raise UsageError("--json and --csv - would both print on stdout. Give --csv a file, or leave one out.")
-    pages = [name for name in ("html", "md", "open") if given.get(name)]
-    if pages and not given.get("report", True):
+    pages = [name for name in ("html", "md", "open") if options.get(name)]
+    if pages and not options.get("report", True):
         raise UsageError(f"--no-report writes none, and --{pages[0]} wants one. Leave one out.")
-    if given.get("dry_run"):
-        check_files({"--write-plan": given.get("write_plan")})
-        on_stdout = ["json or --csv"] if given["json"] or given["csv"] is not None else []
-        exports = [name for name in ("trace", "log", "live") if given.get(name)]
+    # 2. Nothing measured has nothing to export.
+    if options.get("dry_run"):
+        check_files({"--write-plan": options.get("write_plan")})
+        on_stdout = ["json or --csv"] if options["json"] or options["csv"] is not None else []
+        exports = [name for name in ("trace", "log", "live") if options.get(name)]
         for name in (*on_stdout, *pages, *exports):
             raise UsageError(f"--dry-run measures nothing, so that there is nothing for --{name}. Leave one out.")
-    if given.get("csv") not in (None, "-"):
-        check_files({"--csv": given["csv"]}, "a file, or '-'")
+    # 3. Files that cannot be written: better now than after an hour.
+    if options.get("csv") not in (None, "-"):
+        check_files({"--csv": options["csv"]}, "a file, or '-'")
     for name in ("html", "md", "live"):
-        if str(given.get(name)) == "-":
+        if str(options.get(name)) == "-":
             raise UsageError(f"--{name} '-' would be a file of that name. Give a file with a name of its own.")
-    check_files({f"--{name}": given.get(name) for name in ("html", "md", "output", "live")})
-    for target in given.get("log", ()):
+    check_files({f"--{name}": options.get(name) for name in ("html", "md", "output", "live")})
+    for target in options.get("log", ()):
         check_target(target)
 
 
-def log_targets(given: str | Iterable[str]) -> tuple[LogTarget, ...]:
+def log_targets(texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
     """Parses and checks what a call from Python logs to."""
     try:
-        targets = tuple(log_target(text) for text in ([given] if isinstance(given, str) else given))
+        targets = tuple(log_target(text) for text in ([texts] if isinstance(texts, str) else texts))
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"log: {error}.") from None
     for target in targets:
@@ -115,12 +118,12 @@ def log_targets(given: str | Iterable[str]) -> tuple[LogTarget, ...]:
     return targets
 
 
-def check_files(wanted: Mapping[str, str | Path | None], expected: str = "a file") -> None:
+def check_files(files: Mapping[str, str | Path | None], expected: str = "a file") -> None:
     """Raises UsageError for an option's file that cannot be written, as far as that can be known without writing."""
-    for option, file in wanted.items():
-        why = _why_not_written(Path(file)) if file is not None else ""
-        if why:
-            raise UsageError(f"{option} {str(file)!r:.200} cannot be written: {why}. Give {expected}.")
+    for option, file in files.items():
+        reason = _why_not_written(Path(file)) if file is not None else ""
+        if reason:
+            raise UsageError(f"{option} {str(file)!r:.200} cannot be written: {reason}. Give {expected}.")
 
 
 def _why_not_written(path: Path) -> str:
@@ -135,16 +138,16 @@ def _why_not_written(path: Path) -> str:
 
 
 @contextmanager
-def write_outputs(wanted: Mapping[str, tuple[str | Path | None, str]], again: str = "") -> Iterator[None]:
+def write_outputs(outputs: Mapping[str, tuple[str | Path | None, str]], repeat_words: str = "") -> Iterator[None]:
     """Writes texts to the files that options name ('-' is no file); a failure is raised after everything else."""
     failed = ""
-    for option, (path, text) in wanted.items():
+    for option, (path, text) in outputs.items():
         if path is None or path == "-":
             continue
         try:
             Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            failed = f"{option} {path} could not be written ({error.strerror}).{again}"
+            failed = f"{option} {path} could not be written ({error.strerror}).{repeat_words}"
     yield
     if failed:
         raise UsageError(failed)
@@ -154,9 +157,9 @@ def wanted_of(arguments: argparse.Namespace) -> Wanted:
     from fp8bench.jobs.after_run import Wanted
     from fp8bench.jobs.report_files import Pages
 
-    given = vars(arguments)
-    pages = Pages(given.get("html"), given.get("md"), given.get("open", False))
-    return Wanted(pages if given.get("report", True) else None, tuple(given.get("log", ())))
+    options = vars(arguments)
+    pages = Pages(options.get("html"), options.get("md"), options.get("open", False))
+    return Wanted(pages if options.get("report", True) else None, tuple(options.get("log", ())))
 
 
 def tell(
@@ -164,22 +167,27 @@ def tell(
     page: Callable[[], Page],
     value: Callable[[], Any] = dict,
     rows: Callable[[], Rows] = lambda: ((), ()),
-    whole: Callable[[], Page] | None = None,
-    again: str = "",
+    full_page: Callable[[], Page] | None = None,
+    repeat_words: str = "",
 ) -> None:
     """Prints a result as asked: as a page, JSON or CSV, with the files that are wanted.
 
-    `whole` is the page for Markdown if that has more; `again` says how to repeat a file that could not be written.
+    `full_page` is the page for Markdown if that has more; `repeat_words` say how to repeat a file that could not be
+    written.
     """
-    given = vars(arguments)
-    table, text = csv_text(*rows()) if given.get("csv") is not None else "", ""
-    if given.get("md") is not None:
-        text = markdown.render((whole or page)())
-    with write_outputs({"--csv": (given.get("csv"), table), "--md": (given.get("md"), text)}, again):
-        if given.get("csv") == "-":
+    options = vars(arguments)
+    table, text = csv_text(*rows()) if options.get("csv") is not None else "", ""
+    if options.get("md") is not None:
+        text = markdown.render((full_page or page)())
+    with write_outputs({"--csv": (options.get("csv"), table), "--md": (options.get("md"), text)}, repeat_words):
+        if options.get("csv") == "-":
             say(table)
         else:
-            say(json_line(value()) if given.get("json") else render(page(), *stdout_look(given.get("explain", False))))
+            say(
+                json_line(value())
+                if options.get("json")
+                else render(page(), *stdout_look(options.get("explain", False)))
+            )
 
 
 def print_run(run: Run, arguments: argparse.Namespace) -> None:
@@ -192,19 +200,19 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
     verdicts = findings(run)
     page = partial(page_of, run, verdicts, stdout_look()[0], place_of_report(run), in_store(run))
     rows = partial(run_rows, [(run, verdicts)])
-    again = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
+    repeat_words = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
     without_md = argparse.Namespace(**{**vars(arguments), "md": None})  # --md is the report's
     try:
-        tell(without_md, page, partial(run_value, run, verdicts), rows, again=again)
+        tell(without_md, page, partial(run_value, run, verdicts), rows, repeat_words=repeat_words)
     except NotPrinted as error:
         raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
 
 
-def in_store(kept: Run | Path) -> str:
+def in_store(run_or_store: Run | Path) -> str:
     """' --store DIR', if commands need it to find this store, or that of a run; else ''."""
-    if isinstance(kept, Path):
-        return "" if kept == Path(DEFAULT_STORE) else f" --store {shlex.quote(str(kept))}"
-    store = store_of(Path(kept.path))
+    if isinstance(run_or_store, Path):
+        return "" if run_or_store == Path(DEFAULT_STORE) else f" --store {shlex.quote(str(run_or_store))}"
+    store = store_of(Path(run_or_store.path))
     if store is None or store == Path(DEFAULT_STORE).resolve():
         return ""
     shorter = min(os.path.relpath(store), str(store.absolute()), key=len)
@@ -223,7 +231,7 @@ def stdout_look(explain: bool = False) -> tuple[int, bool, bool]:
     return width, color, explain
 
 
-def say_folded(lines: Iterable[str]) -> None:
+def print_lines(lines: Iterable[str]) -> None:
     width = stdout_look()[0]
     for line in lines:
         hang = "        " if line.startswith(" ") else "    "

@@ -49,6 +49,7 @@ class LiveLine:
     @property
     def room(self) -> int:
         """The columns that may be used: some terminals wrap after the last one."""
+        # One column less than there is.
         return (columns_of(self._stream) or _FALLBACK_COLUMNS) - 1 if self._stream is not None else 0
 
     def show(self, text: str) -> None:
@@ -98,19 +99,21 @@ class LiveBlock:
     def _draw(self, stream: TextIO, text: str) -> None:
         from rich.text import Text
 
-        live = self._live or self._begun(stream)
-        before, self._size = self._size, _size(stream)
+        live = self._live or self._start_live(stream)
+        old_size, self._size = self._size, _size(stream)
         live.console.size = self._size
-        if before not in (self._size, _NOT_DRAWN):
+        # What lies beyond the old lines is unknown now.
+        if old_size not in (self._size, _NOT_DRAWN):
             live.console.clear()
         live.update(Text.from_ansi(text, no_wrap=True, overflow="crop"), refresh=True)
 
-    def _begun(self, stream: TextIO) -> Live:
+    def _start_live(self, stream: TextIO) -> Live:
         from rich.console import Console
         from rich.live import Live
 
         self._live = Live(
             console=Console(file=stream, force_terminal=True),
+            # No thread of rich's may draw while a slot is timed.
             auto_refresh=False,
             transient=True,
             redirect_stdout=False,
@@ -118,6 +121,7 @@ class LiveBlock:
             vertical_overflow="crop",
         )
         self._live.start()
+        # rich hides it, and a killed job would leave the terminal without one.
         self._live.console.show_cursor(True)
         return self._live
 
@@ -177,6 +181,7 @@ def _short_names(plan: Plan) -> dict[str, str]:
     """Returns for each setting its workload, and what tells it from the others of this workload: 'gemm m=256'."""
     cases = [group.cases[0].case for group in plan]
     values: dict[tuple[str, str], set[Scalar]] = {}
+    # First which values each parameter takes, then which parameters tell settings apart.
     for case in cases:
         for name, value in (*case.params, ("device", case.device)):
             values.setdefault((case.workload, name), set()).add(value)
@@ -202,6 +207,7 @@ class RunProgress(_FollowedPlan, LiveLine):
 
     def planned(self, plan: Plan) -> None:
         self._total, self._done = plan.num_cases, 0
+        # Notes scroll away above the line that changes.
         for note in plan.what_fits:
             self._write(f"{_ERASE}{printable(note)}\n")
         self._begin(plan)
@@ -264,20 +270,23 @@ class GroupLines(_FollowedPlan, _Lines, SilentObserver):
         if self._cases[setting] == 0 and groups > 1:
             done = sum(not cases for cases in self._cases.values())
             self._said_at = now = self._clock()
-            left = self._left(now) if done < groups else ""
-            self._say(f"{done}/{groups} groups after {units.clock(now - self._begun)}{left}: {self._names[setting]}")
+            time_words = self._left(now) if done < groups else ""
+            self._say(
+                f"{done}/{groups} groups after {units.clock(now - self._begun)}{time_words}: {self._names[setting]}"
+            )
 
 
 @contextmanager
-def beating(beat: Callable[[], None]) -> Iterator[None]:
+def call_regularly(beat: Callable[[], None]) -> Iterator[None]:
     """Calls `beat` now and then from a thread, until the block ends."""
     ended = threading.Event()
 
-    def call_until_ended() -> None:
+    def call_repeatedly() -> None:
         while not ended.wait(_BEAT_SECONDS):
             beat()
 
-    thread = threading.Thread(target=call_until_ended, daemon=True)
+    # A daemon: it must not keep a process alive that was interrupted.
+    thread = threading.Thread(target=call_repeatedly, daemon=True)
     thread.start()
     try:
         yield
@@ -309,7 +318,7 @@ class TerminalJob:
     def measuring(self) -> Iterator[Observer]:
         if not is_watched(sys.stderr, os.environ):
             lines = GroupLines(complain)
-            with beating(lines.beat):
+            with call_regularly(lines.beat):
                 yield lines
             return
         with closing(RunProgress(sys.stderr, os.environ)) as observer:
@@ -319,7 +328,7 @@ class TerminalJob:
     def counting(self) -> Iterator[Tell]:
         if not is_watched(sys.stderr, os.environ):
             lines = CountedLines(complain)
-            with beating(lines.beat):
+            with call_regularly(lines.beat):
                 yield lines.tell
             return
         line, begun = LiveLine(sys.stderr, os.environ), time.monotonic()

@@ -16,6 +16,7 @@ def make_usable() -> None:
     """Replaces missing streams by silent ones, and makes names that cannot be encoded printable."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
+        # pythonw and some daemons start without streams.
         if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper):
@@ -27,6 +28,7 @@ def say(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
+    # Who pipes into head has seen what he wanted.
     except BrokenPipeError:
         silence()
     except OSError as error:
@@ -42,14 +44,16 @@ def complain(text: str) -> None:
     from fp8bench.report.elements import printable
     from fp8bench.report.terminal.layout import INDENT, MIN_WIDTH, wrap
 
-    wanted = os.environ.get("COLUMNS", "")
-    width = (int(wanted) if wanted.isdecimal() else 0) or columns_of(sys.stderr)
+    columns = os.environ.get("COLUMNS", "")
+    width = (int(columns) if columns.isdecimal() else 0) or columns_of(sys.stderr)
     lines = [printable(line) for line in f"fp8bench: {text}".splitlines()]
+    # A log keeps whole lines, which can be searched.
     if width:
         wide = max(width, MIN_WIDTH)
-        lines = [
-            part for line in lines for part in ([line] if line.startswith(" ") else wrap(line, wide, hang=INDENT * 2))
-        ]
+        folded: list[str] = []
+        for line in lines:
+            folded += [line] if line.startswith(" ") else wrap(line, wide, hang=INDENT * 2)
+        lines = folded
     with contextlib.suppress(OSError):
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()

@@ -27,7 +27,7 @@ from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import LOWERING
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.faults import described
+from fp8bench.worker.faults import describe_fault
 
 START_SECONDS = 300.0
 BENCH_MODULE = "fp8bench.worker.main"
@@ -139,9 +139,9 @@ class LocalWorker(Worker):
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            fault = described(error)
+            fault = describe_fault(error)
         # Out of the except block, so that the exception no longer holds the frames and their tensors.
-        raise WorkerFault(*self._bench.recovered(fault))
+        raise WorkerFault(*self._bench.recover(fault))
 
     def close(self) -> None:
         if self._bench is not None:

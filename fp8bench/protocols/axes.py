@@ -25,6 +25,15 @@ class Axis:
     quiet: bool = False
     quick: tuple[str, ...] = ()
 
+    @staticmethod
+    def count(name: str, description: str, default: str, quick: tuple[str, ...] = (), **bounds: int) -> Axis:
+        return Axis(name, description, (default,), whole_number(**bounds), quick=quick)
+
+    @staticmethod
+    def choice(name: str, description: str, *choices: str, quiet: bool = False) -> Axis:
+        """The first choice is the default."""
+        return Axis(name, description, choices[:1], one_of(*choices), quiet)
+
     def values(self, given: Sequence[str]) -> list[Scalar]:
         """Parsed values in the order given, without repetitions. Raises UsageError."""
         parsed: dict[Scalar, None] = {}
@@ -88,11 +97,14 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
 
 # For every suite that draws its own operands. On a GPU at its power limit they change the clock, and so the time.
-VALUES = Axis(
+VALUES = Axis.choice(
     "values",
     "what operands are made of: normal (standard), uniform (-1 to 1), integers (-4 to 4), ones or zeros",
-    ("normal",),
-    one_of("normal", "uniform", "integers", "ones", "zeros"),
+    "normal",
+    "uniform",
+    "integers",
+    "ones",
+    "zeros",
     quiet=True,
 )
 CONTIGUOUS, TRANSPOSED, PADDED, STRIDED = LAYOUTS = ("contiguous", "transposed", "padded", "strided")
@@ -108,12 +120,13 @@ LAYOUT = Axis(
     quiet=True,
 )
 HOT, COLD, ROTATING = "hot", "cold", "rotating"
-CACHE = Axis(
+CACHE = Axis.choice(
     "cache",
     "what the last cache holds when a call begins: hot: what the one before left; cold: nothing of the state; "
     "rotating: other states",
-    (HOT,),
-    one_of(HOT, COLD, ROTATING),
+    HOT,
+    COLD,
+    ROTATING,
     quiet=True,
 )
 # Flushing writes, and rotating states fill, this multiple of the last cache: its replacement need not be by age.

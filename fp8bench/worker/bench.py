@@ -35,7 +35,7 @@ from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.prepared import Prepared, State, begins_alone, bytes_of, flush_of, rotation
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, aside, nothing_left_on_error, running, still_running
-from fp8bench.worker.switches import recorded_values, refuse_distorted_reference, switches, unchanged, under
+from fp8bench.worker.switches import recorded_values, refuse_distorted_reference, restore_switches, switches, under
 from fp8bench.worker.untimed_passes import UntimedPasses
 
 
@@ -67,10 +67,10 @@ class Bench(UntimedPasses):
         torch.set_num_threads(self._threads_before)
 
     def probe(self) -> tuple[DeviceFacts, ...]:
-        from fp8bench.worker.trial import installed
+        from fp8bench.worker.trial import installed_packages
 
-        packages = installed()
-        available = (facts for kind in devices.names() for facts in devices.get(kind).available())
+        packages = installed_packages()
+        available = [facts for kind in devices.names() for facts in devices.get(kind).available()]
         return tuple(replace(facts, packages=packages) for facts in available)
 
     def backend(self, name: str) -> str:
@@ -83,7 +83,7 @@ class Bench(UntimedPasses):
         """Returns what is wrong with the products of a case's precisions where a foreign library makes them, or ''.
         Each precision is tried once in the life of a worker."""
         devices.get(facts.kind).select(facts.index)
-        with unchanged(), aside():
+        with restore_switches(), aside():
             return self._trials.wrong(case, facts)
 
     def software(self) -> dict[str, Scalar | None]:
@@ -93,27 +93,30 @@ class Bench(UntimedPasses):
         return {**torch_build(), **self._switches}
 
     def versions(self, suites: tuple[str, ...]) -> dict[str, str]:
-        known = workloads.names(hidden=True)
-        return {name: workloads.get(name).version for name in suites if name in known}
+        registered = workloads.names(hidden=True)
+        return {name: workloads.get(name).version for name in suites if name in registered}
 
     def modules_under(self, folder: str) -> tuple[str, ...]:
         return modules_under(Path(folder))
 
     def prepare(self, key: str, case: Case, facts: DeviceFacts) -> None:
         """Builds the state of a case under `key` and runs one untimed step, so that first-call costs are paid."""
-        device = self._selected(facts)
+        device = self._select_device(facts)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
-        before = running()
+        already_running = running()
         fusing.forget_waiting()  # those that passes called are never compiled
         cache = CACHE.of(dict(case.params))
-        with under(precision), unchanged(), aside(), nothing_left_on_error():
+        # 1. The first step pays for what happens once: allocations, kernels that are chosen or compiled.
+        with under(precision), restore_switches(), aside(), nothing_left_on_error():
             make = partial(self._state_after_one_step, workload, case, facts)
             first = make()
             states = rotation(first, make, facts, device) if cache == ROTATING else (first,)
+        # 2. What the cache holds before a call.
         flush = flush_of(facts) if cache == COLD else None
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
-        started = running() - before
+        started = running() - already_running
+        # 3. Ready for slots, with what it has left running to be told when it is released.
         self._prepared[key] = Prepared(
             workload,
             precision,
@@ -151,19 +154,19 @@ class Bench(UntimedPasses):
         return fusing.waiting(), fusing.why_eager()
 
     def compiler(self, facts: DeviceFacts) -> str:
-        self._selected(facts)
-        with unchanged(), aside():
+        self._select_device(facts)
+        with restore_switches(), aside():
             return fusing.try_to_compile(facts.key)
 
     def compile_quantisers(self, key: str) -> None:
         """Compiles the quantisers that wait, and runs a state's untimed step again: first calls are slow."""
         prepared = self._prepared_as(key)
-        before = running()
-        with under(prepared.precision), unchanged(), aside():
+        already_running = running()
+        with under(prepared.precision), restore_switches(), aside():
             fusing.compile_waiting()
             step(prepared.workload, prepared.state, prepared.scales, SilentPhases())
         prepared.device.synchronise(prepared.index)
-        still_running(running() - before)  # lets what compiling has started end before anything is timed
+        still_running(running() - already_running)  # lets what compiling has started end before anything is timed
         gc.collect()
 
     def slot(self, key: str, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
@@ -202,10 +205,8 @@ class Bench(UntimedPasses):
     def scales(self, key: str) -> tuple[LayerScale, ...]:
         prepared = self._prepared[key]
         states = prepared.scales.states() if prepared.scales is not None else ()
-        return (
-            *states,
-            *(scale for arithmetic in prepared.states[0].arithmetics for scale in arithmetic.layer_scales()),
-        )
+        arithmetics = prepared.states[0].arithmetics
+        return (*states, *(scale for arithmetic in arithmetics for scale in arithmetic.layer_scales()))
 
     def release(self, key: str) -> tuple[str, ...]:
         """Forgets a state and frees its memory; returns the names of what it leaves running. Unknown keys are fine."""
@@ -213,29 +214,30 @@ class Bench(UntimedPasses):
         if released is None:
             return ()
         device, started = released.device, released.started
+        # The state must be gone before memory is given back.
         del released
         gc.collect()
         device.empty_cache()
         return tuple(still_running(started))
 
     def overheads(self, facts: DeviceFacts) -> Overheads:
-        return calibrate(self._selected(facts), facts.index)
+        return calibrate(self._select_device(facts), facts.index)
 
     def answers(self, facts: DeviceFacts) -> None:
         """Opens a device and waits for it; raises what the device raises if it does not answer."""
-        self._selected(facts).synchronise(facts.index)
+        self._select_device(facts).synchronise(facts.index)
 
     def ceiling_rates(self, facts: DeviceFacts) -> tuple[Rate, ...]:
         return tuple(ceilings.wanted_rates(facts))
 
     def ceiling(self, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-        return ceilings.one_more(self._selected(facts), facts, rate, seconds)
+        return ceilings.one_more(self._select_device(facts), facts, rate, seconds)
 
     def conform(self, mode: str, facts: DeviceFacts) -> tuple[Conformity, ...]:
         from fp8bench.worker.conformity import conformities
 
-        device, precision = self._selected(facts), precisions.get(mode)
-        with under(precision), unchanged(), apart():
+        device, precision = self._select_device(facts), precisions.get(mode)
+        with under(precision), restore_switches(), apart():
             results = conformities(precision, facts, self._settings.seed)
         device.empty_cache()
         return results
@@ -243,6 +245,7 @@ class Bench(UntimedPasses):
     def bare_loop(self, case: Case, facts: DeviceFacts, steps: int, rounds: int) -> tuple[list[float], list[float]]:
         key = f"bare-loop:{case.id}"
         self.prepare(key, case, facts)
+        # Both loops in one state: another one would lie elsewhere in memory.
         try:
             prepared = self._prepared[key]
             with prepared.precision.scope():
@@ -251,7 +254,7 @@ class Bench(UntimedPasses):
         finally:
             self.release(key)
 
-    def recovered(self, fault: DescribedFault) -> DescribedFault:
+    def recover(self, fault: DescribedFault) -> DescribedFault:
         """Frees what an aborted request holds. If the device then does not answer, the fault was not one of memory:
         after an assert or an illegal address cuBLAS reports in every call that it is not initialised, as it does
         without memory."""

@@ -24,8 +24,8 @@ def digest(tensor: Any) -> int:
     """Returns a number that is the same for the same bits; other bits have it with a chance of one in 2**63."""
     number = 0
     for piece in _flat(tensor, torch.uint8).split(8 * _PIECE):
-        whole = piece.numel() // 8 * 8
-        for words in (piece[:whole].view(torch.int64), piece[whole:].to(torch.int64)):
+        in_words = piece.numel() // 8 * 8
+        for words in (piece[:in_words].view(torch.int64), piece[in_words:].to(torch.int64)):
             mixed = words * _WORD_FACTOR  # brings the upper bits of a word down, or two changed signs would cancel
             mixed ^= mixed >> 32
             weighed = int((mixed * _weights(words.device, _PIECE)[: words.numel()]).sum())
@@ -33,22 +33,22 @@ def digest(tensor: Any) -> int:
     return number
 
 
-def sketch(tensor: Any, before: Any = None) -> Any:
-    """Sums a tensor's numbers, or their differences from a copy made `before`, under random signs. The sums of two
+def sketch(tensor: Any, original: Any = None) -> Any:
+    """Sums a tensor's numbers, or their differences from an `original`, under random signs. The sums of two
     tensors are about as far apart as the tensors are."""
     dtype, sums = _numbers_as(tensor.dtype), torch.zeros(_SUMS, dtype=torch.float64, device=tensor.device)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     signs, end = _signs(tensor.device, wide), _signs(tensor.device, torch.float64)
     for number, piece in enumerate(_flat(tensor, dtype).split(_SIGNED)):
         numbers = piece.to(wide).nan_to_num(0.0, 0.0, 0.0)
-        if before is not None:  # one by one, or rounding the sums would hide a small step
-            old = _flat(before, dtype)[number * _SIGNED :][: piece.numel()]
+        if original is not None:  # one by one, or rounding the sums would hide a small step
+            old = _flat(original, dtype)[number * _SIGNED :][: piece.numel()]
             numbers = numbers - old.to(wide).nan_to_num(0.0, 0.0, 0.0)
         sums += (numbers @ signs[: piece.numel()]) * end[number % _SIGNED]
     return sums
 
 
-def copied(tensor: Any) -> Any:
+def copy_bytes(tensor: Any) -> Any:
     return _flat(tensor, torch.uint8).clone()
 
 
@@ -70,11 +70,11 @@ def other_numbers(tensor: Any, seed: int) -> Iterator[None]:
 
 @contextmanager
 def same_after(tensor: Any) -> Iterator[None]:
-    before = copied(tensor)
+    original = copy_bytes(tensor)
     try:
         yield
     finally:
-        put_back(tensor, before)
+        put_back(tensor, original)
 
 
 def _replace_numbers(tensor: Any, seed: int) -> None:

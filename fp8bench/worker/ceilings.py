@@ -64,25 +64,28 @@ def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmet
     import torch
 
     random = torch.Generator(facts.key).manual_seed(seed)
+    # Casts happen here, once: a ceiling is of the product alone.
     if limit is Limit.PRODUCT:
         m, n, k = shape
         a, b = (torch.randn(rows, k, generator=random, device=facts.key).to(arithmetic.carrier) for rows in (m, n))
         cast = arithmetic.cast(a, Role.INPUT), arithmetic.cast(b, Role.WEIGHT)
         return partial(arithmetic.product, *cast, arithmetic.carrier)
 
-    def filled() -> torch.Tensor:
+    def random_array() -> torch.Tensor:
         """An array of random numbers, which repeat: drawing a billion takes longer than all that is timed."""
         block = torch.rand(min(count, _DRAWN), generator=random, device=facts.key)
         return block.repeat(math.ceil(count / len(block)))[:count]
 
+    # The other limits move memory: one array, or two and a target.
     count = max(1, shape[0] // _ELEMENT)
-    source = filled()
+    source = random_array()
     if limit is Limit.LAUNCH:
         return partial(source.add_, 1)
     target = torch.empty_like(source)
     if limit is Limit.TRIAD:
-        return partial(torch.add, source, filled(), alpha=3.0, out=target)
+        return partial(torch.add, source, random_array(), alpha=3.0, out=target)
     if limit is Limit.LOAD:
+        # Only pinned memory is copied at the speed of the bus.
         return partial(target.copy_, torch.ones(source.shape).pin_memory(), non_blocking=True)
     return partial(target.copy_, source)
 
@@ -107,10 +110,10 @@ def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> 
     wait = partial(device.synchronise, facts.index)
     try:
         if not rate.shape:
-            found = _timed(rate, shapes_of(rate.limit, facts), facts, wait, seconds, 0)
-            return replace(found, runs=())
+            best = _time_shapes(rate, shapes_of(rate.limit, facts), facts, wait, seconds, 0)
+            return replace(best, runs=())
         run = len(rate.runs) + 1
-        (value,) = _timed(rate, (rate.shape,), facts, wait, seconds, run).runs
+        (value,) = _time_shapes(rate, (rate.shape,), facts, wait, seconds, run).runs
         return replace(rate, runs=(*rate.runs, value))
     except Exception as error:  # noqa: BLE001 - whatever a missing kernel raises ends this rate alone
         return replace(rate, runs=(), why=f"{type(error).__name__}: {error}"[:200])
@@ -118,7 +121,7 @@ def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> 
         device.empty_cache()
 
 
-def _timed(
+def _time_shapes(
     rate: Rate, shapes: Sequence[Shape], facts: DeviceFacts, wait: Callable[[], None], seconds: float, seed: int
 ) -> Rate:
     precision = precisions.get(rate.precision or DTYPES[0])
@@ -142,12 +145,14 @@ def _best(
     the best rate so far is left out, and so are all that do more work."""
     best, winner, tried, share = 0.0, next(iter(counts)), 0, seconds / len(counts)
     for shape, count in counts.items():
+        # Larger shapes take longer still: none of them could end in its share.
         if best and count / best > share:
             break
         tried += 1
         end = time.perf_counter() + share
         call = prepared(shape)
         call()
+        # One call to warm up was above; this one tells how many calls a stretch takes.
         once = _stretch(call, 1, wait)
         calls = max(1, int(_STRETCH_SECONDS / once))
         stretches = [once]

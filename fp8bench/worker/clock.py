@@ -145,6 +145,7 @@ def calibrate(device: Device, index: int) -> Overheads:
         stamper.recycle()
         clock.begin()
 
+    # An empty loop costs too: it is taken off everything else.
     loop = _best(lambda: None, _empty)
     on = _best(fresh, lambda: _enter(clock)) - loop
     off = _best(fresh, lambda: _enter(SilentPhases())) - loop
@@ -152,6 +153,7 @@ def calibrate(device: Device, index: int) -> Overheads:
     pair = None
     if device.kind != "cpu":
         fresh()
+        # Events wait behind other work, so that the device and not the host sets their distance.
         device.occupy(index, max(_OCCUPIED_SECONDS, 2 * _QUEUED * stamp))
         stamps = [now() for _ in range(_QUEUED)]
         intervals = sorted(stamper.intervals_ns(stamps))
@@ -159,10 +161,10 @@ def calibrate(device: Device, index: int) -> Overheads:
     return Overheads(max(on, 0.0), max(off, 0.0), max(stamp, 0.0), pair)
 
 
-def _best(before: Callable[[], None], body: Callable[[], None]) -> float:
+def _best(prepare: Callable[[], None], body: Callable[[], None]) -> float:
     best = float("inf")
     for _ in range(_TRIES):
-        before()
+        prepare()
         start = time.perf_counter()
         body()
         best = min(best, time.perf_counter() - start)
@@ -218,10 +220,10 @@ def agreeing(clocks: Mapping[str, Callable[[], float]]) -> Iterator[None]:
     """Raises ClocksDisagree if a clock, in nanoseconds, does not count the body's time as the hardware's clock does.
     Replaced clocks are also found by their identity (user_code/switches.py), unless they were replaced before anybody
     looked. Each clock is read between two readings of the hardware's, so that an interruption here accuses nobody."""
-    before = {name: (_READ(_RAW), clock(), _READ(_RAW)) for name, clock in clocks.items()}
+    readings = {name: (_READ(_RAW), clock(), _READ(_RAW)) for name, clock in clocks.items()}
     yield
     for name, clock in clocks.items():
-        first, began, then = before[name]
+        first, began, then = readings[name]
         earliest, ended, latest = _READ(_RAW), clock(), _READ(_RAW)
         counted, least, most = ended - began, earliest - then, latest - first
         if not least * (1 - MOST_APART) <= counted <= most * (1 + MOST_APART):

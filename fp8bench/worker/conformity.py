@@ -28,14 +28,14 @@ _LINE = 300
 
 def conformities(precision: Precision, facts: DeviceFacts, seed: int) -> tuple[Conformity, ...]:
     try:
-        native, emulated = _native(precision, facts), _emulated(precision, facts)
+        native, emulated = _native_arithmetic(precision, facts), _emulation(precision, facts)
     except (NotImplementedError, KeyError) as error:
         return (Conformity(precision.mode, "all of it", "", why=str(error.args[0])),)
     compared = _Compared(precision, native, emulated, facts, seed)
     return (*compared.casts(), *compared.products())
 
 
-def _native(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
+def _native_arithmetic(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
     if precision.whole_layers:
         raise NotImplementedError("its layers cast and multiply by themselves")
     if precision.support(facts).is_native:
@@ -50,7 +50,7 @@ def _native(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic
     return lambda: precision.native(facts).layer(_LAYER)
 
 
-def _emulated(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
+def _emulation(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
     from fp8bench.formats.operators import values
     from fp8bench.nn.arithmetics import EmulatedArithmetic, RecipeArithmetic
 
@@ -62,10 +62,10 @@ def _emulated(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmet
     if fmt is None and precision.arithmetic(facts).casts:
         raise NotImplementedError(f"{precision.mode} has no emulation: it is no recipe, and no format of its name")
 
-    def rounded(tensor: Tensor, role: Role) -> Tensor:
+    def round_plain(tensor: Tensor, role: Role) -> Tensor:
         return tensor.to(torch.float32) if fmt is None else values(tensor, fmt, overflow=Overflow.INFINITY)
 
-    return lambda: EmulatedArithmetic(carrier, rounded)
+    return lambda: EmulatedArithmetic(carrier, round_plain)
 
 
 class _Compared:
@@ -99,7 +99,7 @@ class _Compared:
         if not self._native().casts:
             return
         for role in Role:
-            x = self._drawn(f"cast {role}", rows, columns)
+            x = self._draw(f"cast {role}", rows, columns)
             for how in ("cast", "turned"):
                 yield self._cast(f"{role}, {how}", role, x, how)
             yield self._cast(f"{role}, beyond its range", role, x * 2.0**20, "unscaled")
@@ -109,7 +109,7 @@ class _Compared:
             for m, n, k in SHAPES:
                 yield from self._product(product, m, n, k)
 
-    def _drawn(self, name: str, rows: int, columns: int) -> Tensor:
+    def _draw(self, name: str, rows: int, columns: int) -> Tensor:
         """Draws a Gaussian whose rows differ in size, in the carrier dtype; the same everywhere for a name and seed."""
         generator = torch.Generator("cpu").manual_seed(self._seed + zlib.crc32(f"{name} {rows}x{columns}".encode()))
         sizes = torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))
@@ -119,56 +119,66 @@ class _Compared:
     def _cast(self, words: str, role: Role, x: Tensor, how: str) -> Conformity:
         from fp8bench.numerics.conformity import differing_bits, explain_cast, most_steps
 
-        what, shape, fmt = f"cast of {words}", f"{x.shape[0]}x{x.shape[1]}", self._formats[role]
+        subject, shape, fmt = f"cast of {words}", f"{x.shape[0]}x{x.shape[1]}", self._formats[role]
         native, emulated = self._native(), self._emulated()
         try:
-            made, wanted = (
+            native_values, emulated_values = (
                 arithmetic.restore(getattr(arithmetic, how)(x.to(device), role), torch.float32).cpu().contiguous()
                 for arithmetic, device in ((native, self._device), (emulated, "cpu"))
             )
         except Exception as error:  # noqa: BLE001 - whatever torch raises where a device has no such kernel
-            return Conformity(self.mode, what, shape, why=_refusal(error))
-        differ = differing_bits(made, wanted)
+            return Conformity(self.mode, subject, shape, why=_refusal(error))
+        differ = differing_bits(native_values, emulated_values)
         if not bool(differ.any()):
-            return Conformity(self.mode, what, shape, Difference.NONE, total=x.numel())
-        difference, why = explain_cast(made, wanted, x.to(torch.float32), fmt)
-        largest = float(wanted.abs().nan_to_num(0.0, 0.0).max())
-        steps = (made - wanted).abs().to(torch.float64) / most_steps(wanted.to(torch.float64), fmt, largest)
-        return _detailed(Conformity(self.mode, what, shape, difference, why), differ, steps, made, wanted)
+            return Conformity(self.mode, subject, shape, Difference.NONE, total=x.numel())
+        difference, reason = explain_cast(native_values, emulated_values, x.to(torch.float32), fmt)
+        largest = float(emulated_values.abs().nan_to_num(0.0, 0.0).max())
+        steps = (native_values - emulated_values).abs().to(torch.float64) / most_steps(
+            emulated_values.to(torch.float64), fmt, largest
+        )
+        return _add_details(
+            Conformity(self.mode, subject, shape, difference, reason), differ, steps, native_values, emulated_values
+        )
 
     def _product(self, product: str, m: int, n: int, k: int) -> Iterator[Conformity]:
         native, emulated = self._native(), self._emulated()
-        what, shape = f"{product} product", f"{m}x{n}x{k}"
+        subject, shape = f"{product} product", f"{m}x{n}x{k}"
         try:
             operands = self._operands(native, self._device, product, m, n, k)
             # What a device rounds as it reads it is what the emulation rounds before.
-            known = operands if native.casts else self._operands(emulated, "cpu", product, m, n, k)
+            sources = operands if native.casts else self._operands(emulated, "cpu", product, m, n, k)
             holder = native if native.casts else emulated
-            values = [holder.restore(operand, torch.float32).cpu() for operand in known]
+            values = [holder.restore(operand, torch.float32).cpu() for operand in sources]
             a, b = (Operand(value, gradient=operand.gradient) for value, operand in zip(values, operands, strict=True))
             results = [
                 (dtype, native.product(operands[0], operands[1], dtype).cpu(), emulated.product(a, b, dtype))
                 for dtype in (native.carrier, torch.float32)
             ]
         except Exception as error:  # noqa: BLE001 - as above
-            yield Conformity(self.mode, what, shape, why=_refusal(error))
+            yield Conformity(self.mode, subject, shape, why=_refusal(error))
             return
-        for number, (dtype, made, wanted) in enumerate(results):
-            if number and torch.equal(made, made.to(native.carrier).to(dtype)):
+        for number, (dtype, native_result, emulated_result) in enumerate(results):
+            if number and torch.equal(native_result, native_result.to(native.carrier).to(dtype)):
                 continue  # it gives no more than the carrier
-            held = self._held(f"{what}, {str(dtype).removeprefix('torch.')} out", shape, made, wanted, values)
-            if held.difference is not None and not held.difference.conforms and (why := self._units(made, operands)):
-                held = replace(held, difference=Difference.UNITS, why=why)
+            held = self._held(
+                f"{subject}, {str(dtype).removeprefix('torch.')} out", shape, native_result, emulated_result, values
+            )
+            if (
+                held.difference is not None
+                and not held.difference.conforms
+                and (reason := self._units(native_result, operands))
+            ):
+                held = replace(held, difference=Difference.UNITS, why=reason)
             yield held
 
     def _operands(self, arithmetic: Arithmetic, device: str, product: str, m: int, n: int, k: int) -> list[Operand]:
         roles, operands = PRODUCTS[product], []
         for name, role, rows in zip("ab", roles, (m, n), strict=True):
             cast = arithmetic.turned if role in TURNED[product] else arithmetic.cast
-            operands.append(cast(self._drawn(f"{product} {name}", rows, k).to(device), role))
+            operands.append(cast(self._draw(f"{product} {name}", rows, k).to(device), role))
         return operands
 
-    def _units(self, made: Tensor, operands: list[Operand]) -> str:
+    def _units(self, result: Tensor, operands: list[Operand]) -> str:
         """Says in words that the FP8 units of this GPU sum the same bits; '' if they do not, or there are none."""
         from fp8bench.numerics.conformity import match_units
 
@@ -182,26 +192,30 @@ class _Compared:
         ]
         down, across = (native.restore(operand, torch.float32).cpu() for operand in of_ones)
         for promoted, words in ((True, "added to a float32 sum every 128"), (False, "all along")):
-            if match_units(made, (first, second), (down, across), promoted):
+            if match_units(result, (first, second), (down, across), promoted):
                 return f"as Hopper's FP8 units sum: 14 bits are kept after every 32 products, {words}"
         return ""
 
-    def _held(self, what: str, shape: str, made: Tensor, wanted: Tensor, values: list[Tensor]) -> Conformity:
+    def _held(self, subject: str, shape: str, native: Tensor, emulated: Tensor, values: list[Tensor]) -> Conformity:
         from fp8bench.numerics.conformity import ConformitySums, differing_bits, explain_product, steps_between
 
-        differ = differing_bits(made, wanted)
+        differ = differing_bits(native, emulated)
         if not bool(differ.any()):
-            return Conformity(self.mode, what, shape, Difference.NONE, total=made.numel())
+            return Conformity(self.mode, subject, shape, Difference.NONE, total=native.numel())
         a, b = (value.to(torch.float64) for value in values)
-        difference, why = explain_product(made, ConformitySums(a, b, made.dtype, self._bits))
-        return _detailed(
-            Conformity(self.mode, what, shape, difference, why), differ, steps_between(made, wanted), made, wanted
+        difference, reason = explain_product(native, ConformitySums(a, b, native.dtype, self._bits))
+        return _add_details(
+            Conformity(self.mode, subject, shape, difference, reason),
+            differ,
+            steps_between(native, emulated),
+            native,
+            emulated,
         )
 
 
-def _detailed(conformity: Conformity, differ: Tensor, steps: Tensor, made: Tensor, wanted: Tensor) -> Conformity:
+def _add_details(conformity: Conformity, differ: Tensor, steps: Tensor, native: Tensor, emulated: Tensor) -> Conformity:
     place = tuple(int(index) for index in differ.nonzero()[0])
-    first = FirstElement(place, float(made[place]), float(wanted[place]))
+    first = FirstElement(place, float(native[place]), float(emulated[place]))
     return replace(
         conformity, count=int(differ.sum()), total=differ.numel(), largest=float(steps[differ].max()), first=first
     )

@@ -164,7 +164,7 @@ class LaidOutArithmetic(Arithmetic):
             return self._inner.turn(operand, source, role)
         with self._ledger.emulating() as replaced:
             turned = self._inner.turn(operand, source, role)
-            (noted,) = self._laid("turn", source, role, [turned], replaced, given=operand)
+            (noted,) = self._laid("turn", source, role, [turned], replaced, operand_given=operand)
         return noted  # type: ignore[no-any-return]
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
@@ -205,31 +205,39 @@ class LaidOutArithmetic(Arithmetic):
         return operand  # type: ignore[no-any-return]
 
     def _laid(
-        self, name: str, source: Any, role: Role, made: Sequence[Any], replaced: list[int], given: Operand | None = None
+        self,
+        name: str,
+        source: Any,
+        role: Role,
+        results: Sequence[Any],
+        replaced: list[int],
+        operand_given: Operand | None = None,
     ) -> list[Any]:
         """Notes what the call `name` has made, and returns it in tensors of its own. Where an emulation's result is a
         view, hardware has a copy, so a view must not keep the other tensor alive."""
-        before = self._shadows.get(id(given.data), (None,))[0] if given is not None else None
-        if given is not None and before is None:
+        shadow = self._shadows.get(id(operand_given.data), (None,))[0] if operand_given is not None else None
+        if operand_given is not None and shadow is None:
             self._ledger.followed = False
-            return list(made)
-        recipe = self._recipe(name, source, role, before)
+            return list(results)
+        recipe = self._recipe(name, source, role, shadow)
         new = [_Holding(self._ledger.meter.note, size) for size in recipe.sizes]
-        if kept := self._kept_scale(role):
+        if scale_address := self._kept_scale(role):
             new = [
-                _Holding(self._ledger.meter.note, 0, kept) if n == recipe.parts[0][-1] else holding
+                _Holding(self._ledger.meter.note, 0, scale_address) if n == recipe.parts[0][-1] else holding
                 for n, holding in enumerate(new)
             ]
         noted = []
-        for real, operand, parts in zip(made, recipe.operands, recipe.parts, strict=True):
+        for real, operand, parts in zip(results, recipe.operands, recipe.parts, strict=True):
             if real is None or operand is None:  # hardware that turns later needs a source that nobody keeps
                 self._ledger.followed &= real is operand
                 noted.append(real)
                 continue
-            own = replace(real, data=real.data.detach())
-            replaced.append(own.data.untyped_storage().data_ptr())
-            self._attach(_Shadow(operand, tuple(self._holding(part, new, source, before) for part in parts)), own.data)
-            noted.append(own)
+            detached = replace(real, data=real.data.detach())
+            replaced.append(detached.data.untyped_storage().data_ptr())
+            self._attach(
+                _Shadow(operand, tuple(self._holding(part, new, source, shadow) for part in parts)), detached.data
+            )
+            noted.append(detached)
         return noted
 
     def _kept_scale(self, role: Role) -> int:
@@ -238,43 +246,49 @@ class LaidOutArithmetic(Arithmetic):
         scale = getattr(self._inner, "scales", {}).get(role)
         return 0 if scale is None or scale.last is None else int(scale.last.inverse.untyped_storage().data_ptr())
 
-    def _holding(self, part: int, new: Sequence[_Holding], source: Any, before: _Shadow | None) -> _Holding:
+    def _holding(self, part: int, new: Sequence[_Holding], source: Any, shadow: _Shadow | None) -> _Holding:
         if part >= 0:
             return new[part]
         if part == _SOURCE:
             return _Holding(self._ledger.meter.note, 0, source.untyped_storage().data_ptr())
-        assert before is not None
-        return before.holdings[_GIVEN.index(part)]
+        assert shadow is not None
+        return shadow.holdings[_GIVEN.index(part)]
 
     def _attach(self, shadow: _Shadow, real: Tensor) -> None:
         """Keeps the shadow for as long as the tensor lives, whoever holds it: also a graph that has saved it."""
         key = id(real)
         self._shadows[key] = shadow, weakref.ref(real, lambda _: self._shadows.pop(key, None))
 
-    def _recipe(self, name: str, source: Any, role: Role, before: _Shadow | None) -> _Recipe:
-        given = () if before is None else before.operand.tensors
+    def _recipe(self, name: str, source: Any, role: Role, shadow: _Shadow | None) -> _Recipe:
+        tensors = () if shadow is None else shadow.operand.tensors
         key = (
             name,
             role,
-            *(None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in (source, *given)),
+            *(
+                None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+                for tensor in (source, *tensors)
+            ),
         )
         if key not in self._known:
-            self._known[key] = self._made(name, source, role, before)
+            self._known[key] = self._make_recipe(name, source, role, shadow)
         return self._known[key]
 
-    def _made(self, name: str, source: Any, role: Role, before: _Shadow | None) -> _Recipe:
+    def _make_recipe(self, name: str, source: Any, role: Role, shadow: _Shadow | None) -> _Recipe:
         import torch
 
+        # 1. The hardware's own code on tensors without memory: sizes, and nothing computed.
         with torch.device("meta"), torch.no_grad():
             like = None if source is None else torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
-            given = () if before is None else (before.operand,)
-            made = getattr(self._hardware, name)(*given, like, role)
-        operands = made if isinstance(made, tuple) else (made,)
+            arguments = () if shadow is None else (shadow.operand,)
+            result = getattr(self._hardware, name)(*arguments, like, role)
+        # 2. Storages that come in; all others are new.
+        operands = result if isinstance(result, tuple) else (result,)
         places = {} if like is None else {like.untyped_storage()._cdata: _SOURCE}
-        if before is not None:
-            places |= {tensor.untyped_storage()._cdata: _GIVEN[n] for n, tensor in enumerate(before.operand.tensors)}
+        if shadow is not None:
+            places |= {tensor.untyped_storage()._cdata: _GIVEN[n] for n, tensor in enumerate(shadow.operand.tensors)}
         sizes: list[int] = []
         parts = []
+        # 3. Views of one storage count once, whatever their number.
         for operand in operands:
             numbers = []
             for tensor in () if operand is None else operand.tensors:

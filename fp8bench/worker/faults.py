@@ -28,13 +28,13 @@ class DescribedFault(NamedTuple):
     out_of_memory: bool
 
 
-def described(error: BaseException, known: bool = True) -> DescribedFault:
-    """Describes an exception. With `known` False the devices are not asked whether it means exhausted memory. The
+def describe_fault(error: BaseException, asks_devices: bool = True) -> DescribedFault:
+    """Describes an exception. Unless `asks_devices`, the devices are not asked whether it means exhausted memory. The
     advice that torch adds to a driver's error stays in the traceback alone."""
     if isinstance(error, WorkerFault):  # of a worker that this one has started
         text = str(error).removeprefix(f"{error.kind}: ")
         return DescribedFault(error.kind, text, error.trace, error.out_of_memory)
-    kinds = devices.names() if known else ()
+    kinds = devices.names() if asks_devices else ()
     try:
         text, exhausted = str(error), any(devices.get(kind).is_out_of_memory(error) for kind in kinds)
     except Exception:  # noqa: BLE001 - it is foreign code that makes the text

@@ -71,9 +71,9 @@ class FiniteState:
 
     def lost(self, state: object) -> Lost:
         count, looked, where = 0, 0, ""
-        whole = self._whole
+        read_all = self._whole
         for tensor in self._looked_at(state):
-            if view_of(tensor) not in self._prepared and not whole:
+            if view_of(tensor) not in self._prepared and not read_all:
                 continue
             looked += tensor.numel()
             number = self._lost_of(tensor)
@@ -100,10 +100,10 @@ class FiniteState:
             is_input = self._made.get(view) == version_of(tensor)
             is_mask = bool((_below_all(tensor) == strange).all()) and not bool(strange.all())
             return 0 if is_input or is_mask else int(strange.sum())
-        before = self._prepared[view]
-        if before is not None:
-            strange = strange & ~before.strange
-            if before.masks:
+        prepared = self._prepared[view]
+        if prepared is not None:
+            strange = strange & ~prepared.strange
+            if prepared.masks:
                 strange = strange & ~_below_all(tensor)
         return int(strange.sum())
 

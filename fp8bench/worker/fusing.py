@@ -57,9 +57,11 @@ def calls() -> tuple[int, dict[int, int]]:
     return kernels.eager, dict(kernels.fused)
 
 
-def calls_since(before: tuple[int, dict[int, int]]) -> tuple[int, dict[int, int]]:
+def calls_since(earlier: tuple[int, dict[int, int]]) -> tuple[int, dict[int, int]]:
     eager, fused = calls()
-    return eager - before[0], {bits: more for bits, count in fused.items() if (more := count - before[1].get(bits, 0))}
+    return eager - earlier[0], {
+        bits: added for bits, count in fused.items() if (added := count - earlier[1].get(bits, 0))
+    }
 
 
 def try_to_compile(device: str) -> str:
@@ -75,14 +77,14 @@ def try_to_compile(device: str) -> str:
     seconds = time.perf_counter() - begun
     if reason := why_eager():
         return reason
-    before = calls()
+    earlier = calls()
     values(torch.ones(64, device=device), E4M3)
-    bits = [str(number) for number in calls_since(before)[1] if number]
+    bits = [str(number) for number in calls_since(earlier)[1] if number]
     return f"a quantiser compiles in {seconds:.1f} s" + "".join(f", with vectors of {bit} bits" for bit in bits)
 
 
 @contextlib.contextmanager
-def uncompiled() -> Iterator[list[Any]]:
+def without_compiling() -> Iterator[list[Any]]:
     """Runs compiled functions uncompiled; the list gets an entry for each that was called. In torch 2.13 a function
     that is compiled, and called for the first time under a dispatch mode, stays uncompiled for good. torch's compiler
     is not imported for this."""
@@ -96,12 +98,12 @@ def uncompiled() -> Iterator[list[Any]]:
     # torch asks this function what to do about a compiled function, whatever the stance.
     callback_from_stance: Callable[[Any], Any] = frames._callback_from_stance
 
-    def noted(callback: Any) -> Any:
+    def note_call(callback: Any) -> Any:
         if callback not in (None, False):
             called.append(callback)
         return callback_from_stance(callback)
 
-    frames._callback_from_stance = noted  # type: ignore[attr-defined]
+    frames._callback_from_stance = note_call  # type: ignore[attr-defined]
     try:
         with torch.compiler.set_stance("force_eager"):
             yield called

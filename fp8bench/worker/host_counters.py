@@ -26,8 +26,8 @@ def counters(proc: Path = PROC) -> Readings:
     """
     return {
         "preemptions": Reading(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, "", "getrusage"),
-        "steal": attempt(lambda: _steal(proc)),
-        "waited": attempt(lambda: _waited(proc)),
+        "steal": attempt(lambda: _steal_time(proc)),
+        "waited": attempt(lambda: _wait_time(proc)),
     }
 
 
@@ -42,13 +42,13 @@ def reset_high_water(proc: Path = PROC) -> Read:
 
 def _reset(proc: Path) -> Reading:
     path = proc / "self" / "clear_refs"
-    before = _status(proc, "VmHWM")
+    old_mark = _status(proc, "VmHWM")
     try:
         path.write_text(_RESET_HIGH_WATER)
     except OSError as error:
         raise NoReading(f"{path} cannot be written: {error.strerror}") from error
     mark, resident = _status(proc, "VmHWM"), _status(proc, "VmRSS")
-    if mark >= before and mark > 1.01 * resident:
+    if mark >= old_mark and mark > 1.01 * resident:
         raise NoReading(f"{path} was written, and the mark stayed at {mark} B")
     return Reading(mark, "B", str(path))
 
@@ -66,14 +66,14 @@ def _status(proc: Path, name: str) -> int:
     raise NoReading(f"{proc}/self/status has no {name}")
 
 
-def _steal(proc: Path) -> Reading:
+def _steal_time(proc: Path) -> Reading:
     words = _first_words(path := f"{proc}/stat")
     if words[:1] == [b"cpu"] and len(words) > _STEAL and words[_STEAL].isdigit():
         return Reading(int(words[_STEAL]) / _TICKS, "s", path)
     raise NoReading(f"{path} does not report stolen time")
 
 
-def _waited(proc: Path) -> Reading:
+def _wait_time(proc: Path) -> Reading:
     # The file holds nanoseconds on a core, nanoseconds in the queue for one, and turns.
     words = _first_words(path := f"{proc}/thread-self/schedstat")
     if len(words) == 3 and words[1].isdigit():

@@ -20,8 +20,8 @@ from fp8bench.protocols import Device
 from fp8bench.tape.counting import MAKE_ROOM, count_tape
 from fp8bench.tape.recorder import OperatorTape, operator_name
 from fp8bench.user_code.switches import values_of
-from fp8bench.worker.fusing import uncompiled
-from fp8bench.worker.step_effect import Beginning, as_they_were, slot_of, told_apart
+from fp8bench.worker.fusing import without_compiling
+from fp8bench.worker.step_effect import Beginning, compare_slots, restore_state, slot_of
 from fp8bench.worker.switches import arithmetic_switches
 
 # Counting the operators of more steps takes longer than it is worth.
@@ -46,9 +46,9 @@ class LateSlots:
         self.is_due = True
         self._device, self._tf32 = device, tf32
         self._kept = ExitStack()
-        self._others = partial(as_they_were, state, inputs)
+        self._others = partial(restore_state, state, inputs)
         self._beginning: Beginning | None = None
-        self._asked = told_apart()
+        self._asked = compare_slots()
         self._is_timed = False
         self._call = ExitStack()
         self._compiled: list[Any] = []
@@ -67,13 +67,13 @@ class LateSlots:
             self._beginning.again()
         self._answers.clear()
         self._tapes.clear()
-        with ExitStack() as kept:
+        with ExitStack() as stack:
             if not self._is_timed:
-                self._compiled = kept.enter_context(uncompiled())
-            kept.callback(self._end_call)
-            before = _waits()
+                self._compiled = stack.enter_context(without_compiling())
+            stack.callback(self._end_call)
+            waits_before = _waits()
             yield
-            self._waits = _waits() - before
+            self._waits = _waits() - waits_before
 
     def begin_call(self) -> None:
         self._end_call()
@@ -85,7 +85,7 @@ class LateSlots:
         self._call.close()
 
     def add(self, seconds: Sequence[float], discarded: int) -> None:
-        left = [] if self._beginning is None else self._beginning.left(list(self._answers))
+        sums = [] if self._beginning is None else self._beginning.left(list(self._answers))
         self._answers.clear()
         if self._beginning is None:
             self._late = self._looked_at(self._tapes[discarded:])
@@ -95,7 +95,7 @@ class LateSlots:
         spent = [tape.seconds for tape in self._tapes] or seconds
         operators = len(self._tapes[-1].calls) if self._tapes else 0
         try:
-            slot = None if self._compiled else slot_of(spent, operators, left, max(seconds))
+            slot = None if self._compiled else slot_of(spent, operators, sums, max(seconds))
             self._is_timed = self._asked.send(slot)
         except StopIteration as ended:
             self.is_due, self._late = False, replace(self._late, told_apart=ended.value)

@@ -29,7 +29,7 @@ from fp8bench.model import Scalar
 from fp8bench.model.raw import PROTOCOL, Settings
 from fp8bench.registry import devices
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.faults import described
+from fp8bench.worker.faults import describe_fault
 from fp8bench.worker.step_guards import own_this_process
 
 
@@ -85,13 +85,13 @@ def die_with_parent(lifeline: int, connection: Connection, last: Callable[[], No
 def keep_from_children(lifeline: int, connection: Connection) -> None:
     """Closes our ends in the processes that a workload starts, so that these cannot answer for us."""
 
-    def forked() -> None:
+    def close_ends() -> None:
         connection.close()
         os.close(lifeline)
 
     os.set_inheritable(connection.fileno(), False)
     os.set_inheritable(lifeline, False)
-    os.register_at_fork(after_in_child=forked)
+    os.register_at_fork(after_in_child=close_ends)
 
 
 Open = Callable[[Settings], Bench]
@@ -110,13 +110,13 @@ def answer(
             raise RuntimeError("the first request must be 'open'")
         return bench, ("ok", getattr(bench, name)(*arguments))
     except BaseException as error:  # sys.exit() in a step too: a workload does not decide whether this process ends
-        fault = described(error, bench is not None)
+        fault = describe_fault(error, bench is not None)
     # Out of the except block, so that the exception no longer holds the frames and their tensors.
-    return bench, ("fault", *(fault if bench is None else bench.recovered(fault)))
+    return bench, ("fault", *(fault if bench is None else bench.recover(fault)))
 
 
-def serve(connection: Connection, opened: Open, told: Callable[[str], None]) -> None:
-    """Answers until the other end closes; `told` is called with the name of each request before it is answered."""
+def serve(connection: Connection, opened: Open, report: Callable[[str], None]) -> None:
+    """Answers until the other end closes; `report` is called with the name of each request before it is answered."""
     bench: Bench | None = None
     ourselves = os.getpid()
     while True:
@@ -124,7 +124,7 @@ def serve(connection: Connection, opened: Open, told: Callable[[str], None]) -> 
             number, name, arguments = connection.recv()
         except (EOFError, ConnectionResetError):
             return
-        told(name)
+        report(name)
         bench, reply = answer(bench, name, arguments, opened)
         if os.getpid() != ourselves:
             os._exit(0)  # a workload has forked, and this is the child
@@ -150,7 +150,7 @@ def main(opened: Open = Bench) -> None:
     run(Connection(int(sys.argv[1])), int(sys.argv[2]), opened)
 
 
-def run(connection: Connection, lifeline: int, opened: Open, told: Callable[[str], None] = lambda name: None) -> None:
+def run(connection: Connection, lifeline: int, opened: Open, report: Callable[[str], None] = lambda name: None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     faulthandler.enable()
     die_with_parent(lifeline, connection)
@@ -161,7 +161,7 @@ def run(connection: Connection, lifeline: int, opened: Open, told: Callable[[str
         os.dup2(printed.fileno(), 1)
         with contextlib.suppress(Exception):  # the first request says why
             importlib.import_module("torch")
-        serve(connection, opened, told)
+        serve(connection, opened, report)
         leave()
 
 

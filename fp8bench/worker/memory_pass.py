@@ -54,9 +54,9 @@ Make = Callable[[Told | None, DeviceLedger | None], Callable[[], PreparedMemory]
 
 
 def of_workload(workload: Workload, make_setup: Callable[[], Setup], hardware: Hardware = EMULATES_NOTHING) -> Make:
-    def make(told: Told | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
+    def make(report: Told | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
         setup = make_setup() if ledger is None else hardware.laid_out(make_setup(), ledger)
-        setup = setup if told is None else listening(setup, told)
+        setup = setup if report is None else listening(setup, report)
 
         def prepare() -> PreparedMemory:
             state = workload.prepare(setup)
@@ -81,22 +81,26 @@ def memory_of_step(
     """Returns the memory of a step and its state; or the reason why nobody can say, and None. It looks at the second
     step of a state: what the first one makes and keeps is there by then. Counting slows a step down, so the state is
     used for nothing else. Without `leaks` the growth of memory is not measured."""
+    # 1. Some devices cannot count.
     meter = device.memory_meter(index)
     if isinstance(meter, str):
         return meter, None
     with collected_by_hand():
+        # 2. Emulation lays out what hardware would have; that may take a step of its own.
         ledger = DeviceLedger(meter) if hardware.arithmetics and not hardware.why else None
         laid = _second_step(make, device, meter, ledger).course if ledger and hardware.apart else None
-        own = _second_step(make, device, meter, None if laid else ledger)
-        if own.course is None:
+        second = _second_step(make, device, meter, None if laid else ledger)
+        if second.course is None:
             return "torch's profiler recorded nothing", None
-        use = _use(own.course, own.before, state_tensors(own.prepared.state), own.resident)
-        use = _on_device(use, laid or own.course, ledger, hardware)
+        # 3. What a step holds, by role.
+        use = _use(second.course, second.before, state_tensors(second.prepared.state), second.resident)
+        use = _on_device(use, laid or second.course, ledger, hardware)
+        # 4. Growth takes many more steps.
         if not leaks:
-            return use, own.prepared.state
-        again = partial(own.prepared.step, SilentPhases())
-        leak = leak_of(again, device.kind if device.kind == "cpu" else f"{device.kind}:{index}", own.seconds)
-        return replace(use, leak=leak), own.prepared.state
+            return use, second.prepared.state
+        repeat_step = partial(second.prepared.step, SilentPhases())
+        leak = leak_of(repeat_step, device.kind if device.kind == "cpu" else f"{device.kind}:{index}", second.seconds)
+        return replace(use, leak=leak), second.prepared.state
 
 
 def _second_step(make: Make, device: Device, meter: MemoryMeter, ledger: DeviceLedger | None) -> _SecondStep:
@@ -109,7 +113,7 @@ def _second_step(make: Make, device: Device, meter: MemoryMeter, ledger: DeviceL
         prepared = prepare()
         prepared.step(SilentPhases())
         gc.collect(0)  # the youngest only: all that has been made since the start
-        before = state_tensors(prepared.state)
+        state_before = state_tensors(prepared.state)
         resident = reset_high_water()
         meter.mark()
         stack = [UNATTRIBUTED]  # backward may run on another thread: phases share it
@@ -120,20 +124,20 @@ def _second_step(make: Make, device: Device, meter: MemoryMeter, ledger: DeviceL
             resident = memory()["rss_high_water"]
     finally:
         course = meter.stop()
-    return _SecondStep(course, prepared, before, resident, seconds)
+    return _SecondStep(course, prepared, state_before, resident, seconds)
 
 
 def _on_device(use: MemoryUse, course: MemoryCourse, ledger: DeviceLedger | None, hardware: Hardware) -> MemoryUse:
     """Adds what hardware would hold: the peak itself where nothing is emulated."""
     if hardware.why or ledger is not None:
-        why = hardware.why or (ledger.why() if ledger else "")
-        return replace(use, on_device=None if why else course.on_device, off_device=why)
+        reason = hardware.why or (ledger.why() if ledger else "")
+        return replace(use, on_device=None if reason else course.on_device, off_device=reason)
     return replace(use, on_device=use.peak)
 
 
-def _use(course: MemoryCourse, before: StateTensors, after: StateTensors, resident: Read) -> MemoryUse:
-    at_peak = roles(course.held, course.peak, before, after) if course.held else {}
-    forward = roles(course.forward, sum(block.size for block in course.forward), before, after)
+def _use(course: MemoryCourse, state_before: StateTensors, state_after: StateTensors, resident: Read) -> MemoryUse:
+    at_peak = roles(course.held, course.peak, state_before, state_after) if course.held else {}
+    forward = roles(course.forward, sum(block.size for block in course.forward), state_before, state_after)
     whys = [course.why]
     if course.held and not at_peak:
         whys.append("torch's profiler saw more allocated than its allocator counts")
@@ -157,9 +161,9 @@ _COPIES = {
 }
 
 
-def listening(setup: Setup, told: Told) -> Setup:
+def listening(setup: Setup, report: Told) -> Setup:
     """Wraps the setup's arithmetics to report their casts; a cast that makes no copy is reported by its source."""
-    watch = watch_of(told)
+    watch = watch_of(report)
     return replace(
         setup,
         arithmetic=WatchedArithmetic(setup.arithmetic, watch),
@@ -168,27 +172,27 @@ def listening(setup: Setup, told: Told) -> Setup:
     )
 
 
-def watch_of(told: Told) -> Watch:
+def watch_of(report: Told) -> Watch:
     """Returns a watch for WatchedArithmetic that reports what casts make. Only what is neither the source's memory nor
     that of the same operand in its other orientation is a copy."""
     import torch
 
-    def watch(operand: Operand, source: Any, role: Role, before: Operand | None) -> None:
+    def watch(operand: Operand, source: Any, role: Role, other_orientation: Operand | None) -> None:
         if torch.compiler.is_compiling():  # tensors have no addresses yet
             return
         sources = [] if source is None else list(addresses_of(source))
-        known = {*sources, *_addresses(before)}
-        made = [address for address in _addresses(operand) if address not in known]
-        for addresses, memory_role in ((sources, MEMORY_OF[role]), (made, _COPIES[role])):
+        existing = {*sources, *_addresses(other_orientation)}
+        copies = [address for address in _addresses(operand) if address not in existing]
+        for addresses, memory_role in ((sources, MEMORY_OF[role]), (copies, _COPIES[role])):
             if addresses:
-                told(addresses, memory_role)
+                report(addresses, memory_role)
 
     return watch
 
 
 def _addresses(operand: Operand | None) -> list[int]:
     parts = () if operand is None else (operand.data, operand.scale)
-    return [address for part in parts if part is not None for address in addresses_of(part)]
+    return list(itertools.chain.from_iterable(addresses_of(part) for part in parts if part is not None))
 
 
 _LOW = (MemoryRole.LOW_WEIGHTS, MemoryRole.LOW_ACTIVATIONS)
@@ -196,13 +200,15 @@ _LOW = (MemoryRole.LOW_WEIGHTS, MemoryRole.LOW_ACTIVATIONS)
 _ASIDE = (Phase.CAST, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
 
 
-def roles(held: Iterable[HeldBlock], peak: int, before: StateTensors, after: StateTensors) -> dict[MemoryRole, int]:
-    """Returns bytes by what they are for, in the order of the roles, without zeros; they sum to the peak. `before` and
-    `after` are what the state holds around the step. What an allocator counts and nobody sees is OTHER. The result is
-    empty where more is seen than the allocator counts."""
+def roles(
+    held: Iterable[HeldBlock], peak: int, state_before: StateTensors, state_after: StateTensors
+) -> dict[MemoryRole, int]:
+    """Returns bytes by what they are for, in the order of the roles, without zeros; they sum to the peak.
+    `state_before` and `state_after` are what the state holds around the step. What an allocator counts and nobody sees
+    is OTHER. The result is empty where more is seen than the allocator counts."""
     sizes = dict.fromkeys(MemoryRole, 0)
     for block in held:
-        sizes[role_of(block, before, after)] += block.size
+        sizes[role_of(block, state_before, state_after)] += block.size
     missing = peak - sum(sizes.values())
     if missing < 0:
         return {}
@@ -210,10 +216,12 @@ def roles(held: Iterable[HeldBlock], peak: int, before: StateTensors, after: Sta
     return {role: size for role, size in sizes.items() if size}
 
 
-def role_of(block: HeldBlock, before: StateTensors, after: StateTensors) -> MemoryRole:
+def role_of(block: HeldBlock, state_before: StateTensors, state_after: StateTensors) -> MemoryRole:
     """Returns what an allocation is for: its holder knows best, then the casts' reports, then when it came and went."""
     old = not block.phase
-    state = (after.get(block.address) if block.lasting else None) or (before.get(block.address) if old else None)
+    state = (state_after.get(block.address) if block.lasting else None) or (
+        state_before.get(block.address) if old else None
+    )
     copied = next((role for role in block.said if role in _LOW), None)
     if state or copied:
         return state or copied or MemoryRole.OTHER
@@ -296,11 +304,13 @@ def leak_of(step: Callable[[], None], device: str, seconds: float) -> float | No
     seems to grow by some KiB a step for dozens of honest steps, while new objects replace those made before tracing
     began.
     """
+    # Most steps hold as much after a few: then the many are not taken.
     few = _held_after(step, device, FEW) if seconds <= LONGEST_SECONDS else []
     if not few:
         return None
     if few[-1] - few[0] < LEAST_BYTES:
         return 0.0
+    # The first value is from before the first of them.
     many = min(MOST, max(LEAST, int(MANY_SECONDS / seconds)))
     return growth(_held_after(step, device, many // 4 * 4, parts=4)[1:])
 
@@ -309,7 +319,7 @@ def growth(held: Sequence[int]) -> float:
     """Returns the growth in bytes a step, from what is held after each of many steps; 0.0 if it does not go on."""
     length = len(held) // 4
     quarters = [held[start : start + length] for start in range(0, 4 * length, length)]
-    rises = [min(after) - min(before) for before, after in itertools.pairwise(quarters)]
+    rises = [min(next_quarter) - min(quarter) for quarter, next_quarter in itertools.pairwise(quarters)]
     last = min(rises[-1], max(quarters[3]) - max(quarters[2]))
     goes_on = min(rises) > 0 and last >= max(rises) / 2
     a_step = sum(rises) / (len(rises) * length)

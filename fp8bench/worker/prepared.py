@@ -37,7 +37,7 @@ from fp8bench.worker.host_counters import counters
 from fp8bench.worker.state_tensors import address_of, tensors_of
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import Running, apart, owns_this_process, silent_step
-from fp8bench.worker.switches import collected_by_hand, unchanged, under
+from fp8bench.worker.switches import collected_by_hand, restore_switches, under
 
 if TYPE_CHECKING:
     from fp8bench.tape.replay import Replay
@@ -227,7 +227,7 @@ class Prepared:
         from fp8bench.numerics.operands import needs_host
 
         again = partial(step, self.workload, self.state, self.scales, SilentPhases())
-        with under(self.precision), unchanged(), silent_step():
+        with under(self.precision), restore_switches(), silent_step():
             self.loaded = bool(self.workload.loads)
             if self.loaded:
                 self.workload.load(self.state)
@@ -296,7 +296,7 @@ class Prepared:
             else _missing_of_slot(wall, gaps + self._between.seconds(), steps)
         )
         eager, fused = fusing.calls_since(quantised)
-        preemptions = _known(counted["preemptions"])
+        preemptions = _number_or_none(counted["preemptions"])
         return RawSlot(
             steps,
             wall,
@@ -306,8 +306,8 @@ class Prepared:
             sum(fused.values()),
             thread,
             None if preemptions is None else int(preemptions),
-            _known(counted["steal"]),
-            self._waited(_known(counted["waited"]), wall - thread),
+            _number_or_none(counted["steal"]),
+            self._waited(_number_or_none(counted["waited"]), wall - thread),
             tuple(bits for bits in sorted(fused) if bits),
             memory_retries=None if retried is None or retried_now is None else retried_now - retried,
         )
@@ -315,7 +315,7 @@ class Prepared:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Runs timed steps under their precision, and raises for what they may not do."""
-        watched = unchanged(self._switches)
+        watched = restore_switches(self._switches)
         with under(self.precision), collected_by_hand(), watched as known, silent_step(), agreeing(self._clocks):
             self._switches = known if owns_this_process() else None
             yield
@@ -362,7 +362,7 @@ class Prepared:
         are finite."""
         if self._stamps_are_wrong() and self._stamps_stay_wrong():
             return StateCheck(_STAMPS_MOVED)
-        with unchanged(), apart():
+        with restore_switches(), apart():
             checks = [self._checked(state) for state in self.states]
         return next((check for check in checks if check.wrong), max(checks, key=lambda check: check.not_finite))
 
@@ -391,7 +391,7 @@ class Prepared:
     def loop(self, steps: int) -> float:
         """Runs steps back to back and waits for them; returns the seconds of all. No clock runs within them."""
         silent = SilentPhases()
-        with under(self.precision), unchanged(), silent_step():
+        with under(self.precision), restore_switches(), silent_step():
             self.meet()
             start = time.perf_counter()
             for _ in range(steps):
@@ -403,7 +403,7 @@ class Prepared:
         """Keeps the inputs of one phase of a step, `most_bytes` at most, so that it can be done by itself."""
         self.held = None
         self.loaded = self.loaded or (phase == Phase.DATA_LOAD and bool(self.workload.loads))
-        with under(self.precision), unchanged(), apart():
+        with under(self.precision), restore_switches(), apart():
             state = self._ready()
             held = held_phase(self.workload, state, self.device, self.index, phase, most_bytes)
             if isinstance(held, RawReplay):
@@ -413,7 +413,7 @@ class Prepared:
 
     def loop_phase(self, times: int) -> float:
         assert self.held is not None, "no phase is held"
-        with under(self.precision), unchanged(), silent_step():
+        with under(self.precision), restore_switches(), silent_step():
             return self.held.loop(times)
 
     def drop_phase(self) -> str:
@@ -442,5 +442,5 @@ def _missing_of_slot(wall: float, untimed: float, steps: Sequence[RawStep]) -> f
     return max(stamped - wall, wall - untimed - stamped) - allowed
 
 
-def _known(read: Read) -> float | None:
+def _number_or_none(read: Read) -> float | None:
     return read.number if isinstance(read, Reading) else None

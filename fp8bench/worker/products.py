@@ -48,18 +48,18 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
     native = is_native and isinstance(getattr(precision, "recipe", None), Recipe)
     looking = _Looking(formats, is_native and precision.float32_products != "highest", native)
     state = workload.prepare(setup)
-    given = GivenState(state)
+    given_state = GivenState(state)
     clock, begun = PhaseClock(devices.get(facts.kind).stamper(facts.index)), time.thread_time()
     with ProductWatch(looking.looks) as watch:
         step(workload, state, setup.scales, clock)
-    inputs = given.after_step()
+    inputs = given_state.after_step()
     weights = _WeightsHeld(state, formats)
     if time.thread_time() - begun < _LONGEST_SECONDS:  # the first step may have cast what later ones keep
         cast_in_step.clear()
         with ProductWatch(weights.looks):
             step(workload, state, setup.scales, clock)
     kernels = _kernels(partial(step, workload, state, setup.scales), facts) if native else ()
-    del state, given
+    del state, given_state
     low = looking.low or looking.wide
     like = product_like(precision, facts) if looking.count or kernels else ""
     unknown = not formats or (not low and looking.count > _MOST)
@@ -108,10 +108,10 @@ def formats_of(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Form
     """Returns the formats of the case's products: its own, or its map's if no layer is left to its own."""
     keys = dict(case.precision_map)
     layers = workload.layers(dict(case.params))
-    own = not layers or any(not layer.high and key_of(layer, keys) is None for layer in layers)
+    uses_case_precision = not layers or any(not layer.high and key_of(layer, keys) is None for layer in layers)
     obeyed = [key for layer in layers if (key := key_of(layer, keys)) is not None]  # without what surrounds products
     formats: dict[Format, None] = {}
-    for name in (case.precision,) if own else [keys[key] for key in dict.fromkeys(obeyed)]:
+    for name in (case.precision,) if uses_case_precision else [keys[key] for key in dict.fromkeys(obeyed)]:
         recipe = getattr(precisions.get(name), "recipe", None)
         named = [FORMATS[name]] if name in FORMATS else []
         if isinstance(recipe, Recipe):
@@ -156,11 +156,11 @@ def product_like(precision: Precision, facts: DeviceFacts) -> str:
         copies = promised[0].to(arithmetic.carrier), promised[1].to(arithmetic.carrier)
         guesses[f"{wide} copies of {precision.mode}'s values"] = copies
     try:
-        whole = arithmetic.whole(torch.nn.Parameter(weight.to(torch.float32)))
+        layer_function = arithmetic.whole(torch.nn.Parameter(weight.to(torch.float32)))
         layer = arithmetic.layer(_LAYER)
         product = (
-            whole(x)
-            if whole is not None
+            layer_function(x)
+            if layer_function is not None
             else layer.product(layer.cast(x, Role.INPUT), layer.cast(weight, Role.WEIGHT), arithmetic.carrier)
         )
     except Exception:  # noqa: BLE001 - a product that this device cannot do fails where it is timed, with the reason
@@ -187,7 +187,7 @@ class _Looking:
             return
         self.count += 1
         self.seen.update(dict.fromkeys(str(operand.dtype).removeprefix("torch.") for operand in operands))
-        pairs = [(operand, fmt) for operand in operands for fmt in self.formats]
+        pairs = [(tensor, fmt) for tensor in operands for fmt in self.formats]
         if self.takes_codes:
             self.low = any(has_dtype_of(tensor, fmt) for tensor, fmt in pairs)
             self.wide = self.wide or (not self.low and any(has_format(tensor, fmt) for tensor, fmt in pairs))
@@ -225,7 +225,7 @@ class GivenState:
                 scattered = old.scattered + (tensor.layout is torch.strided and 1 not in tensor.stride())
                 shapes[shape] = GivenTensors(shape, old.tensors + 1, total, squares, int(subnormals), scattered)
         late = time.thread_time() > self._end
-        return () if late else tuple(sorted(shapes.values(), key=lambda given: -given.elements)[:_MOST_SHAPES])
+        return () if late else tuple(sorted(shapes.values(), key=lambda tensors: -tensors.elements)[:_MOST_SHAPES])
 
     def _sums(self, tensor: Any) -> tuple[float, float, int] | None:
         """Returns the sum, the sum of squares, and the number of subnormals; None if not all are finite, or time is

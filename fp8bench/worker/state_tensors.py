@@ -61,13 +61,13 @@ def state_tensors(state: object) -> StateTensors:
     for optimizer in optimizers:
         _claim(roles, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
     for holder in reversed(holders):  # the outer one knows better, so it comes last
-        given = holder.memory_roles()
-        if not isinstance(given, Mapping) or not all(isinstance(role, MemoryRole) for role in given):
+        declared_roles = holder.memory_roles()
+        if not isinstance(declared_roles, Mapping) or not all(isinstance(role, MemoryRole) for role in declared_roles):
             raise TypeError(
-                f"{type(holder).__name__}.memory_roles() returned {str(given)[:60]!r}; expected a mapping of "
+                f"{type(holder).__name__}.memory_roles() returned {str(declared_roles)[:60]!r}; expected a mapping of "
                 "MemoryRole to tensors or what holds them"
             )
-        for role, parts in dict(given).items():
+        for role, parts in dict(declared_roles).items():
             _claim(roles, parts, role)
     return roles
 
@@ -101,14 +101,14 @@ def _enter(roles: dict[int, MemoryRole | None], tensor: Any, role: MemoryRole | 
 
 def _within(root: object, until: float = math.inf) -> Iterator[object]:
     """Yields an object and all that it holds, near ones first; does not look into tensors, classes and modules."""
-    waiting, seen = deque([root]), set[int]()
-    kept = []  # an object must live as long as its id counts
-    while waiting and len(seen) < MOST_OBJECTS and time.thread_time() < until:
+    waiting, visited = deque([root]), set[int]()
+    alive = []  # an object must live as long as its id counts
+    while waiting and len(visited) < MOST_OBJECTS and time.thread_time() < until:
         part = waiting.popleft()
-        if isinstance(part, _CLOSED) or id(part) in seen:
+        if isinstance(part, _CLOSED) or id(part) in visited:
             continue
-        seen.add(id(part))
-        kept.append(part)
+        visited.add(id(part))
+        alive.append(part)
         yield part
         waiting.extend(_held_by(part))
 
@@ -135,15 +135,16 @@ def tensors_of(*roots: object, until: float = math.inf) -> Iterator[Any]:
     ends the search, in the thread's processor time, which stands still while others have the core."""
     import torch
 
-    seen = set()
+    views = set()
     for held in _within(roots, until):
         if not isinstance(held, torch.Tensor):
             continue
         tensors = (held, held.grad) if held.is_leaf and held.grad is not None else (held,)
-        for part in (part for tensor in tensors for part in _parts_of(tensor)):
-            if address_of(part) and (view := view_of(part)) not in seen:
-                seen.add(view)
-                yield part
+        for tensor in tensors:
+            for part in _parts_of(tensor):
+                if address_of(part) and (view := view_of(part)) not in views:
+                    views.add(view)
+                    yield part
 
 
 def address_of(tensor: Any) -> int:

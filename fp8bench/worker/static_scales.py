@@ -12,9 +12,9 @@ from fp8bench.protocols import Phases, ScaleBook, Setup, SilentPhases, Workload
 class Calibrations:
     """The largest magnitudes by layer and role that calibrating found, by case. A worker calibrates a case once."""
 
-    _known: dict[str, dict[tuple[str, str], float]] = field(default_factory=dict)
+    _amax_by_case: dict[str, dict[tuple[str, str], float]] = field(default_factory=dict)
 
-    def applied(self, workload: Workload, setup: Setup) -> Setup:
+    def apply(self, workload: Workload, setup: Setup) -> Setup:
         """Returns the setup with a book of its own for the case's scales, if the case asks for scales from data."""
         rule = setup.case.static
         if rule is None:
@@ -22,13 +22,13 @@ class Calibrations:
         if rule.source:
             return replace(setup, scales=ScaleBook(rule, rule.known_for(setup.case.precision)))
         name = setup.case.id
-        if name not in self._known:
+        if name not in self._amax_by_case:
             book = ScaleBook(rule)
             state = workload.prepare(replace(setup, scales=book))
             for _ in range(rule.batches):
                 step(workload, state, book, SilentPhases())
-            self._known[name] = {(scale.layer, scale.role): scale.amax for scale in book.states()}
-        return replace(setup, scales=ScaleBook(rule, self._known[name]))
+            self._amax_by_case[name] = {(scale.layer, scale.role): scale.amax for scale in book.states()}
+        return replace(setup, scales=ScaleBook(rule, self._amax_by_case[name]))
 
 
 def step(workload: Workload, state: Any, scales: ScaleBook | None, phase: Phases) -> Any:

@@ -87,17 +87,18 @@ class PhaseReadings:
     def turn(self, phase: str) -> None:
         reading = self.read()
         counts = self.steps[-1].setdefault(self._phase, [0.0] * len(reading))
-        for place, (now, before) in enumerate(zip(reading, self._last, strict=True)):
-            counts[place] += now - before
+        for place, (now, last) in enumerate(zip(reading, self._last, strict=True)):
+            counts[place] += now - last
         self._phase = phase
         self._last = self.read()
 
     def measurements(self, figures: Sequence[MetricSpec]) -> list[Measurement]:
-        present = [name for name in CELL_PHASES if any(name in counts for counts in self.steps)]
+        marked = set().union(*self.steps)
+        present = [name for name in CELL_PHASES if name in marked]
         measured = []
         for place, spec in enumerate(figures):
-            whole = tuple(sum(part[place] for part in counts.values()) for counts in self.steps)
-            measured.append(Measurement(spec.name, spec.unit, whole))
+            totals = tuple(sum(part[place] for part in counts.values()) for counts in self.steps)
+            measured.append(Measurement(spec.name, spec.unit, totals))
             for name in present:
                 parts = tuple(counts[name][place] if name in counts else 0.0 for counts in self.steps)
                 measured.append(Measurement(spec.name, spec.unit, parts, phase=name))
@@ -115,9 +116,9 @@ def counters_of_step(workload: Workload, setup: Setup, device: Device, index: in
     with collected_by_hand():
         for _ in range(_WARM_UPS):
             run(SilentPhases())
-        parts = (_host(run, unprobed or NO_PROBE), _device(run, device, index))
-    measured = tuple(measurement for measurements, _ in parts for measurement in measurements)
-    return measured, tuple(dict.fromkeys(why for _, whys in parts for why in whys))
+        host, host_reasons = _host(run, unprobed or NO_PROBE)
+        on_device, device_reasons = _device(run, device, index)
+    return (*host, *on_device), tuple(dict.fromkeys((*host_reasons, *device_reasons)))
 
 
 def _host(run: Callable[[Phases], None], unprobed: str) -> Counted:
@@ -127,6 +128,7 @@ def _host(run: Callable[[Phases], None], unprobed: str) -> Counted:
         faults = float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
         return (*probe.read(), faults) if probe is not None else (faults,)
 
+    # The probe counts in these steps alone: every call that it sees costs time.
     readings = PhaseReadings(read)
     if probe is not None:
         probe.switch(True)
@@ -147,11 +149,11 @@ def _device(run: Callable[[Phases], None], device: Device, index: int) -> Counte
         return (), ()
     samples: dict[MetricSpec, list[float]] = {spec: [] for spec in _DEVICE_COUNTS.values()}
     for _ in range(STEPS):
-        before = device.allocations(index) or {}
+        counts_before = device.allocations(index) or {}
         run(SilentPhases())
-        after = device.allocations(index) or {}
+        counts_after = device.allocations(index) or {}
         for name, spec in _DEVICE_COUNTS.items():
-            samples[spec].append(float(after.get(name, 0) - before.get(name, 0)))
+            samples[spec].append(float(counts_after.get(name, 0) - counts_before.get(name, 0)))
     seconds = device_call_seconds(record(run, device.kind)["traceEvents"]) / TRACED
     measured = [Measurement(spec.name, spec.unit, tuple(counts)) for spec, counts in samples.items()]
     return (*measured, Measurement(specs.DEVICE_ALLOCATOR_TIME.name, "s", (seconds,))), ()

@@ -35,7 +35,7 @@ from fp8bench.model import CELL_PHASES, StepEffect
 from fp8bench.model.words import LOADING
 from fp8bench.profiler import calls_operators
 from fp8bench.protocols import Device, Setup, Workload
-from fp8bench.worker.bits import copied, digest, other_numbers, put_back, same_after, sketch
+from fp8bench.worker.bits import copy_bytes, digest, other_numbers, put_back, same_after, sketch
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.state_tensors import address_of, draws_of, is_foreign, reads_elsewhere, tensors_of, version_of
 from fp8bench.worker.static_scales import step as take_step
@@ -106,7 +106,7 @@ class _Steps:
     def memories(self) -> dict[int, list[Any]]:
         return memories_of(self.state, self.returned)
 
-    def seen(self) -> list[_SeenMemory]:
+    def read_memory(self) -> list[_SeenMemory]:
         digests, end = [], time.thread_time() + LONGEST_SECONDS
         for address, tensors in self.memories().items():
             _in_time(end)
@@ -141,39 +141,44 @@ def effect_of(workload: Workload, setup: Setup, device: Device, index: int) -> S
 
 
 def _effect(steps: _Steps) -> StepEffect:
-    prepared = steps.seen()
-    taken = _until_alike(steps)
+    prepared = steps.read_memory()
+    taken = _step_until_repeat(steps)
     if taken is None:
         return StepEffect(True)
-    before, after = taken.seen[-2:]
-    if not after:
+    second_last, last = taken.history[-2:]
+    if not last:
         return StepEffect(None, "its state holds no tensor")
     if LOADING & set(steps.phases) or reads_elsewhere(steps.state):
         return StepEffect(None, "it may read data outside of tensors")
-    given = set(prepared) & set(before) & set(after)
+    inputs = set(prepared) & set(second_last) & set(last)
     answered = {address_of(tensor) for tensor in tensors_of(steps.returned)}
     results = [
         tensor
-        for tensor in after
-        if not taken.counts(tensor) and tensor not in given and (tensor not in before or tensor.address in answered)
+        for tensor in last
+        if not taken.counts(tensor)
+        and tensor not in inputs
+        and (tensor not in second_last or tensor.address in answered)
     ]
-    if not given:
+    if not inputs:
         return StepEffect(None, "it has no input tensor that could be changed")
     idle = not results and _idle(steps)
     if not idle and not any(
         result.floating or result.elements > 1 for result in results
     ):  # a truth value need not change
         return StepEffect(None, "none of its results is kept in its state, or returned")
-    floating, others = ({tensor.address for tensor in given if tensor.floating is kind} for kind in (True, False))
-    in_place = {result.address for result in results if result not in before} & {tensor.address for tensor in before}
-    for chosen, results_too in ((floating, False), (others, False), (in_place, True)):
+    floating = {tensor.address for tensor in inputs if tensor.floating}
+    integers = {tensor.address for tensor in inputs} - floating
+    in_place = {result.address for result in results if result not in second_last} & {
+        tensor.address for tensor in second_last
+    }
+    for chosen, results_too in ((floating, False), (integers, False), (in_place, True)):
         if chosen and _changes(steps, chosen, taken, results_too):
             return StepEffect(True)  # also if others than torch have launched the work, which nobody counts
     if idle:
-        if _rewrites(steps, set(before) & set(after) - given):
+        if _rewrites(steps, set(second_last) & set(last) - inputs):
             return StepEffect(True)
         return StepEffect(False, "it calls no operator of torch and leaves all tensors as they were")
-    return StepEffect(False, f"its results are the same, bit for bit, whatever its {len(given)} input tensors hold")
+    return StepEffect(False, f"its results are the same, bit for bit, whatever its {len(inputs)} input tensors hold")
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,7 @@ class _Taken:
     numbers that changed all the same: they may count steps. `anew` tells that single numbers which each step makes
     anew, and which have no lasting address, changed too."""
 
-    seen: list[list[_SeenMemory]]
+    history: list[list[_SeenMemory]]
     going_on: set[int]
     anew: bool
 
@@ -193,40 +198,47 @@ class _Taken:
 
     @cached_property
     def _lasting(self) -> set[int]:
-        return {tensor.address for tensor in self.seen[0]}
+        return {tensor.address for tensor in self.history[0]}
 
 
-def _until_alike(steps: _Steps) -> _Taken | None:
+def _step_until_repeat(steps: _Steps) -> _Taken | None:
     """Takes steps until one gives what an earlier one gave; None where none of a few does."""
     steps.take()
-    seen = [steps.seen()]
+    history = [steps.read_memory()]
     held = [steps.memories()]  # kept alive, or the next step's new tensors might get the same address and look alike
-    while len(seen) < _MOST_STEPS:
+    while len(history) < _MOST_STEPS:
         if steps.seconds() > LONGEST_SECONDS:
             raise _TakesLong(f"a step takes more than {LONGEST_SECONDS:g} s")
-        seen.append(steps.seen())
+        history.append(steps.read_memory())
         held.append(steps.memories())
-        for earlier in reversed(seen[:-1]):
-            if (going_on := _alike(earlier, seen[-1])) is not None:
-                return _Taken(seen, *going_on)
+        for earlier in reversed(history[:-1]):
+            if (going_on := _compare_steps(earlier, history[-1])) is not None:
+                return _Taken(history, *going_on)
     return None
 
 
-def _alike(old: Sequence[_SeenMemory], new: Sequence[_SeenMemory]) -> tuple[set[int], bool] | None:
+def _compare_steps(old: Sequence[_SeenMemory], new: Sequence[_SeenMemory]) -> tuple[set[int], bool] | None:
     """Compares two steps; None if they differ in more than single numbers. Otherwise it returns the addresses of single
     numbers that differ, and whether some of those made anew do. Memory that stays is compared by its address; what is
     made anew lies elsewhere each time, and is compared all together."""
-    before = {tensor.address: tensor for tensor in old}
-    stayed = {tensor.address: tensor for tensor in new if tensor.address in before}
-    going_on = {address for address, tensor in stayed.items() if tensor.digest != before[address].digest}
-    made_anew = [[tensor for tensor in some if tensor.address not in stayed] for some in (old, new)]
-    many, single = (
-        [Counter(tensor.digest for tensor in some if (tensor.elements > 1) is more) for some in made_anew]
-        for more in (True, False)
-    )
-    if any(stayed[address].elements > 1 for address in going_on) or many[0] != many[1]:
+    old_by_address = {tensor.address: tensor for tensor in old}
+    stayed = {tensor.address: tensor for tensor in new if tensor.address in old_by_address}
+    going_on = {address for address, tensor in stayed.items() if tensor.digest != old_by_address[address].digest}
+    # Memory that was made anew has no lasting address: compare all of its digests, single numbers by themselves.
+    many_old, single_old = _count_digests(old, stayed)
+    many_new, single_new = _count_digests(new, stayed)
+    if any(stayed[address].elements > 1 for address in going_on) or many_old != many_new:
         return None
-    return going_on, single[0] != single[1]
+    return going_on, single_old != single_new
+
+
+def _count_digests(memories: Sequence[_SeenMemory], stayed: Mapping[int, object]) -> tuple[Counter[int], Counter[int]]:
+    """Counts the digests of memory that did not stay: of tensors with several elements, and of single numbers."""
+    many, single = Counter[int](), Counter[int]()
+    for memory in memories:
+        if memory.address not in stayed:
+            (many if memory.elements > 1 else single)[memory.digest] += 1
+    return many, single
 
 
 def _changes(steps: _Steps, chosen: set[int], taken: _Taken, results_too: bool) -> bool:
@@ -236,23 +248,24 @@ def _changes(steps: _Steps, chosen: set[int], taken: _Taken, results_too: bool) 
 
     A chosen memory may be a result all the same: before the first step it held by chance what the steps give, as fresh
     memory does where the state before this one had its result, and torch did not count the writing."""
-    before, replaced = steps.seen(), dict[int, int]()
-    with ExitStack() as others:
+    memory_before, replaced = steps.read_memory(), dict[int, int]()
+    with ExitStack() as stack:
         # Each by numbers of its own: a result that equals an input would else equal it afterwards too.
         for seed, (address, (first, *_)) in enumerate(steps.memories().items()):
             if address in chosen:
-                others.enter_context(other_numbers(first, seed))
+                stack.enter_context(other_numbers(first, seed))
                 replaced[address] = digest(first)
         if steps.fails():
             return True
-        after = steps.seen()
-    untouched = {tensor.address for tensor in after if tensor.digest == replaced.get(tensor.address)}
+        memory_after = steps.read_memory()
+    untouched = {tensor.address for tensor in memory_after if tensor.digest == replaced.get(tensor.address)}
     left_out = set[int]() if results_too else untouched
 
-    def given(seen: Sequence[_SeenMemory]) -> Counter[int]:
-        return Counter(tensor.digest for tensor in seen if not taken.counts(tensor) and tensor.address not in left_out)
+    def count_results(memories: Sequence[_SeenMemory]) -> Counter[int]:
+        results = (tensor for tensor in memories if not taken.counts(tensor) and tensor.address not in left_out)
+        return Counter(tensor.digest for tensor in results)
 
-    return given(after) not in [given(seen) for seen in (*taken.seen, before)]
+    return count_results(memory_after) not in map(count_results, (*taken.history, memory_before))
 
 
 def _rewrites(steps: _Steps, written_once: set[_SeenMemory]) -> bool:
@@ -263,8 +276,8 @@ def _rewrites(steps: _Steps, written_once: set[_SeenMemory]) -> bool:
         if address in addresses:
             old = digest(first)
             with other_numbers(first, seed=0):
-                other = digest(first)
-                if steps.fails() or digest(first) not in (old, other):
+                replaced_digest = digest(first)
+                if steps.fails() or digest(first) not in (old, replaced_digest):
                     return True
     return False
 
@@ -307,29 +320,29 @@ class Slot(NamedTuple):
 
     typical: float
     least: float
-    left: Left
+    sums: Left
     most: float
 
 
-def slot_of(seconds: Sequence[float], operators: int, left: Left, most: float) -> Slot:
+def slot_of(seconds: Sequence[float], operators: int, sums: Left, most: float) -> Slot:
     """Makes a Slot of the seconds of its steps, or of their operators; `operators` is how many a step had if they were
     counted, else 0. The slowest step took `most`."""
-    return Slot(median(seconds), min(seconds) - _CALL_SECONDS * operators, left, most)
+    return Slot(median(seconds), min(seconds) - _CALL_SECONDS * operators, sums, most)
 
 
-def told_apart() -> Generator[bool, Slot | None, str]:
+def compare_slots() -> Generator[bool, Slot | None, str]:
     """Asks for slots by whether they are timed (else counted), and returns how the two kinds differ; '' if they do not,
     or nobody can tell. Most cases need only two slots."""
     timed: list[Slot] = []
     counted: list[Slot] = []
-    why = ""
+    reason = ""
     for is_timed in _ORDER:
         if (taken := (yield is_timed)) is None or taken.typical > LONGEST_SECONDS:
             return ""
         (timed if is_timed else counted).append(taken)
-        if counted and not (why := _difference(timed, counted)):
+        if counted and not (reason := _difference(timed, counted)):
             return ""
-    return why
+    return reason
 
 
 def _difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
@@ -344,20 +357,25 @@ def _difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
         return (
             f"timed, a step takes {units.seconds(quickest)}, and {units.seconds(most)} while its operators are counted"
         )
-    lefts = [slot.left for slot in (*timed, *counted)]
-    least = _ROUNDING * max((float(sums.abs().max()) for left in lefts for sums in left), default=0.0)
-    for place in zip_longest(*lefts):
+    # A tensor accuses a step only if all slots of either kind agree about it.
+    sketches = [slot.sums for slot in (*timed, *counted)]
+    least = _ROUNDING * max((float(sums.abs().max()) for slot_sums in sketches for sums in slot_sums), default=0.0)
+    for place in zip_longest(*sketches):
         of_timed, of_counted = place[: len(timed)], place[len(timed) :]
-        settled = all(_left_alike(some[0], other, least) for some in (of_timed, of_counted) for other in some[1:])
-        if settled and not _left_alike(of_timed[0], of_counted[0], least):
+        is_settled = _agree(of_timed, least) and _agree(of_counted, least)
+        if is_settled and not _same_sums(of_timed[0], of_counted[0], least):
             return "timed, a step leaves other numbers than while its operators are counted"
     return ""
 
 
-def _left_alike(sums: Any, others: Any, least: float) -> bool:
-    if sums is None or others is None:
-        return sums is others
-    apart, most = float((sums - others).abs().max()), float(max(sums.abs().max(), others.abs().max()))
+def _agree(sketches: Sequence[Any], least: float) -> bool:
+    return all(_same_sums(sketches[0], sums, least) for sums in sketches[1:])
+
+
+def _same_sums(sums: Any, other_sums: Any, least: float) -> bool:
+    if sums is None or other_sums is None:
+        return sums is other_sums
+    apart, most = float((sums - other_sums).abs().max()), float(max(sums.abs().max(), other_sums.abs().max()))
     return apart <= max(_ALIKE * most, least)
 
 
@@ -366,7 +384,7 @@ class Beginning:
 
     def __init__(self, state: object, memories: Mapping[int, list[Any]] | None) -> None:
         self._state, self._known = state, memories is not None
-        self._begun = {address: (some[0], copied(some[0])) for address, some in (memories or {}).items()}
+        self._begun = {address: (some[0], copy_bytes(some[0])) for address, some in (memories or {}).items()}
         self._draws = draws_of(state) if self._known else []
         self._made: dict[int, tuple[Any, Any]] = {}
 
@@ -375,7 +393,7 @@ class Beginning:
         for first, copy in self._begun.values():
             put_back(first, copy)
         held = memories_of(self._state) if self._known else {}
-        self._made = {at: (some[0], copied(some[0])) for at, some in held.items() if at not in self._begun}
+        self._made = {at: (some[0], copy_bytes(some[0])) for at, some in held.items() if at not in self._begun}
         for draw_again in self._draws:
             draw_again()
 
@@ -390,17 +408,17 @@ class Beginning:
 
 
 @contextmanager
-def as_they_were(state: object, inputs: set[int]) -> Iterator[Beginning]:
+def restore_state(state: object, inputs: set[int]) -> Iterator[Beginning]:
     """Gives inputs other numbers in the body; restores the state's memory and generators after it. A state of more than
     MOST_BYTES goes on as it is."""
     memories = memories_of(state)
     if sum(some[0].untyped_storage().nbytes() for some in memories.values()) > MOST_BYTES:
         yield Beginning(state, None)
         return
-    with ExitStack() as kept:
+    with ExitStack() as stack:
         for draw_again in draws_of(state):
-            kept.callback(draw_again)
+            stack.callback(draw_again)
         for seed, (address, (first, *_)) in enumerate(memories.items()):
             replaced = address in inputs and first.dtype.is_floating_point
-            kept.enter_context(other_numbers(first, seed) if replaced else same_after(first))
+            stack.enter_context(other_numbers(first, seed) if replaced else same_after(first))
         yield Beginning(state, memories)

@@ -48,39 +48,41 @@ def aside() -> Iterator[None]:
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """Runs a pass that is not timed. It may print, to stderr; LeftRunning is raised if it leaves something running."""
-    before = running()
+    already_running = running()
     with aside():
         yield
-    left = still_running(running() - before)
-    if left:
+    still_there = still_running(running() - already_running)
+    if still_there:
         raise LeftRunning(
-            f"it left {len(left)} running ({', '.join(left[:5])}): they are timed with what comes next. Join them."
+            f"it left {len(still_there)} running ({', '.join(still_there[:5])}): "
+            "they are timed with what comes next. Join them."
         )
 
 
 @contextlib.contextmanager
 def silent_step() -> Iterator[None]:
     """Runs steps; raises if one of them printed, or left a thread or a process running."""
-    before, written = running(), _written()
+    already_running, written = running(), _stdout_size()
     with _forks_end_here(), contextlib.redirect_stdout(io.StringIO()) as printed:
         yield
     lines = printed.getvalue().strip().splitlines()
-    past_python = _written() - written
+    past_python = _stdout_size() - written
     if lines or past_python:
-        what = repr(lines[0][:60]) if lines else f"{past_python} bytes past Python's own stdout"
-        more = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
+        printed_words = repr(lines[0][:60]) if lines else f"{past_python} bytes past Python's own stdout"
+        more_lines = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
         raise StepPrinted(
-            f"a step printed {what}{more}: printing is timed with the step. Print while preparing, or not at all."
+            f"a step printed {printed_words}{more_lines}: printing is timed with the step. "
+            "Print while preparing, or not at all."
         )
-    left = still_running(running() - before, 0.0)
-    if left:
+    still_there = still_running(running() - already_running, 0.0)
+    if still_there:
         raise LeftRunning(
-            f"a step left {len(left)} running ({', '.join(left[:5])}): what outlives its step is timed with the next "
-            "one. Join it in the step, or start it while preparing."
+            f"a step left {len(still_there)} running ({', '.join(still_there[:5])}): "
+            "what outlives its step is timed with the next one. Join it in the step, or start it while preparing."
         )
 
 
-def _written() -> int:
+def _stdout_size() -> int:
     try:
         status = os.fstat(1)
     except OSError:
@@ -117,8 +119,8 @@ class Running:
     threads: frozenset[threading.Thread] = frozenset()
     processes: frozenset[int] = frozenset()
 
-    def __sub__(self, other: Running) -> Running:
-        return Running(self.threads - other.threads, self.processes - other.processes)
+    def __sub__(self, earlier: Running) -> Running:
+        return Running(self.threads - earlier.threads, self.processes - earlier.processes)
 
 
 _owns_process = False
@@ -144,21 +146,21 @@ def running() -> Running:
 def still_running(started: Running, grace: float = GRACE_SECONDS) -> list[str]:
     """Returns the names of threads that do not end within `grace` seconds, and of processes, which it then ends.
     torch's own threads do not count."""
-    left = [thread for thread in started.threads if not _is_torchs(thread)]
+    threads = [thread for thread in started.threads if not _is_torchs(thread)]
     for _ in range(_PIECES):  # where the system stops this process for a while, no more than one piece passes
-        if left := [thread for thread in left if thread.is_alive()]:
-            left[0].join(grace / _PIECES)
-    return [thread.name for thread in left if thread.is_alive()] + _ended(started.processes)
+        if threads := [thread for thread in threads if thread.is_alive()]:
+            threads[0].join(grace / _PIECES)
+    return [thread.name for thread in threads if thread.is_alive()] + _end_processes(started.processes)
 
 
 @contextlib.contextmanager
 def nothing_left_on_error() -> Iterator[None]:
     """If the body raises, ends the processes it has started: no state is kept that could end them later."""
-    before = running()
+    already_running = running()
     try:
         yield
     except BaseException:
-        still_running(running() - before, 0.0)
+        still_running(running() - already_running, 0.0)
         raise
 
 
@@ -201,12 +203,12 @@ def _descendants(pid: int, thread: int | str | None = None) -> Iterator[int]:
             yield from _descendants(child)
 
 
-def _ended(started: Iterable[int]) -> list[str]:
+def _end_processes(started: Iterable[int]) -> list[str]:
     end = time.monotonic() + _ENDING_SECONDS
-    while (left := [pid for pid in sorted(started) if _is_busy(pid)]) and time.monotonic() < end:
+    while (remaining := [pid for pid in sorted(started) if _is_busy(pid)]) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
-    names = [f"process {pid}: {_command_line(pid):.60}" for pid in left]
-    for pid in left:
+    names = [f"process {pid}: {_command_line(pid):.60}" for pid in remaining]
+    for pid in remaining:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):  # not ours: a child's child, say
@@ -222,10 +224,10 @@ def _is_busy(pid: int) -> bool:
 def _command_line(pid: int) -> str:
     """Returns the program's name without its folder, and its arguments; '' once the process is gone."""
     try:
-        program, *rest = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        program, *arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return ""
-    return " ".join([program.rpartition("/")[2], *rest]).strip()
+    return " ".join([program.rpartition("/")[2], *arguments]).strip()
 
 
 def _runs(pid: int) -> bool:

@@ -29,17 +29,17 @@ class SwitchesChanged(RuntimeError):
 
 
 @contextlib.contextmanager
-def unchanged(known: Sequence[Any] | None = None) -> Iterator[Sequence[Any]]:
+def restore_switches(known_values: Sequence[Any] | None = None) -> Iterator[Sequence[Any]]:
     """Puts back the switches that the body leaves changed; raises SwitchesChanged unless the body itself raised. Yields
-    the values before the body. Another body under the same precision may be given them as `known`, which saves reading
-    them."""
-    before = values_of(switches()) if known is None else known
+    the values before the body. Another body under the same precision may be given them as `known_values`, which
+    saves reading them."""
+    old_values = values_of(switches()) if known_values is None else known_values
     try:
-        yield before
+        yield old_values
     except BaseException:
-        put_back(switches(), before)
+        put_back(switches(), old_values)
         raise
-    changed = put_back(switches(), before)
+    changed = put_back(switches(), old_values)
     if changed:
         raise SwitchesChanged(
             f"it left {', '.join(changed)}: other cases run in the same process. Put switches back, in a finally."
@@ -49,8 +49,8 @@ def unchanged(known: Sequence[Any] | None = None) -> Iterator[Sequence[Any]]:
 @contextlib.contextmanager
 def under(precision: Precision) -> Iterator[None]:
     """Enters a precision's scope. A user's own precision is checked to put back what it sets; fp8bench's have tests."""
-    own = type(precision).__module__.startswith("fp8bench.")
-    with contextlib.nullcontext() if own else unchanged(), precision.scope():
+    is_fp8bench = type(precision).__module__.startswith("fp8bench.")
+    with contextlib.nullcontext() if is_fp8bench else restore_switches(), precision.scope():
         yield
 
 
@@ -86,6 +86,7 @@ def own_code() -> Callable[[], tuple[str, ...]]:
     replaces one of them changes its own time, or what is seen of it."""
     places: list[tuple[dict[str, Any], str]] = []
     for name, module in list(sys.modules.items()):
+        # Places are listed once: what a step adds to a module later is none of ours.
         if name.startswith(_MEASURING):
             kinds = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == name]
             for holder in (module, *kinds):
@@ -93,18 +94,19 @@ def own_code() -> Callable[[], tuple[str, ...]]:
     functions: list[Any] = [names[name] for names, name in places]
     codes = [function.__code__ for function in functions]
 
-    def replaced() -> tuple[str, ...]:
+    def find_replaced() -> tuple[str, ...]:
+        # The quick way out, which every step takes: no names are made.
         now: list[Any] = [names.get(name) for names, name in places]
         if now == functions and [function.__code__ for function in functions] == codes:
             return ()
-        known = zip(functions, codes, now, strict=True)
+        functions_now = zip(functions, codes, now, strict=True)
         return tuple(
             f"{function.__module__}.{function.__qualname__}"
-            for function, code, other in known
-            if other is not function or function.__code__ is not code
+            for function, code, current in functions_now
+            if current is not function or function.__code__ is not code
         )
 
-    return replaced
+    return find_replaced
 
 
 def _functions_of(holder: Any) -> Iterator[tuple[dict[str, Any], str]]:
@@ -124,13 +126,13 @@ def arithmetic_switches() -> tuple[Switch, ...]:
 def recorded_values() -> dict[str, Scalar | None]:
     """Returns the values of all recorded switches, and one text of those that differ from a new process, or None."""
     values = {switch: plain(switch.read()) for switch in switches() if switch.recorded}
-    others = [
+    unusual = [
         f"{switch.name} at {value} (usually {plain(switch.usual)})"
         for switch, value in values.items()
         if switch.usual is not Unset and value != plain(switch.usual)
     ]
     facts = {f"{SWITCH}{switch.name}": value for switch, value in values.items()}
-    return {**facts, SWITCHES_SET: "; ".join(others) or None}
+    return {**facts, SWITCHES_SET: "; ".join(unusual) or None}
 
 
 def refuse_distorted_reference() -> None:
@@ -147,9 +149,10 @@ def refuse_distorted_reference() -> None:
         f"{switch.name} at {plain(value)!s:.100} (expected {switch.wanted or plain(switch.usual)})"
         for switch, value in wrong[:_MOST_NAMED]
     ]
-    more = [f"{len(wrong) - _MOST_NAMED} more"] if len(wrong) > _MOST_NAMED else []
+    remaining = [f"{len(wrong) - _MOST_NAMED} more"] if len(wrong) > _MOST_NAMED else []
     mends = dict.fromkeys(switch.mend for switch, _ in wrong[:_MOST_NAMED])
     raise UsageError(
-        f"the process that is to measure has {'; '.join([*words, *more])}, and the reference would run under that. "
+        f"the process that is to measure has {'; '.join([*words, *remaining])}, "
+        "and the reference would run under that. "
         f"Put it right first ({'; '.join(mends)}), or let a process of its own measure (isolation)."
     )

@@ -26,7 +26,7 @@ from fp8bench.tape.counting import count_tape
 from fp8bench.tape.recorder import OperatorTape
 from fp8bench.tape.timed_calls import OperatorTimes, seconds_by_operator, shares_of, shares_of_kernels
 from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.fusing import uncompiled
+from fp8bench.worker.fusing import without_compiling
 from fp8bench.worker.state_tensors import modules_of
 from fp8bench.worker.static_scales import step
 
@@ -41,10 +41,11 @@ def tape_of_step(workload: Workload, setup: Setup, precision: Precision, stamper
     mode = OperatorTape()
     clock = PhaseClock(stamper, lambda code: mode.enter(CELL_PHASES[code]))
     state = workload.prepare(setup)
-    with uncompiled():
+    with without_compiling():
+        # The first step makes moments and caches, which are no part of a usual one.
         step(workload, state, setup.scales, clock)
     clock.begin()
-    with uncompiled() as compiled, mode:
+    with without_compiling() as compiled, mode:
         step(workload, state, setup.scales, clock)
     tape = count_tape(mode.calls, precision.float32_products != "highest")
     return replace(tape, fused=_FUSED) if compiled else tape
@@ -77,7 +78,7 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares |
     steps = _SharedSteps(
         lambda phases: step(workload, state, setup.scales, phases), lambda: device.synchronise(index), setup.facts
     )
-    with uncompiled() as compiled:
+    with without_compiling() as compiled:
         steps.plain()
     if compiled:
         return _COMPILED
@@ -87,11 +88,13 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares |
 def _operator_shares(steps: _SharedSteps, state: Any) -> Shares:
     mode = OperatorTimes(modules_of(state), steps.clock)
     watched, plain = [], []
+    # Watched and plain steps take turns, so that drift hits both.
     for _ in _turns():
         with mode.watching() as calls:
             steps.run(mode.phases)
         watched.append(calls)
         plain.append(steps.plain())
+    # The first of each warms up, unless there is no other.
     return shares_of(watched[1:] or watched, plain[1:] or plain)
 
 
@@ -104,6 +107,7 @@ def _kernel_shares(steps: _SharedSteps, state: Any) -> Shares:
             steps.run(mode.phases)
         steps.wait()
 
+    # Once without the profiler: its first step pays for starting it.
     look()
     inside, outside = seconds_by_operator(recorded(look, steps.facts.kind))
     return shares_of_kernels(mode.calls, inside, outside, median(plain))

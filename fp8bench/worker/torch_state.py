@@ -16,7 +16,7 @@ from torch.utils._device import DeviceContext
 from fp8bench.model import Scalar
 
 
-def unmixed(read: Callable[[], Any]) -> Any:
+def read_unmixed(read: Callable[[], Any]) -> Any:
     """Returns "mixed" where torch refuses to answer because newer settings by backend contradict an older one."""
     try:
         return read()
@@ -25,8 +25,8 @@ def unmixed(read: Callable[[], Any]) -> Any:
 
 
 def freeze(frozen: bool) -> None:
-    own: Any = torch.backends
-    setattr(own.m, "__allow_nonbracketed_mutation_flag", not frozen)
+    backends: Any = torch.backends
+    setattr(backends.m, "__allow_nonbracketed_mutation_flag", not frozen)
 
 
 def function_modes() -> list[Any]:
@@ -58,13 +58,17 @@ def native_off() -> tuple[tuple[str, str], ...]:
     if not (state._dsl_names or state._op_symbols or state._dispatch_keys):
         return ()
     kinds = (("language", state._dsl_names), ("operator", state._op_symbols), ("device", state._dispatch_keys))
-    return tuple((kind, name) for kind, names in kinds for name in sorted(names))
+    turned_off: list[tuple[str, str]] = []
+    for kind, names in kinds:
+        turned_off += [(kind, name) for name in sorted(names)]
+    return tuple(turned_off)
 
 
 def put_back_native(old: tuple[tuple[str, str], ...]) -> None:
     native = torch.backends.python_native
     words = {"operator": "operations", "device": "dispatch_keys"}
     now = native_off()
+    # Only what differs is touched: turning a switch may load a library.
     for turn, changed in (("enable", set(now) - set(old)), ("disable", set(old) - set(now))):
         for kind, name in changed:
             if kind == "language":
@@ -102,13 +106,14 @@ def set_default_compiler(old: Any) -> None:
 
 def set_stream(handle: int) -> None:
     cuda: Any = torch.cuda
+    # 0 is the handle of the default stream, which no ExternalStream may wrap.
     cuda.set_stream(cuda.ExternalStream(handle) if handle else cuda.default_stream())
 
 
-def once_used(read: Callable[[], Any], before: Any) -> Any:
-    """Reads a value if the GPU is in use, else returns `before`: reading would begin to use it."""
+def read_if_used(read: Callable[[], Any], default: Any) -> Any:
+    """Reads a value if the GPU is in use, else returns `default`: reading would begin to use it."""
     cuda: Any = torch.cuda
-    return read() if cuda.is_initialized() else before
+    return read() if cuda.is_initialized() else default
 
 
 def attention_order() -> list[int]:
@@ -121,6 +126,7 @@ def attention_order() -> list[int]:
 
 @cache
 def _choose_attention() -> None:
+    # The smallest attention that every kernel takes.
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
     torch._fused_sdp_choice(query, query, query)
 
@@ -137,6 +143,7 @@ def cublaslt_version() -> int | None:
     """Returns cuBLASLt's own number (130100 is 13.1.0); None if torch has not loaded it, or nobody can tell."""
     try:
         lines = _MAPS.read_text().splitlines()
+        # The library that is mapped, and not one that a search path would find.
         path = next(line[line.index("/") :] for line in lines if "/libcublasLt.so" in line)
         version = ctypes.CDLL(path).cublasLtGetVersion
     except (OSError, StopIteration, AttributeError):

@@ -20,6 +20,7 @@ _LOWERED = ("tf32", "bf16", "mixed")
 
 def torch_switches() -> Iterator[Switch]:
     """Yields the switches in the order of putting them back: first those that block others, newer settings last."""
+    # A lock on flags comes off before flags are put back.
     yield from _modes()
     yield from _numbers()
     yield from _libraries()
@@ -31,6 +32,7 @@ def torch_switches() -> Iterator[Switch]:
 
 def switches_of_arithmetic() -> Iterator[Switch]:
     """Yields the switches that change how fast, or how exactly, torch computes the same operators."""
+    # Modes and hooks are left out: they run code, and change no operator.
     yield from _numbers()
     yield from _libraries()
     yield from _products()
@@ -212,9 +214,10 @@ def _attention() -> Iterator[Switch]:
         ("cuDNN's attention", "cudnn"),
     ):
         yield _call(words, getattr(cuda, f"{name}_sdp_enabled"), f"torch.backends.cuda.enable_{name}_sdp", usual=True)
+    # Reading the order would begin to use a GPU.
     order = torch._C._get_sdp_priority_order
     if torch.cuda.is_available():
-        order = partial(state.once_used, state.attention_order, NotInUse)
+        order = partial(state.read_if_used, state.attention_order, NotInUse)
     yield Switch("the order of attention's kernels", order, torch._C._set_sdp_priority_order)
     yield Switch(
         "reduced-precision sums in attention",
@@ -245,12 +248,13 @@ def _attention() -> Iterator[Switch]:
 
 
 def _modules_and_compilers() -> Iterator[Switch]:
+    # Hooks of all modules run in every layer of the reference as well.
     hooks = [value for name, value in vars(module).items() if name.startswith("_global_") and isinstance(value, dict)]
 
     def put_back(old: tuple[dict[int, Any], ...]) -> None:
-        for holder, kept in zip(hooks, old, strict=True):
+        for holder, old_hooks in zip(hooks, old, strict=True):
             holder.clear()
-            holder.update(kept)
+            holder.update(old_hooks)
 
     yield Switch(
         "hooks of all modules",
@@ -273,6 +277,7 @@ def _gpus() -> Iterator[Switch]:
     """Yields switches of GPUs, which are read only once a GPU is in use: reading would begin to use it."""
     if not torch.cuda.is_available():
         return
+    # Words, how to read and write, what is usual, and the public name.
     cuda, tunable, libraries = torch.cuda, torch.cuda.tunable, torch.backends.cuda
     plans, name = libraries.cufft_plan_cache, "torch.backends.cuda.cuFFTPlanCache.max_size"
     rows: list[tuple[str, Callable[[], Any], Callable[[Any], object], Any, str]] = [
@@ -309,6 +314,7 @@ def _gpus() -> Iterator[Switch]:
         ),
         ("cuFFT's plans", lambda: plans.max_size, lambda size: setattr(plans, "max_size", size), Unset, name),
     ]
+    # Older versions of torch lack these.
     rows += [
         (f"the workspace of {called}", size, size, Unset, f"torch.backends.cuda.{function}")
         for called, function in (("cuBLAS", "cublas_workspace_size"), ("cuBLASLt", "cublaslt_workspace_size"))
@@ -316,7 +322,7 @@ def _gpus() -> Iterator[Switch]:
     ]
     for words, read, write, usual, public in rows:
         yield Switch(
-            words, partial(state.once_used, read, NotInUse if usual is Unset else usual), write, (public,), usual
+            words, partial(state.read_if_used, read, NotInUse if usual is Unset else usual), write, (public,), usual
         )
 
 
@@ -324,7 +330,7 @@ def _products() -> Iterator[Switch]:
     """Yields how numbers are multiplied and summed. Older switches of float32 come first: they write newer ones."""
     yield Switch(
         "float32 products",
-        partial(state.unmixed, torch.get_float32_matmul_precision),
+        partial(state.read_unmixed, torch.get_float32_matmul_precision),
         torch.set_float32_matmul_precision,
         ("torch.set_float32_matmul_precision", "torch.backends.cuda.matmul.allow_tf32"),
         "highest",
@@ -334,7 +340,7 @@ def _products() -> Iterator[Switch]:
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     yield Switch(
         "cuDNN's TF32",
-        lambda: state.unmixed(lambda: cudnn.allow_tf32),
+        lambda: state.read_unmixed(lambda: cudnn.allow_tf32),
         lambda on: setattr(cudnn, "allow_tf32", on),
         ("torch.backends.cudnn.allow_tf32",),
         True,

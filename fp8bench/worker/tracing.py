@@ -75,7 +75,7 @@ def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
     if not traces:
         raise RuntimeError("torch's profiler recorded nothing")
     trace = traces[0]
-    trace["traceEvents"] = mended(trace["traceEvents"])
+    trace["traceEvents"] = cut_overlaps(trace["traceEvents"])
     if not any(str(event.get("name", "")).startswith(STEP) for event in trace["traceEvents"]):
         raise RuntimeError("torch's profiler recorded no steps")
     return trace
@@ -103,21 +103,21 @@ class TracedStretch:
     end: int
 
 
-def mended(events: Iterable[Event]) -> list[Event]:
+def cut_overlaps(events: Iterable[Event]) -> list[Event]:
     """Cuts phases so that of two stretches on one thread one lies within the other, or they are apart. A phase around
     operators that torch differentiates opens in one node of the backward pass and closes in another, so that it begins
     within an operator which it outlives. Viewers drop such overlaps. The cuts are microseconds long."""
     shortened = list(events)
-    others: dict[object, list[TracedStretch]] = defaultdict(list)
+    stretches: dict[object, list[TracedStretch]] = defaultdict(list)
     edges: dict[object, set[int]] = defaultdict(set)
     for event in shortened:
         if _is_phase(event):
             phase = _stretch(event)
             edges[event.get("tid")] |= {phase.start, phase.end}
         elif _is_timed(event) and event.get("cat") in (_OPERATOR, _ANNOTATION):
-            others[event.get("tid")].append(_stretch(event))
-    is_open = {thread: _open_at(others[thread], times) for thread, times in edges.items()}
-    return [_cut(event, is_open[event.get("tid")]) if _is_phase(event) else event for event in shortened]
+            stretches[event.get("tid")].append(_stretch(event))
+    is_open = {thread: _open_at(stretches[thread], times) for thread, times in edges.items()}
+    return [_cut_phase(event, is_open[event.get("tid")]) if _is_phase(event) else event for event in shortened]
 
 
 def _open_at(stretches: Sequence[TracedStretch], times: Iterable[int]) -> dict[int, list[TracedStretch]]:
@@ -132,7 +132,7 @@ def _open_at(stretches: Sequence[TracedStretch], times: Iterable[int]) -> dict[i
     return opened
 
 
-def _cut(event: Event, is_open: Mapping[int, Sequence[TracedStretch]]) -> Event:
+def _cut_phase(event: Event, is_open: Mapping[int, Sequence[TracedStretch]]) -> Event:
     phase = _stretch(event)
     start = max((stretch.end for stretch in is_open[phase.start] if stretch.end < phase.end), default=phase.start)
     end = min((stretch.start for stretch in is_open[phase.end] if stretch.start >= start), default=phase.end)

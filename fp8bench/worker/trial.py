@@ -34,7 +34,7 @@ _MOST_OF_WHOLE = 0.08
 _BY_ACCELERATE = ("accelerate", "msamp")
 
 
-def installed() -> tuple[tuple[str, str], ...]:
+def installed_packages() -> tuple[tuple[str, str], ...]:
     """Returns names and versions of the packages of backends and Accelerate, except torch. Nothing is imported."""
     versions = []
     for package in sorted({*(backends.get(name).package for name in backends.names()), *_BY_ACCELERATE} - {"torch"}):
@@ -61,13 +61,13 @@ class Trials:
         for mode in (case.precision, *(word for _, word in case.precision_map)):
             key = mode, facts.key
             if key not in self._known:
-                self._known[key] = _tried(precisions.get(mode), facts)
+                self._known[key] = _try_precision(precisions.get(mode), facts)
             if self._known[key]:
                 return self._known[key]
         return ""
 
 
-def _tried(precision: Precision, facts: DeviceFacts) -> str:
+def _try_precision(precision: Precision, facts: DeviceFacts) -> str:
     native = precision.support(facts).is_native
     if not precision.takes_backend or not (native or precision.whole_layers):
         return ""
@@ -87,11 +87,11 @@ def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFac
     """Returns what is wrong with the three products of one layer, with the largest error; '' if nothing."""
     random = torch.Generator(facts.key).manual_seed(0)
 
-    whole = arithmetic.whole(torch.nn.Parameter(torch.zeros(_OUTPUTS, _INPUTS, device=facts.key))) is not None
+    is_whole = arithmetic.whole(torch.nn.Parameter(torch.zeros(_OUTPUTS, _INPUTS, device=facts.key))) is not None
     # Random rounding may rightly lose the small ends of a wide range.
-    decades = 0.5 if whole else 2.0
+    decades = 0.5 if is_whole else 2.0
 
-    def drawn(rows: int, columns: int, down: float, across: float) -> Tensor:
+    def draw(rows: int, columns: int, down: float, across: float) -> Tensor:
         """Draws numbers whose rows and columns vary in size by powers of ten: `down` and `across` times the decades."""
         ends = [decades * value for value in (down, across)]
         sizes = torch.logspace(-ends[0], ends[0], rows, device=facts.key)[:, None]
@@ -101,12 +101,12 @@ def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFac
 
     # Along a contraction one operand grows as the other falls, so that every part of the sum counts.
     x, weight, gradient = (
-        drawn(_TOKENS, _INPUTS, 1, 0.5),
-        drawn(_OUTPUTS, _INPUTS, 1, -0.5),
-        drawn(_TOKENS, _OUTPUTS, -1, -1),
+        draw(_TOKENS, _INPUTS, 1, 0.5),
+        draw(_OUTPUTS, _INPUTS, 1, -0.5),
+        draw(_TOKENS, _OUTPUTS, -1, -1),
     )
     sources = (x.to(arithmetic.carrier), weight, gradient.to(arithmetic.carrier))
-    if whole:
+    if is_whole:
         errors, most = _of_whole(arithmetic, on_device(recipe_of(precision), facts), *sources), _MOST_OF_WHOLE
         against, share = "fp8bench's emulation of it", "that"
     else:
@@ -134,10 +134,10 @@ def _of_operands(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Te
         "weight gradient's": (arithmetic.turn(g, gradient, Role.GRADIENT), arithmetic.turn(a, x, Role.INPUT)),
     }
     errors = {}
-    for name, (one, other) in pairs.items():
-        left, right = (arithmetic.restore(operand, torch.float64) for operand in (one, other))
-        product = arithmetic.product(one, other, arithmetic.carrier)
-        errors[name] = _largest(product, left @ right.t(), left.abs() @ right.abs().t())
+    for name, (first, second) in pairs.items():
+        first_values, second_values = (arithmetic.restore(operand, torch.float64) for operand in (first, second))
+        product = arithmetic.product(first, second, arithmetic.carrier)
+        errors[name] = _largest(product, *_exact_product(first_values, second_values))
     return {**errors, **_of_parts(arithmetic, a, g, (x, weight, gradient))} if arithmetic.groups else errors
 
 
@@ -153,25 +153,32 @@ def _of_parts(
         parts = torch.split_with_sizes(source, sizes)
         return [exact(arithmetic.turn(arithmetic.cast(part, role), part, role)) for part in parts]
 
+    # 1. Two unequal parts: equal ones would hide a wrong end.
     x, weight, gradient = sources
     sizes = [_TOKENS // 4, _TOKENS - _TOKENS // 4]
     ends = torch.tensor(sizes, device=x.device).cumsum(0).to(torch.int32)
+    # 2. Exact products of each part, of the same operands.
     both = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
     rows = zip(torch.split_with_sizes(exact(a), sizes), map(exact, both), strict=True)
     turned = zip(columns(gradient, Role.GRADIENT), columns(x, Role.INPUT), strict=True)
+    # 3. The same by grouped products, forward and for weights.
     forward = torch.split_with_sizes(arithmetic.grouped(a, stack_operands(both), ends), sizes)
     gradients = arithmetic.grouped(
         turn_parts(arithmetic, g, gradient, Role.GRADIENT, sizes),
         turn_parts(arithmetic, a, x, Role.INPUT, sizes),
         ends,
     ).unbind()
-    return {
-        f"grouped {name}": max(
-            _largest(found, left @ right.t(), left.abs() @ right.abs().t())
-            for found, (left, right) in zip(parts, pairs, strict=True)
-        )
-        for name, parts, pairs in (("forward", forward, rows), ("weight gradient's", gradients, turned))
-    }
+    # 4. The larger error of the two parts counts.
+    errors = {}
+    for name, parts, pairs in (("forward", forward, rows), ("weight gradient's", gradients, turned)):
+        of_parts = [_largest(part, *_exact_product(*pair)) for part, pair in zip(parts, pairs, strict=True)]
+        errors[f"grouped {name}"] = max(of_parts)
+    return errors
+
+
+def _exact_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the product of two matrices of rows, and the sums of its magnitudes."""
+    return a @ b.t(), a.abs() @ b.abs().t()
 
 
 def _of_whole(arithmetic: Arithmetic, recipe: Recipe, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:
@@ -180,18 +187,18 @@ def _of_whole(arithmetic: Arithmetic, recipe: Recipe, x: Tensor, weight: Tensor,
 
     ours = RecipeArithmetic(recipe, arithmetic.carrier)
     outcomes = []
-    for own in (False, True):
+    for is_emulated in (False, True):
         inputs, parameter = x.detach().clone().requires_grad_(), torch.nn.Parameter(weight.detach().clone())
-        whole = None if own else arithmetic.whole(parameter)
-        y = linear(inputs, parameter, ours, SilentPhases()) if whole is None else whole(inputs)
+        layer_function = None if is_emulated else arithmetic.whole(parameter)
+        y = linear(inputs, parameter, ours, SilentPhases()) if layer_function is None else layer_function(inputs)
         outcomes.append((y, *torch.autograd.grad(y, (inputs, parameter), gradient)))
     pairs = zip(("forward", "input gradient's", "weight gradient's"), zip(*outcomes, strict=True), strict=True)
-    return {name: _relative(theirs, wanted) for name, (theirs, wanted) in pairs}
+    return {name: _relative(theirs, expected) for name, (theirs, expected) in pairs}
 
 
-def _relative(product: Tensor, wanted: Tensor) -> float:
+def _relative(product: Tensor, expected: Tensor) -> float:
     """Returns the difference of two matrices as a share of the second; NaN if that is zero."""
-    exact = wanted.detach().to(torch.float64)
+    exact = expected.detach().to(torch.float64)
     norm = float(exact.norm())
     return float((product.detach().to(torch.float64) - exact).norm()) / norm if norm > 0 else math.nan
 

@@ -32,7 +32,7 @@ from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_counters import counters_of_step
 from fp8bench.worker.step_guards import Running, apart
-from fp8bench.worker.switches import unchanged, under
+from fp8bench.worker.switches import restore_switches, under
 from fp8bench.worker.tracing import record, write
 
 
@@ -64,19 +64,20 @@ class UntimedPasses:
             return tuple(workload.examine(setup()) or ())
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
-        kept = self._exact
+        # _apart forgets what was kept, as any other request should.
+        kept_exact = self._exact
         with self._apart(case, facts) as (workload, _, setup):
-            if why := workload.error_refused(dict(case.params)):
-                return str(why)
-            shared = partial(self._once, (case.workload, case.params, facts.key, case.ranks), kept)
+            if reason := workload.error_refused(dict(case.params)):
+                return str(reason)
+            shared = partial(self._once, (case.workload, case.params, facts.key, case.ranks), kept_exact)
             try:
                 return errors_of(workload.error(replace(setup(), shared=shared)))
             except NotRepeatable as error:
                 return str(error)
 
-    def _once(self, key: object, kept: tuple[object, Any] | None, make: Callable[[], Any]) -> Any:
+    def _once(self, key: object, kept_value: tuple[object, Any] | None, make: Callable[[], Any]) -> Any:
         """Returns the value kept for `key`, or makes it; the next request other than `error` drops it."""
-        self._exact = kept if kept is not None and kept[0] == key else (key, make())
+        self._exact = kept_value if kept_value is not None and kept_value[0] == key else (key, make())
         return self._exact[1]
 
     def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
@@ -92,38 +93,27 @@ class UntimedPasses:
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
         from fp8bench.worker.step_effect import effect_of
 
-        with self._apart(case, facts) as (workload, device, setup):
-            effect = effect_of(workload, setup(), device, facts.index)
-        gc.collect(1)
-        device.empty_cache()
-        return effect
+        with self._apart(case, facts, frees=True) as (workload, device, setup):
+            return effect_of(workload, setup(), device, facts.index)
 
     def tape(self, case: Case, facts: DeviceFacts) -> Tape:
         from fp8bench.worker.tape_pass import tape_of_step
 
-        with self._apart(case, facts) as (workload, device, setup):
+        with self._apart(case, facts, frees=True) as (workload, device, setup):
             stamper = device.stamper(facts.index)
-            tape = tape_of_step(workload, setup(), precisions.get(case.precision), stamper)
-        gc.collect(1)
-        return tape
+            return tape_of_step(workload, setup(), precisions.get(case.precision), stamper)
 
     def shares(self, case: Case, facts: DeviceFacts) -> Shares | str:
         from fp8bench.worker.tape_pass import shares_of_step
 
-        with self._apart(case, facts) as (workload, device, setup):
-            parts = shares_of_step(workload, setup(), device)
-        gc.collect(1)
-        device.empty_cache()
-        return parts
+        with self._apart(case, facts, frees=True) as (workload, device, setup):
+            return shares_of_step(workload, setup(), device)
 
     def counters(
         self, case: Case, facts: DeviceFacts, unprobed: str
     ) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
-        with self._apart(case, facts) as (workload, device, setup):
-            counted = counters_of_step(workload, setup(), device, facts.index, unprobed)
-        gc.collect(1)
-        device.empty_cache()
-        return counted
+        with self._apart(case, facts, frees=True) as (workload, device, setup):
+            return counters_of_step(workload, setup(), device, facts.index, unprobed)
 
     def coverage(self, case: Case, facts: DeviceFacts) -> Coverage | None:
         """How much of a model's products its case converts; None where there is no such model."""
@@ -163,6 +153,7 @@ class UntimedPasses:
             setup = make_setup()
             state = workload.prepare(setup)
             trace = record(partial(step, workload, state, setup.scales), facts.kind)
+            # Its memory is not of the next request.
             del state
             gc.collect()
         device.empty_cache()
@@ -176,7 +167,7 @@ class UntimedPasses:
         with self._apart(case, facts) as (workload, _, setup):
             return gradient_error_of(workload.gradient_error(setup(), self._setup(reference, facts)))
 
-    def _selected(self, facts: DeviceFacts) -> Device:
+    def _select_device(self, facts: DeviceFacts) -> Device:
         self._exact = None
         device = devices.get(facts.kind)
         self._used = device, facts.index
@@ -184,20 +175,27 @@ class UntimedPasses:
         return device
 
     @contextmanager
-    def _apart(self, case: Case, facts: DeviceFacts) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
+    def _apart(
+        self, case: Case, facts: DeviceFacts, frees: bool = False
+    ) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
         """Runs a pass in a case's precision: it may print, and must leave neither switches nor threads changed. Yields
         the workload, the device, and a function that makes a new setup. The device is waited for at the end: it reports
-        late what was wrong with its work, and the next request must not fail for this one."""
-        device, workload = self._selected(facts), workloads.get(case.workload)
-        with under(precisions.get(case.precision)), unchanged(), apart():
+        late what was wrong with its work, and the next request must not fail for this one. Then, if it `frees`, memory
+        goes back to the device."""
+        device, workload = self._select_device(facts), workloads.get(case.workload)
+        with under(precisions.get(case.precision)), restore_switches(), apart():
             yield workload, device, partial(self._setup, case, facts)
             device.synchronise(facts.index)
+        if frees:
+            gc.collect(1)
+            device.empty_cache()
 
     def _setup(self, case: Case, facts: DeviceFacts) -> Setup:
         precision = precisions.get(case.precision)
         arithmetic = precision.arithmetic(facts)
         layers = {kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map}
+        # Layers that suites leave high take what carries the precision.
         high = precisions.get(precision.carried_by or precision.mode).arithmetic(facts)
         seed, corpus = self._settings.seed, self._settings.corpus
         setup = Setup(case, facts, seed, arithmetic, high, layers, precision.loss_scale, corpus)
-        return self._calibrations.applied(workloads.get(case.workload), setup)
+        return self._calibrations.apply(workloads.get(case.workload), setup)

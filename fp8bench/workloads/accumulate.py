@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts, MemoryRole, Scalars, Support, TensorStatistics, Work
@@ -65,8 +66,8 @@ class ScaledBuffer:
     def values(self) -> list[Tensor]:
         import torch
 
-        kept = zip(self._arithmetics, self._operands, strict=True)
-        return [arithmetic.restore(operand, torch.float32) for arithmetic, operand in kept]
+        pairs = zip(self._arithmetics, self._operands, strict=True)
+        return [arithmetic.restore(operand, torch.float32) for arithmetic, operand in pairs]
 
     def _keep(self, sums: Sequence[Tensor]) -> None:
         pairs = zip(self._arithmetics, sums, strict=True)
@@ -108,8 +109,8 @@ class Accumulate(Workload):
                 ("2", "4", "8", "16"),
                 whole_number(low=2, high=1024),
             ),
-            Axis("tensors", "gradients in a micro-batch, one a layer", (tensors,), whole_number(high=4096)),
-            Axis("width", "rows and columns of each gradient", (width,), whole_number(high=1 << 16)),
+            Axis.count("tensors", "gradients in a micro-batch, one a layer", tensors, high=4096),
+            Axis.count("width", "rows and columns of each gradient", width, high=1 << 16),
             Axis("gradients", "what gradients arrive in: fp32 or bf16", ("fp32",), one_of(*BYTES)),
         )
 
@@ -126,15 +127,17 @@ class Accumulate(Workload):
         import torch
 
         dtype = torch.float32 if setup.case.param("gradients") == "fp32" else torch.bfloat16
-        micro_batches = [
-            [(gradient * setup.loss_scale).to(dtype) for gradient in gradients] for gradients in _micro_batches(setup)
-        ]
+        scale = setup.loss_scale
+        micro_batches = _micro_batches(setup)
+        for index, gradients in enumerate(micro_batches):
+            micro_batches[index] = [(gradient * scale).to(dtype) for gradient in gradients]
         arithmetic = setup.arithmetic
+        # One arithmetic a tensor: scales of the past are each tensor's own.
         if arithmetic.plain:
             sums = [torch.zeros_like(tensor, dtype=arithmetic.carrier) for tensor in micro_batches[0]]
             return BufferState(micro_batches, PlainBuffer(sums))
-        own = [arithmetic.layer(f"buffer.{index}") for index in range(len(micro_batches[0]))]
-        return BufferState(micro_batches, ScaledBuffer(own))
+        arithmetics = [arithmetic.layer(f"buffer.{index}") for index in range(len(micro_batches[0]))]
+        return BufferState(micro_batches, ScaledBuffer(arithmetics))
 
     def step(self, state: BufferState, phase: Phases) -> None:
         for index, gradients in enumerate(state.micro_batches):
@@ -150,9 +153,9 @@ class Accumulate(Workload):
         if setup.arithmetic.settles:
             self.step(state, SilentPhases())
         self.step(state, SilentPhases())
-        first, *others = state.micro_batches
+        first, *remaining = state.micro_batches
         exact = [tensor.to(torch.float64) for tensor in first]
-        for gradients in others:
+        for gradients in remaining:
             torch._foreach_add_(exact, gradients)
         # Both contain the loss scale, which a ratio of the two does not.
         sums = state.buffer.values()
@@ -165,7 +168,7 @@ class Accumulate(Workload):
         from fp8bench.numerics.ranges import statistics_of
 
         kind = ("gradients", Role.GRADIENT.value)
-        return statistics_of((*kind, gradient) for gradients in _micro_batches(setup) for gradient in gradients)
+        return statistics_of((*kind, gradient) for gradient in chain.from_iterable(_micro_batches(setup)))
 
 
 def _micro_batches(setup: Setup) -> list[list[Tensor]]:

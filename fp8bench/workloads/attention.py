@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 LONGEST = 1 << 17
 _SCORES = ("high", "low", "low-prescaled")
-_KERNEL = Axis(
+_KERNEL = Axis.choice(
     "kernel",
     "torch's for the core; auto: torch's own choice; math: writes the scores down, the others do not",
-    ("auto",),
-    one_of("auto", *BACKENDS),
+    "auto",
+    *BACKENDS,
     quiet=True,
 )
 
@@ -74,16 +74,21 @@ class Attention(LayerWorkload):
                 one_of("core", "layer"),
             ),
             Axis("sequence", "tokens in a sequence", sequences, whole_number(high=LONGEST)),
-            Axis("batch", "sequences", (batch,), whole_number(high=4096)),
-            Axis("heads", "heads of queries", (heads,), whole_number(high=1024)),
+            Axis.count("batch", "sequences", batch, high=4096),
+            Axis.count("heads", "heads of queries", heads, high=1024),
             Axis(
                 "key_heads",
                 "heads of keys and values, a divisor of heads; auto: as many",
                 ("auto",),
                 auto_or(whole_number(high=1024)),
             ),
-            Axis("head_width", "features of a head", (head_width,), whole_number(high=1024)),
-            Axis("causal", "whether a token sees earlier ones only", ("yes",), one_of("yes", "no")),
+            Axis.count("head_width", "features of a head", head_width, high=1024),
+            Axis.choice(
+                "causal",
+                "whether a token sees earlier ones only",
+                "yes",
+                "no",
+            ),
             PASS,
             Axis(
                 "scores",
@@ -92,12 +97,7 @@ class Attention(LayerWorkload):
                 ("high",),
                 one_of(*_SCORES),
             ),
-            Axis(
-                "spread",
-                "standard deviation of the values that come in: how large scores get",
-                ("1",),
-                whole_number(high=1024),
-            ),
+            Axis.count("spread", "standard deviation of the values that come in: how large scores get", "1", high=1024),
             _KERNEL,
             VALUES,
         )
@@ -144,15 +144,18 @@ class Attention(LayerWorkload):
         support, kernel = precision.support(facts), str(_KERNEL.of(params))
         if support.level is Level.REFUSED:
             return support
+        # Two settings that exclude each other are refused before anything that a device says.
         if kernel != "auto" and _low(params):
             return refused(f"scores={params['scores']} runs explicit products and no kernel: choose kernel=auto")
         if missing := missing_kernel(kernel, params["heads"] != params["key_heads"], precision, facts):
             return refused(missing)
+        # No product of the core would be in this precision, and its case would tell nothing.
         if params["part"] == "core" and not _low(params) and precision.carried_by:
             return refused(
                 f"{precision.name} leaves attention's scores to {precision.carried_by}: ask for --set scores=low to "
                 "emulate them, or part=layer"
             )
+        # Native products have multiples that sizes must keep; emulated ones have none.
         if params["part"] == "layer" and support.is_native:
             rows, width, inner = _sizes(params)
             wrong = misfit(
@@ -218,6 +221,7 @@ def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: Core) ->
         int(params[name]) for name in ("batch", "sequence", "heads", "key_heads", "head_width")
     )
     width = heads * head_width
+    # The core takes queries, keys and values already split into heads; the layer takes tokens.
     if params["part"] == "core":
         shapes: list[tuple[int, ...]] = [
             (batch, number, sequence, head_width) for number in (heads, key_heads, key_heads)

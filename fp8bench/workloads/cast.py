@@ -103,6 +103,7 @@ class Cast(Workload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         layout = LAYOUT.of(params)
+        # Cases that would measure the same thing under two names are refused.
         if layout != CONTIGUOUS and params["direction"] == "from":
             return refused("direction=from begins with codes, whose layout their format decides: choose direction=to")
         if layout not in (CONTIGUOUS, STRIDED) and int(params["rows"]) == 1:
@@ -110,7 +111,8 @@ class Cast(Workload):
         return storage_support(precision, facts, "there is nothing to cast")
 
     def prepare(self, setup: Setup) -> CastState:
-        source, role = _scaled(setup), Role(str(setup.case.param("role")))
+        source, role = _scaled_source(setup), Role(str(setup.case.param("role")))
+        # Of a way back, the codes are made before.
         if setup.case.param("direction") == "to":
             into = _into(setup)
             return CastState(source, _or_copy(lambda: into(source).data, source), role)
@@ -128,7 +130,8 @@ class Cast(Workload):
         """Compares the source with what is left of it after a cast and back; the loss scale in both cancels out."""
         from fp8bench.numerics.norms import relative_frobenius, vanished_share
 
-        source, into = _scaled(setup), _into(setup)
+        source, into = _scaled_source(setup), _into(setup)
+        # Delayed scales come from an earlier cast.
         if setup.arithmetic.settles:
             into(source)
         back = setup.arithmetic.restore(into(source), source.dtype)
@@ -149,9 +152,10 @@ def parse_shape(text: str) -> str:
     return "x".join(str(number) for number in numbers)
 
 
-def _or_copy(change: Callable[[], Tensor], given: Tensor) -> Callable[[], object]:
+def _or_copy(change: Callable[[], Tensor], source: Tensor) -> Callable[[], object]:
     """Returns `change`, or a copy where it would only return its argument."""
-    return given.clone if change().data_ptr() == given.data_ptr() else change
+    # A cast to its own dtype would take no time, where others read and write.
+    return source.clone if change().data_ptr() == source.data_ptr() else change
 
 
 def _into(setup: Setup) -> Callable[[Tensor], Operand]:
@@ -161,7 +165,7 @@ def _into(setup: Setup) -> Callable[[Tensor], Operand]:
     return lambda tensor: cast(tensor, role)
 
 
-def _scaled(setup: Setup) -> Tensor:
+def _scaled_source(setup: Setup) -> Tensor:
     from fp8bench.numerics.distributions import laid_out
 
     source = _source(setup)

@@ -10,7 +10,7 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import Case, DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.model.ranks import Transfer
 from fp8bench.protocols import Grid, Phases, Precision, Setup, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, one_of
 from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import workloads
 from fp8bench.units import EXACT_DB
@@ -72,13 +72,7 @@ class Collective(Workload):
         elements = 1 << 26 if facts.accelerated else 1 << 20
         return (
             Axis("collective", "what the ranks do together", COLLECTIVES, one_of(*COLLECTIVES)),
-            Axis(
-                "elements",
-                "numbers of the whole vector",
-                (str(elements),),
-                whole_number(high=1 << 32),
-                quick=(str(1 << 16),),
-            ),
+            Axis.count("elements", "numbers of the whole vector", str(elements), high=1 << 32, quick=(str(1 << 16),)),
             Axis(
                 "fp8",
                 "how means are composed of codes: fp8_gather (all codes to all, added up in float32), "
@@ -122,8 +116,8 @@ class Collective(Workload):
 
         kind, values, rank, size = _parts(setup)
         check_ones(kind, _MULTIPLE * size, rank, size, setup.facts.key)
-        given = kind.given(values, size) if isinstance(kind, Plain) else values
-        return CollectiveState(kind, given, rank, size)
+        values_given = kind.given(values, size) if isinstance(kind, Plain) else values
+        return CollectiveState(kind, values_given, rank, size)
 
     def step(self, state: CollectiveState, phase: Phases) -> None:
         from fp8bench.numerics.collectives import Plain
@@ -139,6 +133,7 @@ class Collective(Workload):
 
         from fp8bench.numerics.collectives import InFP8, expected, rank_values
 
+        # 1. What a cast loses before anything is sent.
         state = self.prepare(setup)
         shares: list[Any] = [0.0, 0.0]
         if isinstance(state.kind, InFP8):
@@ -146,12 +141,14 @@ class Collective(Workload):
         else:
             lost = (state.given == 0).sum() - (_source(setup, state.rank)[: state.given.numel()] == 0).sum()
             shares[1] = lost / state.given.numel()
+        # 2. What comes out, against the exact result of all ranks' values, which each rank can draw.
         self.step(state, SilentPhases())
         assert state.got is not None
         count = int(setup.case.param("elements"))
         sources = [rank_values(setup.seed, rank, count) for rank in range(state.size)]
         exact = expected(str(setup.case.param("collective")), sources, state.rank)
         noise = (state.got.cpu().double() - exact).square().sum()
+        # 3. One collective for all sums: every rank must call it as often.
         sums = torch.stack(
             [torch.as_tensor(share).double().cpu().reshape(()) for share in (noise, exact.square().sum(), *shares)]
         )
@@ -186,10 +183,10 @@ class Collective(Workload):
             return "what a rank sends at a hop is not known before the last hop has come, so that it has to wait"
         state = self.prepare(setup)
         a = torch.randn(512, 512, device=setup.facts.key)
-        kind, given, rank, size = state.kind, state.given, state.rank, state.size
+        kind, source, rank, size = state.kind, state.given, state.rank, state.size
         if isinstance(kind, Plain):
-            return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(given, size))
-        return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(given, rank, size))
+            return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(source, size))
+        return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(source, rank, size))
 
 
 def _parts(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:
@@ -219,14 +216,14 @@ def _shares(state: CollectiveState) -> list[Any]:
     from fp8bench.numerics.collectives import InFP8, flushed_share, saturated_share
     from fp8bench.numerics.rank_programs import on_this_rank
 
-    kind, given, rank, size = state.kind, state.given, state.rank, state.size
+    kind, source, rank, size = state.kind, state.given, state.rank, state.size
     assert isinstance(kind, InFP8)
     around = SilentPhases().communication
     for _ in range(_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
-        share = saturated_share(kind(given, rank, size, around).codes)
+        share = saturated_share(kind(source, rank, size, around).codes)
     if kind.collective not in REDUCING:
         return [share, 0.0]
-    return [share, on_this_rank(flushed_share(given, kind.scaling, size, kind.auto), None, around)]
+    return [share, on_this_rank(flushed_share(source, kind.scaling, size, kind.auto), None, around)]
 
 
 def _figures(sums: Tensor, size: int) -> dict[str, float]:

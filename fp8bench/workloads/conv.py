@@ -10,7 +10,7 @@ from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import ConvolvedWorkload
 from fp8bench.nn.shared_workloads import PASS, convolution_support, is_training, misfit
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from fp8bench.nn.linear import Choose
 
 WINDOW = 9  # weights of a 3x3 window
-_NORM = Axis(
+_NORM = Axis.choice(
     "norm",
     "behind each convolution: batch norm, or layer norm over channels",
-    ("batch",),
-    one_of("batch", "layer"),
+    "batch",
+    "layer",
     quiet=True,
 )
 
@@ -50,9 +50,9 @@ class Conv(ConvolvedWorkload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         batch, channels, image = ("128", ("64", "256"), "28") if facts.accelerated else ("8", ("32",), "16")
         return (
-            Axis("batch", "images in a batch", (batch,), whole_number(high=1 << 16)),
+            Axis.count("batch", "images in a batch", batch, high=1 << 16),
             Axis("channels", "channels in and out", channels, whole_number(high=1 << 14)),
-            Axis("image", "height and width of an image", (image,), whole_number(high=1 << 12)),
+            Axis.count("image", "height and width of an image", image, high=1 << 12),
             PASS,
             VALUES,
             _NORM,

@@ -26,11 +26,11 @@ RECORDS = 256
 READY = 4
 # Bytes a second that zlib compresses on a slow machine.
 _COMPRESSING = 5e6
-_BUFFERS = Axis(
+_BUFFERS = Axis.choice(
     "buffers",
     "of decoded batches: fresh memory in every step, or the same, kept",
-    ("fresh",),
-    one_of("fresh", "kept"),
+    "fresh",
+    "kept",
     quiet=True,
 )
 
@@ -86,7 +86,7 @@ class Data(Workload):
                 one_of(*BATCHES),
             ),
             Axis("batch", f"records in a batch; auto is {usual}", ("auto",), auto_or(whole_number(high=1 << 16))),
-            Axis("record", "values in a record", (record,), whole_number(high=1 << 22)),
+            Axis.count("record", "values in a record", record, high=1 << 22),
             Axis(
                 "cast_on",
                 "host: before a batch is moved, which are fewer bytes; device: after it",
@@ -97,8 +97,8 @@ class Data(Workload):
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        own = BATCHES[str(params["kind"])]
-        chosen = {name: own if value == "auto" else value for name, value in params.items()}
+        usual_batch = BATCHES[str(params["kind"])]
+        chosen = {name: usual_batch if value == "auto" else value for name, value in params.items()}
         if chosen.get("cast_on") == "host":  # keeps the id that cases had before there was a choice
             del chosen["cast_on"]
         return (tuple(chosen.items()),)
@@ -127,10 +127,10 @@ class Data(Workload):
 
         text, random = _text(setup)
         batches = _batches(setup, _records(setup, text), random)
-        there, first = _casts_there(setup), next(batches)
-        like = Operand(first) if there else setup.arithmetic.cast(first, Role.INPUT)
+        on_device, first = _casts_there(setup), next(batches)
+        like = Operand(first) if on_device else setup.arithmetic.cast(first, Role.INPUT)
         decodes = setup.case.param("kind") == "reading"
-        return LoadState(batches, setup.arithmetic, Destination(like, setup.facts.key), decodes, there)
+        return LoadState(batches, setup.arithmetic, Destination(like, setup.facts.key), decodes, on_device)
 
     def step(self, state: LoadState, phase: Phases) -> None:
         with phase.decode if state.decodes else phase.data_load:
@@ -154,7 +154,7 @@ class Data(Workload):
         from fp8bench.numerics.norms import relative_frobenius
 
         text, random = _text(setup)
-        drawn = _drawn(random, int(setup.case.param("batch")))
+        drawn = _draw_indices(random, int(setup.case.param("batch")))
         values = _records(setup, text).batch(drawn).to(setup.facts.key if _casts_there(setup) else "cpu")
         if setup.arithmetic.settles:
             setup.arithmetic.cast(values, Role.INPUT)
@@ -194,13 +194,13 @@ def _batches(setup: Setup, records: Records, random: np.random.Generator) -> Ite
 
     batch = int(setup.case.param("batch"))
     if isinstance(records, CompressedRecords):
-        kept = _BUFFERS.of(setup.params) == "kept"
-        into = records.batch(np.zeros(batch, np.int64)) if kept else None
-        return (records.batch(_drawn(random, batch), into) for _ in itertools.count())
+        reuses = _BUFFERS.of(setup.params) == "kept"
+        into = records.batch(np.zeros(batch, np.int64)) if reuses else None
+        return (records.batch(_draw_indices(random, batch), into) for _ in itertools.count())
     # A batch of more records than there are is larger than any cache, so one is enough.
     ready = READY if batch <= RECORDS else 1
-    return itertools.cycle([records.batch(_drawn(random, batch)) for _ in range(ready)])
+    return itertools.cycle([records.batch(_draw_indices(random, batch)) for _ in range(ready)])
 
 
-def _drawn(random: np.random.Generator, batch: int) -> Indices:
+def _draw_indices(random: np.random.Generator, batch: int) -> Indices:
     return random.integers(0, RECORDS, batch)

@@ -8,16 +8,16 @@ from fp8bench.nn.served import OWN, SERVED
 from fp8bench.nn.served_workloads import ServedWorkload
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.protocols import Grid, Precision, Setup
-from fp8bench.protocols.axes import Axis, one_of
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 from fp8bench.user_code.named import named
 
-_STATIC = Axis(
+_STATIC = Axis.choice(
     "static",
     "yes: new keys and values are written into a cache that is there; no: behind copies of all before, as "
     "where a cache grows",
-    ("yes",),
-    one_of("yes", "no"),
+    "yes",
+    "no",
     quiet=True,
 )
 
@@ -51,8 +51,8 @@ class Decode(ServedWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = super().support(params, precision, facts)
-        own = str(params["size"]) in SERVED_SIZES and params["kv"] == OWN and precision.name != SERVED
-        if _STATIC.of(params) == "no" and not own and support.level is not Level.REFUSED:
+        is_built_in = str(params["size"]) in SERVED_SIZES and params["kv"] == OWN and precision.name != SERVED
+        if _STATIC.of(params) == "no" and not is_built_in and support.level is not Level.REFUSED:
             return refused("static=no works only with kv=own and a size of fp8bench's own: choose these")
         return support
 

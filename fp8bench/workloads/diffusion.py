@@ -90,6 +90,7 @@ def _unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     """Has convolutions as products of windows of 9 pixels."""
     _, batch, image, width, layers = sizes
     pixels = batch * image * image
+    # The middle is at half the resolution either way.
     inner = pixels // 4
 
     def block(name: str, rows: int, inputs: int, outputs: int) -> Iterator[_Shape]:
@@ -102,6 +103,7 @@ def _unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     yield "first", "ends", pixels, 9 * CHANNELS, width
     for number in range(layers):
         yield from block(f"down.{number}", pixels, width, width)
+        # The first block up also takes what the middle has, of twice the width.
         yield from block(f"up.{number}", pixels, width if number else 3 * width, width)
     yield from block("middle.0", inner, width, 2 * width)
     yield from block("middle.1", inner, 2 * width, 2 * width)
@@ -139,24 +141,23 @@ class Diffusion(ConvolvedWorkload):
                 ("dit", "unet"),
                 one_of("dit", "unet"),
             ),
-            Axis("batch", "latents that are denoised together", (batch,), whole_number(high=1 << 16)),
-            Axis("image", f"height and width of a latent of {CHANNELS} channels", (image,), whole_number(high=1 << 10)),
+            Axis.count("batch", "latents that are denoised together", batch, high=1 << 16),
+            Axis.count("image", f"height and width of a latent of {CHANNELS} channels", image, high=1 << 10),
             Axis("width", "features of the stream", (width,), auto_or(whole_number(high=1 << 14))),
-            Axis(
-                "layers", "blocks of a DiT; of a UNet at full resolution, down and up", (layers,), whole_number(high=64)
-            ),
+            Axis.count("layers", "blocks of a DiT; of a UNet at full resolution, down and up", layers, high=64),
             Axis(
                 "pass",
                 "sampling: all steps from noise to image; training: forward and backward",
                 ("sampling",),
                 one_of(*_PASSES),
             ),
-            Axis("steps", "of the sampler, DDIM", (steps,), whole_number(high=250)),
-            Axis(
+            Axis.count("steps", "of the sampler, DDIM", steps, high=250),
+            Axis.choice(
                 "guidance",
                 "none; twice: two evaluations a step, with the condition and without; batch: one of twice the batch",
-                ("none",),
-                one_of("none", "twice", "batch"),
+                "none",
+                "twice",
+                "batch",
             ),
             Axis(
                 "high_steps",
@@ -164,11 +165,11 @@ class Diffusion(ConvolvedWorkload):
                 ("0+0",),
                 ends_word,
             ),
-            Axis(
+            Axis.choice(
                 "time",
                 "what time steps come in: fp32, or the carrier, as in a model moved to bf16 whole",
-                ("fp32",),
-                one_of("fp32", "carrier"),
+                "fp32",
+                "carrier",
             ),
             VALUES,
         )
@@ -192,10 +193,16 @@ class Diffusion(ConvolvedWorkload):
     def around(self, params: Scalars) -> tuple[Layer, ...]:
         sizes = sizes_of(params)
         if sizes.denoiser == "dit":
-            blocks = (f"blocks.{number}.{norm}" for number in range(sizes.layers) for norm in ("norm_attn", "norm_mlp"))
-            return layers_around((*blocks, "norm"), "embedding", "residual")
-        timed = [f"{way}.{number}" for way in ("down", "up") for number in range(sizes.layers)]
-        norms = (f"{block}.norms.{number}" for block in (*timed, "middle.0", "middle.1") for number in (0, 1))
+            norms = []
+            for number in range(sizes.layers):
+                norms += [f"blocks.{number}.norm_attn", f"blocks.{number}.norm_mlp"]
+            return layers_around((*norms, "norm"), "embedding", "residual")
+        # A UNet's blocks have two norms each.
+        down = [f"down.{number}" for number in range(sizes.layers)]
+        up = [f"up.{number}" for number in range(sizes.layers)]
+        norms = []
+        for block in (*down, *up, "middle.0", "middle.1"):
+            norms += [f"{block}.norms.0", f"{block}.norms.1"]
         return layers_around((*norms, "attn_norm", "norm"), "residual")
 
     def work(self, params: Scalars) -> Work:
@@ -232,10 +239,12 @@ class Diffusion(ConvolvedWorkload):
             sizes_of_conv = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
             passing = "training" if is_training(params) else "forward"
             return workloads.get("conv").support({**sizes_of_conv, "pass": passing}, precision, facts)
-        own = [product for product in _products(sizes) if product.layer.kind == kind]
-        sides = {side for product in own for side in product[2:]}
+        products = [product for product in _products(sizes) if product.layer.kind == kind]
+        sides: set[int] = set()
+        for product in products:
+            sides |= {product.inputs, product.outputs}
         shown = f"width={sizes.width}, image={sizes.image}, batch={sizes.batch}"
-        rows = next((product.rows for product in own if product.rows % precision.multiples[0]), 0)
+        rows = next((product.rows for product in products if product.rows % precision.multiples[0]), 0)
         if support.is_native and (wrong := misfit(precision, rows, sorted(sides), is_training(params), shown)):
             return refused(wrong)
         return support
@@ -252,12 +261,12 @@ class Diffusion(ConvolvedWorkload):
         denoiser."""
         from fp8bench.nn.diffusion import OtherKernel, Sampling, errors_by_step
 
-        own, exact = self.prepare(setup), self.exact(setup)
-        if not isinstance(own, Sampling):
-            return own.errors(exact, setup.settles)
+        state, exact = self.prepare(setup), self.exact(setup)
+        if not isinstance(state, Sampling):
+            return state.errors(exact, setup.settles)
         if setup.settles:
-            own.outcome()
+            state.outcome()
         wide = (self.all_in(setup, arithmetic) for arithmetic in (setup.high, OtherKernel(setup.high.carrier)))
         samplings = [sampling for sampling in (exact, *wide) if isinstance(sampling, Sampling)]
         evaluations = plan_of(setup.params).evaluations
-        return {**errors_by_step(own, *samplings), "evaluations": float(evaluations)}
+        return {**errors_by_step(state, *samplings), "evaluations": float(evaluations)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 from fp8bench.formats.hardware import refused
@@ -11,7 +12,7 @@ from fp8bench.model import DeviceFacts, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.nn.shared_workloads import misfit, why_no_errors
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, one_of
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -60,16 +61,17 @@ class EarlyExits(LayerWorkload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tokens, width, hidden = ("8192", "4096", "16384") if facts.accelerated else ("256", "128", "512")
         return (
-            Axis("tokens", "rows of the input", (tokens,), whole_number(high=1 << 18)),
-            Axis("width", "features of a row", (width,), whole_number(high=1 << 16)),
-            Axis("hidden", "features between a block's products", (hidden,), whole_number(high=1 << 18)),
-            Axis("depth", "blocks, if no row leaves ahead of the last", ("6",), whole_number(2, 256)),
-            Axis("classes", "of the head behind each block", ("64",), whole_number(2, 1 << 17)),
-            Axis(
+            Axis.count("tokens", "rows of the input", tokens, high=1 << 18),
+            Axis.count("width", "features of a row", width, high=1 << 16),
+            Axis.count("hidden", "features between a block's products", hidden, high=1 << 18),
+            Axis.count("depth", "blocks, if no row leaves ahead of the last", "6", low=2, high=256),
+            Axis.count("classes", "of the head behind each block", "64", low=2, high=1 << 17),
+            Axis.count(
                 "leaving",
                 "percent of the rows of a block that leave behind it in the exact pass",
-                ("25",),
-                whole_number(1, _MOST_PERCENT),
+                "25",
+                low=1,
+                high=_MOST_PERCENT,
             ),
             Axis(
                 "exits",
@@ -88,8 +90,8 @@ class EarlyExits(LayerWorkload):
         return Work(flops, tokens, least_memory=least)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
-        blocks = range(int(params["depth"]))
-        return tuple(Layer(f"blocks.{number}.{kind}", kind) for number in blocks for kind in self.layer_kinds)
+        places = product(range(int(params["depth"])), self.layer_kinds)
+        return tuple(Layer(f"blocks.{number}.{kind}", kind) for number, kind in places)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
@@ -110,17 +112,20 @@ class EarlyExits(LayerWorkload):
         width, hidden, depth, classes = (int(params[name]) for name in ("width", "hidden", "depth", "classes"))
         tokens = int(params["tokens"])
 
-        def made(chosen: Choose, dtype: torch.dtype) -> Exercise:
+        def make_exercise(chosen: Choose, dtype: torch.dtype) -> Exercise:
             build = partial(EarlyExit, width, hidden, depth, classes, chosen)
             return exercise(setup, build, [(tokens, width)], dtype, training=False)
 
-        state, rows, wide = made(choose, carrier), rows_of_blocks(params), torch.float64
+        # 1. The layer that is timed, and how many rows each of its blocks should see.
+        state, rows, wide = make_exercise(choose, carrier), rows_of_blocks(params), torch.float64
         assert isinstance(state.layer, EarlyExit)
+        # 2. Held: rows leave by a schedule, whatever their values, so that precisions do equal work.
         if params["exits"] == _HELD:
             device = state.inputs[0].device
             state.layer.exits = scheduled_exits(rows, setup.seed, device)
             return state
-        exact = state if carrier is wide else made(lambda name: PlainArithmetic(wide), wide)
+        # 3. By confidence: thresholds of the exact pass, which a precision may then decide differently.
+        exact = state if carrier is wide else make_exercise(lambda name: PlainArithmetic(wide), wide)
         assert isinstance(exact.layer, EarlyExit)
         state.layer.exits = threshold_exits(exact.layer, exact.inputs[0], rows)
         return state
@@ -130,12 +135,12 @@ class EarlyExits(LayerWorkload):
         depth."""
         from fp8bench.nn.early_exit import EarlyExit
 
-        state, wanted = self.prepare(setup), self.exact(setup)
-        errors = state.errors(wanted, setup.settles)
-        assert isinstance(state.layer, EarlyExit) and isinstance(wanted.layer, EarlyExit)
-        own, right = state.layer.depths(*state.inputs), wanted.layer.depths(*wanted.inputs)
+        state, exact = self.prepare(setup), self.exact(setup)
+        errors = state.errors(exact, setup.settles)
+        assert isinstance(state.layer, EarlyExit) and isinstance(exact.layer, EarlyExit)
+        depths, right = state.layer.depths(*state.inputs), exact.layer.depths(*exact.inputs)
         return {
             **errors,
-            "exits_differ_percent": 100 * float((own != right).double().mean()),
-            "mean_depth": float(own.double().mean()),
+            "exits_differ_percent": 100 * float((depths != right).double().mean()),
+            "mean_depth": float(depths.double().mean()),
         }

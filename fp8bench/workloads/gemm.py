@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,7 +24,16 @@ from fp8bench.protocols import (
     SilentPhases,
     Workload,
 )
-from fp8bench.protocols.axes import CONTIGUOUS, LAYOUT, LAYOUTS, SPREAD, STRIDED, VALUES, Axis, one_of, whole_number
+from fp8bench.protocols.axes import (
+    CONTIGUOUS,
+    LAYOUT,
+    LAYOUTS,
+    SPREAD,
+    STRIDED,
+    VALUES,
+    Axis,
+    one_of,
+)
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -85,18 +95,18 @@ class Gemm(Workload):
                 shapes,
                 parse_shape,
             ),
-            Axis(
+            Axis.choice(
                 "product",
                 "auto (all three for a model or a sweep), forward, input-gradient, weight-gradient",
-                ("auto",),
-                one_of("auto", *PRODUCTS),
+                "auto",
+                *PRODUCTS,
             ),
-            Axis("tokens", "rows of a model's activations", (tokens,), whole_number(high=LARGEST)),
-            Axis(
+            Axis.count("tokens", "rows of a model's activations", tokens, high=LARGEST),
+            Axis.choice(
                 "operands",
                 "cast from the carrier in every step, or ready before it; auto: cast, for a sweep both",
-                ("auto",),
-                one_of("auto", *_OPERANDS),
+                "auto",
+                *_OPERANDS,
             ),
             Axis(
                 "base",
@@ -104,7 +114,7 @@ class Gemm(Workload):
                 ("4096" if facts.accelerated else "512",),
                 parse_sides,
             ),
-            Axis("factor", "from one size of a sweep to the next", ("2",), whole_number(2, 64), quick=("4",)),
+            Axis.count("factor", "from one size of a sweep to the next", "2", low=2, high=64, quick=("4",)),
             replace(
                 LAYOUT,
                 description=f"{LAYOUT.description}; of both operands, or of each: transposed/contiguous",
@@ -115,30 +125,29 @@ class Gemm(Workload):
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         """Expands a model to all its layers' products, and a sweep to all its sizes."""
-        own = (("layout", LAYOUT.of(params)), ("values", VALUES.of(params)))
-        return tuple((*shape, *own) for shape in self._expanded(params))
+        layout_params = (("layout", LAYOUT.of(params)), ("values", VALUES.of(params)))
+        return tuple((*shape, *layout_params) for shape in self._expand(params))
 
-    def _expanded(self, params: Scalars) -> tuple[Params, ...]:
+    def _expand(self, params: Scalars) -> tuple[Params, ...]:
         shape = str(params["shape"])
         name, _, swept = shape.partition(":")
         several = name == "sweep" or name in MODELS
-        products = _chosen(params["product"], tuple(PRODUCTS) if several else ("forward",))
-        operands = _chosen(params["operands"], _OPERANDS if name == "sweep" else ("cast",))
+        # A layer of a model trains with three products; a single shape is the forward one, unless asked.
+        products = _choices(params["product"], tuple(PRODUCTS) if several else ("forward",))
+        operands = _choices(params["operands"], _OPERANDS if name == "sweep" else ("cast",))
         if name in MODELS:
-            return tuple(
-                (
-                    ("layer", f"{shape}/{layer}"),
-                    *_params(*sides_of(product, int(params["tokens"]), *features), product, how),
-                )
-                for layer, features in MODELS[shape].items()
-                for product in products
-                for how in operands
-            )
+            cases = []
+            for layer, product, how in itertools.product(MODELS[shape], products, operands):
+                sides = sides_of(product, int(params["tokens"]), *MODELS[shape][layer])
+                cases.append((("layer", f"{shape}/{layer}"), *_params(*sides, product, how)))
+            return tuple(cases)
         if name == "sweep":
             sizes = tuple(_sweep(swept or _SIDES, _sides(str(params["base"])), int(params["factor"])))
         else:
             sizes = (_sides(shape),)
-        return tuple(_params(*sides, product, how) for how in operands for product in products for sides in sizes)
+        return tuple(
+            _params(*sides, product, how) for how, product, sides in itertools.product(operands, products, sizes)
+        )
 
     def work(self, params: Scalars) -> Work:
         m, n, k = (int(params[name]) for name in "mnk")
@@ -150,6 +159,7 @@ class Gemm(Workload):
         k, n = int(params["k"]), int(params["n"])
         if wrong := _same_anyway(params, precision):
             return refused(wrong)
+        # Weights that are kept for inference know no gradients.
         if precision.name == SERVED:
             if (params["product"], params["operands"]) != ("forward", "cast"):
                 return refused("weights are kept for forward products alone, their inputs cast as they come")
@@ -166,8 +176,8 @@ class Gemm(Workload):
     def prepare(self, setup: Setup) -> GemmState:
         arithmetic, cast = setup.arithmetic, _casts(setup)
         a, b, roles = _operands(setup, arithmetic.carrier)
-        if (kept := _kept(setup, b)) is not None:
-            return GemmState(arithmetic, a, kept.tensors()[0], cast, None, roles, kept)
+        if (kept_weight := _kept_weight(setup, b)) is not None:
+            return GemmState(arithmetic, a, kept_weight.tensors()[0], cast, None, roles, kept_weight)
         return GemmState(arithmetic, a, b, cast, cast(a, b) if setup.case.param("operands") == "ready" else None, roles)
 
     def step(self, state: GemmState, phase: Phases) -> None:
@@ -175,6 +185,7 @@ class Gemm(Workload):
         if state.kept is not None:
             state.kept.times(state.a, phase)
             return
+        # Ready operands were cast before; those that need no cast are the carrier's own.
         if state.ready is not None:
             a, b = state.ready
         elif arithmetic.casts:
@@ -197,15 +208,19 @@ class Gemm(Workload):
 
         a, b, _ = _operands(setup)
         arithmetic, cast = setup.arithmetic, _casts(setup)
+        # 1. What multiplies is drawn in fp32 and rounded to the carrier: that rounding is part of the error.
         carried = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
         low = cast(*carried)
+        # Scales of the past need a cast before they fit.
         if arithmetic.settles:
             low = cast(*carried)
-        if (kept := _kept(setup, carried[1])) is not None:
-            product, values = kept.times(carried[0], SilentPhases()), (carried[0].float(), kept.restore())
+        # 2. The product, and the values that the operands' codes stand for.
+        if (kept_weight := _kept_weight(setup, carried[1])) is not None:
+            product, values = kept_weight.times(carried[0], SilentPhases()), (carried[0].float(), kept_weight.restore())
         else:
             product = arithmetic.product(low[0], low[1], arithmetic.carrier)
             values = arithmetic.restore(low[0], torch.float32), arithmetic.restore(low[1], torch.float32)
+        # 3. Against exact operands, and against what the kernel was given.
         errors = product_errors(product, (a, b), values, rows_within(a.shape[0], b.shape[0], a.shape[1]))
         return dict(zip(("product_error", "kernel_error"), errors, strict=True))
 
@@ -235,6 +250,7 @@ def parse_sides(text: str) -> str:
     sides = text.split("x")
     if len(sides) not in (1, 3) or not all(side.isascii() and side.isdigit() for side in sides):
         raise ValueError("expected a size, MxNxK")
+    # One number is a square.
     numbers = [int(side) for side in sides] * (1 if len(sides) == 3 else 3)
     if not all(1 <= number <= LARGEST for number in numbers):
         raise ValueError(f"expected sizes from 1 to {LARGEST}")
@@ -251,12 +267,12 @@ def _sweep(swept: str, base: tuple[int, int, int], factor: int) -> Iterator[tupl
     for place in map(_SIDES.index, swept):
         side = _LEAST_SIDE
         while side <= min(_BEYOND_BASE * base[place], LARGEST):
-            m, n, k = (side if at == place else own for at, own in enumerate(base))
+            m, n, k = (side if at == place else base_side for at, base_side in enumerate(base))
             yield m, n, k
             side *= factor
 
 
-def _chosen(value: Scalar, auto: tuple[str, ...]) -> tuple[str, ...]:
+def _choices(value: Scalar, auto: tuple[str, ...]) -> tuple[str, ...]:
     return auto if value == "auto" else (str(value),)
 
 
@@ -271,13 +287,13 @@ def parse_layouts(text: str) -> str:
         raise ValueError(
             f"expected one layout, or two as in transposed{_EACH}contiguous; layouts: {', '.join(LAYOUTS)}"
         )
-    first, *other = map(one_of(*LAYOUTS), words)
-    return first if other in ([], [first]) else _EACH.join((first, *other))
+    first, *second = map(one_of(*LAYOUTS), words)
+    return first if second in ([], [first]) else _EACH.join((first, *second))
 
 
 def _layouts(params: Scalars) -> tuple[str, str]:
-    first, _, other = str(LAYOUT.of(params)).partition(_EACH)
-    return first, other or first
+    first, _, second = str(LAYOUT.of(params)).partition(_EACH)
+    return first, second or first
 
 
 def _same_anyway(params: Scalars, precision: Precision) -> str:
@@ -286,6 +302,7 @@ def _same_anyway(params: Scalars, precision: Precision) -> str:
     odd = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
     if precision.name == SERVED and "b" in odd:
         return "weights are kept row by row, whatever layout they come in: choose contiguous for operand b"
+    # Such a case would repeat another one's numbers under a name of its own.
     if odd and precision.carried_by and params["operands"] == "ready":
         return (
             "codes are written the way that the product reads them, whatever layout they are cast from: measure "
@@ -305,7 +322,7 @@ def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
     return lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
 
 
-def _kept(setup: Setup, b: Tensor) -> KeptWeight | None:
+def _kept_weight(setup: Setup, b: Tensor) -> KeptWeight | None:
     """Returns the weight as inference keeps it, if the case's precision is an arm of that."""
     from fp8bench.nn.kept import kept_weight
 

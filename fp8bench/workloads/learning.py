@@ -13,7 +13,7 @@ from fp8bench.model.specs import RELATIVE_LOSS
 from fp8bench.nn.shared_workloads import TrainingWorkload
 from fp8bench.nn.sizes import GPTConfig, gpt_around, gpt_layers
 from fp8bench.protocols import Grid, Layer, Setup
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, one_of
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Learning(TrainingWorkload):
                 ("256" if facts.accelerated else "64",),
                 one_of("32", "64", "128", "256", "512"),
             ),
-            Axis("steps", "of which the losses are averaged", ("60",), whole_number(high=500)),
-            Axis("draws", "of weights and batches, each trained so", ("4",), whole_number(high=64)),
+            Axis.count("steps", "of which the losses are averaged", "60", high=500),
+            Axis.count("draws", "of weights and batches, each trained so", "4", high=64),
         )
 
     def work(self, params: Scalars) -> Work:
@@ -101,7 +101,9 @@ def _config(params: Scalars) -> GPTConfig:
 
 def _mean_loss(setup: Setup) -> float:
     steps, draws = (int(setup.case.param(name)) for name in ("steps", "draws"))
-    losses = [loss for draw in range(draws) for loss in Learning().prepare(replace(setup, draw=draw)).losses(steps)]
+    losses: list[float] = []
+    for draw in range(draws):
+        losses += Learning().prepare(replace(setup, draw=draw)).losses(steps)
     return fmean(losses) if all(map(math.isfinite, losses)) else math.inf
 
 

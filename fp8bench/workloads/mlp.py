@@ -9,7 +9,7 @@ from fp8bench.model import DeviceFacts, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.nn.shared_workloads import PASS, is_training, misfit
 from fp8bench.protocols import Grid, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, one_of
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -44,16 +44,17 @@ class Mlp(LayerWorkload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tokens, width, hidden = ("4096", "4096", "14336") if facts.accelerated else ("256", "256", "1024")
         return (
-            Axis("tokens", "rows of the input", (tokens,), whole_number(high=LARGEST)),
-            Axis("width", "features of input and output", (width,), whole_number(high=LARGEST)),
-            Axis("hidden", "features between the two products", (hidden,), whole_number(high=LARGEST)),
+            Axis.count("tokens", "rows of the input", tokens, high=LARGEST),
+            Axis.count("width", "features of input and output", width, high=LARGEST),
+            Axis.count("hidden", "features between the two products", hidden, high=LARGEST),
             Axis("gated", "whether a second product up gates the first", ("no", "yes"), one_of("no", "yes")),
-            Axis(
+            Axis.choice(
                 "cut",
                 "norm-linear, norm-mlp: behind an RMS norm, which a backend may take with up, or with all, "
                 "into one layer; linear: no norm",
-                (_LINEAR,),
-                one_of(_LINEAR, NORM_LINEAR, NORM_MLP),
+                _LINEAR,
+                NORM_LINEAR,
+                NORM_MLP,
                 quiet=True,
             ),
             PASS,
@@ -69,6 +70,7 @@ class Mlp(LayerWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
+        # Its scales are derived for the block alone.
         if precision.unit_scaled and params.get("cut", _LINEAR) != _LINEAR:
             return refused(f"{precision.mode} scales a block without its norm: choose cut={_LINEAR}")
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
@@ -98,6 +100,7 @@ class Mlp(LayerWorkload):
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
         gated, cut = params["gated"] == "yes", str(params.get("cut", _LINEAR))
 
+        # Built in the callee, under the seed and the device that it sets.
         def build() -> nn.Module:
             if cut == _LINEAR:
                 return FeedForward(width, hidden, gated, 1.0, choose)

@@ -33,7 +33,7 @@ MADE: dict[tuple[str, int], Given] = {}
 LIVE: dict[str, Callable[[], Any]] = {}
 
 
-def sent(file: str) -> Any:
+def load_sent(file: str) -> Any:
     """Loads the model, batch and loss that another process of this user has put into a file; its code may run."""
     import torch
 
@@ -69,14 +69,19 @@ class Model(Workload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (
             Axis("make", "module:function that gives (model, batch), or (model, batch, loss)", ("",), _target),
-            Axis(
+            Axis.choice(
                 "pass",
                 "training: forward, loss, backward, optimizer; forward: that alone, without gradients",
-                ("training",),
-                one_of("training", "forward"),
+                "training",
+                "forward",
             ),
             Axis("optimizer", "of a training pass", (OPTIMIZERS[0],), one_of(*OPTIMIZERS)),
-            Axis("compile", "yes: torch.compile, both as it came and converted", ("no",), one_of("no", "yes")),
+            Axis.choice(
+                "compile",
+                "yes: torch.compile, both as it came and converted",
+                "no",
+                "yes",
+            ),
             Axis(
                 "skip",
                 "kinds, or paths of modules with * and ?, that stay as they came; semicolons between",
@@ -87,14 +92,15 @@ class Model(Workload):
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        own = {**params, "optimizer": "none"} if params["pass"] == "forward" else params
-        return (tuple(own.items()),)
+        case_params = {**params, "optimizer": "none"} if params["pass"] == "forward" else params
+        return (tuple(case_params.items()),)
 
     def work(self, params: Scalars) -> Work:
         """Declares no FLOPs, which the tape counts."""
         return Work(setup_seconds=COMPILE_SECONDS if params["compile"] == "yes" else 0.0)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
+        # Whatever it computes in, it is what its owner runs.
         if precision.name == UNTOUCHED:
             return native("the model as it came")
         support = precision.prepares(facts) or precision.support(facts)
@@ -106,16 +112,17 @@ class Model(Workload):
         return support
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        whole = precision.prepares(facts) is not None
-        return precision.support(facts) if whole else self.support(params, precision, facts)
+        prepares = precision.prepares(facts) is not None
+        return precision.support(facts) if prepares else self.support(params, precision, facts)
 
     def examine(self, setup: Setup) -> tuple[str, ...]:
         """Takes one step of a copy, uncompiled; raises UsageError with the user's error if it fails."""
-        state = _own(setup, compiles=False)
+        state = _own_model(setup, compiles=False)
         try:
             state.step(SilentPhases())
         except Fp8benchError:
             raise
+        # Exhausted memory is no mistake of the model: other precisions may fit.
         except Exception as error:
             if not is_exhausted(error):
                 raise UsageError(f"{_name(setup)}: its model fails in {state.doing}: {own_words(error)}.") from error
@@ -123,7 +130,7 @@ class Model(Workload):
         return ()
 
     def prepare(self, setup: Setup) -> OwnModel:
-        return _own(setup)
+        return _own_model(setup)
 
     def step(self, state: OwnModel, phase: Phases) -> object:  # type: ignore[override]
         return state.step(phase)
@@ -132,12 +139,15 @@ class Model(Workload):
         """Compares outputs, loss and gradients with the untouched model's, from the same weights, batch and draws."""
         from fp8bench.nn.own_model import errors_between
 
-        wanted, apart = _untouched_twice(setup)
-        state = _own(setup, draws_alike=True)
+        # 1. The model as it came, twice: what it differs from itself is no error of ours.
+        untouched, apart = _untouched_twice(setup)
+        # 2. The converted copy, under the same draws.
+        state = _own_model(setup, draws_alike=True)
         if setup.settles:
             state.outcome()
-        errors = errors_between(state.outcome(), wanted)
-        if _drowned(errors, apart):
+        errors = errors_between(state.outcome(), untouched)
+        # 3. An error that drowns in that says nothing.
+        if _is_drowned(errors, apart):
             raise NotRepeatable(
                 "the model as it came gives other numbers from the same seed, as one does that draws them by a "
                 "generator outside of it. Seed that in forward, or draw by torch, random or numpy.random"
@@ -148,20 +158,20 @@ class Model(Workload):
         """Trains on the model's one batch; another draw is the model that its maker returns under another seed."""
         from fp8bench.nn.own_model import OwnModel, seeded
 
-        given = _copied(setup)
+        made = _copy_of(setup)
         if setup.draw:
-            given = given._replace(model=_copied(replace(setup, seed=setup.seed + setup.draw)).model)
-        state = OwnModel(given, setup, _multiples(setup), converts=_converts(setup))
+            made = made._replace(model=_copy_of(replace(setup, seed=setup.seed + setup.draw)).model)
+        state = OwnModel(made, setup, _multiples(setup), converts=_converts(setup))
         with seeded(setup.seed, setup.facts):
             return state.losses(steps)
 
     def gradient_error(self, setup: Setup, reference: Setup) -> float | None:
         from fp8bench.nn.own_model import errors_between
 
-        outcome, wanted = (_own(each, compiles=False).outcome() for each in (setup, reference))
-        errors = errors_between(outcome, wanted)
-        apart = errors_between(_own(reference, compiles=False).outcome(), wanted)
-        return None if _drowned(errors, apart) else errors.get("gradient_error")
+        outcome, exact = (_own_model(case_setup, compiles=False).outcome() for case_setup in (setup, reference))
+        errors = errors_between(outcome, exact)
+        apart = errors_between(_own_model(reference, compiles=False).outcome(), exact)
+        return None if _is_drowned(errors, apart) else errors.get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
         from fp8bench.nn.conversion import AcceleratedModel, converted_in, unconverted
@@ -169,33 +179,35 @@ class Model(Workload):
 
         if not _converts(setup):
             return None
-        state = OwnModel(_copied(setup), setup, compiles=False, converts=False)
+        # Coverage counts products of the model as it came, by what conversion would take of them.
+        state = OwnModel(_copy_of(setup), setup, compiles=False, converts=False)
         held = conversion_of(state.model, setup, _multiples(setup)).held
+        # Accelerate decides itself what it converts: only its result tells.
         if isinstance(setup.arithmetic, AcceleratedModel):
-            low = converted_in(_own(setup, compiles=False).model)
+            low = converted_in(_own_model(setup, compiles=False).model)
             held = tuple(holder if holder.name in low else unconverted(holder) for holder in held)
         multiple = max(precisions.get(setup.case.precision).multiples)
         return Covered(state.model, held, lambda: state.step(SilentPhases()), multiple, lambda: state.loss_words)
 
 
-def _own(setup: Setup, **options: bool) -> OwnModel:
+def _own_model(setup: Setup, **options: bool) -> OwnModel:
     """Returns a copy of the case's model, converted to its precision."""
     from fp8bench.nn.own_model import OwnModel
 
-    return OwnModel(_copied(setup), setup, _multiples(setup), converts=_converts(setup), **options)
+    return OwnModel(_copy_of(setup), setup, _multiples(setup), converts=_converts(setup), **options)
 
 
 def _untouched_twice(setup: Setup) -> tuple[Outcome, dict[str, float]]:
     """Returns what the model as it came gives, and how far that is from what it gives once more."""
     from fp8bench.nn.own_model import OwnModel, errors_between
 
-    first, again = (OwnModel(_copied(setup), setup, compiles=False, converts=False).outcome() for _ in range(2))
-    return first, errors_between(again, first)
+    first, second = (OwnModel(_copy_of(setup), setup, compiles=False, converts=False).outcome() for _ in range(2))
+    return first, errors_between(second, first)
 
 
-def _drowned(errors: Mapping[str, float], apart: Mapping[str, float]) -> bool:
+def _is_drowned(errors: Mapping[str, float], apart: Mapping[str, float]) -> bool:
     """Whether the model differs from itself by a tenth of an error or more, and by more than sums in another order."""
-    return any(own > max(_REPEATS, _TELLING * errors.get(name, 0.0)) for name, own in apart.items())
+    return any(difference > max(_REPEATS, _TELLING * errors.get(name, 0.0)) for name, difference in apart.items())
 
 
 def _converts(setup: Setup) -> bool:
@@ -204,8 +216,8 @@ def _converts(setup: Setup) -> bool:
 
 def _multiples(setup: Setup) -> tuple[int, int]:
     """Returns what native products of the case's device want; 1 where they are emulated, or torch's own."""
-    known = [precisions.get(word) for word in (setup.case.precision, *dict(setup.case.precision_map).values())]
-    native = [precision.multiples for precision in known if precision.support(setup.facts).is_native]
+    modes = [precisions.get(word) for word in (setup.case.precision, *dict(setup.case.precision_map).values())]
+    native = [precision.multiples for precision in modes if precision.support(setup.facts).is_native]
     return tuple(map(max, zip(*native, strict=True))) if native and setup.facts.accelerated else (1, 1)
 
 
@@ -213,23 +225,24 @@ def _name(setup: Setup) -> str:
     return str(setup.case.param("make"))
 
 
-def _copied(setup: Setup) -> Given:
-    return copied(_name(setup), setup.seed, setup.facts)
+def _copy_of(setup: Setup) -> Given:
+    return copy_made(_name(setup), setup.seed, setup.facts)
 
 
-def copied(name: str, seed: int, facts: DeviceFacts) -> Given:
+def copy_made(name: str, seed: int, facts: DeviceFacts) -> Given:
     """Returns a copy of the model, batch and loss of a maker, which is called once a process."""
     from fp8bench.nn.own_model import parse_given, seeded
 
+    # Makers may load files: once is enough, and every arm starts from the same numbers.
     if (name, seed) not in MADE:
         with seeded(seed, facts):
-            given = parse_given(name, _called(name), seed)
-        _refuse_parameters(name, given)
-        MADE[name, seed] = given
-    given = MADE[name, seed]
+            made = parse_given(name, _call_maker(name), seed)
+        _refuse_parameters(name, made)
+        MADE[name, seed] = made
+    made = MADE[name, seed]
     try:
-        model, batch, loss = copy.deepcopy((given.model, given.batch, given.loss))
-        return given._replace(model=model.to(facts.key), batch=batch, loss=loss)
+        model, batch, loss = copy.deepcopy((made.model, made.batch, made.loss))
+        return made._replace(model=model.to(facts.key), batch=batch, loss=loss)
     except Exception as error:
         if is_exhausted(error):
             raise
@@ -239,11 +252,11 @@ def copied(name: str, seed: int, facts: DeviceFacts) -> Given:
         ) from error
 
 
-def _refuse_parameters(name: str, given: Given) -> None:
+def _refuse_parameters(name: str, made: Given) -> None:
     """Raises UsageError for parameters that cannot be converted, trained or compared."""
     from torch.nn.parameter import is_lazy
 
-    for path, parameter in given.model.named_parameters():
+    for path, parameter in made.model.named_parameters():
         if is_lazy(parameter):
             raise UsageError(
                 f"{name}: its parameter {path} is made in the first call, after copies are converted. Call the model "
@@ -257,8 +270,9 @@ def _refuse_parameters(name: str, given: Given) -> None:
             )
 
 
-def _called(name: str) -> Any:
+def _call_maker(name: str) -> Any:
     function = LIVE.get(name) or named(name)
+    # First whether it can be called at all: its own TypeError would read like ours.
     try:
         inspect.signature(function).bind()
     except TypeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
@@ -11,7 +12,7 @@ from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.nn.shared_workloads import is_training, misfit
 from fp8bench.nn.sizes import MoeSizes, layers_around
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, one_of
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -66,12 +67,12 @@ class Moe(LayerWorkload):
             ("8192", "2048", "1024", "64", "8") if facts.accelerated else ("256", "128", "256", "8", "2")
         )
         return (
-            Axis("tokens", "rows of the input; in decoding one a sequence", (tokens,), whole_number(high=1 << 20)),
-            Axis("width", "features of input and output", (width,), whole_number(high=1 << 16)),
-            Axis("hidden", "features between an expert's products", (hidden,), whole_number(high=1 << 16)),
-            Axis("experts", "of a layer", (experts,), whole_number(high=1024)),
-            Axis("top_k", "how many experts a token takes", (top_k,), whole_number(high=64)),
-            Axis("layers", "one behind the other: choices differ the more, the deeper", ("1",), whole_number(high=64)),
+            Axis.count("tokens", "rows of the input; in decoding one a sequence", tokens, high=1 << 20),
+            Axis.count("width", "features of input and output", width, high=1 << 16),
+            Axis.count("hidden", "features between an expert's products", hidden, high=1 << 16),
+            Axis.count("experts", "of a layer", experts, high=1024),
+            Axis.count("top_k", "how many experts a token takes", top_k, high=64),
+            Axis.count("layers", "one behind the other: choices differ the more, the deeper", "1", high=64),
             Axis(
                 "load",
                 "who goes where: uniform: round robin; zipf:S: by a Zipf law with that exponent; router: the "
@@ -89,11 +90,11 @@ class Moe(LayerWorkload):
             Axis(
                 "router", f"the precision of the router's product: {', '.join(_ROUTERS)}", ("fp32",), one_of(*_ROUTERS)
             ),
-            Axis(
+            Axis.choice(
                 "pass",
                 "training: forward and backward; decode: forward alone",
-                ("training",),
-                one_of("training", "decode"),
+                "training",
+                "decode",
             ),
             VALUES,
         )
@@ -116,36 +117,37 @@ class Moe(LayerWorkload):
         return Work(2.0 * layers * products * (3 if is_training(params) else 1), tokens, least_memory=least)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
+        places = product(range(int(params["layers"])), range(int(params["experts"])), self.layer_kinds)
         return tuple(
-            Layer(f"blocks.{layer}.experts.{number}.{kind}", kind, group="mlp")
-            for layer in range(int(params["layers"]))
-            for number in range(int(params["experts"]))
-            for kind in self.layer_kinds
+            Layer(f"blocks.{layer}.experts.{number}.{kind}", kind, group="mlp") for layer, number, kind in places
         )
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
         return layers_around((f"norms.{layer}" for layer in range(int(params["layers"]))), "residual")
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
+        # 1. The experts' products.
         support, sizes = precision.support(facts), sizes_of(params)
         shown = f"width={sizes.width}, hidden={sizes.hidden}"
         if support.is_native and (
             wrong := misfit(precision, 0, (sizes.width, sizes.hidden), is_training(params), shown)
         ):
             return refused(wrong)
+        # 2. The router has a precision and sides of its own.
         router = precisions.get(str(params["router"]))
         routed = router.support(facts)
         if routed.level is Level.REFUSED:
             return refused(f"router={router.name}: {routed.reason}")
+        # Its gradient is contracted over tokens, which then are a side as well.
         along = f"experts={sizes.experts}, tokens={params['tokens']}"
         sides = (sizes.width, sizes.experts, *([int(params["tokens"])] if is_training(params) else []))
         if routed.is_native and (wrong := misfit(router, 0, sides, False, along)):
             return refused(f"router={router.name}: {wrong}")
         travels = [axis for axis in ("dispatch", "combine") if params[axis] == "fp8"]
         for axis in ("router", *travels):  # their time is part of the step's
-            own = precisions.get(str(params[axis])).support(facts)
-            if own.is_emulated and support.is_native:
-                return emulated(f"{axis}={params[axis]}: {own.reason}")
+            support_of_axis = precisions.get(str(params[axis])).support(facts)
+            if support_of_axis.is_emulated and support.is_native:
+                return emulated(f"{axis}={params[axis]}: {support_of_axis.reason}")
         return support
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
@@ -156,6 +158,7 @@ class Moe(LayerWorkload):
         from fp8bench.nn.experts import Mixture, Travel, draw_load
         from fp8bench.nn.linear import cast_once
 
+        # 1. Who goes where, for each layer by another draw.
         params, sizes = setup.params, sizes_of(setup.params)
         tokens, load = int(params["tokens"]), str(params["load"])
         plans = [draw_load(load, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))]
@@ -165,9 +168,11 @@ class Moe(LayerWorkload):
             router = precisions.get(str(params["router"])).arithmetic(setup.facts)
             rows = precisions.get(setup.case.precision).multiples[0] if is_training(params) else 1
             travel = Travel(str(params["dispatch"]), str(params["combine"]), router, rows)
+        # 2. The layers, whose parts are padded to what native products take.
         state = exercise(
             setup, lambda: Mixture(sizes, plans, travel, choose), [(tokens, sizes.width)], carrier, is_training(params)
         )
+        # 3. Decoding casts weights once, and not in every step.
         if not is_training(params):
             cast_once(state.layer)
         return state
@@ -176,11 +181,13 @@ class Moe(LayerWorkload):
         """Compares output and gradients; adds, by layer, how often the router chooses otherwise, and the load."""
         from fp8bench.nn.experts import Mixture, disagreements, load_figures
 
-        state, wanted = self.prepare(setup), self.exact(setup)
-        errors = state.errors(wanted, setup.settles)
-        assert isinstance(state.layer, Mixture) and isinstance(wanted.layer, Mixture)
-        seen, right = state.layer.watch(state.outcome), wanted.layer.watch(wanted.outcome)
-        shares = disagreements([chosen for chosen, _ in seen], [chosen for chosen, _ in right])
+        state, exact = self.prepare(setup), self.exact(setup)
+        errors = state.errors(exact, setup.settles)
+        assert isinstance(state.layer, Mixture) and isinstance(exact.layer, Mixture)
+        # Which experts each token took, and which it should have taken.
+        watched, right = state.layer.watch(state.outcome), exact.layer.watch(exact.outcome)
+        shares = disagreements([chosen for chosen, _ in watched], [chosen for chosen, _ in right])
+        # From the first layer that disagrees on, others see other inputs.
         differing = next((number for number, share in enumerate(shares) if share), len(shares))
         by_layer = {f"top_k_layer{number}_differs_percent": 100 * share for number, share in enumerate(shares)}
         return {
@@ -188,5 +195,5 @@ class Moe(LayerWorkload):
             "top_k_differs_percent": 100 * sum(shares) / len(shares),
             **(by_layer if len(shares) > 1 else {}),
             "layers_that_agree": float(differing),
-            **load_figures([counts for _, counts in seen], state.layer.expert_bytes()),
+            **load_figures([counts for _, counts in watched], state.layer.expert_bytes()),
         }

@@ -9,7 +9,7 @@ from fp8bench.model import DeviceFacts, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.nn.shared_workloads import PASS, is_training
 from fp8bench.protocols import Grid, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, one_of, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, one_of
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class NormAct(LayerWorkload):
         tokens, width = ("16384", "4096") if facts.accelerated else ("512", "768")
         return (
             Axis("operation", ", ".join(INPUTS), tuple(INPUTS) if facts.accelerated else _GPT2, one_of(*INPUTS)),
-            Axis("tokens", "rows", (tokens,), whole_number(high=1 << 20)),
-            Axis("width", "features of a row", (width,), whole_number(high=1 << 18)),
+            Axis.count("tokens", "rows", tokens, high=1 << 20),
+            Axis.count("width", "features of a row", width, high=1 << 18),
             PASS,
             VALUES,
         )

@@ -11,7 +11,7 @@ from fp8bench.model import DeviceFacts, Params, Scalars, Support, TensorStatisti
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.nn.sizes import CAPTURED, CAPTURED_STEPS
 from fp8bench.protocols import Arithmetic, Grid, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, one_of
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def _table() -> Iterator[str]:
         "e2m1": (*_FLOAT_SCALINGS, *mx, "nvfp4", "nvfp4:scale=up"),
     }
     yield from ("fp16", "bf16")
-    yield from (f"custom:format={fmt}:scaling={scaling}" for fmt, known in scalings.items() for scaling in known)
+    for fmt, words in scalings.items():
+        yield from (f"custom:format={fmt}:scaling={scaling}" for scaling in words)
 
 
 @dataclass
@@ -75,33 +76,38 @@ class Numerics(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         side = "4096" if facts.accelerated else "512"
-        known = (*MADE, *CAPTURED)
+        tensors = (*MADE, *CAPTURED)
         return (
             Axis(
                 "tensor",
                 "made, or captured from a short training of a small transformer: the input, weight and "
                 "gradient of attn, mlp and head",
-                known,
-                one_of(*known),
+                tensors,
+                one_of(*tensors),
                 quick=_QUICK,
             ),
-            Axis("rows", "of a made tensor", (side,), whole_number(high=1 << 18)),
-            Axis("columns", "of a made tensor; block scales run along them", (side,), whole_number(high=1 << 18)),
-            Axis(
+            Axis.count("rows", "of a made tensor", side, high=1 << 18),
+            Axis.count("columns", "of a made tensor; block scales run along them", side, high=1 << 18),
+            Axis.choice(
                 "role",
                 "which of a precision's formats and scalings it gets; auto: the one that is most its own",
-                (_AUTO,),
-                one_of(_AUTO, *Role),
+                _AUTO,
+                *Role,
             ),
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         name, role = str(params["tensor"]), str(params["role"])
         captured = CAPTURED.get(name)
-        own = captured.role if captured else MADE[name]
+        usual_role = captured.role if captured else MADE[name]
         rows, columns = (captured.rows, captured.columns) if captured else (params["rows"], params["columns"])
         return (
-            (("tensor", name), ("rows", rows), ("columns", columns), ("role", own.value if role == _AUTO else role)),
+            (
+                ("tensor", name),
+                ("rows", rows),
+                ("columns", columns),
+                ("role", usual_role.value if role == _AUTO else role),
+            ),
         )
 
     def work(self, params: Scalars) -> Work:
@@ -128,12 +134,12 @@ class Numerics(Workload):
         from fp8bench.numerics.tensor_error import figures, tensor_error
 
         role, arithmetic = _role(setup), setup.arithmetic.layer("tensor")
-        source, *before = _course(setup) if arithmetic.settles else (next(_course(setup)),)
-        for earlier in reversed(before):
+        source, *earlier_tensors = _course(setup) if arithmetic.settles else (next(_course(setup)),)
+        for earlier in reversed(earlier_tensors):
             arithmetic.cast(earlier, role)
-        left = arithmetic.restore(arithmetic.cast(source, role), torch.float32)
-        view = view_of(precisions.get(setup.case.precision), role, source, before)
-        return figures(tensor_error(source, left, view.fmt, view.factors), view.course)
+        restored = arithmetic.restore(arithmetic.cast(source, role), torch.float32)
+        view = view_of(precisions.get(setup.case.precision), role, source, earlier_tensors)
+        return figures(tensor_error(source, restored, view.fmt, view.factors), view.course)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import statistics_of

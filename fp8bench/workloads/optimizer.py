@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from fp8bench.model import DeviceFacts, Scalars, Support, TensorStatistics, Work
@@ -35,16 +36,16 @@ class OptimizerState:
     buckets: list[Bucket]
 
     def parameters(self) -> list[Tensor]:
-        return [parameter for bucket in self.buckets for parameter in bucket.parameters]
+        return list(chain.from_iterable(bucket.parameters for bucket in self.buckets))
 
     def moments(self) -> tuple[list[Tensor], list[Tensor]]:
-        pairs = [bucket.restored() for bucket in self.buckets]
-        return [tensor for first, _ in pairs for tensor in first], [tensor for _, second in pairs for tensor in second]
+        first, second = zip(*(bucket.restored() for bucket in self.buckets), strict=True)
+        return list(chain.from_iterable(first)), list(chain.from_iterable(second))
 
     def take(self, gradients: list[Tensor]) -> None:
         import torch
 
-        torch._foreach_copy_([gradient for bucket in self.buckets for gradient in bucket.gradients], gradients)
+        torch._foreach_copy_(list(chain.from_iterable(bucket.gradients for bucket in self.buckets)), gradients)
 
 
 @workloads.register("optimizer")
@@ -78,13 +79,13 @@ class Optimizer(Workload):
         tensors = "16" if facts.accelerated else "8"
         return (
             Axis("fused", "torch's fused AdamW, or what it takes without", ("yes", "no"), one_of("yes", "no")),
-            Axis(
+            Axis.choice(
                 "second_moment",
                 "that of fp8 and below: scaled-fp16, or the same format as the first's",
-                ("scaled-fp16",),
-                one_of("scaled-fp16", "same"),
+                "scaled-fp16",
+                "same",
             ),
-            Axis("tensors", "weights, one a layer", (tensors,), whole_number(high=4096)),
+            Axis.count("tensors", "weights, one a layer", tensors, high=4096),
             Axis("width", "rows and columns of each weight", widths, whole_number(high=1 << 16)),
         )
 
@@ -124,20 +125,21 @@ class Optimizer(Workload):
         """
         from fp8bench.numerics.norms import joint_relative_frobenius, vanished_share
 
+        # 1. Twice the same beginning, exact and stored.
         small = _small(setup)
         exact, source = _begin(small, _plain(), fused=True)
         state, _ = _begin(small, _storages(small), fused=small.case.param("fused") == "yes")
         start = [parameter.clone() for parameter in exact.parameters()]
+        # 2. The same gradients for both, on one thread: sums must not depend on the machine.
         with one_thread():
             for _ in range(STEPS_OF_ERROR):
                 gradients = source.draw()
                 for optimizer_state in (exact, state):
                     optimizer_state.take(gradients)
                     self.step(optimizer_state, SilentPhases())
-        update, exact_update = (
-            [a - b for a, b in zip(optimizer_state.parameters(), start, strict=True)]
-            for optimizer_state in (state, exact)
-        )
+        # 3. The change of the weights, and each moment.
+        update = [new - old for new, old in zip(state.parameters(), start, strict=True)]
+        exact_update = [new - old for new, old in zip(exact.parameters(), start, strict=True)]
         (first, second), (exact_first, exact_second) = state.moments(), exact.moments()
         return {
             "update_error": joint_relative_frobenius(update, exact_update),
@@ -152,9 +154,11 @@ class Optimizer(Workload):
 
         state, source = _begin(setup, _plain(), fused=False)
         gradients = source.draw()
-        kinds = (("gradient", Role.GRADIENT.value), ("first_moment", ""), ("second_moment", ""))
-        tensors = zip(kinds, (gradients, *state.moments()), strict=True)
-        return statistics_of((*kind, tensor) for kind, several in tensors for tensor in several)
+        first, second = state.moments()
+        rows = [("gradient", Role.GRADIENT.value, gradient) for gradient in gradients]
+        rows += [("first_moment", "", moment) for moment in first]
+        rows += [("second_moment", "", moment) for moment in second]
+        return statistics_of(rows)
 
 
 def _small(setup: Setup) -> Setup:
@@ -200,8 +204,9 @@ def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tupl
         for tensor, scale in zip(source.normal(), source.scales, strict=True)
     ]
     gradients = [torch.zeros_like(weight) for weight in weights]
+    parts = bucketed([weight.numel() for weight in weights], BUCKET_ELEMENTS)
     buckets = [
         Bucket(weights[part], gradients[part], first[part], second[part], storages, STEPS_BEFORE, fused)
-        for part in bucketed([weight.numel() for weight in weights], BUCKET_ELEMENTS)
+        for part in parts
     ]
     return OptimizerState(buckets), source

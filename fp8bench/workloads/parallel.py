@@ -52,7 +52,7 @@ class Parallel(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         size = "gpt2-124m" if facts.accelerated else "nano"
-        known = "; ".join(f"{way.name} ({way.summary})" for way in WAYS.values())
+        ways_listed = "; ".join(f"{division.name} ({division.summary})" for division in WAYS.values())
         options = (
             Axis(
                 name,
@@ -64,7 +64,7 @@ class Parallel(Workload):
             for name, text in OPTIONS.items()
         )
         return (
-            Axis("way", f"how ranks train together: {known}", tuple(WAYS), one_of(*WAYS)),
+            Axis("way", f"how ranks train together: {ways_listed}", tuple(WAYS), one_of(*WAYS)),
             Axis("size", f"the model: {', '.join(SIZES)}", (size,), one_of(*SIZES)),
             Axis(
                 "batch", "sequences of all ranks together", ("auto",), auto_or(whole_number(high=1 << 16)), quick=("4",)
@@ -75,16 +75,16 @@ class Parallel(Workload):
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         """Makes a case of each value of a way's own options; options that a way does not have are dropped."""
-        config, way = SIZES[str(params["size"])], WAYS[str(params["way"])]
-        own: dict[str, Scalar] = {"batch": config.batch * _BATCHES, "sequence": config.sequence}
-        usual = {name: own.get(name, value) if value == "auto" else value for name, value in params.items()}
+        config, division = SIZES[str(params["size"])], WAYS[str(params["way"])]
+        usual_sizes: dict[str, Scalar] = {"batch": config.batch * _BATCHES, "sequence": config.sequence}
+        usual = {name: usual_sizes.get(name, value) if value == "auto" else value for name, value in params.items()}
         plain = {
             name: value
             for name, value in usual.items()
             if name not in OPTIONS or str(value).partition(" ")[0] not in (_ALL, _FIRST)
         }
-        names = [name for name in way.options if name not in plain]
-        values = [map(_parse(name), _meant(way.options[name], str(params[name]))) for name in names]
+        names = [name for name in division.options if name not in plain]
+        values = [map(_parse(name), _values_of_word(division.options[name], str(params[name]))) for name in names]
         return tuple((*plain.items(), *zip(names, chosen, strict=True)) for chosen in product(*values))
 
     def work(self, params: Scalars) -> Work:
@@ -99,26 +99,29 @@ class Parallel(Workload):
         return gpt_around(_config(params).layers)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        way = WAYS[str(params["way"])]
-        if facts.ranks < way.least_ranks:
-            there = "there is 1" if facts.ranks == 1 else f"there are {facts.ranks}"
-            return refused(f"{way.name} takes {way.least_ranks} ranks, and {there}: add --ranks {way.least_ranks}")
+        # 1. As many ranks as this way takes.
+        division = WAYS[str(params["way"])]
+        if facts.ranks < division.least_ranks:
+            present, least = "there is 1" if facts.ranks == 1 else f"there are {facts.ranks}", division.least_ranks
+            return refused(f"{division.name} takes {least} ranks, and {present}: add --ranks {least}")
+        # 2. No option of another way: it would be ignored in silence.
         options = {name: str(params[name]) for name in OPTIONS if name in params}
         foreign = [
             name
             for name, value in options.items()
-            if name not in way.options or (isinstance(params[name], str) and value not in way.options[name])
+            if name not in division.options or (isinstance(params[name], str) and value not in division.options[name])
         ]
         if foreign:
-            takes = "; ".join(f"{name}: {', '.join(values)}" for name, values in way.options.items()) or "none"
-            return refused(f"{way.name} has no {foreign[0]}={options[foreign[0]]}: it takes {takes}")
+            takes = "; ".join(f"{name}: {', '.join(values)}" for name, values in division.options.items()) or "none"
+            return refused(f"{division.name} has no {foreign[0]}={options[foreign[0]]}: it takes {takes}")
+        # 3. Layers that can be divided, of sizes that divide evenly.
         if precision.whole_layers:
             return refused(
                 f"{precision.mode} brings its own layers, which cannot be divided among ranks: leave the backend out"
             )
         case = ParallelCase(_config(params), int(params["batch"]), facts.ranks, precision, options, facts)
-        why = way.refuse(case)
-        return refused(why) if why else precision.support(facts)
+        reason = division.refuse(case)
+        return refused(reason) if reason else precision.support(facts)
 
     def prepare(self, setup: Setup) -> ParallelState:
         import torch.distributed as dist
@@ -140,8 +143,8 @@ class Parallel(Workload):
         made_in = (setup.case.precision, *(name for _, name in setup.case.precision_map))
         params = setup.params
         limits = limits_of(map(precisions.get, made_in), str(params.get("wire", "")), str(params.get("load", "")))
-        if why := limits.describe_excess(apart):
-            raise NotTheSame(f"{_AGREEING_STEPS} steps change weights differently from one rank alone: {why}")
+        if excess := limits.describe_excess(apart):
+            raise NotTheSame(f"{_AGREEING_STEPS} steps change weights differently from one rank alone: {excess}")
         return {**apart.figures(), **state.model.figures()}
 
     def step_parts(self, setup: Setup) -> StepParts:
@@ -174,7 +177,7 @@ class Parallel(Workload):
         from fp8bench.nn.parallel.division import Undivided
         from fp8bench.nn.parallel.step import new_state
 
-        model = Undivided(self._made(setup), setup.loss_scale)
+        model = Undivided(self._make_model(setup), setup.loss_scale)
         return new_state(model, _loader(setup, parts), setup.facts, plain)
 
     def _job(self, setup: Setup, group: ProcessGroup) -> Job:
@@ -182,7 +185,7 @@ class Parallel(Workload):
         options = {name: str(params[name]) for name in OPTIONS if name in params}
         emulated = precisions.get(setup.case.precision).support(setup.facts).is_emulated
         return Job(
-            lambda: self._made(setup),
+            lambda: self._make_model(setup),
             _config(params),
             int(setup.case.param("batch")),
             setup.facts,
@@ -192,7 +195,7 @@ class Parallel(Workload):
             group,
         )
 
-    def _made(self, setup: Setup) -> GPT:
+    def _make_model(self, setup: Setup) -> GPT:
         from fp8bench.nn.around import set_around
         from fp8bench.nn.experts import set_load
         from fp8bench.nn.gpt import GPT
@@ -214,7 +217,7 @@ def _word_or_value(option: str, ranks: int) -> Callable[[str], Scalar]:
     return lambda text: text if text == _ALL else usual if text == _FIRST else parse(text)
 
 
-def _meant(values: tuple[str, ...], word: str) -> tuple[str, ...]:
+def _values_of_word(values: tuple[str, ...], word: str) -> tuple[str, ...]:
     """Returns the values that a word stands for: all, or the first; of counts the first that suffices, else the
     last."""
     if word == _ALL:
@@ -226,7 +229,9 @@ def _meant(values: tuple[str, ...], word: str) -> tuple[str, ...]:
 
 def _parse(option: str) -> Callable[[str], Scalar]:
     """Returns a parser of an option: of the words that ways have for it, or of any number if they have numbers."""
-    values = {value: None for way in WAYS.values() for value in way.options.get(option, ())}
+    values: dict[str, None] = {}
+    for division in WAYS.values():
+        values |= dict.fromkeys(division.options.get(option, ()))
     return whole_number() if all(value.isdecimal() for value in values) else one_of(*values)
 
 

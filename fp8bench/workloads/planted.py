@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import Case, DeviceFacts, Scalars, Work
 from fp8bench.protocols import Phases, Setup, Workload
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -39,8 +39,13 @@ class Planted(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (
-            Axis("base", "the workload that is slowed down", ("gemm",), one_of("gemm", "transformer")),
-            Axis("extra", "tiny calls added to a step", ("0",), whole_number(low=0)),
+            Axis.choice(
+                "base",
+                "the workload that is slowed down",
+                "gemm",
+                "transformer",
+            ),
+            Axis.count("extra", "tiny calls added to a step", "0", low=0),
         )
 
     def work(self, params: Scalars) -> Work:

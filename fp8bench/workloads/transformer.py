@@ -84,7 +84,7 @@ class Transformer(TrainingWorkload):
             Axis("size", f"the model: {', '.join(SIZES)}", (size,), one_of(*SIZES)),
             Axis("batch", "sequences in a micro-batch", ("auto",), auto_or(whole_number(high=4096))),
             Axis("sequence", "tokens in a sequence", ("auto",), auto_or(whole_number(high=1 << 16))),
-            Axis("micro_batches", "micro-batches accumulated in a step", ("2",), whole_number(high=1024)),
+            Axis.count("micro_batches", "micro-batches accumulated in a step", "2", high=1024),
             Axis(
                 "checkpointing",
                 "blocks: keep each block's input only, compute it again in backward",
@@ -147,9 +147,12 @@ class Transformer(TrainingWorkload):
             raise UsageError(f"frozen={params['frozen']} is for the frozen models of models=rlhf: add models=rlhf.")
         if four and (_choice(params, "compile"), _choice(params, "cut")) != ("no", "linear"):
             raise UsageError("models=rlhf has four models, of which none is compiled: choose compile=no, cut=linear.")
-        own: dict[str, Scalar] = {"batch": config.batch, "sequence": config.sequence}
+        usual_sizes: dict[str, Scalar] = {"batch": config.batch, "sequence": config.sequence}
         return (
-            tuple((name, own[name] if name in own and value == "auto" else value) for name, value in params.items()),
+            tuple(
+                (name, usual_sizes[name] if name in usual_sizes and value == "auto" else value)
+                for name, value in params.items()
+            ),
         )
 
     def work(self, params: Scalars) -> Work:
@@ -159,11 +162,11 @@ class Transformer(TrainingWorkload):
         # In fp32: weights, two moments, gradients, and the logits of a micro-batch.
         least = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
         compiling = COMPILE_SECONDS if _choice(params, "compile") == "yes" else 0.0
-        flops, kept = config.step_flops(sequences, length), 0.0
+        flops, extra_bytes = config.step_flops(sequences, length), 0.0
         if _choice(params, "models") == "rlhf":
             flops *= 2 + _FROZEN_WORK
-            kept = 16.0 * config.weights + _frozen_bytes(params)
-        return Work(flops, sequences * length, least_memory=least + kept, setup_seconds=compiling)
+            extra_bytes = 16.0 * config.weights + _frozen_bytes(params)
+        return Work(flops, sequences * length, least_memory=least + extra_bytes, setup_seconds=compiling)
 
     def memory(self, params: Scalars, precision: Precision) -> float:
         """Counts a step that is not compiled. It has weights, gradients and moments in fp32; what blocks keep of a
@@ -173,12 +176,12 @@ class Transformer(TrainingWorkload):
         size = carrier_bytes(precision)
         keys = 2 * config.key_heads * config.head_width
         # Both norms, queries, attention's output and the sum after it; before and after the activation.
-        kept = 7 * config.width + keys + (3 if config.modern else 2) * config.hidden
-        again = _choice(params, "checkpointing") == "blocks"
-        blocks = config.layers * config.width + kept if again else config.layers * kept
+        activations = 7 * config.width + keys + (3 if config.modern else 2) * config.hidden
+        recomputes = _choice(params, "checkpointing") == "blocks"
+        blocks = config.layers * config.width + activations if recomputes else config.layers * activations
         scores = 0.0
         if _choice(params, "attention") == "math":
-            matrices = SCORES_BESIDE + SCORES_KEPT * (1 if again else config.layers)
+            matrices = SCORES_BESIDE + SCORES_KEPT * (1 if recomputes else config.layers)
             scores = matrices * 4.0 * batch * config.heads * length**2
         tokens = batch * length
         states = 16.0 * config.weights
@@ -220,34 +223,37 @@ class Transformer(TrainingWorkload):
         from fp8bench.nn.around import set_around
         from fp8bench.nn.unit_scaling import scale_to_unit
 
-        again = _choice(setup.params, "checkpointing") == "blocks"
-        model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, again)
+        recomputes = _choice(setup.params, "checkpointing") == "blocks"
+        model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, recomputes)
         if precisions.get(setup.case.precision).unit_scaled:
             scale_to_unit(model, int(setup.case.param("sequence")))
         set_around(model, setup.around(self.around(setup.params)))
         return model
 
     def _products(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
+        # 1. Memory of earlier casts and a compiled graph exclude each other.
         support = precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and _choice(params, "compile") == "yes":
             return refused(
                 f"{precision.mode} depends on earlier casts, which a compiled graph does not know: choose compile=no, "
                 "or a dtype without memory, like fp8"
             )
+        # 2. What a backend's layers take or do on their own.
         recasts = precision.backend is not None and precision.whole_layers and not precision.backend.caches_weights
         if recasts and support.level is not Level.REFUSED and _choice(params, "weights") == "cached":
             support = replace(support, reason=f"{support.reason}; its layers cast their weights in every micro-batch")
-        other = SIZES[str(params["size"])].modern or _choice(params, "attention") != "auto"
-        if precision.whole_layers and _choice(params, "cut") == "block" and other:
+        is_unlike_gpt2 = SIZES[str(params["size"])].modern or _choice(params, "attention") != "auto"
+        if precision.whole_layers and _choice(params, "cut") == "block" and is_unlike_gpt2:
             return refused(
                 "a backend's block is GPT-2's, with its own attention: choose such a size, and attention=auto"
             )
+        # 3. Multiples that native products need, of which tokens are one side.
         along = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
         if support.is_native and _choice(params, "compile") == "yes":
-            why = uncompilable(precision, SIZES[str(params["size"])], tokens)
-            if why:
-                return refused(why)
+            reason = uncompilable(precision, SIZES[str(params["size"])], tokens)
+            if reason:
+                return refused(reason)
         if support.is_native and tokens % along:
             return refused(
                 f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; batch x "
@@ -258,7 +264,7 @@ class Transformer(TrainingWorkload):
     def prepare(self, setup: Setup) -> TrainingState | FourModels:
         if _choice(setup.params, "models") == "rlhf":
             return self._four(setup)
-        return self._trained(setup, _loader(setup))
+        return self._training_state(setup, _loader(setup))
 
     def _four(self, setup: Setup) -> FourModels:
         from fp8bench.nn.gpt import GPT
@@ -266,12 +272,15 @@ class Transformer(TrainingWorkload):
 
         count, frozen = int(setup.case.param("micro_batches")), _choice(setup.params, "frozen")
         loader = ReadBatches(_loader(setup), count)
-        actor, critic = self._trained(setup, loader), self._trained(replace(setup, draw=setup.draw + 1), loader)
+        actor, critic = (
+            self._training_state(setup, loader),
+            self._training_state(replace(setup, draw=setup.draw + 1), loader),
+        )
         assert isinstance(actor.model, GPT)
-        others = frozen_models(actor.model, _config(setup), int(setup.case.param("batch")), frozen, setup.seed)
-        return FourModels(actor, critic, others, loader, count, {})
+        frozen_pair = frozen_models(actor.model, _config(setup), int(setup.case.param("batch")), frozen, setup.seed)
+        return FourModels(actor, critic, frozen_pair, loader, count, {})
 
-    def _trained(self, setup: Setup, loader: Loader) -> TrainingState:
+    def _training_state(self, setup: Setup, loader: Loader) -> TrainingState:
         from fp8bench.nn.attention import attention_by
         from fp8bench.nn.gpt import blocks_are_taken
         from fp8bench.nn.training_step import new_state
@@ -329,8 +338,8 @@ class Transformer(TrainingWorkload):
     def gradient_error(self, setup: Setup, reference: Setup) -> float:
         from fp8bench.numerics.norms import joint_relative_frobenius
 
-        _, wanted = self._first_gradients(reference)
-        return joint_relative_frobenius(self._first_gradients(setup)[1], wanted)
+        _, exact = self._first_gradients(reference)
+        return joint_relative_frobenius(self._first_gradients(setup)[1], exact)
 
     def _first_gradients(self, setup: Setup) -> tuple[float, list[Tensor]]:
         """Returns mean loss and gradients of the first step, in a second pass if an arithmetic has to settle."""

@@ -11,7 +11,7 @@ from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.nn.shared_workloads import PASS, TrainingWorkload, convolution_support, is_training, misfit
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import Axis, one_of, whole_number
+from fp8bench.protocols.axes import Axis, one_of
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -62,43 +62,54 @@ class Vision(TrainingWorkload):
                 _MODELS,
                 one_of(*_MODELS),
             ),
-            Axis("batch", "images in a batch", (batch,), whole_number(high=1 << 16)),
-            Axis("image", "height and width of an image", (image,), whole_number(high=1 << 12)),
-            Axis("patch", "of a vit: height and width of a patch", (patch,), whole_number(high=1 << 10)),
-            Axis(
+            Axis.count("batch", "images in a batch", batch, high=1 << 16),
+            Axis.count("image", "height and width of an image", image, high=1 << 12),
+            Axis.count("patch", "of a vit: height and width of a patch", patch, high=1 << 10),
+            Axis.count(
                 "width",
                 "of the stream, in multiples of 16; of a resnet's stage a quarter is between",
-                (width,),
-                whole_number(high=1 << 14),
+                width,
+                high=1 << 14,
             ),
-            Axis("layers", "blocks, or bottlenecks", (layers,), whole_number(high=256)),
-            Axis("text", "of two-input: tokens beside each image", (text,), whole_number(high=1 << 14)),
-            Axis(
+            Axis.count("layers", "blocks, or bottlenecks", layers, high=256),
+            Axis.count("text", "of two-input: tokens beside each image", text, high=1 << 14),
+            Axis.choice(
                 "layout",
                 "of images and windows in memory; auto: both for a resnet, one after the other, and "
                 "channels_last for patches",
-                ("auto",),
-                one_of("auto", "contiguous", "channels_last"),
+                "auto",
+                "contiguous",
+                "channels_last",
             ),
             PASS,
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         model, layout = str(params["model"]), params["layout"]
-        own = {name: value for name, value in params.items() if name not in _UNUSED[model]}
+        model_params = {name: value for name, value in params.items() if name not in _UNUSED[model]}
+        # Sizes that would fail inside a layer are refused here, where words can say what to change.
         if int(params["width"]) % 16:
             raise UsageError(
                 f"width={params['width']} is no multiple of 16, of which heads and bottlenecks are made. Choose one."
             )
-        if model != "resnet" and int(own["image"]) % int(own["patch"]):
-            raise UsageError(f"image={own['image']} is no multiple of patch={own['patch']}. Choose others.")
-        if model == "resnet" and is_training(own) and int(own["batch"]) * sizes_of(own).stage == 1:
+        if model != "resnet" and int(model_params["image"]) % int(model_params["patch"]):
             raise UsageError(
-                f"batch=1 with image={own['image']} leaves one value a channel, too few for a batch norm: choose "
-                "a larger batch or image."
+                f"image={model_params['image']} is no multiple of patch={model_params['patch']}. Choose others."
             )
+        if (
+            model == "resnet"
+            and is_training(model_params)
+            and int(model_params["batch"]) * sizes_of(model_params).stage == 1
+        ):
+            raise UsageError(
+                f"batch=1 with image={model_params['image']} leaves one value a channel, too few for a batch norm: "
+                "choose a larger batch or image."
+            )
+        # auto: both for a resnet, one after the other; patches are cut out of channels_last images.
         both = ("contiguous", "channels_last") if model == "resnet" else ("channels_last",)
-        return tuple(tuple({**own, "layout": chosen}.items()) for chosen in (both if layout == "auto" else (layout,)))
+        return tuple(
+            tuple({**model_params, "layout": chosen}.items()) for chosen in (both if layout == "auto" else (layout,))
+        )
 
     def work(self, params: Scalars) -> Work:
         """Counts two products in training for the first layer and three for others: no image needs a gradient."""
@@ -115,10 +126,10 @@ class Vision(TrainingWorkload):
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
         sizes = sizes_of(params)
         first = {"resnet": "stem", "vit": "patches", "two-input": "image.patches"}[sizes.model]
-        low = (
-            Layer(path, "block", group=next((part for part in ("attn", "mlp") if f".{part}." in path), ""))
-            for path in sizes.low_layers()
-        )
+        low = []
+        for path in sizes.low_layers():
+            group = "attn" if ".attn." in path else "mlp" if ".mlp." in path else ""
+            low.append(Layer(path, "block", group=group))
         return (Layer(first, "stem", high=True), *low, Layer("head", "head", high=True))
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
@@ -138,10 +149,10 @@ class Vision(TrainingWorkload):
         narrow = sizes.inner if resnet else sizes.width  # all other sides are multiples of it
         stem = 3 * (7 if resnet else sizes.patch) ** 2
         sides = {"stem": (stem, narrow), "block": (narrow,), "head": (sizes.width, outputs)}[kind]
-        for other, of_image, _ in sizes.products() if support.is_native else ():
+        for product_kind, of_image, _ in sizes.products() if support.is_native else ():
             rows = int(params["batch"]) * of_image
             shown = f"a {kind} multiplies {rows} rows, with sides {' and '.join(map(str, sides))}"
-            if other == kind and (wrong := misfit(precision, rows, sides, is_training(params), shown)):
+            if product_kind == kind and (wrong := misfit(precision, rows, sides, is_training(params), shown)):
                 return refused(wrong)
         return support
 
@@ -166,12 +177,12 @@ class Vision(TrainingWorkload):
         from fp8bench.numerics.norms import joint_relative_frobenius, relative_error, relative_frobenius
 
         exact = PlainArithmetic(torch.float64)
-        given, gradients = outcome(self.prepare(setup), setup.settles)
-        wanted, exact_gradients = outcome(_state(setup, lambda name: exact, exact.carrier), False)
+        result, gradients = outcome(self.prepare(setup), setup.settles)
+        exact_result, exact_gradients = outcome(_state(setup, lambda name: exact, exact.carrier), False)
         if not gradients:
-            return {"output_error": relative_frobenius(given, wanted)}
+            return {"output_error": relative_frobenius(result, exact_result)}
         return {
-            "loss_error": relative_error(float(given), float(wanted)),
+            "loss_error": relative_error(float(result), float(exact_result)),
             "gradient_error": joint_relative_frobenius(gradients, exact_gradients),
         }
 

@@ -14,7 +14,7 @@ import pytest
 from fp8bench.analysis.doubts import LEAST_LOOKS, PlaceEffect, clock_offset, flat_times, place_effect
 from fp8bench.analysis.findings import find, findings
 from fp8bench.features.duel.values import CaseResult, Session
-from fp8bench.features.duel.verdicts import compared
+from fp8bench.features.duel.verdicts import compare_case
 from fp8bench.measure.rounds import Orders
 from fp8bench.model import (
     Case,
@@ -293,7 +293,7 @@ def test_in_a_duel_too(slow: float, sessions: int, told: bool) -> None:
     for number in range(4):
         arms = measured(number, 4, 40, p0=slow if number < sessions else 0.0)
         made.append(Session((arms[0], arms[1]), (_faster(arms[2], 0.3), _faster(arms[3], 0.6))))
-    (time,) = (one for one in compared(CaseResult(record(None), record(None), tuple(made))) if one.metric == "time")
+    (time,) = (one for one in compare_case(CaseResult(record(None), record(None), tuple(made))) if one.metric == "time")
     assert (Label.POSITION in time.labels) == told
 
 

@@ -249,7 +249,7 @@ def test_a_long_call_is_told_by_a_thread_that_ends_with_the_job(
         told.set()
 
     observer = kind(say, clock)
-    with live.beating(observer.beat):
+    with live.call_regularly(observer.beat):
         clock.now += 30
         assert told.wait(60)
     assert lines[0].startswith("after 30 s") and lines[0].endswith(": starting")

@@ -15,7 +15,7 @@ from fp8bench.analysis.compare.compare import compare
 from fp8bench.analysis.compare.sides import make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.features.advise.basis import Basis
-from fp8bench.features.advise.decide import advised
+from fp8bench.features.advise.decide import advise
 from fp8bench.features.advise.view import page_of as advice_page
 from fp8bench.model import Finding, Label, Run, Segments, SlotSample, Timing, Work
 from fp8bench.report.comparisons import page_of as comparison_page
@@ -60,7 +60,7 @@ def prints(run: Run, found: dict[str, Finding]) -> Iterator[str]:
     yield render(run, found)
     yield render_whole(run, found)
     yield html(page_of(material_of([run], [found])))
-    yield layout.render(advice_page(advised(Basis(run, found)), ()), 400)
+    yield layout.render(advice_page(advise(Basis(run, found)), ()), 400)
 
 
 @for_each(("microseconds", "slow"), [(300.0, 0.0), (860.0, 0.0), (700.0, 0.4), (2000.0, 0.0)])

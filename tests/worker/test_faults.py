@@ -18,7 +18,7 @@ from fp8bench.measure.passes import OUT_OF_MEMORY
 from fp8bench.model import Case, DeviceFacts, Record, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver, SilentPhases
-from fp8bench.worker.faults import described
+from fp8bench.worker.faults import describe_fault
 from tests.own_suites import suite_file
 
 SUITE = """
@@ -134,15 +134,15 @@ def case(how: str) -> Case:
 
 
 def test_a_reason_is_no_book() -> None:
-    found = described(ValueError("x" * 1_000_000))
+    found = describe_fault(ValueError("x" * 1_000_000))
     assert found.text == f"{'x' * 1000}... (999000 more characters)" and len(found.trace) > 1_000_000
-    assert described(ValueError("x" * 1000)).text == "x" * 1000
+    assert describe_fault(ValueError("x" * 1000)).text == "x" * 1000
 
 
 def test_a_phase_that_there_is_not_is_told_those_that_there_are() -> None:
     with pytest.raises(AttributeError) as raised:
         _ = SilentPhases().gem  # type: ignore[attr-defined]
-    assert described(raised.value).text.startswith("unknown phase 'gem'. Did you mean 'gemm'? Known: accumulate, ")
+    assert describe_fault(raised.value).text.startswith("unknown phase 'gem'. Did you mean 'gemm'? Known: accumulate, ")
 
 
 def test_exhausted_memory_is_distinguished_from_a_broken_context(worker: LocalWorker, file: Path) -> None:

@@ -20,7 +20,7 @@ from fp8bench.protocols import Phases, Workload
 from fp8bench.registry import devices
 from fp8bench.worker import bits, step_effect
 from fp8bench.worker.bits import digest, other_numbers
-from fp8bench.worker.step_effect import Left, as_they_were, effect_of, slot_of, told_apart
+from fp8bench.worker.step_effect import Left, compare_slots, effect_of, restore_state, slot_of
 from tests.counts import for_each
 
 State = SimpleNamespace
@@ -314,7 +314,7 @@ def told(left: Callable[[int, bool], Left], seconds: Callable[[int, bool], float
 
 def compared(slot: Callable[[bool], step_effect.Slot | None]) -> str:
     """Gives the comparison the slots that it asks for; returns what it says."""
-    comparison = told_apart()
+    comparison = compare_slots()
     asked = next(comparison)
     try:
         while True:
@@ -378,7 +378,7 @@ def test_a_state_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     given, weights = torch.randn(8, 8), torch.randn(8, 8)
     state, before = SimpleNamespace(x=given, w=weights), (given.clone(), weights.clone())
     found = []
-    with as_they_were(state, {given.untyped_storage().data_ptr()}) as beginning:
+    with restore_state(state, {given.untyped_storage().data_ptr()}) as beginning:
         for _ in range(2):
             beginning.again()
             assert not torch.equal(given, before[0]) and torch.equal(weights, before[1])
@@ -387,5 +387,5 @@ def test_a_state_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(given, before[0]) and torch.equal(weights, before[1])
     assert all(map(torch.equal, *found)) and sorted(bool(tensor.any()) for tensor in found[0]) == [False, True, True]
     monkeypatch.setattr(step_effect, "MOST_BYTES", 100)
-    with as_they_were(state, {given.untyped_storage().data_ptr()}) as beginning:
+    with restore_state(state, {given.untyped_storage().data_ptr()}) as beginning:
         assert torch.equal(given, before[0]) and beginning.left(given) == []

@@ -33,7 +33,7 @@ from fp8bench.user_code.switches import values_of
 from fp8bench.worker import step_guards
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.switches import SwitchesChanged, recorded_values, switches, unchanged, under
+from fp8bench.worker.switches import SwitchesChanged, recorded_values, restore_switches, switches, under
 from fp8bench.workloads.gemm import Gemm
 from tests.counts import for_each
 from tests.fakes import CPU
@@ -240,7 +240,7 @@ def test_what_is_left_changed_is_named_and_put_back(which: str) -> None:
         pytest.skip("this torch does not have it; 2.12 has")
     leave, words = LEFT[which]
     before = values_of(switches())
-    with pytest.raises(SwitchesChanged) as caught, unchanged():
+    with pytest.raises(SwitchesChanged) as caught, restore_switches():
         leave()
     assert words in str(caught.value)
     assert values_of(switches()) == before
@@ -251,7 +251,7 @@ def test_a_switch_that_cannot_be_put_back_is_reported_as_such(which: str) -> Non
     make, words = KEPT[which]
     kept = make()
     try:
-        with pytest.raises(SwitchesChanged, match=re.escape(words)), unchanged():
+        with pytest.raises(SwitchesChanged, match=re.escape(words)), restore_switches():
             kept.__enter__()
     finally:
         kept.__exit__(None, None, None)
@@ -286,9 +286,12 @@ def test_several_are_all_named_and_put_back_although_an_exception_passes() -> No
         if error is not None:
             raise error
 
-    with pytest.raises(SwitchesChanged, match=r"it left gradients .*, the default dtype .*: other cases"), unchanged():
+    with (
+        pytest.raises(SwitchesChanged, match=r"it left gradients .*, the default dtype .*: other cases"),
+        restore_switches(),
+    ):
         leave()
-    with pytest.raises(MemoryError), unchanged():
+    with pytest.raises(MemoryError), restore_switches():
         leave(MemoryError)
     assert torch.get_default_dtype() is torch.float32 and torch.is_grad_enabled()
 

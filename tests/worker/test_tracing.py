@@ -22,7 +22,7 @@ from fp8bench.model import Case
 from fp8bench.protocols import Phases, Setup
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import LeftRunning
-from fp8bench.worker.tracing import STEPS, WARM_UPS, mended, write
+from fp8bench.worker.tracing import STEPS, WARM_UPS, cut_overlaps, write
 from tests.counts import for_each
 from tests.worker.scripted import CPU, Script
 from tests.worker.scripted import script as script
@@ -153,7 +153,7 @@ def step(start: float, end: float, number: int = 1) -> Event:
 )
 def test_events_that_say_nothing_are_passed_over(wrong: Event) -> None:
     events = [step(0, 10), wrong, event("mm", 2, 4)]
-    assert mended(events) == events
+    assert cut_overlaps(events) == events
 
 
 def overlaps(events: Sequence[Event]) -> list[tuple[Event, Event]]:
@@ -190,7 +190,7 @@ def nested(draw: st.DrawFn, name: str, cat: str) -> list[Event]:
 @given(nested("aten::op", "cpu_op"), nested("fp8bench.gemm", "user_annotation"))
 def test_overlaps_are_cut(operators: list[Event], phases: list[Event]) -> None:
     before = [step(0, 1000), *operators, *phases]
-    after = mended(before)
+    after = cut_overlaps(before)
     assert not overlaps(after) and after[: 1 + len(operators)] == before[: 1 + len(operators)]
     for old, new in zip(before, after, strict=True):
         assert old["ts"] <= new["ts"] and new["ts"] + new["dur"] <= old["ts"] + old["dur"] and new["dur"] >= 0

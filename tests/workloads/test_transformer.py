@@ -269,7 +269,7 @@ def casts_seen(setup: Setup) -> tuple[Setup, list[Role]]:
 def test_cached_weights_take_scales_from_data(corpus: Corpus, rule: StaticScales) -> None:
     states = []
     for setup in both_ways(corpus, "fp8"):
-        known = Calibrations().applied(Transformer(), replace(setup, case=replace(setup.case, static=rule)))
+        known = Calibrations().apply(Transformer(), replace(setup, case=replace(setup.case, static=rule)))
         state, book = Transformer().prepare(known), known.scales
         assert book is not None
         for _ in range(3):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import CommandResult, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.jobs.observer import JobObserver
@@ -25,15 +25,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="runs (ids, files' stems, paths, 'last'), a commit, or a store's folder; several with commas count as one",
     )
     parser.add_argument("after", metavar="B", help="the same; ratios are of B over A")
-    shared(parser, "--store", help="where A and B are, as in suite")
-    shared(parser, "--json", help="print the comparison as JSON instead of the table")
-    shared(parser, "--csv", help="also write it there as rows, one a figure; '-' prints them instead of the table")
-    shared(parser, "--md", "--explain")
+    add_common(parser, "--store", help="where A and B are, as in suite")
+    add_common(parser, "--json", help="print the comparison as JSON instead of the table")
+    add_common(parser, "--csv", help="also write it there as rows, one a figure; '-' prints them instead of the table")
+    add_common(parser, "--md", "--explain")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    return answer(arguments, TERMINAL).told(arguments)
+    return answer(arguments, TERMINAL).print_result(arguments)
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:

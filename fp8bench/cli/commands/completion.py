@@ -55,8 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _every_action(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    inner = [action for command in commands_of(parser).values() for action in _every_action(command)]
-    return [*parser._actions, *inner]
+    actions = list(parser._actions)
+    for command in commands_of(parser).values():
+        actions += _every_action(command)
+    return actions
 
 
 def _by_shell(name: str, words: Sequence[str]) -> dict[str, object]:

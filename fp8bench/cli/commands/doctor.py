@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import say_folded
+from fp8bench.cli.options import add_common
+from fp8bench.cli.outputs import print_lines
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_OK, EXIT_REGRESSION, UsageError
 from fp8bench.jobs import doctor
@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write how this machine's GPUs are linked to this file, as plan-parallel takes it, and print nothing else",
     )
-    shared(parser, "--store", help="where ceilings and spreads are kept, as in suite")
+    add_common(parser, "--store", help="where ceilings and spreads are kept, as in suite")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,17 +39,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.topology:
         from fp8bench.jobs.topology import topology_lines
 
-        say_folded(topology_lines(arguments.topology, arguments.store))
+        print_lines(topology_lines(arguments.topology, arguments.store))
         return EXIT_OK
     if arguments.peak:
         from fp8bench.jobs.ceilings import is_wrong, quote_lines, quote_of
 
         quotes = [quote_of(text) for text in arguments.peak]
-        say_folded(quote_lines(quotes))
+        print_lines(quote_lines(quotes))
         return EXIT_REGRESSION if any(map(is_wrong, quotes)) else EXIT_OK
-    say_folded(doctor.examine(arguments.calibrate))
+    print_lines(doctor.examine(arguments.calibrate))
     if arguments.calibrate:
         from fp8bench.jobs.several_runs import standard_runs
 
-        say_folded(standard_runs(arguments.store, TERMINAL))
+        print_lines(standard_runs(arguments.store, TERMINAL))
     return EXIT_OK

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import shared, subcommands
-from fp8bench.cli.outputs import check_outputs, in_store, options_of, say_folded, tell
+from fp8bench.cli.options import add_common, subcommands
+from fp8bench.cli.outputs import check_outputs, in_store, options_of, print_lines, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, UsageError
@@ -37,17 +37,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_command = subcommands(parser)
 
     def command(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
-        made = add_command(name, words, epilog)
-        shared(made, "--store", help="as in suite")
-        shared(made, "--import", help="module or .py file of suites of your own that were measured")
-        return made
+        subparser = add_command(name, words, epilog)
+        add_common(subparser, "--store", help="as in suite")
+        add_common(subparser, "--import", help="module or .py file of suites of your own that were measured")
+        return subparser
 
     listing = command("list", "the series that there are, or the runs")
     listing.add_argument("word", nargs="?", default="", metavar="WORD", help="only those whose line has it")
-    shared(listing, "--explain", "--md")
+    add_common(listing, "--explain", "--md")
     listing.add_argument("--runs", action="store_true", help="the runs instead, newest first")
     show = command("show", "one series, commit by commit")
-    shared(show, "--explain", "--md")
+    add_common(show, "--explain", "--md")
     show.add_argument(
         "series", metavar="SERIES", help="as `history list` names it; a part that fits one series will do"
     )
@@ -61,8 +61,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also what was acknowledged, taken back by a later change, or measured with another version",
     )
-    shared(regressions, "--explain", "--md")
-    shared(regressions, "--json", help="print all of them as JSON instead")
+    add_common(regressions, "--explain", "--md")
+    add_common(regressions, "--json", help="print all of them as JSON instead")
     ack = command("ack", "say that the open changes of a series are known and stay, so that they alarm no more")
     ack.add_argument(
         "series", metavar="SERIES", help="as in show; with * for any part, all that fit: 'gemm.Gemm.track_*(bf16, 512)'"
@@ -112,18 +112,21 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import read_history
 
+    # 1. Runs are listed by their files alone: reading a long history takes its time.
     history = read_history(store, TERMINAL) if not arguments.runs else None
     if history is not None:
         told_of = bool(history.runs or history.left)
     else:
         told_of = bool(_kept_lines(store, Counter())) or any(newest_files(store))
+    # 2. An empty store gets a beginning, and one that may not be read is no empty one.
     if not told_of:
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
-        say_folded([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
+        print_lines([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
         return EXIT_OK
     word = arguments.word.lower()
     if history is None:
         return _list_runs(arguments, store, word)
+    # 3. The last point of every series that the word is part of.
     endings = history.endings(lambda name: word in name.lower())
     if not endings and word and history.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
@@ -134,36 +137,37 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
 
 def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
     rows = []
-    there = listing(store)
-    left = there.left
-    for path in there.files:
+    files = listing(store)
+    skipped = files.left
+    # 1. Runs whose line has the word; one that cannot be read is counted.
+    for path in files.files:
         try:
             run = load_run(path)
         except StoreError:
-            left[UNREADABLE] += 1
+            skipped[UNREADABLE] += 1
             continue
         row = run_row(run, not run.finished and is_locked(path), in_store(store))
         if any(word in field.text.lower() for field in row):
             rows.append(row)
-    kept = {
-        name: fitting
-        for name, lines in _kept_lines(store, left).items()
-        if (fitting := [line for line in lines if word in line.lower()])
-    }
-    if not rows and not kept and word:
+    # 2. What else a store keeps: duels, studies, ablations.
+    other_lines = {}
+    for name, lines in _kept_lines(store, skipped).items():
+        if fitting := [line for line in lines if word in line.lower()]:
+            other_lines[name] = fitting
+    if not rows and not other_lines and word:
         raise UsageError(f"no run has {word!r:.80} in its line. `fp8bench history list --runs` names them all.")
-    tell(arguments, partial(runs_page, rows, str(store), left, in_store(store), kept))
+    tell(arguments, partial(runs_page, rows, str(store), skipped, in_store(store), other_lines))
     return EXIT_OK
 
 
-def _kept_lines(store: Path, left: Counter[str]) -> dict[str, list[str]]:
+def _kept_lines(store: Path, skipped: Counter[str]) -> dict[str, list[str]]:
     by_kind: dict[str, list[str]] = {}
     for kind in kinds():
         for line in kind.lines(store):
             try:
                 by_kind.setdefault(kind.name, []).append(line())
             except StoreError:
-                left[UNREADABLE] += 1
+                skipped[UNREADABLE] += 1
     return by_kind
 
 
@@ -171,8 +175,8 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import read_history, series_meant
 
     history = read_history(store, TERMINAL)
-    wanted = series_meant(arguments.series, history)
-    trends = history.trends(lambda name: name == wanted)
+    series_name = series_meant(arguments.series, history)
+    trends = history.trends(lambda name: name == series_name)
     series = trends[0].series
     grid = workloads.get(series.workload).history
     assert grid is not None
@@ -197,17 +201,17 @@ def _acknowledge(arguments: argparse.Namespace, store: Path) -> int:
 
     done = acknowledge(arguments.series, store, TERMINAL, arguments.because, arguments.undo)
     changes = (f"  {name}, after {since[:8]} and up to {until[:8]}" for name, since, until in done)
-    say_folded((f"{store}: {'not acknowledged any more' if arguments.undo else 'acknowledged'}", *changes))
+    print_lines((f"{store}: {'not acknowledged any more' if arguments.undo else 'acknowledged'}", *changes))
     return EXIT_OK
 
 
 def _rebuild(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.store.merge_stores import rebuild
 
-    made = rebuild(store)
-    tell(arguments, partial(rebuilt_page, str(store), len(made.files), made.series, made.runs, made.left))
-    _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in made.aside)
-    return _complain_of(made.failed)
+    rebuilt = rebuild(store)
+    tell(arguments, partial(rebuilt_page, str(store), len(rebuilt.files), rebuilt.series, rebuilt.runs, rebuilt.left))
+    _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in rebuilt.aside)
+    return _complain_of(rebuilt.failed)
 
 
 def _merge(arguments: argparse.Namespace) -> int:
@@ -215,9 +219,9 @@ def _merge(arguments: argparse.Namespace) -> int:
     from fp8bench.store.merge_stores import find_store, join
 
     store = arguments.store
-    other = find_store(arguments.folder, store)
-    existing_store(other, TERMINAL, reading=True)
-    merged, view = join(store, other)
+    other_store = find_store(arguments.folder, store)
+    existing_store(other_store, TERMINAL, reading=True)
+    merged, view = join(store, other_store)
     counts = {
         "runs that are new here": len(merged.copied),
         "runs that had gone on there": len(merged.extended),
@@ -225,14 +229,14 @@ def _merge(arguments: argparse.Namespace) -> int:
         **({"acknowledgements that are new here": merged.acks} if merged.acks else {}),
         "asv's files made again from the runs": len(view.files),
     }
-    tell(arguments, partial(joined_page, f"{store}: took in {other}", counts))
+    tell(arguments, partial(joined_page, f"{store}: took in {other_store}", counts))
     _complain_of(merged.notes)
     _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in view.aside)
     return _complain_of([*merged.failed, *view.failed])
 
 
 def _complain_of(sentences: Iterable[str]) -> int:
-    said = list(sentences)
-    for sentence in said:
+    messages = list(sentences)
+    for sentence in messages:
         complain(sentence)
-    return EXIT_FAILED if said else EXIT_OK
+    return EXIT_FAILED if messages else EXIT_OK

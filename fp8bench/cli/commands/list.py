@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from fp8bench.cli.options import shared
-from fp8bench.cli.outputs import say_folded
+from fp8bench.cli.options import add_common
+from fp8bench.cli.outputs import print_lines
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, UnknownName, UsageError
 from fp8bench.jobs import doctor
@@ -22,7 +22,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name", nargs="?", metavar="NAME", help="one of the dtypes: all that there is to say of it, its options too"
     )
-    shared(parser, "--import", help="as in suite")
+    add_common(parser, "--import", help="as in suite")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,5 +39,5 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{arguments.name!r:.80} was given, and {arguments.what} takes no name. Leave it out.")
     if arguments.name is not None:
         precisions.get(arguments.name)
-    say_folded(doctor.listing(arguments.what, (*arguments.imports, *files), arguments.name))
+    print_lines(doctor.listing(arguments.what, (*arguments.imports, *files), arguments.name))
     return EXIT_OK

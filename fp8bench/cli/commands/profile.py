@@ -6,7 +6,7 @@ import argparse
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.commands.suite import OUTPUTS, PASSES, measure_and_tell
-from fp8bench.cli.options import request_of, shared
+from fp8bench.cli.options import add_common, request_of
 from fp8bench.cli.outputs import check_outputs
 from fp8bench.workloads.model import OPTIMIZERS
 
@@ -30,17 +30,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     _add_what(parser.add_argument_group("what to measure"))
     how = parser.add_argument_group("how")
-    shared(how, "--quick", "--budget", "--rounds", "--seed", "--threads", "--case-timeout", *PASSES, "--no-isolation")
+    add_common(
+        how, "--quick", "--budget", "--rounds", "--seed", "--threads", "--case-timeout", *PASSES, "--no-isolation"
+    )
     where = parser.add_argument_group("where")
-    shared(where, "--store", *OUTPUTS)
+    add_common(where, "--store", *OUTPUTS)
 
 
 def _add_what(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    shared(group, "--dtypes", help="precisions of the copies, accelerate-fp8 too; default bf16,fp8")
-    shared(group, "--devices")
-    shared(group, "--reference", help="what the others are compared with; default untouched, the model as it came")
-    shared(group, "--backend")
+    add_common(group, "--dtypes", help="precisions of the copies, accelerate-fp8 too; default bf16,fp8")
+    add_common(group, "--devices")
+    add_common(group, "--reference", help="what the others are compared with; default untouched, the model as it came")
+    add_common(group, "--backend")
     add(
         "--skip",
         type=types.words,
@@ -66,17 +68,17 @@ def _add_what(group: argparse._ArgumentGroup) -> None:
         help=f"of the training step: {', '.join(OPTIMIZERS)}; default {OPTIMIZERS[0]}",
     )
     add("--compile", action="store_true", help="torch.compile the model, both as it came and converted")
-    shared(group, "--import")
+    add_common(group, "--import")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.profile import function_named, profile, profile_axes, profile_dtypes
 
     check_outputs(arguments)
-    given = vars(arguments)
+    options = vars(arguments)
     axes = profile_axes(
         function_named(arguments.target), arguments.forward, arguments.optimizer, arguments.compile, arguments.skip
     )
     modes = profile_dtypes(arguments.dtypes, arguments.reference)
-    request = request_of(argparse.Namespace(**{**given, "axes": axes, **modes}))
+    request = request_of(argparse.Namespace(**{**options, "axes": axes, **modes}))
     return measure_and_tell(request, arguments, profile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import check_outputs
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_OK, UsageError
@@ -21,8 +21,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="runs, or a training: ids, files' stems, paths or 'last'",
     )
-    shared(parser, "--store", help="as in suite")
-    shared(parser, "--html", "--md", "--open")
+    add_common(parser, "--store", help="as in suite")
+    add_common(parser, "--html", "--md", "--open")
     parser.add_argument(
         "--plots",
         type=types.path,
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.report_files import Pages, report_of, short_path, why_not_shown
 
     check_outputs(arguments)
-    formats = _formats_asked(arguments)
+    formats = _picture_formats(arguments)
     pages = Pages(arguments.html, arguments.md, arguments.open, arguments.plots, formats)
     page = report_of(arguments.runs, arguments.store, pages)
     for written in (page, arguments.html, arguments.md):
@@ -53,14 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _formats_asked(arguments: argparse.Namespace) -> tuple[str, ...]:
+def _picture_formats(arguments: argparse.Namespace) -> tuple[str, ...]:
     """The formats of --plots, once each. Raises UsageError if pictures cannot be drawn or written."""
-    wanted = tuple(dict.fromkeys(arguments.plots_format or PICTURE_FORMATS[:1]))
-    for unknown in [form for form in wanted if form not in PICTURE_FORMATS]:
+    formats = tuple(dict.fromkeys(arguments.plots_format or PICTURE_FORMATS[:1]))
+    for unknown in [form for form in formats if form not in PICTURE_FORMATS]:
         raise UsageError(f"--plots-format {unknown!r:.80} is none of {', '.join(PICTURE_FORMATS)}. Give one of these.")
     if arguments.plots is not None:
         check_package("matplotlib", "'fp8bench[plots]'", ".figure", wanted_by="--plots")
         check_folder("--plots", arguments.plots)
     elif arguments.plots_format:
         raise UsageError("--plots-format says what pictures to write, and not where. Add --plots DIR, or leave it out.")
-    return wanted
+    return formats

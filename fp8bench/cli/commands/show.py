@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.analysis.tapes import parts_of, refuse_none
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import check_outputs, in_store, print_run, stdout_look, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
@@ -37,10 +37,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="a run, training or duel: its id, its file's stem or its path; 'last' is the newest run or training",
     )
-    shared(parser, "--store", help="as in suite")
+    add_common(parser, "--store", help="as in suite")
     for table in _OF_RUNS:
         parser.add_argument(f"--{table.name}", help=table.help, action="store_true")
-    shared(parser, "--explain", "--json", "--csv", "--log")
+    add_common(parser, "--explain", "--json", "--csv", "--log")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,39 +48,43 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_outputs(arguments)
     word, store = arguments.run, arguments.store
-    wanted = [table for table in _OF_RUNS if getattr(arguments, table.name)]
-    meant = meant_by(word, store, only_runs=any(table.name != "all" for table in wanted))
+    selected = [table for table in _OF_RUNS if getattr(arguments, table.name)]
+    # 1. A word may name a run or a result of another kind.
+    meant = meant_by(word, store, only_runs=any(table.name != "all" for table in selected))
     if not meant:
+        # 2. A run, as its page or as the one table that was asked for.
         with noting_ignored() as ignored:
             measured = load_stored_run(word, store)
-        if len(wanted) > 1:
-            raise UsageError(f"--{wanted[0].name} and --{wanted[1].name} are two tables. Give one of them.")
-        for table in wanted:
+        if len(selected) > 1:
+            raise UsageError(f"--{selected[0].name} and --{selected[1].name} are two tables. Give one of them.")
+        for table in selected:
             tell(arguments, *table.view(measured, store))
-        if not wanted:
+        if not selected:
             print_run(measured, arguments)
-        told = log_run(measured, arguments.log, complain)
+        is_complete = log_run(measured, arguments.log, complain)
     else:
+        # 3. Another kind has a view of its own, and none of a run's tables.
         kind, path = meant[0]
         _check_meant(word, meant, store)
-        tables = [table.name for table in wanted if table.name != "all"]
+        tables = [table.name for table in selected if table.name != "all"]
         _refuse(arguments, repr(word), kind.name, [*tables, *kind.refused])
         with noting_ignored() as ignored:
-            kept = kind.load(path)
-        tell(arguments, *(kind.whole_view(kept) if arguments.all else kind.view(kept)))
-        told = log_kept(kind, kept, arguments.log, complain)
+            loaded = kind.load(path)
+        tell(arguments, *(kind.whole_view(loaded) if arguments.all else kind.view(loaded)))
+        is_complete = log_kept(kind, loaded, arguments.log, complain)
+    # 4. Fields of a newer version are named: what is shown may lack something.
     if ignored:
         complain(
             f"{word} was written by another version, and these fields of it were ignored: {', '.join(sorted(ignored))}"
         )
-    return EXIT_OK if told else EXIT_INTERRUPTED
+    return EXIT_OK if is_complete else EXIT_INTERRUPTED
 
 
-def _refuse(arguments: argparse.Namespace, name: str, what: str, options: Iterable[str]) -> None:
+def _refuse(arguments: argparse.Namespace, name: str, kind: str, options: Iterable[str]) -> None:
     for option in options:
         if getattr(arguments, option) not in (None, False, []):
             raise UsageError(
-                f"{name:.80} is a {what}, and --{option} does not go with it. Leave it out, or use --json."
+                f"{name:.80} is a {kind}, and --{option} does not go with it. Leave it out, or use --json."
             )
 
 
@@ -89,11 +93,11 @@ def _check_meant(word: str, meant: Sequence[tuple[Kind[Any], Path]], store: Path
     names = kind.names(path)
     if word in names or not any(name.startswith(word) for name in names):
         return
-    others = [other.names(place)[-1] for other, place in meant[1:]]
+    other_names = [other_kind.names(place)[-1] for other_kind, place in meant[1:]]
     with contextlib.suppress(RunNotFound):
-        others.append(find_run(word, store).stem)
-    if others:
-        raise RunNotFound(f"{word!r} fits {others[0]} and the {kind.name} {names[-1]}. Give more of the id.")
+        other_names.append(find_run(word, store).stem)
+    if other_names:
+        raise RunNotFound(f"{word!r} fits {other_names[0]} and the {kind.name} {names[-1]}. Give more of the id.")
 
 
 def _tape(run: Run, store: Path) -> View:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from fp8bench import units
-from fp8bench.cli.options import shared, subcommands
-from fp8bench.cli.outputs import say_folded
+from fp8bench.cli.options import add_common, subcommands
+from fp8bench.cli.outputs import print_lines
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_OK
 
@@ -14,7 +14,7 @@ from fp8bench.errors import EXIT_OK
 def add(parser: argparse.ArgumentParser) -> None:
     words = "name the checkpoints that nobody needs to read what a store holds"
     prune = subcommands(parser)("prune", words, "Exit codes: 0 done, 2 wrong usage, or something could not be removed.")
-    shared(prune, "--store", help="as in suite")
+    add_common(prune, "--store", help="as in suite")
     prune.add_argument("--yes", action="store_true", help="remove them")
 
 
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     parts = prune_store(store, remove=arguments.yes)
     total, verb = units.size(sum(size for _, size in parts)), "removed" if arguments.yes else "may go"
     lines = [f"{store}: {total} {verb}" if parts else f"{store}: there is nothing that nobody needs"]
-    lines += [f"  {units.size(size)}: {what}" for what, size in parts]
+    lines += [f"  {units.size(size)}: {content}" for content, size in parts]
     lines += ["  remove it with --yes"] if parts and not arguments.yes else []
-    say_folded(lines)
+    print_lines(lines)
     return EXIT_OK

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_options_of, check_alone, request_of, shared
+from fp8bench.cli.options import add_common, add_options_of, check_alone, request_of
 from fp8bench.cli.outputs import check_outputs, in_store, print_run, tell, wanted_of
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
@@ -82,7 +82,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_where(group: argparse._ArgumentGroup) -> None:
-    shared(group, "--store")
+    add_common(group, "--store")
     group.add_argument(
         "--config",
         type=types.path,
@@ -101,10 +101,11 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cell", type=types.whole(whole_number(0)), metavar="N", help="which cell of the plan, counted from 0"
     )
-    shared(group, *OUTPUTS)
+    add_common(group, *OUTPUTS)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    # 1. What needs no suite by name.
     check_outputs(arguments)
     if arguments.resume is not None:
         return _resume(arguments)
@@ -114,12 +115,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--write-plan goes with --dry-run: it measures nothing. Add it, or leave this out.")
     if arguments.suite is None:
         raise UsageError(f"no suite was named. Give one of {', '.join(known_suites())}, all, or a .py file.")
+    # 2. Ceilings have rounds and a file of their own.
     request = request_of(arguments)
     if arguments.sessions.runs > 1 and (arguments.dry_run or request.suite == CEILINGS):
         raise UsageError("--sessions measures a suite several times. Leave it out with --dry-run and with ceilings.")
     if request.suite == CEILINGS:
         return _ceilings(request, arguments)
     check_names(request)
+    # 3. A dry run plans and measures nothing.
     if arguments.dry_run:
         from fp8bench.pipeline import plan_only
         from fp8bench.report.terminal.run import page_of_plan
@@ -135,9 +138,10 @@ def run(arguments: argparse.Namespace) -> int:
             except OSError as error:
                 raise UsageError(f"--write-plan {file} could not be written ({error.strerror}).") from None
             count = "1 cell" if len(cells.cells) == 1 else f"{len(cells.cells)} cells"
-            again = f"fp8bench suite --plan {file} --cell 0"
-            complain(f"plan {cells.id}: {count} in {file}; one of them: {again}")
+            command = f"fp8bench suite --plan {file} --cell 0"
+            complain(f"plan {cells.id}: {count} in {file}; one of them: {command}")
         return EXIT_OK
+    # 4. Measure, once or in several sessions.
     from fp8bench.pipeline import execute
 
     if arguments.sessions.runs == 1:
@@ -155,7 +159,7 @@ def measure_and_tell(
         with _kept_or_shown(arguments), TERMINAL.measuring() as observer:
             run = execute(request, arguments.store, observer, command_line())
         _tell_how_to_go_on(run)
-    return _ended(run, arguments)
+    return _finish(run, arguments)
 
 
 def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
@@ -167,30 +171,34 @@ def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
         )
     with only_once():
         run = ceilings_run(request, arguments.store, command_line())
-    return _ended(run, arguments)
+    return _finish(run, arguments)
 
 
 def expected_time(plan: Plan, request: Request) -> str:
-    if not any(planned.runs for group in plan for planned in group.cases):
+    groups = sum(any(planned.runs for planned in group.cases) for group in plan)
+    if not groups:
         return ""
+    # A budget is an end; rounds are none, for their length is not known yet.
     if request.budget is not None:
         return f"time: about {clock(request.budget)}, the budget, beside what starting takes"
-    energy = _energy_expected(plan, request)
+    energy = _energy_time(plan, request)
     if request.rounds is not None or request.quick:
         count = request.rounds or QUICK_ROUNDS
         return f"time: {count} rounds of every group take what they take{energy}; --budget SECONDS sets an end"
-    least = BUDGET_SECONDS * sum(any(planned.runs for planned in group.cases) for group in plan)
+    # Without either, groups may take up to twice their usual time where noise is large.
+    least = BUDGET_SECONDS * groups
     times = f"{clock(least)} to {clock(2 * least)}"
     return (
         f"time: about {times}, more where a step takes seconds or a GPU warms up{energy}; --budget SECONDS sets an end"
     )
 
 
-def _energy_expected(plan: Plan, request: Request) -> str:
+def _energy_time(plan: Plan, request: Request) -> str:
     """Only for GPUs, whose drivers have counters: those of other devices show only once they are opened."""
     rule = window_rule_for(request)
     if rule is None:
         return ""
+    # Turns of seconds are taken on every device, windows of counters on GPUs alone.
     everywhere = bool(rule.turn_seconds)
     groups = [group for group in plan if everywhere or not group.cases[0].case.device.startswith("cpu")]
     windows = [count for group in groups if (count := windows_of(group, rule))]
@@ -198,9 +206,9 @@ def _energy_expected(plan: Plan, request: Request) -> str:
         return ""
     idle = 2 * rule.idle_seconds * len(windows)
     least, most = (clock(idle + sum(windows) * seconds) for seconds in rule.window_seconds)
-    why = "turns of seconds (--sustained)" if rule.turn_seconds else "energy, which --no-energy leaves out"
-    more = ", more for that of phases" if rule.phases else ""
-    return f", and {least} to {most} for {why}{more}"
+    reason = "turns of seconds (--sustained)" if rule.turn_seconds else "energy, which --no-energy leaves out"
+    phases_words = ", more for that of phases" if rule.phases else ""
+    return f", and {least} to {most} for {reason}{phases_words}"
 
 
 def _cell(arguments: argparse.Namespace) -> int:
@@ -209,14 +217,15 @@ def _cell(arguments: argparse.Namespace) -> int:
 
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan and --cell go together: the plan's file, and the number of one of its cells.")
-    given = [arguments.suite] if arguments.suite is not None else []
-    check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, given)
+    # The plan alone says what to measure: another word would be ignored.
+    positional = [arguments.suite] if arguments.suite is not None else []
+    check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, positional)
     plan = read_plan(arguments.plan)
     with only_once(), _kept_or_shown(arguments), TERMINAL.measuring() as observer:
         now, run = measure_cell(plan, arguments.cell, arguments.store, observer, command_line())
     if now:
-        return _ended(run, arguments)
-    return _told_again(run, arguments, f"cell {run.cell} is done: run {run.id}")
+        return _finish(run, arguments)
+    return _print_again(run, arguments, f"cell {run.cell} is done: run {run.id}")
 
 
 def _resume(arguments: argparse.Namespace) -> int:
@@ -230,21 +239,22 @@ def _resume(arguments: argparse.Namespace) -> int:
             resumed, run = resume(path, arguments.store, observer, command_line())
         _tell_how_to_go_on(run)
     if resumed:
-        return _ended(run, arguments)
-    return _told_again(run, arguments, f"run {run.id} is finished; nothing was missing")
+        return _finish(run, arguments)
+    return _print_again(run, arguments, f"run {run.id} is finished; nothing was missing")
 
 
-def _told_again(run: Run, arguments: argparse.Namespace, why: str) -> int:
+def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
     """Prints a run that was measured before, and writes the files that are asked for; its page in the store stays."""
     from fp8bench.jobs.after_run import published
 
-    complain(why)
+    complain(reason)
     print_run(run, arguments)
-    wanted = wanted_of(arguments)
-    if wanted.pages is not None and not wanted.pages.asked:
-        wanted = replace(wanted, pages=None)
-    told = published(run, arguments.store, wanted, complain)
-    return (EXIT_OK if run.ok else EXIT_FAILED) if told else EXIT_INTERRUPTED
+    outputs = wanted_of(arguments)
+    # A page that nobody asked for is in the store already.
+    if outputs.pages is not None and not outputs.pages.asked:
+        outputs = replace(outputs, pages=None)
+    is_complete = published(run, arguments.store, outputs, complain)
+    return (EXIT_OK if run.ok else EXIT_FAILED) if is_complete else EXIT_INTERRUPTED
 
 
 @contextmanager
@@ -264,7 +274,7 @@ def _tell_how_to_go_on(run: Run) -> None:
         complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {resume}")
 
 
-def _ended(run: Run, arguments: argparse.Namespace) -> int:
+def _finish(run: Run, arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.after_run import after_run
 
     code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED
@@ -273,5 +283,5 @@ def _ended(run: Run, arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # it cuts the table short, and nothing else
         code = EXIT_INTERRUPTED
     finally:  # even if stdout cannot be written, the run belongs into the history
-        whole = after_run(run, arguments.store, wanted_of(arguments), complain)
-    return code if whole else EXIT_INTERRUPTED
+        is_complete = after_run(run, arguments.store, wanted_of(arguments), complain)
+    return code if is_complete else EXIT_INTERRUPTED

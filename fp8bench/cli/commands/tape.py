@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import request_of, shared
+from fp8bench.cli.options import add_common, request_of
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
@@ -23,7 +23,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 no case has a tape."
     parser.add_argument("suite", metavar="NAME", help="a suite, or a .py file with suites of your own")
-    shared(parser, "--dtypes", "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout")
+    add_common(parser, "--dtypes", "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout")
     parser.add_argument(
         "--precision-map",
         type=types.precision_map,
@@ -31,11 +31,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="LAYER=DTYPE,...",
         help="layers that take another precision than the case's, as in suite",
     )
-    shared(parser, "--store", help="where the text is that suites read")
-    shared(parser, "--no-isolation", help="record in this process, without a worker")
-    shared(parser, "--explain")
-    shared(parser, "--json", help="print the tapes as JSON instead")
-    shared(parser, "--csv", help="also write them there as rows, one an operator and shape; '-' prints them instead")
+    add_common(parser, "--store", help="where the text is that suites read")
+    add_common(parser, "--no-isolation", help="record in this process, without a worker")
+    add_common(parser, "--explain")
+    add_common(parser, "--json", help="print the tapes as JSON instead")
+    add_common(
+        parser, "--csv", help="also write them there as rows, one an operator and shape; '-' prints them instead"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

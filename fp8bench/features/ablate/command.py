@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import CommandResult, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
@@ -42,39 +42,41 @@ def add(parser: argparse.ArgumentParser) -> None:
         help=f"precisions, {named}, in the order in which they are added",
     )
     add("--reference", metavar="DTYPE", help="the precision without options; default fp32, of your own model untouched")
-    shared(parser, "--set", help="an axis of the suite for all arms")
-    shared(parser, "--quick")
-    shared(parser, "--budget")
-    shared(parser, "--rounds")
+    add_common(parser, "--set", help="an axis of the suite for all arms")
+    add_common(parser, "--quick")
+    add_common(parser, "--budget")
+    add_common(parser, "--rounds")
     add("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     for option in ("--data", "--import", "--seed", "--threads", "--case-timeout", "--no-isolation"):
-        shared(parser, option)
-    shared(parser, "--store", help="as in suite")
-    shared(parser, "--explain")
-    shared(parser, "--json", help="print all of it as JSON instead of the tables, every round included")
-    shared(parser, "--md", help="also write it there as Markdown")
-    shared(parser, "--csv", help="also write a row for each arm there; '-' prints them instead of the tables")
+        add_common(parser, option)
+    add_common(parser, "--store", help="as in suite")
+    add_common(parser, "--explain")
+    add_common(parser, "--json", help="print all of it as JSON instead of the tables, every round included")
+    add_common(parser, "--md", help="also write it there as Markdown")
+    add_common(parser, "--csv", help="also write a row for each arm there; '-' prints them instead of the tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     with only_once():
-        return answer(arguments, TERMINAL).told(arguments)
+        return answer(arguments, TERMINAL).print_result(arguments)
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.ablate.run import ablate, keep
     from fp8bench.features.ablate.view import page_of, rows_of, value_of
 
-    own = ":" in arguments.target
+    # 1. A file with a model takes the place of a suite, and its copy as it came that of the reference.
+    is_own_model = ":" in arguments.target
     axes = dict(arguments.axes)
-    if own and "make" in axes:
+    if is_own_model and "make" in axes:
         raise UsageError(f"--set make={axes['make'][0]} names a second model. Leave it out.")
-    if own:
+    if is_own_model:
         axes["make"] = (arguments.target,)
+    # 2. The arm without options is an ordinary run: whatever a suite takes, an ablation takes.
     request = Request(
-        Model.name if own else arguments.target,
-        (arguments.reference or (UNTOUCHED if own else "fp32"),),
+        Model.name if is_own_model else arguments.target,
+        (arguments.reference or (UNTOUCHED if is_own_model else "fp32"),),
         (arguments.device,) if arguments.device else (),
         None,
         tuple(axes.items()),
@@ -88,6 +90,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         isolation=arguments.isolation,
         case_timeout=arguments.case_timeout,
     )
+    # 3. It is kept before it is printed: a closed pipe loses no measurement.
     ablation = keep(ablate(request, arguments.options, arguments.store, observer), arguments.store)
     page, value, rows = partial(page_of, ablation), partial(value_of, ablation), partial(rows_of, ablation)
     return CommandResult(ablation, page, value, rows, code=EXIT_OK if ablation.arms[0].rounds else EXIT_FAILED)

@@ -30,13 +30,13 @@ class AblationKind(Kind[Ablation]):
             raise StoreError(f"{path} is no ablation ({str(error)[:120]}).") from None
         return replace(ablation, path=str(path))
 
-    def view(self, kept: Ablation) -> View:
+    def view(self, ablation: Ablation) -> View:
         from fp8bench.features.ablate.view import page_of, rows_of, value_of
 
-        return View(partial(page_of, kept), partial(value_of, kept), partial(rows_of, kept))
+        return View(partial(page_of, ablation), partial(value_of, ablation), partial(rows_of, ablation))
 
-    def report(self, kept: Ablation) -> View:
-        return self.view(kept)
+    def report(self, ablation: Ablation) -> View:
+        return self.view(ablation)
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
         return (partial(self._line, path) for path in self.files(store))

@@ -65,30 +65,33 @@ def _takes(axis: Axis, value: str) -> bool:
 def option_of(word: str, workload: Workload, facts: DeviceFacts) -> AblatedOption:
     """Parses a precision, a named option, or AXIS=VALUE. Raises UnknownName, or UsageError for a wrong value."""
     axes = {axis.name: axis for axis in axes_of(workload, facts)}
-    name, given, value = word.partition("=")
-    named = {
-        known: option for known, option in NAMED.items() if option[0] in axes and _takes(axes[option[0]], option[1])
-    }
+    name, equals, value = word.partition("=")
+    # A named option counts only if the suite has its axis, with the option's value.
+    named = {}
+    for option_name, option in NAMED.items():
+        axis, on, _ = option
+        if axis in axes and _takes(axes[axis], on):
+            named[option_name] = option
     if word in named:
         axis, on, off = named[word]
         return AblatedOption(word, axis=axis, on=on, off=off)
-    if given and name in axes:
+    if equals and name in axes:
         return AblatedOption(word, axis=name, on=value)
-    if not given and (word in precisions.names() or ":" in word):
+    if not equals and (word in precisions.names() or ":" in word):
         return AblatedOption(word, precision=precisions.canonical(word))
-    known = [*named, *(f"{axis}=" for axis in axes), *precisions.names()]
-    raise UnknownName(f"option of suite {workload.name}", word, known)
+    words = [*named, *(f"{axis}=" for axis in axes), *precisions.names()]
+    raise UnknownName(f"option of suite {workload.name}", word, words)
 
 
 def options_of(suite: str, words: Sequence[str], facts: DeviceFacts) -> tuple[AblatedOption, ...]:
     workload = workloads.get(suite)
     options = tuple(option_of(word, workload, facts) for word in words)
     for option in options:  # a precision has no axis
-        alike = [other.name for other in options if other.axis == option.axis]
-        if len(alike) > 1:
-            what = f"values of {option.axis}" if option.axis else "precisions"
+        same_axis = [candidate.name for candidate in options if candidate.axis == option.axis]
+        if len(same_axis) > 1:
+            kind = f"values of {option.axis}" if option.axis else "precisions"
             raise UsageError(
-                f"--options {','.join(alike)} are {what}: a step has only one at a time. Leave out all but one."
+                f"--options {','.join(same_axis)} are {kind}: a step has only one at a time. Leave out all but one."
             )
     if len(options) < 2:
         raise UsageError("--options needs two or more: for a single one run a suite. Give bf16,compile, say.")
@@ -98,24 +101,28 @@ def options_of(suite: str, words: Sequence[str], facts: DeviceFacts) -> tuple[Ab
 def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObserver) -> Ablation:
     """Measures all arms of options; `request` is the run of the arm without options, with one precision. An interrupt
     raises KeyboardInterrupt: arms cut off halfway say nothing."""
+    # 1. One suite, because rounds interleave the arms of one case.
     resolved = resolve(request, os.environ)
-    suite, *others = resolved.suites
-    if others:
+    suite, *other_suites = resolved.suites
+    if other_suites:
         raise UsageError(
             f"{request.suite} is {len(resolved.suites)} suites, and an ablation measures one. Name {suite.name}, say; "
             "--import FILE makes the suites of a file known."
         )
     corpus, switches = resolved.corpus(store), resolved.switches
     with claimed(request.isolation), worker_for(request, corpus) as worker, Meters(request.energy) as meters:
+        # 2. A case for each arm; those that the device refuses drop out with their reason.
         facts = worker.probe()
         (device,) = choose_devices(request, facts)
         options = options_of(suite.name, words, device)
         planned = planned_arms(request, options, facts, corpus.identity if corpus else None)
         group = Group(tuple(planned.values()), 0)
         examine(Plan((group,)), facts, worker, Limits(request.case_timeout))
+        # 3. All arms in one group, so that they share rounds and with them the machine's drift.
         environment = gather(worker.software(), __version__, request.threads, request.imports)
         method = Method(
             rule=rule_for(request.quick, request.rounds, request.budget),
+            # Arms are compared with each other at the end: no verdict ends their rounds early.
             judge=lambda *timings: False,
             seed=request.seed,
             limits=Limits(request.case_timeout),
@@ -136,6 +143,7 @@ def planned_arms(
     arms: dict[tuple[str, ...], PlannedCase] = {}
     by_name = {option.name: option for option in options}
     off = {option.axis: (option.off,) for option in options if option.off}
+    # Options that are off are set too: a suite's own default may have one on.
     for names in arms_of(list(by_name)):
         chosen = [by_name[name] for name in names]
         on = {option.axis: (option.on,) for option in chosen if option.axis}
@@ -143,18 +151,23 @@ def planned_arms(
         axes = {**dict(request.axes), **off, **on}
         dtypes = (precision,) if precision else request.dtypes
         groups = make_plan(replace(request, dtypes=dtypes, axes=tuple(axes.items())), facts, corpus, False)
+        # Two cases would be two ablations, whose arms have nothing to do with each other.
         if len(groups.groups) > 1:
-            axis = next(
-                name
-                for name, _ in groups.groups[0].cases[0].case.params
-                if len({group.cases[0].case.param(name) for group in groups}) > 1
-            )
             raise UsageError(
                 f"suite {request.suite} has {len(groups.groups)} cases, and an ablation measures one. "
-                f"Choose: --set {axis}={groups.groups[0].cases[0].case.param(axis)}, say."
+                f"Choose: --set {_first_difference(groups)}, say."
             )
         arms[names] = groups.groups[0].cases[0]
     return arms
+
+
+def _first_difference(plan: Plan) -> str:
+    """Returns the first parameter in which the cases of a plan differ, as AXIS=VALUE of the first case."""
+    first, *remaining = [group.cases[0].case for group in plan]
+    for name, value in first.params:
+        if any(case.param(name) != value for case in remaining):
+            return f"{name}={value}"
+    raise AssertionError("cases of one suite differ in some parameter")
 
 
 def _ablation_of(
@@ -174,17 +187,17 @@ def _ablation_of(
     for names, record in zip(planned, records, strict=True):
         share = first.work.tokens / record.work.tokens if record.work.tokens else 1.0
         energy, paired = energy_figures(record), record in together
-        why = record.reason or ("" if paired else "memory has no room for it beside the others: no common rounds")
-        why = why or other_work(record, first, share)
+        reason = record.reason or ("" if paired else "memory has no room for it beside the others: no common rounds")
+        reason = reason or other_work(record, first, share)
         # By itself, because findings of several records assume that all do the same work.
         (finding,) = find([record], {})
-        why = why or ", ".join(label.value for label in finding.hard)
+        reason = reason or ", ".join(label.value for label in finding.hard)
         arms.append(
             AblatedArm(
                 names,
                 record.case.id,
                 record.support.level,
-                why,
+                reason,
                 _rounds(record, rounds, share) if paired else (),
                 value_of(record.measurement(PEAK)),
                 value_of(record.measurement(error)) if error else None,
@@ -209,15 +222,15 @@ def _ablation_of(
 
 def other_work(record: Record, first: Record, share: float) -> str:
     """Says how an arm's products differ from the first arm's for as many tokens; '' if they do not, or no tape says."""
-    own, base = record.tape, first.tape
-    if own is None or base is None or not (own.complete and base.complete):
+    tape, base = record.tape, first.tape
+    if tape is None or base is None or not (tape.complete and base.complete):
         return ""
-    wanted = product_work(base).useful
+    base_work = product_work(base).useful
     # In another batch more work may be padding or recomputation; only less work is suspicious.
-    useful = product_work(own, base).useful if share == 1 else min(wanted, share * product_work(own).useful)
-    if abs(useful - wanted) <= _SAME_WORK * max(useful, wanted):
+    useful = product_work(tape, base).useful if share == 1 else min(base_work, share * product_work(tape).useful)
+    if abs(useful - base_work) <= _SAME_WORK * max(useful, base_work):
         return ""
-    own_flops, first_flops = (units.count(flops, "FLOP") for flops in (useful, wanted))
+    own_flops, first_flops = (units.count(flops, "FLOP") for flops in (useful, base_work))
     return f"other work: for as many tokens its products do {own_flops}, those of the first arm {first_flops}"
 
 

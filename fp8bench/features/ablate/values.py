@@ -64,13 +64,15 @@ class Ablation:
         return tuple(option.name for option in self.options)
 
     def arm(self, options: Sequence[str]) -> AblatedArm:
-        wanted = tuple(name for name in self.names if name in options)
-        return next(arm for arm in self.arms if arm.options == wanted)
+        # Options in any order: arms have them in that of the ablation.
+        key = tuple(name for name in self.names if name in options)
+        return next(arm for arm in self.arms if arm.options == key)
 
 
 def arms_of(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yields no option, each alone, each added to those before it, each left out; 3k - 1 arms from three options on."""
-    wanted = [(), *((name,) for name in names)]
-    wanted += [tuple(names[:count]) for count in range(2, len(names) + 1)]
-    wanted += [tuple(other for other in names if other != name) for name in names]
-    yield from dict.fromkeys(wanted)
+    combinations = [(), *((name,) for name in names)]
+    combinations += [tuple(names[:count]) for count in range(2, len(names) + 1)]
+    combinations += [(*names[:place], *names[place + 1 :]) for place in range(len(names))]
+    # With one or two options the same arm comes twice.
+    yield from dict.fromkeys(combinations)

@@ -65,7 +65,8 @@ class Savings:
         arms = [(self.ablation.arm(options), times) for options, times in terms]
         if not all(arm.timed for arm, _ in arms):
             return None
-        cases = [(resampled(arm.rounds), times) for arm, times in arms]
+        # Arms draw the same rounds: what a round had of noise cancels in the difference.
+        cases = [(resample(arm.rounds), times) for arm, times in arms]
         point = sum(times * math.exp(case.point) for case, times in cases)
         draws: Floats = np.sum([times * np.exp(case.resampled) for case, times in cases], axis=0)
         by_round: Floats = np.sum([times * np.array(arm.rounds) for arm, times in arms], axis=0)
@@ -80,28 +81,29 @@ class Savings:
         return _ratio(self.ablation.control, first.rounds).reach
 
     def _but(self, name: str) -> tuple[str, ...]:
-        return tuple(other for other in self.ablation.names if other != name)
+        return tuple(option for option in self.ablation.names if option != name)
 
 
 def seconds_of(arm: AblatedArm) -> float | None:
     """Returns the mean of the fastest quarter of the rounds."""
-    return math.exp(resampled(arm.rounds).point) if arm.rounds else None
+    return math.exp(resample(arm.rounds).point) if arm.rounds else None
 
 
 @cache
-def resampled(rounds: tuple[float, ...]) -> Resampled:
+def resample(rounds: tuple[float, ...]) -> Resampled:
     """Resamples the best case of whole steps; arms with equally many rounds draw the same ones."""
     return best_case(np.array(rounds, dtype=np.float64)[:, None])
 
 
 def _ratio(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
-    numerator, denominator = resampled(above), resampled(below)
+    numerator, denominator = resample(above), resample(below)
     draws: Floats = np.exp(numerator.resampled - denominator.resampled)
     return _interval(math.exp(numerator.point - denominator.point), draws, np.array(above) / np.array(below))
 
 
 def _interval(point: float, draws: Floats, by_round: Floats) -> Interval:
     """Returns the central 99% of the resamples; with few rounds, whose resamples say little, the rounds' range."""
+    # A point outside of its resamples' middle must not lie outside of its interval.
     if few := len(by_round) < LEAST_ROUNDS:
         low, high = by_round.min(), by_round.max()
     else:
@@ -135,23 +137,27 @@ def page_of(ablation: Ablation) -> Page:
 
 
 def sentences(ablation: Ablation) -> Iterator[str]:
-    first, whole = ablation.arms[0], ablation.arm(ablation.names)
+    first, complete = ablation.arms[0], ablation.arm(ablation.names)
     names = join_words(ablation.names)
     emulated = "emulated: its time is no speed"
+    # 1. Without both ends there is no speed to speak of.
     if not first.timed:
         yield f"nothing can be said of speed: the step without options has none ({first.why or emulated})"
         return
-    if not whole.timed:
-        yield f"{names} together have no speed here: {whole.why or emulated}"
+    if not complete.timed:
+        yield f"{names} together have no speed here: {complete.why or emulated}"
         return
+    # 2. All options together, beyond the noise floor or not told apart.
     savings = Savings(ablation)
-    speed = savings.speed_up(whole)
+    speed = savings.speed_up(complete)
     assert speed is not None
     beyond = 1 + (savings.floor or 0.0)
     word = "faster" if speed.low > beyond else "slower" if speed.high < 1 / beyond else "not told apart"
-    yield f"{names} together: {word}, {_speed(speed)} of {ablation.reference}"
+    yield f"{names} together: {word}, {_show_speed(speed)} of {ablation.reference}"
+    # 3. What options take from one another.
     yield from _interplay(ablation)
-    if speed.level and savings.floor is not None and _is_quoted(ablation) and _are_quiet((first, whole)):
+    # 4. The claim that people come with is judged only where intervals and machine allow it.
+    if speed.level and savings.floor is not None and _is_quoted(ablation) and _are_quiet((first, complete)):
         quoted = f"{_QUOTED[0]:g} to {_QUOTED[1]:g} times"
         judged = "refuted" if speed.high < _QUOTED[0] else "reached" if speed.low >= _QUOTED[0] else "not decided"
         yield (
@@ -159,7 +165,7 @@ def sentences(ablation: Ablation) -> Iterator[str]:
             f"{judged} here"
         )
     if savings.floor is not None:
-        few = "" if speed.level else f"; [low, high]: range of {len(whole.rounds)} rounds, no interval of so few"
+        few = "" if speed.level else f"; [low, high]: range of {len(complete.rounds)} rounds, no interval of so few"
         yield f"noise floor (A/A): +-{units.percent(savings.floor)}{few}"
 
 
@@ -180,21 +186,22 @@ def _interplay(ablation: Ablation) -> Iterator[str]:
     gained = savings.interaction()
     if gained is None:
         return
-    more = "less" if gained.point > 0 else "more"
-    beyond = f"the whole takes {units.seconds(abs(gained.point))} {more} than the options alone add up to"
+    comparison = "less" if gained.point > 0 else "more"
+    beyond = f"the whole takes {units.seconds(abs(gained.point))} {comparison} than the options alone add up to"
+    # An interval around 0 shows neither need nor overlap.
     if gained.low <= 0 <= gained.high:
-        yield f"additive within these rounds: savings alone add up to the whole, but for {_saved(gained)}"
+        yield f"additive within these rounds: savings alone add up to the whole, but for {_show_saving(gained)}"
     else:
-        yield f"{'they need one another' if gained.point > 0 else 'they overlap'}: {beyond} {_range(gained)}"
+        yield f"{'they need one another' if gained.point > 0 else 'they overlap'}: {beyond} {_show_range(gained)}"
 
 
 def _options(ablation: Ablation) -> Element:
     savings = Savings(ablation)
     cols: list[Col[str]] = [
         Col("option", lambda name: name),
-        Col("alone saves", lambda name: _saved(savings.alone(name)), number=True),
-        Col("then saves", lambda name: _saved(savings.cumulative(name)), number=True),
-        Col("left out loses", lambda name: _saved(savings.left_out(name)), number=True),
+        Col("alone saves", lambda name: _show_saving(savings.alone(name)), number=True),
+        Col("then saves", lambda name: _show_saving(savings.cumulative(name)), number=True),
+        Col("left out loses", lambda name: _show_saving(savings.left_out(name)), number=True),
     ]
     return table("options", "", cols, ablation.names)
 
@@ -207,7 +214,7 @@ def _arms(ablation: Ablation) -> Element:
             lambda arm: "emulated " * (arm.level is Level.EMULATED) + units.seconds(seconds_of(arm)),
             number=True,
         ),
-        Col("speed-up", lambda arm: _speed(Savings(ablation).speed_up(arm)), number=True),
+        Col("speed-up", lambda arm: _show_speed(Savings(ablation).speed_up(arm)), number=True),
         Col("memory", lambda arm: arm.memory, unit="B"),
         Col("energy", lambda arm: arm.joules, unit="J", when=any(arm.joules for arm in ablation.arms)),
         Col(
@@ -222,25 +229,27 @@ def _arms(ablation: Ablation) -> Element:
 
 
 def _labels(ablation: Ablation) -> Iterator[Text]:
-    counts = Counter(label for arm in ablation.arms for label in arm.labels)
+    counts: Counter[str] = Counter()
+    for arm in ablation.arms:
+        counts.update(arm.labels)
     if counts:
         shown = (f"{label} ({count} of {len(ablation.arms)} arms)" for label, count in counts.items())
         yield Text(f"labels: {', '.join(shown)}", Tone.DOUBT)
 
 
-def _saved(saved: Interval | None) -> str:
-    return units.NONE if saved is None else f"{_signed(saved.point)} {_range(saved)}"
+def _show_saving(saved: Interval | None) -> str:
+    return units.NONE if saved is None else f"{_show_seconds(saved.point)} {_show_range(saved)}"
 
 
-def _signed(seconds: float) -> str:
+def _show_seconds(seconds: float) -> str:
     return f"{'-' * (seconds < 0)}{units.seconds(abs(seconds))}"
 
 
-def _range(saved: Interval) -> str:
-    return f"[{_signed(saved.low)}, {_signed(saved.high)}]"
+def _show_range(saved: Interval) -> str:
+    return f"[{_show_seconds(saved.low)}, {_show_seconds(saved.high)}]"
 
 
-def _speed(speed: Interval | None) -> str:
+def _show_speed(speed: Interval | None) -> str:
     if speed is None:
         return units.NONE
     return f"{units.speed_up(speed.point)} [{units.significant(speed.low)}, {units.significant(speed.high)}]"

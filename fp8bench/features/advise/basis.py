@@ -44,12 +44,12 @@ _PRODUCTS = frozenset({Phase.CAST, Phase.GEMM, Phase.ATTENTION})
 
 @dataclass(frozen=True)
 class ComparedCase:
-    """A case with its reference, the `lead`, which is None where that was not measured."""
+    """A case with its reference, which is None where that was not measured."""
 
     record: Record
     finding: Finding | None
-    lead: Record | None
-    lead_finding: Finding | None
+    reference: Record | None
+    reference_finding: Finding | None
 
     @property
     def mode(self) -> str:
@@ -61,20 +61,23 @@ class ComparedCase:
 
     @property
     def emulated(self) -> bool:
-        return Level.EMULATED in {record.support.level for record in (self.record, self.lead) if record is not None}
+        return Level.EMULATED in {
+            record.support.level for record in (self.record, self.reference) if record is not None
+        }
 
     @property
     def timed(self) -> bool:
         return not self.emulated and all(
             record is not None and record.is_ok and record.timing is not None and record.timing.slots
-            for record in (self.record, self.lead)
+            for record in (self.record, self.reference)
         )
 
     @property
     def trains(self) -> bool:
+        # A user's own model marks no optimizer, but a step that was covered is one of training.
         return self.record.coverage is not None or any(
             record is not None and record.timing and Phase.OPTIMIZER_STEP in record.timing.segments.phases
-            for record in (self.record, self.lead)
+            for record in (self.record, self.reference)
         )
 
     @property
@@ -90,18 +93,20 @@ class ComparedCase:
         """The phases that this precision may change, and unattributed time, of which nobody knows. Counts of both
         tapes decide, where there are any; else products and casts are meant, and all phases where the reference
         marks no products."""
-        assert self.lead is not None
-        own, base = self.record.tape, self.lead.tape
-        if own is not None and base is not None:
-            return frozenset({UNATTRIBUTED, *(name for name in CELL_PHASES if own.of(name) != base.of(name))})
-        marked = set(self.lead.timing.segments.phases) if self.lead.timing is not None else set()
+        assert self.reference is not None
+        # What both tapes have alike costs alike.
+        tape, base = self.record.tape, self.reference.tape
+        if tape is not None and base is not None:
+            return frozenset({UNATTRIBUTED, *(name for name in CELL_PHASES if tape.of(name) != base.of(name))})
+        marked = set(self.reference.timing.segments.phases) if self.reference.timing is not None else set()
         return _PRODUCTS | {UNATTRIBUTED} if Phase.GEMM in marked else frozenset(CELL_PHASES)
 
     def share(self, phases: Collection[str]) -> Interval | None:
-        if self.lead is None or self.lead.timing is None:
+        if self.reference is None or self.reference.timing is None:
             return None
-        timed = part_ratio(self.lead.timing, phases, self.lead.timing, CELL_PHASES)
-        looked = _looked_into(self.lead, phases)
+        timed = part_ratio(self.reference.timing, phases, self.reference.timing, CELL_PHASES)
+        # Timed phases win over a pass that only looked.
+        looked = _profiled_share(self.reference, phases)
         return Interval(looked, looked, looked, 0.0) if timed is None and looked else timed
 
     def share_touched(self) -> Interval | None:
@@ -113,25 +118,36 @@ class ComparedCase:
     @property
     def estimated(self) -> bool:
         """Whether parts of the reference are known only by a pass that looked into it, because it marks no products."""
-        marked = self.lead.timing.segments.phases if self.lead is not None and self.lead.timing is not None else ()
-        return Phase.GEMM not in marked and self.lead is not None and self.lead.shares is not None
+        marked = (
+            self.reference.timing.segments.phases
+            if self.reference is not None and self.reference.timing is not None
+            else ()
+        )
+        return Phase.GEMM not in marked and self.reference is not None and self.reference.shares is not None
 
-    def of_reference(self, own: Collection[str], theirs: Collection[str]) -> Interval | None:
-        if not self.timed or self.record.timing is None or self.lead is None:
+    def of_reference(self, phases: Collection[str], theirs: Collection[str]) -> Interval | None:
+        """Returns the time of some phases over that of phases of the reference (`theirs`), as reports show both; None
+        if it is not known."""
+        if not self.timed or self.record.timing is None or self.reference is None:
             return None
-        base = self.record.paired_with or self.lead.timing
-        timed = part_ratio(self.record.timing, own, base, theirs) if base is not None else None
+        # A reference that shared its rounds is the fairer base, where there is one.
+        base = self.record.paired_with or self.reference.timing
+        timed = part_ratio(self.record.timing, phases, base, theirs) if base is not None else None
         if timed is not None:
-            return as_shown(timed, (self.finding, own), (self.lead_finding, theirs))
-        return self._by_shares(own, theirs) if self.estimated else None
+            return scale_to_report(timed, (self.finding, phases), (self.reference_finding, theirs))
+        return self._by_shares(phases, theirs) if self.estimated else None
 
-    def _by_shares(self, own: Collection[str], theirs: Collection[str]) -> Interval | None:
+    def _by_shares(self, phases_here: Collection[str], theirs: Collection[str]) -> Interval | None:
         """Like of_reference, from shares of both median steps; without an interval."""
         seconds = [
-            _looked_into(record, phases) * (finding.median_seconds or 0.0)
-            for record, finding, phases in ((self.record, self.finding, own), (self.lead, self.lead_finding, theirs))
+            _profiled_share(record, phases) * (finding.median_seconds or 0.0)
+            for record, finding, phases in (
+                (self.record, self.finding, phases_here),
+                (self.reference, self.reference_finding, theirs),
+            )
             if record is not None and finding is not None
         ]
+        # Without a share on either side a ratio would be of nothing.
         if len(seconds) < 2 or not all(seconds):
             return None
         ratio = seconds[0] / seconds[1]
@@ -144,11 +160,12 @@ _OWN_MODEL = "model"
 def _changes_products_alone(pair: ComparedCase) -> bool:
     """Whether the precision changes nothing but products: in a user's own model, and where it is carried in the
     reference's dtype."""
-    assert pair.lead is not None
-    if pair.lead.case.workload == _OWN_MODEL:
+    assert pair.reference is not None
+    # Converters replace layers of products, and nothing between them.
+    if pair.reference.case.workload == _OWN_MODEL:
         return True
     try:
-        return precisions.get(pair.record.case.precision).carried_by == pair.lead.case.precision
+        return precisions.get(pair.record.case.precision).carried_by == pair.reference.case.precision
     except UsageError:
         return False
 
@@ -157,7 +174,7 @@ def doubts(pair: ComparedCase) -> str:
     """Returns text such as '; labelled noisy; its reference labelled bimodal': each label that casts doubt on the times
     of an advice, once."""
     owners: dict[str, str] = {}
-    for whose, finding in (("", pair.finding), ("its reference ", pair.lead_finding)):
+    for whose, finding in (("", pair.finding), ("its reference ", pair.reference_finding)):
         for label in finding.labels if finding is not None else ():
             if label.casts_doubt:
                 owners.setdefault(label, whose)
@@ -169,43 +186,47 @@ def doubts(pair: ComparedCase) -> str:
 _KINDS = {Phase.GEMM: ShareKind.GEMM, Phase.CAST: ShareKind.CAST, Phase.ATTENTION: ShareKind.ATTENTION}
 
 
-def _looked_into(record: Record, phases: Collection[str]) -> float:
+def _profiled_share(record: Record, phases: Collection[str]) -> float:
     """Returns the share of a step that these phases take, by a pass of shares; 0 without one."""
     kinds = record.shares.by_kind if record.shares is not None else {}
     return sum(kinds.get(kind, 0.0) for phase, kind in _KINDS.items() if phase in phases)
 
 
-def part_ratio(own: Timing, phases: Collection[str], base: Timing, theirs: Collection[str]) -> Interval | None:
-    """Returns the best case of some phases over that of some phases of another; None if either has none that was
+def part_ratio(timing: Timing, phases: Collection[str], base: Timing, base_phases: Collection[str]) -> Interval | None:
+    """Returns the best time of some phases over that of some phases of `base`; None if either has none that was
     timed."""
-    rounds = verdicts.common_rounds([own, base])
+    rounds = verdicts.common_rounds([timing, base])
     if not rounds:
         return None
-    calls = min(len(slot.calls_ns) for timing in (own, base) for slot in timing.slots)
-    samples = [
-        verdicts.cells(timing, calls, rounds)[:, [name in wanted for name in timing.segments.phases]]
-        for timing, wanted in ((own, phases), (base, theirs))
-    ]
-    if not all(sample.size and sample.sum(axis=1).min() > 0 for sample in samples):
-        return None
+    # Slots of both sides may differ in calls: as many of each are compared.
+    calls = min(len(slot.calls_ns) for slot in (*timing.slots, *base.slots))
+    samples = []
+    for part, names in ((timing, phases), (base, base_phases)):
+        is_chosen = [name in names for name in part.segments.phases]
+        sample = verdicts.cells(part, calls, rounds)[:, is_chosen]
+        if not sample.size or sample.sum(axis=1).min() <= 0:
+            return None
+        samples.append(sample)
     first, second = map(stats.best_case, samples)
+    # Too few rounds for an interval: their extent is honest.
     if len(rounds) < LEAST_ROUNDS:
         return stats.extent(stats.ratio(first, [second]), [sample.sum(axis=1) for sample in samples])
     return stats.ratio(first, [second], verdicts.FINAL_LEVEL)
 
 
-def as_shown(ratio: Interval, *parts: tuple[Finding | None, Collection[str]]) -> Interval:
+def scale_to_report(ratio: Interval, *parts: tuple[Finding | None, Collection[str]]) -> Interval:
     """Moves a ratio of parts of two steps to that of the seconds that all reports show of them."""
-    own, base = (_shown_seconds(*part) for part in parts)
-    if not (own > 0 and base > 0 and math.isfinite(own / base)):
+    seconds, base = (_reported_seconds(*part) for part in parts)
+    if not (seconds > 0 and base > 0 and math.isfinite(seconds / base)):
         return ratio
-    times = own / base / ratio.point
-    return mapped(ratio, lambda value: value * times)
+    # The point becomes what people can divide themselves, and the ends move with it.
+    times = seconds / base / ratio.point
+    return map_ends(ratio, lambda value: value * times)
 
 
-def _shown_seconds(finding: Finding | None, phases: Collection[str]) -> float:
-    known = finding.phases if finding is not None else ()
-    return sum(seconds for phase, seconds in known if phase in phases)
+def _reported_seconds(finding: Finding | None, phases: Collection[str]) -> float:
+    by_phase = finding.phases if finding is not None else ()
+    return sum(seconds for phase, seconds in by_phase if phase in phases)
 
 
 @dataclass(frozen=True)
@@ -224,10 +245,13 @@ class Basis:
     def cases(self) -> tuple[ComparedCase, ...]:
         pairs: list[ComparedCase] = []
         for records in together((record.case.setting, record) for record in self.run.records).values():
-            lead = next((record for record in records if record.is_reference), None)
-            found = self.findings.get(lead.case.id) if lead is not None else None
-            others = (record for record in records if not record.is_reference)
-            pairs += [ComparedCase(other, self.findings.get(other.case.id), lead, found) for other in others]
+            reference = next((record for record in records if record.is_reference), None)
+            reference_finding = self.findings.get(reference.case.id) if reference is not None else None
+            candidates = (record for record in records if not record.is_reference)
+            pairs += [
+                ComparedCase(candidate, self.findings.get(candidate.case.id), reference, reference_finding)
+                for candidate in candidates
+            ]
         return tuple(pairs)
 
 
@@ -262,21 +286,23 @@ class AdviceRule:
         answer = RuleAnswer(self.name, self.topic, self.question, case.setting, case.mode, Met.UNKNOWN)
         if isinstance(reply, Reply):
             return replace(answer, met=reply.met, figure=reply.figure, grounds=reply.grounds)
+        # No command makes an emulated precision fast.
         unmeasurable = pair.emulated and self.topic is not Question.LEARNS
         measure = "" if unmeasurable else self.measure.format(**_words(pair))
         return replace(answer, figure=reply, measure=measure)
 
 
-def typed(case: Case) -> str:
+def dtype_words(case: Case) -> str:
     """A case's precision as --dtypes takes it, and its map behind it."""
     return case.precision + (f" --precision-map {as_words(case.precision_map)}" if case.precision_map else "")
 
 
 def _words(pair: ComparedCase) -> dict[str, str]:
     """Returns what the commands of rules are made of, for a suite or for a user's own model."""
-    case, reference = pair.record.case, pair.lead.case.mode if pair.lead is not None else "bf16"
+    case, reference = pair.record.case, pair.reference.case.mode if pair.reference is not None else "bf16"
     params = dict(case.params)
-    both = f"--dtypes {reference},{typed(case)}"
+    both = f"--dtypes {reference},{dtype_words(case)}"
+    # A suite is asked again by its name, a model of one's own by its maker.
     if "make" not in params:
         return {
             "again": f"fp8bench suite {case.workload} {both}",
@@ -285,7 +311,7 @@ def _words(pair: ComparedCase) -> dict[str, str]:
         }
     make, forward = params["make"], " --forward" * (params.get("pass") == "forward")
     return {
-        "again": f"fp8bench profile {make}{forward} --dtypes {typed(case)}",
+        "again": f"fp8bench profile {make}{forward} --dtypes {dtype_words(case)}",
         "study": f"fp8bench sensitivity {make} --dtype {case.precision}",
         "train": f"fp8bench train {make} {both} --seeds 5",
     }
@@ -298,11 +324,12 @@ def met_above(gain: Interval, least: float) -> Met:
 
 def amdahl(share: float, ratio: float) -> float:
     """Amdahl's law: returns the step's speed-up if a share of it takes `ratio` of its time."""
-    left = 1 - share + share * ratio
-    return 1 / left if left > 0 else math.inf
+    # A whole step of products that take no time has no end to its gain.
+    duration = 1 - share + share * ratio
+    return 1 / duration if duration > 0 else math.inf
 
 
-def mapped(interval: Interval, by: Callable[[float], float]) -> Interval:
+def map_ends(interval: Interval, by: Callable[[float], float]) -> Interval:
     return Interval(by(interval.point), by(interval.low), by(interval.high), interval.level)
 
 

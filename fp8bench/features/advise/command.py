@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import CommandResult, check_outputs, in_store
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.jobs.observer import JobObserver
@@ -38,26 +38,28 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="PERCENT",
         help="the gain of a step from which on a precision is worth the trouble; default 10",
     )
-    shared(parser, "--store", help="as in suite")
-    shared(parser, "--import", help="as in suite")
-    shared(parser, "--md", "--all", "--explain")
-    shared(parser, "--json", help="print all of it as JSON instead of the tables")
+    add_common(parser, "--store", help="as in suite")
+    add_common(parser, "--import", help="as in suite")
+    add_common(parser, "--md", "--all", "--explain")
+    add_common(parser, "--json", help="print all of it as JSON instead of the tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    return answer(arguments, TERMINAL).told(arguments)
+    return answer(arguments, TERMINAL).print_result(arguments)
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    from fp8bench.features.advise.decide import advised
+    from fp8bench.features.advise.decide import advise
     from fp8bench.features.advise.job import basis_of
     from fp8bench.features.advise.view import page_of
 
     basis, notes = basis_of(arguments.run, arguments.store, arguments.training, arguments.least / 100)
-    advice = advised(basis)
+    advice = advise(basis)
     if (store := in_store(basis.run)) and any(answer.measure for answer in advice.answers):
         notes.append(f"add{store} to the commands that measure more: they know this run by it")
     page = partial(page_of, advice, notes)
     value = {"schema": SCHEMA, **encode(advice)}
-    return CommandResult(advice, partial(page, whole=arguments.all), lambda: value, whole=partial(page, whole=True))
+    return CommandResult(
+        advice, partial(page, everything=arguments.all), lambda: value, whole=partial(page, everything=True)
+    )

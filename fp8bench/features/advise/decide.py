@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fp8bench import units
-from fp8bench.features.advise.basis import Basis, ComparedCase, doubts, gain_text, met_above, typed
+from fp8bench.features.advise.basis import Basis, ComparedCase, doubts, dtype_words, gain_text, met_above
 from fp8bench.features.advise.rules import RULES, bound_of, study_of, tried_as
 from fp8bench.features.advise.serving import serving_advice
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Met, RuleAnswer
@@ -26,17 +26,23 @@ _ORDER = list(AdviceKind)
 _BEYOND = 1.02
 
 
-def advised(basis: Basis) -> Advised:
-    replies = (rule.answer(compared, basis) for compared in basis.cases for rule in RULES)
-    answers = tuple(answer for answer in replies if answer is not None)
-    # By kind, and the largest gain first.
-    ordered = sorted(
-        _advice_of(basis, answers),
-        key=lambda advice: (_ORDER.index(advice.kind), -advice.gain.point if advice.gain is not None else math.inf),
-    )
-    of_serving = (advice for answer in basis.served for advice in serving_advice(answer))
-    first = sorted(of_serving, key=lambda advice: _ORDER.index(advice.kind))
-    return Advised(basis.run.id, (*first, *ordered), answers, basis.least)
+def advise(basis: Basis) -> Advised:
+    # 1. Ask every rule about every case; a rule answers None where its question makes no sense.
+    answers: list[RuleAnswer] = []
+    for pair in basis.cases:
+        replies = [rule.answer(pair, basis) for rule in RULES]
+        answers += [reply for reply in replies if reply is not None]
+    # 2. Advice on serving comes first, then that on steps, the largest gain first.
+    advice: list[Advice] = []
+    for served in basis.served:
+        advice += serving_advice(served)
+    advice.sort(key=lambda piece: _ORDER.index(piece.kind))
+    advice += sorted(_advice_of(basis, answers), key=_importance)
+    return Advised(basis.run.id, tuple(advice), tuple(answers), basis.least)
+
+
+def _importance(advice: Advice) -> tuple[int, float]:
+    return _ORDER.index(advice.kind), -advice.gain.point if advice.gain is not None else math.inf
 
 
 def _advice_of(basis: Basis, answers: Sequence[RuleAnswer]) -> tuple[Advice, ...]:
@@ -44,12 +50,12 @@ def _advice_of(basis: Basis, answers: Sequence[RuleAnswer]) -> tuple[Advice, ...
     by_case = together(((answer.setting, answer.mode), answer) for answer in answers)
     merged: dict[tuple[object, ...], Advice] = {}
     for pair in basis.cases:
-        here = {answer.rule: answer for answer in by_case.get((pair.record.case.setting, pair.mode), ())}
-        for advice in (_of_speed(pair, basis, here), *_routed(pair, basis, here)):
-            own = advice.settings if advice.gain is not None else ()
-            key = (advice.kind, advice.mode, advice.sentence, own)
-            before = merged.get(key, advice)
-            merged[key] = replace(before, settings=tuple(dict.fromkeys((*before.settings, *advice.settings))))
+        by_rule = {answer.rule: answer for answer in by_case.get((pair.record.case.setting, pair.mode), ())}
+        for advice in (_advise_on_speed(pair, basis, by_rule), *_route(pair, basis, by_rule)):
+            settings = advice.settings if advice.gain is not None else ()
+            key = (advice.kind, advice.mode, advice.sentence, settings)
+            previous = merged.get(key, advice)
+            merged[key] = replace(previous, settings=tuple(dict.fromkeys((*previous.settings, *advice.settings))))
     return tuple(merged.values())
 
 
@@ -62,22 +68,20 @@ def _advice(
     gain: Interval | None = None,
 ) -> Advice:
     case = pair.record.case
-    reference = pair.lead.case.mode if pair.lead is not None else ""
-    grounds = tuple(dict.fromkeys(ground for answer in answers for ground in answer.grounds))
+    reference = pair.reference.case.mode if pair.reference is not None else ""
+    grounds = dict.fromkeys(ground for answer in answers for ground in answer.grounds)
     words += doubts(pair) if pair.speed is not None else ""
-    recipe = f"--dtypes {reference},{typed(case)}" if kind is not AdviceKind.NOTHING else ""
+    recipe = f"--dtypes {reference},{dtype_words(case)}" if kind is not AdviceKind.NOTHING else ""
     doubtful = gain is not None and pair.finding is not None and pair.finding.doubtful
-    return Advice(
-        rule, kind, case.mode, reference, words, (case.setting,), recipe, gain=gain, grounds=grounds, doubtful=doubtful
-    )
+    return Advice(rule, kind, case.mode, reference, words, (case.setting,), recipe, gain, tuple(grounds), doubtful)
 
 
-def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
-    mode, support, step = pair.mode, pair.record.support, answers["step"]
+def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
+    mode, support, step, native = pair.mode, pair.record.support, answers["step"], [answers["native"]]
+    # 1. Emulated or not timed: a step says nothing of the speed.
     if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
         words = f"do nothing about the speed of {mode}, because it is {support.level} here{reason}"
-        native = [answers["native"]]
         return _advice(pair, "native", AdviceKind.NOTHING, f"{words}: a step says nothing of its speed", native)
     if pair.speed is None or pair.finding is None:
         return _advice(
@@ -85,8 +89,9 @@ def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
             "step",
             AdviceKind.NOTHING,
             f"do nothing about {mode}, because its speed is not known here: {step.figure}",
-            [answers["native"]],
+            native,
         )
+    # 2. Faster than possible: two sides that are not alike are no ground for advice.
     against = [answers[rule] for rule in _AGAINST if rule in answers and answers[rule].met is Met.NO]
     bound = bound_of(pair)
     if bound is not None and pair.speed.low > _BEYOND * bound.high:
@@ -95,13 +100,15 @@ def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
             f"change allows {gain_text(bound)} at most: something else is not alike"
         )
         return _advice(pair, "amdahl", AdviceKind.NOTHING, words, [step, *against])
+    # 3. Surely faster by what is worth the effort, and nothing spoils it: adopt.
     faster = pair.finding.verdict is Verdict.FASTER
     spoiled = " and ".join(_SPOILING[answer.rule] for answer in against if answer.rule in _SPOILING)
     if faster and not spoiled and met_above(pair.speed, 1 + basis.least) is Met.YES:
         supporting = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
-        return _advice(pair, "step", AdviceKind.ADOPT, _adopted(pair, answers), [step, *supporting], pair.speed)
-    if pair.finding.verdict is Verdict.SLOWER and pair.lead is not None:
-        words = f"keep {pair.lead.case.mode}: {mode} {_longer(pair)}"
+        return _advice(pair, "step", AdviceKind.ADOPT, _describe_gain(pair, answers), [step, *supporting], pair.speed)
+    # 4. Slower, too little, or not told apart: do nothing, and say why.
+    if pair.finding.verdict is Verdict.SLOWER and pair.reference is not None:
+        words = f"keep {pair.reference.case.mode}: {mode} {_describe_slowness(pair)}"
     elif faster and not spoiled:
         least = units.percent(basis.least, 0)
         words = f"do nothing about {mode}, because {gain_text(pair.speed)} is not surely the {least} that are worth it"
@@ -114,7 +121,7 @@ def _of_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
     return _advice(pair, rule, AdviceKind.NOTHING, "; ".join([words, *reasons]), [step, *against], pair.speed)
 
 
-def _longer(pair: ComparedCase) -> str:
+def _describe_slowness(pair: ComparedCase) -> str:
     """Returns for example 'perhaps takes 1.57 times as long (0.639x)'."""
     assert pair.speed is not None and pair.finding is not None
     ratio = 1 / pair.speed.point
@@ -122,9 +129,9 @@ def _longer(pair: ComparedCase) -> str:
     return f"{'perhaps ' * pair.finding.doubtful}takes {longer} ({gain_text(pair.speed)})"
 
 
-def _adopted(pair: ComparedCase, answers: Answers) -> str:
-    assert pair.speed is not None and pair.finding is not None and pair.lead is not None
-    words = f"adopt {pair.mode}: the step is {gain_text(pair.speed)} as fast as in {pair.lead.case.mode}"
+def _describe_gain(pair: ComparedCase, answers: Answers) -> str:
+    assert pair.speed is not None and pair.finding is not None and pair.reference is not None
+    words = f"adopt {pair.mode}: the step is {gain_text(pair.speed)} as fast as in {pair.reference.case.mode}"
     words = "perhaps " * pair.finding.doubtful + words
     words += f"; {answers['errors'].figure}"
     memory, learns = answers["memory"], answers.get("learns")
@@ -139,18 +146,20 @@ def _adopted(pair: ComparedCase, answers: Answers) -> str:
     return words
 
 
-def _routed(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:
+def _route(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:
     """Yields which layers stay high by a study of them, if with all layers low the loss is too high."""
     layers, study = answers.get("layers"), study_of(pair, basis)
-    chosen = study.suggested if study is not None else None
+    chosen = study.suggestion if study is not None else None
     if layers is None or layers.met is not Met.NO or study is None or chosen is None:
         return
+    # The map that was measured, and the one that the study suggests: what lies between stays high.
     now = tried_as(pair, study)
-    kept = ", ".join(sorted({*now.low} - {*chosen.low})) or "what the map names"
+    high_layers = ", ".join(sorted({*now.low} - {*chosen.low})) or "what the map names"
     gaps = (study.gap(chosen), study.gap(now))
-    then, before = ("unknown" if gap is None else units.change(1 + gap) for gap in gaps)
+    loss_after, loss_before = ("unknown" if gap is None else units.change(1 + gap) for gap in gaps)
     stated = as_words(study.stated_map(chosen))
-    words = f"route: leave {kept} in {study.reference} with {pair.mode}; the loss is then {then} instead of {before}"
-    routed = _advice(pair, "layers", AdviceKind.ROUTE, f"{words}: --precision-map {stated}", [layers])
+    words = f"route: leave {high_layers} in {study.reference} with {pair.mode}; "
+    words += f"the loss is then {loss_after} instead of {loss_before}: --precision-map {stated}"
+    routed = _advice(pair, "layers", AdviceKind.ROUTE, words, [layers])
     recipe = f"--dtypes {routed.reference},{pair.record.case.precision} --precision-map {stated}"
     yield replace(routed, recipe=recipe)

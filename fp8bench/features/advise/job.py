@@ -24,9 +24,9 @@ def basis_of(word: str, store: Path, training: str | None, least: float) -> tupl
     studies, troubles = studies_of(home)
     trained = None
     if training is not None:
-        kept = load_training(find_training(training, store))
-        trained = JudgedTraining(kept)
-        troubles += kept.troubles
+        judged_training = load_training(find_training(training, store))
+        trained = JudgedTraining(judged_training)
+        troubles += judged_training.troubles
     answers, broken = kept_answers(home).lines()
     served = tuple(dict.fromkeys(answer for answer in answers if run.id in answer.runs))
     return Basis(run, findings(run), studies, trained, least, served), troubles + broken

@@ -14,7 +14,7 @@ from fp8bench.features.advise.basis import (
     Reply,
     amdahl,
     gain_text,
-    mapped,
+    map_ends,
     met_above,
     share_text,
 )
@@ -34,7 +34,7 @@ _ESTIMATED = ", estimated from shares of the step"
 _WITH_CASTS = frozenset({Phase.GEMM, Phase.CAST})
 
 
-def _native(pair: ComparedCase, basis: Basis) -> Reply | str:
+def _judge_native(pair: ComparedCase, basis: Basis) -> Reply | str:
     record = pair.record
     level = record.support.level
     if level is Level.NATIVE and record.is_ok:
@@ -44,7 +44,7 @@ def _native(pair: ComparedCase, basis: Basis) -> Reply | str:
     return Reply(Met.NO, f"{level.value}: {record.support.reason}", (Ground(pair.row, level.value),))
 
 
-def _untimed(pair: ComparedCase) -> str:
+def _untimed_reason(pair: ComparedCase) -> str:
     if pair.emulated:
         return EMULATED if pair.record.support.is_emulated else "the reference is emulated here"
     if not pair.record.is_ok:
@@ -54,9 +54,9 @@ def _untimed(pair: ComparedCase) -> str:
     return "" if pair.timed and pair.speed is not None else "it shared no rounds with a reference"
 
 
-def _whole(pair: ComparedCase, basis: Basis) -> Reply | str:
-    if why := _untimed(pair):
-        return why
+def _judge_step(pair: ComparedCase, basis: Basis) -> Reply | str:
+    if reason := _untimed_reason(pair):
+        return reason
     assert pair.finding is not None and pair.speed is not None
     verdict = pair.finding.verdict
     sure = not pair.finding.doubtful
@@ -72,33 +72,36 @@ def _whole(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 def bound_of(pair: ComparedCase) -> Interval | None:
     """Returns the reference's speed-up if all that the precision may change took no time."""
-    if pair.lead is None or pair.lead.support.is_emulated or pair.lead.timing is None:
+    if pair.reference is None or pair.reference.support.is_emulated or pair.reference.timing is None:
         return None
     share = pair.share_touched()
-    return mapped(share, lambda value: amdahl(value, 0.0)) if share is not None else None
+    return map_ends(share, lambda value: amdahl(value, 0.0)) if share is not None else None
 
 
-def _amdahl(pair: ComparedCase, basis: Basis) -> Reply | str:
+def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
     """Takes products as fast as they are here, by a ceiling or by themselves, and casts for nothing."""
-    share = None if pair.lead is None or pair.lead.support.is_emulated else pair.share(_PRODUCTS)
-    if share is None or pair.lead is None:
+    # 1. The share of the step that a precision can touch at all.
+    share = None if pair.reference is None or pair.reference.support.is_emulated else pair.share(_PRODUCTS)
+    if share is None or pair.reference is None:
         return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
     least = 1 + basis.least
-    grounds = [Ground(pair.lead.case.id, f"products are {share_text(share)} of the step")]
-    bounds = [(mapped(share, lambda value: amdahl(value, 0.0)), "with products that take no time")]
+    grounds = [Ground(pair.reference.case.id, f"products are {share_text(share)} of the step")]
+    # 2. Three bounds of the gain, from generous to measured; the tightest counts.
+    bounds = [(map_ends(share, lambda value: amdahl(value, 0.0)), "with products that take no time")]
     gain = None
-    if pair.timed and pair.finding is not None and pair.lead_finding is not None:
-        gain = gain_of(pair.record, pair.finding, pair.lead, pair.lead_finding)
+    if pair.timed and pair.finding is not None and pair.reference_finding is not None:
+        gain = gain_of(pair.record, pair.finding, pair.reference, pair.reference_finding)
     if gain is not None and gain.binds:
         bounds.append((Interval(gain.most, gain.most, gain.most, 0.0), "at the ceiling of its products"))
         grounds.append(Ground(pair.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
-    own = None if _untimed(pair) else pair.of_reference(_PRODUCTS, _PRODUCTS)
-    if own is not None and own.high < 1:
-        low, high = amdahl(share.low, own.high), amdahl(share.high, own.low)
-        most = Interval(amdahl(share.point, own.point), low, high, own.level)
-        bounds.append((most, f"with products {units.speed_up(1 / own.point)} as fast, as here"))
-        grounds.append(Ground(pair.row, f"its products alone are {gain_text(own.inverse)} as fast"))
-    most, words = min(bounds, key=lambda known: known[0].point)
+    product_ratio = None if _untimed_reason(pair) else pair.of_reference(_PRODUCTS, _PRODUCTS)
+    if product_ratio is not None and product_ratio.high < 1:
+        low, high = amdahl(share.low, product_ratio.high), amdahl(share.high, product_ratio.low)
+        most = Interval(amdahl(share.point, product_ratio.point), low, high, product_ratio.level)
+        bounds.append((most, f"with products {units.speed_up(1 / product_ratio.point)} as fast, as here"))
+        grounds.append(Ground(pair.row, f"its products alone are {gain_text(product_ratio.inverse)} as fast"))
+    # 3. The generous bound alone never says yes: products take some time.
+    most, words = min(bounds, key=lambda bound: bound[0].point)
     met = met_above(most, least)
     if met is Met.YES and len(bounds) == 1:
         taken = f"products are {share_text(share)} of the step{_ESTIMATED * pair.estimated}"
@@ -108,17 +111,17 @@ def _amdahl(pair: ComparedCase, basis: Basis) -> Reply | str:
     return Reply(met, figure, tuple(grounds))
 
 
-def _casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
-    if why := _untimed(pair):
-        return why
-    own = pair.of_reference(_PRODUCTS, _PRODUCTS)
+def _judge_casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+    if reason := _untimed_reason(pair):
+        return reason
+    product_ratio = pair.of_reference(_PRODUCTS, _PRODUCTS)
     both = pair.of_reference(_WITH_CASTS, _WITH_CASTS)
     casts = pair.of_reference({Phase.CAST}, _PRODUCTS)
-    if own is None or both is None:
+    if product_ratio is None or both is None:
         return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
     if casts is None:
         return "it has no casts of its own"
-    alone, taxed = own.inverse, both.inverse
+    alone, taxed = product_ratio.inverse, both.inverse
     figure = f"products {gain_text(alone)}, with casts {gain_text(taxed)}" + _ESTIMATED * pair.estimated
     grounds = (
         Ground(pair.row, f"products alone {gain_text(alone)}"),
@@ -133,7 +136,7 @@ def _casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
 _HALF = 0.5
 
 
-def _reached(pair: ComparedCase, basis: Basis) -> Reply | None:
+def _judge_coverage(pair: ComparedCase, basis: Basis) -> Reply | None:
     coverage = pair.record.coverage
     if coverage is None or not coverage.flops:
         return None
@@ -143,9 +146,11 @@ def _reached(pair: ComparedCase, basis: Basis) -> Reply | None:
         if converted
     ]
     figure = f"{units.percent(coverage.share, 0)} of product FLOPs" + (f" ({', '.join(kinds)})" if kinds else "")
-    left = max((each for each in coverage.holders if not each.converted), key=lambda each: each.flops, default=None)
-    if left is not None and left.flops:
-        figure += f"; {left.name} is not: {left.reason}"
+    largest = max(
+        (holder for holder in coverage.holders if not holder.converted), key=lambda holder: holder.flops, default=None
+    )
+    if largest is not None and largest.flops:
+        figure += f"; {largest.name} is not: {largest.reason}"
     return Reply(Met.YES if coverage.share >= _HALF else Met.NO, figure, (Ground(pair.row, figure),))
 
 
@@ -158,33 +163,35 @@ _COPIES = {
 _KEPT = {MemoryRole.WEIGHTS: "weights", MemoryRole.OPTIMIZER: "optimizer state"}
 
 
-def _memory(pair: ComparedCase, basis: Basis) -> Reply | str:
+def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
     if pair.emulated:
         return "emulated here: its memory is the cost of emulation"
-    lead = pair.lead
-    if pair.record.memory is None or lead is None or lead.memory is None or not lead.memory.peak:
+    reference = pair.reference
+    if pair.record.memory is None or reference is None or reference.memory is None or not reference.memory.peak:
         return "no memory was measured"
-    share = pair.record.memory.peak / lead.memory.peak
-    roles, before = dict(pair.record.memory.roles), dict(lead.memory.roles)
-    kept = [
+    share = pair.record.memory.peak / reference.memory.peak
+    roles, reference_roles = dict(pair.record.memory.roles), dict(reference.memory.roles)
+    # Peaks alone puzzle people: what stays and what comes on top explains them.
+    unchanged = [
         f"{words} ({units.size(roles[role])})"
         for role, words in _KEPT.items()
-        if roles.get(role) and roles[role] >= before.get(role, 0)
+        if roles.get(role) and roles[role] >= reference_roles.get(role, 0)
     ]
     copies = [f"{words} ({units.size(roles[role])})" for role, words in _COPIES.items() if roles.get(role)]
-    staying = f"what stays: {', '.join(kept)}" if kept else ""
-    more = "; ".join(filter(None, (staying, f"what comes on top: {', '.join(copies)}" if copies else "")))
-    figure = f"{units.ratio(share)} of {lead.case.mode}'s peak" + (f"; {more}" if more else "")
+    staying = f"what stays: {', '.join(unchanged)}" if unchanged else ""
+    details = "; ".join(filter(None, (staying, f"what comes on top: {', '.join(copies)}" if copies else "")))
+    figure = f"{units.ratio(share)} of {reference.case.mode}'s peak" + (f"; {details}" if details else "")
     grounds = (
         Ground(pair.row, f"peak {units.size(pair.record.memory.peak)}"),
-        Ground(lead.case.id, f"peak {units.size(lead.memory.peak)}"),
+        Ground(reference.case.id, f"peak {units.size(reference.memory.peak)}"),
     )
     return Reply(Met.YES if share <= 1 - _LEAST_SAVING else Met.NO, figure, grounds)
 
 
-def _energy(pair: ComparedCase, basis: Basis) -> Reply | str:
-    labels = [label for finding in (pair.finding, pair.lead_finding) if finding is not None for label in finding.labels]
-    ratio = energy_ratio(pair.record, pair.lead, labels)
+def _judge_energy(pair: ComparedCase, basis: Basis) -> Reply | str:
+    findings = [finding for finding in (pair.finding, pair.reference_finding) if finding is not None]
+    labels = [label for finding in findings for label in finding.labels]
+    ratio = energy_ratio(pair.record, pair.reference, labels)
     if pair.emulated:
         return "emulated here: its joules are the cost of emulation"
     if ratio is None:
@@ -195,20 +202,20 @@ def _energy(pair: ComparedCase, basis: Basis) -> Reply | str:
     return Reply(met, figure, (Ground(pair.row, figure),))
 
 
-def _error(pair: ComparedCase, basis: Basis) -> Reply | str:
+def _judge_errors(pair: ComparedCase, basis: Basis) -> Reply | str:
     """Names each error with the word for its size. A large one forbids the precision; whether a smaller one matters, a
     training says."""
-    known = [each for each in pair.record.measurements if each.metric.endswith("_error") and each.samples]
-    why = pair.record.reason if not pair.record.is_ok else ""
-    if NOT_FINITE in why:
-        return Reply(Met.NO, why, (Ground(pair.row, why),))
-    if why or not known:
-        return why or "no error was measured"
+    errors = [error for error in pair.record.measurements if error.metric.endswith("_error") and error.samples]
+    problem = pair.record.reason if not pair.record.is_ok else ""
+    if NOT_FINITE in problem:
+        return Reply(Met.NO, problem, (Ground(pair.row, problem),))
+    if problem or not errors:
+        return problem or "no error was measured"
     figures, sizes = [], set()
-    for each in known:
-        size = error_word((each.metric, sample) for sample in each.samples)
+    for error in errors:
+        size = error_word((error.metric, sample) for sample in error.samples)
         sizes.add(size)
-        figures.append(f"{size} {error_name(each)} ({units.relative_error(max(each.samples))})")
+        figures.append(f"{size} {error_name(error)} ({units.relative_error(max(error.samples))})")
     words = ", ".join(figures)
     is_near = not sizes & {LARGE, NOT_FINITE} and not pair.record.not_finite
     return Reply(Met.YES if is_near else Met.NO, words, (Ground(pair.row, words),))
@@ -218,39 +225,40 @@ def study_of(pair: ComparedCase, basis: Basis) -> Study | None:
     """Returns the newest study of this workload, device and precision, and of the model where that is a parameter."""
     case = pair.record.case
     params = dict(case.params)
-    fitting = [
-        study
-        for study in basis.studies
-        if (study.workload, study.low, study.device) == (case.workload, case.precision, case.device)
-        and all(params.get(name, value) == value for name, value in study.params if name in ("size", "make"))
-        and not study.baseline.failure
-    ]
+    fitting = []
+    for study in basis.studies:
+        same_case = (study.workload, study.low, study.device) == (case.workload, case.precision, case.device)
+        model = {name: value for name, value in study.params if name in ("size", "make")}
+        same_model = {name: params.get(name, value) for name, value in model.items()} == model
+        if same_case and same_model and not study.baseline.failure:
+            fitting.append(study)
     return max(fitting, key=lambda study: study.started, default=None)
 
 
 def tried_as(pair: ComparedCase, study: Study) -> LayerTrial:
     """Returns the candidate with the case's precision map; else the one with all layers low."""
     return next(
-        (each for each in study.candidates if each.precision_map == pair.record.case.precision_map), study.candidates[0]
+        (candidate for candidate in study.candidates if candidate.precision_map == pair.record.case.precision_map),
+        study.candidates[0],
     )
 
 
-def _layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+def _judge_layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     study = study_of(pair, basis)
     if (study is None and not pair.trains) or precisions.unit_scaled(pair.record.case.precision):
         return None  # no layer of a unit-scaled model can stand in another
     if study is None or not study.candidates:
         return "no layer was tried alone"
     row = f"sensitivity study {study.path or study.started}"
-    whole = tried_as(pair, study)
-    gap = study.gap(whole)
+    trial = tried_as(pair, study)
+    gap = study.gap(trial)
     change = "none" if gap is None else units.change(1 + gap)
     noise = "an unknown noise" if study.noise is None else f"a noise of {units.percent(study.noise)}"
-    figure = f"layers low: {len(whole.low)}, loss {change} beside {noise} in {study.steps} steps"
+    figure = f"layers low: {len(trial.low)}, loss {change} beside {noise} in {study.steps} steps"
     grounds = (Ground(row, figure),)
-    if study.undecided:
+    if study.is_undecided:
         return Reply(Met.UNCLEAR, f"{figure}: no layer can be told from another", grounds)
-    return Reply(Met.YES if study.keeps(whole) else Met.NO, figure, grounds)
+    return Reply(Met.YES if study.keeps(trial) else Met.NO, figure, grounds)
 
 
 def arm_of(pair: ComparedCase, basis: Basis) -> ArmVerdict | None:
@@ -269,7 +277,7 @@ _LEARNS = {
 }
 
 
-def _learns(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+def _judge_training(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     if not pair.trains:
         return None
     arm = arm_of(pair, basis)
@@ -285,21 +293,23 @@ def _learns(pair: ComparedCase, basis: Basis) -> Reply | str | None:
 
 # The checklist, in order.
 RULES = (
-    AdviceRule("step", Question.PAYS, "Is the whole step faster?", _whole, "{again}"),
-    AdviceRule("native", Question.PAYS, "Does this device multiply in it?", _native, "fp8bench doctor"),
+    AdviceRule("step", Question.PAYS, "Is the whole step faster?", _judge_step, "{again}"),
+    AdviceRule("native", Question.PAYS, "Does this device multiply in it?", _judge_native, "fp8bench doctor"),
     # Where products are a quarter of a step, products 1.6 times as fast give 10%.
-    AdviceRule("amdahl", Question.PAYS, "Do its products take enough of the step?", _amdahl,
+    AdviceRule("amdahl", Question.PAYS, "Do its products take enough of the step?", _judge_product_share,
                "fp8bench suite ceilings, then {again}"),
     # Published products with casts gain 1.4 times where products of ready operands gain 1.9.
-    AdviceRule("casts", Question.PAYS, "Do casts leave what the products gain?", _casts, "{again}"),
+    AdviceRule("casts", Question.PAYS, "Do casts leave what the products gain?", _judge_casts, "{again}"),
     # A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.
-    AdviceRule("coverage", Question.PAYS, "Can most of its products be converted?", _reached, ""),
-    AdviceRule("energy", Question.PAYS, "Does it save energy?", _energy, "{again}, where a device tells its energy"),
+    AdviceRule("coverage", Question.PAYS, "Can most of its products be converted?", _judge_coverage, ""),
+    AdviceRule(
+        "energy", Question.PAYS, "Does it save energy?", _judge_energy, "{again}, where a device tells its energy"
+    ),
     # Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 of bf16's.
-    AdviceRule("memory", Question.FITS, "Does it save memory?", _memory, "{again}"),
+    AdviceRule("memory", Question.FITS, "Does it save memory?", _judge_memory, "{again}"),
     # A short training of one seed tells nothing: seeds differ by as much as formats.
-    AdviceRule("learns", Question.LEARNS, "Does it still learn?", _learns, "{train}"),
-    AdviceRule("errors", Question.LEARNS, "Are its errors small enough?", _error, "{again}"),
+    AdviceRule("learns", Question.LEARNS, "Does it still learn?", _judge_training, "{train}"),
+    AdviceRule("errors", Question.LEARNS, "Are its errors small enough?", _judge_errors, "{again}"),
     # Heads, routers, first and last layers are those that published recipes leave high.
-    AdviceRule("layers", Question.LEARNS, "Do all layers bear it?", _layers, "{study}"),
+    AdviceRule("layers", Question.LEARNS, "Do all layers bear it?", _judge_layers, "{study}"),
 )  # fmt: skip

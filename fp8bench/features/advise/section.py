@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fp8bench.features.advise.basis import Basis
-from fp8bench.features.advise.decide import advised
+from fp8bench.features.advise.decide import advise
 from fp8bench.features.advise.view import question_tables, sentences
 from fp8bench.model.run import BENCH
 from fp8bench.report.elements import Element, Text, Tone
@@ -21,11 +21,11 @@ def advice_section(material: Material) -> Iterator[Element]:
     for number, entry in enumerate(material.entries):
         if entry.run.request.suite == BENCH:  # of callables, not of precisions
             continue
-        advice = advised(Basis(entry.run, entry.findings))
+        advice = advise(Basis(entry.run, entry.findings))
         if not advice.answers:
             continue
         if entry.label:
             yield Text(entry.label, Tone.STRONG)
         yield sentences(advice)
-        for table in question_tables(advice, whole=True):
+        for table in question_tables(advice, everything=True):
             yield replace(table, name=f"{table.name}-{number}", folded=True)

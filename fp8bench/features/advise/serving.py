@@ -15,21 +15,21 @@ SPOILED = 0.01
 
 
 def serving_advice(answer: ServingAnswer) -> Iterator[Advice]:
-    yield from (_of_contexts(answer, times) for times in answer.times if times.arm != answer.question.arms[0])
+    yield from (_advise_on_contexts(answer, times) for times in answer.times if times.arm != answer.question.arms[0])
 
 
-def _serving(answer: ServingAnswer, kind: AdviceKind, mode: str, words: str, recipe: str = "") -> Advice:
+def _make_advice(answer: ServingAnswer, kind: AdviceKind, mode: str, words: str, recipe: str = "") -> Advice:
     question = answer.question
     setting = f"{question.size} on {answer.device}, batch {question.batch}"
     ground = Ground(f"runs {', '.join(answer.runs)} of infer", words)
-    return Advice("context", kind, mode, _lead(answer), words, (setting,), recipe, grounds=(ground,))
+    return Advice("context", kind, mode, _reference_name(answer), words, (setting,), recipe, grounds=(ground,))
 
 
-def _lead(answer: ServingAnswer) -> str:
+def _reference_name(answer: ServingAnswer) -> str:
     return word_of(answer.question.arms[0])
 
 
-def _judged(answer: ServingAnswer, arm: ServedArm, where: str, because: str) -> Advice:
+def _weigh_quality(answer: ServingAnswer, arm: ServedArm, where: str, because: str) -> Advice:
     """Advises to take the arm `where` it was timed to be faster, unless predictions suffer; to do nothing if that is
     ''."""
     name, quality = word_of(arm), answer.quality_of(arm)
@@ -44,35 +44,41 @@ def _judged(answer: ServingAnswer, arm: ServedArm, where: str, because: str) -> 
         proven = not answer.quality.caution and ratio.low > math.log1p(SPOILED)
         spoils = proven or not math.isfinite(quality.kl)
     if where and not spoils:
-        return _serving(answer, AdviceKind.ADOPT, name, f"{doing} {where}: {because}; {harm}", f"--arms {name}")
+        return _make_advice(answer, AdviceKind.ADOPT, name, f"{doing} {where}: {because}; {harm}", f"--arms {name}")
     reason = f"predictions suffer ({harm}), though {because}" if where else because
-    return _serving(answer, AdviceKind.NOTHING, name, f"do nothing about {name}, because {reason}")
+    return _make_advice(answer, AdviceKind.NOTHING, name, f"do nothing about {name}, because {reason}")
 
 
-def _of_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
-    lead, crossing = _lead(answer), times.crossing
+def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
+    reference, crossing = _reference_name(answer), times.crossing
     low, high = answer.question.contexts[0], answer.question.contexts[-1]
+    # 1. Not timed, or timed under doubts.
     if crossing is None:
-        name, why = word_of(times.arm), times.why or "no line fits its times"
-        return _serving(
+        name, reason = word_of(times.arm), times.why or "no line fits its times"
+        return _make_advice(
             answer,
             AdviceKind.NOTHING,
             name,
-            f"do nothing about the speed of {name}, because it was not timed: {why}",
+            f"do nothing about the speed of {name}, because it was not timed: {reason}",
         )
     if times.doubts:
-        return _judged(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
+        return _weigh_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
+    # 2. Times that cross: the advice holds from there on, or up to there.
     if crossing.at is not None:
         begins, ends = f"{crossing.low:.0f}", f"{crossing.high:.0f}"
         where = f"from a context of {ends} on" if crossing.faster[1] else f"up to {begins} tokens"
-        return _judged(
+        return _weigh_quality(
             answer,
             times.arm,
             where,
-            f"its decode step crosses that of {lead} at {crossing.at:.0f} [{begins}, {ends}]",
+            f"its decode step crosses that of {reference} at {crossing.at:.0f} [{begins}, {ends}]",
         )
+    # 3. Faster at every context that was timed.
     if crossing.faster == (True, True):
-        return _judged(answer, times.arm, f"at contexts of {low} to {high}", f"faster than {lead} throughout")
+        return _weigh_quality(
+            answer, times.arm, f"at contexts of {low} to {high}", f"faster than {reference} throughout"
+        )
+    # 4. Slower, or not told apart at one end: no ground to change.
     first, last = ({True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster)
     because = f"its decode step is {first} at a context of {low} and {last} at {high}"
-    return _judged(answer, times.arm, "", f"{because}, against {lead}")
+    return _weigh_quality(answer, times.arm, "", f"{because}, against {reference}")

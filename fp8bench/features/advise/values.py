@@ -22,6 +22,7 @@ class Met(StrEnum):
 class Question(StrEnum):
     """What decides about a precision, in the order in which it is answered."""
 
+    # A precision that does not pay need not fit, and one that does not fit cannot learn.
     PAYS = "Does it pay?"
     FITS = "Does it fit?"
     LEARNS = "Does it learn?"

@@ -31,44 +31,45 @@ _NOTHING = "There is nothing to advise on: the run has no case beside a referenc
 Rows = Sequence[Sequence[RuleAnswer]]
 
 
-def page_of(advised: Advised, notes: Sequence[str], whole: bool = False) -> Page:
-    """Shows the advice on one run and what was answered of each question, and for each the next command; if it is the
-    `whole`, every answer with its evidence."""
+def page_of(advised: Advised, notes: Sequence[str], everything: bool = False) -> Page:
+    """Shows the advice on one run and what was answered of each question, and for each the next command; with
+    `everything`, every answer and its evidence."""
     parts = [Part("advice", "", (sentences(advised) if advised.advice else Text(_NOTHING),))]
-    parts += [Part(table.name, "", (table,)) for table in question_tables(advised, whole)]
-    if not whole and (more := tuple(_next(advised))):
-        parts.append(Part("next", "", more))
+    parts += [Part(table.name, "", (table,)) for table in question_tables(advised, everything)]
+    if not everything and (next_steps := tuple(_next(advised))):
+        parts.append(Part("next", "", next_steps))
     parts += list_of("notes", "notes", notes)
     return Page(f"advice on run {advised.run}", "", tuple(parts), LEGEND)
 
 
 def sentences(advised: Advised) -> Items:
     named = short_names(advised)
-    told = [_with_those_alike(alike, named) for alike in _alike(advised.advice)]
-    more = [Text(f"{len(told) - _MOST} more pieces of advice are in the JSON.")] * (len(told) > _MOST)
-    return Items((*told[:_MOST], *more))
+    texts = [_with_those_alike(group, named) for group in _alike(advised.advice)]
+    remaining = [Text(f"{len(texts) - _MOST} more pieces of advice are in the JSON.")] * (len(texts) > _MOST)
+    return Items((*texts[:_MOST], *remaining))
 
 
 def _alike(advice: Sequence[Advice]) -> list[list[Advice]]:
     """Groups advice to do nothing for the same reason in many settings; each other piece is its own group."""
     reasons = [
-        (each.kind, each.mode, each.rule, each.sentence.partition("(" if each.gain is None else " ")[0])
-        for each in advice
+        (piece.kind, piece.mode, piece.rule, piece.sentence.partition("(" if piece.gain is None else " ")[0])
+        for piece in advice
     ]
     groups: dict[object, list[Advice]] = {}
-    for number, (each, reason) in enumerate(zip(advice, reasons, strict=True)):
-        is_common = each.kind is AdviceKind.NOTHING and reasons.count(reason) > _FEW
-        groups.setdefault(reason if is_common else number, []).append(each)
+    for number, (piece, reason) in enumerate(zip(advice, reasons, strict=True)):
+        # Advice to change something is never folded: each is a decision of its own.
+        is_common = piece.kind is AdviceKind.NOTHING and reasons.count(reason) > _FEW
+        groups.setdefault(reason if is_common else number, []).append(piece)
     return list(groups.values())
 
 
-def _with_those_alike(alike: Sequence[Advice], named: Callable[[str], str]) -> Text:
-    first, *others = alike
+def _with_those_alike(group: Sequence[Advice], named: Callable[[str], str]) -> Text:
+    first, *remaining = group
     place = named(first.settings[0]) if len(first.settings) == 1 else many(len(first.settings), "setting")
-    if others:
-        gains = [other.gain.point for other in others if other.gain is not None]
+    if remaining:
+        gains = [piece.gain.point for piece in remaining if piece.gain is not None]
         down = f", down to {units.speed_up(min(gains))}" if gains else ""
-        place += f"; the like in {sum(len(other.settings) for other in others)} more settings{down}"
+        place += f"; the like in {sum(len(piece.settings) for piece in remaining)} more settings{down}"
     return Text(f"{first.sentence} ({place}).", Tone.DOUBT if first.doubtful else _KINDS.get(first.kind, Tone.STRONG))
 
 
@@ -76,29 +77,30 @@ def short_names(advised: Advised) -> Callable[[str], str]:
     """Returns a function that shortens names of settings and cases by the parameters that their suite has in common."""
     inside: dict[str, list[set[str]]] = {}
     for answer in advised.answers:
-        suite, _, rest = answer.setting.partition("[")
-        inside.setdefault(suite, []).append(set(rest.rpartition("]")[0].split(",")))
+        suite, _, bracket = answer.setting.partition("[")
+        inside.setdefault(suite, []).append(set(bracket.rpartition("]")[0].split(",")))
+    # What all settings of a suite have in common tells none from another.
     shared = {suite: set.intersection(*pairs) for suite, pairs in inside.items()}
 
     def short(row: str) -> str:
-        suite, _, rest = row.partition("[")
-        params, _, end = rest.rpartition("]")
+        suite, _, bracket = row.partition("[")
+        params, _, end = bracket.rpartition("]")
         if suite not in shared or not params:
             return row
-        own = ",".join(pair for pair in params.split(",") if pair not in shared[suite])
-        return (f"{suite}[{own}]" if own else suite) + end
+        distinct = ",".join(pair for pair in params.split(",") if pair not in shared[suite])
+        return (f"{suite}[{distinct}]" if distinct else suite) + end
 
     return short
 
 
-def question_tables(advised: Advised, whole: bool) -> Iterator[Table]:
-    """Yields a table for each of the three questions: what was answered, or if it is the `whole` every answer with its
+def question_tables(advised: Advised, everything: bool) -> Iterator[Table]:
+    """Yields a table for each of the three questions: what was answered, or with `everything` every answer and its
     evidence. Of several settings it shows the answer of most that have an answer."""
     cols = _columns(advised)
     for number, question in enumerate(Question, 1):
-        rows = [row for row in _rows(advised, question) if whole or _is_answered(row)]
+        rows = [row for row in _rows(advised, question) if everything or _is_answered(row)]
         if rows:
-            yield table(f"question-{number}", question.value, cols if whole else cols[:-1], rows)
+            yield table(f"question-{number}", question.value, cols if everything else cols[:-1], rows)
 
 
 def _rows(advised: Advised, question: Question) -> Rows:
@@ -106,6 +108,7 @@ def _rows(advised: Advised, question: Question) -> Rows:
     by_row: dict[tuple[str, ...], list[RuleAnswer]] = {}
     for answer in advised.answers:
         if answer.topic is question:
+            # All that an emulation leaves open has one reason, and needs one row.
             last = answer.figure if _is_emulated(answer) else answer.rule
             by_row.setdefault((_place(answer), answer.mode, last), []).append(answer)
     return [*by_row.values()]
@@ -126,15 +129,18 @@ def _is_emulated(answer: RuleAnswer) -> bool:
 
 def _next(advised: Advised) -> Iterator[Element]:
     """Yields how many answers are missing, and for each question the first command that would give one."""
-    rows = [row[0] for question in Question for row in _rows(advised, question) if not _is_answered(row)]
-    missing = [answer for answer in rows if not _is_emulated(answer)]
+    missing: list[RuleAnswer] = []
+    for question in Question:
+        unanswered = [row[0] for row in _rows(advised, question) if not _is_answered(row)]
+        missing += [answer for answer in unanswered if not _is_emulated(answer)]
+    # One command for each question: the first often answers the others too.
     commands: dict[Question, str] = {}
     for answer in missing:
         if answer.measure:
             commands.setdefault(answer.topic, answer.measure)
     if missing:
-        more = " What answers more of them:" if commands else ""
-        yield Text(f"{many(len(missing), 'question')} not measured here (--all lists them).{more}")
+        prompt = " What answers more of them:" if commands else ""
+        yield Text(f"{many(len(missing), 'question')} not measured here (--all lists them).{prompt}")
         yield Items(tuple(map(Text, commands.values())))
 
 
@@ -147,8 +153,9 @@ def _columns(advised: Advised) -> list[Col[Sequence[RuleAnswer]]]:
         return f"{first.mode} in {_place(first)}" if len(places) > 1 else first.mode
 
     def first(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
-        known = [answer.met for answer in answers if answer.met is not Met.UNKNOWN]
-        (met, count), *_ = Counter(known or (answer.met for answer in answers)).most_common()
+        # Answers outvote what was not measured, however often that was.
+        answered = [answer.met for answer in answers if answer.met is not Met.UNKNOWN]
+        (met, count), *_ = Counter(answered or (answer.met for answer in answers)).most_common()
         return next(answer for answer in answers if answer.met is met), count
 
     def here(answers: Sequence[RuleAnswer]) -> Field:

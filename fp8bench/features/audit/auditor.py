@@ -30,9 +30,9 @@ from fp8bench.features.audit.operands import (
     DATA,
     Promised,
     Rounded,
-    drawn,
-    promised_by,
-    rounded,
+    draw_matrix,
+    promise_of,
+    round_operand,
     sampled_rows,
 )
 from fp8bench.features.audit.promises import (
@@ -134,12 +134,12 @@ class Subject(ABC):
         self.host, self.signature, self.facts, self.device = host, signature, facts, facts.key
 
     @cached_property
-    def promised(self) -> Promised:
-        return promised_by(self.signature.precision, self.facts)
+    def promise(self) -> Promised:
+        return promise_of(self.signature.precision, self.facts)
 
-    def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
+    def draw(self, data: str, shape: Shape, seed: int) -> Matrices:
         rows = enumerate((shape.m, shape.n))
-        return tuple(drawn(data, place, count, shape.k, seed, self.promised.carrier) for place, count in rows)
+        return tuple(draw_matrix(data, place, count, shape.k, seed, self.promise.carrier) for place, count in rows)
 
     def arguments(self, matrices: Matrices) -> Matrices:
         """Returns what it is called with, still on the processor."""
@@ -160,25 +160,27 @@ class ProductSubject(Subject):
         if self.signature.takes is Takes.VALUES:
             a, b = matrices
             return super().arguments((a, b.t().contiguous() if turned else b))
-        kept, treatment = self._kept(*matrices), self.promised.treatments[0]
-        codes, scales = [side.codes for side in kept], [side.scales for side in kept]
+        operands, treatment = self._round_both(*matrices), self.promise.treatments[0]
+        codes, scales = [side.codes for side in operands], [side.scales for side in operands]
         fmt = None if treatment is None or treatment.scaling is None else treatment.scaling.scale
         if fmt is None:
             scales = [scale.reshape(()) if scale.numel() == 1 else scale for scale in scales]
         else:
             scales = [scale.to(torch.float8_e8m0fnu if fmt.name == "e8m0" else DTYPES[fmt.name]) for scale in scales]
-        whole = [torch.tensor(side.tensor_scale) for side in kept if side.tensor_scale is not None]
-        return codes[0], codes[1].t() if turned else codes[1], *scales, *whole
+        tensor_scales = [torch.tensor(side.tensor_scale) for side in operands if side.tensor_scale is not None]
+        return codes[0], codes[1].t() if turned else codes[1], *scales, *tensor_scales
 
     def promises(self, matrices: Matrices, chance: Random | None = None) -> dict[str, Promise]:
-        a, b, places = _sampled(matrices[0], matrices[1], self.promised.treatments, chance)
-        return {"product": ProductPromise(*self._kept(a, b), None, has_hopper_units(self.facts), places)}
+        a, b, places = _sample_product(matrices[0], matrices[1], self.promise.treatments, chance)
+        return {"product": ProductPromise(*self._round_both(a, b), None, has_hopper_units(self.facts), places)}
 
-    def _kept(self, a: Tensor, b: Tensor) -> tuple[Rounded, Rounded]:
-        first, second, _ = self.promised.treatments
-        kept = rounded(a, first), rounded(b, second)
-        given = self.signature.takes is Takes.VALUES
-        return kept if given else (replace(kept[0], given=None), replace(kept[1], given=None))
+    def _round_both(self, a: Tensor, b: Tensor) -> tuple[Rounded, Rounded]:
+        first, second, _ = self.promise.treatments
+        operands = round_operand(a, first), round_operand(b, second)
+        if self.signature.takes is Takes.VALUES:
+            return operands
+        # Whoever is given codes is not judged by the error that rounding to them made.
+        return replace(operands[0], given=None), replace(operands[1], given=None)
 
 
 class LinearSubject(Subject):
@@ -187,37 +189,37 @@ class LinearSubject(Subject):
     kind = AuditKind.LINEAR
     tall = Shape(520, 264, 2080)
 
-    def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
-        gradient = drawn("normal", 2, shape.m, shape.n, seed, self.promised.carrier)
-        return (*super().drawn(data, shape, seed), gradient)
+    def draw(self, data: str, shape: Shape, seed: int) -> Matrices:
+        gradient = draw_matrix("normal", 2, shape.m, shape.n, seed, self.promise.carrier)
+        return (*super().draw(data, shape, seed), gradient)
 
     def promises(self, matrices: Matrices, chance: Random | None = None) -> dict[str, Promise]:
         x, weight, gradient = matrices
-        role = dict(zip(Role, self.promised.treatments, strict=True))
-        high = self.promised.recipe is not None and self.promised.recipe.high_weight_gradient
+        role = dict(zip(Role, self.promise.treatments, strict=True))
+        high = self.promise.recipe is not None and self.promise.recipe.high_weight_gradient
         products = {
             "forward": ((x, Role.INPUT), (weight, Role.WEIGHT), False),
             "input gradient": ((gradient, Role.GRADIENT), (weight.t(), Role.WEIGHT), False),
             "weight gradient": ((gradient.t(), Role.GRADIENT), (x.t(), Role.INPUT), True),
         }
         promises: dict[str, Promise] = {}
-        for name, ((left, of_left), (right, of_right), last) in products.items():
+        for name, ((first_source, of_left), (second_source, of_right), last) in products.items():
             treatments = [None if high and last else role[which] for which in (of_left, of_right)]
-            a, b, places = _sampled(left.contiguous(), right.contiguous(), treatments, chance)
-            emulated = self._emulated((a, of_left), (b, of_right), last)
-            first, second = rounded(a, treatments[0]), rounded(b, treatments[1])
+            a, b, places = _sample_product(first_source.contiguous(), second_source.contiguous(), treatments, chance)
+            emulated = self._emulate((a, of_left), (b, of_right), last)
+            first, second = round_operand(a, treatments[0]), round_operand(b, treatments[1])
             promises[name] = ProductPromise(first, second, emulated, has_hopper_units(self.facts), places)
         return promises
 
-    def _emulated(self, a: tuple[Tensor, Role], b: tuple[Tensor, Role], last: bool) -> Tensor | None:
-        recipe = self.promised.recipe
-        drawn = recipe is not None and any(role is Role.GRADIENT and recipe.gradient.stochastic for _, role in (a, b))
-        if recipe is None or not (drawn or (last and recipe.hadamard)):
+    def _emulate(self, a: tuple[Tensor, Role], b: tuple[Tensor, Role], last: bool) -> Tensor | None:
+        recipe = self.promise.recipe
+        draws = recipe is not None and any(role is Role.GRADIENT and recipe.gradient.stochastic for _, role in (a, b))
+        if recipe is None or not (draws or (last and recipe.hadamard)):
             return None
-        arithmetic = RecipeArithmetic(recipe, self.promised.carrier).layer(_LAYER)
+        arithmetic = RecipeArithmetic(recipe, self.promise.carrier).layer(_LAYER)
         cast = arithmetic.turned if last else arithmetic.cast
         first, second = (cast(tensor.contiguous(), role) for tensor, role in (a, b))
-        return arithmetic.product(first, second, self.promised.carrier)
+        return arithmetic.product(first, second, self.promise.carrier)
 
 
 class AttentionSubject(Subject):
@@ -249,12 +251,12 @@ class AttentionSubject(Subject):
     )
     data = ("normal", "uniform", "integers", "small", "outliers across the contraction")
 
-    def drawn(self, data: str, shape: Shape, seed: int) -> Matrices:
+    def draw(self, data: str, shape: Shape, seed: int) -> Matrices:
         m, n, k = shape
-        made = (drawn(data, place, _BATCH * n * m, k, seed, torch.float32) for place in range(3))
+        matrices = (draw_matrix(data, place, _BATCH * n * m, k, seed, torch.float32) for place in range(3))
         # Scores of a few units: the softmax of larger ones picks one value, and would hide how they were made.
-        scaled = (tensor / tensor.square().mean().sqrt().clamp(min=2.0**-30) for tensor in made)
-        return tuple(tensor.view(_BATCH, n, m, k).to(self.promised.carrier) for tensor in scaled)
+        scaled = (tensor / tensor.square().mean().sqrt().clamp(min=2.0**-30) for tensor in matrices)
+        return tuple(tensor.view(_BATCH, n, m, k).to(self.promise.carrier) for tensor in scaled)
 
     def promises(self, matrices: Matrices, chance: Random | None = None) -> dict[str, Promise]:
         places = None
@@ -264,10 +266,10 @@ class AttentionSubject(Subject):
             rows = [0, length - 1, *(chance.randrange(length) for _ in range(2 * _SAMPLED_ROWS))]
             places = SampledPlaces(tuple(shape), which, torch.tensor(sorted(set(rows))))
             matrices = tuple(tensor.flatten(0, 1)[which][None] for tensor in matrices)
-        return {"attention": AttentionPromise(matrices, self.promised.treatments[0], self.signature.causal, places)}
+        return {"attention": AttentionPromise(matrices, self.promise.treatments[0], self.signature.causal, places)}
 
 
-def _sampled(
+def _sample_product(
     a: Tensor, b: Tensor, treatments: Sequence[Treatment | None], chance: Random | None
 ) -> tuple[Tensor, Tensor, SampledPlaces | None]:
     """Returns some rows of both operands of a product, and where their product lies in its result; all without
@@ -301,13 +303,13 @@ class AuditInput(NamedTuple):
 
 
 class Auditor:
-    """What all checks of one audit share. `given` is what a check tries at the moment: its findings are about that,
+    """What all checks of one audit share. `current` is the input that a check tries: its findings are about that,
     unless they name another input. `tried` counts judged results. Once numbers were wrong, nothing is `sound`: checks
     that compare results with their promise say nothing new."""
 
     def __init__(self, subject: Subject, seed: int, ceilings: Ceilings | None = None) -> None:
         self.subject, self.seed, self.ceilings = subject, seed, ceilings or Ceilings()
-        self.given: AuditInput | None = None
+        self.current: AuditInput | None = None
         self.tried, self.sound = 0, True
         self.changed: AuditFinding | None = None
         self._searches: Counter[str] = Counter()
@@ -322,15 +324,15 @@ class Auditor:
         multiple = self.subject.signature.multiple
         return Shape(*(math.ceil(side / multiple) * multiple for side in shape))
 
-    def about(self, given: AuditInput | None, finding: AuditFinding) -> AuditFinding:
+    def about(self, tried: AuditInput | None, finding: AuditFinding) -> AuditFinding:
         """Writes for example 'M=64 N=96 K=256, normal' as the finding's input, if it has none."""
-        if given is None or finding.input:
+        if tried is None or finding.input:
             return finding
-        sides = "M={} N={} K={}".format(*given.shape)
-        return replace(finding, input=", ".join(filter(None, (sides, given.data, given.how))))
+        sides = "M={} N={} K={}".format(*tried.shape)
+        return replace(finding, input=", ".join(filter(None, (sides, tried.data, tried.how))))
 
-    def matrices(self, given: AuditInput) -> Matrices:
-        return self.subject.drawn(given.data, given.shape, self.seed)
+    def matrices(self, tried: AuditInput) -> Matrices:
+        return self.subject.draw(tried.data, tried.shape, self.seed)
 
     def results(self, matrices: Matrices) -> dict[str, Tensor]:
         return self.call(self.subject.arguments(matrices))
@@ -344,16 +346,16 @@ class Auditor:
     def call(self, arguments: Matrices, slot: int = 0, moved: bool = True) -> dict[str, Tensor]:
         """Calls the kernel and returns copies of its results. Notes whether memory of its arguments has changed."""
         placed = self.place(arguments, slot, moved)
-        results, after = self.subject.host.call(slot)
-        self.note_changes(self.given, placed, after)
+        results, digests = self.subject.host.call(slot)
+        self.note_changes(self.current, placed, digests)
         return unpack_results(results)
 
-    def note_changes(self, given: AuditInput | None, placed: Sequence[PackedTensor], after: Sequence[int]) -> None:
+    def note_changes(self, tried: AuditInput | None, placed: Sequence[PackedTensor], digests: Sequence[int]) -> None:
         """Keeps the first finding of an argument whose memory has another digest after calls."""
-        for place, (packed, digest) in enumerate(zip(placed, after, strict=True)):
+        for place, (packed, digest) in enumerate(zip(placed, digests, strict=True)):
             if digest_of(packed) != digest and self.changed is None:
-                why = f"the memory of argument {place + 1} is not as it was before the call"
-                self.changed = self.about(given, fail("input-changed", why))
+                reason = f"the memory of argument {place + 1} is not as it was before the call"
+                self.changed = self.about(tried, fail("input-changed", reason))
 
     def wrong_sample(self, matrices: Matrices, results: dict[str, Tensor], chance: Random) -> AuditFinding | None:
         """Returns the first failure among some rows and columns of the results, if any."""
@@ -375,16 +377,16 @@ class Auditor:
         verdicts = self.judge(matrices, results, search).items()
         return next((replace(bad, why=f"{name}: {bad.why}") for name, bad in verdicts if bad.failed), None)
 
-    def problems(self, given: AuditInput) -> dict[str, AuditFinding]:
+    def problems(self, tried: AuditInput) -> dict[str, AuditFinding]:
         """Returns, by the result's name, each verdict that is a failure or a remark. A mistake is named only if a
         second, independent input shows it as well."""
-        matrices = self.matrices(given)
+        matrices = self.matrices(tried)
         results = self.results(matrices)
         verdicts = {name: verdict for name, verdict in self.judge(matrices, results).items() if verdict.code}
         if all(verdict.remark or verdict.code in CERTAIN for verdict in verdicts.values()):
             return verdicts
-        other = self.subject.drawn(given.data, given.shape, self.seed + ANOTHER)
-        second, promises = self.judge(other, self.results(other)), self.subject.promises(matrices)
+        second_input = self.subject.draw(tried.data, tried.shape, self.seed + ANOTHER)
+        second, promises = self.judge(second_input, self.results(second_input)), self.subject.promises(matrices)
         for name, verdict in verdicts.items():
             if verdict.remark or verdict.code in (second[name].code, *CERTAIN):
                 continue
@@ -396,10 +398,10 @@ class Auditor:
                 )
         return verdicts
 
-    def smallest(self, given: AuditInput, name: str, code: str) -> AuditInput:
-        """Returns the smallest input whose result of that name fails with `code`; `given` if no smaller one does."""
-        for shape in map(self.fitting, () if given.how else _SMALLER):
-            smaller = AuditInput(given.data, shape)
+    def smallest(self, tried: AuditInput, name: str, code: str) -> AuditInput:
+        """Returns the smallest input whose result of that name fails with `code`; `tried` if no smaller one does."""
+        for shape in map(self.fitting, () if tried.how else _SMALLER):
+            smaller = AuditInput(tried.data, shape)
             try:
                 verdict = self.problems(smaller).get(name)
             except REFUSALS:  # it may refuse what is small
@@ -408,19 +410,19 @@ class Auditor:
                 break
             if verdict is not None and verdict.code == code:
                 return smaller
-        return given
+        return tried
 
-    def finding(self, given: AuditInput, name: str, verdict: AuditFinding) -> AuditFinding:
+    def finding(self, tried: AuditInput, name: str, verdict: AuditFinding) -> AuditFinding:
         """Says of which result a verdict is; a failure is about the smallest input that shows it."""
         result = "" if name == "product" else f"{name}: "
         if verdict.remark or verdict.code in _NOTHING:
-            return self.about(given, replace(verdict, why=result + verdict.why))
+            return self.about(tried, replace(verdict, why=result + verdict.why))
         if name not in self._readings:
             promised = self.subject.signature.precision
             telling = [data for data in TELLING if data in self.subject.data]
             self._readings[name] = describe_reading(promised, telling, partial(self._is_kept, name))
-        why = f"{result}{verdict.why}. {self._readings[name]}"
-        return self.about(self.smallest(given, name, verdict.code), replace(verdict, why=why))
+        reason = f"{result}{verdict.why}. {self._readings[name]}"
+        return self.about(self.smallest(tried, name, verdict.code), replace(verdict, why=reason))
 
     def _is_kept(self, name: str, precision: str, data: str) -> bool:
         """Whether the result of that name is, on that data, what a precision gives."""
@@ -443,7 +445,7 @@ class AuditCheck(NamedTuple):
     decides: bool = False
 
 
-def audited(
+def run_checks(
     target: str,
     host: KernelHost,
     signature: Signature,
@@ -460,19 +462,20 @@ def audited(
     for check in checks:
         if has_ended or signature.kind not in check.kinds or (check.needs_sound and not auditor.sound):
             continue
-        own, auditor.given = list[AuditFinding](), None
+        check_findings, auditor.current = list[AuditFinding](), None
         try:
             for finding in check.look(auditor):
-                own.append(auditor.about(auditor.given, finding))
+                check_findings.append(auditor.about(auditor.current, finding))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, at any time
-            own.append(auditor.about(auditor.given, describe_stop(error)))
+            check_findings.append(auditor.about(auditor.current, describe_stop(error)))
             has_ended = isinstance(error, (WorkerHung, WorkerLost))
         if auditor.changed is not None and not is_changed:
-            own.append(auditor.changed)
+            check_findings.append(auditor.changed)
             is_changed = True
-        findings += [replace(finding, check=check.name) for finding in own or [AuditFinding()]]
+        # A check without findings has passed, which is one, too.
+        findings += [replace(finding, check=check.name) for finding in check_findings] or [AuditFinding(check.name)]
         if check.decides:
-            if any(finding.code in _NOTHING for finding in own):
+            if any(finding.code in _NOTHING for finding in check_findings):
                 break
-            auditor.sound = all(finding.outcome is AuditOutcome.PASS for finding in own)
+            auditor.sound = all(finding.outcome is AuditOutcome.PASS for finding in check_findings)
     return Audit(target, signature, tuple(findings), auditor.tried, time.perf_counter() - started)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench import __version__, units
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import CommandResult, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import (
@@ -88,16 +88,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     for name, words in SIGNATURE_WORDS.items():
         parser.add_argument(f"--{name}", help=words, **how[name])
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
-    shared(parser, "--seed", help="for the data; default 0")
-    shared(parser, "--threads", "--store")
-    shared(parser, "--all", help="every finding and layer, too, as --md and --json have them")
-    shared(parser, "--md", "--explain")
-    shared(parser, "--json", help="print all of it as JSON instead of the tables")
+    add_common(parser, "--seed", help="for the data; default 0")
+    add_common(parser, "--threads", "--store")
+    add_common(parser, "--all", help="every finding and layer, too, as --md and --json have them")
+    add_common(parser, "--md", "--explain")
+    add_common(parser, "--json", help="print all of it as JSON instead of the tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    return answer(arguments, TERMINAL).told(arguments)
+    return answer(arguments, TERMINAL).print_result(arguments)
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
@@ -110,20 +110,20 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         function_named(arguments.target), _signature(arguments), arguments.device, settings, arguments.store, observer
     )
     document = {"device": encode(facts), "outcome": done.outcome.value, **encode(done)}
-    page, whole = partial(page_of, facts, done, arguments.all), partial(page_of, facts, done)
-    return CommandResult(done, page, lambda: document, whole=whole, code=_EXITS[done.outcome])
+    page, full_page = partial(page_of, facts, done, arguments.all), partial(page_of, facts, done)
+    return CommandResult(done, page, lambda: document, whole=full_page, code=_EXITS[done.outcome])
 
 
 def _signature(arguments: argparse.Namespace) -> Signature | None:
-    given = {name: getattr(arguments, name) for name in ("kind", "precision")}
+    named = {name: getattr(arguments, name) for name in ("kind", "precision")}
     how = {field.name: getattr(arguments, field.name) for field in _HOW}
-    if not any(given.values()):
-        if said := [f"--{field.name.replace('_', '-')}" for field in _HOW if how[field.name] != field.default]:
-            raise UsageError(f"{' and '.join(said)} go with --kind and --precision. Give these, too.")
+    if not any(named.values()):
+        if options := [f"--{field.name.replace('_', '-')}" for field in _HOW if how[field.name] != field.default]:
+            raise UsageError(f"{' and '.join(options)} go with --kind and --precision. Give these, too.")
         return None
-    if not all(given.values()) and given["kind"] != AuditKind.MODEL:
-        there, lacks = sorted(given, key=lambda name: given[name] is None)
-        raise UsageError(f"--{there} was given without --{lacks}. Give both, or declare them with @fp8bench.audited.")
+    if not all(named.values()) and named["kind"] != AuditKind.MODEL:
+        present, lacks = sorted(named, key=lambda name: named[name] is None)
+        raise UsageError(f"--{present} was given without --{lacks}. Give both, or declare them with @fp8bench.audited.")
     return signed(arguments.kind, arguments.precision or "", **how)
 
 
@@ -144,11 +144,11 @@ def audit(
     """
     target = _absolute(target)
     with ProcessWorker(settings, module=_MODULE) as worker:
-        known = worker.probe()
-        first = next((facts for facts in known if facts.accelerated), known[0])
-        facts = device_named(device, known) if device else first
+        devices = worker.probe()
+        first = next((facts for facts in devices if facts.accelerated), devices[0])
+        facts = device_named(device, devices) if device else first
         try:
-            declared = worker.within(START_SECONDS).declared(target)  # type: ignore[attr-defined]
+            declared = worker.within(START_SECONDS).read_signature(target)  # type: ignore[attr-defined]
         except WorkerFault as fault:
             raise as_usage(fault) from None
         signature = signature or declared
@@ -183,12 +183,12 @@ def _absolute(target: str) -> str:
 def _ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> Ceilings | None:
     """Returns current ceilings, measured now if there are none; None if nothing may be measured, or that fails."""
     measured = partial(measure_ceilings, worker, facts)
-    wanted = switches_of(os.environ).ceilings
+    may_measure = switches_of(os.environ).ceilings
     try:
-        if not wanted and not store.is_dir():
+        if not may_measure and not store.is_dir():
             return None
         environment = gather(worker.software(), __version__, threads)
-        return current_ceilings(store, environment, facts, measured if wanted else None)
+        return current_ceilings(store, environment, facts, measured if may_measure else None)
     except WorkerError:
         worker.restart()
         return None
@@ -225,15 +225,15 @@ def _by_check(audit: Audit) -> dict[str, list[AuditFinding]]:
     return together((finding.check, finding) for finding in audit.findings)
 
 
-def page_of(facts: DeviceFacts, audit: Audit, whole: bool = True) -> Page:
+def page_of(facts: DeviceFacts, audit: Audit, everything: bool = True) -> Page:
     signature = audit.signature
     precision = f" in {signature.precision}" * bool(signature.precision)
     title = f"audit of {audit.target}: {signature.kind.value}{precision} on {facts.key} ({facts.name})"
     failed = [finding for finding in audit.findings if finding.outcome is not AuditOutcome.PASS]
-    shown = [finding for finding in audit.findings if finding.code] if whole else failed[:_SHOWN]
+    shown = [finding for finding in audit.findings if finding.code] if everything else failed[:_SHOWN]
     tables: list[tuple[str, str, Sequence[Col[Any]], Sequence[Any]]] = [
         ("found", "what was found", _FINDINGS, shown),
-        ("layers", "layers", _LAYERS, audit.layers if whole or len(audit.layers) <= _LISTED else ()),
+        ("layers", "layers", _LAYERS, audit.layers if everything or len(audit.layers) <= _LISTED else ()),
     ]
     parts = (Part(name, words, (table(name, "", cols, rows),)) for name, words, cols, rows in tables if rows)
     verdict = Part("verdict", "", tuple(_verdict(audit, failed)))

@@ -28,11 +28,11 @@ from fp8bench.tape.recorder import OperatorTape, name_of, tensors_in
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import declared_of, named
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.fusing import uncompiled
+from fp8bench.worker.fusing import without_compiling
 from fp8bench.worker.main import main
 from fp8bench.worker.prepared import flush_of
 from fp8bench.worker.step_guards import aside
-from fp8bench.worker.switches import unchanged
+from fp8bench.worker.switches import restore_switches
 
 # dtype, shape, strides, offset, and all bytes of the storage: what lies between the elements is watched, too.
 PackedTensor = tuple[str, tuple[int, ...], tuple[int, ...], int, bytes]
@@ -52,9 +52,18 @@ _WATCHED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "torch.cuda.Event": (torch.cuda.Event, ("record", "elapsed_time", "synchronize", "query", "wait")),
     "torch.Tensor": (Tensor, ("copy_", "clone", "detach", "cpu", "numpy", "equal", "allclose", "isclose")),
 }
-_ORIGINALS = {
-    f"{place}.{name}": getattr(owner, name, None) for place, (owner, names) in _WATCHED.items() for name in names
-}
+
+
+def _watched_functions() -> dict[str, Any]:
+    """Returns what the watched names stand for now; None for names that this torch does not have."""
+    functions = {}
+    for place, (owner, names) in _WATCHED.items():
+        for name in names:
+            functions[f"{place}.{name}"] = getattr(owner, name, None)
+    return functions
+
+
+_ORIGINALS = _watched_functions()
 
 
 class KernelRaised(Fp8benchError):
@@ -75,8 +84,8 @@ def describe_stop(error: BaseException) -> AuditFinding:
     lazy = LazyResult.__name__
     if isinstance(error, LazyResult) or (isinstance(error, WorkerFault) and error.kind == lazy):
         name = str(error).removeprefix(f"{lazy}: ")
-        why = f"it returns {name}, whose values may be computed when they are read: return a plain torch.Tensor"
-        return fail("lazy-result", why)
+        reason = f"it returns {name}, whose values may be computed when they are read: return a plain torch.Tensor"
+        return fail("lazy-result", reason)
     code = "hangs" if isinstance(error, WorkerHung) else "crashes" if isinstance(error, WorkerLost) else "raises"
     return AuditFinding("", AuditOutcome.CANNOT_TELL, code, words_of(error))
 
@@ -89,12 +98,7 @@ def raise_lie(error: BaseException) -> None:
 
 def replaced_functions() -> tuple[str, ...]:
     """Returns the names of functions of time and torch that are other ones than before the kernel was imported."""
-    return tuple(
-        f"{place}.{name}"
-        for place, (owner, names) in _WATCHED.items()
-        for name in names
-        if getattr(owner, name, None) is not _ORIGINALS[f"{place}.{name}"]
-    )
+    return tuple(name for name, function in _watched_functions().items() if function is not _ORIGINALS[name])
 
 
 def pack(tensor: Tensor) -> PackedTensor:
@@ -143,19 +147,19 @@ _COPIES = ("clone", "copy_", "_to_copy")
 
 def work_of(call: Callable[[], object]) -> CallWork:
     """Counts memory that is taken, casts, copies and products, as far as they are operators of torch."""
-    with uncompiled(), OperatorTape() as tape:
+    with without_compiling(), OperatorTape() as tape:
         call()
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for done in tape.calls:
-        given, made = list(tensors_in((done.given, tuple(done.named.values())))), list(tensors_in(done.result))
-        for tensor in made:
-            if math.prod(tensor.shape) and tensor.storage not in {other.storage for other in given}:
-                seen["allocations"] += 1
+        inputs, outputs = list(tensors_in((done.given, tuple(done.named.values())))), list(tensors_in(done.result))
+        for tensor in outputs:
+            if math.prod(tensor.shape) and tensor.storage not in {operand.storage for operand in inputs}:
+                counts["allocations"] += 1
         name = name_of(done)
-        seen["products"] += name in SHAPES
-        if name in _COPIES and given and made:
-            seen["copies" if given[-1].dtype == made[0].dtype else "casts"] += 1
-    return CallWork(**seen)
+        counts["products"] += name in SHAPES
+        if name in _COPIES and inputs and outputs:
+            counts["copies" if inputs[-1].dtype == outputs[0].dtype else "casts"] += 1
+    return CallWork(**counts)
 
 
 # glibc's option that fills memory as it is handed out, with the complement of a byte: 0x7f, which makes NaN in float16
@@ -184,7 +188,7 @@ def filled_memory() -> Iterator[None]:
 
 
 @contextmanager
-def beside(device: str) -> Iterator[bool]:
+def busy_stream(device: str) -> Iterator[bool]:
     """The body's work goes to a stream of its own, which is busy at first; yields False where the device has none."""
     if not device.startswith("cuda"):
         yield False
@@ -243,8 +247,8 @@ class KernelHost:
 
     def call_late(self, slot: int, source: int) -> PackedResults | None:
         """Calls it on a busy stream, behind writing the source's values into the slot; None if there is no stream."""
-        with beside(self._device) as there:
-            if not there:
+        with busy_stream(self._device) as has_stream:
+            if not has_stream:
                 return None
             self._write(slot, self._slots[source])
             return self.call(slot)[0]
@@ -261,17 +265,17 @@ class KernelHost:
         """Calls it on each slot in turn. Returns the number of calls, and each slot's different results with the
         call that first gave them."""
         different: list[tuple[int, int, PackedResults]] = []
-        seen, end, number = set[tuple[int, PackedResults]](), _CLOCK() + seconds, 0
+        distinct, end, number = set[tuple[int, PackedResults]](), _CLOCK() + seconds, 0
         while number < calls and _CLOCK() < end:
             slot = slots[number % len(slots)]
             number += 1
             results = _packed_results(self._raw(slot))
-            if (slot, results) not in seen and len(seen) < _MOST_RESULTS:
-                seen.add((slot, results))
+            if (slot, results) not in distinct and len(distinct) < _MOST_RESULTS:
+                distinct.add((slot, results))
                 different.append((number, slot, results))
         return number, different
 
-    def timed(self, slots: Sequence[int]) -> list[tuple[float, float]]:
+    def time_calls(self, slots: Sequence[int]) -> list[tuple[float, float]]:
         """Calls it once on each slot; returns seconds by the clock, and of this process. Within them results are
         copied and every stream is waited for: what is not done by then is not in the copies, which `timed_results`
         shows."""
@@ -280,7 +284,7 @@ class KernelHost:
             self._flush()
             self._wait()
             start, start_of_process = _CLOCK(), _PROCESS_CLOCK()
-            self._timed.append({name: _copied(tensor) for name, tensor in self._raw(slot).items()})
+            self._timed.append({name: _copy(tensor) for name, tensor in self._raw(slot).items()})
             self._wait()
             seconds.append((_CLOCK() - start, _PROCESS_CLOCK() - start_of_process))
         return seconds
@@ -299,7 +303,7 @@ class KernelHost:
     def work(self, slot: int) -> CallWork:
         return work_of(partial(self._raw, slot))
 
-    def replaced(self) -> tuple[str, ...]:
+    def find_replaced(self) -> tuple[str, ...]:
         return replaced_functions()
 
     def _raw(self, slot: int) -> dict[str, Tensor]:
@@ -336,13 +340,12 @@ class KernelHost:
             _bytes_of(tensor).copy_(_bytes_of(source))
 
     def _prime(self, slot: int) -> None:
+        """Takes and frees blocks of NaN as large as arguments and results, for the allocator to hand out next."""
         sizes = {(tensor.numel(), tensor.dtype) for tensor in (*self._latest.values(), *self._slots[slot])}
-        blocks = [
-            torch.full((size,), math.nan, device=self._device).to(dtype)
-            for size, dtype in sizes
-            for _ in range(_PRIMED * dtype.is_floating_point)
-        ]
-        del blocks
+        blocks = []
+        for size, dtype in sizes:
+            if dtype.is_floating_point:
+                blocks += [torch.full((size,), math.nan, device=self._device).to(dtype) for _ in range(_PRIMED)]
 
     def _wait(self) -> None:
         if self._device.startswith("cuda"):
@@ -353,11 +356,11 @@ def is_lazy(kind: type[Tensor]) -> bool:
     """Whether a subclass of Tensor does anything in its own way: then values may come to be as they are read."""
     if kind in (Tensor, torch.nn.Parameter):
         return False
-    own = set[str]().union(*(vars(cls) for cls in kind.__mro__[: kind.__mro__.index(Tensor)]))
-    return bool(own & set(dir(Tensor)) - {*dir(object), "__module__", "__dict__", "__weakref__"})
+    overridden = set[str]().union(*(vars(cls) for cls in kind.__mro__[: kind.__mro__.index(Tensor)]))
+    return bool(overridden & set(dir(Tensor)) - {*dir(object), "__module__", "__dict__", "__weakref__"})
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copy(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
@@ -374,7 +377,7 @@ def _check_kernel(target: str, function: Callable[..., Any]) -> None:
 class KernelBench(Bench):
     """The kernel's process. What is audited is imported here and nowhere else."""
 
-    def declared(self, target: str) -> Signature | None:
+    def read_signature(self, target: str) -> Signature | None:
         with aside():
             function = named(target)
             if not (isinstance(function, type) and issubclass(function, torch.nn.Module)):
@@ -383,15 +386,15 @@ class KernelBench(Bench):
 
     def audit_model(self, target: str, signature: Signature, facts: DeviceFacts) -> Audit:
         # Not at the top: a kernel's process has none of the judge's modules.
-        from fp8bench.features.audit.model import audited_model, given_model
+        from fp8bench.features.audit.model import audit_loaded_model, parse_model
 
-        self._selected(facts)
-        with unchanged(), aside():
-            model, batch = given_model(target, named(target)())
-            return audited_model(target, model, batch, signature, facts)
+        self._select_device(facts)
+        with restore_switches(), aside():
+            model, batch = parse_model(target, named(target)())
+            return audit_loaded_model(target, model, batch, signature, facts)
 
     def load(self, target: str, signature: Signature, facts: DeviceFacts) -> None:
-        self._selected(facts)
+        self._select_device(facts)
         with aside():
             function = named(target)
             _check_kernel(target, function)

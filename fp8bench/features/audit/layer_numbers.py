@@ -75,15 +75,15 @@ class LayerNumbers:
             return LayerVerdict("", "unchecked", f"called by itself on random numbers it raises {own_words(error)}")
 
     def _check(self, x: Tensor | None, output: Any, alone: bool) -> LayerVerdict:
-        seen = LayerVerdict() if x is None else self._judge(self._product(x), output, self.likely)
-        if seen.failed or not alone:
-            return seen
-        own = self._check_alone(self._random_input(x), (seen.runs, *self.likely))
-        if own.failed or not seen.runs:
-            return own
-        if (seen.runs in WIDE) is not (own.runs in WIDE):
-            return _two_ways("in the model", seen.runs, own.runs)
-        return seen
+        in_model = LayerVerdict() if x is None else self._judge(self._product(x), output, self.likely)
+        if in_model.failed or not alone:
+            return in_model
+        by_itself = self._check_alone(self._random_input(x), (in_model.runs, *self.likely))
+        if by_itself.failed or not in_model.runs:
+            return by_itself
+        if (in_model.runs in WIDE) is not (by_itself.runs in WIDE):
+            return _unsteady("in the model", in_model.runs, by_itself.runs)
+        return in_model
 
     @property
     def _bias(self) -> Tensor | None:
@@ -98,9 +98,9 @@ class LayerNumbers:
         wide = x.detach().cpu().float()
         images = wide.reshape(-1, *wide.shape[-3:]) if wide.dim() > 2 else wide
         matrix = images if kind_of(self.module)[0] == CONV2D else wide.reshape(-1, wide.shape[-1])
-        return LayerProduct(self.module, matrix, self._decoded(), not self._in_codes)
+        return LayerProduct(self.module, matrix, self._decode_weight(), not self._in_codes)
 
-    def _decoded(self) -> Tensor:
+    def _decode_weight(self) -> Tensor:
         weight = self.weight.detach()
         if hasattr(weight, "__tensor_flatten__"):
             return weight.dequantize().cpu().float()
@@ -112,42 +112,49 @@ class LayerNumbers:
 
     def _judge(self, product: LayerProduct, output: Any, likely: Sequence[str]) -> LayerVerdict:
         """Says in which precision an output was computed, or what is wrong with it."""
+        # 1. What is no product, or no number, is not compared.
         shape = product.exact.shape[-1]
         if not isinstance(output, Tensor) or (product.kind != CONV2D and output.shape[-1] != shape):
             return LayerVerdict("", "unchecked", "its output is not the product of its input and its weight")
-        result = product.sampled(output)
+        result = product.sample(output)
         if not bool(result.isfinite().all()):
             return LayerVerdict(UNKNOWN, "wrong-numbers", "some of its results are not finite")
+        # 2. Without the bias, for promises are about products; its rounding is forgiven.
         bias = None if self._bias is None else self._bias.detach().cpu().float()
-        found = result if bias is None else result - bias
-        slack = _OUTPUT * torch.maximum(result.abs(), found.abs())
+        product_result = result if bias is None else result - bias
+        slack = _OUTPUT * torch.maximum(result.abs(), product_result.abs())
 
-        def missed(expected: Tensor) -> Misses:
-            return misses(((found - expected).abs() - slack).clamp(min=0), product.size)
+        def misses_of(expected: Tensor) -> Misses:
+            return misses(((product_result - expected).abs() - slack).clamp(min=0), product.size)
 
-        wide = {name: missed(product.kept_in(dtype)) for name, dtype in WIDE.items()}
+        # 3. How far results are from exact ones, kept in each wide format.
+        wide = {name: misses_of(product.kept_in(dtype)) for name, dtype in WIDE.items()}
         name = min(wide, key=lambda dtype: wide[dtype].level)
+        # 4. And from those of each cast, likely ones first: the first that fits ends the search.
         guesses = {name: self.guesses[name] for name in (*likely, *self.guesses) if name in self.guesses}
-        tight, alike = dict[str, float](), list[str]()
+        tight, same_error = dict[str, float](), list[str]()
         for guess, promised in guesses.items():
             for cast in product.casts(promised):
-                if (miss := missed(cast)).none:
+                if (miss := misses_of(cast)).none:
                     tight[guess] = min(miss.level, tight.get(guess, math.inf))
                     break
-                alike += [guess] * _has_error_of(cast, found, product)
+                same_error += [guess] * _has_error_of(cast, product_result, product)
             if guess in likely and guess in tight:
                 break
+        # 5. Exact results were not cast; where a cast fits them too, nobody can say which it was.
         if wide[name].none:
             return LayerVerdict(WEIGHTS if self._in_codes else "" if tight else name)
         if tight:
             return LayerVerdict(min(tight, key=lambda guess: (guess not in likely, tight[guess])))
-        if not self._in_codes and any(
-            missed(cast).none for guess in guesses.values() for cast in product.casts(guess, inputs=False)
-        ):
+        # 6. Wrong in a way that is known: half a cast, another rounding.
+        weight_casts = (cast for guess in guesses.values() for cast in product.casts(guess, inputs=False))
+        if not self._in_codes and any(misses_of(cast).none for cast in weight_casts):
             return LayerVerdict(HIGH, "not-cast", "only its weight is cast: its inputs are multiplied as they came")
-        if alike:
-            return LayerVerdict(alike[0], "other-rounding", f"not the values of {alike[0]}, but its error in every row")
-        return LayerVerdict(UNKNOWN, "wrong-numbers", _describe(product, found, bias, wide[HIGH]))
+        if same_error:
+            return LayerVerdict(
+                same_error[0], "other-rounding", f"not the values of {same_error[0]}, but its error in every row"
+            )
+        return LayerVerdict(UNKNOWN, "wrong-numbers", _describe(product, product_result, bias, wide[HIGH]))
 
     def _random_input(self, x: Tensor | None) -> Tensor:
         """Returns random numbers of an input's shape and size, with at most about `ROWS` rows."""
@@ -166,7 +173,7 @@ class LayerNumbers:
         return random_like(x, (*images, min(rows, ROWS), columns) if x.dim() > 1 else x.shape)
 
     def _check_alone(self, x: Tensor, likely: Sequence[str]) -> LayerVerdict:
-        with training_kept(self.module), randomised(self._trainable(), x):
+        with restore_training(self.module), random_parameters(self._trainable(), x):
             product, first = self._product(x), LayerVerdict()
             for mode in (self.module.training, not self.module.training):
                 self.module.train(mode)
@@ -181,16 +188,16 @@ class LayerNumbers:
                     if verdict.failed:
                         return verdict if verdict is first else verdict._replace(why=f"{how}, {verdict.why}")
                     if verdict.runs != first.runs:
-                        return _two_ways(how, verdict.runs, first.runs)
+                        return _unsteady(how, verdict.runs, first.runs)
             self.module.train(not self.module.training)
             wrong = self._check_backward(x, product, first.runs)
         return first._replace(code="wrong-gradient", why=wrong) if wrong else first
 
     def _trainable(self) -> dict[str, Tensor]:
-        own = {"weight": self.weight, "bias": self._bias}
+        parameters = {"weight": self.weight, "bias": self._bias}
         return {
             name: tensor
-            for name, tensor in own.items()
+            for name, tensor in parameters.items()
             if tensor is not None and tensor.requires_grad and tensor.is_leaf and not tensor.is_inference()
         }
 
@@ -207,6 +214,7 @@ class LayerNumbers:
 
     def _check_backward(self, x: Tensor, product: LayerProduct, runs: str) -> str:
         """Returns what is wrong with a gradient; '' if nothing is. Only a layer that can be trained needs gradients."""
+        # 1. Gradients by one random gradient that comes in, the same in every audit.
         tensors = {"input": x.detach().requires_grad_(), **self._trainable()}
         is_trained = len(tensors) > 1 and self.module.training
         with torch.enable_grad():
@@ -215,32 +223,35 @@ class LayerNumbers:
                 return f"none of its gradients exists{_FOR_INFERENCE}" if is_trained else ""
             random = torch.Generator().manual_seed(1)
             gradient = torch.randn(output.shape, generator=random).to(output.device, output.dtype)
-            found = torch.autograd.grad(output, tuple(tensors.values()), gradient, allow_unused=True)
+            gradients = torch.autograd.grad(output, tuple(tensors.values()), gradient, allow_unused=True)
+        # 2. Exact gradients, their size by squared terms, and those of the promised cast.
         wide = gradient.cpu().float()
-        exact, squares = product.gradients(wide), product.squared().gradients(wide.square())
+        exact, squares = product.gradients(wide), product.square_sides().gradients(wide.square())
         promised = self.guesses.get(runs)
         emulated = {} if promised is None else product.cast_gradients(wide, promised)
         few_bits = (
             any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in promised.treatments) if promised else False
         )
-        for (name, _), into in zip(tensors.items(), found, strict=True):
+        # 3. Each must exist if it is trained, have the right shape, and lie near the exact one.
+        for (name, _), into in zip(tensors.items(), gradients, strict=True):
             if into is None and is_trained:
                 return f"its {name} gradient does not exist{_FOR_INFERENCE}"
             if into is None:
                 continue
             if into.numel() != exact[name].numel():
                 return f"its {name} gradient has the shape {list(into.shape)}"
+            # Formats of few bits lose more than the bound of eight would allow.
             most = _LARGEST_OF_FEW_BITS if few_bits else _LARGEST
             right, size = exact[name], squares[name].sqrt()
             gain = gain_of(emulated[name], right) if name in emulated else 1.0
-            if why := _wrong_gradient(into.cpu().float().reshape(right.shape), right, size, most, gain):
-                return f"its {name} gradient {why}"
+            if reason := _wrong_gradient(into.cpu().float().reshape(right.shape), right, size, most, gain):
+                return f"its {name} gradient {reason}"
         return ""
 
 
-def _two_ways(how: str, runs: str, otherwise: str) -> LayerVerdict:
-    why = f"{how} it multiplies {describe_casts(runs)}, and otherwise {describe_casts(otherwise)}"
-    return LayerVerdict(runs, "not-cast" if WIDE.keys() & {runs, otherwise} else "unsteady", why)
+def _unsteady(how: str, runs: str, otherwise: str) -> LayerVerdict:
+    reason = f"{how} it multiplies {describe_casts(runs)}, and otherwise {describe_casts(otherwise)}"
+    return LayerVerdict(runs, "not-cast" if WIDE.keys() & {runs, otherwise} else "unsteady", reason)
 
 
 def describe_casts(runs: str) -> str:
@@ -256,21 +267,25 @@ def describe_casts(runs: str) -> str:
     )
 
 
-def _has_error_of(cast: Tensor, found: Tensor, product: LayerProduct) -> bool:
+def _has_error_of(cast: Tensor, result: Tensor, product: LayerProduct) -> bool:
     """Whether a result that is not the cast's has its error: as large, as even over rows and columns, with its gain."""
     exact, size = product.exact, product.size
-    own, theirs = (misses(result - exact, size) for result in (found, cast))
-    low, high = (bound * theirs.level for bound in _BAND)
-    gain = abs(gain_of(found, exact) - gain_of(cast, exact))
-    return low <= own.level <= high and own.worst <= _WORSE * theirs.worst + _LITTLE and gain <= _GAIN
+    result_misses, cast_misses = (misses(each_result - exact, size) for each_result in (result, cast))
+    low, high = (bound * cast_misses.level for bound in _BAND)
+    gain = abs(gain_of(result, exact) - gain_of(cast, exact))
+    return (
+        low <= result_misses.level <= high
+        and result_misses.worst <= _WORSE * cast_misses.worst + _LITTLE
+        and gain <= _GAIN
+    )
 
 
-def _wrong_gradient(found: Tensor, exact: Tensor, size: Tensor, most: float, expected_gain: float) -> str:
+def _wrong_gradient(gradient: Tensor, exact: Tensor, size: Tensor, most: float, expected_gain: float) -> str:
     """Says what is wrong with a gradient. Casts that saturate shrink it: its gain may be 1 or the expected one."""
     rows = exact.flatten(1) if exact.dim() > 1 else exact[None]
-    off = ((found - exact).abs() - _OUTPUT * exact.abs()).clamp(min=0).reshape(rows.shape)
-    missed, gain = misses(off, size.reshape(rows.shape)), gain_of(found, exact)
-    level = misses((found - gain * exact).reshape(rows.shape), size.reshape(rows.shape)).level
+    off = ((gradient - exact).abs() - _OUTPUT * exact.abs()).clamp(min=0).reshape(rows.shape)
+    missed, gain = misses(off, size.reshape(rows.shape)), gain_of(gradient, exact)
+    level = misses((gradient - gain * exact).reshape(rows.shape), size.reshape(rows.shape)).level
     slack = _GAIN + level**2 + 4 * level / math.sqrt(exact.numel())
     if level <= most and not min(1, expected_gain) - slack <= gain <= max(1, expected_gain) + slack:
         return f"is {gain:.2f} times what its result's gradient gives"
@@ -281,29 +296,33 @@ def _wrong_gradient(found: Tensor, exact: Tensor, size: Tensor, most: float, exp
     return ""
 
 
-def _describe(product: LayerProduct, found: Tensor, bias: Tensor | None, missed: Misses) -> str:
+def _describe(product: LayerProduct, product_result: Tensor, bias: Tensor | None, missed: Misses) -> str:
     """Names the mistake if it is a known one, else says where results are wrong."""
     exact = product.exact
 
     def is_near(expected: Tensor) -> bool:
-        return float((found - expected).norm()) < _LARGEST * float(expected.norm())
+        return float((product_result - expected).norm()) < _LARGEST * float(expected.norm())
 
-    result = found if bias is None else found + bias
+    # 1. Mistakes that have a name, from the plainest on.
+    result = product_result if bias is None else product_result + bias
     if not bool(result.any()):
         return "all of its results are 0"
     if bias is not None:
-        added = bias.expand_as(found)
-        share = gain_of(found - exact, added)
+        added = bias.expand_as(product_result)
+        share = gain_of(product_result - exact, added)
         if abs(share) > _CLEARLY and is_near(exact + share * added):
             return "its bias is not added" if abs(1 + share) < _CLEARLY else f"its bias is added {1 + share:.2g} times"
+    # 2. One factor for all results: a scale was lost, or applied twice.
     right = exact if bias is None else exact + bias
     gain = gain_of(result, right)
     if abs(gain - 1) > _GAIN and float((result - gain * right).norm()) < _LARGEST * float(result.norm()):
         return f"its results are {gain:.2f} times what its input, current weight and bias give"
+    # 3. Whole rows or columns: a shard, or a bias, went to the wrong place.
     for side, lines in (("columns", missed.columns), ("rows", missed.rows)):
         wrong = (lines > 3 * lines.median() + _LITTLE).nonzero().flatten().tolist()
         if wrong:
             return f"{len(wrong)} of {len(lines)} {side} that were looked at are wrong, the first is {wrong[0]}"
+    # 4. Nothing that anybody knows: say how far off, next to what casts cost.
     head = "its results are not those of its input, current weight and bias"
     return f"{head}: {missed.level:.0%} off, where casts make 1% to 20%"
 
@@ -317,14 +336,14 @@ def random_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 @contextmanager
-def randomised(tensors: dict[str, Tensor], x: Tensor) -> Iterator[None]:
+def random_parameters(tensors: dict[str, Tensor], x: Tensor) -> Iterator[None]:
     """Puts random numbers into a layer's weight and bias, and the old ones back. A bias gets the size of results."""
-    kept = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    originals = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         with torch.no_grad():
             for tensor in tensors.values():
                 tensor.copy_(random_like(tensor, tensor.shape))
-            if len(kept) == 2:
+            if len(originals) == 2:
                 bias, weight = tensors["bias"], tensors["weight"].float()
                 size = float(x.float().square().mean().sqrt()) * float(weight.norm()) / math.sqrt(bias.numel())
                 bias.copy_(random_like(torch.zeros_like(bias), bias.shape) * size)
@@ -332,11 +351,11 @@ def randomised(tensors: dict[str, Tensor], x: Tensor) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for name, tensor in tensors.items():
-                tensor.copy_(kept[name])
+                tensor.copy_(originals[name])
 
 
 @contextmanager
-def training_kept(module: nn.Module) -> Iterator[None]:
+def restore_training(module: nn.Module) -> Iterator[None]:
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield

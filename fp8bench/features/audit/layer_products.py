@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.features.audit.operands import Promised, rounded
+from fp8bench.features.audit.operands import Promised, round_operand
 from fp8bench.formats.recipes import Treatment
 from fp8bench.nn.holders import CONV1D, CONV2D, kind_of
 
@@ -46,8 +46,8 @@ def misses(difference: Tensor, size: Tensor) -> Misses:
     )
 
 
-def gain_of(found: Tensor, exact: Tensor) -> float:
-    return float((found * exact).sum() / exact.square().sum().clamp(min=1e-30))
+def gain_of(result: Tensor, exact: Tensor) -> float:
+    return float((result * exact).sum() / exact.square().sum().clamp(min=1e-30))
 
 
 @dataclass
@@ -78,23 +78,23 @@ class LayerProduct:
         count, most = len(self.x), IMAGES if self.kind == CONV2D else ROWS
         return torch.randperm(count, generator=torch.Generator().manual_seed(count))[:most].sort().values
 
-    def sampled(self, output: Tensor) -> Tensor:
-        whole = output.detach().cpu().float()
-        return self.lines(whole.reshape(len(self.x), *whole.shape[-3 if self.kind == CONV2D else -1 :])[self.looked_at])
+    def sample(self, output: Tensor) -> Tensor:
+        wide = output.detach().cpu().float()
+        return self.lines(wide.reshape(len(self.x), *wide.shape[-3 if self.kind == CONV2D else -1 :])[self.looked_at])
 
-    def made(self, x: Tensor, weight: Tensor) -> Tensor:
+    def multiply_rows(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.lines(self.multiply(x[self.looked_at], weight))
 
     @cached_property
     def exact(self) -> Tensor:
-        return self.made(self.x, self.weight)
+        return self.multiply_rows(self.x, self.weight)
 
     @cached_property
     def size(self) -> Tensor:
-        return self.made(self.x.square(), self.weight.square()).sqrt()
+        return self.multiply_rows(self.x.square(), self.weight.square()).sqrt()
 
     def kept_in(self, dtype: torch.dtype) -> Tensor:
-        return self.made(self.x.to(dtype).float(), self.weight.to(dtype).float())
+        return self.multiply_rows(self.x.to(dtype).float(), self.weight.to(dtype).float())
 
     def casts(self, promised: Promised, inputs: bool = True) -> Iterator[Tensor]:
         """Yields it with both operands, or the weight alone, cast; then with one or both rounded to bf16 before."""
@@ -102,10 +102,10 @@ class LayerProduct:
         for carriers in self._carriers:
             x, weight = (side.to(dtype).float() for side, dtype in zip((self.x, self.weight), carriers, strict=True))
             if self.casts_weight and self.kind == CONV1D:
-                weight = rounded(weight.t().contiguous(), second).values.t()
+                weight = round_operand(weight.t().contiguous(), second).values.t()
             elif self.casts_weight:
-                weight = rounded(weight.flatten(1).contiguous(), second).values.reshape(weight.shape)
-            yield self.made(self._cast_input(x, first) if inputs else x, weight)
+                weight = round_operand(weight.flatten(1).contiguous(), second).values.reshape(weight.shape)
+            yield self.multiply_rows(self._cast_input(x, first) if inputs else x, weight)
 
     @cached_property
     def _carriers(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
@@ -115,9 +115,11 @@ class LayerProduct:
 
     def _cast_input(self, x: Tensor, treatment: Treatment | None) -> Tensor:
         if self.kind != CONV2D:
-            return rounded(x, treatment).values
+            return round_operand(x, treatment).values
         pixels = x.movedim(1, -1)
-        return rounded(pixels.reshape(-1, pixels.shape[-1]), treatment).values.reshape(pixels.shape).movedim(-1, 1)
+        return (
+            round_operand(pixels.reshape(-1, pixels.shape[-1]), treatment).values.reshape(pixels.shape).movedim(-1, 1)
+        )
 
     def gradients(self, gradient: Tensor) -> dict[str, Tensor]:
         with torch.enable_grad():
@@ -132,11 +134,12 @@ class LayerProduct:
             return {}
         first, second, third = promised.treatments
         rows = gradient.reshape(-1, len(self.weight))
-        down, across = (rounded(tensor.contiguous(), third).values for tensor in (rows, rows.t()))
+        down, across = (round_operand(tensor.contiguous(), third).values for tensor in (rows, rows.t()))
         weight, x = (
-            rounded(tensor.t().contiguous(), cast).values for tensor, cast in ((self.weight, second), (self.x, first))
+            round_operand(tensor.t().contiguous(), cast).values
+            for tensor, cast in ((self.weight, second), (self.x, first))
         )
         return {"input": down @ weight.t(), "weight": across @ x.t()}
 
-    def squared(self) -> LayerProduct:
+    def square_sides(self) -> LayerProduct:
         return LayerProduct(self.module, self.x.square(), self.weight.square(), self.casts_weight)

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8bench.errors import UsageError
 from fp8bench.features.audit.layer_numbers import WEIGHTS, WIDE, LayerNumbers, LayerVerdict, describe_casts
-from fp8bench.features.audit.operands import promised_by
+from fp8bench.features.audit.operands import promise_of
 from fp8bench.features.audit.promises import READINGS
 from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome, fail, remark
 from fp8bench.model import DeviceFacts
@@ -66,30 +66,32 @@ def layers_in(model: nn.Module) -> list[FoundLayer]:
         weight = weight if low or holder is None else holder.weight
         if weight is not None and (low or holder is not None):
             package, kind = type(module).__module__.partition(".")[0], type(weight)
-            what = f"{package} {type(module).__name__}" if package in _PACKAGES else type(module).__name__
-            what += "" if kind in (Tensor, nn.Parameter) else f", {kind.__name__}"
-            row = AuditedLayer(name, what, tuple(weight.shape), low, also=tuple(also))
+            description = f"{package} {type(module).__name__}" if package in _PACKAGES else type(module).__name__
+            description += "" if kind in (Tensor, nn.Parameter) else f", {kind.__name__}"
+            row = AuditedLayer(name, description, tuple(weight.shape), low, also=tuple(also))
             layers.append(FoundLayer(module, weight, row))
     return layers
 
 
 def promises_low(module: nn.Module) -> bool:
     kind, weight = type(module), type(weight_of(module))
-    own = any(cls.__module__.partition(".")[0] in _PACKAGES or _LOW.search(cls.__name__) for cls in (kind, weight))
-    return own or hasattr(module, "fp8_meta") or "forward" in vars(module)
+    by_name = any(cls.__module__.partition(".")[0] in _PACKAGES or _LOW.search(cls.__name__) for cls in (kind, weight))
+    return by_name or hasattr(module, "fp8_meta") or "forward" in vars(module)
 
 
-def left_out(model: nn.Module, layers: Sequence[FoundLayer]) -> Callable[[FoundLayer], tuple[str, str]]:
+def explain_exclusions(model: nn.Module, layers: Sequence[FoundLayer]) -> Callable[[FoundLayer], tuple[str, str]]:
     """Returns what says the name of the likely reason why a layer was not converted, and a sentence."""
     low = [layer for layer in layers if layer.row.low]
     weights = {id(layer.weight): layer.row.name for layer in low}
     by = {type(layer.module).__module__.partition(".")[0] for layer in low}
+    # Only these libraries stop a conversion at the first layer whose sides do not fit.
     behind = dict(_behind_odd(model)) if by <= {"transformer_engine", "intel_transformer_engine"} else {}
 
     def why(layer: FoundLayer) -> tuple[str, str]:
         sides, name = layer.row.weight, layer.row.name
         if layer.row.low:
             return "", ""
+        # From the surest reason to the one that is only left over.
         if id(layer.weight) in weights:
             return "shared", f"the same layer as {weights[id(layer.weight)]}, which was converted there alone"
         if not isinstance(layer.module, nn.Linear):
@@ -108,32 +110,29 @@ def _behind_odd(model: nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
     returns."""
     stopped = ""
     for name, child in model.named_children():
-        own = f"{path}.{name}".lstrip(".")
+        child_path = f"{path}.{name}".lstrip(".")
         if stopped:
-            yield from ((f"{own}.{inner}".rstrip("."), stopped) for inner, _ in child.named_modules())
+            yield from ((f"{child_path}.{inner}".rstrip("."), stopped) for inner, _ in child.named_modules())
         elif type(child) is nn.Linear and any(side % _MULTIPLE for side in child.weight.shape):
-            stopped = own
+            stopped = child_path
         else:
-            yield from _behind_odd(child, own)
+            yield from _behind_odd(child, child_path)
 
 
-def untied(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFinding]:
+def find_broken_ties(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFinding]:
     """Names converted layers that have the values of an embedding but not its tensor: converting has cut a tie."""
     tables = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     for layer in (layer for layer in layers if layer.row.low and layer.weight.device.type != "meta"):
         for name, table in tables:
             weight = layer.weight
-            alike = weight is not table and weight.shape == table.shape and weight.dtype == table.dtype
+            if weight is table or weight.shape != table.shape or weight.dtype != table.dtype:
+                continue
             # A subclass of Tensor need not be comparable, nor what lies on another device.
-            alike = alike and type(weight) in (Tensor, nn.Parameter) and weight.device == table.device
-            if alike and bool(table.any()) and torch.equal(weight.detach(), table.detach()):
-                yield replace(
-                    fail(
-                        "tie-broken",
-                        f"it has the values of {name}, and is another tensor: what was tied is so no longer",
-                    ),
-                    input=layer.row.name,
-                )
+            if type(weight) not in (Tensor, nn.Parameter) or weight.device != table.device:
+                continue
+            if bool(table.any()) and torch.equal(weight.detach(), table.detach()):
+                reason = f"it has the values of {name}, and is another tensor: what was tied is so no longer"
+                yield replace(fail("tie-broken", reason), input=layer.row.name)
 
 
 class ModelCheck:
@@ -142,9 +141,9 @@ class ModelCheck:
 
     def __init__(self, model: nn.Module, layers: Sequence[FoundLayer], facts: DeviceFacts, precision: str) -> None:
         names = dict.fromkeys((*filter(None, (precision,)), *READINGS))
-        self.guesses = {name: promised_by(name, facts) for name in names}
+        self.guesses = {name: promise_of(name, facts) for name in names}
         self.model, self.layers, self.precision = model, layers, precision
-        self._chosen, self._is_checking = _chosen(layers), False
+        self._chosen, self._is_checking = _choose(layers), False
         self._known: dict[Any, str] = {}
 
     def run(self, batch: Any) -> None:
@@ -178,9 +177,9 @@ class ModelCheck:
         return self.precision, self._known.get(_class_and_shape(layer), "")
 
     def _look(
-        self, layer: FoundLayer, module: nn.Module, given: tuple[Any, ...], options: dict[str, Any], output: Any
+        self, layer: FoundLayer, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any
     ) -> None:
-        x = next((value for value in (*given, *options.values()) if isinstance(value, Tensor)), None)
+        x = next((value for value in (*arguments, *options.values()) if isinstance(value, Tensor)), None)
         if x is None or self._is_checking:
             return
         outputs, inputs = layer.row.weight[0], layer.row.weight[-1]
@@ -190,7 +189,7 @@ class ModelCheck:
             )
         custom = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
         if layer in self._chosen and not layer.verdict and (layer.row.low or custom):
-            numbers = LayerNumbers(module, layer.weight, self.guesses, self._likely(layer), given, options)
+            numbers = LayerNumbers(module, layer.weight, self.guesses, self._likely(layer), arguments, options)
             self._check(layer, numbers, x, output)
 
     def _check(self, layer: FoundLayer, numbers: LayerNumbers, x: Tensor | None, output: Any) -> None:
@@ -225,9 +224,11 @@ def _class_and_shape(layer: FoundLayer) -> tuple[Any, ...]:
     return type(layer.module), type(layer.weight), layer.row.weight
 
 
-def _chosen(layers: Sequence[FoundLayer]) -> set[FoundLayer]:
+def _choose(layers: Sequence[FoundLayer]) -> set[FoundLayer]:
     groups = together((_class_and_shape(layer), layer) for layer in layers).values()
-    chosen = {layer for alike in groups for layer in (alike[0], alike[-1])}
+    chosen: set[FoundLayer] = set()
+    for group in groups:
+        chosen |= {group[0], group[-1]}
     numbers = sum(layer.weight.numel() for layer in chosen)
     for layer in random.Random(0).sample(layers, len(layers)):
         if layer not in chosen and numbers + layer.weight.numel() <= _MOST_NUMBERS:
@@ -237,7 +238,7 @@ def _chosen(layers: Sequence[FoundLayer]) -> set[FoundLayer]:
 
 
 @contextmanager
-def left_alone(model: nn.Module) -> Iterator[None]:
+def restore_model(model: nn.Module) -> Iterator[None]:
     """Puts buffers, such as running means, and the state of random numbers back; nobody writes an expanded buffer."""
     written = (buffer for buffer in model.buffers() if buffer.layout is not torch.strided or 0 not in buffer.stride())
     buffers = [(buffer, buffer.clone()) for buffer in written]
@@ -247,27 +248,31 @@ def left_alone(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for buffer, original in buffers:
+                buffer.copy_(original)
 
 
-def audited_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
+def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
     started, layers = time.perf_counter(), layers_in(model)
     check, failed = ModelCheck(model, layers, facts, signature.precision), list[AuditFinding]()
-    with left_alone(model):
+    with restore_model(model):
         try:
             if batch is not None:
                 check.run(batch)
         except UsageError as error:
             failed.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
         check.finish()
-    why, rows = left_out(model, layers), []
+    explain, rows = explain_exclusions(model, layers), []
     for layer in layers:
-        rule, reason = why(layer)
+        rule, reason = explain(layer)
         rows.append(replace(layer.row, rule=rule, reason=reason))
-    checks = {"conversion": [*_conversion(rows), *untied(model, layers)]}
-    checks["numbers"] = [*failed, *_numbers(rows, signature.precision)]
-    findings = [replace(finding, check=name) for name, own in checks.items() for finding in own or [AuditFinding()]]
+    checks = {
+        "conversion": [*_conversion(rows), *find_broken_ties(model, layers)],
+        "numbers": [*failed, *_numbers(rows, signature.precision)],
+    }
+    findings: list[AuditFinding] = []
+    for name, found in checks.items():
+        findings += [replace(finding, check=name) for finding in found] or [AuditFinding(name)]
     looked_at, seconds = sum(bool(row.runs) for row in rows), time.perf_counter() - started
     return Audit(target, signature, tuple(findings), looked_at, seconds, layers=tuple(rows))
 
@@ -283,44 +288,46 @@ def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Aud
     """
     facts = next(device for device in devices.get("cpu").available())
     signature = signed("model", precisions.canonical(precision) if precision else "")
-    return audited_model(type(model).__name__, model, batch, signature, facts)
+    return audit_loaded_model(type(model).__name__, model, batch, signature, facts)
 
 
-def _of(rows: Sequence[AuditedLayer], finding: AuditFinding) -> AuditFinding:
-    more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-    return replace(finding, input=", ".join(row.name for row in rows[:_SHOWN]) + more)
+def _about(rows: Sequence[AuditedLayer], finding: AuditFinding) -> AuditFinding:
+    others_named = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+    return replace(finding, input=", ".join(row.name for row in rows[:_SHOWN]) + others_named)
 
 
 def _conversion(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
     if not any(row.low for row in rows):
-        yield _of(rows, fail("nothing-converted", f"none of {len(rows)} layers is of a class of low precision"))
+        yield _about(rows, fail("nothing-converted", f"none of {len(rows)} layers is of a class of low precision"))
         return
     by_rule = together((row.rule, row) for row in rows if row.rule)
-    for rule, alike in sorted(by_rule.items(), key=lambda pair: pair[0] not in _SILENT):
+    for rule, excluded in sorted(by_rule.items(), key=lambda pair: pair[0] not in _SILENT):
         tell = fail if rule in _SILENT else remark
-        yield _of(alike, tell(rule, f"{len(alike)} of {len(rows)} layers stay as they were: {alike[0].reason}"))
+        yield _about(
+            excluded, tell(rule, f"{len(excluded)} of {len(rows)} layers stay as they were: {excluded[0].reason}")
+        )
 
 
 def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
     low = [row for row in rows if row.low]
-    for (runs, code, wrong), alike in together(((row.runs, row.code, row.wrong), row) for row in low).items():
-        words = f"{len(alike)} of {len(low)} converted layers"
+    for (runs, code, wrong), same_rows in together(((row.runs, row.code, row.wrong), row) for row in low).items():
+        words = f"{len(same_rows)} of {len(low)} converted layers"
         if precision and runs == WEIGHTS and not code:
-            yield _of(alike, fail("not-cast", f"{words} cast their weights alone, and {precision} was promised"))
+            yield _about(same_rows, fail("not-cast", f"{words} cast their weights alone, and {precision} was promised"))
         elif precision and runs in READINGS and runs != precision:
             promise = f"{precision} was promised; to promise what was found, give --precision {runs}"
-            yield _of(alike, fail("other-precision", f"{words} multiply {describe_casts(runs)}, and {promise}"))
+            yield _about(same_rows, fail("other-precision", f"{words} multiply {describe_casts(runs)}, and {promise}"))
         elif code:
-            yield _of(alike, (remark if code in _REMARKS else fail)(code, f"{words}: {wrong}"))
+            yield _about(same_rows, (remark if code in _REMARKS else fail)(code, f"{words}: {wrong}"))
         elif runs in WIDE:
-            yield _of(alike, fail("not-cast", f"{words} multiply {describe_casts(runs)}, and promise otherwise"))
+            yield _about(same_rows, fail("not-cast", f"{words} multiply {describe_casts(runs)}, and promise otherwise"))
         elif not runs:
-            yield _of(
-                alike, fail("unchecked", f"{words} show no product that casts change, so nothing is known of them")
+            yield _about(
+                same_rows, fail("unchecked", f"{words} show no product that casts change, so nothing is known of them")
             )
 
 
-def given_model(name: str, answer: object) -> tuple[nn.Module, Any]:
+def parse_model(name: str, answer: object) -> tuple[nn.Module, Any]:
     match answer:
         case nn.Module():
             return answer, None

@@ -108,7 +108,7 @@ def _half_zeros(rows: int, columns: int, random: torch.Generator) -> Tensor:
     return x
 
 
-def drawn(data: str, operand: int, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
+def draw_matrix(data: str, operand: int, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
     draws = (DATA | TIMED | {HALF_ZEROS: _half_zeros})[data]
     draw = draws[operand > 0] if isinstance(draws, tuple) else draws
     name = f"{data} {operand} {rows}x{columns}"
@@ -147,7 +147,7 @@ class Rounded:
         return self.elements.to(DTYPES[fmt.name])
 
 
-def rounded(x: Tensor, treatment: Treatment | None) -> Rounded:
+def round_operand(x: Tensor, treatment: Treatment | None) -> Rounded:
     """Rounds to nearest as the recipe does, along the last dimension; without a treatment leaves it as it is."""
     if treatment is None:
         return Rounded(x.to(torch.float32), torch.ones(1, 1), None, given=x)
@@ -187,15 +187,15 @@ _ULPS = 2.0**-20
 def span(operand: Rounded) -> tuple[Tensor, Tensor]:
     """Returns the least and the largest value that honest casts may leave of each number. Their scales may be some
     last bits off, and ties may go either way."""
-    given, own = operand.given, operand.treatment
+    source, treatment = operand.given, operand.treatment
     low = high = operand.values
-    if given is None or own is None:
+    if source is None or treatment is None:
         return low, high
-    wide = given.to(torch.float32)
-    for spread_ in (rounded(wide * off, own).spread for off in (1 - _ULPS, 1 + _ULPS)):
+    wide = source.to(torch.float32)
+    for spread_ in (round_operand(wide * off, treatment).spread for off in (1 - _ULPS, 1 + _ULPS)):
         for off in (1 - _ULPS, 1 + _ULPS):
-            other = values(wide / spread_ * off, own.fmt) * spread_
-            low, high = torch.minimum(low, other), torch.maximum(high, other)
+            candidate = values(wide / spread_ * off, treatment.fmt) * spread_
+            low, high = torch.minimum(low, candidate), torch.maximum(high, candidate)
     return low, high
 
 
@@ -225,7 +225,7 @@ class Promised:
     carrier: torch.dtype
 
 
-def promised_by(name: str, facts: DeviceFacts) -> Promised:
+def promise_of(name: str, facts: DeviceFacts) -> Promised:
     precision = precisions.get(name)
     carrier = precision.arithmetic(facts).carrier
     recipe = getattr(precision, "recipe", None)
@@ -247,12 +247,12 @@ _TAILS = (16, 32, 64, 128)
 Mistake = tuple[str, str, Tensor]
 
 
-def mistakes(kept: Rounded) -> Iterator[Mistake]:
+def mistakes(operand: Rounded) -> Iterator[Mistake]:
     """Yields the mistakes of one operand, the likeliest first: of several that explain a result the first is named."""
-    if kept.given is not None and kept.treatment is not None:
-        yield from _of_casts(kept.given, kept, kept.treatment)
-    yield from _of_scales(kept)
-    yield from _of_tails(kept)
+    if operand.given is not None and operand.treatment is not None:
+        yield from _cast_mistakes(operand.given, operand, operand.treatment)
+    yield from _scale_mistakes(operand)
+    yield from _tail_mistakes(operand)
 
 
 def nearest(rows: Iterable[Mistake], distance: Callable[[Tensor], float], below: float) -> tuple[str, str] | None:
@@ -264,52 +264,69 @@ def nearest(rows: Iterable[Mistake], distance: Callable[[Tensor], float], below:
     return name
 
 
-def _of_casts(x: Tensor, kept: Rounded, own: Treatment) -> Iterator[Mistake]:
+def _cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Treatment) -> Iterator[Mistake]:
+    # Each mistake as what it makes of the operand; a result is then compared with products of that.
     yield "not-cast", "as it came: it was not cast", x.to(torch.float32)
-    if own.scaling is not None:
-        for rounding in ROUNDINGS[own.scaling.scale]:
-            if rounding is not own.scaling.rounding:
-                treatment = replace(own, scaling=replace(own.scaling, rounding=rounding))
+    if treatment_promised.scaling is not None:
+        for rounding in ROUNDINGS[treatment_promised.scaling.scale]:
+            if rounding is not treatment_promised.scaling.rounding:
+                treatment = replace(treatment_promised, scaling=replace(treatment_promised.scaling, rounding=rounding))
                 words = f"cast under scales that are rounded as {rounding.value}"
-                yield "scale-rounding", words, rounded(x, treatment).values
-    if own.scaling is not None and not own.scaling.turns:
-        yield "blocks-turned", "scaled by blocks along the other dimension", rounded(x.t().contiguous(), own).values.t()
-    for words, treatment in _other_treatments(own):
-        yield "other-precision", f"cast as {words} does", rounded(x, treatment).values
-    if own.fmt.bits <= _BYTE:
-        yield "cut", "cast toward 0 and not to nearest", _cut(x / kept.spread, own.fmt) * kept.spread
+                yield "scale-rounding", words, round_operand(x, treatment).values
+    # Square blocks turned are the same blocks.
+    if treatment_promised.scaling is not None and not treatment_promised.scaling.turns:
+        yield (
+            "blocks-turned",
+            "scaled by blocks along the other dimension",
+            round_operand(x.t().contiguous(), treatment_promised).values.t(),
+        )
+    for words, treatment in _other_treatments(treatment_promised):
+        yield "other-precision", f"cast as {words} does", round_operand(x, treatment).values
+    # Wider formats round too finely for a cut to be seen.
+    if treatment_promised.fmt.bits <= _BYTE:
+        yield (
+            "cut",
+            "cast toward 0 and not to nearest",
+            _truncate(x / operand.spread, treatment_promised.fmt) * operand.spread,
+        )
 
 
-def _cut(x: Tensor, fmt: Format) -> Tensor:
+def _truncate(x: Tensor, fmt: Format) -> Tensor:
     """Rounds toward zero."""
     return quantised(x.to(torch.float32), fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1, dtype=torch.int32))
 
 
-def _other_treatments(own: Treatment) -> Iterator[tuple[str, Treatment]]:
-    named = [(f"{own.fmt.name} without scales", replace(own, scaling=None))]
-    if own.fmt in _FNUZ and (own.scaling is None or own.scaling.scale is None):
-        named.append((_FNUZ[own.fmt].name, replace(own, fmt=_FNUZ[own.fmt])))
+def _other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatment]]:
+    # 1. The same format without scales, or the fnuz format of its name.
+    named = [(f"{promised.fmt.name} without scales", replace(promised, scaling=None))]
+    if promised.fmt in _FNUZ and (promised.scaling is None or promised.scaling.scale is None):
+        named.append((_FNUZ[promised.fmt].name, replace(promised, fmt=_FNUZ[promised.fmt])))
+    # 2. What other precisions do to the same operand.
     for name in _OTHERS:
         recipe = getattr(precisions.get(name), "recipe", None)
         named += [(name, treatment) for treatment in recipe.treatments] if isinstance(recipe, Recipe) else []
-    if own.scaling is not None and own.scaling.scale is None and own.scaling != ROW:
-        named.append((f"{own.fmt.name} with a scale a row", replace(own, scaling=ROW)))
+    # 3. Finer scales than were promised.
+    if promised.scaling is not None and promised.scaling.scale is None and promised.scaling != ROW:
+        named.append((f"{promised.fmt.name} with a scale a row", replace(promised, scaling=ROW)))
         for side in (64, 32, 16):
             scaling = Scaling(1, side, None, ScaleRounding.EXACT)
-            named.append((f"{own.fmt.name} with a scale for each {side} of a row", replace(own, scaling=scaling)))
-    if own.scaling == NVFP4:
-        named.append(("blocks of 16 x 16", replace(own, scaling=Scaling(16, 16, NVFP4.scale, NVFP4.rounding))))
-    seen = [own]
+            named.append(
+                (f"{promised.fmt.name} with a scale for each {side} of a row", replace(promised, scaling=scaling))
+            )
+    if promised.scaling == NVFP4:
+        named.append(("blocks of 16 x 16", replace(promised, scaling=Scaling(16, 16, NVFP4.scale, NVFP4.rounding))))
+    # 4. Each once, and never the promise itself.
+    yielded = [promised]
     for words, treatment in named:
-        if treatment not in seen:
-            seen.append(treatment)
+        if treatment not in yielded:
+            yielded.append(treatment)
             yield words, replace(treatment, stochastic=False)
 
 
-def _of_scales(kept: Rounded) -> Iterator[Mistake]:
-    if kept.treatment is None or kept.treatment.scaling is None:
+def _scale_mistakes(operand: Rounded) -> Iterator[Mistake]:
+    if operand.treatment is None or operand.treatment.scaling is None:
         return
-    scales, elements, fmt = kept.scales, kept.elements, kept.treatment.fmt
+    scales, elements, fmt = operand.scales, operand.elements, operand.treatment.fmt
     whole_tiles = scales.shape[0] % TILE_ROWS == scales.shape[1] % TILE_COLUMNS == 0
     laid = {
         "transposed": scales.t().contiguous().reshape(scales.shape) if min(scales.shape) > 1 else None,
@@ -317,20 +334,20 @@ def _of_scales(kept: Rounded) -> Iterator[Mistake]:
         "moved on by one block": scales.roll(1, 1),
         "moved on by one row": scales.roll(1, 0),
     }
-    for words, other in laid.items():
-        if other is not None and not torch.equal(other, scales):
-            yield "scale-layout", f"under scales that are {words}", replace(kept, scales=other).values
+    for words, moved_scales in laid.items():
+        if moved_scales is not None and not torch.equal(moved_scales, scales):
+            yield "scale-layout", f"under scales that are {words}", replace(operand, scales=moved_scales).values
     if fmt in _FNUZ and fmt.name in DTYPES:
-        yield "fnuz", f"its codes are read as {_FNUZ[fmt].name}'s: half of it", kept.values / 2
+        yield "fnuz", f"its codes are read as {_FNUZ[fmt].name}'s: half of it", operand.values / 2
     yield "scale-missing", "without its scales", elements
-    if kept.tensor_scale is not None:
-        yield "scale-missing", "without its tensor's scale", kept.values / kept.tensor_scale
+    if operand.tensor_scale is not None:
+        yield "scale-missing", "without its tensor's scale", operand.values / operand.tensor_scale
 
 
-def _of_tails(kept: Rounded) -> Iterator[Mistake]:
-    columns = kept.elements.shape[1]
+def _tail_mistakes(operand: Rounded) -> Iterator[Mistake]:
+    columns = operand.elements.shape[1]
     tails = {columns % size for size in _TAILS} | {size for size in _TAILS if size < columns}
     for tail in sorted(tails - {0, columns}):
-        values = kept.values.clone()
+        values = operand.values.clone()
         values[:, columns - tail :] = 0
         yield "tail", f"without the last {tail} of the contraction", values

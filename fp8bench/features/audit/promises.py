@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.operands import Rounded, mistakes, nearest, rounded, span
+from fp8bench.features.audit.operands import Rounded, mistakes, nearest, round_operand, span
 from fp8bench.features.audit.values import AuditFinding, fail, remark
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.formats.recipes import HOPPER_BITS, Treatment
@@ -147,7 +147,7 @@ class ProductPromise:
             return wrong
         error, expected = self._error(result), self._error(likely)
         if self.emulated is None or (error is None and expected is None):
-            return replace(self._compared(result, sums, search), error=error, expected=expected)
+            return replace(self._compare_sums(result, sums, search), error=error, expected=expected)
         band = in_band(error, expected, slack=_FEW_DRAWS if self._draws_little(shape) else 1.0)
         return band if band.failed else AuditFinding(error=error, expected=expected)
 
@@ -162,8 +162,8 @@ class ProductPromise:
         unbounded = torch.where(wide.abs() >= torch.finfo(result.dtype).max, wide.sign() * math.inf, wide)
 
         def lost(slack: Sequence[Tensor], errors: float) -> bool:
-            each = [self._beyond(numbers, sums, slack, errors) for numbers in (wide, unbounded)]
-            return bool((each[0] & each[1] & ~sums.exact.isnan()).any())
+            beyond = [self._beyond(numbers, sums, slack, errors) for numbers in (wide, unbounded)]
+            return bool((beyond[0] & beyond[1] & ~sums.exact.isnan()).any())
 
         if not lost([_slack(side, span(side)) for side in (self.a, self.b)], math.inf):
             return AuditFinding()
@@ -173,34 +173,40 @@ class ProductPromise:
         error, expected = (self._error(torch.where(finite, numbers, 0), finite) for numbers in (result, likely))
         return in_band(error, expected)
 
-    def _compared(self, result: Tensor, sums: ConformitySums, search: bool) -> AuditFinding:
+    def _compare_sums(self, result: Tensor, sums: ConformitySums, search: bool) -> AuditFinding:
+        # 1. Within what sums of promised operands allow: nothing to say.
         wide = result.to(torch.float64)
         if sums.holds(wide):
             return AuditFinding()
+        # 2. What hardware is known to do is a remark, and no failure.
         if self.hopper and self._of_units(result, sums):
             return remark("short-sums", "to the bit what Hopper's FP8 units sum in 14 bits")
+        # 3. A near miss that operands on the edge between two codes explain.
         spans = span(self.a), span(self.b)
         gain = self._gain(wide, sums, spans)
         if not gain and not bool(self._beyond(wide, sums, map(_slack, (self.a, self.b), spans)).any()):
             return remark("other-rounding", TIES)
         steps = (_STEPS * _steps_of(operand) for operand in (self.a, self.b))
-        far = self._beyond(wide, sums, steps, _DRAWN)
-        near = not bool(far.any())
-        if near and result.numel() < _ENOUGH:
+        # 4. A named mistake, if one explains all results.
+        outliers = self._beyond(wide, sums, steps, _DRAWN)
+        is_near = not bool(outliers.any())
+        if is_near and result.numel() < _ENOUGH:
             return remark("other-rounding", TIES)
-        code, why = self._explained(wide, result, sums) if search and result.numel() >= _ENOUGH else ("", "")
-        if code or (gain and near):
-            return fail(code, why) if code else fail("gain", gain)
-        if not near and not self._lossless:
-            row, column = (int(place) for place in far.nonzero()[0])
+        code, reason = self._explain(wide, result, sums) if search and result.numel() >= _ENOUGH else ("", "")
+        if code or (gain and is_near):
+            return fail(code, reason) if code else fail("gain", gain)
+        # 5. Results that no rounding of operands explains: say where.
+        if not is_near and not self._lossless:
+            row, column = (int(place) for place in outliers.nonzero()[0])
             if self.places is not None:
                 row, column = int(self.places.rows[row]), int(self.places.columns[column])
-            where = f"{int(far.sum())} of {far.numel()} results, the first in row {row}, column {column}"
+            where = f"{int(outliers.sum())} of {outliers.numel()} results, the first in row {row}, column {column}"
             return fail("wrong-values", f"{where}, are further off than operands that round otherwise")
-        band = in_band(self._error(result), self._error(sums.exact.to(result.dtype)), why or gain)
+        # 6. Else the error alone decides, and how many bits sums seem to have.
+        band = in_band(self._error(result), self._error(sums.exact.to(result.dtype)), reason or gain)
         if short := self._short(wide, sums):
-            told = remark if band.remark or (band.error is None and short >= _SHORT) else fail
-            return told("short-sums", f"sums, or operands, as if kept in {short} bits")
+            make_finding = remark if band.remark or (band.error is None and short >= _SHORT) else fail
+            return make_finding("short-sums", f"sums, or operands, as if kept in {short} bits")
         return band
 
     def _of_units(self, result: Tensor, sums: ConformitySums) -> bool:
@@ -224,10 +230,10 @@ class ProductPromise:
         """Where no sum of operands that are off by at most `slack` is rounded to the result. With `errors`, rounding
         errors are taken as random, and that many standard errors are allowed."""
         x, y, a, b = (tensor.double() for tensor in (self.a.values.abs(), self.b.values.abs(), *slack))
-        more = ((x + a) @ (y + b).t() - sums.magnitude).clamp(min=0)
+        extra = ((x + a) @ (y + b).t() - sums.magnitude).clamp(min=0)
         if errors < math.inf:
-            more = torch.minimum(more, errors * (a**2 @ (y**2).t() + x**2 @ (b**2).t()).sqrt())
-        low, high = ((sums.exact + side * (sums.bound + more)).to(sums.dtype).to(torch.float64) for side in (-1, 1))
+            extra = torch.minimum(extra, errors * (a**2 @ (y**2).t() + x**2 @ (b**2).t()).sqrt())
+        low, high = ((sums.exact + side * (sums.bound + extra)).to(sums.dtype).to(torch.float64) for side in (-1, 1))
         return ~((wide >= low) & (wide <= high))
 
     def _short(self, wide: Tensor, sums: ConformitySums) -> int:
@@ -251,15 +257,15 @@ class ProductPromise:
         for place, ((low, high), values) in enumerate(zip(spans, (self.a.values, self.b.values), strict=True)):
             open_ = (high - low) > _LAST_BITS * values.abs()
             if bool(open_.any()):
-                ends = (torch.where(values < 0, tensor, other) for tensor, other in ((low, high), (high, low)))
+                ends = (torch.where(values < 0, tensor, opposite) for tensor, opposite in ((low, high), (high, low)))
                 moved = (torch.where(open_, end - values, 0.0).double() for end in ends)
                 columns += [a @ tensor.t() if place else tensor @ b.t() for tensor in moved]
-        known = torch.stack([(column / sums.magnitude).flatten() for column in columns], 1)
+        regressors = torch.stack([(column / sums.magnitude).flatten() for column in columns], 1)
         off = ((wide - sums.exact.to(sums.dtype).to(torch.float64)) / sums.magnitude).flatten()
-        gram = known.t() @ known
+        gram = regressors.t() @ regressors
         inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10)
-        shares = inverse @ (known.t() @ off)
-        error = math.sqrt(max(float((off - known @ shares).square().mean() * inverse[0, 0]), 0.0))
+        shares = inverse @ (regressors.t() @ off)
+        error = math.sqrt(max(float((off - regressors @ shares).square().mean() * inverse[0, 0]), 0.0))
         gain, apart = float(shares[0]), float(inverse[0, 0] * gram[0, 0])
         sure = len(off) >= _ENOUGH and apart <= 1 / _APART and abs(gain) > max(_GAIN, _SURE * error)
         return f"results are {abs(gain):.2%} too {'large' if gain > 0 else 'small'} in the mean" if sure else ""
@@ -274,29 +280,29 @@ class ProductPromise:
         exact = exact * where
         return relative_frobenius(result, exact) if bool(exact.any()) else None
 
-    def _explained(self, wide: Tensor, result: Tensor, sums: ConformitySums) -> tuple[str, str]:
+    def _explain(self, wide: Tensor, result: Tensor, sums: ConformitySums) -> tuple[str, str]:
         """Returns code and words of the first mistake that explains every element; else of the kind of difference; else
         of the mistake that comes much nearer."""
-        own, nearest = float((wide - sums.exact).square().sum()), (math.inf, "", "")
+        distance, nearest = float((wide - sums.exact).square().sum()), (math.inf, "", "")
         for code, words, a, b in self._guesses():
             guess = ConformitySums(a.to(torch.float64), b.to(torch.float64), result.dtype)
             if guess.exact.isfinite().all():
                 if guess.holds(wide):
                     return code, words
                 nearest = min(nearest, (float((wide - guess.exact).square().sum()), code, words))
-        difference, why = explain_product(result, sums)
+        difference, reason = explain_product(result, sums)
         # A result of zeros is near to whatever makes numbers small.
-        if difference not in _CODES and nearest[0] * _NEARER < own and bool(wide.any()):
+        if difference not in _CODES and nearest[0] * _NEARER < distance and bool(wide.any()):
             return nearest[1], f"nearest to this: {nearest[2]}"
-        return _CODES.get(difference, ""), why
+        return _CODES.get(difference, ""), reason
 
     def _guesses(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
         a, b = self.a.values, self.b.values
         first, second = list(mistakes(self.a)), list(mistakes(self.b))
-        alike = {(code, words): values for code, words, values in second}
+        second_by_words = {(code, words): values for code, words, values in second}
         for code, words, values in first:
-            if (code, words) in alike:
-                yield code, f"each operand is {words}", values, alike[code, words]
+            if (code, words) in second_by_words:
+                yield code, f"each operand is {words}", values, second_by_words[code, words]
         for code, words, values in first:
             yield code, f"the first operand is {words}", values, b
         for code, words, values in second:
@@ -318,17 +324,17 @@ class AttentionPromise:
             return wrong
         if places is not None:
             result = result.flatten(0, 1)[places.rows][None][:, :, places.columns]
-        exact, wanted = self._exact(), self._promised()
+        exact, promised = self._exact(), self._expected_result()
         error = relative_frobenius(result, exact)
-        ways = wanted, self._promised(weights=True), self._promised(weights=True, scores=True)
-        expected = [relative_frobenius(way.to(result.dtype), exact) for way in ways]
+        variants = promised, self._expected_result(weights=True), self._expected_result(weights=True, scores=True)
+        expected = [relative_frobenius(variant.to(result.dtype), exact) for variant in variants]
         lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
         low, high = _JUST * min(expected) * lossy, max(*expected, _LAST_BITS) / _JUST
         if low <= error <= high:
             return AuditFinding(error=error, expected=high)
         distance = partial(_distance, result)
         mistakes = self._mistakes() if places is None else ()
-        if mistake := nearest(mistakes, distance, distance(wanted) / _NEARER_IN_ATTENTION):
+        if mistake := nearest(mistakes, distance, distance(promised) / _NEARER_IN_ATTENTION):
             return fail(*mistake, error, high)
         return in_band(error, high if error > high else low)
 
@@ -336,7 +342,7 @@ class AttentionPromise:
         q, k, v = (tensor.to(torch.float64) for tensor in self.given)
         return self._softmax(_scores(self._queries(q), k)) @ v
 
-    def _promised(self, weights: bool = False, scores: bool = False) -> Tensor:
+    def _expected_result(self, weights: bool = False, scores: bool = False) -> Tensor:
         """Returns the promised result with what lies between in float64, or rounded as operators that are not fused do:
         `weights` cast from the carrier, `scores` kept in it."""
         q, k, v = self._cast
@@ -386,9 +392,9 @@ def _weights(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 def _softmax(scores: Tensor, causal: bool, rows: Tensor | None = None) -> Tensor:
     """Each place sees all, or if causal itself and earlier ones."""
     if causal:
-        seen = torch.ones(scores.shape[-1], scores.shape[-1], dtype=torch.bool).tril()
-        seen = seen if rows is None else seen[rows]
-        scores = scores.masked_fill(~seen, -math.inf)
+        visible = torch.ones(scores.shape[-1], scores.shape[-1], dtype=torch.bool).tril()
+        visible = visible if rows is None else visible[rows]
+        scores = scores.masked_fill(~visible, -math.inf)
     return scores.softmax(-1)
 
 
@@ -396,7 +402,7 @@ def _along_last(x: Tensor, treatment: Treatment | None) -> Tensor:
     if treatment is None:
         return x.to(torch.float64)
     heads = x.reshape(-1, *x.shape[-2:])
-    cast = torch.stack([rounded(head.contiguous(), treatment).values for head in heads])
+    cast = torch.stack([round_operand(head.contiguous(), treatment).values for head in heads])
     return cast.view(x.shape).to(torch.float64)
 
 
@@ -414,23 +420,23 @@ def _steps_of(operand: Rounded) -> Tensor:
     return torch.exp2(sizes.log2().floor() - fmt.mantissa_bits) * operand.spread
 
 
-def _distance(result: Tensor, other: Tensor) -> float:
-    return float((result.to(torch.float64) - other).square().mean())
+def _distance(result: Tensor, expected: Tensor) -> float:
+    return float((result.to(torch.float64) - expected).square().mean())
 
 
 def unusable(result: Tensor, shape: tuple[int, ...], finite: bool = True) -> AuditFinding | None:
     if tuple(result.shape) != shape:
-        gives, wanted = ("x".join(map(str, sides)) or "one number" for sides in (result.shape, shape))
-        return fail("shape", f"gives {gives}, and {wanted} were expected")
+        gives, expected = ("x".join(map(str, sides)) or "one number" for sides in (result.shape, shape))
+        return fail("shape", f"gives {gives}, and {expected} were expected")
     if result.dtype not in _RESULTS:
         return fail("dtype", f"gives {result.dtype}, and float32, bfloat16 or float16 were expected")
-    gone = int((~result.isfinite()).sum()) if finite else 0
-    return fail("not-finite", f"{gone} of {result.numel()} results are no numbers") if gone else None
+    lost = int((~result.isfinite()).sum()) if finite else 0
+    return fail("not-finite", f"{lost} of {result.numel()} results are no numbers") if lost else None
 
 
-def in_band(error: float | None, expected: float | None, why: str = "", slack: float = 1.0) -> AuditFinding:
-    """Judges by error alone; `why` are words for what is known already, `slack` widens the band."""
-    unknown = why or "no known mistake explains it"
+def in_band(error: float | None, expected: float | None, reason: str = "", slack: float = 1.0) -> AuditFinding:
+    """Judges by error alone; `reason` are words for what is known already, `slack` widens the band."""
+    unknown = reason or "no known mistake explains it"
     if error is None or expected is None:
         return fail("unexplained", unknown, error, expected)
     low, high = BAND[0] / slack, BAND[1] * slack
@@ -443,4 +449,4 @@ def in_band(error: float | None, expected: float | None, why: str = "", slack: f
             error,
             expected,
         )
-    return remark("other-rounding", why or "not the promised values, and with their error", error, expected)
+    return remark("other-rounding", reason or "not the promised values, and with their error", error, expected)

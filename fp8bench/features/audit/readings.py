@@ -21,7 +21,7 @@ def describe_reading(promised: str, data: Sequence[str], is_kept: Callable[[str,
 
     `is_kept` says whether they are, on some data, those of a precision; it runs foreign code.
     """
-    said = f"Promised: {_with_scales(promised)}. Found: "
+    prefix = f"Promised: {_with_scales(promised)}. Found: "
     readings = list(dict.fromkeys((promised, *READINGS, *OTHER_READINGS)))
     try:
         for kind in data:
@@ -29,10 +29,10 @@ def describe_reading(promised: str, data: Sequence[str], is_kept: Callable[[str,
     except Exception:  # noqa: BLE001 - foreign code may raise anything
         readings = []
     if not readings:
-        return f"{said}the results of no precision that is known here."
+        return f"{prefix}the results of no precision that is known here."
     if readings[0] == promised:
-        return f"{said}the same on everyday data, but not on this input."
-    return f"{said}{_with_scales(readings[0])}; give --precision {readings[0]} to promise that."
+        return f"{prefix}the same on everyday data, but not on this input."
+    return f"{prefix}{_with_scales(readings[0])}; give --precision {readings[0]} to promise that."
 
 
 def _with_scales(precision: str) -> str:

@@ -39,12 +39,12 @@ def _numbers(auditor: Auditor) -> Iterator[AuditFinding]:
     reported: set[tuple[str, str]] = set()
     for shape in dict.fromkeys(map(auditor.fitting, auditor.subject.shapes)):
         for data in auditor.subject.data:
-            auditor.given = given = AuditInput(data, shape)
-            for name, verdict in auditor.problems(given).items():
+            auditor.current = tried = AuditInput(data, shape)
+            for name, verdict in auditor.problems(tried).items():
                 key = name, verdict.code if verdict.remark else "failed"
                 if key not in reported:
                     reported.add(key)
-                    yield auditor.finding(given, name, verdict)
+                    yield auditor.finding(tried, name, verdict)
         if any(code == "failed" for _, code in reported):
             return
 
@@ -71,12 +71,12 @@ _CHANGES: dict[AuditKind, dict[str, Change]] = {
 
 def _relations(auditor: Auditor) -> Iterator[AuditFinding]:
     """Doubles or permutes operands: results have to follow. On two inputs: one may be wrong by chance."""
-    subject, given = auditor.subject, auditor.first
+    subject, tried = auditor.subject, auditor.first
     if subject.kind is AuditKind.PRODUCT:
-        given = AuditInput(BLOCKS, auditor.fitting(given.shape._replace(k=2 * BLOCK)))
-    pair = [subject.drawn(given.data, given.shape, auditor.seed + more) for more in (0, ANOTHER)]
+        tried = AuditInput(BLOCKS, auditor.fitting(tried.shape._replace(k=2 * BLOCK)))
+    pair = [subject.draw(tried.data, tried.shape, auditor.seed + offset) for offset in (0, ANOTHER)]
     for words, change in _CHANGES[subject.kind].items():
-        auditor.given = given._replace(how=words)
+        auditor.current = tried._replace(how=words)
         both = (change(*matrices) for matrices in pair)
         if all(auditor.wrong(changed, auditor.results(changed), search=False) for changed in both):
             yield fail("relation", f"{words}: the result does not follow")
@@ -90,26 +90,28 @@ _SMALL_CALLS, _SMALL_LONGEST = 1200, 4.0
 _POISONED = 4
 # Of results that differ from call to call so many are judged, those furthest from the first.
 _JUDGED = 8
-# Slots of arguments that a check uses beside its first one.
-_SECOND, _THIRD = 1, 2
+# The slot of arguments that a check uses next to its first one.
+_SECOND = 1
 
 
 def _memory(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel again and again, and changes what lies around it."""
-    auditor.given, host = auditor.first, auditor.subject.host
-    auditor.call(auditor.subject.arguments(_drawn(auditor, NORMAL)))
+    auditor.current, host = auditor.first, auditor.subject.host
+    auditor.call(auditor.subject.arguments(_draw(auditor, NORMAL)))
     first = host.reread()
     host.keep()
-    auditor.call(auditor.subject.arguments(_drawn(auditor, "rows of different sizes")), moved=False)
+    auditor.call(auditor.subject.arguments(_draw(auditor, "rows of different sizes")), moved=False)
     if host.reread_kept() != first:
         yield fail("overwritten", "a later call writes into the result of an earlier one")
     if auditor.sound:
-        calls = _calls(auditor)
-        yield from _once(fail(code, why) for code, why, given, made in calls if auditor.wrong(given, made))
-        yield from _differing(auditor)
+        calls = _repeated_calls(auditor)
+        yield from _first_of_each_code(
+            fail(code, reason) for code, reason, matrices, results in calls if auditor.wrong(matrices, results)
+        )
+        yield from _check_small_calls(auditor)
 
 
-def _once(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
+def _first_of_each_code(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
     """Yields the first finding of each code."""
     reported: set[str] = set()
     for finding in findings:
@@ -118,35 +120,39 @@ def _once(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
             yield finding
 
 
-def _calls(auditor: Auditor) -> Iterator[tuple[str, str, Matrices, Results]]:
+def _repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matrices, Results]]:
     """Yields what is wrong, as code and words, if results are not those of the matrices; these; and the results."""
     host = auditor.subject.host
 
-    def refilled(fresh: Matrices) -> tuple[Matrices, Results]:
+    def call_refilled(fresh: Matrices) -> tuple[Matrices, Results]:
         return fresh, auditor.call(auditor.subject.arguments(fresh), moved=False)
 
-    yield "stale", "other values at the same addresses: the result is not theirs", *refilled(_drawn(auditor, _OTHER))
-    base, _ = refilled(_drawn(auditor, NORMAL))
-    fresh = _drawn(auditor, _OTHER)
+    yield (
+        "stale",
+        "other values at the same addresses: the result is not theirs",
+        *call_refilled(_draw(auditor, _OTHER)),
+    )
+    base, _ = call_refilled(_draw(auditor, NORMAL))
+    fresh = _draw(auditor, _OTHER)
     for tensor, old in zip(fresh, base, strict=True):
-        rows, kept = (matrix.view(-1, matrix.shape[-1]) for matrix in (tensor, old))
-        rows[0], rows[:, 0], rows[-1], rows[:, -1] = kept[0], kept[:, 0], kept[-1], kept[:, -1]
+        rows, old_rows = (matrix.view(-1, matrix.shape[-1]) for matrix in (tensor, old))
+        rows[0], rows[:, 0], rows[-1], rows[:, -1] = old_rows[0], old_rows[:, 0], old_rows[-1], old_rows[:, -1]
     yield "keyed", "all but the first and last rows and columns changed: old results", fresh, auditor.results(fresh)
-    for words, changed in _resembling(auditor, base):
-        refilled(base)
-        yield "keyed", f"{words}, at the same addresses: old results", *refilled(changed)
-    fresh, _ = refilled(base)
+    for words, changed in _similar_inputs(auditor, base):
+        call_refilled(base)
+        yield "keyed", f"{words}, at the same addresses: old results", *call_refilled(changed)
+    fresh, _ = call_refilled(base)
     for _ in range(_POISONED):  # the allocator may hand out the memory of results again
         host.spoil()
-        why = "after results were filled with NaN the next is wrong"
-        yield "uninitialised", why, fresh, unpack_results(host.call(0)[0])
+        reason = "after results were filled with NaN the next is wrong"
+        yield "uninitialised", reason, fresh, unpack_results(host.call(0)[0])
     calls, _ = host.repeat([0], _CALLS, _LONGEST)
-    why = f"after {calls} calls with the same arguments results are wrong"
-    yield "late", why, *refilled(_drawn(auditor, "outliers along the contraction"))
-    refilled(base)
+    reason = f"after {calls} calls with the same arguments results are wrong"
+    yield "late", reason, *call_refilled(_draw(auditor, "outliers along the contraction"))
+    call_refilled(base)
     yield "address", "the same values at other addresses: the result is wrong", base, auditor.results(base)
     # On a GPU inputs are written late on a stream of its own, and the kernel is called on that stream behind them.
-    fresh = _drawn(auditor, _OTHER)
+    fresh = _draw(auditor, _OTHER)
     auditor.place(auditor.subject.arguments(fresh), _SECOND)
     auditor.place(auditor.subject.arguments(base))
     late = host.call_late(0, _SECOND)
@@ -154,45 +160,45 @@ def _calls(auditor: Auditor) -> Iterator[tuple[str, str, Matrices, Results]]:
         yield "stream", "on its caller's stream it does not wait for what went before", fresh, unpack_results(late)
 
 
-def _resembling(auditor: Auditor, base: Matrices) -> Iterator[tuple[str, Matrices]]:
+def _similar_inputs(auditor: Auditor, base: Matrices) -> Iterator[tuple[str, Matrices]]:
     """Yields matrices that a kernel may take for those that it has seen: by a few elements, by sums, or by largest
     numbers."""
     chance = Random(auditor.seed)
     for operand, matrix in enumerate(base):
         rows = matrix.view(-1, matrix.shape[-1])
-        row, other = chance.sample(range(len(rows)), 2) if len(rows) > 1 else (0, 0)
+        row, second_row = chance.sample(range(len(rows)), 2) if len(rows) > 1 else (0, 0)
         alone = rows.clone()
         alone[row] = -alone[row]
         yield (
             f"one row of the {_ORDINALS[operand]} argument is negated",
-            _replaced(base, operand, alone.view_as(matrix)),
+            _replace(base, operand, alone.view_as(matrix)),
         )
         exchanged = rows.clone()
-        exchanged[[row, other]] = rows[[other, row]]
+        exchanged[[row, second_row]] = rows[[second_row, row]]
         words = f"two rows of the {_ORDINALS[operand]} argument are exchanged"
-        yield words, _replaced(base, operand, exchanged.view_as(matrix))
+        yield words, _replace(base, operand, exchanged.view_as(matrix))
 
 
-def _differing(auditor: Auditor) -> Iterator[AuditFinding]:
+def _check_small_calls(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls it very often on small matrices. Results may differ from call to call; each has to be right."""
     subject, host = auditor.subject, auditor.subject.host
     shape = auditor.fitting(subject.small)
     several = {}
     try:
         for slot, data in enumerate((NORMAL, _OTHER, "small")):
-            auditor.given = AuditInput(data, shape)
-            several[slot] = auditor.matrices(auditor.given)
+            auditor.current = AuditInput(data, shape)
+            several[slot] = auditor.matrices(auditor.current)
             auditor.call(subject.arguments(several[slot]), slot)
     except REFUSALS:  # it may refuse what is small
         several = {0: auditor.matrices(auditor.first)}
         shape = auditor.first.shape
         auditor.place(subject.arguments(several[0]))
-    auditor.given = AuditInput(NORMAL, shape)
+    auditor.current = AuditInput(NORMAL, shape)
     calls, different = host.repeat(list(several), _SMALL_CALLS, _SMALL_LONGEST)
     firsts = {slot: unpack_results(results) for _, slot, results in reversed(different)}
     different.sort(key=lambda row: _distance(firsts[row[1]], unpack_results(row[2])), reverse=True)
-    for at, slot, made in different[:_JUDGED]:
-        if wrong := auditor.wrong(several[slot], unpack_results(made), search=False):
+    for at, slot, packed in different[:_JUDGED]:
+        if wrong := auditor.wrong(several[slot], unpack_results(packed), search=False):
             yield fail("differs", f"call {at} of {calls} on the same arguments: {wrong.why}")
             return
 
@@ -204,8 +210,8 @@ def _distance(first: Results, results: Results) -> float:
 
 def _backward(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls a linear layer forward twice, and then both backward: gradients are those of their own forward."""
-    subject, auditor.given = auditor.subject, auditor.first
-    pair = [auditor.matrices(auditor.first), _drawn(auditor, _OTHER)]
+    subject, auditor.current = auditor.subject, auditor.first
+    pair = [auditor.matrices(auditor.first), _draw(auditor, _OTHER)]
     for order in ((0, 1), (1, 0)):
         for slot, matrices in enumerate(pair):
             auditor.place(subject.arguments(matrices), slot)
@@ -235,12 +241,12 @@ def _sizes(auditor: Auditor) -> Iterator[AuditFinding]:
         if shape.m <= _FEW_ROWS and shape.k >= _LONG and _LEAN in subject.data:
             inputs.append(AuditInput(_LEAN, shape))
 
-    def look(given: AuditInput) -> list[AuditFinding]:
-        matrices = auditor.matrices(given)
+    def look(tried: AuditInput) -> list[AuditFinding]:
+        matrices = auditor.matrices(tried)
         wrong = auditor.wrong_sample(matrices, auditor.results(matrices), chance)
         return [wrong] if wrong else []
 
-    yield from _right_or_refused(auditor, inputs, look, _SIZES_SECONDS)
+    yield from _check_each(auditor, inputs, look, _SIZES_SECONDS)
 
 
 # Decoding multiplies so many rows at most.
@@ -252,36 +258,36 @@ def _random_shape(subject: Subject, chance: Random) -> Shape:
     return Shape(*(round(side ** chance.uniform(0.3, 1.0)) for side in largest))
 
 
-def _drawn(auditor: Auditor, data: str) -> Matrices:
+def _draw(auditor: Auditor, data: str) -> Matrices:
     return auditor.matrices(auditor.first._replace(data=data))
 
 
 def _special_values(auditor: Auditor) -> Iterator[AuditFinding]:
-    yield from _once(_lost(auditor))
+    yield from _first_of_each_code(_special_value_failures(auditor))
 
 
-def _lost(auditor: Auditor) -> Iterator[AuditFinding]:
+def _special_value_failures(auditor: Auditor) -> Iterator[AuditFinding]:
     """A NaN or infinity must not become an ordinary number, nor zeros anything else."""
     subject, matrices, refused = auditor.subject, auditor.matrices(auditor.first), list[AuditFinding]()
 
-    def called(how: str, changed: Matrices) -> Results:
-        auditor.given = AuditInput("", auditor.first.shape, how)
+    def call_with(how: str, changed: Matrices) -> Results:
+        auditor.current = AuditInput("", auditor.first.shape, how)
         try:
             results = auditor.results(changed)
         except REFUSALS as error:
             raise_lie(error)
-            refused.append(auditor.about(auditor.given, remark("raises", f"{how}: {words_of(error)}")))
+            refused.append(auditor.about(auditor.current, remark("raises", f"{how}: {words_of(error)}")))
             return {}
         auditor.tried += len(results)
         return results
 
-    first, *rest = matrices
+    first, *remaining = matrices
     zeros = (torch.zeros_like(x) if place in subject.zeroed else x for place, x in enumerate(matrices))
-    for result in list(called("zeros", tuple(zeros)).values())[:1]:
+    for result in list(call_with("zeros", tuple(zeros)).values())[:1]:
         if bool((result != 0).any()):
             yield fail("zeros", "zeros gave other numbers")
     tiny = first * torch.finfo(first.dtype).smallest_normal / 4
-    for result in list(called("subnormal numbers", (tiny, *rest)).values())[:1]:
+    for result in list(call_with("subnormal numbers", (tiny, *remaining)).values())[:1]:
         if not bool(result.isfinite().all()):
             yield fail("subnormal", "of subnormal numbers something came out that is not finite")
     for operand, matrix in enumerate(matrices):
@@ -289,20 +295,22 @@ def _lost(auditor: Auditor) -> Iterator[AuditFinding]:
         for index in (0, (last - matrix.shape[-1]) // 2, last):
             row, column = divmod(index, matrix.shape[-1])
             where = f"in the {_ORDINALS[operand]} argument's row {row}, column {column}"
-            nan, infinity, zero = (_set(matrices, operand, index, number) for number in (math.nan, math.inf, 0.0))
-            results = called(f"a NaN {where}", nan)
-            if results and not bool(_reached(subject, results, operand, row).isnan().any()):
+            nan, infinity, zero = (
+                _set_element(matrices, operand, index, number) for number in (math.nan, math.inf, 0.0)
+            )
+            results = call_with(f"a NaN {where}", nan)
+            if results and not bool(_reachable(subject, results, operand, row).isnan().any()):
                 yield fail("nan-lost", f"a NaN {where}: what it goes into is all numbers")
             # An infinity may become the largest number, or NaN, but must not count as a zero.
-            results = called(f"an infinity {where}", infinity) if subject.kind is not AuditKind.ATTENTION else {}
-            if results and bool(_reached(subject, results, operand, row).isfinite().all()):
+            results = call_with(f"an infinity {where}", infinity) if subject.kind is not AuditKind.ATTENTION else {}
+            if results and bool(_reachable(subject, results, operand, row).isfinite().all()):
                 promises = subject.promises(zero)
                 if not any(promises[name].judge(result, search=False).failed for name, result in results.items()):
                     yield fail("infinity-lost", f"an infinity {where}: results are those of a zero")
     yield from refused
 
 
-def _reached(subject: Subject, results: Results, operand: int, row: int) -> Tensor:
+def _reachable(subject: Subject, results: Results, operand: int, row: int) -> Tensor:
     """Returns the results that a row of an operand goes into."""
     kind, several = subject.kind, list(results.values())
     result = several[operand == 2 and kind is AuditKind.LINEAR]
@@ -312,22 +320,22 @@ def _reached(subject: Subject, results: Results, operand: int, row: int) -> Tens
     return result[:, row] if operand == 1 else result[row]
 
 
-def _replaced(matrices: Matrices, operand: int, tensor: Tensor) -> Matrices:
+def _replace(matrices: Matrices, operand: int, tensor: Tensor) -> Matrices:
     return *matrices[:operand], tensor, *matrices[operand + 1 :]
 
 
-def _set(matrices: Matrices, operand: int, index: int, number: float) -> Matrices:
+def _set_element(matrices: Matrices, operand: int, index: int, number: float) -> Matrices:
     changed = matrices[operand].clone()
     changed.view(-1)[index] = number
-    return _replaced(matrices, operand, changed)
+    return _replace(matrices, operand, changed)
 
 
 def _extremes(auditor: Auditor) -> Iterator[AuditFinding]:
     """Sizes that tests leave out: values far from one, tall and long matrices, and rows of zeros among others."""
     tall = auditor.fitting(auditor.subject.tall)
-    for given, matrices in _far(auditor):
-        auditor.given, results = given, auditor.results(matrices)
-        if given.shape == tall:
+    for tried, matrices in _extreme_inputs(auditor):
+        auditor.current, results = tried, auditor.results(matrices)
+        if tried.shape == tall:
             wrong = auditor.wrong_sample(matrices, results, Random(auditor.seed))
         else:
             wrong = auditor.wrong(matrices, results, search=False)
@@ -336,33 +344,33 @@ def _extremes(auditor: Auditor) -> Iterator[AuditFinding]:
             return
 
 
-def _far(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
-    subject, given = auditor.subject, auditor.first
-    matrices = auditor.matrices(given)
+def _extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
+    subject, tried = auditor.subject, auditor.first
+    matrices = auditor.matrices(tried)
     # Only operands with scales can be far from one, and not in fp16. In attention the values alone: queries and
     # keys of another size are another softmax.
     operands = (2,) if subject.kind is AuditKind.ATTENTION else range(len(matrices))
-    is_scaled = all(cast is None or cast.scaling is not None for cast in subject.promised.treatments)
+    is_scaled = all(cast is None or cast.scaling is not None for cast in subject.promise.treatments)
     for operand in operands if matrices[0].dtype is not torch.float16 and is_scaled else ():
         for power in (40, -40):
             yield (
-                given._replace(how=f"the {_ORDINALS[operand]} argument times 2^{power}"),
-                _replaced(matrices, operand, matrices[operand] * 2.0**power),
+                tried._replace(how=f"the {_ORDINALS[operand]} argument times 2^{power}"),
+                _replace(matrices, operand, matrices[operand] * 2.0**power),
             )
-    tall = given._replace(shape=auditor.fitting(subject.tall))
-    empty, large = auditor.matrices(given), auditor.matrices(tall)
+    tall = tried._replace(shape=auditor.fitting(subject.tall))
+    empty, large = auditor.matrices(tried), auditor.matrices(tall)
     for some, many in zip(empty, large, strict=True):
         some.view(-1, some.shape[-1])[1] = 0
         some.view(-1, some.shape[-1])[2, :BLOCK] = 0
         many.view(-1, many.shape[-1])[-1, -8:] *= 16
-    yield given._replace(how="a row and a block of zeros in each argument"), empty
+    yield tried._replace(how="a row and a block of zeros in each argument"), empty
     yield tall._replace(how="the largest in the last rows"), large
     if "signs that lean" in subject.data:
         signs = tall._replace(data="signs that lean")
         yield signs, auditor.matrices(signs)
 
 
-def _right_or_refused(
+def _check_each(
     auditor: Auditor,
     inputs: Collection[AuditInput],
     look: Callable[[AuditInput], list[AuditFinding]],
@@ -370,22 +378,25 @@ def _right_or_refused(
 ) -> Iterator[AuditFinding]:
     """Looks for failures where calls may be refused, until one is wrong or time is up."""
     refused, end = [], time.monotonic() + seconds
-    for place, given in enumerate(inputs):
-        auditor.given = given
+    # The auditor remembers which input is tried: whatever is raised names it.
+    for place, tried in enumerate(inputs):
+        auditor.current = tried
         if time.monotonic() > end:
             untried = len(inputs) - place
             words = f"time was up after {seconds:g} s: this and {untried - 1} larger sizes were not called"
             yield remark("not-tried", words)
             break
         try:
-            wrong = look(given)
+            wrong = look(tried)
+        # A refusal is an answer, unless the kernel lied about why.
         except REFUSALS as error:
             raise_lie(error)
-            refused.append(auditor.about(given, remark("refused", words_of(error))))
+            refused.append(auditor.about(tried, remark("refused", words_of(error))))
             continue
         if wrong:
             yield wrong[0]
             return
+    # One line for all refusals: a kernel of fixed sizes refuses dozens.
     if refused:
         yield replace(refused[0], why=f"{len(refused)} of {len(inputs)} such calls are refused: {refused[0].why}")
 
@@ -393,47 +404,46 @@ def _right_or_refused(
 def _strides(auditor: Auditor) -> Iterator[AuditFinding]:
     """Matrices that are slices of others, or lie transposed."""
     subject, odd = auditor.subject, AuditInput(NORMAL, auditor.fitting(auditor.subject.odd[1]))
-    drawn = [(given, auditor.matrices(given)) for given in (auditor.first, odd)]
+    drawn = [(start, auditor.matrices(start)) for start in (auditor.first, odd)]
 
-    def look(given: AuditInput) -> list[AuditFinding]:
-        matrices, operand, laid = calls[given]
+    def look(tried: AuditInput) -> list[AuditFinding]:
+        matrices, operand, laid = calls[tried]
         arguments = subject.arguments(matrices)
-        moved = _replaced(arguments, operand, laid(arguments[operand]))
+        moved = _replace(arguments, operand, laid(arguments[operand]))
         wrong = auditor.wrong(matrices, auditor.call(moved), search=False)
-        return [fail("strides", f"{given.how}: the result is not that of its values")] if wrong else []
+        return [fail("strides", f"{tried.how}: the result is not that of its values")] if wrong else []
 
-    calls = {
-        given._replace(how=f"the {_ORDINALS[operand]} argument {words}"): (matrices, operand, laid)
-        for given, matrices in drawn
-        for operand in range(len(matrices))
-        for words, laid in _LAID.items()
-    }
-    yield from _right_or_refused(auditor, calls, look)
-
-
-def _wider(x: Tensor) -> Tensor:
-    other = torch.cat((x[1:], x[:1]))
-    return torch.cat((other, x, other), -1)[..., x.shape[-1] : 2 * x.shape[-1]]
+    calls = {}
+    for start, matrices in drawn:
+        for operand, (words, laid) in product(range(len(matrices)), _LAID.items()):
+            how = f"the {_ORDINALS[operand]} argument {words}"
+            calls[start._replace(how=how)] = matrices, operand, laid
+    yield from _check_each(auditor, calls, look)
 
 
-def _turned(x: Tensor) -> Tensor:
+def _slice_memory(x: Tensor) -> Tensor:
+    shifted = torch.cat((x[1:], x[:1]))
+    return torch.cat((shifted, x, shifted), -1)[..., x.shape[-1] : 2 * x.shape[-1]]
+
+
+def _transpose_memory(x: Tensor) -> Tensor:
     """Lies transposed: a matrix, or places and heads."""
     sides = (1, 2) if x.dim() > 2 else (0, 1)
     return x.transpose(*sides).contiguous().transpose(*sides)
 
 
-_LAID = {"as columns of a wider one": _wider, "as a transposed one": _turned}
+_LAID = {"as columns of a wider one": _slice_memory, "as a transposed one": _transpose_memory}
 
 
 def _odd_shapes(auditor: Auditor) -> Iterator[AuditFinding]:
     """Sizes that fill no whole tile."""
 
-    def look(given: AuditInput) -> list[AuditFinding]:
-        problems = auditor.problems(given).items()
-        return [auditor.finding(given, name, verdict) for name, verdict in problems if verdict.failed]
+    def look(tried: AuditInput) -> list[AuditFinding]:
+        problems = auditor.problems(tried).items()
+        return [auditor.finding(tried, name, verdict) for name, verdict in problems if verdict.failed]
 
     kinds = [data for data in (NORMAL, BLOCKS) if data in auditor.subject.data]
-    yield from _right_or_refused(auditor, [AuditInput(*given) for given in product(kinds, auditor.subject.odd)], look)
+    yield from _check_each(auditor, [AuditInput(*start) for start in product(kinds, auditor.subject.odd)], look)
 
 
 # The checks that look at values, in the order in which they run.

@@ -15,11 +15,10 @@ from random import Random
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from fp8bench import units
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost, as_usage
-from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor, Shape, audited
+from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor, Shape, run_checks
 from fp8bench.features.audit.host import KernelHost, PackedTensor, unpack_results
 from fp8bench.features.audit.operands import HALF_ZEROS, TIMED
 from fp8bench.features.audit.promises import Matrices
@@ -32,7 +31,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.main import main
-from fp8bench.worker.switches import unchanged
+from fp8bench.worker.switches import restore_switches
 
 _WARM = 3
 _REMEMBERED = ("casts", "products", "copies", "allocations")
@@ -42,15 +41,16 @@ def _work(auditor: Auditor) -> Iterator[AuditFinding]:
     """A call with arguments that it has seen must do as much as one with fresh arguments. What a kernel does inside is
     not seen."""
     subject = auditor.subject
-    auditor.given = AuditInput(NORMAL, auditor.fitting(subject.timed))
-    arguments = subject.arguments(auditor.matrices(auditor.given))
+    auditor.current = AuditInput(NORMAL, auditor.fitting(subject.timed))
+    arguments = subject.arguments(auditor.matrices(auditor.current))
+    # Warm calls come first: what happens once for a shape is no work that was remembered.
     auditor.place(arguments)
     subject.host.repeat([0], _WARM, _SECONDS)
-    again = subject.host.work(0)
+    repeated = subject.host.work(0)
     auditor.place(arguments, slot=1)
-    mine = subject.host.work(1)
-    counts = {name: (getattr(again, name), getattr(mine, name)) for name in _REMEMBERED}
-    if lost := [f"{name}: {less} of {all_}" for name, (less, all_) in counts.items() if less < all_]:
+    fresh = subject.host.work(1)
+    counts = [(name, getattr(repeated, name), getattr(fresh, name)) for name in _REMEMBERED]
+    if lost := [f"{name}: {again} of {first}" for name, again, first in counts if again < first]:
         yield fail(
             "remembered-work", f"with arguments that it has seen it does less than with fresh ones ({'; '.join(lost)})"
         )
@@ -94,11 +94,13 @@ def bounds(
         (moved, "copy", partial(_copy, moved, device), [(Limit.CACHED, "")]),
         (flops, "product", partial(_product, shape, device), wide),
     )
-    for count, what, measured, names in looks:
-        known = [value for name in names if (value := ceilings.best(*name)) is not None]
-        margin = _MARGIN if not known else _ABOVE if device.startswith("cpu") else _CLOSE
-        fastest_known = f"the fastest {what} that was measured here" if known else f"torch's own {what} is here"
-        yield count / (margin * max([measured(), *known])), f"{margin:g} times as fast as {fastest_known}"
+    for count, operation, measure_here, limits in looks:
+        measured_rates = [rate for limit in limits if (rate := ceilings.best(*limit)) is not None]
+        margin = _MARGIN if not measured_rates else _ABOVE if device.startswith("cpu") else _CLOSE
+        fastest_known = (
+            f"the fastest {operation} that was measured here" if measured_rates else f"torch's own {operation} is here"
+        )
+        yield count / (margin * max([measure_here(), *measured_rates])), f"{margin:g} times as fast as {fastest_known}"
 
 
 def _product(shape: Shape, device: str) -> float:
@@ -145,53 +147,56 @@ class TimedCalls:
     wrong: AuditFinding | None
 
 
-def _timed(auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL,), judged: int = 1) -> TimedCalls:
+def _time_calls(auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL,), judged: int = 1) -> TimedCalls:
     """Times calls on each kind of data in turns, each on numbers it has not seen, at other addresses or the same ones.
     Then judges a sample of what `judged` of the calls on each kind gave."""
     host, chance = auditor.subject.host, Random(auditor.seed)
+    # 1. Call the kernel on each kind of data in turn, on rows in another order each time.
     host.forget()
     base = {kind: auditor.matrices(AuditInput(kind, shape)) for kind in kinds}
-    given: list[Matrices] = []
+    inputs: list[Matrices] = []
     rounds: list[tuple[list[tuple[float, float]], float]] = []
     end = time.perf_counter() + _SECONDS * len(kinds)
     while len(rounds) <= _TIMES and (len(rounds) < _FEWEST or time.perf_counter() < end):
         placed: list[tuple[PackedTensor, ...]] = []
         for slot, kind in enumerate(kinds):
-            given.append(tuple(_turned(matrix, len(rounds)) for matrix in base[kind]))
-            placed.append(auditor.place(auditor.subject.arguments(given[-1]), slot, moved=len(rounds) % 3 != 1))
+            inputs.append(tuple(matrix.roll(len(rounds), -2) for matrix in base[kind]))
+            placed.append(auditor.place(auditor.subject.arguments(inputs[-1]), slot, moved=len(rounds) % 3 != 1))
         start = time.perf_counter()
-        claimed = host.timed(range(len(kinds)))
+        claimed = host.time_calls(range(len(kinds)))
         rounds.append((claimed, time.perf_counter() - start))
-    after = host.digests(range(len(kinds)))
+    # 2. Look whether calls have changed their arguments.
+    digests = host.digests(range(len(kinds)))
     for kind, sent in zip(kinds, placed, strict=True):
-        auditor.note_changes(AuditInput(kind, shape), sent, after[: len(sent)])
-        after = after[len(sent) :]
-    timed = rounds[1:]  # the first call of a shape may prepare
-    own = {}
-    for which, pick in (("clock", 0), ("process", 1)):
-        fewest = (min(claimed[place][pick] for claimed, _ in timed) for place in range(len(kinds)))
-        own[which] = {kind: max(least, 1e-9) for kind, least in zip(kinds, fewest, strict=True)}
-    hidden = [(sum(seconds for seconds, _ in claimed), passed) for claimed, passed in timed]
+        auditor.note_changes(AuditInput(kind, shape), sent, digests[: len(sent)])
+        digests = digests[len(sent) :]
+    # 3. Take the fastest call on each kind of data. The first round may prepare something for the shape.
+    timed = rounds[1:]
+    by_clock: dict[str, float] = {}
+    of_process: dict[str, float] = {}
+    for place, kind in enumerate(kinds):
+        calls = [claimed[place] for claimed, _ in timed]
+        by_clock[kind] = max(1e-9, min(seconds for seconds, _ in calls))
+        of_process[kind] = max(1e-9, min(seconds for _, seconds in calls))
+    # 4. The kernel's process must not claim much less time than passed here.
+    claims = [(math.fsum(seconds for seconds, _ in claimed), passed) for claimed, passed in timed]
     wrong_clock = ""
-    if all(claimed < _CLAIMED * passed - _ROUND_TRIP for claimed, passed in hidden):
-        least, waited = min(hidden, key=lambda pair: pair[1])
+    if all(claimed < _CLAIMED * passed - _ROUND_TRIP for claimed, passed in claims):
+        least, waited = min(claims, key=lambda pair: pair[1])
         wrong_clock = f"its process says {units.seconds(least)} where {units.seconds(waited)} passed"
+    # 5. Judge results of the very calls that were timed.
     wrong = None
     if auditor.sound:
-        for kind, place in _chosen(kinds, len(rounds), judged, chance):
+        for kind, place in _choose_calls(kinds, len(rounds), judged, chance):
             results = unpack_results(host.timed_results(place))
-            if bad := auditor.wrong_sample(given[place], results, chance):
-                why = f"of call {place // len(kinds) + 1} that was timed, {bad.why}"
-                wrong = auditor.about(AuditInput(kind, shape), fail("timed-wrong", why))
+            if bad := auditor.wrong_sample(inputs[place], results, chance):
+                reason = f"of call {place // len(kinds) + 1} that was timed, {bad.why}"
+                wrong = auditor.about(AuditInput(kind, shape), fail("timed-wrong", reason))
                 break
-    return TimedCalls(own["clock"], own["process"], wrong_clock, wrong)
+    return TimedCalls(by_clock, of_process, wrong_clock, wrong)
 
 
-def _turned(matrix: Tensor, rows: int) -> Tensor:
-    return matrix.roll(rows, -2)
-
-
-def _chosen(kinds: tuple[str, ...], rounds: int, judged: int, chance: Random) -> Iterator[tuple[str, int]]:
+def _choose_calls(kinds: tuple[str, ...], rounds: int, judged: int, chance: Random) -> Iterator[tuple[str, int]]:
     """Yields a kind of data and the place of a timed call on it, for those that are judged. The kernel cannot know
     which."""
     for slot, kind in enumerate(kinds):
@@ -202,48 +207,50 @@ def _chosen(kinds: tuple[str, ...], rounds: int, judged: int, chance: Random) ->
 def _speed(auditor: Auditor) -> list[AuditFinding]:
     """Checks times, with limits that leave room for a busy machine, and the results of the very calls that were timed.
     Returns all findings or raises: times say nothing where a call failed on the way."""
-    replaced = auditor.subject.host.replaced()
     findings = []
-    if replaced:
-        names = ", ".join(replaced)
-        findings = [fail("replaced", f"it puts functions of its own in the place of {names}: leave them alone")]
-    return findings + _speeds(auditor)
+    if replaced := ", ".join(auditor.subject.host.find_replaced()):
+        findings = [fail("replaced", f"it puts functions of its own in the place of {replaced}: leave them alone")]
+    return findings + _check_speeds(auditor)
 
 
-def _speeds(auditor: Auditor) -> list[AuditFinding]:
+def _check_speeds(auditor: Auditor) -> list[AuditFinding]:
+    # 1. A shape whose call is long enough to be compared.
     shape = auditor.fitting(auditor.subject.timed)
-    seen = _timed(auditor, shape)
-    while seen.wrong is None and seen.seconds[NORMAL] < _LONG_ENOUGH and max(shape) < _LARGEST:
+    timing = _time_calls(auditor, shape)
+    while timing.wrong is None and timing.seconds[NORMAL] < _LONG_ENOUGH and max(shape) < _LARGEST:
         shape = Shape(*(2 * side for side in shape))
-        seen = _timed(auditor, shape)
-    auditor.given = given = AuditInput(NORMAL, shape)
-    if seen.wrong is not None:
-        return [seen.wrong]
-    if why := _always(lambda: _timed(auditor, shape, judged=0).wrong_clock, seen.wrong_clock):
-        return [fail("wrong-clock", why)]
+        timing = _time_calls(auditor, shape)
+    auditor.current = tried = AuditInput(NORMAL, shape)
+    # 2. Wrong results, or a clock that is wrong, end it: no time says anything then.
+    if timing.wrong is not None:
+        return [timing.wrong]
+    if reason := _confirm(lambda: _time_calls(auditor, shape, judged=0).wrong_clock, timing.wrong_clock):
+        return [fail("wrong-clock", reason)]
+    # 3. Faster than this machine can be.
     too_fast = partial(_too_fast, auditor, shape)
-    if why := _always(lambda: too_fast(_seconds(auditor, shape)), too_fast(seen.seconds[NORMAL])):
-        return [fail("too-fast", why)]
-    findings = list(_by_data(auditor, shape))
-    for side in ("m", "k") if seen.seconds[NORMAL] >= _LONG_ENOUGH else ():
+    if reason := _confirm(lambda: too_fast(_seconds(auditor, shape)), too_fast(timing.seconds[NORMAL])):
+        return [fail("too-fast", reason)]
+    # 4. Faster on some data, or no slower with more work.
+    findings = list(_compare_data(auditor, shape))
+    for side in ("m", "k") if timing.seconds[NORMAL] >= _LONG_ENOUGH else ():
         larger = shape._replace(**{side: _MORE * getattr(shape, side)})
-        if finding := _growth(auditor, shape, larger, side.upper()):
-            findings.append(auditor.about(given._replace(shape=larger), finding))
+        if finding := _check_growth(auditor, shape, larger, side.upper()):
+            findings.append(auditor.about(tried._replace(shape=larger), finding))
     return findings
 
 
-def _growth(auditor: Auditor, shape: Shape, larger: Shape, side: str) -> AuditFinding | None:
+def _check_growth(auditor: Auditor, shape: Shape, larger: Shape, side: str) -> AuditFinding | None:
     """Says what is wrong with a call on more work: its results, or that it takes no longer."""
-    why = ""
+    reason = ""
     for _ in range(_AGAIN):
-        more = _timed(auditor, larger)
-        if more.wrong is not None:
-            return more.wrong
-        before, after = _seconds(auditor, shape), more.seconds[NORMAL]
-        if after >= _AT_LEAST * before:
+        larger_timing = _time_calls(auditor, larger)
+        if larger_timing.wrong is not None:
+            return larger_timing.wrong
+        seconds, larger_seconds = _seconds(auditor, shape), larger_timing.seconds[NORMAL]
+        if larger_seconds >= _AT_LEAST * seconds:
             return None
-        why = f"{units.seconds(after)}, and {units.seconds(before)} before"
-    return fail("flat-time", f"{_MORE} times the {side}: {why}")
+        reason = f"{units.seconds(larger_seconds)}, and {units.seconds(seconds)} before"
+    return fail("flat-time", f"{_MORE} times the {side}: {reason}")
 
 
 def _too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
@@ -252,33 +259,34 @@ def _too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
     moved = sum(tensor.numel() * tensor.element_size() for tensor in touched)
     # Attention has a batch of two, and two products.
     flops = (8 * shape.m if subject.kind is AuditKind.ATTENTION else 2) * math.prod(shape)
-    given = subject.signature.precision, shape, flops, moved, subject.device
-    least, words = max(bounds(auditor.ceilings, *given))
+    least, words = max(bounds(auditor.ceilings, subject.signature.precision, shape, flops, moved, subject.device))
     return "" if seconds >= least else f"{units.seconds(seconds)}; {units.seconds(least)} are {words}"
 
 
-def _by_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
+def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
     """Times calls on zeros, ones, integers, uniform and normal numbers in turns, and again while they differ."""
     times: dict[str, float] = {}
     for _ in range(_AGAIN):
-        timed = _timed(auditor, shape, tuple(TIMED), _JUDGED)
+        timed = _time_calls(auditor, shape, tuple(TIMED), _JUDGED)
         if timed.wrong is not None:
             yield timed.wrong
             return
-        times = {name: min(time_, times.get(name, time_)) for name, time_ in _comparable(auditor, timed).items()}
+        # The fewest seconds of all looks: a slow call says nothing against a kernel.
+        for name, seconds in _comparable(auditor, timed).items():
+            times[name] = min(seconds, times.get(name, seconds))
         least = min(times, key=times.__getitem__)
         if times[least] * _SHORT >= times[NORMAL]:
             return
-    why = f"{units.seconds(times[least])} on {least}, and {units.seconds(times[NORMAL])} on {NORMAL}"
+    reason = f"{units.seconds(times[least])} on {least}, and {units.seconds(times[NORMAL])} on {NORMAL}"
     if least == "zeros" and _skips_zeros(auditor, shape):
-        yield remark("skips-zeros", f"it is faster the more blocks are zeros, which is exact: {why}")
+        yield remark("skips-zeros", f"it is faster the more blocks are zeros, which is exact: {reason}")
     else:
-        yield fail("data-shortcut", why)
+        yield fail("data-shortcut", reason)
 
 
 def _skips_zeros(auditor: Auditor, shape: Shape) -> bool:
     """Whether blocks of zeros save time wherever they are, not only where all numbers are zeros."""
-    times = _comparable(auditor, _timed(auditor, shape, (HALF_ZEROS, NORMAL), judged=0))
+    times = _comparable(auditor, _time_calls(auditor, shape, (HALF_ZEROS, NORMAL), judged=0))
     return times[HALF_ZEROS] < _SAVED * times[NORMAL]
 
 
@@ -288,20 +296,18 @@ def _comparable(auditor: Auditor, timed: TimedCalls) -> Mapping[str, float]:
 
 
 def _seconds(auditor: Auditor, shape: Shape) -> float:
-    return _timed(auditor, shape, judged=0).seconds[NORMAL]
+    return _time_calls(auditor, shape, judged=0).seconds[NORMAL]
 
 
-def _always(look: Callable[[], str], why: str) -> str:
-    """Returns why there is something wrong if that shows several times in a row, beginning with `why`."""
+def _confirm(look: Callable[[], str], reason: str) -> str:
+    """Returns why there is something wrong if that shows several times in a row, beginning with `reason`."""
     for _ in range(_AGAIN - 1):
-        if not why:
-            break
-        why = look()
-    return why
+        reason = reason and look()
+    return reason
 
 
-def _values_later(auditor: Auditor) -> Iterator[AuditFinding]:
-    auditor.given = auditor.first
+def _check_values_later(auditor: Auditor) -> Iterator[AuditFinding]:
+    auditor.current = auditor.first
     for name, verdict in auditor.problems(auditor.first).items():
         if verdict.failed:
             yield fail("late", f"after it was timed {name} is wrong: {verdict.why}")
@@ -312,7 +318,7 @@ CHECKS = (
     *VALUE_CHECKS,
     AuditCheck("work", _work),
     AuditCheck("speed", _speed),
-    AuditCheck("values later", _values_later, needs_sound=True),
+    AuditCheck("values later", _check_values_later, needs_sound=True),
 )
 
 
@@ -354,20 +360,20 @@ class AuditBench(Bench):
         self._kernel.close()
         super().close()
 
-    def declared(self, target: str) -> Signature | None:
+    def read_signature(self, target: str) -> Signature | None:
         try:
-            return cast(Signature | None, self._kernel.ask(START_SECONDS, "declared", target))
+            return cast(Signature | None, self._kernel.ask(START_SECONDS, "read_signature", target))
         except WorkerFault as fault:
             raise as_usage(fault) from None
 
     def audit(self, target: str, signature: Signature, facts: DeviceFacts, ceilings: Ceilings | None = None) -> Audit:
-        self._selected(facts)
+        self._select_device(facts)
         if signature.kind is AuditKind.MODEL:
             return cast(Audit, self._kernel.ask(_MODEL_LIMIT, "audit_model", target, signature, facts))
         self._kernel.ask(START_SECONDS, "load", target, signature, facts)
-        with unchanged():
+        with restore_switches():
             host = cast(KernelHost, RemoteKernel(self._kernel))
-            return audited(target, host, signature, facts, self._settings.seed, CHECKS, ceilings)
+            return run_checks(target, host, signature, facts, self._settings.seed, CHECKS, ceilings)
 
 
 if __name__ == "__main__":

@@ -40,12 +40,12 @@ class AuditFinding:
         return self.outcome is AuditOutcome.PASS and bool(self.code)
 
 
-def fail(code: str, why: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
-    return AuditFinding("", AuditOutcome.FAIL, code, why, "", error, expected)
+def fail(code: str, reason: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
+    return AuditFinding("", AuditOutcome.FAIL, code, reason, "", error, expected)
 
 
-def remark(code: str, why: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
-    return AuditFinding("", AuditOutcome.PASS, code, why, "", error, expected)
+def remark(code: str, reason: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
+    return AuditFinding("", AuditOutcome.PASS, code, reason, "", error, expected)
 
 
 def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:
@@ -103,4 +103,5 @@ class Audit:
 
     @property
     def outcome(self) -> AuditOutcome:
+        # The worst finding decides.
         return worst(self.findings)

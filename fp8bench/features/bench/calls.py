@@ -19,7 +19,7 @@ from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
 from fp8bench.worker.bits import digest
 from fp8bench.worker.step_guards import LeftRunning, StepPrinted, silent_step
-from fp8bench.worker.switches import SwitchesChanged, unchanged
+from fp8bench.worker.switches import SwitchesChanged, restore_switches
 from fp8bench.workloads.model import is_exhausted
 
 # Relative changes of inputs that float64 shows and float32 does not.
@@ -115,7 +115,7 @@ def call(target: str, inputs: CallInputs) -> list[Tensor]:
         )
     before = list(map(digest, tensors))
     try:
-        with silent_step(), unchanged():
+        with silent_step(), restore_switches():
             answer = function(*inputs.places, **inputs.names)
         after = list(map(digest, tensors))  # a device reports here what was wrong with the call
     except (StepPrinted, LeftRunning, SwitchesChanged) as error:

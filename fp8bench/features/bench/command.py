@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 
 from fp8bench.cli.commands.suite import measure_and_tell
-from fp8bench.cli.options import request_of, shared
+from fp8bench.cli.options import add_common, request_of
 from fp8bench.cli.outputs import check_outputs
 from fp8bench.features.bench.job import IMPORTED, check_targets, choose_axes
 from fp8bench.features.bench.values import DTYPES
@@ -44,11 +44,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="what they are called with instead: file.py:function, which is given the device and the seed, or a .pt or "
         ".safetensors file of tensors; default the function `inputs` of a callable's file",
     )
-    shared(parser, "--devices")
+    add_common(parser, "--devices")
     words = f"what the last cache holds when a call begins: {HOT} (default), {COLD} or {ROTATING} (other copies)"
     add("--cache", choices=(HOT, COLD, ROTATING), default=HOT, metavar="STATE", help=words)
     for option in ("--quick", "--budget", "--seed", "--threads", "--store", *_OUTPUTS):
-        shared(parser, option)
+        add_common(parser, option)
 
 
 def run(arguments: argparse.Namespace) -> int:

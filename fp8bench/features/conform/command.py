@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fp8bench import units
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, UsageError, WorkerError
@@ -22,7 +22,6 @@ from fp8bench.plan.make import device_named
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Items, Page, Part, Text, Tone
-from fp8bench.report.panels import together
 from fp8bench.report.words.naming import join_words
 
 _LEGEND = (
@@ -46,12 +45,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Exit codes: 0 all are the same, up to the order of sums; 1 something is not; 2 wrong usage; 3 the device does "
         "none of it."
     )
-    shared(parser, "--dtypes", help="precisions; default all that the device does")
+    add_common(parser, "--dtypes", help="precisions; default all that the device does")
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
-    shared(parser, "--seed", help="for the operands; default 0")
-    shared(parser, "--import", help="as in suite")
-    shared(parser, "--all", "--explain")
-    shared(parser, "--json", help="print all of it as JSON instead of the tables")
+    add_common(parser, "--seed", help="for the operands; default 0")
+    add_common(parser, "--import", help="as in suite")
+    add_common(parser, "--all", "--explain")
+    add_common(parser, "--json", help="print all of it as JSON instead of the tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     values = [{**encode(mode), "conforms": mode.conforms} for mode in modes]
     document = {"device": encode(facts), "conforms": conforms, "modes": values}
     tell(arguments, partial(page_of, facts, modes, arguments.all), lambda: document)
+    # Nothing compared is no proof: that has an exit code of its own.
     if not conforms:
         return EXIT_REGRESSION
     return EXIT_OK if any(mode.compared for mode in modes) else EXIT_FAILED
@@ -74,11 +74,13 @@ def conformity(
     with ProcessWorker(Settings(seed=seed, imports=imports)) as worker:
         facts = device_named(device or "", worker.probe())
         supports = {name: precisions.get(name).support(facts) for name in named or precisions.names()}
+        # 1. What the device does at all.
         able = {name: support for name, support in supports.items() if support.level is not Level.REFUSED}
         if not able:
             reasons = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
             raise UsageError(f"{facts.key} does none of these ({reasons}). Give other --dtypes, or another --device.")
         conformities: list[ModeConformity] = []
+        # 2. One precision after the other, each with time to compile.
         with observer.counting() as tell:
             for name, support in able.items():
                 tell(len(conformities), len(able), "precisions", name)
@@ -87,26 +89,30 @@ def conformity(
                     conformed = worker.within(COMPILE_SECONDS).conform(name, facts)
                 except WorkerError as error:  # other precisions may still work
                     conformed = (Conformity(mode, "all of it", "", why=str(error)),)
+                    # A kernel that failed may have broken the device for this process.
                     worker.restart()
                 conformities.append(ModeConformity(mode, support, conformed))
     return facts, conformities
 
 
-def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], whole: bool = False) -> Page:
+def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], everything: bool = False) -> Page:
     """Shows the verdict, a row for each precision, what differs, and what was not done and why.
 
-    Unless `whole`, differences that conform are only counted, and emulated precisions that conform only named.
+    Unless `everything`, differences that conform are only counted, and emulated precisions that conform only named.
     """
+    # The verdict is about all modes, shown or not.
     good = all(mode.conforms for mode in conformities)
     parts = [Part("verdict", "", (Text(_verdict(conformities), Tone.GOOD if good else Tone.BAD),))]
-    emulated = [mode for mode in conformities if mode.conforms and mode.support.is_emulated and not whole]
+    emulated = [mode for mode in conformities if mode.conforms and mode.support.is_emulated and not everything]
     if rows := [mode for mode in conformities if mode not in emulated]:
         parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
-    if same := [_named(mode) for mode in emulated if mode.compared]:
+    if same := [_describe_mode(mode) for mode in emulated if mode.compared]:
         words = f"emulated here, and torch's kernels give the same: {join_words(same, 20)}"
         parts.append(Part("emulated", "", (Text(words),)))
-    different = [case for mode in conformities for case in mode.found if case.difference not in (None, Difference.NONE)]
-    if shown := [case for case in different if whole or case.difference in _WRONG]:
+    # Only what does not conform is shown unasked: sums in another order are no fault.
+    listed_kinds = [kind for kind in Difference if kind is not Difference.NONE] if everything else _WRONG
+    shown = [case for mode in conformities for case in mode.found if case.difference in listed_kinds]
+    if shown:
         caption = "what is not the same bit by bit"
         parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, shown),)))
     if undone := list(_undone(conformities)):
@@ -117,10 +123,14 @@ def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], whole: b
 
 def _undone(conformities: Sequence[ModeConformity]) -> Iterator[str]:
     """Yields a line for each reason, like 'mxfp4, mxfp8 and nvfp4, 3 casts and products: ...'."""
-    by_reason = together((case.why, case) for mode in conformities for case in mode.found if case.difference is None)
-    for why, members in by_reason.items():
-        modes = join_words(list(dict.fromkeys(member.mode for member in members)), 20)
-        yield f"{modes}, {len({member.what for member in members})} casts and products: {why}"
+    by_reason: dict[str, list[Conformity]] = {}
+    for mode in conformities:
+        for case in mode.found:
+            if case.difference is None:
+                by_reason.setdefault(case.why, []).append(case)
+    for reason, members in by_reason.items():
+        modes = join_words((member.mode for member in members), 20)
+        yield f"{modes}, {len({member.what for member in members})} casts and products: {reason}"
 
 
 def _tone(conforms: bool) -> Tone:
@@ -165,7 +175,7 @@ _DIFFERENCES: tuple[Col[Conformity], ...] = (
 
 def _verdict(conformities: Sequence[ModeConformity]) -> str:
     different = [mode.mode for mode in conformities if not mode.conforms]
-    compared = [_named(mode) for mode in conformities if mode.compared]
+    compared = [_describe_mode(mode) for mode in conformities if mode.compared]
     if different:
         return f"not what the emulation gives: {join_words(different)}"
     if not compared:
@@ -173,6 +183,6 @@ def _verdict(conformities: Sequence[ModeConformity]) -> str:
     return f"{join_words(compared, 20)}: the emulation gives what the kernels give, up to the order of sums"
 
 
-def _named(mode: ModeConformity) -> str:
+def _describe_mode(mode: ModeConformity) -> str:
     """The name, with a word where some of its casts and products could not be compared."""
     return f"{mode.mode} (in part)" if any(case.difference is None for case in mode.found) else mode.mode

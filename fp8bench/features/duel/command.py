@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import request_of, shared
+from fp8bench.cli.options import add_common, request_of
 from fp8bench.cli.outputs import CommandResult, check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION
@@ -58,7 +58,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "repository",
     )
     what = parser.add_argument_group("what to measure, as in suite")
-    shared(what, "--dtypes", "--devices", "--set", "--data", "--import")
+    add_common(what, "--dtypes", "--devices", "--set", "--data", "--import")
     how = parser.add_argument_group("how, as in suite")
     how.add_argument(
         "--sessions",
@@ -66,16 +66,16 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sessions of every case, each with fresh processes; default 4, and 3 are the least for an interval",
     )
-    shared(how, "--quick", help="one session of a few rounds, to see that it runs")
-    shared(how, "--budget", help="time for the whole duel; default about 6 s a case")
-    shared(how, "--rounds", help="exactly so many rounds a session")
-    shared(how, "--seed")
-    shared(how, "--threads", help="CPU threads of torch in each worker; default 1")
-    shared(how, "--case-timeout")
-    shared(how, "--store", help="where duels are kept, below duels/; default .fp8bench")
-    shared(how, "--explain")
-    shared(how, "--json", help="print the duel as JSON, all samples and comparisons, instead of the tables")
-    shared(how, "--md")
+    add_common(how, "--quick", help="one session of a few rounds, to see that it runs")
+    add_common(how, "--budget", help="time for the whole duel; default about 6 s a case")
+    add_common(how, "--rounds", help="exactly so many rounds a session")
+    add_common(how, "--seed")
+    add_common(how, "--threads", help="CPU threads of torch in each worker; default 1")
+    add_common(how, "--case-timeout")
+    add_common(how, "--store", help="where duels are kept, below duels/; default .fp8bench")
+    add_common(how, "--explain")
+    add_common(how, "--json", help="print the duel as JSON, all samples and comparisons, instead of the tables")
+    add_common(how, "--md")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         except DuelCutOff as cut_off:
             tell(argparse.Namespace(), *DuelKind().view(cut_off.duel))
             raise
-        return result.told(arguments)
+        return result.print_result(arguments)
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:

@@ -43,15 +43,20 @@ def start_duel(duel: Duel, store: Path) -> DuelWriter:
     return DuelWriter.started(path, {"schema": SCHEMA, "duel": header})
 
 
-def _sound(result: CaseResult) -> CaseResult:
+def _check_result(result: CaseResult) -> CaseResult:
+    # Both sides must say the same of the case, or their times would be of two things.
     same = result.before.case.id == result.after.case.id
-    whys = ["" if same else "its sides are of different cases", why_unsound(result.before), why_unsound(result.after)]
+    problems = [
+        "" if same else "its sides are of different cases",
+        why_unsound(result.before),
+        why_unsound(result.after),
+    ]
     for session in result.sessions:
         for record, timings in ((result.before, session.before), (result.after, session.after)):
-            whys += [] if timings else ["a session has no times of a side"]
-            whys += [why_unsound(replace(record, timing=timing)) for timing in timings]
-    for why in filter(None, whys):
-        raise Malformed(why)
+            problems += [] if timings else ["a session has no times of a side"]
+            problems += [why_unsound(replace(record, timing=timing)) for timing in timings]
+    for problem in filter(None, problems):
+        raise Malformed(problem)
     return result
 
 
@@ -69,14 +74,16 @@ class DuelKind(Kind[Duel]):
         results: dict[str, CaseResult] = {}
         notes, ends = [], []
 
+        # Lines are taken one by one: a file that was cut off has all but its last.
         def take(content: Content) -> None:
             if "result" in content:
-                result = _sound(decode(CaseResult, content["result"]))
+                result = _check_result(decode(CaseResult, content["result"]))
                 results[result.after.case.id] = result
+            # Sessions come after their result, each as soon as it was measured.
             elif "session" in content:
                 result = results[content["case"]]
-                more = (*result.sessions, decode(Session, content["session"]))
-                results[content["case"]] = _sound(replace(result, sessions=more))
+                sessions = (*result.sessions, decode(Session, content["session"]))
+                results[content["case"]] = _check_result(replace(result, sessions=sessions))
             elif "note" in content:
                 notes.append(decode(str, content["note"]))
             elif "end" in content:
@@ -90,6 +97,7 @@ class DuelKind(Kind[Duel]):
             results=tuple(results.values()),
             notes=tuple(notes),
             troubles=tuple(troubles),
+            # Only its last line says that nothing is missing.
             finished=ends[-1:] == ["finished"],
             path=str(path),
         )
@@ -99,8 +107,7 @@ class DuelKind(Kind[Duel]):
 
         return View(partial(page_of, kept), partial(value_of, kept))
 
-    def report(self, kept: Duel) -> View:
-        return self.view(kept)
+    report = view
 
 
 KINDS = (DuelKind(),)

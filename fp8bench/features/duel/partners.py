@@ -65,29 +65,29 @@ class PartnerWorker(ProcessWorker):
         self.ask(START_SECONDS, "quantisers")
 
     def _environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in super()._environment().items() if name not in _ABOUT_THIS_PYTHON}
-        return {**_CALM, **kept, "PYTHONPATH": os.pathsep.join(self._start.paths)}
+        variables = {name: value for name, value in super()._environment().items() if name not in _ABOUT_THIS_PYTHON}
+        return {**_CALM, **variables, "PYTHONPATH": os.pathsep.join(self._start.paths)}
 
     def _begin(self, process: WorkerProcess) -> None:
         side = self._start.side
         try:
             self.handshake = cast(Handshake, self._exchange(process, START_SECONDS, "greet"))
-            why = refusal(self.handshake, self._start)
+            reason = refusal(self.handshake, self._start)
         except WorkerFault:
-            why = (
+            reason = (
                 f"{side} has a worker that does not greet: its fp8bench is older than duels. This one speaks protocol "
                 f"{PROTOCOL}. Choose a newer revision, or upgrade it."
             )
         except WorkerLost as lost:
             raise WorkerLost(f"{side}: {lost}") from None
-        if not why:
+        if not reason:
             try:
                 super()._begin(process)
             except WorkerFault as fault:  # the user's modules may not import there
-                why = f"{side}: {str(fault).removeprefix('ImportFailed: ')}"
-        if why:
+                reason = f"{side}: {str(fault).removeprefix('ImportFailed: ')}"
+        if reason:
             self.close()
-            raise UsageError(why)
+            raise UsageError(reason)
 
 
 def refusal(handshake: Handshake, start: Start) -> str:
@@ -135,7 +135,8 @@ class SideWorkers:
             plan = make_plan(request, self.devices, corpus, compares=False)
         except UsageError as error:
             raise UsageError(f"side {self.name} ({self.start.python}): {error}") from None
-        self.cases = {planned.case.id: planned for group in plan for planned in group.cases}
+        for group in plan:
+            self.cases |= {planned.case.id: planned for planned in group.cases}
 
     def close(self) -> None:
         with ignored():
@@ -146,7 +147,7 @@ class SideWorkers:
 def refresh(pair: Sequence[SideWorkers], seed: int, number: int) -> None:
     """Starts fresh processes for a session in random order, because a process stays fast or slow until it ends. The
     first session uses those that run."""
-    workers = [worker for side_workers in pair for worker in side_workers.workers]
+    workers = [*pair[0].workers, *pair[1].workers]
     if number:
         for worker in workers:
             worker.restart()

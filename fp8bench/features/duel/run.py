@@ -16,7 +16,7 @@ from pathlib import Path
 from fp8bench.errors import Fp8benchError, StoreError, UsageError, WorkerError
 from fp8bench.features.duel.kind import DuelKind, DuelWriter, start_duel
 from fp8bench.features.duel.partners import PROCESSES, PartnerWorker, SideWorkers, refresh
-from fp8bench.features.duel.sides import SAME, DuelQuestion, opened
+from fp8bench.features.duel.sides import SAME, DuelQuestion, open_sides
 from fp8bench.features.duel.values import (
     AFTER,
     BEFORE,
@@ -122,14 +122,14 @@ class DuelTurns:
             arm.discard = 1 if arm.step_seconds < WARMED_BELOW_SECONDS else 0
 
     def _run(self, orders: Orders[DuelEntry], rule: StoppingRule, start: float) -> str:
-        rounds, why = 0, ""
-        while not why:
+        rounds, ended = 0, ""
+        while not ended:
             for place, entry in enumerate(orders.next(self.entries)):
                 with guarding(entry.arm):
                     entry.arm.run(entry.worker, rounds, place)
             rounds += 1
-            why = rule.ended(rounds, time.monotonic() - start)
-        return why
+            ended = rule.ended(rounds, time.monotonic() - start)
+        return ended
 
 
 @dataclass
@@ -149,16 +149,16 @@ class CaseProgress:
 
     @property
     def result(self) -> CaseResult:
-        before, after = self.before.record(True, self.left_out), self.after.record(False, self.left_out)
-        return CaseResult(before, after, tuple(self.sessions))
+        record_a, record_b = self.before.record(True, self.left_out), self.after.record(False, self.left_out)
+        return CaseResult(record_a, record_b, tuple(self.sessions))
 
 
 def begin_case(case: str, pair: Pair) -> CaseProgress:
-    before, after = (CaseOutcome(side.cases[case]) for side in pair)
-    left_out = _unfit(pair, (before.planned, after.planned))
-    for outcome in (before, after):
+    side_a, side_b = (CaseOutcome(side.cases[case]) for side in pair)
+    left_out = _unfit(pair, (side_a.planned, side_b.planned))
+    for outcome in (side_a, side_b):
         outcome.note(paired=not left_out)
-    return CaseProgress(before, after, left_out)
+    return CaseProgress(side_a, side_b, left_out)
 
 
 def _unfit(pair: Pair, planned: tuple[PlannedCase, PlannedCase]) -> str:
@@ -191,10 +191,9 @@ class CaseRunner:
         """Measures one session of a case, with fewer processes a side if memory does not hold all."""
         seed = random.Random(f"{self.seed}:{number}:{case.before.planned.case.id}").getrandbits(32)
         while True:
-            sides = zip(self.pair, (case.before, case.after), strict=True)
-            entries = [
-                self._entry(side, outcome.planned, place) for side, outcome in sides for place in range(case.processes)
-            ]
+            entries: list[DuelEntry] = []
+            for side, outcome in zip(self.pair, (case.before, case.after), strict=True):
+                entries += [self._entry(side, outcome.planned, place) for place in range(case.processes)]
             turns = DuelTurns(entries, seed)
             failed: ArmFailed | None = None
             session: Session | None = None
@@ -261,6 +260,7 @@ def run_duel(
     question: DuelQuestion, request: Request, store: Path, observer: JobObserver, only: Collection[str] = ()
 ) -> Duel:
     """Measures both sides, and keeps the results. `only` are ids of cases to measure; empty means all."""
+    # 1. What can be refused before code is copied or built.
     if request.ranks is not None:
         raise UsageError(f"a side of a duel is one process, and this would be {request.ranks} ranks on each.")
     resolved = resolve(request, os.environ)
@@ -268,60 +268,66 @@ def run_duel(
     corpus = resolved.corpus(store)
     start = time.monotonic()
     sessions = question.sessions or sessions_of(request)
+    # 2. Both sides with their processes; whatever fails, they end and folders vanish.
     with ExitStack() as stack:
-        *starts, notes = stack.enter_context(opened(question, request.imports))
+        *starts, notes = stack.enter_context(open_sides(question, request.imports))
         sides = []
         for ready in starts:
             settings = Settings(request.threads, request.seed, ready.imports, corpus.path if corpus else None)
             workers = [PartnerWorker(settings, ready) for _ in range(PROCESSES)]
             quantisers = Quantisers(resolved.switches.why_eager)
             sides.append(stack.enter_context(closing(SideWorkers(ready, workers, quantisers))))
+        # 3. Each side says which cases its own code has.
         identity, names = corpus.identity if corpus else None, [suite.name for suite in resolved.suites]
         with observer.counting() as tell:
-            for number, side in enumerate(sides):
+            for number, ready_side in enumerate(sides):
                 tell(number, len(sides), "sides", "starting workers")
-                side.meet(request, names, identity)
-        before, after = sides
-        cases = tuple(name for name in before.cases if name in after.cases)
+                ready_side.meet(request, names, identity)
+        # 4. Only what both have can be compared.
+        side_a, side_b = sides
+        cases = tuple(name for name in side_a.cases if name in side_b.cases)
         if not cases:
             raise NothingInCommon(
-                f"the sides have no case in common: A would measure {next(iter(before.cases))}, and B "
-                f"{next(iter(after.cases))}. Name --devices that both have."
+                f"the sides have no case in common: A would measure {next(iter(side_a.cases))}, and B "
+                f"{next(iter(side_b.cases))}. Name --devices that both have."
             )
-        wanted = tuple(name for name in cases if not only or name in only)
-        if not wanted:
+        selected = tuple(name for name in cases if not only or name in only)
+        if not selected:
             raise UsageError(f"the sides would not measure {next(iter(only))}, which was asked for.")
+        # 5. The head of the duel, and what is not compared.
         begun = Duel(
             secrets.token_hex(4),
             now(),
             command_line(),
             request,
-            _side(before, request),
-            _side(after, request),
-            wanted,
+            _describe_side(side_a, request),
+            _describe_side(side_b, request),
+            selected,
             sessions,
         )
         remarks: list[str] = [*notes]
-        for own, other in ((before, after), (after, before)):
-            if lacking := [name for name in own.cases if name not in other.cases]:
-                remarks.append(f"only side {own.name} has {join_words(lacking, 2)}: not compared")
-        return _measured((before, after), begun, remarks, store, observer, start)
+        for side, opponent in ((side_a, side_b), (side_b, side_a)):
+            if lacking := [name for name in side.cases if name not in opponent.cases]:
+                remarks.append(f"only side {side.name} has {join_words(lacking, 2)}: not compared")
+        return _measure_sessions((side_a, side_b), begun, remarks, store, observer, start)
 
 
-def _measured(pair: Pair, begun: Duel, notes: Sequence[str], store: Path, observer: JobObserver, start: float) -> Duel:
+def _measure_sessions(
+    pair: Pair, begun: Duel, notes: Sequence[str], store: Path, observer: JobObserver, start: float
+) -> Duel:
     writer = start_duel(begun, store)
     begun = replace(begun, path=str(writer.path))
     cases = [begin_case(case, pair) for case in begun.cases]
     try:
         _check_origins(pair)
         if pair[1].start.commit:  # warn early if the sides cannot differ, as far as that is known by now
-            for note in (*(note for note in notes if note == SAME), *_idle(pair)):
+            for note in (*(note for note in notes if note == SAME), *_idle_notes(pair)):
                 observer.note(f"{note}. Ctrl-C ends the duel")
         for note in notes:
             writer.note(note)
         with observer.counting() as tell:
             _sessions(pair, begun, cases, writer, SessionProgress(tell, len(cases) * begun.sessions), start)
-        for note in _idle(pair):
+        for note in _idle_notes(pair):
             writer.note(note)
         writer.finish("finished")
     except KeyboardInterrupt:
@@ -367,9 +373,9 @@ def _sessions(
         starting = (time.monotonic() - began) * (1 if number else 2) * (sessions - 1 - number)
         for place, case in enumerate(cases):
             progress.done = number * len(cases) + place
-            alive, left = case.alive, (sessions - number) * len(cases) - place
+            alive, remaining = case.alive, (sessions - number) * len(cases) - place
             if alive:
-                runner.measure(case, number, _rule(request, share_of(request.budget, start - starting, left)))
+                runner.measure(case, number, _rule(request, share_of(request.budget, start - starting, remaining)))
             if case.alive and number == 0:
                 _check_origins(pair)  # more of the user's code may have been imported by now
                 runner.check_values(case)
@@ -391,35 +397,41 @@ def _rule(request: Request, share: float | None) -> StoppingRule:
     return StoppingRule(least=_LEAST_ROUNDS, budget=_SESSION_SECONDS, ceiling=CEILING_SECONDS)
 
 
-def _side(side: SideWorkers, request: Request) -> DuelSide:
+def _describe_side(side: SideWorkers, request: Request) -> DuelSide:
     """Returns a side with its environment. What its worker says of itself wins over what holds in this process."""
     worker, start = side.workers[0], side.start
     # Digests of imports are computed in this process, and so of this tree's files.
     imports = request.imports if start.imports == request.imports else ()
-    here = gather(worker.software(), str(worker.handshake["fp8bench"]), request.threads, imports, folder=start.tree)
-    environment = Environment({**here.facts, **worker.handshake})
+    environment_here = gather(
+        worker.software(), str(worker.handshake["fp8bench"]), request.threads, imports, folder=start.tree
+    )
+    environment = Environment({**environment_here.facts, **worker.handshake})
     return DuelSide(start.name, start.title, start.python, start.commit, environment, side.devices)
 
 
-def _idle(pair: Pair) -> list[str]:
+def _idle_notes(pair: Pair) -> list[str]:
     tree = pair[1].start.tree
-    alike = tree is not None and not set(pair[1].workers[0].modules_under(tree)) - _shared(pair[0].start.imports)
-    return [IDLE] if alike else []
+    is_idle = tree is not None and not set(pair[1].workers[0].modules_under(tree)) - _shared_modules(
+        pair[0].start.imports
+    )
+    return [IDLE] if is_idle else []
 
 
 def _check_origins(pair: Pair) -> None:
     """Raises UsageError where side A has loaded code of this tree: then it does not run the revision."""
-    before, after = (side.start for side in pair)
-    if before.tree is None or after.tree is None:
+    side_a, side_b = (side.start for side in pair)
+    if side_a.tree is None or side_b.tree is None:
         return
     first = pair[0].workers[0]
-    alien = set(first.modules_under(after.tree)) - set(first.modules_under(before.tree)) - _shared(before.imports)
+    alien = (
+        set(first.modules_under(side_b.tree)) - set(first.modules_under(side_a.tree)) - _shared_modules(side_a.imports)
+    )
     if alien:
         raise UsageError(
-            f"side A has loaded {', '.join(sorted(alien)[:5])} from this tree and not from that of {before.title}: "
+            f"side A has loaded {', '.join(sorted(alien)[:5])} from this tree and not from that of {side_a.title}: "
             "what is installed there wins over PYTHONPATH. Uninstall the package, or install it with `pip install -e`."
         )
 
 
-def _shared(imports: Sequence[str]) -> set[str]:
+def _shared_modules(imports: Sequence[str]) -> set[str]:
     return {user_module(name) for name in imports if name.endswith(".py")}

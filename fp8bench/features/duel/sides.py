@@ -71,10 +71,10 @@ def sweep() -> None:
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
                 try:
-                    left = not is_locked(folder / _LOCK)
+                    is_abandoned = not is_locked(folder / _LOCK)
                 except FileNotFoundError:
-                    left = time.time() - folder.stat().st_mtime > _YOUNG_SECONDS
-                if left:
+                    is_abandoned = time.time() - folder.stat().st_mtime > _YOUNG_SECONDS
+                if is_abandoned:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -170,10 +170,12 @@ def _words(done: subprocess.CompletedProcess[str]) -> str:
 def interpreter(word: str, option: str) -> str:
     """Returns the interpreter for a program's name or path, or the folder of a virtual environment. Links are not
     followed: a virtual environment's Python is a link, and its packages depend on its place."""
-    folder, given = Path(word) / "bin" / "python", f"{option} {word!r:.200}"
+    folder, option_text = Path(word) / "bin" / "python", f"{option} {word!r:.200}"
     program = str(folder) if Path(word).is_dir() and folder.exists() else shutil.which(word)
     if program is None:
-        raise UsageError(f"{given} is no program. Give a Python's name or path, or a virtual environment's folder.")
+        raise UsageError(
+            f"{option_text} is no program. Give a Python's name or path, or a virtual environment's folder."
+        )
     return str(Path(program).absolute())
 
 
@@ -199,56 +201,63 @@ Opened = tuple[Start, Start, tuple[str, ...]]
 
 
 @contextmanager
-def opened(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]:
+def open_sides(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]:
+    # 1. One change at a time.
     if question.against is not None and question.against_self is not None:
         raise UsageError(
             "--against and --against-self would change two things at once, and nobody could say which one did it. "
             "Leave one out."
         )
+    # 2. Interpreters before folders: a wrong one is refused before anything is copied.
     pythons = [
         sys.executable if word is None else interpreter(word, option)
         for option, word in (("--python-a", question.python_a), ("--python-b", question.python_b))
     ]
+    # 3. Both sides import from folders with fp8bench alone: nothing installed beside it comes along.
     with scratch() as folder:
         if question.against is not None or question.against_self is not None:
             with _against(question, pythons, imports, folder) as sides:
                 yield sides
             return
         paths = (str(package_beside(folder / "package", PACKAGE)), *_own_paths(imports))
-        before, after = (
+        side_a, side_b = (
             Start(name, python, paths, "this Python" if python == sys.executable else "another Python", imports)
             for name, python in zip((BEFORE, AFTER), pythons, strict=True)
         )
-        yield before, after, () if any((question.python_a, question.python_b)) else (SAME,)
+        yield side_a, side_b, () if any((question.python_a, question.python_b)) else (SAME,)
 
 
 @contextmanager
 def _against(
     question: DuelQuestion, pythons: Sequence[str], imports: tuple[str, ...], folder: Path
 ) -> Iterator[Opened]:
-    own = question.against is None
-    option, word = ("--against-self", question.against_self) if own else ("--against", question.against)
+    # 1. Which repository: of fp8bench itself, or of the code that is measured.
+    is_fp8bench = question.against is None
+    option, word = ("--against-self", question.against_self) if is_fp8bench else ("--against", question.against)
     assert word is not None
-    repository = repository_of(PACKAGE if own else Path.cwd(), option)
-    if not own and PACKAGE.parent == repository:
+    repository = repository_of(PACKAGE if is_fp8bench else Path.cwd(), option)
+    if not is_fp8bench and PACKAGE.parent == repository:
         raise UsageError("this repository is fp8bench's own, whose code --against leaves as it is. Use --against-self.")
-    if own and PACKAGE.parent != repository:
+    if is_fp8bench and PACKAGE.parent != repository:
         raise UsageError(
             f"{option} wants fp8bench to run from a checkout of its repository, and it runs from {PACKAGE}. Install it "
             "from one with `pip install -e`."
         )
+    # 2. Titles say which commits are compared, and whether this tree has more than its commit.
     commit, checked_out = revision_of(repository, word, option), find_commit("HEAD", repository) or ""
     changed = " with uncommitted changes" if is_dirty(repository) else ""
     title = commit[:8] if commit.startswith(word) else f"{word} ({commit[:8]})"
-    here = f"this tree ({checked_out[:8]}{changed})"
+    this_tree = f"this tree ({checked_out[:8]}{changed})"
     same = commit == checked_out and not changed and pythons[0] == pythons[1]
     notes = (SAME,) if same else ()
     paths = _own_paths(imports)
+    # 3. The old commit in a tree of its own; the checkout stays as it is.
     with worktree(repository, commit, folder, option) as tree:
-        if not own:
+        if not is_fp8bench:
+            # The same fp8bench measures both: only the user's paths move into the old tree.
             package = str(package_beside(folder / "package", PACKAGE))
             resolved = {path: Path(path).resolve() for path in (*_paths_in(repository), *paths)}
-            paths, there = (
+            paths, tree_paths = (
                 list(resolved),
                 list(
                     dict.fromkeys(
@@ -259,8 +268,8 @@ def _against(
             )
             moved, moving = _moved_imports(imports, repository, tree, word)
             yield (
-                Start(BEFORE, pythons[0], (package, *there), title, moved, commit, tree),
-                Start(AFTER, pythons[1], (package, *paths), here, imports, checked_out, repository),
+                Start(BEFORE, pythons[0], (package, *tree_paths), title, moved, commit, tree),
+                Start(AFTER, pythons[1], (package, *paths), this_tree, imports, checked_out, repository),
                 (*moving, *notes),
             )
             return
@@ -268,11 +277,12 @@ def _against(
             raise UsageError(
                 f"{option} {word!r:.200} ({commit[:8]}) has no package {PACKAGE.name}. Choose a newer one."
             )
+        # fp8bench itself differs here, and the user's paths are the same.
         old = (str(package_beside(folder / "before", tree / PACKAGE.name)), *paths)
         new = (str(package_beside(folder / "after", PACKAGE)), *paths)
         yield (
             Start(BEFORE, pythons[0], old, f"{OWN}{title}", imports, commit),
-            Start(AFTER, pythons[1], new, f"fp8bench: {here}", imports, checked_out),
+            Start(AFTER, pythons[1], new, f"fp8bench: {this_tree}", imports, checked_out),
             notes,
         )
 
@@ -280,16 +290,16 @@ def _against(
 def _own_paths(imports: tuple[str, ...]) -> list[str]:
     """Returns folders with the user's code for both sides: the working directory if there are imports, and
     PYTHONPATH. Folders of installed packages belong to this interpreter, and are left out."""
-    here = [str(Path.cwd())] if imports else []
-    given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return list(dict.fromkeys((*here, *(path for path in given if not _INSTALLED & {*Path(path).parts}))))
+    folder = [str(Path.cwd())] if imports else []
+    folders = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return list(dict.fromkeys((*folder, *(path for path in folders if not _INSTALLED & {*Path(path).parts}))))
 
 
 def _paths_in(top: Path) -> list[str]:
-    own, folders = Path(sys.prefix).resolve(), [Path.cwd()]
+    environment, folders = Path(sys.prefix).resolve(), [Path.cwd()]
     for path in map(Path, sys.path):
         inside = path.resolve().is_relative_to(top) and path.is_dir() and not _INSTALLED & {*path.parts}
-        if inside and not (own != top and path.resolve().is_relative_to(own)):
+        if inside and not (environment != top and path.resolve().is_relative_to(environment)):
             folders.append(path.resolve())
     return list(dict.fromkeys(map(str, folders)))
 
@@ -298,9 +308,9 @@ def _moved_imports(imports: tuple[str, ...], top: Path, tree: Path, word: str) -
     moved, notes = [], []
     for name in imports:
         path = Path(name).resolve()
-        other = tree / path.relative_to(top) if name.endswith(".py") and path.is_relative_to(top) else None
-        if other is not None and not other.is_file():
+        moved_path = tree / path.relative_to(top) if name.endswith(".py") and path.is_relative_to(top) else None
+        if moved_path is not None and not moved_path.is_file():
             notes.append(f"{name} is not in {word}: both sides run it as this tree has it, with their own library")
-            other = None
-        moved.append(name if other is None else str(other))
+            moved_path = None
+        moved.append(name if moved_path is None else str(moved_path))
     return tuple(moved), notes

@@ -105,21 +105,28 @@ def judge(
     if not shared:
         return None
     # Whole steps are compared if stretches of a step compensate each other by more than processes differ.
-    whole = 2 * sum(map(_make_up, shared)) >= len(shared)
-    kept = [(session, _logs(session, whole), len(_rounds(session))) for session in shared]
-    logs, of_all_calls = np.concatenate([logs for _, logs, _ in kept], axis=1)
-    is_after = np.concatenate([[False] * len(session.before) + [True] * len(session.after) for session, _, _ in kept])
-    sizes = [(len(session.before), len(session.after)) for session, _, _ in kept]
+    whole_steps = 2 * sum(map(_make_up, shared)) >= len(shared)
+    # 1. Logarithms of the best and of all calls: one row a process.
+    measured = [(session, _logs(session, whole_steps), len(_rounds(session))) for session in shared]
+    logs, of_all_calls = np.concatenate([logs for _, logs, _ in measured], axis=1)
+    is_after = np.concatenate(
+        [[False] * len(session.before) + [True] * len(session.after) for session, _, _ in measured]
+    )
+    sizes = [(len(session.before), len(session.after)) for session, _, _ in measured]
+    # 2. How often would names dealt by chance lie as far apart?
     deals = _Deals(logs, is_after, sizes)
-    rounds = min(rounds for _, _, rounds in kept)
-    before, after = logs[~is_after], logs[is_after]
+    rounds = min(rounds for _, _, rounds in measured)
+    logs_a, logs_b = logs[~is_after], logs[is_after]
     ratio, typical = deals.interval(level), _Deals(of_all_calls, is_after, sizes).interval(level)
+    # 3. With too few processes for an interval, only sides that do not overlap differ.
     resolved = deals.finest <= 1 - level
-    verdict = verdicts.rule(ratio, verdicts.BAND, same) if resolved else _without_interval(before, after)
+    verdict = verdicts.rule(ratio, verdicts.BAND, same) if resolved else _without_interval(logs_a, logs_b)
+    # 4. The mean over all calls must not contradict the fastest calls.
     if rounds < LEAST_ROUNDS or not verdicts.agrees(verdict, ratio, typical):
         verdict = Verdict.UNSURE
-    middle = (_low(before) + _low(after)) / 2
-    apart = math.expm1(max(float(np.ptp(before)), float(np.ptp(after))))
+    # 5. Seconds of both sides around what they have in common.
+    middle = (_fast_mean(logs_a) + _fast_mean(logs_b)) / 2
+    apart = math.expm1(max(float(np.ptp(logs_a)), float(np.ptp(logs_b))))
     return DuelVerdict(
         verdict,
         ratio,
@@ -129,16 +136,17 @@ def judge(
         deals.chance(0.0),
         deals.finest,
         deals.distance,
-        max(1, len(logs) - 1 - len(kept)),
+        max(1, len(logs) - 1 - len(measured)),
         rounds,
-        len(kept),
+        len(measured),
         typical,
         deals.error,
-        whole,
+        whole_steps,
     )
 
 
 def why_unsure(times: DuelVerdict) -> str:
+    # In the order in which a reader can mend it.
     if times.rounds < LEAST_ROUNDS:
         rounds = "1 round a session is" if times.rounds == 1 else f"{times.rounds} rounds a session are"
         return f"{rounds} too few; give it more time (--budget) or rounds"
@@ -156,21 +164,24 @@ def _rounds(session: Session) -> list[int]:
     return verdicts.common_rounds([*session.before, *session.after]) if session.before and session.after else []
 
 
-def _logs(session: Session, whole: bool) -> NDArray[np.float64]:
+def _logs(session: Session, whole_steps: bool) -> NDArray[np.float64]:
     timings, rounds = [*session.before, *session.after], _rounds(session)
     of_all_calls = [float(verdicts.means(timing, rounds).mean()) for timing in timings]
-    return np.log(np.array([_best(timings, rounds, whole), of_all_calls], dtype=np.float64))
+    return np.log(np.array([_best(timings, rounds, whole_steps), of_all_calls], dtype=np.float64))
 
 
-def _best(timings: Sequence[Timing], rounds: Sequence[int], whole: bool) -> list[float]:
-    return [float(stats.best_by_segment(timing).sum()) for timing in verdicts.to_comparable(timings, rounds, whole)]
+def _best(timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool) -> list[float]:
+    return [
+        float(stats.best_by_segment(timing).sum()) for timing in verdicts.to_comparable(timings, rounds, whole_steps)
+    ]
 
 
 def _make_up(session: Session) -> bool:
     rounds = _rounds(session)
     sides = session.before, session.after
-    apart = [max(_apart(_best(side, rounds, whole)) for side in sides) for whole in (False, True)]
-    floor = max(BAND, min(apart))  # stretches that make up for each other widen the first
+    # By stretches and by whole steps: stretches that make up for each other widen the first.
+    by_stretch, by_step = (max(_apart(_best(side, rounds, whole)) for side in sides) for whole in (False, True))
+    floor = max(BAND, min(by_stretch, by_step))
     return verdicts.cells_make_up([*session.before, *session.after], rounds, floor)
 
 
@@ -178,20 +189,21 @@ def _apart(seconds: Sequence[float]) -> float:
     return max(seconds) / min(seconds) - 1
 
 
-def _low(logs: NDArray[np.float64]) -> Any:
+def _fast_mean(logs: NDArray[np.float64]) -> Any:
     """Returns the mean of the lowest three fifths of each row, rounded up in number."""
+    # The slowest processes were disturbed; the fastest one alone may be luck.
     return np.sort(logs)[..., : -(-3 * logs.shape[-1] // 5)].mean(axis=-1)
 
 
-def _without_interval(before: NDArray[np.float64], after: NDArray[np.float64]) -> Verdict:
+def _without_interval(logs_a: NDArray[np.float64], logs_b: NDArray[np.float64]) -> Verdict:
     """Judges where processes are too few for an interval. The nearest processes of different sides must lie further
     apart than any two of one side, and than known noise."""
-    if min(len(before), len(after)) < 2:
+    if min(len(logs_a), len(logs_b)) < 2:
         return Verdict.UNSURE
-    least = max(math.log1p(BELIEVED), float(np.ptp(before)), float(np.ptp(after)))
-    if after.min() - before.max() > least:
+    least = max(math.log1p(BELIEVED), float(np.ptp(logs_a)), float(np.ptp(logs_b)))
+    if logs_b.min() - logs_a.max() > least:
         return Verdict.SLOWER
-    return Verdict.FASTER if before.min() - after.max() > least else Verdict.UNSURE
+    return Verdict.FASTER if logs_a.min() - logs_b.max() > least else Verdict.UNSURE
 
 
 class _Deals:
@@ -202,20 +214,22 @@ class _Deals:
     ) -> None:
         self._logs = logs
         self._is_after = is_after
-        self._sessions = np.split(np.arange(len(logs)), np.cumsum([before + after for before, after in sizes])[:-1])
-        count = math.prod(math.comb(before + after, after) for before, after in sizes)
+        self._sessions = np.split(
+            np.arange(len(logs)), np.cumsum([count_a + count_b for count_a, count_b in sizes])[:-1]
+        )
+        count = math.prod(math.comb(count_a + count_b, count_b) for count_a, count_b in sizes)
         if count <= _MOST_DEALS:
-            choices = (itertools.combinations(range(before + after), after) for before, after in sizes)
-            named = _named(sizes, list(itertools.product(*choices)))
+            choices = (itertools.combinations(range(count_a + count_b), count_b) for count_a, count_b in sizes)
+            named = _mark_after(sizes, list(itertools.product(*choices)))
         else:
             # The true deal and a seeded sample: the same samples always give the same verdict.
             draw = np.random.default_rng(0)
-            deals = [
-                [draw.permutation(before + after)[:after].tolist() for before, after in sizes]
-                for _ in range(_MOST_DEALS - 1)
-            ]
-            named = np.concatenate([[is_after], _named(sizes, deals)])
-        self.finest = 2 / count if all(before == after for before, after in sizes) else 1 / count
+            deals = []
+            for _ in range(_MOST_DEALS - 1):
+                deal = [draw.permutation(count_a + count_b)[:count_b].tolist() for count_a, count_b in sizes]
+                deals.append(deal)
+            named = np.concatenate([[is_after], _mark_after(sizes, deals)])
+        self.finest = 2 / count if all(count_a == count_b for count_a, count_b in sizes) else 1 / count
         self.finest = max(self.finest, 1 / len(named))
         # A deal and its mirror image differ only in sign, and every deal has as many of each name.
         self._after, self._before = (np.nonzero(names)[1].reshape(len(named), -1) for names in (named, ~named))
@@ -235,12 +249,15 @@ class _Deals:
         return Interval(math.exp(shift), math.exp(low), math.exp(high), level)
 
     def chance(self, shift: float) -> float:
-        apart, own = self._apart(shift)
-        return float((np.abs(apart) >= abs(own) - 1e-12).mean())
+        # Sums of the same deal in another order differ in the last bits: the true deal must count.
+        apart, observed = self._apart(shift)
+        return float((np.abs(apart) >= abs(observed) - 1e-12).mean())
 
     def _bound(self, shift: float, outside: float, chance: float) -> float:
+        # Even the farthest shift is as likely: there is no bound.
         if self.chance(shift + outside) > chance:
             return math.copysign(math.inf, outside)
+        # First nearer by halves, then between the last two.
         while self.chance(shift + outside / 2) <= chance and abs(outside) > _NOTHING:
             outside /= 2
         inside = outside / 2
@@ -265,15 +282,16 @@ class _Deals:
         logs = self._logs - shift * self._is_after
         for places in self._sessions:  # the same for every deal: names do not change what was measured
             logs[places] -= np.median(logs[places])
-        before, after = (_low(logs[places]) for places in (self._before, self._after))
-        return after - before, float(_low(logs[self._is_after]) - _low(logs[~self._is_after]))
+        means_a, means_b = (_fast_mean(logs[places]) for places in (self._before, self._after))
+        return means_b - means_a, float(_fast_mean(logs[self._is_after]) - _fast_mean(logs[~self._is_after]))
 
 
-def _named(sizes: Sequence[tuple[int, int]], deals: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.bool_]:
-    ends = list(itertools.accumulate(before + after for before, after in sizes))
+def _mark_after(sizes: Sequence[tuple[int, int]], deals: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.bool_]:
+    ends = list(itertools.accumulate(count_a + count_b for count_a, count_b in sizes))
     rows = np.zeros((len(deals), ends[-1]), dtype=np.bool_)
     for row, deal in zip(rows, deals, strict=True):
-        row[[begin + place for begin, places in zip([0, *ends[:-1]], deal, strict=True) for place in places]] = True
+        for begin, places in zip([0, *ends[:-1]], deal, strict=True):
+            row[np.add(places, begin, dtype=np.intp)] = True
     return rows
 
 
@@ -287,36 +305,34 @@ _DIRECTIONS = {
 }
 
 
-def judged(result: CaseResult) -> DuelVerdict | None:
+def judge_case(result: CaseResult) -> DuelVerdict | None:
     return judge(result.sessions) if result.measured else None
 
 
 def comparisons(duel: Duel) -> tuple[Comparison, ...]:
-    return tuple(comparison for result in duel.results for comparison in compared(result))
+    return tuple(itertools.chain.from_iterable(map(compare_case, duel.results)))
 
 
-def of_means(duel: Duel) -> Iterator[Comparison]:
+def compare_means(duel: Duel) -> Iterator[Comparison]:
     for result in duel.results:
-        times = judged(result)
+        times = judge_case(result)
         if times is not None and times.resolved:
-            way = _DIRECTIONS[rule(times.typical, BAND)]
-            yield replace(_blank(result, MEAN, "s"), direction=way, ratio=times.typical, labels=_labels(result, times))
+            direction = _DIRECTIONS[rule(times.typical, BAND)]
+            yield replace(
+                _blank(result, MEAN, "s"), direction=direction, ratio=times.typical, labels=_labels(result, times)
+            )
 
 
-def compared(result: CaseResult) -> Iterator[Comparison]:
+def compare_case(result: CaseResult) -> Iterator[Comparison]:
     yield _time(result)
-    names = dict.fromkeys(
-        measurement.metric
-        for record in (result.before, result.after)
-        for measurement in record.measurements
-        if spec_of(measurement.metric).better is Better.LOWER
-    )
-    for name in names:
-        yield _value(result, name)
+    measurements = (*result.before.measurements, *result.after.measurements)
+    for name in dict.fromkeys(measurement.metric for measurement in measurements):
+        if spec_of(name).better is Better.LOWER:
+            yield _value(result, name)
 
 
 def _time(result: CaseResult) -> Comparison:
-    times = judged(result)
+    times = judge_case(result)
     blank = _blank(result, TIME, "s")
     if times is None:
         return replace(blank, why=_why_none(result))
@@ -324,10 +340,10 @@ def _time(result: CaseResult) -> Comparison:
     old, new = result.before.support.level, result.after.support.level
     if old is not new:
         return replace(blank, why=f"{old} on side {BEFORE} and {new} on side {AFTER}: not the same work")
-    why = why_unsure(times) if times.verdict is Verdict.UNSURE else ""
-    way = _DIRECTIONS[times.verdict]
+    reason = why_unsure(times) if times.verdict is Verdict.UNSURE else ""
+    direction = _DIRECTIONS[times.verdict]
     noise = Noise(times.error, times.freedom) if times.can_judge else None
-    return replace(blank, direction=way, ratio=times.ratio, p_value=p_value(times), why=why, noise=noise)
+    return replace(blank, direction=direction, ratio=times.ratio, p_value=p_value(times), why=reason, noise=noise)
 
 
 def p_value(times: DuelVerdict) -> float | None:
@@ -341,22 +357,26 @@ def p_value(times: DuelVerdict) -> float | None:
 
 
 def _labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
-    processes = [(result.before, timing) for session in result.sessions for timing in session.before]
-    processes += [(result.after, timing) for session in result.sessions for timing in session.after]
+    processes = [
+        (record, timing)
+        for session in result.sessions
+        for record, timings in ((result.before, session.before), (result.after, session.after))
+        for timing in timings
+    ]
     labels: list[Label] = []
     for record, timing in processes:
         finding = Finding(record.case, times.verdict, phases=best_phases(timing))
         labels += [entry.label for entry in labels_of(replace(record, timing=timing), finding, None, None)]
-    wanted = {label for label in labels if labels.count(label) >= len(processes) / 2} - _OF_A_SUITE
+    frequent = {label for label in labels if labels.count(label) >= len(processes) / 2} - _OF_A_SUITE
     if times.uneven:
-        wanted.add(Label.UNEVEN)
+        frequent.add(Label.UNEVEN)
     if times.whole:
-        wanted.add(Label.WHOLE_STEPS)
+        frequent.add(Label.WHOLE_STEPS)
     places = [place_effect([*session.before, *session.after]) for session in result.sessions]
     beyond = [place for place in places if place is not None and abs(place.ratio.point - 1) > max(BAND, times.apart)]
     if 2 * len(beyond) >= len(places):
-        wanted.add(Label.POSITION)
-    return tuple(label for label in Label if label in wanted)
+        frequent.add(Label.POSITION)
+    return tuple(label for label in Label if label in frequent)
 
 
 def _why_none(result: CaseResult) -> str:
@@ -368,15 +388,17 @@ def _why_none(result: CaseResult) -> str:
 
 def _value(result: CaseResult, metric: str) -> Comparison:
     both = [record.measurement(metric) for record in (result.before, result.after)]
-    unit, *others = dict.fromkeys(measured.unit for measured in both if measured is not None)
-    if others:
-        return replace(_blank(result, metric, unit), why=f"its unit was {unit or 'none'} and is {others[0] or 'none'}")
+    unit, *other_units = dict.fromkeys(measured.unit for measured in both if measured is not None)
+    if other_units:
+        return replace(
+            _blank(result, metric, unit), why=f"its unit was {unit or 'none'} and is {other_units[0] or 'none'}"
+        )
     samples = [measured.samples if measured is not None else () for measured in both]
-    before, after = (statistics.median(values) if values else None for values in samples)
-    blank = replace(_blank(result, metric, unit), before=before, after=after)
-    if before is None or after is None:
-        why = _why_none(result) if result.failed else f"only side {AFTER if before is None else BEFORE} has it"
-        return replace(blank, why=why)
+    value_a, value_b = (statistics.median(values) if values else None for values in samples)
+    blank = replace(_blank(result, metric, unit), before=value_a, after=value_b)
+    if value_a is None or value_b is None:
+        reason = _why_none(result) if result.failed else f"only side {AFTER if value_a is None else BEFORE} has it"
+        return replace(blank, why=reason)
     return replace(blank, **compare_exact_values(*samples)._asdict())
 
 

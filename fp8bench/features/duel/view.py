@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from fp8bench import units
 from fp8bench.analysis.verdicts import BAND, FINAL_LEVEL, SAME
 from fp8bench.features.duel.values import CaseResult, Duel
-from fp8bench.features.duel.verdicts import BELIEVED, compared, judged
+from fp8bench.features.duel.verdicts import BELIEVED, compare_case, judge_case
 from fp8bench.features.duel.verdicts import comparisons as comparisons_of
 from fp8bench.model import Comparison, Direction, Status
 from fp8bench.model.codec import SCHEMA, encode
@@ -42,7 +42,9 @@ _Figure = tuple[CaseResult, Comparison]
 
 
 def page_of(duel: Duel) -> Page:
-    figures = [(result, comparison) for result in duel.results for comparison in compared(result)]
+    figures: list[_Figure] = []
+    for result in duel.results:
+        figures += [(result, comparison) for comparison in compare_case(result)]
     times = [figure for figure in figures if figure[1].metric == TIME]
     shown: Element = table("times", "", _TIMES, times) if times else Text("Nothing was measured.")
     parts = [Part("times", "", (shown,)), Part("values", "", tuple(_values(figures)))]
@@ -51,8 +53,8 @@ def page_of(duel: Duel) -> Page:
     title = f"duel {duel.request.suite}: B against A, {many(duel.sessions, 'session')} of two processes a side"
     facts = []
     for side in (duel.before, duel.after):  # 'v1 (3fa9c2d1), Python 3.11.7, torch 2.13.0, /usr/bin/python'
-        known = side.environment.facts
-        software = f"Python {known.get('python')}, torch {known.get('torch')}, fp8bench {known.get('fp8bench')}"
+        found = side.environment.facts
+        software = f"Python {found.get('python')}, torch {found.get('torch')}, fp8bench {found.get('fp8bench')}"
         facts.append((side.name, f"{side.title}, {software}, {side.python}"))
     return Page(title, "", (*parts, Part("summary", "", tuple(_ending(duel)))), legend if times else (), tuple(facts))
 
@@ -63,8 +65,8 @@ def _setting(figure: _Figure) -> str:
 
 
 def _name(figure: _Figure) -> str:
-    after = figure[0].after
-    return f"{after.case.mode} (emulated)" if after.support.is_emulated else after.case.mode
+    record = figure[0].after
+    return f"{record.case.mode} (emulated)" if record.support.is_emulated else record.case.mode
 
 
 def _tone(figure: _Figure) -> Tone:
@@ -74,6 +76,7 @@ def _tone(figure: _Figure) -> Tone:
 def _verdict(figure: _Figure) -> Field:
     result, comparison = figure
     statuses = (result.before.status, result.after.status)
+    # A side without a number leaves nothing to compare.
     if Status.FAILED in statuses:
         return Field("FAILED", tone=Tone.BAD)
     word = "skipped" if Status.SKIPPED in statuses else direction(comparison)
@@ -81,8 +84,8 @@ def _verdict(figure: _Figure) -> Field:
 
 
 def _apart(figure: _Figure) -> str:
-    known = judged(figure[0])
-    return units.percent(known.apart) if known is not None else units.NONE
+    verdict = judge_case(figure[0])
+    return units.percent(verdict.apart) if verdict is not None else units.NONE
 
 
 _SIDES: tuple[Col[_Figure], ...] = (
@@ -108,6 +111,7 @@ _VALUES: tuple[Col[_Figure], ...] = (
 
 def _values(figures: Sequence[_Figure]) -> Iterator[Element]:
     values = [figure for figure in figures if figure[1].metric != TIME]
+    # Hundreds of equal values would hide the few that differ: those are only counted.
     apart = [figure for figure in values if figure[1].direction is not Direction.SAME and figure[1].ratio is not None]
     if values:
         title = f"values (errors, memory): {count_directions(comparison for _, comparison in values)}"
@@ -120,21 +124,18 @@ def _notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
         for _, comparison in figures
         if comparison.why
     ]
-    reasons += [
-        (record.detail, record.case.id)
-        for result in duel.results
-        for record in (result.before, result.after)
-        if record.is_ok and record.detail
-    ]
-    return [f"{join_words(about, 3)}: {why}" for why, about in together(reasons).items()]
+    records = [record for result in duel.results for record in (result.before, result.after)]
+    # What a record says of itself is told even where its figures agree.
+    reasons += [(record.detail, record.case.id) for record in records if record.is_ok and record.detail]
+    return [f"{join_words(about, 3)}: {reason}" for reason, about in together(reasons).items()]
 
 
 def _ending(duel: Duel) -> Iterator[Text]:
     yield from (Text(f"note: {note}") for note in duel.notes)
     yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in duel.troubles)
-    missing = len(duel.cases) - len(duel.results)
-    if missing:
+    if missing := len(duel.cases) - len(duel.results):
         yield Text(f"{missing} of {len(duel.cases)} cases were not measured")
+    # Fewer sessions make wider intervals, which a reader should not take for noise.
     short = sum(0 < len(result.sessions) < duel.sessions and not result.failed for result in duel.results)
     if short:
         yield Text(f"{short} of {len(duel.cases)} cases have fewer sessions than were planned")

@@ -39,57 +39,59 @@ class Collected:
 
 def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Collected:
     """Copies the runs of a plan's cells, or all runs if it is None, out of stores, which are only read."""
-    made, stores = Collected(), dict[Path, None]()
+    collected, stores = Collected(), dict[Path, None]()
     for folder in folders:
         try:
             stores[find_store(folder, out).resolve()] = None
         except StoreError as error:  # the other stores can be read all the same
-            made.failed.append(str(error))
+            collected.failed.append(str(error))
     with keeping(f"the store {out}", "Choose another --store DIR."):
         make_store(out)
         with locked(out):
             if plan is not None:
                 keep_plan(plan, out)
-            known = {id_of(path): path for path in listing(out).everything}
+            targets = {id_of(path): path for path in listing(out).everything}
             for store in stores:
-                _collect_store(store, plan, out, known, made)
-            here = listing(out)
-            made.failed += [f"{note}." for note in here.notes(here.refused)]
-    return made
+                _collect_store(store, plan, out, targets, collected)
+            files = listing(out)
+            collected.failed += [f"{note}." for note in files.notes(files.refused)]
+    return collected
 
 
-def _collect_store(store: Path, plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Collected) -> None:
-    there = listing(store)
-    made.failed += [f"{note}." for note in there.notes(there.refused)]
-    made.left[_COPIES] += len(there.copies)
-    made.failed += list(_foreign_files(store, set(there.everything)))
-    if not there.everything:
-        made.failed.append(f"{store} has no runs: nothing came of the machine that it belongs to.")
-    made.failed += take_each(there, partial(_take, plan, out, known, made))
+def _collect_store(
+    store: Path, plan: FleetPlan | None, out: Path, targets: dict[str, Path], collected: Collected
+) -> None:
+    files = listing(store)
+    collected.failed += [f"{note}." for note in files.notes(files.refused)]
+    collected.left[_COPIES] += len(files.copies)
+    collected.failed += list(_foreign_files(store, set(files.everything)))
+    if not files.everything:
+        collected.failed.append(f"{store} has no runs: nothing came of the machine that it belongs to.")
+    collected.failed += take_each(files, partial(_take, plan, out, targets, collected))
 
 
 def _foreign_files(store: Path, runs: set[Path]) -> Iterator[str]:
     for path in sorted((store / "runs").rglob("*")):
         if path not in runs and path.is_file():
             begun = path.name.endswith(PARTIAL)
-            what = "is what a run left that never began" if begun else "is no run file, or lies where none does"
-            yield f"{path} {what}. It was not taken."
+            description = "is what a run left that never began" if begun else "is no run file, or lies where none does"
+            yield f"{path} {description}. It was not taken."
 
 
-def _take(plan: FleetPlan | None, out: Path, known: dict[str, Path], made: Collected, path: Path) -> None:
+def _take(plan: FleetPlan | None, out: Path, targets: dict[str, Path], collected: Collected, path: Path) -> None:
     running, content, run = is_locked(path), read_file(path), load_run(path)
     if not run.started:
         raise StoreError(f"{path} was not taken: {run.troubles[0]}, and so is which machine it is of.")
     if plan is not None and number_of(plan, run.cell) is None:
-        made.left[_OTHERS] += 1
+        collected.left[_OTHERS] += 1
         return
     if running:
-        made.left[_RUNNING] += 1
+        collected.left[_RUNNING] += 1
         return
-    target = known.get(run.id) or out / "runs" / collected_folder(run) / path.name
+    target = targets.get(run.id) or out / "runs" / collected_folder(run) / path.name
     came = take(path, content, target)
-    known[run.id] = target
+    targets[run.id] = target
     if came is CopyOutcome.SAME:
-        made.same += 1
+        collected.same += 1
     else:
-        made.taken[folder_name(run)] += 1
+        collected.taken[folder_name(run)] += 1

@@ -9,12 +9,12 @@ from functools import partial
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
-from fp8bench.cli.options import shared, subcommands
+from fp8bench.cli.options import add_common, subcommands
 from fp8bench.cli.outputs import check_outputs, tell, write_outputs
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.features.fleet import view
-from fp8bench.features.fleet.engines import ENGINES, Order, crew, start, work
+from fp8bench.features.fleet.engines import ENGINES, Order, run_crew, start, work
 from fp8bench.features.fleet.report import fleet_report
 from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
@@ -28,20 +28,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     codes = "Exit codes: 0 every cell is done and no case failed, 2 wrong usage, 3 otherwise, 130 interrupted."
 
     def command(name: str, words: str, codes: str = codes) -> argparse.ArgumentParser:
-        made = bare(name, words, codes)
-        made.add_argument(
+        subparser = bare(name, words, codes)
+        subparser.add_argument(
             "plan",
             type=types.path,
             metavar="PLAN",
             help="a file that fp8bench suite NAME --dry-run --write-plan FILE wrote",
         )
-        shared(
-            made,
+        add_common(
+            subparser,
             "--store",
             help="the folder for the runs of its cells, shared by all machines or one for each; default "
             f"{DEFAULT_STORE}",
         )
-        return made
+        return subparser
 
     work = command("work", "measure the cells that wait, one after the other, until none does")
     work.add_argument(
@@ -58,13 +58,13 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="only this cell, counted from 0; default all that wait",
     )
     work.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
-    shared(work, "--explain")
-    given = codes.replace("0 every", "0 handed over, or with --wait every")
-    handed = command("submit", "start workers in Slurm or in a Ray cluster", given)
+    add_common(work, "--explain")
+    submit_codes = codes.replace("0 every", "0 handed over, or with --wait every")
+    handed = command("submit", "start workers in Slurm or in a Ray cluster", submit_codes)
     _add_submit(handed)
     status = command("status", "which cells are done, running, failed (and why) or waiting")
-    shared(status, "--explain")
-    shared(status, "--json", help="print the states as JSON instead")
+    add_common(status, "--explain")
+    add_common(status, "--json", help="print the states as JSON instead")
     _add_report(bare)
     taken = bare(
         "collect",
@@ -75,7 +75,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     taken.add_argument(
         "folders", nargs="+", type=types.path, metavar="DIR", help="a store, or a folder with .fp8bench in it"
     )
-    shared(taken, "--store", help=f"where the copies go; what is there already stays; default {DEFAULT_STORE}")
+    add_common(taken, "--store", help=f"where the copies go; what is there already stays; default {DEFAULT_STORE}")
 
 
 def _add_submit(handed: argparse.ArgumentParser) -> None:
@@ -103,7 +103,7 @@ def _add_submit(handed: argparse.ArgumentParser) -> None:
         "options of sbatch, like partition=gpu or gres=gpu:1; exclusive, which is the default, may be 'no'",
     )
     handed.add_argument("--wait", action="store_true", help="return when all workers have ended; Ctrl-C then ends them")
-    shared(handed, "--explain")
+    add_common(handed, "--explain")
 
 
 def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
@@ -115,7 +115,7 @@ def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="PLAN|STORE",
         help="a plan, whose runs are in --store; or a store, such as the one that fleet collect made",
     )
-    shared(report, "--store", help=f"where the runs of the plan's cells are; default {DEFAULT_STORE}")
+    add_common(report, "--store", help=f"where the runs of the plan's cells are; default {DEFAULT_STORE}")
     report.add_argument(
         "--machines",
         type=types.words,
@@ -123,11 +123,13 @@ def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="NAMES",
         help="machines that you expect, as A,B,C; the report names those that sent nothing",
     )
-    shared(report, "--explain")
-    shared(report, "--json", help="print everything as JSON instead")
-    shared(report, "--csv", help="also write a row for each case on each machine to this file; '-' prints them instead")
-    shared(report, "--html", help="also write a page for a browser to this file")
-    shared(report, "--md")
+    add_common(report, "--explain")
+    add_common(report, "--json", help="print everything as JSON instead")
+    add_common(
+        report, "--csv", help="also write a row for each case on each machine to this file; '-' prints them instead"
+    )
+    add_common(report, "--html", help="also write a page for a browser to this file")
+    add_common(report, "--md")
 
 
 def option(text: str) -> tuple[str, str]:
@@ -156,10 +158,11 @@ def _status(plan: FleetPlan, arguments: argparse.Namespace) -> int:
 
 def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     file, store, only = arguments.plan.resolve(), arguments.store, arguments.cell
+    # 1. Several workers are processes, each of which comes back here alone.
     if arguments.workers > 1:
         if only is not None:
             raise UsageError("--cell is for one worker. Leave --workers out.")
-        crew(Order(plan, file, store, arguments.workers, arguments.retry))
+        run_crew(Order(plan, file, store, arguments.workers, arguments.retry))
         return _status(plan, arguments)
     if only is not None:
         check_cell(plan, only)
@@ -167,15 +170,17 @@ def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     def begins(state: CellState) -> None:
         complain(f"cell {plan.name_of(state.number)} begins: {state.cell.setting}")
 
-    done, left = work(plan, file, store, arguments.retry, begins, only)
+    # 2. Measure what nobody else has begun.
+    done, refused = work(plan, file, store, arguments.retry, begins, only)
+    # 3. Say what failed, was damaged or was refused; the counts come last, where they are read.
     states = states_of(plan, store)
     for state in states:
         if state.number in done and state.why:
             complain(f"cell {state.number} {state.status}: {state.why}")
         for sentence in state.damage:
             complain(f"cell {state.number} is damaged: {sentence}")
-        if state.number in left and should_run(state, arguments.retry):
-            complain(left[state.number])
+        if state.number in refused and should_run(state, arguments.retry):
+            complain(refused[state.number])
     complain(f"plan {plan.id}: {len(done)} of {len(states)} cells begun here; {view.describe_counts(states)}")
     return _code(states if only is None else states[only : only + 1])
 
@@ -184,11 +189,11 @@ def _submit(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     options, store = dict(arguments.option), arguments.store
     order = Order(plan, arguments.plan, store, arguments.workers, arguments.retry, arguments.wait, options)
 
-    def started(jobs: Sequence[str]) -> None:
+    def report_jobs(jobs: Sequence[str]) -> None:
         complain(f"jobs {', '.join(jobs)} on {arguments.on}; their output is in {order.logs}")
         complain(f"See their states: fp8bench fleet status {arguments.plan} --store {store}")
 
-    for trouble in start(arguments.on, order, started):
+    for trouble in start(arguments.on, order, report_jobs):
         complain(trouble)
     return _status(plan, arguments) if arguments.wait else EXIT_OK
 
@@ -201,15 +206,15 @@ def _collect(arguments: argparse.Namespace) -> int:
     from fp8bench.features.fleet.collect import collect  # heavy
 
     out = arguments.store
-    made = collect(read_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out)
-    for sentence in made.failed:
+    collected = collect(read_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out)
+    for sentence in collected.failed:
         complain(sentence)
-    taken = ", ".join(f"{count} of {name}" for name, count in sorted(made.taken.items()))
-    lines = [f"taken: {taken or 'nothing new'}", f"here before: {made.same}"]
-    lines += [f"left out: {count} {why}" for why, count in sorted((+made.left).items())]
-    lines += [f"refused: {len(made.failed)}"] if made.failed else []
+    taken = ", ".join(f"{count} of {name}" for name, count in sorted(collected.taken.items()))
+    lines = [f"taken: {taken or 'nothing new'}", f"here before: {collected.same}"]
+    lines += [f"left out: {count} {reason}" for reason, count in sorted((+collected.left).items())]
+    lines += [f"refused: {len(collected.failed)}"] if collected.failed else []
     say("\n".join([*lines, f"in {out}", ""]))
-    return EXIT_FAILED if made.failed else EXIT_OK
+    return EXIT_FAILED if collected.failed else EXIT_OK
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def tied(
+def start_child(
     words: Sequence[str],
     output: IO[bytes] | None = None,
     environment: Mapping[str, str] | None = None,
@@ -81,24 +81,24 @@ def work(
 
     check_store(store)
     done: dict[int, int] = {}
-    left: dict[int, str] = {}
-    whole: set[int] = set()
-    while (state := _next(plan, store, retry, {*done, *left}, only, whole)) is not None:
+    refused: dict[int, str] = {}
+    complete: set[int] = set()
+    while (state := _next(plan, store, retry, {*done, *refused}, only, complete)) is not None:
         try:
             with exclusively(folder_of(plan, state.number, store) / _CLAIM, f"cell {plan.name_of(state.number)}"):
                 began(state)
                 done[state.number] = _measure(plan, file, state.number, store)
         except (UsageError, StoreError) as error:
-            left[state.number] = str(error)  # usually another worker was faster; or its folder cannot be written
-    return done, left
+            refused[state.number] = str(error)  # usually another worker was faster; or its folder cannot be written
+    return done, refused
 
 
 def _next(
-    plan: FleetPlan, store: Path, retry: bool, tried: Collection[int], only: int | None, whole: set[int]
+    plan: FleetPlan, store: Path, retry: bool, tried: Collection[int], only: int | None, complete: set[int]
 ) -> CellState | None:
-    """Returns the next cell. `whole` remembers cells that are done, because reading all their runs again takes long."""
-    states = states_of(plan, store, whole)
-    whole.update(state.number for state in states if state.status is CellStatus.DONE)
+    """Returns the next cell. `complete` remembers cells that are done: reading all their runs again takes long."""
+    states = states_of(plan, store, complete)
+    complete.update(state.number for state in states if state.status is CellStatus.DONE)
     waiting = (state for state in states if should_run(state, retry) and state.number not in tried)
     return next((state for state in waiting if only is None or state.number == only), None)
 
@@ -113,7 +113,7 @@ def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
     # Sentences folded to a terminal's width would be cut where they are quoted.
     unfolded = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     with keeping(folder / OUTPUT, "Move it away."), open_file(folder / OUTPUT, "ab", most=None) as output:
-        code = exit_code(tied(words, output, unfolded))
+        code = exit_code(start_child(words, output, unfolded))
     add_attempt(
         plan, number, store, Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - begin, code)
     )
@@ -144,11 +144,11 @@ class Order:
         return [*words, "--retry"] if self.retry else words
 
 
-def crew(order: Order) -> None:
+def run_crew(order: Order) -> None:
     """Runs workers on this machine until all have ended; they end if this process is interrupted. Raises StoreError
     where nothing can be kept in the store."""
     check_store(order.store)
-    exit_code(*(tied(order.words) for _ in range(order.workers or 1)))
+    exit_code(*(start_child(order.words) for _ in range(order.workers or 1)))
 
 
 # Reports the names of the jobs that an engine started.
@@ -171,6 +171,7 @@ _PAUSE_SECONDS = 1.0
 
 
 def _run_in_slurm(order: Order, started: Started) -> Sequence[str]:
+    # 1. Both refusals come before any job: half a crew would be worse than none.
     try:
         import submitit
     except ImportError:
@@ -181,19 +182,22 @@ def _run_in_slurm(order: Order, started: Started) -> Sequence[str]:
         executor = submitit.SlurmExecutor(folder=order.logs)
     except RuntimeError as error:
         raise UsageError(f"there is no Slurm here ({error}). Start it where sbatch is, or use fleet work.") from None
+    # 2. "no" takes back a default, such as exclusive.
     options = {**_SBATCH, **{name.replace("_", "-"): value or True for name, value in order.options.items()}}
-    given = {name: value for name, value in options.items() if value != "no"}
-    executor.update_parameters(time=_MINUTES, additional_parameters=given)
+    parameters = {name: value for name, value in options.items() if value != "no"}
+    executor.update_parameters(time=_MINUTES, additional_parameters=parameters)
     try:
         jobs = [executor.submit(run_worker, order.words) for _ in range(order.workers or 1)]
     except submitit.core.utils.FailedJobError as error:
         reason = str(error).strip().rstrip(".")
         raise UsageError(f"slurm took no job: {reason:.500}. --option NAME=VALUE sets its options.") from None
+    # 3. The jobs' names are known before waiting, so that whoever interrupts can end them by hand.
     names = [str(job.job_id) for job in jobs]
     started(names)
     try:
         while order.stays and _is_queued(names):
             time.sleep(_PAUSE_SECONDS)
+    # Jobs outlive this process: an interrupt must cancel them, and wait until they are gone.
     except BaseException:
         for job in jobs:
             job.cancel()
@@ -219,6 +223,7 @@ _CONNECT_SECONDS = 10.0
 
 def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
     """Hands cells to nodes that offer their kind of device as a resource, one at a time; none is tried twice."""
+    # 1. What can be refused without a cluster.
     plan = order.plan
     if not order.stays:
         raise UsageError("Ray ends its tasks with the process that gave them. Add --wait.")
@@ -227,8 +232,10 @@ def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
     waiting = [state.number for state in states_of(plan, order.store) if should_run(state, order.retry)]
     if any(not plan.cells[number].kind for number in waiting):
         raise UsageError(f"the plan {plan.id} does not say what devices it is for: write it again with this version.")
-    ray: Any = _connected_ray(order, sorted({plan.cells[number].kind for number in waiting})) if waiting else None
+    # 2. A connection, unless nothing is left to do.
+    ray: Any = _connect_ray(order, sorted({plan.cells[number].kind for number in waiting})) if waiting else None
     started([plan.name_of(number) for number in waiting])
+    # 3. One cell a device at a time: two would measure each other.
     running: dict[Any, int] = {}
     troubles = []
     most = order.workers or len(waiting)
@@ -243,6 +250,7 @@ def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
                     ray.get(task)
                 except ray.exceptions.RayError as error:
                     troubles.append(f"cell {number}: {type(error).__name__}: {str(error).strip():.300}")
+    # Unlike Slurm's, tasks die with us, but not before they have put down their runs.
     except BaseException:
         for task in running:
             ray.cancel(task)
@@ -254,7 +262,7 @@ def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
     return troubles
 
 
-def _connected_ray(order: Order, kinds: Sequence[str]) -> Any:
+def _connect_ray(order: Order, kinds: Sequence[str]) -> Any:
     """Returns the module, connected to a cluster with a node for every kind of device."""
     try:
         ray: Any = importlib.import_module("ray")
@@ -314,7 +322,7 @@ def _start_task(ray: Any, order: Order, number: int) -> Any:
 
 def run_worker(words: list[str]) -> int:
     """Runs in a process of submitit's: returns the exit code of a worker, which ends with this process."""
-    return exit_code(tied(words))
+    return exit_code(start_child(words))
 
 
 def run_on_node(words: list[str], log: str, folder: str, threads: str | None) -> int:
@@ -323,7 +331,7 @@ def run_on_node(words: list[str], log: str, folder: str, threads: str | None) ->
     if threads is not None:
         environment[_THREADS] = threads
     with open_file(Path(log), "ab", most=None) as output:
-        return exit_code(tied(words, output, environment, Path(folder) if Path(folder).is_dir() else None))
+        return exit_code(start_child(words, output, environment, Path(folder) if Path(folder).is_dir() else None))
 
 
 ENGINES: Mapping[str, Callable[[Order, Started], Sequence[str]]] = {"ray": _run_on_ray, "slurm": _run_in_slurm}

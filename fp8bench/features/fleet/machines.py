@@ -157,12 +157,14 @@ class MachineRun:
 
 
 def summarize_run(run: Run) -> MachineRun:
+    # A setting is whole if every case of it was measured, whatever came of it.
     measured = {record.case.id for record in run.records}
-    whole: list[str] = []
+    complete: list[str] = []
     cut: list[str] = []
     for group in run.plan:
         is_whole = all(planned.case.id in measured for planned in group.cases)
-        (whole if is_whole else cut).append(group.setting)
+        (complete if is_whole else cut).append(group.setting)
+    # The median call alone is kept: memory may not hold the runs of a fleet.
     times: dict[str, float] = {}
     failed: dict[str, str] = {}
     for record in run.records:
@@ -175,7 +177,7 @@ def summarize_run(run: Run) -> MachineRun:
         machine=str(run.environment.get("machine") or "unknown"),
         hardware=tuple(_hardware(run)),
         software=tuple(_software(run)),
-        whole=tuple(whole),
+        whole=tuple(complete),
         cut=tuple(cut),
         times=times,
         failed=failed,

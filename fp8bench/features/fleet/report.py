@@ -83,6 +83,7 @@ def _read(store: Path, belongs: Callable[[Run], bool]) -> _Reading:
     finished: list[tuple[MachineRun, Path, int | None]] = []
     for path in files.files:
         try:
+            # Headers are read first: a store may have thousands of runs of others.
             if not belongs(load_head(path)):
                 reading.skipped[_NO_CELL] += 1
                 continue
@@ -94,6 +95,7 @@ def _read(store: Path, belongs: Callable[[Run], bool]) -> _Reading:
             reading.doubts.append(f"{path} could not be read ({error.strerror})")
             continue
         reading.doubts += [f"{path}: {trouble}" for trouble in run.troubles]
+        # A run that grows while it is read would be compared by half.
         if is_running:
             reading.skipped[_RUNNING] += 1
         else:
@@ -198,26 +200,29 @@ def _group_by_kind(runs: Sequence[MachineRun]) -> dict[tuple[Fields, Fields], li
 
 def _median_times(runs: Sequence[MachineRun]) -> dict[str, dict[str, float]]:
     """Returns each machine's median seconds, by case and machine."""
-    samples: dict[str, dict[str, list[float]]] = {}
+    samples: dict[tuple[str, str], list[float]] = {}
     for run in runs:
         for case, seconds in run.times.items():
-            samples.setdefault(case, {}).setdefault(run.machine, []).append(seconds)
-    return {case: {name: median(values) for name, values in machines.items()} for case, machines in samples.items()}
+            samples.setdefault((case, run.machine), []).append(seconds)
+    medians: dict[str, dict[str, float]] = {}
+    for (case, machine), values in samples.items():
+        medians.setdefault(case, {})[machine] = median(values)
+    return medians
 
 
 def _summarize_machines(runs: Sequence[MachineRun], kinds: Sequence[MachineKind]) -> Iterator[Machine]:
     for name, members in sorted(_group_by_machine(runs).items()):
         own_kinds = [kind for kind in kinds if name in kind.machines]
         deviations = [kind.deviations[name] for kind in own_kinds if name in kind.deviations]
-        whole, failed = set[str](), set[str]()
+        complete, failed = set[str](), set[str]()
         for run in members:
-            whole |= set(run.whole)
+            complete |= set(run.whole)
             failed |= run.failed.keys()
         yield Machine(
             name=name,
             kinds=tuple(kind.name for kind in own_kinds),
             runs=len(members),
-            whole=len(whole),
+            whole=len(complete),
             failed=len(failed),
             ratio=deviations[-1].ratio if deviations else None,
             score=deviations[-1].score if deviations else None,
@@ -231,7 +236,7 @@ def _group_by_machine(runs: Sequence[MachineRun]) -> dict[str, list[MachineRun]]
 def _find_other_software(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
     """Names machines whose software or settings differ from those of more machines with the same hardware."""
     for number, kind in enumerate(kinds):
-        larger = next((other for other in kinds[:number] if other.hardware == kind.hardware), None)
+        larger = next((larger_kind for larger_kind in kinds[:number] if larger_kind.hardware == kind.hardware), None)
         if larger is not None and len(larger.machines) > len(kind.machines):
             differences = "; ".join(find_differences(kind.software, larger.software))
             words = f"{differences}, as {len(larger.machines)} others of its hardware have it: not compared"
@@ -242,35 +247,35 @@ def _find_outliers(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
     for kind in kinds:
         for machine, deviation in kind.deviations.items():
             if deviation.odd:
-                what = Oddity.SLOW if deviation.score > 0 else Oddity.FAST
+                oddity = Oddity.SLOW if deviation.score > 0 else Oddity.FAST
                 times = f"{ratio(deviation.ratio)} the time of the median of its kind, in its median case"
                 distance = f"{abs(deviation.score):.0f} median absolute deviations away, the limit is {LIMIT:.0f}"
-                yield MachineAlarm(machine, what, f"{times} ({distance})")
+                yield MachineAlarm(machine, oddity, f"{times} ({distance})")
 
 
 def find_gaps(runs: Sequence[MachineRun], expected: Collection[str]) -> Iterator[MachineAlarm]:
     """Names machines whose runs were cut off, that lack what at least half of the others have, or that sent nothing."""
     by_machine = _group_by_machine(runs)
     # Dictionaries instead of sets, so that the same runs give the same words.
-    whole: dict[str, dict[str, None]] = {}
+    complete: dict[str, dict[str, None]] = {}
     for machine, members in by_machine.items():
-        whole[machine] = {}
+        complete[machine] = {}
         for run in members:
-            whole[machine] |= dict.fromkeys(run.whole)
+            complete[machine] |= dict.fromkeys(run.whole)
     for machine, members in by_machine.items():
         cut: dict[str, str] = {}
         for run in members:
-            cut |= {setting: run.run for setting in run.cut if setting not in whole[machine]}
+            cut |= {setting: run.run for setting in run.cut if setting not in complete[machine]}
         if cut:
             names = join_words([f"{setting} (run {run})" for setting, run in cut.items()])
             words = f"{len(cut)} of its cells were cut off and not resumed: {names}"
             yield MachineAlarm(machine, Oddity.CUT_OFF, words)
         counts: Counter[str] = Counter()
-        for name, settings in whole.items():
+        for name, settings in complete.items():
             if name != machine:
                 counts.update(settings.keys())
-        common = [setting for setting, count in counts.items() if count > 1 and 2 * count >= len(whole) - 1]
-        lacking = [setting for setting in common if setting not in whole[machine] and setting not in cut]
+        common = [setting for setting, count in counts.items() if count > 1 and 2 * count >= len(complete) - 1]
+        lacking = [setting for setting in common if setting not in complete[machine] and setting not in cut]
         if lacking:
             words = (
                 f"{len(lacking)} of {len(common)} cells that other machines measured are missing: {join_words(lacking)}"

@@ -32,7 +32,8 @@ LEGEND = (
 )
 
 
-def _named(report: FleetReport) -> Table | Text:
+def _outliers(report: FleetReport) -> Table | Text:
+    # Silence because nothing was compared must not read like silence because all is well.
     if not report.alarms and not any(kind.deviations for kind in report.kinds):
         return Text(f"No machine stands out; times were not compared: no kind has {LEAST_MACHINES} machines with them.")
     if not report.alarms:
@@ -46,6 +47,7 @@ def _named(report: FleetReport) -> Table | Text:
 
 
 def _machines(report: FleetReport) -> Table:
+    # A machine may have several problems, and has one row.
     problems = _problems_by_machine(report)
     cols: list[Col[Machine]] = [
         Col("machine", lambda machine: machine.name),
@@ -82,12 +84,14 @@ def _kinds(report: FleetReport) -> Table:
 
 
 def _hardware_of(kind: MachineKind) -> str:
+    # Eight GPUs of a kind are named once; without any the processor stands for the machine.
     devices = [value for name, value in kind.hardware if name.startswith("device ")]
     return " + ".join(dict.fromkeys(devices)) or dict(kind.hardware).get("asv_cpu", units.NONE)
 
 
 def _cases(report: FleetReport) -> Table:
     figures = sorted(report.figures, key=lambda figure: figure.case)
+    # Ratios to the first kind, which has most machines.
     first = {figure.case: figure for figure in figures if figure.kind == report.kinds[0].name}
 
     def compare_with_first(figure: FleetFigure) -> float | None:
@@ -109,8 +113,8 @@ def _cases(report: FleetReport) -> Table:
 
 
 def _coverage(report: FleetReport) -> Iterator[Element]:
-    whole = report.settings - len(report.lacking)
-    yield Text(f"{whole} of {report.settings} cells were measured completely by at least one machine.")
+    complete = report.settings - len(report.lacking)
+    yield Text(f"{complete} of {report.settings} cells were measured completely by at least one machine.")
     yield Items(tuple(Text(f"measured by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
     yield Items(tuple(Text(words, Tone.DOUBT) for words in report.excluded))
 
@@ -124,11 +128,12 @@ _LEGEND = (
 
 
 def describe_problems(state: CellState) -> str:
-    return "; ".join(words for words in (state.why, *state.damage) if words)
+    return "; ".join(filter(None, (state.why, *state.damage)))
 
 
 def describe_counts(states: Sequence[CellState]) -> str:
     counts = Counter(state.status for state in states)
+    # In the order of statuses, and not of who came first.
     return ", ".join(f"{counts[status]} {status}" for status in CellStatus if counts[status])
 
 
@@ -157,6 +162,7 @@ def report_rows(report: FleetReport) -> Rows:
     problems = _problems_by_machine(report)
     rows = []
     for figure in report.figures:
+        # Machines in the order of their names, and not of who came first.
         for machine, seconds in sorted(figure.seconds.items()):
             relative = seconds / figure.middle
             rows.append((figure.kind, machine, figure.case, seconds, relative, problems.get(machine, "")))
@@ -165,12 +171,14 @@ def report_rows(report: FleetReport) -> Rows:
 
 def _problems_by_machine(report: FleetReport) -> dict[str, str]:
     problems = together((alarm.machine, alarm.what.value) for alarm in report.alarms)
+    # The same problem in several kinds is one word.
     return {machine: ", ".join(dict.fromkeys(words)) for machine, words in problems.items()}
 
 
 def report_page(report: FleetReport, name: str) -> Page:
+    # Who stands out comes first: most readers need nothing else.
     parts = [
-        Part("named", "Machines that stand out", (_named(report),)),
+        Part("named", "Machines that stand out", (_outliers(report),)),
         Part("machines", "Machines", (_machines(report),)),
         Part("kinds", "Kinds of machines", (_kinds(report),)),
         Part("cases", "Cases side by side", (_cases(report),)),

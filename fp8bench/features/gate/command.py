@@ -22,7 +22,7 @@ from fp8bench import units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.commands import suite
 from fp8bench.cli.config_file import read_config, read_mapping
-from fp8bench.cli.options import request_of, shared
+from fp8bench.cli.options import add_common, request_of
 from fp8bench.cli.outputs import CommandResult, check_files, stdout_look, write_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
@@ -57,22 +57,22 @@ def add(parser: argparse.ArgumentParser) -> None:
         "does not compare, 130 interrupted. With --comment 1 is also quality blocked, 3 an infrastructure error, 4 a "
         "recipe mismatch."
     )
-    what = parser.add_argument_group("what is judged")
-    what.add_argument(
+    judged = parser.add_argument_group("what is judged")
+    judged.add_argument(
         "sides", nargs="*", metavar="A B", help="what was, and what is: runs, commits or stores, as in compare"
     )
-    what.add_argument("--duel", metavar="DUEL", help="a stored duel instead: an id, a file's stem, a path, or 'last'")
-    what.add_argument(
+    judged.add_argument("--duel", metavar="DUEL", help="a stored duel instead: an id, a file's stem, a path, or 'last'")
+    judged.add_argument(
         "--against", metavar="REV", help="duel this tree with that commit instead; --config says what is measured"
     )
-    what.add_argument(
+    judged.add_argument(
         "--config", type=types.path, dest="asked", metavar="FILE", help="a file of options, as of suite --config"
     )
-    what.add_argument(
+    judged.add_argument(
         "--history", action="store_true", help="the steps in the store's history instead, those not acknowledged"
     )
-    shared(what, "--store", help="where they are, as in suite")
-    shared(what, "--import", help="module or .py file of suites of your own, for the history")
+    add_common(judged, "--store", help="where they are, as in suite")
+    add_common(judged, "--import", help="module or .py file of suites of your own, for the history")
     how = parser.add_argument_group("how")
     how.add_argument(
         "--thresholds",
@@ -88,14 +88,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     where = parser.add_argument_group("where")
     where.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
-    shared(where, "--md", help="also write it there as Markdown")
+    add_common(where, "--md", help="also write it there as Markdown")
     where.add_argument(
         "--comment",
         type=types.path,
         metavar="PATH",
         help="of a duel: also write a comment for a pull request there, 25 lines that begin with one of seven outcomes",
     )
-    shared(where, "--explain")
+    add_common(where, "--explain")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -103,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with only_once():
             result = answer(arguments, TERMINAL)
+    # A pull request gets its comment even if nothing could be measured.
     except Fp8benchError as error:
         if arguments.comment is not None:
             from fp8bench.features.gate.view import Review, ReviewStatus, comment
@@ -118,26 +119,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    from fp8bench.features.gate.history import of_history
-    from fp8bench.features.gate.stored_runs import judged, of_duel, of_revision, of_sides
+    from fp8bench.features.gate.history import compare_history
+    from fp8bench.features.gate.stored_runs import compare_sides, duel_revision, judge_source, load_duel
     from fp8bench.features.gate.view import WORDS, as_junit, comment, page_of, review
 
+    # 1. Thresholds are read before anything is measured.
     _check(arguments)
     rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()
+    # 2. Where the numbers come from.
     if arguments.against is not None:
-        request, sessions = _asked(arguments.asked)
+        request, sessions = _read_request(arguments.asked)
         question = DuelQuestion(against=arguments.against, sessions=sessions)
-        source = of_revision(question, request, arguments.store, observer)
+        source = duel_revision(question, request, arguments.store, observer)
     elif arguments.duel is not None:
-        source = of_duel(arguments.duel, arguments.store, observer)
+        source = load_duel(arguments.duel, arguments.store, observer)
     elif arguments.history:
-        source = of_history(arguments.store, observer)
+        source = compare_history(arguments.store, observer)
     else:
-        before, after = arguments.sides
-        source = of_sides(before, after, arguments.store, observer)
+        side_a, side_b = arguments.sides
+        source = compare_sides(side_a, side_b, arguments.store, observer)
+    # 3. Judge; suspects are measured again before anything fails.
     for note in check_rules(rules, (*source.comparisons, *source.unchanged), str(arguments.thresholds)):
         observer.note(note)
-    verdict = judged(source, rules, arguments.rerun, observer)
+    verdict = judge_source(source, rules, arguments.rerun, observer)
+    # 4. A comment on a pull request speaks to authors, and has an exit code of its own.
     code, text = verdict.exit_code, ""
     if arguments.comment is not None and source.duel is not None:
         reviewed = review(verdict, source.duel)
@@ -152,14 +157,15 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    given = {
+    sources_given = {
         "A B": arguments.sides,
         "--duel": arguments.duel is not None,
         "--history": arguments.history,
         "--against": arguments.against is not None,
     }
-    sources = " and ".join(name for name, there in given.items() if there)
-    if sources not in given:
+    # Exactly one source: two would need a rule of which wins.
+    sources = " and ".join(name for name, is_given in sources_given.items() if is_given)
+    if sources not in sources_given:
         words = f"{sources} were" if sources else "nothing was"
         raise UsageError(f"{words} given to judge. Give two sides A B, or --duel DUEL, --history, or --against REV.")
     if arguments.sides and len(arguments.sides) != 2:
@@ -186,7 +192,8 @@ _NOT_OF_A_DUEL = {
 }
 
 
-def _asked(file: Path) -> tuple[Request, int | None]:
+def _read_request(file: Path) -> tuple[Request, int | None]:
+    # The options of suite, so that one file serves both.
     command = argparse.ArgumentParser()
     suite.add(command)
     values = read_config(file, command)
@@ -197,6 +204,7 @@ def _asked(file: Path) -> tuple[Request, int | None]:
         raise UsageError(f"{file} names no suite. Add the line `suite: NAME`.")
     request = request_of(arguments)
     import_user_modules(request.imports)
+    # Ignored options are named: nobody should wait for an energy that a duel does not measure.
     for name in idle:
         complain(f"{file}: {name} has no effect on a duel")
     return request, arguments.sessions.runs if "sessions" in values else None
@@ -211,6 +219,7 @@ _LARGEST = 100.0
 def read_rules(file: Path) -> Rules:
     """Returns the rules in the file's order."""
     rules: list[ThresholdRule] = []
+    # The order of the file is that of precedence.
     for case, figures in read_mapping("--thresholds", file, _FORM).items():
         if not case:
             raise UsageError(f"{file}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")
@@ -225,16 +234,16 @@ def _mapping(file: Path, name: str, value: Any) -> dict[str, Any]:
     raise UsageError(f"{file}: {name}: expected {_FORM}, got {value!r:.80}.")
 
 
-def _rule(file: Path, case: str, metric: str, given: Any) -> ThresholdRule:
+def _rule(file: Path, case: str, metric: str, value_given: Any) -> ThresholdRule:
     where = f"{file}: {case}: {metric}"
     if not metric:
         raise UsageError(f"{where}: an empty pattern fits nothing. Name a figure, or '*' for all.")
-    if given == "ignore":
+    if value_given == "ignore":
         return ThresholdRule(case, metric, ignored=True, place=str(file))
     relative: float | None = None
     smallest: float | None = None
     unit = ""
-    for name, value in _mapping(file, f"{case}: {metric}", given).items():
+    for name, value in _mapping(file, f"{case}: {metric}", value_given).items():
         if name == "relative":
             relative = _share(where, value)
         elif name == "smallest":
@@ -246,7 +255,7 @@ def _rule(file: Path, case: str, metric: str, given: Any) -> ThresholdRule:
 
 def _share(where: str, value: Any) -> float:
     """Parses '5%' or '0.05'; a bare 5 is most likely meant as percent, and is refused."""
-    number, unit = _parsed(where, value, "a share, like 5% or 0.05")
+    number, unit = _parse_number(where, value, "a share, like 5% or 0.05")
     share = number / 100 if unit == "%" else number
     if unit not in ("", "%") or not 0 <= share <= _LARGEST or (not unit and share >= 1):
         percent = f" {number:g} without a sign would be {100 * number:g}%; write {number:g}%." if not unit else ""
@@ -255,15 +264,15 @@ def _share(where: str, value: Any) -> float:
 
 
 def _amount(where: str, value: Any) -> tuple[float, str]:
-    number, unit = _parsed(where, value, "a number, with a unit or in the figure's own")
+    number, unit = _parse_number(where, value, "a number, with a unit or in the figure's own")
     if unit not in _UNITS:
-        known = ", ".join(name for name in _UNITS if name)
-        raise UsageError(f"{where}: smallest: unknown unit {unit!r:.40}. Known: {known}, or none.")
+        units_listed = ", ".join(name for name in _UNITS if name)
+        raise UsageError(f"{where}: smallest: unknown unit {unit!r:.40}. Known: {units_listed}, or none.")
     factor, base = _UNITS[unit]
     return number * factor, base
 
 
-def _parsed(where: str, value: Any, expected: str) -> tuple[float, str]:
+def _parse_number(where: str, value: Any, expected: str) -> tuple[float, str]:
     number = _NUMBER.fullmatch(value.strip()) if isinstance(value, str) else None
     if number is None or not math.isfinite(float(number[1])):
         raise UsageError(f"{where}: expected {expected}, got {value!r:.80}.")

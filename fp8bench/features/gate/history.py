@@ -17,9 +17,16 @@ from fp8bench.analysis.metric import unit_of_series
 from fp8bench.analysis.steps.change_points import newest_levels
 from fp8bench.analysis.steps.changes import Change, ChangeState, Found, case_of
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
-from fp8bench.features.gate.judging import Key, SecondLook, joined, key_of
+from fp8bench.features.gate.judging import Key, SecondLook, join_looks, key_of
 from fp8bench.features.gate.power import Newest
-from fp8bench.features.gate.stored_runs import GateSource, Pool, duel_with, failed, measured_again, unmeasured
+from fp8bench.features.gate.stored_runs import (
+    GateSource,
+    Pool,
+    duel_with,
+    failed_case,
+    remeasure_cases,
+    unmeasured_cases,
+)
 from fp8bench.jobs.history import all_changes, existing_store, read_history
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Cell, Comparison, Direction, Evidence, Interval, Run, Status, Trend
@@ -38,7 +45,8 @@ _MOST_LOOKED_AT = 200
 _DERIVED = frozenset(name for name, _ in PER.values())
 
 
-def of_history(path: Path, observer: JobObserver) -> GateSource:
+def compare_history(path: Path, observer: JobObserver) -> GateSource:
+    # 1. Without a run of this very commit there is nothing to judge: silence would read as a pass.
     store = existing_store(path, observer)
     newest = next(_runs(store), None)
     title = f"the history in {path}"
@@ -47,33 +55,38 @@ def of_history(path: Path, observer: JobObserver) -> GateSource:
     title = f"{title}, up to run {newest.id}"
     if all(record.status is Status.SKIPPED for record in newest.records):
         return GateSource(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
-    here, commit = find_commit("HEAD", Path()), newest.environment.get("commit")
-    if here is not None and isinstance(commit, str) and commit != here and find_commit(commit, Path()) is not None:
+    head, commit = find_commit("HEAD", Path()), newest.environment.get("commit")
+    if head is not None and isinstance(commit, str) and commit != head and find_commit(commit, Path()) is not None:
         return GateSource(
             title,
-            problem=f"the newest run is of commit {commit[:8]}, and nothing was measured since of {here[:8]}, which is "
+            problem=f"the newest run is of commit {commit[:8]}, and nothing was measured since of {head[:8]}, which is "
             "here.",
             code=EXIT_FAILED,
         )
+    # 2. What stepped in a series, and what failed tonight and not the night before.
     history = read_history(store, observer)
     series = tuple(_newest_of_series(history, newest))
     steps = all_changes(history, store, observer)
-    tonight, before = _nights(newest, store)
-    failures = (*_failures(tonight, before), *unmeasured(tonight, Evidence.HISTORY))
+    tonight, night_before = _latest_nights(newest, store)
+    failures = (*_failures(tonight, night_before), *unmeasured_cases(tonight, Evidence.HISTORY))
     if not steps.looked_at and not failures and not any(change.alarms for change in steps.changes):
-        why = "; ".join(f"{count} series: {words}" for words, count in steps.left.items()) or "there is no series"
-        return GateSource(title, problem=f"there is nothing to compare with: {why}.", code=EXIT_BASELINE, newest=series)
+        reason = "; ".join(f"{count} series: {words}" for words, count in steps.left.items()) or "there is no series"
+        return GateSource(
+            title, problem=f"there is nothing to compare with: {reason}.", code=EXIT_BASELINE, newest=series
+        )
+    # 3. Each step is a suspect until it was seen again.
     changes = _judgeable(steps, newest, history)
     pool: Pool = {}
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
-        return _second_looks([changes[key_of(suspect)] for suspect in suspects], tonight, store, observer, pool)
+        return _look_again([changes[key_of(suspect)] for suspect in suspects], tonight, store, observer, pool)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
-    known = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
-    notes = [f"{known} acknowledged: `fp8bench history regressions --all` tells them"] if known else []
-    notes += [f"{count} series not looked at: {why}" for why, count in steps.left.items()]
-    every = tuple(_unchanged(line.trend) for line in history.lines)
+    # 4. What somebody has accepted, and what was too short to look at, is told and fails nothing.
+    acknowledged = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
+    notes = [f"{acknowledged} acknowledged: `fp8bench history regressions --all` tells them"] if acknowledged else []
+    notes += [f"{count} series not looked at: {reason}" for reason, count in steps.left.items()]
+    every = tuple(_as_comparison(line.trend) for line in history.lines)
     budget = newest.request.budget
     return GateSource(title, comparisons, confirm, tuple(notes), newest=series, unchanged=every, budget=budget)
 
@@ -88,28 +101,30 @@ def _runs(store: Path) -> Iterator[Run]:
             yield run
 
 
-def _nights(newest: Run, store: Path) -> tuple[list[Run], list[Run]]:
+def _latest_nights(newest: Run, store: Path) -> tuple[list[Run], list[Run]]:
     """Returns the newest run with others of its commit, and those of the commit before, newest first: suites may have
     runs of their own."""
     place = from_facts(newest.environment.facts)
 
     def is_here(run: Run) -> bool:
-        other = from_facts(run.environment.facts)
-        return place is None or (other is not None and other.home.is_same(place.home))
+        candidate = from_facts(run.environment.facts)
+        return place is None or (candidate is not None and candidate.home.is_same(place.home))
 
     by_commit = groupby(filter(is_here, _runs(store)), lambda run: run.environment.get("commit"))
-    (_, *others), *before = (list(runs) for _, runs in islice(by_commit, 2))
-    clean = all(run.environment.get("dirty") is False for run in (newest, *others))
-    return [newest, *(others if clean else ())], before[0] if before else []
+    (_, *same_commit), *earlier = (list(runs) for _, runs in islice(by_commit, 2))
+    clean = all(run.environment.get("dirty") is False for run in (newest, *same_commit))
+    return [newest, *(same_commit if clean else ())], earlier[0] if earlier else []
 
 
-def _failures(tonight: Sequence[Run], before: Sequence[Run]) -> Iterator[Comparison]:
-    now, old = (
-        {record.case.id: record for run in reversed(night) for record in run.records} for night in (tonight, before)
+def _failures(tonight: Sequence[Run], night_before: Sequence[Run]) -> Iterator[Comparison]:
+    # Of several runs of a night the newest comes first, and wins.
+    before, newest = (
+        {record.case.id: record for run in reversed(night) for record in run.records}
+        for night in (night_before, tonight)
     )
-    for case, record in now.items():
-        if record.status is Status.FAILED and (case not in old or old[case].status is not Status.FAILED):
-            yield failed(case, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
+    for case, record in newest.items():
+        if record.status is Status.FAILED and not (case in before and before[case].status is Status.FAILED):
+            yield failed_case(case, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
 
 
 def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]:
@@ -117,7 +132,7 @@ def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]
     the larger. A time is left out where its ratio to the reference has a series, because it also shows how fast the
     machine was; a time per FLOP is left to the time."""
     place = from_facts(newest.environment.facts)
-    here = [
+    open_changes = [
         change
         for change in steps.changes
         if change.state is ChangeState.OPEN
@@ -125,7 +140,7 @@ def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]
         and (place is None or history.is_of(change.trend, place))
     ]
     relative = _with_relative(history)
-    judged = (change for change in here if not _settled(change.trend, relative))
+    judged = (change for change in open_changes if not _has_relative(change.trend, relative))
     return {key_of(change.comparison): change for change in sorted(judged, key=_weight)}
 
 
@@ -139,13 +154,13 @@ def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
     finite = [(trend, values[abs(values) < math.inf]) for trend, values in latest]
     positive = [(trend, values) for trend, values in finite if len(values) and values.min() > 0]
     relative = _with_relative(history)
-    judged = [pair for pair in positive if not _settled(pair[0], relative)]
+    judged = [pair for pair in positive if not _has_relative(pair[0], relative)]
     for (trend, values), level in zip(judged, newest_levels([values for _, values in judged]), strict=True):
         value = float(values[-level.length :].mean() if level is not None else values.mean())
-        yield Newest(replace(_unchanged(trend), before=value, after=value), level)
+        yield Newest(replace(_as_comparison(trend), before=value, after=value), level)
 
 
-def _unchanged(trend: Trend) -> Comparison:
+def _as_comparison(trend: Trend) -> Comparison:
     series = trend.series
     unit = unit_of_series(series)
     return Comparison(case_of(trend), series.workload, series.metric, unit, Direction.SAME, Evidence.HISTORY)
@@ -166,7 +181,7 @@ def _lines_of(history: History, newest: Run) -> list[Line]:
     return [line for line in lines if line.ending.last.commit == commit] or lines
 
 
-def _settled(trend: Trend, relative: set[tuple[object, ...]]) -> bool:
+def _has_relative(trend: Trend, relative: set[tuple[object, ...]]) -> bool:
     return trend.series.unit == "seconds" and _place(trend) in relative
 
 
@@ -180,7 +195,7 @@ def _with_relative(history: History) -> set[tuple[object, ...]]:
     return {_place(line.trend) for line in lines if line.comparable}
 
 
-def _second_looks(
+def _look_again(
     suspects: Sequence[Change], tonight: Sequence[Run], store: Path, observer: JobObserver, pool: Pool
 ) -> SecondLook:
     """Has each suspect measured as the newest run was asked that has its case."""
@@ -188,12 +203,12 @@ def _second_looks(
     remaining = list(suspects)
     for run in tonight:
         cases = {(record.case.workload, cell_of(record.case, run)): record.case.id for record in reversed(run.records)}
-        here = [(suspect, cases[_cell(suspect)]) for suspect in remaining if _cell(suspect) in cases]
+        matching = [(suspect, cases[_cell(suspect)]) for suspect in remaining if _cell(suspect) in cases]
         remaining = [suspect for suspect in remaining if _cell(suspect) not in cases]
-        looks += _looks_of(here, run, store, observer, pool)
+        looks += _looks_of(matching, run, store, observer, pool)
     if remaining:
         looks.append(SecondLook({}, refused=f"run {tonight[0].id} does not have the case"))
-    return joined(looks)
+    return join_looks(looks)
 
 
 def _cell(suspect: Change) -> tuple[str, Cell | None]:
@@ -204,6 +219,7 @@ def _looks_of(
     suspects: Sequence[tuple[Change, str]], run: Run, store: Path, observer: JobObserver, pool: Pool
 ) -> Iterator[SecondLook]:
     """Duels each suspect, by its case in the run, with the commit before its step; measures it again if that fails."""
+    # 1. One duel for all suspects of one commit: that is where builds take their time.
     alone: list[tuple[Change, str]] = []
     by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
     for since, some in by_commit.items():
@@ -217,34 +233,35 @@ def _looks_of(
         }
         named_again = {key: replace(figure, case=key[0]) for key, figure in figures.items() if figure}
         yield replace(look, comparisons=named_again)
+    # 2. What cannot be built any more is measured again here, against its own history.
     if not alone:
         return
-    again, refused = measured_again(run, {case for _, case in alone}, store, observer)
-    if again is None:
+    rerun, refused = remeasure_cases(run, {case for _, case in alone}, store, observer)
+    if rerun is None:
         yield SecondLook({}, refused=refused)
         return
-    values = {key_of(change.comparison): _new_value(change, again) for change, _ in alone}
-    yield SecondLook({key: value for key, value in values.items() if value}, f"measured again in run {again.id}")
+    values = {key_of(change.comparison): _new_value(change, rerun) for change, _ in alone}
+    yield SecondLook({key: value for key, value in values.items() if value}, f"measured again in run {rerun.id}")
 
 
 def _new_value(change: Change, run: Run) -> Comparison | None:
     trend, step = change.trend, change.comparison
-    points = [
-        point
-        for point in points_of_run(run).points
-        if (point.series, point.cell, point.version) == (trend.series.name, trend.cell, change.version)
-    ]
-    values = [value for point in points for value in point.samples]
+    # 1. The new run's points of the same series, if it has any.
+    place = trend.series.name, trend.cell, change.version
+    points = [point for point in points_of_run(run).points if (point.series, point.cell, point.version) == place]
+    values = [sample for point in points for sample in point.samples]
     if points and points[0].status is Status.FAILED:
         return replace(step, direction=Direction.NONE, failed=True, why=points[0].reason)
     if not values or step.before is None or step.after is None:
         return None
     value = statistics.median(values)
+    # 2. Where a ratio has no meaning, NaN or infinity again is as bad as before.
     if not (math.isfinite(step.after) and math.isfinite(value)):
-        again = Direction.SAME if math.isfinite(value) else Direction.WORSE
-        return replace(step, direction=again, after=value)
+        direction = Direction.SAME if math.isfinite(value) else Direction.WORSE
+        return replace(step, direction=direction, after=value)
     if not step.before or not step.after:
         return None
+    # 3. Nearer to the value after the step, in logarithms: a ratio has no other middle.
     nearer = value > math.sqrt(step.before * step.after)
     ratio = value / step.before
     return replace(

@@ -46,10 +46,10 @@ class CaseSpread:
     deviation: float
 
     def chance(self, log: float) -> float:
-        beside = abs(log - self.shift)
+        distance = abs(log - self.shift)
         if not self.deviation:
-            return 0.0 if beside else 1.0
-        return math.erfc(beside / self.deviation / math.sqrt(2))
+            return 0.0 if distance else 1.0
+        return math.erfc(distance / self.deviation / math.sqrt(2))
 
     def beyond(self, ratio: float) -> bool:
         return math.log(ratio) > AGAIN * self.deviation
@@ -123,9 +123,12 @@ class SecondLook:
     adds_up: bool = False
 
 
-def joined(looks: Sequence[SecondLook]) -> SecondLook:
+def join_looks(looks: Sequence[SecondLook]) -> SecondLook:
+    comparisons: dict[Key, Comparison] = {}
+    for look in looks:
+        comparisons |= look.comparisons
     return SecondLook(
-        {key: comparison for look in looks for key, comparison in look.comparisons.items()},
+        comparisons,
         " and ".join(look.how for look in looks if look.how),
         "; ".join(look.refused for look in looks if look.refused),
         any(look.adds_up for look in looks),
@@ -140,7 +143,7 @@ def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[Ju
     relative = {
         comparison.case for comparison in comparisons if comparison.metric == RELATIVE and comparison.ratio is not None
     }
-    looked = [_looked_at(comparison, rules, relative) for comparison in comparisons]
+    looked = [_judge_first(comparison, rules, relative) for comparison in comparisons]
     tested = [place for place, figure in enumerate(looked) if figure.outcome not in NOT_TESTED]
     # Where runs are too few to have a spread of their own, the other cases give it.
     alone = together((comparisons[place].metric, place) for place in tested if is_alone(comparisons[place]))
@@ -182,11 +185,11 @@ def _log(figure: JudgedFigure) -> float:
 
 def second_look(judged: Sequence[JudgedFigure], look: SecondLook, rules: Rules = ()) -> tuple[JudgedFigure, ...]:
     return tuple(
-        _settled(figure, look, rules) if figure.outcome is GateOutcome.SUSPECTED else figure for figure in judged
+        _settle(figure, look, rules) if figure.outcome is GateOutcome.SUSPECTED else figure for figure in judged
     )
 
 
-def _looked_at(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFigure:
+def _judge_first(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFigure:
     threshold = threshold_of(figure, rules)
     if figure.failed:
         return JudgedFigure(figure, threshold, GateOutcome.FAILED, figure.why)
@@ -238,65 +241,67 @@ def is_alone(figure: Comparison) -> bool:
     return stored and figure.ratio is not None and not is_exact(figure) and figure.ratio.level > 0
 
 
-def _again_worse(figure: JudgedFigure, again: Comparison, rules: Rules) -> bool:
-    if again.evidence is Evidence.HISTORY:
+def _is_worse_again(figure: JudgedFigure, second: Comparison, rules: Rules) -> bool:
+    if second.evidence is Evidence.HISTORY:
         # One new value belongs to the new level: if that is at the threshold, half of such values lie below.
-        return again.direction is Direction.WORSE
-    if figure.spread and again.ratio and is_alone(again) and not figure.spread.beyond(again.ratio.point):
+        return second.direction is Direction.WORSE
+    if figure.spread and second.ratio and is_alone(second) and not figure.spread.beyond(second.ratio.point):
         return False
     # A ratio to the reference may be settled by the time itself, which has a threshold of its own.
-    same = again.metric == figure.comparison.metric
-    return exceeds(again, figure.threshold if same else threshold_of(again, rules))
+    same = second.metric == figure.comparison.metric
+    return exceeds(second, figure.threshold if same else threshold_of(second, rules))
 
 
-def _decides(figure: JudgedFigure) -> str:
+def _deciding_command(figure: JudgedFigure) -> str:
     if figure.comparison.evidence is Evidence.PAIRED:
         return "more sessions of such a duel decide (--sessions)"
     return f"`fp8bench duel suite {figure.comparison.suite} --against COMMIT` decides"
 
 
-def _is_absent(figure: JudgedFigure, again: Comparison) -> bool:
+def _is_absent(figure: JudgedFigure, second: Comparison) -> bool:
     """Whether a second look excludes what the first one saw. That it does not see it again is not enough."""
-    if again.direction is Direction.DIFFERS:
+    if second.direction is Direction.DIFFERS:
         return False
-    if again.ratio is None or is_exact(again):
+    if second.ratio is None or is_exact(second):
         return True
     # A slow-down may be hidden by load on the first side, and with few runs by the spread between runs.
-    least = math.log1p(figure.threshold.relative) - math.log(again.others)
-    if is_alone(again):
+    least = math.log1p(figure.threshold.relative) - math.log(second.others)
+    if is_alone(second):
         least -= AGAIN * figure.spread.deviation if figure.spread else math.log1p(ALONE)
-    elif again.direction in (Direction.SAME, Direction.BETTER) and again.others == 1:
+    elif second.direction in (Direction.SAME, Direction.BETTER) and second.others == 1:
         return True
-    return again.ratio.level > 0 and math.log(again.ratio.high) <= least
+    return second.ratio.level > 0 and math.log(second.ratio.high) <= least
 
 
-def _settled(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
+def _settle(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
+    # 1. Not looked at: only what may fail by itself does.
     case = figure.comparison.case
-    failed = (again for again in look.comparisons.values() if again.failed and again.case == case)
-    again = next(failed, None) or look.comparisons.get(figure.key)
-    if again is None:
-        why = f"not measured again: {look.refused or 'the case was not among what could be'}"
+    failed = (second for second in look.comparisons.values() if second.failed and second.case == case)
+    second = next(failed, None) or look.comparisons.get(figure.key)
+    if second is None:
+        reason = f"not measured again: {look.refused or 'the case was not among what could be'}"
         outcome = GateOutcome.REGRESSION if may_fail(figure.comparison) else GateOutcome.SUSPECTED
-        why += f"; {_decides(figure)}" if outcome is GateOutcome.SUSPECTED else ""
-        return replace(figure, outcome=outcome, why=why)
-    if again.failed:
-        return replace(figure, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {again.why}", again=again)
-    if not _again_worse(figure, again, rules):
-        if _is_absent(figure, again):
-            return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so", again=again)
-        reason = f" ({again.why})" if again.why else ""
+        reason += f"; {_deciding_command(figure)}" if outcome is GateOutcome.SUSPECTED else ""
+        return replace(figure, outcome=outcome, why=reason)
+    # 2. A case that fails now has no number to compare.
+    if second.failed:
+        return replace(figure, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {second.why}", again=second)
+    # 3. Not so again clears it only if the second look could have seen it.
+    if not _is_worse_again(figure, second, rules):
+        if _is_absent(figure, second):
+            return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so", again=second)
+        note = f" ({second.why})" if second.why else ""
         return replace(
-            figure, why=f"{look.how}, it was not shown to be absent{reason}: {_decides(figure)}", again=again
+            figure, why=f"{look.how}, it was not shown to be absent{note}: {_deciding_command(figure)}", again=second
         )
-    if may_fail(again) or again.p_value is not None or again.evidence is Evidence.HISTORY:
-        return replace(figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again", again=again)
+    # 4. So again, by two looks: a regression.
+    if may_fail(second) or second.p_value is not None or second.evidence is Evidence.HISTORY:
+        return replace(figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again", again=second)
+    # 5. So again, by evidence that proves nothing by itself: it stays suspected.
     below = "against a single stored run nothing fails below 10%"
-    unlike = again.ratio is not None and again.ratio.point > 1 + ALONE
-    return replace(
-        figure,
-        why=f"{look.how}, it was so again; {again.why if unlike and again.why else below}; {_decides(figure)}",
-        again=again,
-    )
+    unlike = second.ratio is not None and second.ratio.point > 1 + ALONE
+    cause = second.why if unlike and second.why else below
+    return replace(figure, why=f"{look.how}, it was so again; {cause}; {_deciding_command(figure)}", again=second)
 
 
 # The share of builds in which a slow-down has to be found.
@@ -332,18 +337,20 @@ class Sight:
 
     @property
     def share(self) -> str:
-        known = "none found" if math.isinf(self.smallest) else units.change(1 + self.smallest)
-        return f"{'at least ' * bool(self.unknown and math.isfinite(self.smallest))}{known}"
+        size = "none found" if math.isinf(self.smallest) else units.change(1 + self.smallest)
+        return f"{'at least ' * bool(self.unknown and math.isfinite(self.smallest))}{size}"
 
 
-def unseen(figures: Sequence[JudgedFigure], sights: Sequence[Sight], lost: Collection[str]) -> tuple[JudgedFigure, ...]:
+def mark_blind(
+    figures: Sequence[JudgedFigure], sights: Sequence[Sight], lost: Collection[str]
+) -> tuple[JudgedFigure, ...]:
     """Marks the times that may be slower by their threshold without having been found: those of too much noise, those
     whose interval reaches beyond it, and those of cases that were `lost`, measured before and not comparable now."""
     by_key = {sight.key: sight for sight in sights}
-    return tuple(_unseen(figure, by_key.get(figure.key), lost) for figure in figures)
+    return tuple(_mark_blind(figure, by_key.get(figure.key), lost) for figure in figures)
 
 
-def _unseen(figure: JudgedFigure, sight: Sight | None, lost: Collection[str]) -> JudgedFigure:
+def _mark_blind(figure: JudgedFigure, sight: Sight | None, lost: Collection[str]) -> JudgedFigure:
     change = figure.comparison
     if change.metric not in TIMES:
         return figure
@@ -351,8 +358,8 @@ def _unseen(figure: JudgedFigure, sight: Sight | None, lost: Collection[str]) ->
         return replace(figure, outcome=GateOutcome.CANNOT_TELL)
     if figure.outcome not in (GateOutcome.FINE, GateOutcome.OPEN) or sight is None:
         return figure
-    why = why_blind(sight, change)
-    return replace(figure, outcome=GateOutcome.CANNOT_TELL, why=why) if why else figure
+    reason = why_blind(sight, change)
+    return replace(figure, outcome=GateOutcome.CANNOT_TELL, why=reason) if reason else figure
 
 
 def why_blind(sight: Sight, change: Comparison) -> str:
@@ -364,9 +371,9 @@ def why_blind(sight: Sight, change: Comparison) -> str:
             reason = (
                 reason or f"history too young: {sight.nights} nights at this level, of about {NIGHTS} that it takes"
             )
-        found = f"the smallest slow-down that would have been found is {sight.share}"
-        found = "no slow-down would have been found" if math.isinf(sight.smallest) else found
-        return f"{found}, and the threshold is {threshold}" + (f": {reason}" if reason else "")
+        visibility = f"the smallest slow-down that would have been found is {sight.share}"
+        visibility = "no slow-down would have been found" if math.isinf(sight.smallest) else visibility
+        return f"{visibility}, and the threshold is {threshold}" + (f": {reason}" if reason else "")
     if change.ratio is not None and change.ratio.high > 1 + sight.threshold:
         return f"its interval reaches {units.change(change.ratio.high)}, and the threshold is {threshold}"
     return ""

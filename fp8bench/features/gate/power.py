@@ -66,7 +66,7 @@ def sights_of(judged: Sequence[JudgedFigure], second: Second) -> tuple[Sight, ..
     """Returns the sights of all figures that vary, the most blind first."""
     chance = _chance_among(judged)
     varying = [figure for figure in judged if _is_tested(figure) and not is_exact(figure.comparison)]
-    return _sorted(_sight_of(figure, chance, second) for figure in varying)
+    return _sort_sights(_sight_of(figure, chance, second) for figure in varying)
 
 
 def _chance_among(judged: Sequence[JudgedFigure]) -> float:
@@ -78,7 +78,7 @@ def _is_tested(figure: JudgedFigure) -> bool:
     return figure.outcome not in NOT_TESTED and figure.comparison.ratio is not None
 
 
-def _sorted(sights: Iterable[Sight]) -> tuple[Sight, ...]:
+def _sort_sights(sights: Iterable[Sight]) -> tuple[Sight, ...]:
     def blindness(sight: Sight) -> tuple[bool, float]:
         return sight.enough, -math.log1p(sight.smallest) / math.log1p(sight.threshold or 1e-9)
 
@@ -96,8 +96,8 @@ def _sight_of(figure: JudgedFigure, chance: float, second: Second) -> Sight:
     return replace(blank, smallest=_smallest(_looks(figure, chance, second)), unknown=unknown)
 
 
-def _least(threshold: Threshold, before: float | None) -> float:
-    return max(threshold.relative, threshold.smallest / before if before else 0.0)
+def _least(threshold: Threshold, baseline: float | None) -> float:
+    return max(threshold.relative, threshold.smallest / baseline if baseline else 0.0)
 
 
 def _smallest(looks: Sequence[_Look]) -> float:
@@ -120,7 +120,9 @@ def _looks(figure: JudgedFigure, chance: float, second: Second) -> list[_Look]:
         evidence = max(sure, error * quantile(1 - chance, change.noise.freedom))
         asked = (evidence, sure) if second is Second.DUEL else (evidence,)
         return [_look(0.0, least, error, change.noise.freedom) for least in asked]
-    first, again, error, error_again = _of_few(figure, chance) if is_alone(change) else _of_many(change, chance)
+    first, demand_again, error, error_again = (
+        _demands_of_few(figure, chance) if is_alone(change) else _demands_of_many(change, chance)
+    )
     freedom, band = change.noise.freedom or math.inf, math.log1p(ALONE if is_alone(change) else BAND)
     if second is Second.NONE:  # what is then suspected does not pass
         return [_look(band, first, error, freedom)]
@@ -128,11 +130,11 @@ def _looks(figure: JudgedFigure, chance: float, second: Second) -> list[_Look]:
         return [_look(0.0, first, error, freedom), _Look(math.log1p(verdicts.BAND), 0.0)]
     return [
         _look(0.0 if is_alone(change) else band, first, error, freedom),
-        _look(max(band, again), 0.0, error_again, freedom),
+        _look(max(band, demand_again), 0.0, error_again, freedom),
     ]
 
 
-def _of_few(figure: JudgedFigure, chance: float) -> tuple[float, float, float, float]:
+def _demands_of_few(figure: JudgedFigure, chance: float) -> tuple[float, float, float, float]:
     """Returns what each look asks for, and the error of each: of single runs."""
     change, spread = figure.comparison, figure.spread
     assert change.noise is not None
@@ -144,7 +146,7 @@ def _of_few(figure: JudgedFigure, chance: float) -> tuple[float, float, float, f
     return max(inside, first), max(inside, AGAIN * spread.deviation), spread.deviation, error_again
 
 
-def _of_many(change: Comparison, chance: float) -> tuple[float, float, float, float]:
+def _demands_of_many(change: Comparison, chance: float) -> tuple[float, float, float, float]:
     assert change.noise is not None and change.ratio is not None
     error, freedom, level = change.noise.error, change.noise.freedom, change.ratio.level
     alone = _error_again(error, change.noise)
@@ -153,8 +155,8 @@ def _of_many(change: Comparison, chance: float) -> tuple[float, float, float, fl
 
 def _error_again(error: float, noise: Noise) -> float:
     """Returns the error of a second look, in which the first side has all its runs and the second side one."""
-    before = (1 / noise.before) / (1 / noise.before + 1 / noise.after)
-    return error * math.sqrt(before + (1 - before) * noise.after)
+    share_before = (1 / noise.before) / (1 / noise.before + 1 / noise.after)
+    return error * math.sqrt(share_before + (1 - share_before) * noise.after)
 
 
 def _inside(change: Comparison) -> float:
@@ -182,12 +184,12 @@ def sights_of_history(series: Sequence[Newest], rules: Rules, changes: int, seco
         if level is None:
             sights.append(replace(blank, unknown=f"fewer than {LEAST_VALUES} nights, so that no step can show"))
             continue
-        looks = _of_step(level, chance, second, spec_of(comparison.metric).least_change)
+        looks = _looks_of_step(level, chance, second, spec_of(comparison.metric).least_change)
         sights.append(replace(blank, smallest=_smallest(looks), nights=level.length))
-    return _sorted(sights)
+    return _sort_sights(sights)
 
 
-def _of_step(level: PieceLevel, chance: float, second: Second, band: float) -> list[_Look]:
+def _looks_of_step(level: PieceLevel, chance: float, second: Second, band: float) -> list[_Look]:
     cut, error = least_step(level, chance)
     looks = [_look(math.log1p(band), cut, error, level.freedom)]
     if second is Second.AGAIN:

@@ -20,17 +20,17 @@ from fp8bench.features.duel.kind import DuelKind
 from fp8bench.features.duel.run import SESSIONS, run_duel, sessions_of
 from fp8bench.features.duel.sides import OWN, PACKAGE, DuelQuestion
 from fp8bench.features.duel.values import CaseResult, Duel
-from fp8bench.features.duel.verdicts import comparisons, of_means
+from fp8bench.features.duel.verdicts import compare_means, comparisons
 from fp8bench.features.gate.judging import (
     GateOutcome,
     GateVerdict,
     JudgedFigure,
     SecondLook,
     first_look,
-    joined,
+    join_looks,
     key_of,
+    mark_blind,
     second_look,
-    unseen,
 )
 from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
 from fp8bench.features.gate.thresholds import Rules
@@ -80,25 +80,25 @@ class GateSource:
     look_seconds: float | None = None
 
 
-def failed(case: str, suite: str, evidence: Evidence, why: str) -> Comparison:
-    return Comparison(case, suite, TIME, "s", Direction.NONE, evidence, why=why, failed=True)
+def failed_case(case: str, suite: str, evidence: Evidence, reason: str) -> Comparison:
+    return Comparison(case, suite, TIME, "s", Direction.NONE, evidence, why=reason, failed=True)
 
 
-def unmeasured(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
-    there = {record.case.id for run in runs for record in run.records}
+def unmeasured_cases(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
+    """Yields a failed case for each that unfinished runs had planned and none of the runs has a record of."""
+    planned: dict[str, tuple[str, Run]] = {}
     for run in runs:
-        for planned in (case for group in run.plan for case in group.cases):
-            if not run.finished and planned.case.id not in there:
-                there.add(planned.case.id)
-                yield failed(
-                    planned.case.id,
-                    planned.case.workload,
-                    evidence,
-                    f"run {run.id} was interrupted before it was measured",
-                )
+        for group in () if run.finished else run.plan:
+            for case in group.cases:
+                planned.setdefault(case.case.id, (case.case.workload, run))
+    for run in runs:
+        for record in run.records:
+            planned.pop(record.case.id, None)
+    for name, (suite, run) in planned.items():
+        yield failed_case(name, suite, evidence, f"run {run.id} was interrupted before it was measured")
 
 
-def judged(source: GateSource, rules: Rules, rerun: bool, observer: JobObserver) -> GateVerdict:
+def judge_source(source: GateSource, rules: Rules, rerun: bool, observer: JobObserver) -> GateVerdict:
     """Takes the first look; others while there are suspects and `rerun` allows it; and computes what could have been
     seen."""
     figures = first_look(source.comparisons, rules)
@@ -108,23 +108,26 @@ def judged(source: GateSource, rules: Rules, rerun: bool, observer: JobObserver)
     else:
         sights = sights_of(figures, second)
     if not source.problem:
-        figures = unseen(_looked_again(figures, source, rules, rerun, observer), sights, source.lost)
+        figures = mark_blind(_remeasure(figures, source, rules, rerun, observer), sights, source.lost)
         changed = {figure.key for figure in figures}
-        tonight = unseen(first_look([series.comparison for series in source.newest], rules), sights, source.lost)
-        blind = [figure for figure in tonight if figure.outcome is GateOutcome.CANNOT_TELL]
-        figures += tuple(figure for figure in blind if figure.key not in changed)
+        tonight = mark_blind(first_look([series.comparison for series in source.newest], rules), sights, source.lost)
+        figures += tuple(
+            figure for figure in tonight if figure.outcome is GateOutcome.CANNOT_TELL and figure.key not in changed
+        )
     return GateVerdict(source.title, figures, source.notes, source.problem, source.code, sights)
 
 
-def _looked_again(
+def _remeasure(
     figures: tuple[JudgedFigure, ...], source: GateSource, rules: Rules, rerun: bool, observer: JobObserver
 ) -> tuple[JudgedFigure, ...]:
     """Measures suspects again until none is left in doubt, or the time is up."""
     confirm = source.confirm if rerun else None
     begun, last = time.monotonic(), 0.0
+    # Looks of duels add up: each makes intervals narrower until all suspects are settled.
     for number in range(MOST_LOOKS):
         suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
         looked = time.monotonic()
+        # Another look that would go past the budget is not begun: a build has its time.
         is_over = number > 0 and source.budget is not None and looked - begun + last > source.budget
         if not suspects or is_over:
             break
@@ -140,7 +143,7 @@ def _looked_again(
     return figures
 
 
-def duelled(
+def duel_suspects(
     question: DuelQuestion,
     request: Request,
     store: Path,
@@ -150,24 +153,28 @@ def duelled(
 ) -> SecondLook:
     """Duels the suspects, and judges the sessions of all such duels. A ratio to the reference is settled by the time
     itself: the sides share rounds."""
+    # 1. Quick runs have few rounds: sessions make up for them.
     if request.quick:
         question = replace(question, sessions=question.sessions or SESSIONS)
+    # 2. A duel that cannot be is a look that was refused, and no error: other suspects have other looks.
     try:
         refuse_code_of_others("what was measured", request.imports)
         import_user_modules(request.imports)
-        duel = run_duel(question, _unhurried(request), store, observer, {suspect.case for suspect in suspects})
+        duel = run_duel(question, _full_rounds(request), store, observer, {suspect.case for suspect in suspects})
     except Fp8benchError as error:
         return SecondLook({}, refused=str(error).rstrip("."))
     if not duel.finished:
         raise KeyboardInterrupt
-    duel = replace(duel, results=tuple(pooled(result, duel.before.commit, pool) for result in duel.results))
-    figures = {key_of(comparison): comparison for comparison in (*comparisons(duel), *of_means(duel))}
+    # 3. Sessions of earlier looks count too, of the same commits.
+    duel = replace(duel, results=tuple(pool_sessions(result, duel.before.commit, pool) for result in duel.results))
+    figures = {key_of(comparison): comparison for comparison in (*comparisons(duel), *compare_means(duel))}
+    # The sides share rounds, so that a ratio to the reference says what the time says.
     for metric, relative in ((TIME, RELATIVE), (MEAN, RELATIVE_MEAN)):
         figures |= {(case, relative): comparison for (case, name), comparison in figures.items() if name == metric}
     return SecondLook(figures, f"in duel {duel.id}", adds_up=True)
 
 
-def pooled(result: CaseResult, commit: str, pool: Pool) -> CaseResult:
+def pool_sessions(result: CaseResult, commit: str, pool: Pool) -> CaseResult:
     """Puts the sessions of the duels before it in front, and keeps them all for the next one."""
     key = commit, result.after.case.id
     if result.measured and key in pool:
@@ -184,7 +191,7 @@ def times_as_long(request: Request, sessions: int) -> float:
     return longer * max(SESSIONS, sessions) / sessions
 
 
-def _unhurried(request: Request) -> Request:
+def _full_rounds(request: Request) -> Request:
     rounds = max(LEAST_ROUNDS, request.rounds or 0) if request.quick else request.rounds
     return replace(request, trace=None, rounds=rounds)
 
@@ -195,36 +202,39 @@ def duel_with(
     """Duels what is here with a commit; returns None if the repository at hand does not have it."""
     if find_commit(commit, Path()) is None:
         return None
-    own = Path.cwd().resolve().is_relative_to(PACKAGE.parent)
-    question = DuelQuestion(against_self=commit) if own else DuelQuestion(against=commit)
-    look = duelled(question, request, store, suspects, observer, pool)
+    is_fp8bench = Path.cwd().resolve().is_relative_to(PACKAGE.parent)
+    question = DuelQuestion(against_self=commit) if is_fp8bench else DuelQuestion(against=commit)
+    look = duel_suspects(question, request, store, suspects, observer, pool)
     if look.refused:
         observer.note(f"gate: no duel ({look.refused}); what is suspected is measured again alone")
     return look
 
 
-def measured_again(run: Run, cases: Collection[str], store: Path, observer: JobObserver) -> tuple[Run | None, str]:
-    kept = store_of(Path(run.path)) or store
+def remeasure_cases(run: Run, cases: Collection[str], store: Path, observer: JobObserver) -> tuple[Run | None, str]:
+    run_store = store_of(Path(run.path)) or store
     try:
         with observer.measuring() as progress:
-            again = measure_again(replace(run, request=_unhurried(run.request)), cases, kept, progress, command_line())
+            rerun = measure_again(
+                replace(run, request=_full_rounds(run.request)), cases, run_store, progress, command_line()
+            )
     except Fp8benchError as error:
         return None, str(error).rstrip(".")
-    if not again.finished:
+    if not rerun.finished:
         raise KeyboardInterrupt
-    observer.note(into_history(again, kept))
-    return again, ""
+    observer.note(into_history(rerun, run_store))
+    return rerun, ""
 
 
 _MOST_LISTED = 5
 
 
-def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> GateSource:
+def compare_sides(word_a: str, word_b: str, store: Path, observer: JobObserver) -> GateSource:
     """Compares two named sides. A missing first side is a problem, and not wrong usage."""
-    title = f"{after} against {before}"
+    title = f"{word_b} against {word_a}"
+    # 1. A missing baseline is what a first build has; a missing second side is a mistake.
     missing: list[StoreError] = []
     sides = []
-    for word in (before, after):
+    for word in (word_a, word_b):
         try:
             sides.append(read_runs(find_runs(word, store), observer))
         except StoreError as error:
@@ -237,24 +247,28 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Gat
         return GateSource(title, problem=f"the baseline is missing: {missing[0]}", code=EXIT_BASELINE)
     if missing:
         raise missing[0]
-    compared = compared_of(before, old, after, new, observer)
+    # 2. Sides that have nothing in common are a problem, with what they do have.
+    compared = compared_of(word_a, old, word_b, new, observer)
     title = f"{side_words(compared.after)}; against {side_words(compared.before)}"
     problem, code = _problem(compared)
     if problem:
         return GateSource(title, compared.comparisons, problem=problem, code=code)
 
+    # 3. Suspects are looked at again by a duel if the commit is known, else by measuring again.
     pool: Pool = {}
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         return _second_look(compared, suspects, store, observer, pool)
 
-    cut_off = unmeasured(compared.after.runs, Evidence.CROSS_RUN)
+    # 4. What was not measured, what changed around it, and which cases came and went.
+    cut_off = unmeasured_cases(compared.after.runs, Evidence.CROSS_RUN)
     second = Second.DUEL if _commit_to_duel(compared, compared.after.runs[-1]) is not None else Second.AGAIN
     notes = [f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in compared.differing]
     for words, cases in (("is gone", compared.only_before), ("is new", compared.only_after)):
         notes += [f"{case} {words}" for case in cases[:_MOST_LISTED]]
-        notes += [f"and {len(cases) - _MOST_LISTED} more"] if len(cases) > _MOST_LISTED else []
-    lost = frozenset(case for case, seen in compared.before.sightings.items() if seen[-1].record.is_ok)
+        if cases[_MOST_LISTED:]:
+            notes.append(f"and {len(cases) - _MOST_LISTED} more")
+    lost = frozenset(case for case, sightings in compared.before.sightings.items() if sightings[-1].record.is_ok)
     budget = compared.after.runs[-1].request.budget
     return GateSource(
         title, (*compared.comparisons, *cut_off), confirm, tuple(notes), second=second, lost=lost, budget=budget
@@ -262,15 +276,18 @@ def of_sides(before: str, after: str, store: Path, observer: JobObserver) -> Gat
 
 
 def _problem(compared: Compared) -> tuple[str, int]:
+    has_failed = any(comparison.failed for comparison in compared.comparisons)
     if not compared.after.is_measured:
-        lost = any(comparison.failed for comparison in compared.comparisons)
-        return ("" if lost else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
-    if compared.conditions and not any(comparison.failed for comparison in compared.comparisons):
+        return ("" if has_failed else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
+    # A case that fails now is judged, whatever keeps the others from comparing.
+    if has_failed:
+        return "", 0
+    if compared.conditions:
         return (
             f"the baseline was measured under other conditions, so times do not compare: {compared.conditions}. "
             "Measure both sides alike, or duel."
         ), EXIT_BASELINE
-    if not compared.comparable and not any(comparison.failed for comparison in compared.comparisons):
+    if not compared.comparable:
         whys = (comparison.why for comparison in compared.comparisons if comparison.why)
         return f"the baseline does not compare: {next(whys, 'they have no case in common')}.", EXIT_BASELINE
     return "", 0
@@ -282,36 +299,36 @@ def _second_look(
     """Has each suspect measured as the newest run was asked that has its case: suites may have runs of their own."""
     newest = {suspect.case: compared.after.sightings[suspect.case][-1].run for suspect in suspects}
     by_run = together((newest[suspect.case].id, suspect) for suspect in suspects)
-    looks = (_measured_by(newest[some[0].case], compared, some, store, observer, pool) for some in by_run.values())
-    return joined(list(looks))
+    looks = (_look_by_run(newest[some[0].case], compared, some, store, observer, pool) for some in by_run.values())
+    return join_looks(list(looks))
 
 
-def _measured_by(
+def _look_by_run(
     newest: Run, compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver, pool: Pool
 ) -> SecondLook:
     commit = _commit_to_duel(compared, newest)
     look = duel_with(commit, newest.request, store, suspects, observer, pool) if commit is not None else None
     if look is not None and not look.refused:
         return look
-    again, refused = measured_again(newest, {suspect.case for suspect in suspects}, store, observer)
-    if again is None:
+    rerun, refused = remeasure_cases(newest, {suspect.case for suspect in suspects}, store, observer)
+    if rerun is None:
         return SecondLook({}, refused=refused)
-    figures = compare(compared.before, make_side("again", [(again, findings(again))]), extra=compared.after).comparisons
-    return SecondLook({key_of(figure): figure for figure in figures}, f"measured again in run {again.id}")
+    figures = compare(compared.before, make_side("again", [(rerun, findings(rerun))]), extra=compared.after).comparisons
+    return SecondLook({key_of(figure): figure for figure in figures}, f"measured again in run {rerun.id}")
 
 
 def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
     """Returns the first side's commit if a duel with it would ask the same question; else None. A duel measures what
     is here on its second side, with one interpreter on both: it would not see the cost of another torch."""
-    here = find_commit("HEAD", Path())
-    if here is None or newest.environment.get("commit") != here or compared.differing:
+    head = find_commit("HEAD", Path())
+    if head is None or newest.environment.get("commit") != head or compared.differing:
         return None
-    commit, *others = {run.environment.get("commit") for run in compared.before.runs}
+    commit, *other_commits = {run.environment.get("commit") for run in compared.before.runs}
     clean = all(run.environment.get("dirty") is False for run in compared.before.runs)
-    return commit if not others and isinstance(commit, str) and clean else None
+    return commit if not other_commits and isinstance(commit, str) and clean else None
 
 
-def of_revision(question: DuelQuestion, request: Request, store: Path, observer: JobObserver) -> GateSource:
+def duel_revision(question: DuelQuestion, request: Request, store: Path, observer: JobObserver) -> GateSource:
     sessions = question.sessions or sessions_of(request)
     times = times_as_long(request, sessions) * (1 if request.budget is not None else MOST_LOOKS)
     observer.note(
@@ -323,46 +340,53 @@ def of_revision(question: DuelQuestion, request: Request, store: Path, observer:
     if not duel.finished:
         raise KeyboardInterrupt
     seconds = (time.monotonic() - begun) * times_as_long(request, sessions)
-    return replace(of_duel(duel.id, store, observer), look_seconds=seconds)
+    return replace(load_duel(duel.id, store, observer), look_seconds=seconds)
 
 
-def of_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
+def load_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
     path = next(iter(DuelKind().files(store)), None) if word == "last" else DuelKind().find(word, store)
     if path is None:
         raise RunNotFound(f"no duel {word!r:.200} in {store}. Give an id, a file's stem, a path, or 'last'.")
+    # 1. A duel in which nothing was measured is a problem, with its notes.
     duel = DuelKind().load(path)
     title = f"duel {duel.id}: {' against '.join(side.title or side.name for side in (duel.after, duel.before))}"
     notes = (*duel.notes, *duel.troubles)
     if not any(result.measured or result.failed for result in duel.results):
         return GateSource(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED, duel=duel)
+    # 2. Suspects are duelled again, by the commits that it had.
     pool: Pool = {}
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
-        refused = _moved_on(duel)
+        refused = _move_reason(duel)
         if refused:
             return SecondLook({}, refused=refused)
         # Words like HEAD may have moved since, and commits have not.
-        commit, own = duel.before.commit or None, duel.before.title.startswith(OWN)
-        against, against_self = (None, commit) if own else (commit, None)
+        commit, is_fp8bench = duel.before.commit or None, duel.before.title.startswith(OWN)
+        against, against_self = (None, commit) if is_fp8bench else (commit, None)
         sessions = max(SESSIONS, duel.sessions)
         question = DuelQuestion(duel.before.python, duel.after.python, against, against_self, sessions)
-        return duelled(question, duel.request, store, suspects, observer, pool)
+        return duel_suspects(question, duel.request, store, suspects, observer, pool)
 
+    # 3. Cases that an interrupt kept from being measured fail.
     figures = comparisons(duel)
-    known = {comparison.case for comparison in figures}
-    why = "the duel was interrupted before it was measured"
-    cut_off = [failed(case, case.partition("[")[0], Evidence.PAIRED, why) for case in duel.cases if case not in known]
-    second = Second.NONE if _moved_on(duel) else Second.DUEL
+    compared_cases = {comparison.case for comparison in figures}
+    cut_off = [
+        failed_case(case, case.partition("[")[0], Evidence.PAIRED, "the duel was interrupted before it was measured")
+        for case in duel.cases
+        if case not in compared_cases
+    ]
+    # 4. Without the same commit here there is no second look.
+    second = Second.NONE if _move_reason(duel) else Second.DUEL
     lost = frozenset(result.after.case.id for result in duel.results if not result.refused_alike)
     return GateSource(
         title, (*figures, *cut_off), confirm, notes, second=second, duel=duel, lost=lost, budget=duel.request.budget
     )
 
 
-def _moved_on(duel: Duel) -> str:
+def _move_reason(duel: Duel) -> str:
     if not duel.after.commit:
         return ""
-    here = find_commit("HEAD", PACKAGE if duel.before.title.startswith(OWN) else Path())
-    if here == duel.after.commit:
+    head = find_commit("HEAD", PACKAGE if duel.before.title.startswith(OWN) else Path())
+    if head == duel.after.commit:
         return ""
-    return f"the duel was of commit {duel.after.commit[:8]}, and here is {here[:8] if here else 'no repository'}"
+    return f"the duel was of commit {duel.after.commit[:8]}, and here is {head[:8] if head else 'no repository'}"

@@ -49,6 +49,7 @@ def threshold_of(figure: Comparison, rules: Rules = ()) -> Threshold:
     rule = ruled_by(figure, rules)
     if rule is None:
         return Threshold(relative, smallest)
+    # A number in another unit would be off by powers of ten, in silence.
     if rule.unit and rule.unit != figure.unit and rule.smallest is not None:
         raise UsageError(
             f"{rule.place}: smallest is in {rule.unit}, and {figure.metric} of {figure.case} is in "
@@ -66,7 +67,8 @@ def ruled_by(figure: Comparison, rules: Rules) -> ThresholdRule | None:
 
 
 def check_rules(rules: Rules, comparisons: tuple[Comparison, ...], file: str) -> list[str]:
-    idle = [rule for rule in rules if not any(rule.fits(comparison) for comparison in comparisons)]
+    idle = [rule for rule in rules if not any(map(rule.fits, comparisons))]
+    # One idle rule may be for another suite; a file of them is a mistake.
     if rules and comparisons and len(idle) == len(rules):
         some = comparisons[0]
         raise UsageError(

@@ -138,6 +138,7 @@ _SMALLEST = "smallest slow-down"
 def page_of(verdict: GateVerdict) -> Page:
     """Shows what failed, what is worse, in doubt and better; the rest is counted. Of the smallest slow-downs that would
     have been found it shows the worst."""
+    # 1. Only what needs eyes; the rest is a count.
     parts = [_part(name, title, figures) for name, title in _TITLES.items() if (figures := verdict.of(name))]
     if verdict.problem:
         parts.append(Part("problem", "Why", (Text(verdict.problem, Tone.BAD),)))
@@ -146,10 +147,13 @@ def page_of(verdict: GateVerdict) -> Page:
     parts += list_of("notes", "Notes", (f"- {note}" for note in verdict.notes[:MOST_ROWS]))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
-    shown = [figure for name in _TITLES for figure in verdict.of(name)]
-    labels = label_legend(look for figure in shown for look in (figure.comparison, figure.again) if look is not None)
+    # 2. A legend explains what is shown and nothing else.
+    shown = verdict.of(*_TITLES)
+    looks = (*(figure.comparison for figure in shown), *(figure.again for figure in shown if figure.again is not None))
+    labels = label_legend(looks)
     footer = [*([_AGAIN] if any(figure.again for figure in shown) else []), _WORSE, *labels] if shown else []
     facts = [("judged", verdict.counts)] if verdict.judged else []
+    # 3. A pass says how small a slow-down it would have seen: else silence means little.
     if verdict.sights:
         facts.append((_SMALLEST, summary(verdict.sights)))
         builds = f"{100 * POWER:.3g} of 100 builds"
@@ -170,8 +174,8 @@ def _part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> P
         Col("why", lambda figure: figure.why, below=True),
     ]
     name = outcome.replace(" ", "-")
-    rows, more = table(name, "", cols, judged[:MOST_ROWS]), len(judged) - MOST_ROWS
-    return Part(name, title, (rows, Text(f"and {more} more")) if more > 0 else (rows,))
+    rows, hidden = table(name, "", cols, judged[:MOST_ROWS]), len(judged) - MOST_ROWS
+    return Part(name, title, (rows, Text(f"and {hidden} more")) if hidden > 0 else (rows,))
 
 
 def summary(sights: Sequence[Sight]) -> str:
@@ -230,23 +234,28 @@ class Review:
 def review(verdict: GateVerdict, duel: Duel) -> Review:
     whys: dict[ReviewStatus, list[str]] = {status: [] for status in ReviewStatus}
     unlike = {result.after.case.id: _unlike(result) for result in duel.results}
+    # 1. Other levels on the two sides: they compare nothing, so nothing else is said of them.
     for result in duel.results:
         if (status := unlike[result.after.case.id]) is not None:
             levels = f"{result.before.support.level} on base, {result.after.support.level} on head"
-            why = result.after.reason or result.before.reason or levels
-            whys[status].append(f"{result.after.case.id}: {why}")
+            reason = result.after.reason or result.before.reason or levels
+            whys[status].append(f"{result.after.case.id}: {reason}")
+    # 2. Worse numbers are of another status than worse times: they concern quality.
     for figure in verdict.of(GateOutcome.REGRESSION):
         of_numbers = spec_of(figure.comparison.metric).of_workload
         whys[ReviewStatus.QUALITY if of_numbers else ReviewStatus.REGRESSION].append(_change(figure))
+    # 3. Cases without a number, and duels that did not come about.
     lost = [figure for figure in verdict.of(GateOutcome.FAILED) if unlike.get(figure.comparison.case) is None]
     whys[ReviewStatus.INFRASTRUCTURE] += [f"{figure.comparison.case}: {figure.why}" for figure in lost]
     whys[ReviewStatus.INFRASTRUCTURE] += [verdict.problem] if verdict.problem and not any(unlike.values()) else []
     whys[ReviewStatus.MISMATCH] += [note for note in duel.notes if note == IDLE]
+    # 4. What stays open.
     for outcome, status in (
         (GateOutcome.SUSPECTED, ReviewStatus.SUSPECTED),
         (GateOutcome.CANNOT_TELL, ReviewStatus.CANNOT_TELL),
     ):
         whys[status] += [f"{_change(figure)}: {figure.why}" for figure in verdict.of(outcome)]
+    # The first status with a reason wins: they are in the order of their weight.
     status = next((status for status, reasons in whys.items() if reasons), ReviewStatus.PASS)
     return Review(status, tuple(whys[status]), _largest_threshold(verdict))
 
@@ -274,19 +283,21 @@ def _change(figure: JudgedFigure) -> str:
     return f"{_title(figure)}: {show_change(figure.comparison.ratio)}"
 
 
-def comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, again: str) -> str:
+def comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, command: str) -> str:
     """Returns Markdown: the outcome, the figure that it rests on, the table, then what else there is to say."""
-    whys = [shorten_line(why, 300) for why in reviewed.whys[:_MOST_WHYS]]
-    more = len(reviewed.whys) - len(whys)
-    elements: list[Element] = [Text(why) for why in whys[:1]]
+    whys = [shorten_line(reason, 300) for reason in reviewed.whys[:_MOST_WHYS]]
+    hidden = len(reviewed.whys) - len(whys)
+    elements: list[Element] = [Text(reason) for reason in whys[:1]]
     if verdict is not None and verdict.sights and not whys:
         elements.append(Text(f"{_SMALLEST} that would have been found: {summary(verdict.sights)}"))
     if duel is not None and verdict is not None:
         elements.append(_figures(verdict))
-    elements.append(Items(tuple(map(Text, (*whys[1:], *([f"and {more} more"] if more > 0 else []))))))
+    elements.append(Items(tuple(map(Text, (*whys[1:], *([f"and {hidden} more"] if hidden > 0 else []))))))
     if duel is not None and verdict is not None:
         elements.append(Text(f"{verdict.counts}. {_sides(duel)}"))
-    return markdown.render(Page(f"fp8bench: {reviewed.headline}", "", (Part("review", "", (*elements, Code(again))),)))
+    return markdown.render(
+        Page(f"fp8bench: {reviewed.headline}", "", (Part("review", "", (*elements, Code(command))),))
+    )
 
 
 def _sides(duel: Duel) -> str:
@@ -304,6 +315,7 @@ def _figures(verdict: GateVerdict) -> Table:
     sights = {sight.key: sight for sight in verdict.sights}
     places = {key: place for place, key in enumerate(sights)}
     figures = [figure for figure in verdict.judged if figure.comparison.ratio or figure.outcome in _FIRST]
+    # What failed comes first, whatever its place: a table is cut off at its end.
     figures.sort(key=lambda figure: (figure.outcome not in _FIRST, places.get(figure.key, len(places))))
 
     def smallest(figure: JudgedFigure) -> str:

@@ -8,7 +8,7 @@ import sys
 from functools import partial
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
@@ -70,15 +70,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens that predictions are compared on; default 8192, 2048 with --quick",
     )
-    shared(parser, "--quick")
-    shared(parser, "--seed", help="for random weights, tokens and the cache's values; default 0")
-    shared(parser, "--threads")
+    add_common(parser, "--quick")
+    add_common(parser, "--seed", help="for random weights, tokens and the cache's values; default 0")
+    add_common(parser, "--threads")
     add("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
-    shared(parser, "--store", help="as in suite")
+    add_common(parser, "--store", help="as in suite")
     add("--all", action="store_true", help="also print the bytes and every figure of quality of each arm")
-    shared(parser, "--explain")
-    shared(parser, "--json", help="print all of it as JSON instead of the table")
-    shared(parser, "--csv", help="also write a row for each arm there; '-' prints them instead of the table")
+    add_common(parser, "--explain")
+    add_common(parser, "--json", help="print all of it as JSON instead of the table")
+    add_common(parser, "--csv", help="also write a row for each arm there; '-' prints them instead of the table")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -96,17 +96,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedModel | None]:
-    from fp8bench.features.infer.job import checked
+    from fp8bench.features.infer.job import complete_question
 
     tokens = arguments.tokens or _TOKENS[arguments.quick]
     size, trained = _model(arguments, tokens)
+    # What one would serve in without low precision: fp32 on a CPU, bf16 elsewhere.
     reference = arguments.reference or ("fp32" if (arguments.device or "cpu") == "cpu" else "bf16")
+    # An arm that is named twice is measured once.
     words = list(dict.fromkeys(filter(None, arguments.arms.split(","))))
     arms = [arm_in_words(word) for word in words]
-    lead = ServedArm(reference)
+    baseline = ServedArm(reference)
     question = ServingQuestion(
         size,
-        tuple(dict.fromkeys((lead, *arms))),
+        tuple(dict.fromkeys((baseline, *arms))),
         _contexts(arguments),
         arguments.batch,
         arguments.quick,
@@ -116,7 +118,7 @@ def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedMod
         arguments.device or "",
         arguments.rollout,
     )
-    return question if question.is_own else checked(question), trained
+    return question if question.is_own else complete_question(question), trained
 
 
 def _model(arguments: argparse.Namespace, tokens: int) -> tuple[str, ServedModel | None]:

@@ -110,8 +110,8 @@ def crossing_of(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -
     low, high = ends_of[0] - margin, ends_of[1] + margin
     signs = np.where(high < 0, 1, np.where(low > 0, -1, 0))
     seen_low, seen_high = np.quantile(arm.measured - reference.measured, _ENDS, axis=0)
-    seen = np.where(seen_high < 0, 1, np.where(seen_low > 0, -1, 0))
-    ends = tuple(bool(signs[end] > 0) if signs[end] and seen[end] != -signs[end] else None for end in (0, -1))
+    measured_signs = np.where(seen_high < 0, 1, np.where(seen_low > 0, -1, 0))
+    ends = tuple(bool(signs[end] > 0) if signs[end] and measured_signs[end] != -signs[end] else None for end in (0, -1))
     faster = ends[0], ends[1]
     if None in faster or faster[0] == faster[1]:
         return ContextCrossing(None, first, last, faster)
@@ -121,7 +121,9 @@ def crossing_of(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -
     start, end = np.flatnonzero(signs == signs[0])[-1], np.flatnonzero(signs == signs[-1])[0]
     begin, until = min(float(places[start]), at), max(float(places[end]), at)
     # What was measured counts more than the lines.
-    contrary = measured[((measured < begin) & (seen == signs[-1])) | ((measured > until) & (seen == signs[0]))]
+    contrary = measured[
+        ((measured < begin) & (measured_signs == signs[-1])) | ((measured > until) & (measured_signs == signs[0]))
+    ]
     bounds = [begin, until, *map(float, contrary)]
     return ContextCrossing(at, min(bounds), max(bounds), faster, tuple(map(int, contrary)))
 
@@ -133,12 +135,14 @@ def _step_height(arm: LineDraws, reference: LineDraws, measured: Any, places: Fl
     has as many seconds at shorter contexts as where it was seen. Contexts that are all multiples of a number show no
     step within it.
     """
-    known = reference.point[0] + reference.point[1] * measured
-    missed = (arm.above - reference.above) / known
-    seen_at = known[np.abs(missed).argmax()]
-    seen: Floats = _STEPS * np.ptp(missed) * np.maximum(seen_at, reference.point[0] + reference.point[1] * places)
+    expected = reference.point[0] + reference.point[1] * measured
+    missed = (arm.above - reference.above) / expected
+    seen_at = expected[np.abs(missed).argmax()]
+    measured_steps: Floats = (
+        _STEPS * np.ptp(missed) * np.maximum(seen_at, reference.point[0] + reference.point[1] * places)
+    )
     unseen = (math.gcd(*map(int, measured)) - 1) * float(max(arm.point[1], reference.point[1], 0.0))
-    return seen + unseen
+    return measured_steps + unseen
 
 
 def copy_rate(ceiling: Ceiling | None) -> float | None:

@@ -73,13 +73,15 @@ def answer_question(
 
     After an interrupt, returns what was measured until then. A finished answer is also kept in the store.
     """
+    # 1. A model of one's own tells its shape first: questions of memory need it.
     settings = Settings(question.threads, question.seed)
     with claimed(True), ProcessWorker(settings, module=_MODULE) as worker:
         facts = device_named(question.device, worker.probe())
-        model = trained or shipped(question.tokens)
+        model = trained or shipped_model(question.tokens)
         if question.is_own:
             OWN_SHAPES[question.size] = ServedShape(*_ask(worker, "shape", question.size, facts, question.seed))
-            question, model = checked(question), ServedModel(question.size)
+            question, model = complete_question(question), ServedModel(question.size)
+        # 2. Quality of all arms on the same tokens, before anything is timed.
         _check_memory(question, facts)
         task = QualityTask(
             model, question.tokens, question.arms, facts, question.seed, len(question.arms) * question.rollout
@@ -87,11 +89,13 @@ def answer_question(
         with observer.counting() as tell:
             tell(0, 1, "models", "quality on the same tokens")
             quality: Quality = _ask(worker, "quality", task)
+    # 3. Times, by the suites that everybody can run; an interrupt keeps what is there.
     answer = ServingAnswer(question, facts.key, (), question.contexts[0], quality)
     try:
-        answer = _timed(answer, facts, store, command, observer)
+        answer = _measure_times(answer, facts, store, command, observer)
     except KeyboardInterrupt:
         return replace(answer, finished=False)
+    # 4. Only a finished answer is kept: half a one would be compared with whole ones.
     if not answer.finished:
         return answer
     try:
@@ -108,7 +112,7 @@ def _ask(worker: Worker, name: str, *arguments: Any) -> Any:
         raise as_usage(fault) from None
 
 
-def checked(question: ServingQuestion) -> ServingQuestion:
+def complete_question(question: ServingQuestion) -> ServingQuestion:
     """Fills in the usual contexts where none are named. Raises UsageError for positions the model lacks, or
     rows that a format cannot divide into groups."""
     shape, usual = served_shape(question.size), _CONTEXTS[question.quick]
@@ -127,8 +131,8 @@ def checked(question: ServingQuestion) -> ServingQuestion:
 
 
 def _check_memory(question: ServingQuestion, facts: DeviceFacts) -> None:
-    shape, lead, longest = served_shape(question.size), question.arms[0], max(question.contexts)
-    reference = step_bytes(shape, lead, question.batch, longest, shape.experts).total  # with all experts
+    shape, first_arm, longest = served_shape(question.size), question.arms[0], max(question.contexts)
+    reference = step_bytes(shape, first_arm, question.batch, longest, shape.experts).total  # with all experts
     least = max(served_memory(shape, question.batch, longest), reference)
     if facts.memory_bytes and least > facts.memory_bytes:
         raise UsageError(
@@ -138,7 +142,7 @@ def _check_memory(question: ServingQuestion, facts: DeviceFacts) -> None:
         )
 
 
-def shipped(tokens: int) -> ServedModel:
+def shipped_model(tokens: int) -> ServedModel:
     return ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], str(WEIGHTS), text=held_out_text(tokens))
 
 
@@ -156,18 +160,21 @@ def _windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tuple[int, .
     return tuple(tuple(ids[start : start + length + 1]) for start in starts)
 
 
-def _timed(
+def _measure_times(
     answer: ServingAnswer, facts: DeviceFacts, store: Path, command: str, observer: JobObserver
 ) -> ServingAnswer:
+    # 1. Arms that multiply natively here; without the reference no time says anything.
     question = answer.question
     params = {"size": question.size, "kv": OWN, "weights": OWN}
     supports = {arm: served_support(params, precisions.get(dtype_of(arm)), facts) for arm in question.arms}
-    lead = supports[question.arms[0]]
-    if not lead.is_native:
-        raise UsageError(f"the reference has no speed on {facts.key}: {lead.reason}. Give --reference fp32 or bf16.")
+    reference = supports[question.arms[0]]
+    if not reference.is_native:
+        raise UsageError(
+            f"the reference has no speed on {facts.key}: {reference.reason}. Give --reference fp32 or bf16."
+        )
     native = tuple(arm for arm in question.arms if supports[arm].level is Level.NATIVE)
 
-    def measured(suite: str, arms: Sequence[ServedArm], **axes: Sequence[object]) -> Run:
+    def measure_suite(suite: str, arms: Sequence[ServedArm], **axes: Sequence[object]) -> Run:
         request = Request(
             suite,
             tuple(map(dtype_of, arms)),
@@ -181,18 +188,21 @@ def _timed(
         with observer.measuring() as watch:
             return execute(request, store, watch, command, origin="infer")
 
-    own: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
-    decode = measured("decode", native, **own, context=question.contexts)
+    # 2. Decoding at every context, then one prompt; an interrupt keeps what decoding has.
+    sizes: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
+    decode = measure_suite("decode", native, **sizes, context=question.contexts)
     runs = [decode]
     with suppress(KeyboardInterrupt):
         if decode.finished:
-            runs.append(measured("prefill", native, **own, context=[answer.prompt]))
+            runs.append(measure_suite("prefill", native, **sizes, context=[answer.prompt]))
+    # 3. A line for each arm, with the reason where an arm has none.
     finished = len(runs) == 2 and runs[-1].finished
-    question = question if finished else _until(question, decode)
+    question = question if finished else _measured_part(question, decode)
     times = list(times_of(question, native, decode, runs[-1]))
     kernels = {arm: supports[arm].reason for arm in question.arms}
     times = [replace(time, kernel=kernels[time.arm]) for time in times]
     times += [ArmTimes(arm, why=kernels[arm]) for arm in question.arms if arm not in native]
+    # 4. The measured bandwidth, which says how far decoding could go.
     ceiling = next((record.ceiling for record in decode.records if record.ceiling is not None), None)
     experts = experts_read(decode, question)
     return replace(
@@ -206,7 +216,7 @@ def _timed(
     )
 
 
-def _until(question: ServingQuestion, decode: Run) -> ServingQuestion:
+def _measured_part(question: ServingQuestion, decode: Run) -> ServingQuestion:
     """The question as far as it was measured before an interrupt."""
     measured = tuple(sorted({_context(record) for record in decode.records}))
     return replace(question, contexts=measured or question.contexts)
@@ -226,19 +236,26 @@ def _context(record: Record) -> int:
 
 
 def times_of(question: ServingQuestion, native: Sequence[ServedArm], decode: Run, prefill: Run) -> Iterator[ArmTimes]:
-    found = findings(decode)
+    case_findings = findings(decode)
     reference: LineDraws | None = None
+    # The reference comes first: the others' crossings need its line.
     for arm in native:
+        # 1. Its steps at each context, and why one was not timed.
         records = sorted((_context(record), record) for record in decode.records if is_of(record, arm))
         untimed = ((context, record.reason) for context, record in records if record.timing is None)
-        why = next((f"at a context of {context}: {reason}" for context, reason in untimed), "")
+        reason = next((f"at a context of {context}: {skipped}" for context, skipped in untimed), "")
         rounds = {context: step_samples(record.timing) for context, record in records if record.timing is not None}
+        # 2. A line through all contexts or none: a crossing outside what was timed is a guess.
         line = line_of(rounds) if len(rounds) == len(question.contexts) else None
         crossing = None
         if arm is native[0]:
             reference = line
         elif line is not None and reference is not None:
             crossing = crossing_of(line, reference, question.contexts)
+        # 3. Labels that withhold verdicts, and the time of its prompt.
+        doubts: dict[str, None] = {}
+        for _, record in records:
+            doubts |= dict.fromkeys(label.value for label in case_findings[record.case.id].hard)
         prompts = (record for record in prefill.records if record.case.workload == "prefill" and is_of(record, arm))
         prompt = next(prompts, None)
         yield ArmTimes(
@@ -247,9 +264,9 @@ def times_of(question: ServingQuestion, native: Sequence[ServedArm], decode: Run
             None if line is None else line.line,
             crossing,
             None if prompt is None or prompt.timing is None else fastest(step_samples(prompt.timing)),
-            why,
+            reason,
             (_joules(prompt), _joules(records[-1][1] if records else None)),
-            doubts=tuple(dict.fromkeys(label.value for _, record in records for label in found[record.case.id].hard)),
+            doubts=tuple(doubts),
         )
 
 
@@ -269,6 +286,7 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
 
     Raises UsageError for a training without a checkpoint, or whose model has no cache of keys and values.
     """
+    # 1. The training and its arm.
     name, _, arm_name = word.partition(":")
     path = find_training(name, store)
     training = load_head(path)
@@ -278,6 +296,7 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
     if arm_name not in arms:
         raise UsageError(f"{subject} has no arm {arm_name!r:.80}. It has {', '.join(arms)}.")
     settings = arms[arm_name].merge_settings(training.request.settings)
+    # 2. Only what a rank has whole, in fp32, of a model with a cache.
     refusals = (
         (
             settings.arch not in ("gpt", "moe"),
@@ -286,9 +305,10 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
         (settings.parallel not in ("", "ddp"), f"is cut by --parallel {settings.parallel}: a rank has a part of it"),
         (settings.master != "fp32", f"keeps weights as --master {settings.master}: fp32 ones are read"),
     )
-    for wrong, why in refusals:
+    for wrong, problem in refusals:
         if wrong:
-            raise UsageError(f"{subject} {why}. Choose another training.")
+            raise UsageError(f"{subject} {problem}. Choose another training.")
+    # 3. Its newest checkpoint; a training may have none.
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         steps, every = training.request.steps, training.request.keep
@@ -297,6 +317,7 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
             f"--keep {max(1, steps // 2)}, say."
         )
     folder, place = checkpoint
+    # 4. Where it lies, its config, and text that it has never seen.
     words = f"{arm_name} of training {training.id}, step {place.step} of {training.request.steps}"
     config = config_of(settings, training.text.vocabulary)
     folder = folder / "rank-0" if training.request.ranks else folder

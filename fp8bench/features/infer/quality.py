@@ -36,14 +36,14 @@ from fp8bench.user_code.named import named
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.main import main
 from fp8bench.worker.step_guards import apart
-from fp8bench.worker.switches import unchanged
+from fp8bench.worker.switches import restore_switches
 
 _TAIL = 0.999
 # PPO clips ratios outside of these.
 _CLIP = (0.8, 1.2)
 # The length of random texts, for a model that brings no tokens.
 WINDOW = 128
-RANDOM_WEIGHTS, RANDOM_TOKENS = (f"random {what}: arithmetic only" for what in ("weights", "tokens"))
+RANDOM_WEIGHTS, RANDOM_TOKENS = "random weights: arithmetic only", "random tokens: arithmetic only"
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ def weights_in(path: Path, config: GPTConfig, device: str) -> Callable[[str], Te
 def _checkpoint_weights(model: ServedModel, config: GPTConfig, device: str) -> Callable[[str], Tensor]:
     from fp8bench.features.train.lab.checkpoint import weights
 
-    shapes, kept = served_shapes(config), weights(model.weights, model.arm)
-    if len(shapes) != len(kept):
-        raise UsageError(f"{model.name} was trained as another model, with {len(kept)} weights. Train it again.")
+    shapes, stored = served_shapes(config), weights(model.weights, model.arm)
+    if len(shapes) != len(stored):
+        raise UsageError(f"{model.name} was trained as another model, with {len(stored)} weights. Train it again.")
     # A checkpoint has weights in the order of the model's parameters.
-    trained = dict(zip(shapes, kept, strict=True))
+    trained = dict(zip(shapes, stored, strict=True))
     return lambda name: trained[name].to(device, torch.float32)
 
 
@@ -81,19 +81,19 @@ Serve = Callable[[ServedArm, tuple[int, int]], Decoder | OwnDecoder]
 
 def quality_of(task: QualityTask, maker: Callable[[], Any] | None = None) -> Quality:
     """Compares all arms of a model with a config, or of the one that `maker` makes."""
-    serve, text, caution = _served(task) if maker is None else _own(task, maker)
-    lead, *others = task.arms
+    serve, text, caution = _serve_config(task) if maker is None else _serve_maker(task, maker)
+    reference_arm, *compared_arms = task.arms
 
-    def predicted(arm: ServedArm, kernel: str = "auto") -> Predictions:
+    def predict(arm: ServedArm, kernel: str = "auto") -> Predictions:
         with torch.no_grad(), attention_by(kernel):
-            return _predicted(serve(arm, (text.shape[0], text.shape[1] - 1)), text)
+            return _predict(serve(arm, (text.shape[0], text.shape[1] - 1)), text)
 
-    reference = predicted(lead)
-    itself, floor = _compared(predicted(lead), reference), _compared(predicted(lead, "math"), reference)
-    arms = tuple(_compared(predicted(arm), reference) for arm in others)
+    reference = predict(reference_arm)
+    itself, floor = _compare(predict(reference_arm), reference), _compare(predict(reference_arm, "math"), reference)
+    arms = tuple(_compare(predict(arm), reference) for arm in compared_arms)
     perplexity = math.exp(-float(reference.true.mean()))
     with torch.no_grad():
-        rollouts = tuple(rollout_gap(serve, arm, lead, text, task.seed) for arm in task.arms[: task.rolls_out])
+        rollouts = tuple(rollout_gap(serve, arm, reference_arm, text, task.seed) for arm in task.arms[: task.rolls_out])
     return Quality(task.model.name, int(reference.true.numel()), perplexity, itself, floor, arms, caution, rollouts)
 
 
@@ -114,7 +114,7 @@ def rollout_gap(serve: Serve, arm: ServedArm, trainer: ServedArm, text: Tensor, 
         chosen = torch.multinomial(logs.exp(), 1, generator=generator)
         tokens[:, at : at + 1] = chosen
         sampled.append(logs.gather(-1, chosen))
-    scored = _predicted(serve(trainer, sizes), tokens).true[:, start - 1 :]
+    scored = _predict(serve(trainer, sizes), tokens).true[:, start - 1 :]
     return gap_of(scored - torch.cat(sampled, 1))
 
 
@@ -140,7 +140,7 @@ def gap_of(gaps: Tensor) -> RolloutGap:
     )
 
 
-def _own(task: QualityTask, maker: Callable[[], Any]) -> tuple[Serve, Tensor, str]:
+def _serve_maker(task: QualityTask, maker: Callable[[], Any]) -> tuple[Serve, Tensor, str]:
     """Serves a copy of the maker's model for each arm, on its own tokens or on random ones."""
     name, device = task.model.name, task.facts.key
     model, ids = make_model(maker, name, task.seed, task.facts)
@@ -159,7 +159,7 @@ def _own(task: QualityTask, maker: Callable[[], Any]) -> tuple[Serve, Tensor, st
     return serve, text, caution
 
 
-def _served(task: QualityTask) -> tuple[Serve, Tensor, str]:
+def _serve_config(task: QualityTask) -> tuple[Serve, Tensor, str]:
     model, device = task.model, task.facts.key
     assert model.config is not None
     text = torch.tensor(model.text, device=device)
@@ -179,15 +179,15 @@ def _served(task: QualityTask) -> tuple[Serve, Tensor, str]:
 
 def _decoder(config: GPTConfig, weight: Callable[[str], Tensor], arm: ServedArm, sizes: tuple[int, int]) -> Decoder:
     def keep(name: str, matrix: Tensor) -> KeptWeight:
-        kept = arm.weight_format if name != "head" else arm.carrier
-        if kept in DTYPES:
-            return OwnWeight(matrix, PlainArithmetic(DTYPES[kept]))
-        return kept_weight(matrix, kept, arm.low_inputs)
+        word = arm.weight_format if name != "head" else arm.carrier
+        if word in DTYPES:
+            return OwnWeight(matrix, PlainArithmetic(DTYPES[word]))
+        return kept_weight(matrix, word, arm.low_inputs)
 
     return Decoder(config, weight, keep, arm.kv_format, DTYPES[arm.carrier], sizes)
 
 
-def _predicted(model: Decoder | OwnDecoder, text: Tensor) -> Predictions:
+def _predict(model: Decoder | OwnDecoder, text: Tensor) -> Predictions:
     model.calibrates = True
     logits = model.forward(text[:, :-1], 0, SilentPhases(), every=True)
     logs = F.log_softmax(logits.double(), -1)
@@ -195,17 +195,17 @@ def _predicted(model: Decoder | OwnDecoder, text: Tensor) -> Predictions:
     return Predictions(logs, true, 8 * model.weight_bytes() / model.weight_count())
 
 
-def _compared(own: Predictions, reference: Predictions) -> ArmQuality:
+def _compare(arm: Predictions, reference: Predictions) -> ArmQuality:
     likely = reference.logs.exp()
     # Ids that a model masks have no share, though -inf - -inf is NaN.
-    kl = torch.where(likely == 0, 0, likely * (reference.logs - own.logs)).sum(-1).clamp(min=0)
-    alike = own.logs.argmax(-1) == reference.logs.argmax(-1)
+    kl = torch.where(likely == 0, 0, likely * (reference.logs - arm.logs)).sum(-1).clamp(min=0)
+    same_choice = arm.logs.argmax(-1) == reference.logs.argmax(-1)
     return ArmQuality(
         float(kl.mean()),
         float(kl.flatten().quantile(_TAIL)),
-        float(alike.double().mean()),
-        _over_texts(torch.where(reference.true == own.true, 0, reference.true - own.true)),
-        own.bits,
+        float(same_choice.double().mean()),
+        _over_texts(torch.where(reference.true == arm.true, 0, reference.true - arm.true)),
+        arm.bits,
     )
 
 
@@ -223,14 +223,14 @@ class InferBench(Bench):
 
     def shape(self, maker: str, facts: DeviceFacts, seed: int) -> tuple[Any, ...]:
         """Returns the fields of the maker's ServedShape. Raises UsageError for a model that cannot be served."""
-        self._selected(facts)
-        with unchanged(), apart(), float32_products("highest"):
+        self._select_device(facts)
+        with restore_switches(), apart(), float32_products("highest"):
             model, _ = make_model(named(maker), maker, seed, facts)
             return tuple(vars(shape_of_own(maker, model, seed, facts)).values())
 
     def quality(self, task: QualityTask) -> Quality:
-        device = self._selected(task.facts)
-        with unchanged(), apart(), float32_products("highest"):
+        device = self._select_device(task.facts)
+        with restore_switches(), apart(), float32_products("highest"):
             quality = quality_of(task, None if task.model.config else named(task.model.name))
         device.empty_cache()
         return quality

@@ -29,6 +29,7 @@ LOW_CARRIER = "bf16"
 
 def arm_in_words(word: str) -> ServedArm:
     """Parses 'bf16', 'kv=fp8' or 'kv=fp8+weights=int8'. Raises UsageError for anything else."""
+    # A carrier alone is an arm that keeps nothing in another format.
     if word in CARRIERS:
         return ServedArm(word)
     try:
@@ -43,6 +44,7 @@ def word_of(arm: ServedArm) -> str:
     """Writes an arm as --arms takes it."""
     parts = [f"{key}={value}" for key, value in (("kv", arm.kv), ("weights", arm.weights)) if value]
     parts += ["activations=low"] if arm.low_inputs else []
+    # The usual carrier goes without saying, so that a word read back is the same word.
     if not parts:
         return arm.carrier
     return "+".join([*([] if arm.carrier == LOW_CARRIER else [f"carrier={arm.carrier}"]), *parts])
@@ -53,6 +55,7 @@ def dtype_of(arm: ServedArm) -> str:
 
 
 def is_of(record: Record, arm: ServedArm) -> bool:
+    # Words for the same arm may differ: their canonical form does not.
     return record.case.precision == precisions.canonical(dtype_of(arm))
 
 
@@ -219,19 +222,21 @@ class ServingAnswer:
     finished: bool = True
     experts: float | None = None
 
-    def moved(self, arm: ServedArm) -> StepBytes:
+    def bytes_read(self, arm: ServedArm) -> StepBytes:
         """Returns the bytes that a step reads at the longest context."""
         question = self.question
         return step_bytes(served_shape(question.size), arm, question.batch, question.contexts[-1], self.experts)
 
     def tpot(self, times: ArmTimes) -> float | None:
         """Returns the arm's seconds at the longest context, if it was timed there."""
+        # The longest context is where arms differ most.
         return dict(times.tpot).get(self.question.contexts[-1])
 
     def quality_of(self, arm: ServedArm) -> ArmQuality | None:
         """Returns the noise floor for the reference."""
         if self.quality is None:
             return None
+        # The reference has no quality against itself: its floor shows what is no difference.
         return (self.quality.floor, *self.quality.arms)[self.question.arms.index(arm)]
 
 

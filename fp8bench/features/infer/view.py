@@ -45,14 +45,14 @@ _SURE: dict[tuple[bool | None, bool | None], tuple[str, Tone]] = {
 }
 
 
-def page_of(answer: ServingAnswer, whole: bool = False) -> Page:
-    """The short answer; the `whole` also has the bytes and the quality of each arm."""
+def page_of(answer: ServingAnswer, everything: bool = False) -> Page:
+    """The short answer; `everything` also has the bytes and the quality of each arm."""
     question = answer.question
     contexts = f"contexts of {question.contexts[0]} to {question.contexts[-1]} tokens"
-    tables: list[Element] = [_times(answer, whole)] if any(time.tpot for time in answer.times) else []
+    tables: list[Element] = [_times(answer, everything)] if any(time.tpot for time in answer.times) else []
     if answer.quality is not None and answer.quality.rollouts:
         tables.append(_rollouts(answer, answer.quality.rollouts))
-    if whole:
+    if everything:
         tables.append(_costs(answer))
     stored = [f"stored as runs {', '.join(answer.runs)}"] if answer.runs else []
     part = short_answer(
@@ -67,48 +67,52 @@ def page_of(answer: ServingAnswer, whole: bool = False) -> Page:
 
 
 def _answers(answer: ServingAnswer) -> list[Answer]:
-    lead = answer.question.arms[0]
+    reference = answer.question.arms[0]
     times = {time.arm: time for time in answer.times}
-    slowest = answer.tpot(times.get(lead, ArmTimes(lead)))
-    told = []
+    slowest = answer.tpot(times.get(reference, ArmTimes(reference)))
+    answers = []
     for arm in answer.question.arms[1:]:
         time, quality = times.get(arm, ArmTimes(arm)), answer.quality_of(arm)
         verdict, tone, reason = _verdict(time)
-        tpot, gain = answer.tpot(time), f"{_derived(answer, arm)} by its bytes"
+        tpot, gain = answer.tpot(time), f"{_gain_by_bytes(answer, arm)} by its bytes"
         if tpot is None or slowest is None:
             figure = f"at most {gain}" if not time.kernel and time.why else ""
         else:
             figure = f"{units.seconds(tpot)} a token ({units.speed_up(slowest / tpot)})"
-        moved = units.change(answer.moved(arm).total / answer.moved(lead).total)
+        moved = units.change(answer.bytes_read(arm).total / answer.bytes_read(reference).total)
         same = "" if quality is None else f"same next token {units.percent(quality.same_top)}"
-        told.append(Answer(word_of(arm), verdict, tone, figure, (same, f"bytes read {moved}"), reason))
-    return told
+        answers.append(Answer(word_of(arm), verdict, tone, figure, (same, f"bytes read {moved}"), reason))
+    return answers
 
 
 def _verdict(time: ArmTimes) -> tuple[str, Tone, str]:
     """Returns where an arm pays in words, their tone, and what speaks against them; labels withhold a verdict."""
     crossing = time.crossing
+    # 1. No line, no verdict: emulated, refused or interrupted.
     if crossing is None:
         if time.why and not time.kernel:
             return "no speed here", Tone.DOUBT, ""
         return "not timed", Tone.DOUBT, time.why
+    # 2. What speaks against it, even where a verdict stands.
     notes = [LABELS[Label(doubt)].meaning for doubt in time.doubts]
     if crossing.contrary:
-        again = "slower" if crossing.faster[1] == (crossing.contrary[-1] > (crossing.at or 0)) else "faster"
-        notes.append(f"measured {again} at {', '.join(map(str, crossing.contrary))}")
+        direction = "slower" if crossing.faster[1] == (crossing.contrary[-1] > (crossing.at or 0)) else "faster"
+        notes.append(f"measured {direction} at {', '.join(map(str, crossing.contrary))}")
     if time.line is not None and time.line.off > 0.1:
         notes.append(f"measured times are up to {units.percent(time.line.off, 0)} off the line through them")
+    # 3. It pays from a context on, or up to one.
     if crossing.at is not None:
         place = f"a context of {crossing.at:.0f} ({crossing.low:.0f} to {crossing.high:.0f})"
         if time.doubts:
             return "cannot tell", Tone.DOUBT, "; ".join([f"times cross at {place}", *notes])
         return f"{'pays from' if crossing.faster[1] else 'pays up to'} {place}", Tone.GOOD, "; ".join(notes)
+    # 4. Or at all contexts, if both ends are sure.
     if time.doubts or crossing.faster not in _SURE:
         return "cannot tell", Tone.DOUBT, "; ".join([_ends(crossing.faster), *notes])
     return *_SURE[crossing.faster], "; ".join(notes)
 
 
-def _times(answer: ServingAnswer, whole: bool) -> Table:
+def _times(answer: ServingAnswer, everything: bool) -> Table:
     batch = answer.question.batch
 
     def rate(count: int, seconds: float | None) -> float | None:
@@ -120,15 +124,18 @@ def _times(answer: ServingAnswer, whole: bool) -> Table:
         Col("tokens/s in", lambda times: rate(batch * answer.prompt, times.ttft), show=units.count),
         Col(f"a token at {answer.question.contexts[-1]}", answer.tpot, unit="s"),
         Col("tokens/s out", lambda times: rate(batch, answer.tpot(times)), show=units.count),
-        Col("a", lambda times: _seconds(times.line.a if times.line else None), number=True, when=whole),
+        Col("a", lambda times: _seconds(times.line.a if times.line else None), number=True, when=everything),
         Col(
-            "b a 1k tokens", lambda times: _seconds(times.line.b if times.line else None, 1000), number=True, when=whole
+            "b a 1k tokens",
+            lambda times: _seconds(times.line.b if times.line else None, 1000),
+            number=True,
+            when=everything,
         ),
-        Col("multiplied by", lambda times: times.kernel, below=True, when=whole),
+        Col("multiplied by", lambda times: times.kernel, below=True, when=everything),
         Col(
             "J a token in, out",
             lambda times: f"{_joules(times.joules[0])}, {_joules(times.joules[1])}",
-            when=any(joules is not None for time in answer.times for joules in time.joules),
+            when=any(time.joules != (None, None) for time in answer.times),
         ),
     ]
     return table("times", "", cols, [time for time in answer.times if time.tpot], main=True)
@@ -136,7 +143,7 @@ def _times(answer: ServingAnswer, whole: bool) -> Table:
 
 def _costs(answer: ServingAnswer) -> Table:
     times_of = {time.arm: time for time in answer.times}
-    moved = {arm: answer.moved(arm) for arm in answer.question.arms}
+    moved = {arm: answer.bytes_read(arm) for arm in answer.question.arms}
 
     def share(arm: ServedArm) -> str | None:
         seconds = answer.tpot(times_of[arm]) if arm in times_of else None
@@ -227,22 +234,23 @@ def _ends(faster: tuple[bool | None, bool | None]) -> str:
     return f"{first} at both ends" if first == last else f"{first}, then {last}"
 
 
-def _derived(answer: ServingAnswer, arm: ServedArm) -> str:
+def _gain_by_bytes(answer: ServingAnswer, arm: ServedArm) -> str:
     """Returns the gain by bytes alone, at the longest context, where it is largest."""
-    return f"{answer.moved(answer.question.arms[0]).total / answer.moved(arm).total:.1f}x"
+    return f"{answer.bytes_read(answer.question.arms[0]).total / answer.bytes_read(arm).total:.1f}x"
 
 
 def value_of(answer: ServingAnswer) -> dict[str, Any]:
     """Returns the whole answer for JSON, with the bytes of a step."""
-    moved = tuple(answer.moved(arm) for arm in answer.question.arms)
+    moved = tuple(answer.bytes_read(arm) for arm in answer.question.arms)
     return {"schema": SCHEMA, **encode(answer), "bytes": encode(moved)}
 
 
 def rows_of(answer: ServingAnswer) -> Rows:
     rows, times = [], {time.arm: time for time in answer.times}
     for arm in answer.question.arms:
-        quality, moved = answer.quality_of(arm), answer.moved(arm)
+        quality, moved = answer.quality_of(arm), answer.bytes_read(arm)
         time = times.get(arm, ArmTimes(arm))
+        # Doubts withhold a crossing from tables as they do from sentences.
         line, crossing = time.line, None if time.doubts else time.crossing
         rows.append(
             {
@@ -266,5 +274,9 @@ def rows_of(answer: ServingAnswer) -> Rows:
                 "log_perplexity_ratio": quality and quality.log_perplexity.point,
             }
         )
-    names = dict.fromkeys(name for row in rows for name in row)
-    return tuple(names), [{name: row.get(name) for name in names} for row in rows]
+    # Arms may have been timed at fewer contexts than others: the columns are those of all rows.
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns |= dict.fromkeys(row)
+    blank = dict.fromkeys(columns)
+    return tuple(columns), [blank | row for row in rows]

@@ -10,7 +10,7 @@ from functools import partial
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
 from fp8bench.formats.hardware import CLASSES, DeviceClass, device_class
@@ -76,22 +76,22 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="MODEL", help=words)
     words = "rows of a known model's activations; default 8192, or those of a transformer's step"
     parser.add_argument("--tokens", type=types.whole(whole_number(1)), metavar="N", help=words)
-    shared(parser, "--dtypes", help=f"as in suite; default {', '.join(USUAL_MODES)}")
+    add_common(parser, "--dtypes", help=f"as in suite; default {', '.join(USUAL_MODES)}")
     words = "classes: a100, l40s, h100, b200, rtx5090, mi300x, mi350x, cpu (or hopper, sm90, gfx950, ...); default all"
-    shared(parser, "--devices", help=words)
-    shared(parser, "--json", help="print the findings as JSON instead")
+    add_common(parser, "--devices", help=words)
+    add_common(parser, "--json", help="print the findings as JSON instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     classes = list(dict.fromkeys(map(device_class, arguments.devices))) or list(CLASSES)
-    modes = [_scaled(word) for word in arguments.dtypes or USUAL_MODES]
+    modes = [_recipe_of(word) for word in arguments.dtypes or USUAL_MODES]
     findings = judge_all(shapes_of(arguments.name, arguments.tokens), modes, classes)
     tell(arguments, partial(page_of, arguments.name, findings), partial(encode, findings))
     return EXIT_FAILED if fitting_nowhere(findings) else EXIT_OK
 
 
-def _scaled(word: str) -> RecipePrecision:
+def _recipe_of(word: str) -> RecipePrecision:
     precision = precisions.get(word)
     if not isinstance(precision, RecipePrecision):
         scaled = ", ".join(name for name in precisions.names() if isinstance(precisions.get(name), RecipePrecision))
@@ -106,16 +106,14 @@ def shapes_of(model: str, tokens: int | None) -> list[LinearShape]:
             raise UsageError("--tokens goes with known models: the batch of your own says its rows. Leave it out.")
         from fp8bench.jobs.profile import coverage_of  # heavy
 
-        shapes = [
-            LinearShape(holder.name, product.m, product.n, product.k)
-            for holder in coverage_of(model).holders
-            if holder.kind in _LINEAR_KINDS
-            for product in holder.products
-            if not product.backward
-        ]
+        shapes: dict[LinearShape, None] = {}
+        for holder in coverage_of(model).holders:
+            forward = [product for product in holder.products if not product.backward]
+            for product in forward if holder.kind in _LINEAR_KINDS else ():
+                shapes[LinearShape(holder.name, product.m, product.n, product.k)] = None
         if not shapes:
             raise UsageError(f"{model} calls no linear layer. `fp8bench profile {model}` lists its products.")
-        return list(dict.fromkeys(shapes))
+        return list(shapes)
     if model not in models():
         raise UnknownName("model", model, models())
     rows = tokens or usual_tokens(model)
@@ -126,14 +124,9 @@ def judge_all(
     shapes: Sequence[LinearShape], modes: Sequence[RecipePrecision], devices: Sequence[DeviceClass]
 ) -> list[ShapeFinding]:
     """Judges every product of every layer, but for weight gradients that a recipe leaves in bf16."""
-    return [
-        judge(shape, kind, mode, device)
-        for shape in shapes
-        for kind in PRODUCTS
-        for mode in modes
-        for device in devices
-        if kind != "weight-gradient" or not mode.recipe.high_weight_gradient
-    ]
+    kinds = [(kind, mode) for kind in PRODUCTS for mode in modes]
+    judged = [pair for pair in kinds if pair[0] != "weight-gradient" or not pair[1].recipe.high_weight_gradient]
+    return [judge(shape, *pair, device) for shape in shapes for pair in judged for device in devices]
 
 
 def judge(shape: LinearShape, kind: str, mode: RecipePrecision, device: DeviceClass) -> ShapeFinding:
@@ -143,45 +136,50 @@ def judge(shape: LinearShape, kind: str, mode: RecipePrecision, device: DeviceCl
     sides = sides_of(kind, shape.tokens, shape.outputs, shape.inputs)
     product = Product(*sides, treatments[first], treatments[second])
     finding = partial(ShapeFinding, shape.name, kind, sides, mode.mode, device.name)
-    if why := missing(product, device):
-        return finding(exists=False, why=why)
+    if reason := missing(product, device):
+        return finding(exists=False, why=reason)
     against = objections(product, device)
     multiples = [objection.multiples for objection in against if objection.multiples is not None]
     if len(multiples) < len(against):  # no padding answers all of them
         return finding(why="; ".join(objection.why for objection in against if objection.multiples is None))
-    grains = [math.lcm(*(multiple[place] for multiple in multiples)) for place in range(3)]
+    # Each side is padded to a multiple of all that its objections ask for.
+    grains = map(math.lcm, (1, 1, 1), *multiples)
     m, n, k = (-(-length // grain) * grain for length, grain in zip(sides, grains, strict=True))
     return finding(why="; ".join(objection.why for objection in against), padded=(m, n, k) if against else None)
 
 
 def fitting_nowhere(findings: Sequence[ShapeFinding]) -> dict[str, list[str]]:
     """Returns the products that fit on none of the devices as they are, each with its modes."""
-    fits = together(((f"{one.layer} {one.product}", one.mode), one.fits) for one in findings)
+    fits = together(((f"{finding.layer} {finding.product}", finding.mode), finding.fits) for finding in findings)
     return together(key for key, some in fits.items() if not any(some))
 
 
 def page_of(model: str, findings: Sequence[ShapeFinding]) -> Page:
-    counts = together(((one.device, one.mode), one.fits) for one in findings if one.exists)
+    # 1. How many products fit, by device and mode.
+    counts = together(((finding.device, finding.mode), finding.fits) for finding in findings if finding.exists)
 
     def count(mode: str, device: str) -> Field:
         fits = counts.get((device, mode), [])
         words = "all" if all(fits) else f"{sum(fits)} of {len(fits)}"
         return Field(words if fits else units.NONE, tone=Tone.PLAIN if all(fits) else Tone.DOUBT)
 
-    modes = dict.fromkeys(one.mode for one in findings)
+    modes = dict.fromkeys(finding.mode for finding in findings)
     cols = [Col("device", str), *(Col(mode, partial(count, mode), number=True) for mode in modes)]
-    fitting = table("fitting", "", cols, dict.fromkeys(one.device for one in findings))
+    fitting = table("fitting", "", cols, dict.fromkeys(finding.device for finding in findings))
     parts = [Part("fitting", "products that fit as they are; -: there is no such product", (fitting,))]
+    # 2. Each refused product once, with every place that refuses it.
     if refused := together(
-        ((one.layer, one.product, one.sides, one.padded, one.why), (one.mode, one.device))
-        for one in findings
-        if one.exists and not one.fits
+        ((finding.layer, finding.product, finding.sides, finding.padded, finding.why), (finding.mode, finding.device))
+        for finding in findings
+        if finding.exists and not finding.fits
     ):
         rows = table("refused", "", _REFUSED, refused.items())
         parts.append(Part("refused", "refused as they are, and what to pad them to", (rows,)))
-    if lacking := together((one.why, (one.mode, one.device)) for one in findings if not one.exists):
-        items = Items(tuple(Text(f"{why}: {_places(places)}") for why, places in lacking.items()))
+    # 3. Modes that have no such product, which padding does not mend.
+    if lacking := together((finding.why, (finding.mode, finding.device)) for finding in findings if not finding.exists):
+        items = Items(tuple(Text(f"{reason}: {_places(places)}") for reason, places in lacking.items()))
         parts.append(Part("missing", "why there is no such product", (items,)))
+    # 4. What no device takes: that is what to change first.
     lost = fitting_nowhere(findings)
     names = join_words([f"{name} in {', '.join(modes)}" for name, modes in lost.items()])
     words = f"Not taken as they are by any of these devices: {names}."

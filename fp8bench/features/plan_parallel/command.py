@@ -24,7 +24,7 @@ from typing import Any
 from fp8bench import units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.config_file import read_mapping
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
@@ -41,7 +41,7 @@ from fp8bench.features.plan_parallel.ranking import (
     Answer,
     MeasuredTraining,
     ParallelQuestion,
-    calibrated,
+    calibrate,
     ranking,
     with_least_checkpointing,
     with_rate,
@@ -75,7 +75,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="how many GPUs; several counts are compared: 8,64,512",
     )
-    words = f"{', '.join(_shipped())}, or YAML that describes the GPUs: node, memory, inside, between, bf16, fp8"
+    words = f"{', '.join(_topology_names())}, or YAML that describes the GPUs: node, memory, inside, between, bf16, fp8"
     add("--topology", type=types.path, required=True, metavar="FILE", help=words)
     words = "sequences of a step, of all GPUs together; default 8 times --gpus"
     add("--batch", type=types.whole(whole_number(1)), metavar="N", help=words)
@@ -97,9 +97,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "which activations backward computes again; default auto: the least with which something fits"
     add("--checkpointing", choices=(_AUTO, *Checkpointing), default=_AUTO, help=words)
     add("--top", type=types.whole(whole_number(1)), default=10, metavar="N", help="how many ways are shown; default 10")
-    shared(parser, "--json", help="print all ways as JSON instead")
-    shared(parser, "--explain")
-    shared(parser, "--csv", help="also write a row for each way to this file; '-' prints them instead")
+    add_common(parser, "--json", help="print all ways as JSON instead")
+    add_common(parser, "--explain")
+    add_common(parser, "--csv", help="also write a row for each way to this file; '-' prints them instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -133,6 +133,7 @@ def _gpu_counts(text: str) -> tuple[int, ...]:
 
 
 def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
+    # 1. What a GPU holds, before anything is divided.
     model = parse_model(arguments.model)
     level = Checkpointing.NONE if arguments.checkpointing == _AUTO else Checkpointing(arguments.checkpointing)
     if arguments.states != "fp32" and arguments.dtype != "fp8":
@@ -148,15 +149,17 @@ def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         rlhf=arguments.rlhf,
         zero_one=arguments.zero_1,
     )
+    # 2. Speeds: published, or set right by a training that was measured.
     topology = read_topology(arguments.topology)
     by = _training(arguments.calibrate, load) if arguments.calibrate is not None else None
     if arguments.recipe and "fp8" not in (load.precision, by.load.precision if by is not None else ""):
         raise UsageError("--recipe says how products in FP8 are scaled, and there are none: add --dtype fp8.")
     recipe = arguments.recipe or next(iter(RECIPES))
     if by is not None:
-        topology = calibrated(topology, by, recipe)
+        topology = calibrate(topology, by, recipe)
     elif arguments.recipe:
         topology = with_rate(topology, topology.bf16, recipe)
+    # 3. A question for each number of GPUs; eight sequences a GPU where no batch was named.
     return [
         ParallelQuestion(model, gpus, arguments.batch or 8 * gpus, load, topology, by, recipe)
         for gpus in arguments.gpus
@@ -171,45 +174,48 @@ _TRAINING = (
 
 
 def _training(text: str, planned: Load) -> MeasuredTraining:
+    # 1. A model may be words of its own with commas: keys of models belong to it.
     first, *words = (word.strip() for word in text.split(","))
     while words and words[0].partition("=")[0] in KEYS:
         first += f",{words.pop(0)}"
     words.insert(0, first)
     if len(words) < 3:
         raise UsageError(f"--calibrate {text!r:.80} is too short. {_TRAINING}.")
+    # 2. The layout, each part at most once.
     cuts: dict[str, int] = {}
     for cut in words[1].split("+"):
         match = re.fullmatch(r"([a-z]+) ?([1-9]\d{0,5})", cut.strip().lower(), re.ASCII)
         if match is None or match[1] not in _CUTS or _CUTS[match[1]] in cuts:
             raise UsageError(f"--calibrate: {cut!r:.80} is no part of a layout. {_TRAINING}.")
         cuts[_CUTS[match[1]]] = int(match[2])
-    layout, given = ParallelLayout(**cuts), dict(word.partition("=")[::2] for word in words[3:])
+    layout, named = ParallelLayout(**cuts), dict(word.partition("=")[::2] for word in words[3:])
+    # 3. Pace and sizes, which must divide evenly: a rounded one would calibrate to another training.
     positive = types.whole(whole_number(1, 1 << 30))
     try:
         pace = float(words[2])
-        if not (0 < pace < math.inf) or given.keys() - {"dtype", "sequence", "checkpointing", "batch", "micro-batches"}:
+        if not (0 < pace < math.inf) or named.keys() - {"dtype", "sequence", "checkpointing", "batch", "micro-batches"}:
             raise ValueError
-        local = positive(given.get("batch", str(8 * layout.gpus))) * layout.inner / layout.gpus
-        pieces = positive(given.get("micro-batches", str(int(local) if layout.pipeline > 1 else 1)))
-        precision = given.get("dtype", planned.precision)
+        local = positive(named.get("batch", str(8 * layout.gpus))) * layout.inner / layout.gpus
+        pieces = positive(named.get("micro-batches", str(int(local) if layout.pipeline > 1 else 1)))
+        precision = named.get("dtype", planned.precision)
         if local != int(local) or local % pieces or precision not in ("bf16", "fp8"):
             raise ValueError
         load = replace(
             planned,
-            sequence=positive(given.get("sequence", str(planned.sequence))),
+            sequence=positive(named.get("sequence", str(planned.sequence))),
             local=int(local),
             micro_batches=pieces,
             precision=precision,
             states="fp32",
             rlhf=False,
-            checkpointing=Checkpointing(given.get("checkpointing", planned.checkpointing)),
+            checkpointing=Checkpointing(named.get("checkpointing", planned.checkpointing)),
         )
     except (ValueError, argparse.ArgumentTypeError):
         raise UsageError(f"--calibrate {text!r:.200} cannot be read, or divides nothing evenly. {_TRAINING}.") from None
     return MeasuredTraining(parse_model(words[0]), layout, load, pace)
 
 
-def _shipped() -> list[str]:
+def _topology_names() -> list[str]:
     return sorted(file.stem for file in (Path(__file__).parent / "topologies").glob("*.yaml"))
 
 
@@ -225,8 +231,10 @@ _NAMES = ("node", "memory", *_FACTORS)
 def read_topology(file: Path) -> Topology:
     """Reads a file, or the shipped one of that name. Raises UsageError."""
     if not file.suffix and not file.exists():
-        if file.name not in _shipped():
-            raise UnknownName("topology", str(file)[:80], _shipped(), f"{', '.join(_shipped())}, or a YAML file")
+        if file.name not in _topology_names():
+            raise UnknownName(
+                "topology", str(file)[:80], _topology_names(), f"{', '.join(_topology_names())}, or a YAML file"
+            )
         name, file = file.name, Path(__file__).parent / "topologies" / f"{file.name}.yaml"
         complain(f"--topology {name}: {read_file(file).decode().splitlines()[0].removeprefix('# ')} ({file})")
     values: dict[str, float] = {}
@@ -240,8 +248,8 @@ def read_topology(file: Path) -> Topology:
     return Topology(node=int(values.pop("node")), **values)
 
 
-def _value(file: Path, name: str, given: Any) -> float:
-    text = given.strip() if isinstance(given, str) else ""
+def _value(file: Path, name: str, value_given: Any) -> float:
+    text = value_given.strip() if isinstance(value_given, str) else ""
     try:
         if name == "memory":
             if (size := float(units.bytes_of(text))) >= _LEAST_MEMORY:
@@ -255,4 +263,4 @@ def _value(file: Path, name: str, given: Any) -> float:
     expected = {"node": "a whole number of GPUs from 1 on", "memory": "a size like 80 GiB, 1 GiB or more"}.get(
         name, f"a number above 0, in {_UNIT.get(name)}"
     )
-    raise UsageError(f"{file}: {name}: expected {expected}, got {given!r:.80}.")
+    raise UsageError(f"{file}: {name}: expected {expected}, got {value_given!r:.80}.")

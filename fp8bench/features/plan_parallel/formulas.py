@@ -130,7 +130,7 @@ class Load:
     zero_one: bool = False
 
     @property
-    def kept(self) -> KeptStates:
+    def kept_states(self) -> KeptStates:
         return STATES[self.states]
 
 
@@ -211,32 +211,38 @@ def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMem
     stage = model.stage_weights(layout.pipeline) / layout.tensor
     in_flight = min(layout.pipeline, load.micro_batches)
     ranks, shared = layout.shards * layout.context, load.zero_one and layout.copies > 1
-    gathered = load.kept.lying * stage if shared and ranks == 1 else _gathered(model, layout, load.kept, stage)
-    optimizer = load.kept.optimizer / (layout.copies if shared else 1)
-    states = (load.kept.gradient + optimizer) * stage / ranks
+    gathered = (
+        load.kept_states.lying * stage
+        if shared and ranks == 1
+        else _gathered_bytes(model, layout, load.kept_states, stage)
+    )
+    optimizer = load.kept_states.optimizer / (layout.copies if shared else 1)
+    states = (load.kept_states.gradient + optimizer) * stage / ranks
     stays = gathered if layout.pipeline > 1 or ranks == 1 else 0.0  # else one model is gathered at a time
     logit = _FUSED_LOGIT if load.fused_loss else _LOGIT if load.compiled else _EAGER_LOGIT
     return GpuMemory(
         states,
         gathered,
-        kept=_kept(model, load) * tokens * layers * in_flight / layout.tensor,
-        block=_block(model, layout) * tokens,
+        kept=_activation_bytes(model, load) * tokens * layers * in_flight / layout.tensor,
+        block=_block_bytes(model, layout) * tokens,
         logits=logit * tokens * model.vocabulary / layout.tensor,
         critic=(states + stays) * load.rlhf,
-        frozen=_FROZEN * load.kept.copy * stage / ranks * load.rlhf,
+        frozen=_FROZEN * load.kept_states.copy * stage / ranks * load.rlhf,
     )
 
 
-def _gathered(model: DecoderModel, layout: ParallelLayout, kept: KeptStates, stage: float) -> float:
+def _gathered_bytes(model: DecoderModel, layout: ParallelLayout, states: KeptStates, stage: float) -> float:
     if layout.pipeline > 1:  # weights stay gathered between micro-batches, and gradients are summed unsharded
-        return (kept.lying + kept.gradient) * stage
+        return (states.lying + states.gradient) * stage
     if layout.shards * layout.context == 1:
-        return kept.lying * stage
+        return states.lying * stage
     # Two blocks, one of them prefetched; the head; one block's gradients, in bf16 and as they are sent.
-    return (2 * kept.lying * model.block + _BF16 * model.ends + (_BF16 + kept.gradient) * model.block) / layout.tensor
+    return (
+        2 * states.lying * model.block + _BF16 * model.ends + (_BF16 + states.gradient) * model.block
+    ) / layout.tensor
 
 
-def _kept(model: DecoderModel, load: Load) -> float:
+def _activation_bytes(model: DecoderModel, load: Load) -> float:
     """Returns bytes a token and layer."""
     width, keys, hidden = model.width, model.key_width, model.hidden
     if load.checkpointing is Checkpointing.FULL:
@@ -246,12 +252,12 @@ def _kept(model: DecoderModel, load: Load) -> float:
     return _BF16 * (8 * width + 2 * keys + (4 if model.gated else 2) * hidden)
 
 
-def _block(model: DecoderModel, layout: ParallelLayout) -> float:
+def _block_bytes(model: DecoderModel, layout: ParallelLayout) -> float:
     """Returns bytes a token while a block is computed again: all its activations, two gradients of its widest part, and
     with TP its gathered inputs, forward and backward."""
     width, keys, hidden = model.width, model.key_width, model.hidden
-    own = _BF16 * (8 * width + 4 * keys + (6 if model.gated else 4) * hidden) / layout.tensor
-    return own + (4 * _BF16 * width * (layout.tensor - 1) / layout.tensor)
+    activations = _BF16 * (8 * width + 4 * keys + (6 if model.gated else 4) * hidden) / layout.tensor
+    return activations + (4 * _BF16 * width * (layout.tensor - 1) / layout.tensor)
 
 
 # Attention's kernels reach this share of the products' rate, and compute scores again in backward.
@@ -294,25 +300,27 @@ def pace_of(model: DecoderModel, layout: ParallelLayout, load: Load, topology: T
     tokens = load.local * load.sequence / layout.context
     layers = -(-model.layers // layout.pipeline)
     stage = model.stage_weights(layout.pipeline) / layout.tensor
-    forward, backward = _products(model, layout, load, topology, tokens)
-    gather, scatter = _sharding(layout, load, topology, stage)
-    copied = _copies(layout, load, topology, stage)
+    forward, backward = _product_seconds(model, layout, load, topology, tokens)
+    gather, scatter = _sharding_seconds(layout, load, topology, stage)
+    copied = _copy_seconds(layout, load, topology, stage)
     pieces = load.micro_batches
     # In a pipeline weights stay gathered, and gradients are summed unsharded, until the step's end.
     sendings = 1 if layout.pipeline > 1 else pieces
     gathers = 1 if layout.pipeline > 1 else 2 * pieces
     return StepPace(
         products=forward + backward,
-        tensor=_tensor(model, layout, load, topology, tokens * layers),
-        context=_context(model, layout, load, topology, tokens * layers),
+        tensor=_tensor_seconds(model, layout, load, topology, tokens * layers),
+        context=_context_seconds(model, layout, load, topology, tokens * layers),
         shards=gathers * gather + sendings * scatter,
         copies=sum(copied),
         bubble=(layout.pipeline - 1) / (layout.virtual * pieces),
-        exposed=_exposed(layout, topology, pieces, forward / pieces, backward / pieces, (gather, scatter), copied),
+        exposed=_exposed_seconds(
+            layout, topology, pieces, forward / pieces, backward / pieces, (gather, scatter), copied
+        ),
     )
 
 
-def _exposed(
+def _exposed_seconds(
     layout: ParallelLayout,
     topology: Topology,
     pieces: int,
@@ -328,14 +336,16 @@ def _exposed(
     """
     gather, scatter = sharded
     summed, returned = copied
-    again = 0.0 if layout.pipeline > 1 else gather
+    # Stages of a pipeline keep the weights that they gathered, for all pieces.
+    regather = 0.0 if layout.pipeline > 1 else gather
+    # On one link messages wait for each other; on two they overlap.
     one_link = topology.link(layout.tensor * layout.shards * layout.context) == topology.link(layout.gpus)
     together = sum if one_link else max
-    first, last = together((gather, returned)), together((again + scatter, summed))
+    first, last = together((gather, returned)), together((regather + scatter, summed))
     exposed = max(0.0, first - forward) + max(0.0, last - backward)
     if layout.pipeline == 1:
-        each = max(0.0, gather - forward) + max(0.0, again + scatter - backward)
-        exposed += (pieces - 1) * each
+        per_piece = max(0.0, gather - forward) + max(0.0, regather + scatter - backward)
+        exposed += (pieces - 1) * per_piece
     return exposed
 
 
@@ -343,11 +353,11 @@ def tokens_a_second(layout: ParallelLayout, load: Load, pace: StepPace) -> float
     return load.local * load.sequence / pace.step / layout.inner
 
 
-def _products(
+def _product_seconds(
     model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, tokens: float
 ) -> tuple[float, float]:
     """Returns seconds of all forward passes of a step, and of all backward ones with what they compute again."""
-    again = {
+    recomputed = {
         Checkpointing.NONE: 0.0,
         Checkpointing.SELECTIVE: model.width * (model.key_width + model.width + model.hidden) / model.block_products,
         Checkpointing.FULL: 1.0,
@@ -359,18 +369,18 @@ def _products(
     scores_again = _ATTENTION_AGAIN + (load.checkpointing is Checkpointing.FULL)
     share = tokens / (layout.tensor * layout.pipeline)
     forward = blocks + head + attention
-    backward = (2 + again) * blocks + 2 * head + (2 + scores_again) * attention
+    backward = (2 + recomputed) * blocks + 2 * head + (2 + scores_again) * attention
     return forward * share, backward * share
 
 
-def _tensor(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, work: float) -> float:
+def _tensor_seconds(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, work: float) -> float:
     """Four gathers and four sums of all activations a layer; six each where forward is computed again."""
     times = 12 if load.checkpointing is Checkpointing.FULL else 8
     sent = times * _BF16 * work * model.width * (layout.tensor - 1) / layout.tensor
     return sent / topology.link(layout.tensor) * (0.5 if load.hidden_tensor else 1.0)
 
 
-def _context(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, work: float) -> float:
+def _context_seconds(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, work: float) -> float:
     """Sends keys and values forward, and with their gradients backward; returns what attention does not hide."""
     if layout.context == 1:
         return 0.0
@@ -381,20 +391,20 @@ def _context(model: DecoderModel, layout: ParallelLayout, load: Load, topology: 
     return max(0.0, sent / topology.link(layout.tensor * layout.context) - attention)
 
 
-def _sharding(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> tuple[float, float]:
+def _sharding_seconds(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> tuple[float, float]:
     """Returns seconds in which a stage's weights are gathered once, and its gradients sent to their owners once."""
     ranks = layout.shards * layout.context
     share = stage * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
-    return (_FP8 if load.narrow_gather else load.kept.copy) * share, load.kept.gradient * share
+    return (_FP8 if load.narrow_gather else load.kept_states.copy) * share, load.kept_states.gradient * share
 
 
-def _copies(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> tuple[float, float]:
+def _copy_seconds(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> tuple[float, float]:
     """Returns seconds of the copies' traffic behind backward, and behind forward.
 
     A ring sums gradients over copies; with ZeRO-1 they go to their owners, and weights come back.
     """
-    own = stage / (layout.shards * layout.context)
-    share = own * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
+    shard = stage / (layout.shards * layout.context)
+    share = shard * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
     if load.zero_one:
-        return load.kept.gradient * share, load.kept.copy * share
-    return 2 * load.kept.gradient * share, 0.0
+        return load.kept_states.gradient * share, load.kept_states.copy * share
+    return 2 * load.kept_states.gradient * share, 0.0

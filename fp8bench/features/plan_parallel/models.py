@@ -48,13 +48,13 @@ def parse_model(text: str) -> DecoderModel:
 
     Raises UsageError.
     """
-    first, *more = text.split(",")
+    first, *words = text.split(",")
     if text in _KNOWN:
         return _KNOWN[text]
     if "=" in first:
-        return _model(text, _fields(text, [first, *more]))
+        return _model(text, _fields(text, [first, *words]))
     if ":" in first or first.endswith(".py"):
-        return _model(text, _fields_of_maker(first, _fields(text, more)))
+        return _model(text, _fields_of_maker(first, _fields(text, words)))
     raise UnknownName("model", text, NAMES)
 
 
@@ -122,7 +122,8 @@ def sizes_of(holders: Sequence[Holder]) -> dict[str, Any] | None:
     if len(hidden) != 1:
         return None
     wide = hidden.pop()
-    attention, feed_forward = (sum(n * k for n, k in sides[part]) / layers / width for part in ("attn", "mlp"))
+    attention = sum(n * k for n, k in sides["attn"]) / layers / width
+    feed_forward = sum(n * k for n, k in sides["mlp"]) / layers / width
     keys, products = attention / 2 - width, feed_forward / wide
     if products not in (2, 3) or keys != int(keys) or not 0 < keys <= width:
         return None

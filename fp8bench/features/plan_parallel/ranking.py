@@ -86,7 +86,7 @@ class MeasuredTraining:
     pace: float
 
 
-def calibrated(topology: Topology, training: MeasuredTraining, recipe: str = DEFAULT_RECIPE) -> Topology:
+def calibrate(topology: Topology, training: MeasuredTraining, recipe: str = DEFAULT_RECIPE) -> Topology:
     """Sets the rates by which formulas give the measured pace. Raises UsageError if no rates do."""
     least, most = _LEAST_RATE, _MOST_RATE
     for _ in range(_HALVINGS):
@@ -191,10 +191,10 @@ def ranking(question: ParallelQuestion) -> tuple[Planned, ...]:
     """Returns all ways that divide evenly: those that fit, the fastest first, then others by their memory."""
     plans = [best for layout in layouts(question) if (best := _best(question, layout)) is not None]
 
-    def place(way: Planned) -> tuple[float, ...]:
-        if not way.fits:
-            return 1, way.memory.total
-        return 0, -round(math.log(way.tokens, _ALIKE)), way.kinds, way.memory.total
+    def place(plan: Planned) -> tuple[float, ...]:
+        if not plan.fits:
+            return 1, plan.memory.total
+        return 0, -round(math.log(plan.tokens, _ALIKE)), plan.kinds, plan.memory.total
 
     return tuple(sorted(plans, key=place))
 
@@ -233,12 +233,12 @@ def _divisors(number: int) -> list[int]:
 def _best(question: ParallelQuestion, layout: ParallelLayout) -> Planned | None:
     """Chooses the fastest number of micro-batches that fits; the most where none does."""
     local = question.batch * layout.inner // question.gpus
-    options = [_planned(question, layout, local, count) for count in _divisors(local)]
+    options = [_plan(question, layout, local, count) for count in _divisors(local)]
     fitting = [option for option in options if option.fits]
     return max(fitting, key=lambda plan: plan.tokens) if fitting else options[-1]
 
 
-def _planned(question: ParallelQuestion, layout: ParallelLayout, local: int, count: int) -> Planned:
+def _plan(question: ParallelQuestion, layout: ParallelLayout, local: int, count: int) -> Planned:
     load = replace(question.load, local=local, micro_batches=count)
     memory = memory_of(question.model, layout, load)
     pace = pace_of(question.model, layout, load, question.topology)
@@ -275,11 +275,14 @@ def rulings(question: ParallelQuestion) -> tuple[Ruling, ...]:
     tokens = question.batch * load.sequence / gpus
     dealt = question.batch % gpus == 0
     undealt = "" if dealt else f"; but {question.batch} sequences cannot be dealt out evenly to {gpus} GPUs"
-    ways = list(layouts(question))
-    by_tensor, by_stage = any(way.tensor > 1 for way in ways), any(way.pipeline > 1 for way in ways)
+    all_layouts = list(layouts(question))
+    by_tensor, by_stage = (
+        any(layout.tensor > 1 for layout in all_layouts),
+        any(layout.pipeline > 1 for layout in all_layouts),
+    )
     uneven = f"; but {gpus} GPUs cannot divide this model evenly by it"
     # Tokens of a GPU's micro-batch from which on products take as long as what FSDP sends for it.
-    sent = (2 * (1 if load.narrow_gather else load.kept.copy) + load.kept.gradient) * (gpus - 1) / gpus
+    sent = (2 * (1 if load.narrow_gather else load.kept_states.copy) + load.kept_states.gradient) * (gpus - 1) / gpus
     hidden = sent * (topology.fp8 if load.precision == "fp8" else topology.bf16) / (6 * topology.link(gpus))
     room = units.size(usable)
     rows = (
@@ -287,8 +290,8 @@ def rulings(question: ParallelQuestion) -> tuple[Ruling, ...]:
             "DDP",
             alone <= usable and dealt,
             (
-                f"{'a share of' if load.zero_one else 'all'} {load.kept.total} bytes a weight and one sequence take "
-                f"{units.size(alone)} of {room} that a plan may use{undealt}"
+                f"{'a share of' if load.zero_one else 'all'} {load.kept_states.total} bytes a weight and one sequence "
+                f"take {units.size(alone)} of {room} that a plan may use{undealt}"
             ),
         ),
         (
@@ -321,17 +324,17 @@ def rulings(question: ParallelQuestion) -> tuple[Ruling, ...]:
         ("CP", load.sequence >= _LONG, f"worth it for sequences from {_LONG} tokens on; these have {load.sequence}"),
         ("EP", False, "worth it for experts; this model has none"),
     )
-    return tuple(Ruling(kind, Say.YES if yes else Say.NO, why) for kind, yes, why in rows)
+    return tuple(Ruling(kind, Say.YES if yes else Say.NO, reason) for kind, yes, reason in rows)
 
 
 def with_least_checkpointing(question: ParallelQuestion) -> tuple[ParallelQuestion, tuple[Planned, ...]]:
     """Ranks with the least checkpointing with which some way fits; with full checkpointing where none does."""
     for level in Checkpointing:
-        other = replace(question, load=replace(question.load, checkpointing=level))
-        plans = ranking(other)
+        candidate = replace(question, load=replace(question.load, checkpointing=level))
+        plans = ranking(candidate)
         if plans and plans[0].fits:
             break
-    return other, plans
+    return candidate, plans
 
 
 def outside(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
@@ -342,7 +345,7 @@ def outside(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
         ("tokens a sequence", str, sequence, PUBLISHED_SEQUENCES),
     )
     return tuple(
-        f"{show(value)} {what} (published: {show(least)} to {show(most)})"
-        for what, show, value, (least, most) in aspects
+        f"{show(value)} {aspect} (published: {show(least)} to {show(most)})"
+        for aspect, show, value, (least, most) in aspects
         if not least <= value <= most
     )

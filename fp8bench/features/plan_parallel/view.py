@@ -56,12 +56,13 @@ def page_of(question: ParallelQuestion, plans: Sequence[Planned]) -> Page:
     )
     matrix = [Part("matrix", "each kind of division by itself", (_matrix(question),))] if question.gpus > 1 else []
     remarks = map(Text, _remarks(question, plans))
-    ways = table("ranking", "", _WAYS, [(question, plan) for plan in plans])
-    parts = [Part("ranking", "", (*remarks, ways)), *matrix, Part("errors", "", (Text(_ERRORS),))]
+    plan_table = table("ranking", "", _WAYS, [(question, plan) for plan in plans])
+    parts = [Part("ranking", "", (*remarks, plan_table)), *matrix, Part("errors", "", (Text(_ERRORS),))]
     return Page(title, "", tuple(parts), _LEGEND)
 
 
 def _remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]:
+    # Plans are in order: if the first does not fit, none does.
     if not plans[0].fits:
         level = "" if question.load.checkpointing is Checkpointing.FULL else ", or --checkpointing full"
         yield f"No way fits: more GPUs, a smaller batch, shorter sequences{level}."
@@ -72,6 +73,7 @@ def _remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[s
         )
     yield from _remarks_of_rates(question)
     yield from _remarks_of_memory(question, plans[0])
+    # What formulas leave out is said with its size.
     if count := _scale_traffic(question, plans[0]).messages:
         yield (
             f"Scales: with one for each whole tensor, a step of the first way waits for {count} messages of 4 bytes: "
@@ -79,8 +81,9 @@ def _remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[s
             f"Paces leave that out: at {units.seconds(_MESSAGE)} each it is {units.seconds(count * _MESSAGE)} of "
             f"{units.seconds(plans[0].pace.step)}. Scales of rows and blocks need no messages."
         )
-    if what := outside(question.model, question.gpus, question.load.sequence):
-        yield f"No published training is like this: {'; '.join(what)}. Bands are a guess here."
+    # Bands come from published trainings, and hold for such alone.
+    if beyond := outside(question.model, question.gpus, question.load.sequence):
+        yield f"No published training is like this: {'; '.join(beyond)}. Bands are a guess here."
 
 
 def _remarks_of_rates(question: ParallelQuestion) -> Iterator[str]:
@@ -98,17 +101,17 @@ def _remarks_of_rates(question: ParallelQuestion) -> Iterator[str]:
         )
 
 
-def _remarks_of_memory(question: ParallelQuestion, way: Planned) -> Iterator[str]:
-    if (kept := question.load.kept) != STATES["fp32"]:
-        wide = memory_of(question.model, way.layout, replace(way.load, states="fp32")).total
+def _remarks_of_memory(question: ParallelQuestion, plan: Planned) -> Iterator[str]:
+    if (states := question.load.kept_states) != STATES["fp32"]:
+        wide = memory_of(question.model, plan.layout, replace(plan.load, states="fp32")).total
         yield (
-            f"States take {kept.total} bytes a weight instead of {STATES['fp32'].total}: the first way takes "
-            f"{units.percent(1 - way.memory.total / wide, 0)} less than with those in fp32 ({units.size(wide)}). "
+            f"States take {states.total} bytes a weight instead of {STATES['fp32'].total}: the first way takes "
+            f"{units.percent(1 - plan.memory.total / wide, 0)} less than with those in fp32 ({units.size(wide)}). "
             "FP8-LM reports 29%, 28% and 39% less for its GPT-7B, 13B and 175B on H100s, with --zero-1; these formulas "
             "give 32%, 36% and 43%, because they leave out 6 to 13 GiB that its trainings took besides."
         )
     if question.load.rlhf:
-        memory = way.memory
+        memory = plan.memory
         models = ("actor", memory.states), ("critic", memory.critic), ("reference and reward", memory.frozen)
         sizes = ", ".join(f"{name} {units.size(size)}" for name, size in models)
         yield (
@@ -119,48 +122,53 @@ def _remarks_of_memory(question: ParallelQuestion, way: Planned) -> Iterator[str
         )
 
 
-def _scale_traffic(question: ParallelQuestion, way: Planned) -> ScaleTraffic:
+def _scale_traffic(question: ParallelQuestion, plan: Planned) -> ScaleTraffic:
     """Counts a GPU's messages in a step where TP cuts tensors that have one scale each; else none."""
-    if way.layout.tensor == 1 or way.load.precision != "fp8" or question.recipe not in ("", "tensorwise"):
+    if plan.layout.tensor == 1 or plan.load.precision != "fp8" or question.recipe not in ("", "tensorwise"):
         return ScaleTraffic(0, 0.0)
-    blocks = -(-question.model.layers // way.layout.pipeline)
-    return scale_traffic_of_cuts(blocks * way.load.micro_batches, way.layout.tensor)
+    # Each stage waits for its own layers only.
+    blocks = -(-question.model.layers // plan.layout.pipeline)
+    return scale_traffic_of_cuts(blocks * plan.load.micro_batches, plan.layout.tensor)
 
 
-def _fits(way: Way) -> Field:
-    _, plan = way
+def _fits(line: Way) -> Field:
+    _, plan = line
     word = ("tight", Tone.DOUBT) if plan.tight else ("yes", Tone.GOOD) if plan.fits else ("no", Tone.BAD)
     return Field(word[0], tone=word[1])
 
 
 Way = tuple[ParallelQuestion, Planned]
 _WAYS: tuple[Col[Way], ...] = (
-    Col("layout", lambda way: way[1].layout.words),
-    Col("micro-batches", lambda way: str(way[1].load.micro_batches), number=True),
-    Col("memory", lambda way: units.size(way[1].memory.total), number=True),
-    Col("band", lambda way: f"±{units.percent(memory_band(way[1].layout), 0)}", number=True),
+    Col("layout", lambda row: row[1].layout.words),
+    Col("micro-batches", lambda row: str(row[1].load.micro_batches), number=True),
+    Col("memory", lambda row: units.size(row[1].memory.total), number=True),
+    Col("band", lambda row: f"±{units.percent(memory_band(row[1].layout), 0)}", number=True),
     Col("fits", _fits),
-    Col("tokens/s", lambda way: units.count(way[1].tokens), number=True),
-    Col("band", lambda way: _band(*way), show=lambda band: f"±{units.percent(band, 0)}"),
-    Col("waits", lambda way: units.percent(way[1].pace.waits, 0), number=True),
-    Col("idle", lambda way: units.percent(way[1].pace.idle, 0), number=True),
+    Col("tokens/s", lambda row: units.count(row[1].tokens), number=True),
+    Col("band", lambda row: _band(*row), show=lambda band: f"±{units.percent(band, 0)}"),
+    Col("waits", lambda row: units.percent(row[1].pace.waits, 0), number=True),
+    Col("idle", lambda row: units.percent(row[1].pace.idle, 0), number=True),
 )
 _COUNTED: tuple[Col[Way], ...] = (
-    Col("GPUs", lambda way: str(way[0].gpus), number=True),
+    Col("GPUs", lambda row: str(row[0].gpus), number=True),
     *_WAYS,
-    Col("all together", lambda way: units.count(way[0].gpus * way[1].tokens), number=True),
-    Col("checkpointing", lambda way: way[0].load.checkpointing),
+    Col("all together", lambda row: units.count(row[0].gpus * row[1].tokens), number=True),
+    Col("checkpointing", lambda row: row[0].load.checkpointing),
 )
 
 
-def _band(question: ParallelQuestion, way: Planned) -> float | None:
-    return pace_band(question.by, question.model, way.layout, way.load, question.recipe)
+def _band(question: ParallelQuestion, plan: Planned) -> float | None:
+    return pace_band(question.by, question.model, plan.layout, plan.load, question.recipe)
 
 
 def _matrix(question: ParallelQuestion) -> Table:
     cols: list[Col[Ruling]] = [
         Col("kind", lambda ruling: ruling.kind),
-        Col("worth it", lambda ruling: ruling.say, tone=lambda row: Tone.GOOD if row.say is Say.YES else Tone.PLAIN),
+        Col(
+            "worth it",
+            lambda ruling: ruling.say,
+            tone=lambda ruling: Tone.GOOD if ruling.say is Say.YES else Tone.PLAIN,
+        ),
         Col("why", lambda ruling: ruling.why, below=True),
     ]
     return table("matrix", "", cols, rulings(question))
@@ -176,6 +184,7 @@ def page_of_counts(answers: Sequence[Answer]) -> Page:
     )
     best = table("counts", "", _COUNTED, [(question, plans[0]) for question, plans in answers])
     cols: list[Col[Answer]] = [Col("GPUs", lambda answer: str(answer[0].gpus), number=True)]
+    # Rulings come in one order for all counts.
     for place, ruling in enumerate(rulings(asked)):
         cols.append(Col(ruling.kind, partial(_worth, place)))
     matrix = Part("matrix", "each kind of division by itself: is it worth it?", (table("matrix", "", cols, answers),))
@@ -195,8 +204,8 @@ def _worth(place: int, answer: Answer) -> Field:
 
 def value_of(question: ParallelQuestion, plans: Sequence[Planned]) -> dict[str, object]:
     beyond, matrix = outside(question.model, question.gpus, question.load.sequence), encode(rulings(question))
-    ways = rows_of([(question, plans)])[1]
-    return {"asked": encode(question), "outside": beyond, "ways": ways, "matrix": matrix, "errors": _ERRORS}
+    plan_rows = rows_of([(question, plans)])[1]
+    return {"asked": encode(question), "outside": beyond, "ways": plan_rows, "matrix": matrix, "errors": _ERRORS}
 
 
 def values_of(answers: Sequence[Answer]) -> dict[str, object]:
@@ -206,26 +215,26 @@ def values_of(answers: Sequence[Answer]) -> dict[str, object]:
 def rows_of(answers: Sequence[Answer]) -> Rows:
     rows: list[dict[str, object]] = []
     for question, plans in answers:
-        rows += (_row_of(question, way) for way in plans)
+        rows += (_row_of(question, plan) for plan in plans)
     return tuple(rows[0]), rows
 
 
-def _row_of(question: ParallelQuestion, way: Planned) -> dict[str, object]:
-    pace = asdict(way.pace)
+def _row_of(question: ParallelQuestion, plan: Planned) -> dict[str, object]:
+    pace = asdict(plan.pace)
     return {
         "gpus": question.gpus,
-        **asdict(way.layout),
-        "micro_batches": way.load.micro_batches,
-        "fits": way.fits,
-        "tight": way.tight,
-        "checkpointing": way.load.checkpointing,
-        "memory_bytes": way.memory.total,
-        **{f"{name}_bytes": size for name, size in asdict(way.memory).items()},
-        "tokens_per_second": way.tokens,
-        "step_seconds": way.pace.step,
+        **asdict(plan.layout),
+        "micro_batches": plan.load.micro_batches,
+        "fits": plan.fits,
+        "tight": plan.tight,
+        "checkpointing": plan.load.checkpointing,
+        "memory_bytes": plan.memory.total,
+        **{f"{name}_bytes": size for name, size in asdict(plan.memory).items()},
+        "tokens_per_second": plan.tokens,
+        "step_seconds": plan.pace.step,
         "bubble": pace.pop("bubble"),
         **{f"{name}_seconds": seconds for name, seconds in pace.items()},
-        **{f"scale_{name}": number for name, number in _scale_traffic(question, way)._asdict().items()},
-        "memory_band": memory_band(way.layout),
-        "pace_band": _band(question, way),
+        **{f"scale_{name}": number for name, number in _scale_traffic(question, plan)._asdict().items()},
+        "memory_band": memory_band(plan.layout),
+        "pace_band": _band(question, plan),
     }

@@ -85,22 +85,25 @@ def product(side: int) -> Params:
 SIDE, GPU_SIDE = 256, 2048
 
 
-def _planted(side: int, extra: int, device: str = "cpu") -> Case:
+def _planted_case(side: int, extra: int, device: str = "cpu") -> Case:
     return Case("_planted", (*product(side), ("extra", extra)), "fp32", device)
 
 
 def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
     """Checks that an identical product is not called different, and one with 10 to 20% of extra work slower."""
     side = GPU_SIDE if facts.accelerated else SIDE
+    # 1. The same product four times: reference, control, an equal one and a slower one.
     arms = [
-        MeasuredArm(key, PlannedCase(_planted(side, extra, facts.key), NATIVE, Work()), facts)
+        MeasuredArm(key, PlannedCase(_planted_case(side, extra, facts.key), NATIVE, Work()), facts)
         for key, extra in (("a", 0), ("a'", 0), ("same", 0), ("slowed", 800))
     ]
+    # 2. Rounds as in any suite: the estimator is checked as it is used.
     session = RoundSession(arms[0], arms[1], arms[2:])
     session.prepare(worker)
     session.run(worker, StoppingRule(budget=8.0), is_decided, 0, lambda arm, share: None)
     session.release(worker)
     timings = [arm.timing() for arm in arms]
+    # 3. Unsure is allowed for equal ones, and never for extra work.
     for name, timing, allowed in (
         ("an identical product is not called faster or slower", timings[2], (Verdict.SAME, Verdict.UNSURE)),
         ("a GEMM with injected extra work is called slower", timings[3], (Verdict.SLOWER,)),
@@ -108,8 +111,8 @@ def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
         concluded = conclude(timing, timings[0], timings[1])
         assert concluded is not None
         verdict, interval = concluded.verdict, concluded.ratio
-        seen = f"{verdict.value}, {interval.point:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
-        yield SelfCheck(name, verdict in allowed, seen)
+        measured = f"{verdict.value}, {interval.point:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
+        yield SelfCheck(name, verdict in allowed, measured)
 
 
 def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfCheck:
@@ -124,14 +127,16 @@ def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfCheck:
     timing = arm.timing()
     best = min(range(5), key=lambda number: sum(timing.slots[number].calls_ns[0]))
     cells = timing.slots[best].calls_ns[0]
-    rest = sum(ns for phase, ns in zip(timing.segments.phases, cells, strict=True) if phase == UNATTRIBUTED)
+    unattributed = sum(ns for phase, ns in zip(timing.segments.phases, cells, strict=True) if phase == UNATTRIBUTED)
     # These two come only with several ranks, and with data that is read from records.
-    wanted = [phase for phase in Phase if phase not in (Phase.COMMUNICATION, Phase.DECODE)]
-    missing = [phase for phase in wanted if phase not in timing.segments.phases]
-    share = rest / sum(cells)
-    seen = f"{percent(share)} unattributed of {seconds(float(totals(timing).min()))}"
+    expected = [phase for phase in Phase if phase not in (Phase.COMMUNICATION, Phase.DECODE)]
+    missing = [phase for phase in expected if phase not in timing.segments.phases]
+    share = unattributed / sum(cells)
+    measured = f"{percent(share)} unattributed of {seconds(float(totals(timing).min()))}"
     if missing:
-        seen += f"; never seen: {', '.join(missing)}"
+        measured += f"; never seen: {', '.join(missing)}"
     return SelfCheck(
-        "a training step shows all seven phases and leaves under 5% unattributed", not missing and share < 0.05, seen
+        "a training step shows all seven phases and leaves under 5% unattributed",
+        not missing and share < 0.05,
+        measured,
     )

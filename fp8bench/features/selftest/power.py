@@ -146,6 +146,7 @@ def run_power(
     words: Sequence[str] | None, trials: int, path: Path | None, observer: JobObserver, device: str = "cpu"
 ) -> Power:
     """Runs the experiment on the named operations, or all; writes figures to `path` after every trial."""
+    # 1. Wrong words before a worker starts.
     for word in words or ():
         if word not in OPERATIONS:
             raise UnknownName("operation", word, OPERATIONS)
@@ -153,22 +154,25 @@ def run_power(
         corpus = prepare_corpus(None, Path(folder))
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
             facts = device_named(device, worker.probe())
+            # 2. What the figures depend on is written beside them.
             environment = gather(worker.software(), __version__, 1)
-            kept = {**{name: environment.get(name) for name in _KEPT}, "device": facts.name}
+            recorded_facts = {**{name: environment.get(name) for name in _KEPT}, "device": facts.name}
             results: list[Arms] = []
-            wanted = words or OPERATIONS
-            for operation in (each for each in operations(corpus.identity, facts) if each.key in wanted):
+            selected = words or OPERATIONS
+            chosen = [operation for operation in operations(corpus.identity, facts) if operation.key in selected]
+            # 3. One operation after the other; an interrupt loses the trial that runs, and no more.
+            for operation in chosen:
                 done = tuple(results)
                 with observer.counting() as tell:  # each operation has its own time left
 
                     def after(result: Arms, done: tuple[Arms, ...] = done, tell: Tell = tell) -> None:
                         tell(len(result.loads), trials, "trials", result.operation)
                         if path is not None:
-                            _write(path, (*done, result), kept)
+                            _write(path, (*done, result), recorded_facts)
 
                     results.append(measure_power(worker, facts, operation, trials, len(results), after))
-    rows = tuple(row for result in results for row in summarise(result))
-    return Power(rows, tuple(sorted(load for result in results for load in result.loads)))
+    loads = sorted(load for result in results for load in result.loads)
+    return Power(tuple(row for result in results for row in summarise(result)), tuple(loads))
 
 
 def measure_power(
@@ -186,6 +190,7 @@ def measure_power(
     probe = max(_TINY_PROBE, round(0.5 * bare / _TINY_SECONDS))
     result.tiny_seconds = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-9)
     for trial in range(trials):
+        # New states draw their luck with memory anew.
         if trial % TRIALS_PER_STATE == 0:
             session = _session(operation, facts, result, trial)
             session.prepare(worker)
@@ -215,6 +220,7 @@ def _session(operation: Operation, facts: DeviceFacts, result: Arms, trial: int)
     def arm(name: str, effect: float = 0.0) -> MeasuredArm:
         return _arm(operation, facts, f"{name}-{trial}", result.extra(effect))
 
+    # Keys have the trial in them: states of the last one may not be found again.
     return RoundSession(arm("reference"), arm("control"), [arm(f"candidate-{effect}", effect) for effect in EFFECTS])
 
 
@@ -222,12 +228,14 @@ def _trial(worker: Worker, session: RoundSession, operation: Operation, result: 
     for arm in session.arms:
         arm.slots.clear()
 
+    # A trial costs as long as a verdict takes, or ends without one when its time is up.
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
         return is_decided(case, reference, control) or _cost(case, reference, control) >= operation.seconds
 
     session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), judge, seed, lambda arm, share: None)
     assert session.reference is not None and session.control is not None
     reference, control = session.reference.timing(), session.control.timing()
+    # Every planted effect is judged by the same reference: they shared its rounds.
     for effect, arm in zip(EFFECTS, session.candidates, strict=True):
         timing = arm.timing()
         concluded = conclude(timing, reference, control)
@@ -248,27 +256,28 @@ def _trial(worker: Worker, session: RoundSession, operation: Operation, result: 
 
 def _cost(case: Timing, reference: Timing, control: Timing | None) -> float:
     """Returns the seconds that a comparison's three arms took in the candidate's rounds."""
+    # The reference also ran in rounds of other candidates, which are not this comparison's.
     rounds = {slot.round for slot in case.slots}
-    timings = [case, reference] + ([control] if control is not None else [])
-    return sum(slot.wall_seconds for timing in timings for slot in timing.slots if slot.round in rounds)
+    slots = [*case.slots, *reference.slots, *(control.slots if control is not None else ())]
+    return sum(slot.wall_seconds for slot in slots if slot.round in rounds)
 
 
 def summarise(result: Arms) -> list[PowerRow]:
-    return [_row(result.operation, effect, found) for effect, found in result.outcomes.items()]
+    return [_row(result.operation, effect, outcomes) for effect, outcomes in result.outcomes.items()]
 
 
 def _row(operation: str, effect: float, outcomes: Sequence[PowerOutcome]) -> PowerRow:
-    counts = {verdict: sum(outcome.verdict == verdict.value for outcome in outcomes) for verdict in Verdict}
+    count = [outcome.verdict for outcome in outcomes].count
     seconds = [outcome.seconds for outcome in outcomes]
     return PowerRow(
         operation,
         effect,
         statistics.median(outcome.ratio for outcome in outcomes) - 1,
         len(outcomes),
-        counts[Verdict.SLOWER],
-        counts[Verdict.FASTER],
-        counts[Verdict.SAME],
-        counts[Verdict.UNSURE],
+        count(Verdict.SLOWER),
+        count(Verdict.FASTER),
+        count(Verdict.SAME),
+        count(Verdict.UNSURE),
         statistics.median(seconds),
         max(seconds),
     )
@@ -294,6 +303,7 @@ def power_table(power: Power) -> str:
             f"{f'{typical} (at most {longest})':>24}"
         )
     lines.append("")
+    # Without a slow-down every verdict of one is false; with one, 'faster' is.
     alarms = [row for row in rows if row.planted == 0]
     compared = sum(row.trials for row in rows)
     lines.append(
@@ -303,35 +313,29 @@ def power_table(power: Power) -> str:
     return "\n".join(lines)
 
 
+def _operation_value(result: Arms) -> dict[str, Any]:
+    comparisons = {str(effect): list(map(_outcome_value, outcomes)) for effect, outcomes in result.outcomes.items()}
+    return {
+        "operation": result.operation,
+        "step_seconds": result.step_seconds,
+        "seconds": result.seconds,
+        "tiny_calls": {str(effect): result.extra(effect) for effect in result.outcomes},
+        "loads": [round(load, 2) for load in result.loads],
+        "comparisons": comparisons,
+    }
+
+
+def _outcome_value(outcome: PowerOutcome) -> list[str | float]:
+    ratios = [round(ratio, 5) for ratio in (outcome.ratio, outcome.low, outcome.high)]
+    return [outcome.verdict, round(outcome.seconds, 3), outcome.rounds, *ratios]
+
+
 def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> None:
     """Writes all figures and comparisons anew."""
     content = {
         "environment": environment,
         "rows": [asdict(row) for result in results for row in summarise(result)],
-        "operations": [
-            {
-                "operation": result.operation,
-                "step_seconds": result.step_seconds,
-                "seconds": result.seconds,
-                "tiny_calls": {str(effect): result.extra(effect) for effect in result.outcomes},
-                "loads": [round(load, 2) for load in result.loads],
-                "comparisons": {
-                    str(effect): [
-                        [
-                            outcome.verdict,
-                            round(outcome.seconds, 3),
-                            outcome.rounds,
-                            round(outcome.ratio, 5),
-                            round(outcome.low, 5),
-                            round(outcome.high, 5),
-                        ]
-                        for outcome in outcomes
-                    ]
-                    for effect, outcomes in result.outcomes.items()
-                },
-            }
-            for result in results
-        ],
+        "operations": list(map(_operation_value, results)),
     }
     with keeping(f"--json {path}", "Name a file in a folder you may write."):
         write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")

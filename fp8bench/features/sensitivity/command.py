@@ -9,7 +9,7 @@ from functools import partial
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import shared
+from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import CommandResult, check_files, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
@@ -52,19 +52,21 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--tolerance", type=types.number(PERCENT), default=1.0, metavar="PERCENT", help=words)
     words = "the largest error of its first gradients, too: these tell layers apart where losses of few steps do not"
     add("--gradient-tolerance", type=types.number(PERCENT), metavar="PERCENT", help=words)
-    shared(parser, "--seed", help="for data and weights; default 0")
-    shared(parser, "--threads")
+    add_common(parser, "--seed", help="for data and weights; default 0")
+    add_common(parser, "--threads")
     add("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
-    shared(parser, "--data")
-    shared(parser, "--import", help="as in suite")
-    shared(parser, "--case-timeout", help="the most that one training may take; default far more than its work needs")
-    shared(parser, "--no-isolation", help="train in this process, without a worker")
-    shared(parser, "--store", help="as in suite")
-    shared(parser, "--explain")
-    shared(parser, "--json", help="print all of it as JSON instead of the tables, every loss included")
+    add_common(parser, "--data")
+    add_common(parser, "--import", help="as in suite")
+    add_common(
+        parser, "--case-timeout", help="the most that one training may take; default far more than its work needs"
+    )
+    add_common(parser, "--no-isolation", help="train in this process, without a worker")
+    add_common(parser, "--store", help="as in suite")
+    add_common(parser, "--explain")
+    add_common(parser, "--json", help="print all of it as JSON instead of the tables, every loss included")
     words = "write the suggested map there, as --precision-map takes it"
     parser.add_argument("--write-map", type=types.path, metavar="FILE", help=words)
-    shared(parser, "--csv", help="also write the runs there as rows; '-' prints them instead of the tables")
+    add_common(parser, "--csv", help="also write the runs there as rows; '-' prints them instead of the tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             study = keep_study(study, arguments.store)
         finally:  # if the store takes nothing, the study is at least shown
-            code = _result(study).told(arguments)
+            code = _result(study).print_result(arguments)
             if arguments.write_map is not None:
                 write_map(study, arguments.write_map)
     return code
@@ -104,12 +106,14 @@ def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
 
     check_files({"--write-map": arguments.write_map})
     target = arguments.target or ""
+    # 1. Options that a model of one's own does not have.
     for option in ("size", "data") if target else ():
         if getattr(arguments, option) is not None:
             raise UsageError(
                 f"--{option} goes with the transformer, and {target} is a model of your own. Leave one out."
             )
     axis = ("make", (target,)) if target else ("size", (arguments.size or "nano",))
+    # 2. Two cases of an ordinary suite; maps are made of their layers.
     request = Request(
         Model.name if target else "transformer",
         (arguments.dtype,),
@@ -123,6 +127,7 @@ def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
         isolation=arguments.isolation,
         case_timeout=arguments.case_timeout,
     )
+    # 3. Percentages become shares here, and nowhere else.
     gradients = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
     question = StudyQuestion(request, By(arguments.by), arguments.steps, arguments.tolerance / 100, gradients)
     return run_study(question, arguments.store, observer)
@@ -145,8 +150,8 @@ _TONES = {
 
 def page_of(study: Study) -> Page:
     text = "one layer kind" if study.by is By.KIND else "one layer"
-    what = f"{study.low} ({study.level}) in {text} at a time, {study.reference} in the rest"
-    elements: list[list[Element]] = [[Text(what), Text(_reference(study))]]
+    description = f"{study.low} ({study.level}) in {text} at a time, {study.reference} in the rest"
+    elements: list[list[Element]] = [[Text(description), Text(_reference(study))]]
     if study.probes:
         elements.append([_probes(study)])
     if study.candidates:
@@ -165,11 +170,11 @@ def _reference(study: Study) -> str:
         f"reference: loss {study.baseline.loss:.4f}, the mean of the last {last_of(study.steps)} of {study.steps} steps"
     )
     words += " on its one batch" if "make" in dict(study.params) else ""
-    others = [_percent(gap) for draw in study.draws if (gap := study.gap(draw)) is not None]
-    if others and study.noise is None:
+    gaps = [_percent(gap) for draw in study.draws if (gap := study.gap(draw)) is not None]
+    if gaps and study.noise is None:
         words += "; other draws of its weights are the same, as where make() sets a seed: what is noise is unknown"
-    elif others:
-        words += f"; other draws of its weights: {' and '.join(others)}, so that a gap up to {_noise(study)} is noise"
+    elif gaps:
+        words += f"; other draws of its weights: {' and '.join(gaps)}, so that a gap up to {_noise(study)} is noise"
     return words
 
 
@@ -211,17 +216,19 @@ def _candidates(study: Study) -> Table:
 
 def _suggestion(study: Study) -> Iterator[Element]:
     tolerance = units.percentage(100 * study.tolerance)
-    trial = study.suggested
+    trial = study.suggestion
     if study.gradient_tolerance is not None:
         tolerance += f", and its first gradients within {units.percentage(100 * study.gradient_tolerance)}"
+    # 1. No map: none was good enough, or noise is as large as every gap.
     if trial is None:
-        why = "every map was tried" if study.finished else "it was interrupted before all maps were tried"
-        words = f"no map with {study.low} in some layer keeps the loss within {tolerance}: {why}"
-        if study.undecided:
+        reason = "every map was tried" if study.finished else "it was interrupted before all maps were tried"
+        words = f"no map with {study.low} in some layer keeps the loss within {tolerance}: {reason}"
+        if study.is_undecided:
             words = f"no map is suggested: every gap lies within the noise of {_noise(study)}, which tells neither one "
             words += f"layer from another nor {study.low} from {study.reference}; more --steps may"
         yield Text(words)
         return
+    # 2. The map that was trained, and not one put together of single layers.
     gap = study.gap(trial)
     assert gap is not None
     every = len(study.candidates[0].low)
@@ -230,6 +237,7 @@ def _suggestion(study: Study) -> Iterator[Element]:
         f"suggested: {study.low} in {trial.name}{of_all}. That map was trained: its loss gap is {_percent(gap)}, "
         f"within the tolerance of {tolerance}"
     )
+    # 3. A tolerance below the noise lets chance decide.
     if study.noise is None or study.tolerance < study.noise:
         noise = "noise is unknown" if study.noise is None else f"tolerance is below the noise of {_noise(study)}"
         yield Text(f"mind: the {noise}: a gap may be within it by chance")
@@ -239,8 +247,8 @@ def _suggestion(study: Study) -> Iterator[Element]:
 def command_of(study: Study, trial: LayerTrial) -> str:
     """Returns the command, on one line, that measures this map against the reference."""
     params = dict(study.params)
-    own = f"fp8bench profile {shlex.quote(str(params.get('make')))}"
-    words = [own if "make" in params else f"fp8bench suite {study.workload} --set size={params['size']}"]
+    profile_command = f"fp8bench profile {shlex.quote(str(params.get('make')))}"
+    words = [profile_command if "make" in params else f"fp8bench suite {study.workload} --set size={params['size']}"]
     words.append(f"--dtypes {study.low} --reference {study.reference}")
     if stated := study.stated_map(trial):
         words.append(f"--precision-map {as_words(stated)}")
@@ -262,25 +270,26 @@ def _noise(study: Study) -> str:
 
 
 def rows_of(study: Study) -> Rows:
-    parts = (("reference", (study.baseline,)), ("draw", study.draws), ("low", study.ranking))
-    rows = [
-        {
-            "part": part,
-            "name": trial.name,
-            "kind": trial.kind,
-            "precision": trial.precision,
-            "precision_map": as_words(trial.precision_map),
-            "layers_low": len(trial.low),
-            "draw": trial.draw,
-            "loss": trial.loss,
-            "loss_gap": study.gap(trial),
-            "noise": study.noise,
-            "gradient_error": trial.gradient_error,
-            "says": study.verdict(trial).value,
-            "keeps_loss": study.keeps(trial) if part == "candidate" else None,
-            "failure": trial.failure,
-        }
-        for part, trials in (*parts, ("candidate", study.candidates))
-        for trial in trials
-    ]
+    baseline = (study.baseline,)
+    parts = {"reference": baseline, "draw": study.draws, "low": study.ranking, "candidate": study.candidates}
+    rows = [_row_of(study, part, trial) for part, trials in parts.items() for trial in trials]
     return tuple(rows[0]), rows
+
+
+def _row_of(study: Study, part: str, trial: LayerTrial) -> dict[str, object]:
+    return {
+        "part": part,
+        "name": trial.name,
+        "kind": trial.kind,
+        "precision": trial.precision,
+        "precision_map": as_words(trial.precision_map),
+        "layers_low": len(trial.low),
+        "draw": trial.draw,
+        "loss": trial.loss,
+        "loss_gap": study.gap(trial),
+        "noise": study.noise,
+        "gradient_error": trial.gradient_error,
+        "says": study.verdict(trial).value,
+        "keeps_loss": study.keeps(trial) if part == "candidate" else None,
+        "failure": trial.failure,
+    }

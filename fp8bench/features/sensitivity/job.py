@@ -84,7 +84,7 @@ def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
 
 def write_map(study: Study, path: Path) -> None:
     """Writes the suggested map as a file for --precision-map. Raises UsageError if none is suggested."""
-    trial = study.suggested
+    trial = study.suggestion
     if trial is None:
         raise UsageError(f"no map is suggested, so {path} was not written. The tables above say why.")
     head = f"{study.low} in {trial.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
@@ -96,6 +96,7 @@ def write_map(study: Study, path: Path) -> None:
 def check_precisions(request: Request) -> None:
     check_names(request)
     low, reference = map(precisions.get, (*request.dtypes, request.reference or ""))
+    # Each of these would fail within the study, after minutes of training.
     if low.mode == reference.mode:
         raise UsageError(
             f"--dtype and --reference are both {low.mode}: no layer would differ. Give --reference a higher precision."
@@ -121,6 +122,7 @@ def check_precisions(request: Request) -> None:
 def open_study(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: str | None, worker: Worker) -> StudyRuns:
     """Plans a study without running it. Raises UsageError for a precision that the device refuses."""
     request, limits = question.request, Limits(question.request.case_timeout)
+    # 1. The two cases, and whether this device runs them.
     plan = make_plan(request, facts, corpus)
     (group,) = plan.groups
     examine(plan, facts, worker, limits)
@@ -129,10 +131,12 @@ def open_study(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: st
     for planned in (low, reference):
         if planned.skip:
             raise UsageError(f"{planned.case.precision} cannot be run on {planned.case.device}: {planned.skip}.")
+    # 2. The layers that can differ, which only a built model knows.
     precision = precisions.get(low.case.precision)
     device = next(fact for fact in facts if fact.key == low.case.device)
     layers = _layers(low, device, worker.within(limits.numbers(low.work)))
     high = precision.carried_by or precision.mode
+    # 3. A study that has no results yet.
     study = Study(
         low.case.workload,
         low.case.params,
@@ -190,8 +194,8 @@ class StudyRuns:
         groups = groups_of(self.layers, self.study.by)
         total = 1 + DRAWS + len(groups) + 1
 
-        def train(words: str, trial: LayerTrial, gradients: bool = False, more: int = 0) -> LayerTrial:
-            tell(self.done, total + more, "trainings", f"training with {words}")
+        def train(words: str, trial: LayerTrial, gradients: bool = False, extra: int = 0) -> LayerTrial:
+            tell(self.done, total + extra, "trainings", f"training with {words}")
             self.done += 1
             return self._train(trial, gradients)
 
@@ -210,23 +214,23 @@ class StudyRuns:
                 precision, layer_map = self.low.precision, self._map_of(names)
             trial = LayerTrial(name, kind, precision, layer_map, names)
             self.add(probes=(*self.study.probes, train(f"{name} low", trial, gradients=True)))
-        for more, (name, left) in enumerate(self._candidates()):
-            trial = LayerTrial(name, "", self.low.precision, self._map_of(left), left)
-            gradients = more == 0 or self.study.gradient_tolerance is not None
-            self.add(candidates=(*self.study.candidates, train(name, trial, gradients, more)))
+        for extra, (name, low_layers) in enumerate(self._candidates()):
+            trial = LayerTrial(name, "", self.low.precision, self._map_of(low_layers), low_layers)
+            gradients = extra == 0 or self.study.gradient_tolerance is not None
+            self.add(candidates=(*self.study.candidates, train(name, trial, gradients, extra)))
             if self.study.keeps(self.study.candidates[-1]):
                 return
 
     def _candidates(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        left = {layer.name: None for layer in self.layers}
+        low_layers = {layer.name: None for layer in self.layers}
         name = _ALL
-        yield name, tuple(left)
+        yield name, tuple(low_layers)
         for worst in self.study.ranking:
             name = f"{_ALL} but {worst.name}" if name == _ALL else f"{name}, {worst.name}"
             for layer_name in worst.low:
-                del left[layer_name]
-            if left:
-                yield name, tuple(left)
+                del low_layers[layer_name]
+            if low_layers:
+                yield name, tuple(low_layers)
 
     def _map_of(self, names: Sequence[str]) -> PrecisionMap:
         return map_of(self.layers, names, (self.low.precision, self.reference.precision), self.high)
@@ -244,7 +248,7 @@ class StudyRuns:
             if not (isinstance(error, WorkerFault) and error.out_of_memory):
                 self.worker.restart()  # after an error on a GPU nothing in that process works any more
             return replace(trial, failure=str(error))
-        return replace(trial, losses=losses, failure=_unsound(losses, steps))
+        return replace(trial, losses=losses, failure=_why_unsound(losses, steps))
 
 
 def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -255,7 +259,7 @@ def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str
     return [(kind, kind, tuple(layer.name for layer in layers if layer.kind == kind)) for kind in kinds]
 
 
-def _unsound(losses: Sequence[float], steps: int) -> str:
+def _why_unsound(losses: Sequence[float], steps: int) -> str:
     """Says why losses cannot be compared; '' if they can."""
     wrong = next((step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
     if wrong is not None:

@@ -90,11 +90,12 @@ class Study:
 
     def gap(self, trial: LayerTrial) -> float | None:
         """Returns the share by which its loss exceeds the reference's, None without a loss, infinite if that is 0."""
-        wanted, loss = self.baseline.loss, trial.loss
-        if wanted is None or loss is None:
+        reference, loss = self.baseline.loss, trial.loss
+        if reference is None or loss is None:
             return None
-        more = loss - wanted
-        return more / abs(wanted) if wanted else math.copysign(math.inf, more) if more else 0.0
+        # A loss of 0 has no share: any excess over it is infinite, none is none.
+        excess = loss - reference
+        return excess / abs(reference) if reference else math.copysign(math.inf, excess) if excess else 0.0
 
     @property
     def noise(self) -> float | None:
@@ -108,6 +109,7 @@ class Study:
         gap = self.gap(trial)
         if gap is None:
             return LossVerdict.FAILED
+        # Without noise even a tiny gap would be called worse.
         if self.noise is None:
             return LossVerdict.UNKNOWN
         if abs(gap) <= self.noise:
@@ -120,6 +122,7 @@ class Study:
 
         def badness(trial: LayerTrial) -> tuple[bool, float, float]:
             verdict, gap, error = self.verdict(trial), self.gap(trial), trial.gradient_error
+            # Within the noise gaps are luck: there gradients decide.
             beyond = gap if gap is not None and verdict is LossVerdict.WORSE else 0.0
             return verdict is LossVerdict.FAILED, beyond, math.inf if error is None or math.isnan(error) else error
 
@@ -127,15 +130,17 @@ class Study:
 
     def keeps(self, trial: LayerTrial) -> bool:
         gap, error, most = self.gap(trial), trial.gradient_error, self.gradient_tolerance
+        # NaN fails either comparison.
         exact = most is None or (error is not None and error <= most)
         return gap is not None and gap <= self.tolerance and exact
 
     @property
-    def undecided(self) -> bool:
+    def is_undecided(self) -> bool:
         """Whether every gap lies within the noise, and no gradients are asked to decide."""
         if self.gradient_tolerance is not None:
             return False
         trials = (*self.probes, *self.candidates)
+        # A map chosen among equals would be chosen by chance.
         return bool(trials) and all(self.verdict(trial) is LossVerdict.NOISE for trial in trials)
 
     def stated_map(self, trial: LayerTrial) -> PrecisionMap:
@@ -144,9 +149,9 @@ class Study:
         return trial.precision_map or tuple((name, self.reference) for name in every if name not in trial.low)
 
     @property
-    def suggested(self) -> LayerTrial | None:
+    def suggestion(self) -> LayerTrial | None:
         """The candidate that keeps the loss with the most layers low; None if none does, or noise hides it."""
-        return None if self.undecided else next(filter(self.keeps, self.candidates), None)
+        return None if self.is_undecided else next(filter(self.keeps, self.candidates), None)
 
 
 def last_of(steps: int) -> int:
@@ -161,41 +166,42 @@ def map_of(layers: Sequence[Layer], low: Collection[str], modes: tuple[str, str]
 
     `high` is what layers that suites leave high have without a map.
     """
-    wanted = {layer.name: modes[0] if layer.name in low else modes[1] for layer in layers}
+    requested = {layer.name: modes[0] if layer.name in low else modes[1] for layer in layers}
     usual = {layer.name: high if layer.high else modes[0] for layer in layers}
-    return shortened(layers, wanted, usual)
+    return shorten_map(layers, requested, usual)
 
 
-def shortened(layers: Sequence[Layer], wanted: Mapping[str, str], usual: Mapping[str, str]) -> PrecisionMap:
+def shorten_map(layers: Sequence[Layer], requested: Mapping[str, str], usual: Mapping[str, str]) -> PrecisionMap:
     """Returns the map with kinds in place of the names of all their layers, and without what is usual anyway."""
     keys: dict[str, str] = {}
     for kind in dict.fromkeys(layer.kind for layer in layers):
         names = [layer.name for layer in layers if layer.kind == kind]
-        modes = {wanted[name] for name in names}
-        if len(modes) == 1 and any(wanted[name] != usual[name] for name in names):
+        modes = {requested[name] for name in names}
+        # One key for a kind whose layers agree, unless they have that mode anyway.
+        if len(modes) == 1 and any(requested[name] != usual[name] for name in names):
             keys[kind] = modes.pop()
-    return _corrected(layers, keys, wanted, usual)
+    return _correct_map(layers, keys, requested, usual)
 
 
 def map_alone(layers: Sequence[Layer], word: str, low: Collection[str], modes: tuple[str, str]) -> PrecisionMap:
     """Returns the map that gives the layers `low`, whose word is their name or kind, the first of the modes, where all
     have the second."""
-    usual = dict.fromkeys([layer.name for layer in layers], modes[1])
-    return _corrected(layers, {word: modes[0]}, {**usual, **dict.fromkeys(low, modes[0])}, usual)
+    usual = {layer.name: modes[1] for layer in layers}
+    return _correct_map(layers, {word: modes[0]}, {**usual, **dict.fromkeys(low, modes[0])}, usual)
 
 
-def _corrected(
-    layers: Sequence[Layer], keys: dict[str, str], wanted: Mapping[str, str], usual: Mapping[str, str]
+def _correct_map(
+    layers: Sequence[Layer], keys: dict[str, str], requested: Mapping[str, str], usual: Mapping[str, str]
 ) -> PrecisionMap:
     """A key may be one layer's name and another's kind: names the layers that came out wrong."""
-    while wrong := [name for name, mode in _modes(layers, keys, usual).items() if mode != wanted[name]]:
-        keys.update({name: wanted[name] for name in wrong})
+    # Each pass names more layers, so that it ends.
+    while wrong := [name for name, mode in _modes(layers, keys, usual).items() if mode != requested[name]]:
+        keys.update({name: requested[name] for name in wrong})
     return tuple(keys.items())
 
 
 def _modes(layers: Sequence[Layer], keys: Mapping[str, str], usual: Mapping[str, str]) -> dict[str, str]:
-    matches = {layer.name: key_of(layer, keys) for layer in layers}
-    return {name: usual[name] if key is None else keys[key] for name, key in matches.items()}
+    return {layer.name: keys.get(key_of(layer, keys) or "", usual[layer.name]) for layer in layers}
 
 
 def as_words(precision_map: PrecisionMap) -> str:
@@ -204,11 +210,12 @@ def as_words(precision_map: PrecisionMap) -> str:
 
 def value_of(study: Study) -> dict[str, Any]:
     document = {"schema": SCHEMA, **encode(study), "noise": encode(study.noise)}
+    # Verdicts and gaps are written out, so that readers of JSON need none of these rules.
     document["baseline"] = _trial_value(study, study.baseline)
     for part in ("draws", "probes", "candidates"):
         document[part] = [_trial_value(study, trial) for trial in getattr(study, part)]
     document["ranking"] = [trial.name for trial in study.ranking]
-    suggested = study.suggested
+    suggested = study.suggestion
     document["suggested"] = None if suggested is None else as_words(suggested.precision_map)
     return document
 

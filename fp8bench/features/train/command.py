@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_options_of, check_alone, shared
+from fp8bench.cli.options import add_common, add_options_of, check_alone
 from fp8bench.cli.outputs import check_outputs, in_store, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
@@ -65,7 +65,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = "train this instead: a function without arguments that gives a model of your own, as for `profile`"
     parser.add_argument("make", nargs="?", default="", metavar="MODULE:FUNCTION", help=words)
     group = parser.add_argument_group(WHAT)
-    shared(group, "--dtypes", help=f"precisions, also msamp-o1 to msamp-o3; default {','.join(_REQUEST.dtypes)}")
+    add_common(group, "--dtypes", help=f"precisions, also msamp-o1 to msamp-o3; default {','.join(_REQUEST.dtypes)}")
     length, learning = parser.add_argument_group(LENGTH), parser.add_argument_group(LEARNING)
     _add_length(length)
     for argument_group in (group, length, learning):
@@ -83,11 +83,11 @@ def _add_length(group: argparse._ArgumentGroup) -> None:
     words = "the largest loss gap, in percent of the reference's loss, that does not matter; default 1"
     margin = types.number(PERCENT)
     group.add_argument("--margin", type=margin, default=100 * _REQUEST.margin, metavar="PERCENT", help=words)
-    shared(group, "--quick", help=f"one seed of {QUICK_STEPS} steps, to see that it runs: too little for a verdict")
+    add_common(group, "--quick", help=f"one seed of {QUICK_STEPS} steps, to see that it runs: too little for a verdict")
 
 
 def _add_where(group: argparse._ArgumentGroup) -> None:
-    shared(group, "--store", help="where trainings are kept, below trainings/; default .fp8bench")
+    add_common(group, "--store", help="where trainings are kept, below trainings/; default .fp8bench")
     words = "options in YAML, by their names without dashes; the command line wins"
     group.add_argument("--config", type=types.path, metavar="FILE", help=words)
     group.add_argument("--resume", metavar="TRAINING", help="resume what was cut off: an id, its folder, or last")
@@ -97,10 +97,14 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=words)
     group.add_argument("--live", type=Path, metavar="FILE", help="write its page there while it trains, for a browser")
-    shared(group, "--explain")
-    shared(group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table")
-    shared(group, "--csv", help="also write its lines there, one figure a row; '-' prints them instead of the table")
-    shared(group, "--log", help="log its curves as they come, to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
+    add_common(group, "--explain")
+    add_common(
+        group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table"
+    )
+    add_common(
+        group, "--csv", help="also write its lines there, one figure a row; '-' prints them instead of the table"
+    )
+    add_common(group, "--log", help="log its curves as they come, to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
 
 
 def request_from(arguments: argparse.Namespace) -> TrainingRequest:

@@ -63,7 +63,7 @@ class Heart:
     def markers(self) -> Markers[AbstractContextManager[None]]:
         stack = [UNATTRIBUTED]
         self.phase(CELL_PHASES.index(UNATTRIBUTED))
-        return Markers(lambda name: TellingMarker(name, stack, lambda told: self.phase(CELL_PHASES.index(told))))
+        return Markers(lambda name: TellingMarker(name, stack, lambda phase: self.phase(CELL_PHASES.index(phase))))
 
 
 class StartLine:
@@ -80,12 +80,12 @@ class StartLine:
 
     def meet(self) -> None:
         times = self._times
-        here = times[self._rank] = times[self._rank] + 1
+        count_here = times[self._rank] = times[self._rank] + 1
         begun = time.monotonic()
-        while min(times) < here:
+        while min(times) < count_here:
             waited = time.monotonic() - begun
             if waited > self._wait_seconds:
-                late = ", ".join(f"rank {rank}" for rank, count in enumerate(times) if count < here)
+                late = ", ".join(f"rank {rank}" for rank, count in enumerate(times) if count < count_here)
                 raise TimeoutError(f"{late} did not come to the start line within {self._wait_seconds:g} s")
             if waited < _AWAKE_SECONDS:
                 os.sched_yield()  # whoever is late may need this core
@@ -114,23 +114,23 @@ def watch_groups(c10d: Any) -> None:
     once it is made, and none comes later, so that no stranger's bytes are read."""
     make: Callable[..., Any] = c10d._new_process_group_helper
 
-    def made(*arguments: Any, **named: Any) -> Any:
+    def make_checked(*arguments: Any, **named: Any) -> Any:
         group = make(*arguments, **named)
         refuse_strangers()
         return group
 
-    c10d._new_process_group_helper = made
+    c10d._new_process_group_helper = make_checked
 
 
 def refuse_strangers() -> None:
     """Raises PermissionError if another user holds the other end of a connection that this process accepted."""
     ends = list(_ends())
     numbers = set(_own_sockets())
-    own = [end for end in ends if end.inode in numbers]
-    doors = {connection.here for connection in own if connection.state == _LISTENING}
+    own_ends = [end for end in ends if end.inode in numbers]
+    doors = {connection.here for connection in own_ends if connection.state == _LISTENING}
     taken = {
         (connection.there, connection.here)
-        for connection in own
+        for connection in own_ends
         if connection.state == _ESTABLISHED and connection.here in doors
     }
     for end in ends:
@@ -183,7 +183,7 @@ def step_rounds(parts: StepParts, together: RankMeeting, seed: int) -> Rounds:
     import torch.distributed as dist
 
     if parts.together is None:
-        parts = _repeated(parts, together.synchronise)
+        parts = _repeat_products(parts, together.synchronise)
     assert parts.together is not None
 
     def in_turn() -> None:
@@ -197,7 +197,7 @@ def step_rounds(parts: StepParts, together: RankMeeting, seed: int) -> Rounds:
     return rounds(ours, together, seed)
 
 
-def _repeated(parts: StepParts, synchronise: Callable[[], None]) -> StepParts:
+def _repeat_products(parts: StepParts, synchronise: Callable[[], None]) -> StepParts:
     """Pairs an asynchronous communication with as many products as last long enough."""
     times = _times(parts.compute, synchronise)
 
@@ -317,16 +317,16 @@ class RankBench(Bench):
 
     def software(self) -> dict[str, Scalar | None]:
         """Adds the settings of this rank, which a launcher may have changed."""
-        own = {name: text for name, text in sorted(os.environ.items()) if name.startswith(RECORDED)}
-        return {**super().software(), **{f"env {name}": text for name, text in own.items()}}
+        variables = {name: text for name, text in sorted(os.environ.items()) if name.startswith(RECORDED)}
+        return {**super().software(), **{f"env {name}": text for name, text in variables.items()}}
 
     def release(self, key: str) -> tuple[str, ...]:
         """Also freezes what is left once no state is: imports that live as long as this process. Each garbage
         collection would spend 0.1 s on DTensor and torchao."""
-        left = super().release(key)
+        still_running = super().release(key)
         if not (self._prepared or self._kept):
             gc.freeze()
-        return left
+        return still_running
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
         return StepEffect(None, "several ranks take its steps together, and their inputs would have to change alike")
@@ -336,10 +336,10 @@ class RankBench(Bench):
             return workload.transfer(setup())
 
     def step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
-        alike = replace(case, params=workloads.get(case.workload).sent_by(case))
-        if alike not in self._parts:
-            self._parts[alike] = self._step_parts(case, facts)
-        return self._parts[alike]
+        sent_case = replace(case, params=workloads.get(case.workload).sent_by(case))
+        if sent_case not in self._parts:
+            self._parts[sent_case] = self._step_parts(case, facts)
+        return self._parts[sent_case]
 
     def _step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
         with self._apart(case, facts) as (workload, device, setup):

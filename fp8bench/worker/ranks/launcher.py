@@ -29,25 +29,25 @@ _GONE_SECONDS = 5.0
 _POLL_SECONDS = 0.005
 
 
-def launched(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[int, int]:
+def launch(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[int, int]:
     """Runs a module in so many ranks to their end; returns how those ended that failed, by rank. As soon as one has
     failed the others are ended, which is returned as SIGTERM."""
-    own = {**os.environ, MARK: Path(folder).name, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    environment = {**os.environ, MARK: Path(folder).name, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-P", "-m", module, folder, str(wait_seconds)]
     started: dict[int, int] = {}
     for rank in range(ranks):
-        numbered = {**own, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        numbered = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         started[subprocess.Popen(command, stdin=subprocess.DEVNULL, env=numbered).pid] = rank
     while started:
         pid, status = os.wait()  # also returns orphans of the ranks, which this process adopts
         if pid in started:
             rank = started.pop(pid)
             if status:
-                return {rank: os.waitstatus_to_exitcode(status), **_ended(started)}
+                return {rank: os.waitstatus_to_exitcode(status), **_end_ranks(started)}
     return {}
 
 
-def _ended(running: dict[int, int]) -> dict[int, int]:
+def _end_ranks(running: dict[int, int]) -> dict[int, int]:
     """Ends ranks, and returns how those ended that failed, with their own exit code if they failed by themselves."""
     failed = {}
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -56,15 +56,15 @@ def _ended(running: dict[int, int]) -> dict[int, int]:
         end = time.monotonic() + _ENDING_SECONDS
         while running and time.monotonic() < end:
             for pid in list(running):
-                gone, status = os.waitpid(pid, os.WNOHANG)
-                if gone:
+                ended_pid, status = os.waitpid(pid, os.WNOHANG)
+                if ended_pid:
                     by_us = status == number
                     failed[running.pop(pid)] = -signal.SIGTERM if by_us else os.waitstatus_to_exitcode(status)
             time.sleep(_POLL_SECONDS)
     return {rank: status for rank, status in failed.items() if status}
 
 
-def _marked(mark: bytes) -> Iterator[int]:
+def _marked_processes(mark: bytes) -> Iterator[int]:
     """Yields the processes started by ranks or their descendants, in whatever session; none without /proc. Every rank
     has the name of its launch in the environment."""
     for file in Path("/proc").glob("[0-9]*/environ"):
@@ -77,8 +77,8 @@ def _end_all(folder: str, launcher: int) -> None:
     """Ends ranks and what they have left, then removes the folder. The launcher ends by itself after its ranks."""
     end = time.monotonic() + _GONE_SECONDS
     mark = f"{MARK}={Path(folder).name}".encode()
-    while (left := list(_marked(mark))) and time.monotonic() < end:
-        for pid in left:
+    while (remaining := list(_marked_processes(mark))) and time.monotonic() < end:
+        for pid in remaining:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
@@ -101,7 +101,7 @@ def main() -> None:
     ranks, module, folder, wait_seconds = connection.recv()
     die_with_parent(lifeline, connection, partial(_end_all, folder, os.getpid()))
     keep_from_children(lifeline, connection)
-    connection.send(launched(ranks, module, folder, wait_seconds))
+    connection.send(launch(ranks, module, folder, wait_seconds))
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ from fp8bench.worker.main import run
 from fp8bench.worker.ranks.bench import Heart, RankBench
 
 
-def _connected(folder: Path, rank: int, what: str) -> int:
+def _connect(folder: Path, rank: int, purpose: str) -> int:
     """Connects to the process that measures and says what the connection is for; returns its descriptor."""
     with socket.socket(socket.AF_UNIX) as opened:
         opened.connect(str(folder / PARENT))
         descriptor = os.dup(opened.fileno())
     connection = Connection(os.dup(descriptor))
-    connection.send((rank, os.getpid(), what))
+    connection.send((rank, os.getpid(), purpose))
     connection.close()
     return descriptor
 
@@ -34,12 +34,12 @@ def _connected(folder: Path, rank: int, what: str) -> int:
 def _show_one_gpu(rank: int) -> None:
     """Lets this rank see one GPU, its own, or none if there are fewer; must come before torch looks."""
     name = "HIP_VISIBLE_DEVICES" if Path("/dev/kfd").exists() else "CUDA_VISIBLE_DEVICES"
-    given = os.environ.get(name)
-    seen = [word for word in given.split(",") if word] if given is not None else None
-    os.environ[name] = str(rank) if seen is None else seen[rank] if rank < len(seen) else "-1"
+    variable = os.environ.get(name)
+    visible = [word for word in variable.split(",") if word] if variable is not None else None
+    os.environ[name] = str(rank) if visible is None else visible[rank] if rank < len(visible) else "-1"
 
 
-def main(made: Callable[[Settings, Heart, float], RankBench] = RankBench) -> None:
+def main(make_bench: Callable[[Settings, Heart, float], RankBench] = RankBench) -> None:
     folder, wait_seconds = Path(sys.argv[1]), float(sys.argv[2])
     rank = int(os.environ["RANK"])
     if os.getpgrp() != os.getpid():  # whoever ends this rank ends its group
@@ -48,9 +48,9 @@ def main(made: Callable[[Settings, Heart, float], RankBench] = RankBench) -> Non
         os.dup2(words.fileno(), 2)
     _show_one_gpu(rank)
     heart = Heart(folder / beat_file(rank))
-    connection = Connection(_connected(folder, rank, "requests"))
-    lifeline = _connected(folder, rank, "lifeline")
-    run(connection, lifeline, lambda settings: made(settings, heart, wait_seconds), heart.request)
+    connection = Connection(_connect(folder, rank, "requests"))
+    lifeline = _connect(folder, rank, "lifeline")
+    run(connection, lifeline, lambda settings: make_bench(settings, heart, wait_seconds), heart.request)
 
 
 if __name__ == "__main__":

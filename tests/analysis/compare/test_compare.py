@@ -13,7 +13,7 @@ from fp8bench.analysis.compare.compare import Compared, compare
 from fp8bench.analysis.compare.sides import Side, make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.features.duel.values import CaseResult
-from fp8bench.features.duel.verdicts import compared as compared_by_duel
+from fp8bench.features.duel.verdicts import compare_case
 from fp8bench.features.gate.judging import GateOutcome, first_look
 from fp8bench.model import (
     Comparison,
@@ -223,7 +223,7 @@ def test_exact_values_are_judged_alike_by_compare_and_duel(
     values = [(Measurement(metric, "B" if metric == "peak_memory" else "ratio", (one,)),) for one in (before, after)]
     first, second = (record("bf16", 1.0, 1, measurements=value) for value in values)
     compared = of(held([run(1, measurements=values[0])], [run(2, measurements=values[1])]), metric)
-    fought = next(one for one in compared_by_duel(CaseResult(first, second)) if one.metric == metric)
+    fought = next(one for one in compare_case(CaseResult(first, second)) if one.metric == metric)
     for one in (compared, fought):
         assert one.direction == direction and one.p_value is None
         assert (one.ratio.point if one.ratio else None) == (pytest.approx(ratio) if ratio is not None else None)
@@ -235,7 +235,7 @@ def test_a_figure_in_another_unit_is_not_compared() -> None:
     first, second = (record("bf16", 1.0, 1, measurements=value) for value in values)
     compared = held([run(1, measurements=values[0])], [run(2, measurements=values[1])]).comparisons
     assert "queue_delay" not in {figure.metric for figure in compared}
-    fought = next(one for one in compared_by_duel(CaseResult(first, second)) if one.metric == "queue_delay")
+    fought = next(one for one in compare_case(CaseResult(first, second)) if one.metric == "queue_delay")
     assert fought.direction is Direction.NONE and fought.why == "its unit was ms and is s"
 
 
@@ -245,7 +245,7 @@ def test_values_that_vary_within_a_side_are_not_exact() -> None:
     moved = (Measurement("product_error", "ratio", (0.503, 0.504, 0.505)),)
     first, second = (record("bf16", 1.0, 1, measurements=one) for one in (varying, moved))
     compared = of(held([run(1, measurements=varying)], [run(2, measurements=moved)]), "product_error")
-    fought = next(one for one in compared_by_duel(CaseResult(first, second)) if one.metric == "product_error")
+    fought = next(one for one in compare_case(CaseResult(first, second)) if one.metric == "product_error")
     assert compared.direction is fought.direction is Direction.UNSURE and "fewer than 8 runs" in compared.why
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.features.advise.basis import Basis, gain_text
-from fp8bench.features.advise.decide import advised
+from fp8bench.features.advise.decide import advise as advise_on
 from fp8bench.features.advise.rules import bound_of
 from fp8bench.features.advise.values import AdviceKind, Met, Question
 from fp8bench.features.advise.view import page_of, question_tables, sentences
@@ -239,7 +239,7 @@ def test_what_is_worth_it_is_a_persons_own_choice() -> None:
     made = basis(group(fp8=FP8))
     (case,) = (key for key in made.findings if key.endswith("/fp8"))
     unsure = replace(made.findings[case], verdict=Verdict.UNSURE, ratio=None, why="it was throttled")
-    advice = only(advised(replace(made, findings={**made.findings, case: unsure})), NOTHING)
+    advice = only(advise_on(replace(made, findings={**made.findings, case: unsure})), NOTHING)
     assert advice.gain is None and "its speed is not known here" in advice.sentence
 
 
@@ -270,7 +270,7 @@ def test_labels_are_told_with_all_that_rests_on_these_times() -> None:
     reference, case = made.findings
     labels = {case: (Label.NOISY, Label.POWER_CAPPED), reference: (Label.CONTENDED, Label.NOISY)}
     findings = {name: replace(made.findings[name], labels=several, floor=0.5) for name, several in labels.items()}
-    advice = only(advised(replace(made, findings=findings)), NOTHING)
+    advice = only(advise_on(replace(made, findings=findings)), NOTHING)
     assert advice.doubtful and "fp8 perhaps takes 1% longer" in advice.sentence
     assert advice.sentence.endswith("; labelled noisy; its reference labelled contended")
 
@@ -308,7 +308,7 @@ def test_no_advice_is_above_amdahls_bound(
     """Nor is there any on the speed of an emulation; every adoption names rows and a recipe."""
     level = Level.EMULATED if emulated else Level.NATIVE
     made = basis(group(bf16=bf16, level=level, fp8={**fp8, "cast": cast}), least=least)
-    found = advised(made)
+    found = advise_on(made)
     (pair,) = made.cases
     bound = bound_of(pair)
     whole = sum(bf16.values())
@@ -366,7 +366,7 @@ def test_other_reasons_are_other_advice() -> None:
 def test_a_case_without_a_verdict_says_nothing_of_its_products() -> None:
     lead, case = group(fp8=FP8)
     labelled = {case.case.id: Finding(case.case, Verdict.UNSURE, ratio=HALF, hard=(Label.FALLBACK,))}
-    found = advised(Basis(run([lead, case]), labelled))
+    found = advise_on(Basis(run([lead, case]), labelled))
     assert answer(found, "amdahl").met is Met.UNKNOWN
 
 
@@ -381,14 +381,16 @@ def test_of_several_settings_what_most_say() -> None:
     sizes = [
         group({**NANO, "batch": batch}, fp8={**FP8, "cast": cast}) for batch, cast in ((1, 4000), (2, 600), (4, 500))
     ]
-    pays, *_ = question_tables(advise(*sizes), whole=True)
+    pays, *_ = question_tables(advise(*sizes), everything=True)
     row = next(row for row in pays.rows if row[1].text == "Is the whole step faster?")
     assert row[2].text == "yes (2 of 3)" and row[3].text.endswith("at transformer[batch=2]@cuda:0")
 
 
 def test_three_questions_in_order_and_the_next_command_of_each() -> None:
     found = advise(group({**NANO, "compile": "no"}, fp8=FP8))
-    assert [table.caption for table in question_tables(found, whole=True)] == [question.value for question in Question]
+    assert [table.caption for table in question_tables(found, everything=True)] == [
+        question.value for question in Question
+    ]
     (advice, pays, following) = page_of(found, []).parts
     assert pays.name == "question-1" and advice.name == "advice"
     commands = [str(item) for item in following.elements[1].items]  # type: ignore[union-attr]
@@ -397,6 +399,6 @@ def test_three_questions_in_order_and_the_next_command_of_each() -> None:
 
 def test_two_suites_of_a_run_are_told_apart() -> None:
     found = advise(group(fp8=FP8), group({"m": 512}, workload="gemm", fp8={**FP8, "cast": 9000}))
-    pays, *_ = question_tables(found, whole=False)
+    pays, *_ = question_tables(found, everything=False)
     steps = {row[0].text: row[2].text for row in pays.rows if row[1].text == "Is the whole step faster?"}
     assert steps == {"fp8 in transformer on cuda:0": "yes", "fp8 in gemm on cuda:0": "no"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.features.advise.basis import Basis
-from fp8bench.features.advise.decide import advised
+from fp8bench.features.advise.decide import advise
 from fp8bench.features.advise.job import basis_of
 from fp8bench.features.advise.serving import serving_advice
 from fp8bench.features.advise.values import Advice, AdviceKind
@@ -109,8 +109,8 @@ def test_it_comes_first_and_is_read_from_the_store(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("fp8bench.features.advise.job.load_stored_run", lambda word, store: made)
     basis, troubles = basis_of("9abcdef0", tmp_path, None, 0.1)
     assert basis.served == (whole,) and len(troubles) == 1
-    first, *rest = advised(basis).advice
-    assert first.rule == "context" and rest == [*advised(replace(basis, served=())).advice]
+    first, *rest = advise(basis).advice
+    assert first.rule == "context" and rest == [*advise(replace(basis, served=())).advice]
     assert not Basis(made, {}).served
 
 

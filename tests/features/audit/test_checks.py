@@ -119,6 +119,6 @@ def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.
 
         return kernel
 
-    monkeypatch.setattr(host, "beside", beside)
+    monkeypatch.setattr(host, "busy_stream", beside)
     assert codes_of(result_of(Kernel("", _FP8, made(waits=False)), "cpu", [BY_NAME["memory"]])) == "stream"
     assert result_of(Kernel("", _FP8, made(waits=True)), "cpu", [BY_NAME["memory"]]).outcome is AuditOutcome.PASS

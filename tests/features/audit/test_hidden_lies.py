@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8bench.errors import WorkerLost
 from fp8bench.features.audit import host, times
-from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Shape, audited
+from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Shape, run_checks
 from fp8bench.features.audit.host import KernelHost, is_lazy, pack, unpack, unpack_results
 from fp8bench.features.audit.times import CHECKS
 from fp8bench.features.audit.values import AuditOutcome
@@ -118,15 +118,15 @@ def test_the_results_of_timed_calls_are_judged(monkeypatch: pytest.MonkeyPatch) 
     class Timed(KernelHost):
         is_timing = False
 
-        def timed(self, slots: object) -> list[tuple[float, float]]:
+        def time_calls(self, slots: object) -> list[tuple[float, float]]:
             self.is_timing = True
-            return super().timed(slots)  # type: ignore[arg-type]
+            return super().time_calls(slots)  # type: ignore[arg-type]
 
     def idle_when_timed(a: Tensor, b: Tensor) -> Tensor:
         return torch.zeros(len(a), len(b), dtype=torch.bfloat16) if timed.is_timing else product(a, b)
 
     timed = Timed(idle_when_timed, _FP8, CPU)
-    audit = audited("", timed, _FP8, CPU, 0, [BY_NAME["speed"]])
+    audit = run_checks("", timed, _FP8, CPU, 0, [BY_NAME["speed"]])
     assert codes_of(audit) == "timed-wrong"
 
 
@@ -138,12 +138,12 @@ def test_a_clock_that_says_less_than_passed_is_wrong(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(times, "_SECONDS", 0.0)
 
     class Wrong(KernelHost):
-        def timed(self, slots: object) -> list[tuple[float, float]]:
-            return [(seconds / 50, used) for seconds, used in super().timed(slots)]  # type: ignore[arg-type]
+        def time_calls(self, slots: object) -> list[tuple[float, float]]:
+            return [(seconds / 50, used) for seconds, used in super().time_calls(slots)]  # type: ignore[arg-type]
 
     shape = Shape(1024, 1024, 1024)  # long beside the way to the kernel and back
-    assert times._timed(_auditor(product, Wrong), shape, judged=0).wrong_clock
-    assert not times._timed(_auditor(product), shape, judged=0).wrong_clock
+    assert times._time_calls(_auditor(product, Wrong), shape, judged=0).wrong_clock
+    assert not times._time_calls(_auditor(product), shape, judged=0).wrong_clock
 
 
 def test_functions_that_harnesses_use_are_not_a_kernels_to_replace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_timed_calls_wait_for_every_stream_and_begin_with_a_flushed_cache(monkey
     monkeypatch.setattr(kernel, "_flush", lambda: order.append("flush"))
     monkeypatch.setattr(kernel, "_wait", lambda: order.append("wait"))
     kernel.place(0, tuple(map(pack, (torch.ones(4, 16), torch.ones(4, 16)))))
-    kernel.timed([0])
+    kernel.time_calls([0])
     assert order == ["flush", "wait", "call", "wait"]
 
 
@@ -175,7 +175,7 @@ def test_what_a_thread_writes_later_is_not_in_the_copies_of_timed_calls() -> Non
 
     kernel = KernelHost(compute_later, _FP8, CPU)
     kernel.place(0, tuple(map(pack, (torch.ones(4, 16), torch.ones(4, 16)))))
-    kernel.timed([0])
+    kernel.time_calls([0])
     copied.set()
     assert not bool(unpack_results(kernel.timed_results(0))["product"].any())
 

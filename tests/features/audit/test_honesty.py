@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.auditor import AuditInput, Auditor, ProductSubject, Shape, audited
+from fp8bench.features.audit.auditor import AuditInput, Auditor, ProductSubject, Shape, run_checks
 from fp8bench.features.audit.host import KernelHost
-from fp8bench.features.audit.operands import promised_by, rounded
+from fp8bench.features.audit.operands import promise_of, round_operand
 from fp8bench.features.audit.promises import ProductPromise
 from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.values import AuditOutcome
@@ -28,7 +28,9 @@ OTHER_WAYS = ("ties away from zero", "the reciprocal of a scale")
 
 @for_each("row", [row for row in HONEST if row.name in OTHER_WAYS], ids=lambda row: row.name)
 def test_another_way_to_be_honest_is_a_remark(row: Kernel) -> None:
-    codes = codes_of(audited(row.name, KernelHost(row.made(), row.signature, CPU), row.signature, CPU, 1, QUICK_CHECKS))
+    codes = codes_of(
+        run_checks(row.name, KernelHost(row.made(), row.signature, CPU), row.signature, CPU, 1, QUICK_CHECKS)
+    )
     assert codes == "-", "at this seed five honest kernels were accused"
 
 
@@ -63,18 +65,20 @@ def test_nothing_is_named_of_few_results() -> None:
 
 def test_casts_that_lose_nothing_excuse_no_sum() -> None:
     ones = torch.ones(64, 512)
-    treatment = promised_by("fp8", CPU).treatments[0]
-    promise = ProductPromise(rounded(ones, treatment), rounded(ones, treatment))
+    treatment = promise_of("fp8", CPU).treatments[0]
+    promise = ProductPromise(round_operand(ones, treatment), round_operand(ones, treatment))
     assert promise.judge((ones @ ones.t()).to(torch.bfloat16)).code == ""
     assert promise.judge((ones @ ones.t() * (1 - 2.0**-7)).to(torch.bfloat16)).failed
     host = KernelHost(kernel(), signed("product", "fp8"), CPU)
-    assert audited("", host, signed("product", "fp8"), CPU, 0, [EXTREMES]).outcome is AuditOutcome.PASS
+    assert run_checks("", host, signed("product", "fp8"), CPU, 0, [EXTREMES]).outcome is AuditOutcome.PASS
 
 
 def test_sums_of_hopper_are_excused_on_hopper_alone() -> None:
     """To the bit as its units make them; a factor that they would not make is none of theirs."""
-    treatment = promised_by("fp8", CPU).treatments[0]
-    a, b = (rounded(torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)), treatment) for seed in (0, 1))
+    treatment = promise_of("fp8", CPU).treatments[0]
+    a, b = (
+        round_operand(torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)), treatment) for seed in (0, 1)
+    )
     sums = unit_sums(a.elements, b.elements).float() * (a.scales * b.scales)
     for hopper in (True, False):
         verdict = ProductPromise(a, b, hopper=hopper).judge(sums)

@@ -6,7 +6,7 @@ import torch
 
 from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Shape, Subject
 from fp8bench.features.audit.host import KernelHost
-from fp8bench.features.audit.operands import DATA, rounded
+from fp8bench.features.audit.operands import DATA, round_operand
 from fp8bench.features.audit.values import AuditFinding
 from fp8bench.formats.operators import values
 from fp8bench.model.promises import AuditKind
@@ -28,7 +28,7 @@ def subject(function: object, kind: str, precision: str) -> Subject:
 
 
 def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> AuditFinding:
-    matrices = audited.drawn(data, shape, 0)
+    matrices = audited.draw(data, shape, 0)
     (name,) = audited.promises(matrices)
     return audited.promises(matrices)[name].judge(Auditor(audited, 0).results(matrices)[name])
 
@@ -39,7 +39,7 @@ def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape
     """Elements times scales, bit for bit, at ends that fill no block, too."""
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
     for treatment in precisions.get(name).recipe.treatments[:2]:  # type: ignore[attr-defined]
-        assert torch.equal(rounded(x, treatment).values, values(x, treatment.fmt, treatment.scaling))
+        assert torch.equal(round_operand(x, treatment).values, values(x, treatment.fmt, treatment.scaling))
 
 
 @for_each(
@@ -101,7 +101,7 @@ def test_a_mistake_has_its_name(name: str) -> None:
 def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
     """Where there is nothing to scale by, too: a kernel takes six arguments."""
     audited = SUBJECTS[AuditKind.PRODUCT](product, signed("product", "nvfp4", "codes"), CPU)
-    a, b = audited.drawn("zeros" if data == "zeros" else "normal", SHAPE, 0)
+    a, b = audited.draw("zeros" if data == "zeros" else "normal", SHAPE, 0)
     a[0, 0] = torch.inf if data == "infinite" else a[0, 0]
     *_, first, second = arguments = audited.arguments((a, b))
     assert len(arguments) == 6 and first.shape == second.shape == () and (first == 1) == (data != "normal")
@@ -111,6 +111,6 @@ def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
 def test_products_of_zeros_keep_a_promise_of_any_casts(precision: str) -> None:
     """Two random casts of zeros have no error that could be compared."""
     layer = subject(product, "linear", precision)
-    promises = layer.promises(layer.drawn("zeros", Shape(64, 64, 64), 0))
+    promises = layer.promises(layer.draw("zeros", Shape(64, 64, 64), 0))
     verdicts = {name: promise.judge(torch.zeros(64, 64)) for name, promise in promises.items()}
     assert len(verdicts) > 1 and not [name for name, verdict in verdicts.items() if verdict.failed]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.auditor import AuditCheck, AuditInput, Auditor, ProductSubject, Shape, audited
+from fp8bench.features.audit.auditor import AuditCheck, AuditInput, Auditor, ProductSubject, Shape, run_checks
 from fp8bench.features.audit.host import KernelHost
 from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.times import CHECKS
@@ -126,7 +126,7 @@ UNUSUAL: dict[str, tuple[str, Product]] = {
 def audit_of(name: str, checks: Sequence[AuditCheck], seed: int = 0) -> Audit:
     precision, function = UNUSUAL[name]
     signature = signed("product", precision)
-    return audited(name, KernelHost(function, signature, CPU), signature, CPU, seed, checks)
+    return run_checks(name, KernelHost(function, signature, CPU), signature, CPU, seed, checks)
 
 
 def auditor_of(precision: str, function: Product, seed: int = 0) -> Auditor:

@@ -197,7 +197,7 @@ def started(scripts: dict[str, Script]) -> duel_commands.Pair:
 
 def run_in(store: Path, pair: duel_commands.Pair, sessions: int = 3) -> Duel:
     begun = header(request=Request("gemm", rounds=6), cases=tuple(pair[0].cases), sessions=sessions)
-    return duel_commands._measured(pair, begun, ("a note",), store, TERMINAL, 0.0)
+    return duel_commands._measure_sessions(pair, begun, ("a note",), store, TERMINAL, 0.0)
 
 
 @pytest.fixture

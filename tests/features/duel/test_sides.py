@@ -21,7 +21,7 @@ from fp8bench.features.duel.sides import (
     DuelQuestion,
     interpreter,
     is_dirty,
-    opened,
+    open_sides,
     repository_of,
     revision_of,
     scratch,
@@ -65,7 +65,7 @@ def test_the_same_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/mine", "", str(installed)]))
     for imports, here in (((), []), (("module",), [str(tmp_path)])):
-        with opened(DuelQuestion(), imports) as (before, after, notes):
+        with open_sides(DuelQuestion(), imports) as (before, after, notes):
             package, *others = before.paths
             assert others == [*here, "/mine"] and after.paths == before.paths
             assert [path.resolve() for path in Path(package).iterdir()] == [PACKAGE]
@@ -77,8 +77,8 @@ def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> Non
     """Those of the repository, wherever on the path; but not a virtual environment in it."""
     (project / "src" / "mylib.py").write_text("changed")
     with pytest.raises(UsageError, match="would change two things at once"):
-        opened(DuelQuestion(against="HEAD", against_self="HEAD"), ()).__enter__()
-    with opened(DuelQuestion(against="HEAD"), ("suite.py", "some.module")) as (before, after, notes):
+        open_sides(DuelQuestion(against="HEAD", against_self="HEAD"), ()).__enter__()
+    with open_sides(DuelQuestion(against="HEAD"), ("suite.py", "some.module")) as (before, after, notes):
         tree = before.tree
         assert tree is not None and after.tree == project
         assert after.paths[1:] == (str(project), str(project / "src"))
@@ -94,7 +94,7 @@ def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> Non
 def test_a_file_that_a_revision_has_not(project: Path) -> None:
     """Both sides run this tree's, with a note; that nothing else has changed is noted, too."""
     (project / "new.py").write_text("")
-    with opened(DuelQuestion(against="main"), ("new.py", "/elsewhere/other.py")) as (before, _, notes):
+    with open_sides(DuelQuestion(against="main"), ("new.py", "/elsewhere/other.py")) as (before, _, notes):
         assert before.imports == ("new.py", "/elsewhere/other.py")
         assert [note.partition(":")[0] for note in notes] == ["new.py is not in main", "both sides are the same"]
 
@@ -105,10 +105,10 @@ def test_fp8bench_out_of_a_package_folder_has_no_revisions(tmp_path: Path, monke
     monkeypatch.setattr(module, "PACKAGE", package)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(UsageError, match="--against-self wants a git repository"):
-        opened(DuelQuestion(against_self="HEAD"), ()).__enter__()
+        open_sides(DuelQuestion(against_self="HEAD"), ()).__enter__()
     git(tmp_path, "init", "-q")
     with pytest.raises(UsageError, match="wants fp8bench to run from a checkout of its repository, and it runs from"):
-        opened(DuelQuestion(against_self="HEAD"), ()).__enter__()
+        open_sides(DuelQuestion(against_self="HEAD"), ()).__enter__()
 
 
 def test_a_path_a_name_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fp8bench.features.duel.values import CaseResult, Session
-from fp8bench.features.duel.verdicts import DuelVerdict, compared, judge, p_value, why_unsure
+from fp8bench.features.duel.verdicts import DuelVerdict, compare_case, judge, p_value, why_unsure
 from fp8bench.model import (
     Comparison,
     Direction,
@@ -122,7 +122,7 @@ def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verd
     assert times.typical.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
     if uneven and verdict is Verdict.UNSURE:
         assert why_unsure(times) == "the mean over all calls does not confirm what the fastest calls say"
-    time = next(compared(CaseResult(record(None), record(None), tuple(sessions))))
+    time = next(compare_case(CaseResult(record(None), record(None), tuple(sessions))))
     assert (Label.UNEVEN in time.labels) is uneven
 
 
@@ -144,7 +144,7 @@ def test_a_side_that_varies_more_at_the_same_pace_is_no_faster() -> None:
         times = known(sides)
         assert times.whole and times.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, times)
     result = CaseResult(record(sides[0].before[0]), record(sides[0].after[0]), tuple(sides))
-    assert Label.WHOLE_STEPS in next(compared(result)).labels
+    assert Label.WHOLE_STEPS in next(compare_case(result)).labels
 
 
 @for_each("slower", [0.0, 0.004, 0.02])
@@ -262,7 +262,7 @@ def measured(**values: float) -> Record:
 
 
 def compared_times(*sessions: Session, before: Record | None = None, after: Record | None = None) -> Comparison:
-    return next(compared(CaseResult(before or record(None), after or record(None), sessions)))
+    return next(compare_case(CaseResult(before or record(None), after or record(None), sessions)))
 
 
 def test_a_slower_side() -> None:
@@ -286,7 +286,7 @@ def test_a_slower_side() -> None:
 def test_values_of_one_side_and_those_that_are_no_cost() -> None:
     """More decibels are better, so only their error is compared."""
     result = CaseResult(measured(sqnr_db=30.0, utilisation_percent=3.0), measured(sqnr_db=20.0, peak_memory=8.0))
-    found = {comparison.metric: comparison for comparison in compared(result)}
+    found = {comparison.metric: comparison for comparison in compare_case(result)}
     assert set(found) == {"time", "peak_memory"}
     assert found["peak_memory"].direction is Direction.NONE and "only side B" in found["peak_memory"].why
 

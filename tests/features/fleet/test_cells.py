@@ -171,7 +171,7 @@ def test_what_is_damaged_is_a_state_of_its_cell(
         measure(plan, int(words[words.index("--cell") + 1]), tmp_path)
         return 0
 
-    monkeypatch.setattr("fp8bench.features.fleet.engines.tied", lambda *given: given)
+    monkeypatch.setattr("fp8bench.features.fleet.engines.start_child", lambda *given: given)
     monkeypatch.setattr("fp8bench.features.fleet.engines.exit_code", lambda given: ends(*given))
     done, left = work(plan, tmp_path / "p.json", tmp_path, False, lambda state: None)
     mended, other = states_of(plan, tmp_path)

@@ -30,7 +30,7 @@ from fp8bench.features.gate.judging import (
     second_look,
 )
 from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
-from fp8bench.features.gate.stored_runs import GateSource, Pool, judged, pooled
+from fp8bench.features.gate.stored_runs import GateSource, Pool, judge_source, pool_sessions
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import Comparison, Direction, Evidence, Interval
 from fp8bench.model.specs import TIME
@@ -85,7 +85,7 @@ def stored_verdict(setting: Setting, draw: random.Random, planted: float) -> Gat
         again = _comparisons(before, [setting.run(draw, planted)], after)
         return SecondLook({key_of(case): case for case in again}, "again")
 
-    return judged(GateSource("stored", tuple(_comparisons(before, after)), confirm), (), True, SILENT)
+    return judge_source(GateSource("stored", tuple(_comparisons(before, after)), confirm), (), True, SILENT)
 
 
 def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerdict:
@@ -104,10 +104,10 @@ def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerd
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         again = duel()
-        again = replace(again, results=tuple(pooled(one, "a", pool) for one in again.results))
+        again = replace(again, results=tuple(pool_sessions(one, "a", pool) for one in again.results))
         return SecondLook({key_of(figure): figure for figure in comparisons(again)}, "in duel x", adds_up=True)
 
-    return judged(GateSource("duel", comparisons(duel()), confirm, second=Second.DUEL), (), True, SILENT)
+    return judge_source(GateSource("duel", comparisons(duel()), confirm, second=Second.DUEL), (), True, SILENT)
 
 
 def _comparisons(before: list[Run], after: list[Run], beside: Sequence[Run] = ()) -> Iterator[Comparison]:

@@ -63,7 +63,7 @@ def test_suspects_of_each_run_are_measured_again(store: Path, say: Say, monkeypa
         asked.append((run.id, cases))
         return None, "not here"
 
-    monkeypatch.setattr(sides_source, "measured_again", again)
+    monkeypatch.setattr(sides_source, "remeasure_cases", again)
     for number, time in ((0, 1.0), (1, 1.5)):
         others = tuple(replace(one, case=replace(one.case, workload="copy")) for one in records(time))
         for hour, some in ((1, tuple(records(time))), (1.5, others)):

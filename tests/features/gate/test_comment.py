@@ -20,7 +20,7 @@ from fp8bench.features.duel.run import IDLE
 from fp8bench.features.duel.values import CaseResult, Duel, Session
 from fp8bench.features.duel.verdicts import comparisons
 from fp8bench.features.gate.judging import GateVerdict
-from fp8bench.features.gate.stored_runs import GateSource, failed, judged
+from fp8bench.features.gate.stored_runs import GateSource, failed_case, judge_source
 from fp8bench.features.gate.view import WORDS, Review, ReviewStatus, comment, review
 from fp8bench.model import Evidence, Level, Measurement, Record, Status
 from tests.commands import ROOT, environment
@@ -63,7 +63,7 @@ def case(
 def verdict_of(results: Sequence[CaseResult], notes: tuple[str, ...] = ()) -> tuple[GateVerdict, Duel]:
     duel: Duel = header(results=tuple(results), notes=notes, finished=True, sessions=4)
     source = GateSource("duel", comparisons(duel), None, notes, duel=duel)
-    return judged(source, (), False, TERMINAL), duel
+    return judge_source(source, (), False, TERMINAL), duel
 
 
 REFUSED = {"status": Status.SKIPPED, "reason": "side A: no unit; side B: no unit"}
@@ -117,8 +117,8 @@ def markdown_free(text: str) -> str:
 
 def test_a_case_that_was_cut_off() -> None:
     verdict, duel = verdict_of([case()])
-    lost = GateSource("duel", (failed("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),))
-    for unfinished in (judged(lost, (), False, TERMINAL), replace(verdict, problem="nothing", code=3)):
+    lost = GateSource("duel", (failed_case("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),))
+    for unfinished in (judge_source(lost, (), False, TERMINAL), replace(verdict, problem="nothing", code=3)):
         assert review(unfinished, duel).status is ReviewStatus.INFRASTRUCTURE
     assert [code for code, _ in WORDS.values()] == [1, 1, 3, 4, 4, 4, 0] and list(WORDS) == list(ReviewStatus)
 

@@ -67,7 +67,7 @@ Look = tuple[tuple[JudgedFigure, ...], list[Comparison]]
 
 def looked_again(store: Path) -> Look:
     """Returns all figures of the history after both looks, and which were suspected at first."""
-    found = source.of_history(store, TERMINAL)
+    found = source.compare_history(store, TERMINAL)
     figures = first_look(found.comparisons)
     suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
     assert suspects and found.confirm is not None
@@ -86,7 +86,7 @@ def test_a_second_look_must_lie_near_the_new_level(
         asked.append(cases)
         return run_at(99, records=bf16_at(times)), ""
 
-    monkeypatch.setattr(source, "measured_again", measured)
+    monkeypatch.setattr(source, "remeasure_cases", measured)
     settled, suspects = looked_again(tmp_path)
     assert {figure.outcome for figure in settled if figure.comparison in suspects} == {outcome}
     assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
@@ -103,7 +103,7 @@ def test_an_error_that_is_no_number_any_more(store: Path, fp8bench: Say, monkeyp
     assert out.split("\n")[-3].split()[-3:] == ["nan", "-", "-"]
     for again, outcome in ((math.nan, GateOutcome.REGRESSION), (0.02, GateOutcome.CLEARED)):
         answer = run_at(99, records=with_error(again)), ""
-        monkeypatch.setattr(source, "measured_again", lambda *_, answer=answer: answer)
+        monkeypatch.setattr(source, "remeasure_cases", lambda *_, answer=answer: answer)
         settled, suspects = looked_again(store)
         assert {figure.outcome for figure in settled if figure.comparison in suspects} == {outcome}
 
@@ -128,7 +128,7 @@ def test_each_suite_may_have_a_run_of_its_own(store: Path, fp8bench: Say, monkey
         asked.append(run.id)
         return run_at(99, records=bf16_at(1.5)), ""
 
-    monkeypatch.setattr(source, "measured_again", measured)
+    monkeypatch.setattr(source, "remeasure_cases", measured)
     for number, time in enumerate(STEPPED):
         path = keep(store, run_at(number, records=bf16_at(time)))
         keep(store, run_at(number, number + 1.5, records=others))

@@ -14,7 +14,7 @@ from scipy.stats import false_discovery_control
 from fp8bench.analysis.steps.change_points import LEAST_SPREAD, PieceLevel, least_step
 from fp8bench.cli.progress import SILENT
 from fp8bench.features.duel.values import Session
-from fp8bench.features.duel.verdicts import compared
+from fp8bench.features.duel.verdicts import compare_case
 from fp8bench.features.gate.judging import (
     LEAST_CASES,
     GateOutcome,
@@ -29,7 +29,7 @@ from fp8bench.features.gate.judging import (
     spread_of,
 )
 from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
-from fp8bench.features.gate.stored_runs import MOST_LOOKS, GateSource, Pool, judged, pooled
+from fp8bench.features.gate.stored_runs import MOST_LOOKS, GateSource, Pool, judge_source, pool_sessions
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.features.gate.view import summary
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
@@ -350,7 +350,7 @@ def test_a_duel_without_an_interval() -> None:
     """Few processes have no interval, and few rounds are not believed."""
     for many, rounds, known in ((4, 5, True), (2, 5, False), (4, 4, False)):
         slots = [steady(1000 + n, rounds) for n in range(4)]
-        time = next(compared(result("bf16", *[Session(tuple(slots[:2]), tuple(slots[2:]))] * many)))
+        time = next(compare_case(result("bf16", *[Session(tuple(slots[:2]), tuple(slots[2:]))] * many)))
         assert (time.noise is not None) == known
     (sight,) = sights(figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), second=Second.DUEL)
     assert sight.smallest == math.inf and "--sessions" in sight.unknown and not sight.enough
@@ -383,14 +383,14 @@ def test_a_history_that_cannot_find_its_threshold_does_not_pass(noise: float, co
     """Of little noise it may be young; else it says what it lacks, and ends with 4."""
     level = PieceLevel(noise, count - 1, count) if count >= 11 else None
     source = GateSource("a history", newest=(Newest(FLAT, level),))
-    verdict = judged(source, (), True, SILENT)
+    verdict = judge_source(source, (), True, SILENT)
     assert verdict.exit_code == (4 if why else 0)
     assert [figure.outcome for figure in verdict.judged] == [GateOutcome.CANNOT_TELL] * bool(why)
     assert all(why in figure.why for figure in verdict.judged)
     # What is no time is listed only, and a rule that raises the threshold lets it pass.
     memory = replace(source, newest=(Newest(replace(FLAT, metric="peak_memory"), level),))
-    assert judged(memory, (), True, SILENT).exit_code == 0 and judged(memory, (), True, SILENT).sights
-    assert judged(source, (ThresholdRule("*", "*", ignored=True),), True, SILENT).exit_code == 0
+    assert judge_source(memory, (), True, SILENT).exit_code == 0 and judge_source(memory, (), True, SILENT).sights
+    assert judge_source(source, (ThresholdRule("*", "*", ignored=True),), True, SILENT).exit_code == 0
 
 
 def test_a_relative_loss_that_is_always_the_same_finds_its_threshold() -> None:
@@ -445,7 +445,7 @@ WIDE = Interval(1.0, 0.9, 1.11, 0.99)
 )
 def test_a_time_that_could_be_slower_unseen(change: Comparison, outcome: GateOutcome, why: str) -> None:
     source = GateSource("b against a", (change,), lambda suspects: SecondLook({}), second=Second.DUEL)
-    verdict = judged(replace(source, lost=frozenset({change.case})), (), True, SILENT)
+    verdict = judge_source(replace(source, lost=frozenset({change.case})), (), True, SILENT)
     (found,) = verdict.judged
     assert found.outcome is outcome and why in found.why
     assert verdict.exit_code == (4 if outcome is GateOutcome.CANNOT_TELL else 0)
@@ -460,7 +460,7 @@ def test_a_suspect_is_measured_again_until_it_is_settled_or_the_time_is_up() -> 
         left = iter(answers)
         confirm = lambda _: SecondLook({key_of(suspect): next(left)}, "in duel x", adds_up=adds_up)  # noqa: E731
         source = GateSource("b against a", (suspect,), confirm, second=Second.DUEL, budget=budget)
-        code = judged(source, (), True, SILENT).exit_code
+        code = judge_source(source, (), True, SILENT).exit_code
         return code, len(answers) - len(list(left))
 
     assert looks([unsettled, unsettled, figure(1.36), suspect]) == (1, 3)
@@ -478,7 +478,7 @@ def test_an_interval_beyond_the_threshold_is_suspected_among_however_many() -> N
 def test_sessions_of_second_duels_add_up() -> None:
     pool: Pool = {}
     measured = result("bf16", Session((steady(1000, 5),), (steady(1100, 5),)))
-    assert [len(pooled(measured, commit, pool).sessions) for commit in ("a", "a", "b", "a")] == [1, 2, 1, 3]
+    assert [len(pool_sessions(measured, commit, pool).sessions) for commit in ("a", "a", "b", "a")] == [1, 2, 1, 3]
 
 
 # How far processes of a side lie apart, and how much slower one case became.

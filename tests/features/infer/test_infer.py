@@ -15,7 +15,7 @@ import torch
 from fp8bench.errors import UsageError
 from fp8bench.features.infer.fits import LineDraws, crossing_of, line_of
 from fp8bench.features.infer.job import SHIPPED, WEIGHTS, WINDOW, held_out_text
-from fp8bench.features.infer.quality import RANDOM_WEIGHTS, _decoder, _predicted, quality_of, weights_in
+from fp8bench.features.infer.quality import RANDOM_WEIGHTS, _decoder, _predict, quality_of, weights_in
 from fp8bench.features.infer.values import (
     ArmTimes,
     Quality,
@@ -246,7 +246,7 @@ def test_kl_is_that_of_the_definition(found: Quality) -> None:
     weight = weights_in(WEIGHTS, config, "cpu")
     served = (_decoder(config, weight, arm, (1, WINDOW)) for arm in ARMS[:2])
     with torch.no_grad():
-        p, q = (_predicted(model, torch.tensor(text)).logs[0].exp().numpy() for model in served)
+        p, q = (_predict(model, torch.tensor(text)).logs[0].exp().numpy() for model in served)
     total = sum(p[t][i] * np.log(p[t][i] / q[t][i]) for t in range(WINDOW) for i in range(128) if p[t][i] > 0)
     assert own.arms[0].kl == pytest.approx(total / WINDOW, rel=1e-6)
 
@@ -270,7 +270,7 @@ def test_what_is_no_number_is_said(found: Quality) -> None:
     some = replace(found, arms=(found.arms[0], bad, found.arms[0]))
     question = ServingQuestion("nano", arms, CONTEXTS, 1, True, 1024)
     answer = ServingAnswer(question, "cpu", tuple(map(ArmTimes, arms)), 128, some)
-    text = render(page_of(answer, whole=True), 200, False, False)
+    text = render(page_of(answer, everything=True), 200, False, False)
     assert re.search(r"kv=fp8 .*\bnan +inf\b", text) and "carrier=fp32+kv=fp8" in text
 
 
@@ -292,7 +292,7 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality)
     assert len(text.splitlines()) <= 16, text
     assert re.search(r"weights=int8 +pays up to a context of", text) and re.search("bf16 +slower +", text)
     assert re.search(r"kv=fp8 +no speed here +at most \S+x by its bytes\s+same next token", text) and "KL" not in text
-    everything = render(page_of(answer, whole=True), 100, False, False)
+    everything = render(page_of(answer, everything=True), 100, False, False)
     assert "(floor)" in everything and "KL" in everything
     assert "cached" in everything  # nothing is read faster than it can be
     doubted = replace(answer, times=tuple(replace(time, doubts=("contended",)) for time in answer.times))

@@ -11,7 +11,7 @@ import torch
 
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.features.infer import job
-from fp8bench.features.infer.job import checked, times_of
+from fp8bench.features.infer.job import complete_question, times_of
 from fp8bench.features.infer.quality import RANDOM_TOKENS, InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
 from fp8bench.features.infer.view import rows_of, value_of
@@ -98,10 +98,10 @@ def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_its_model_has_not_is_refused(own: str, fp8bench: Say, tmp_path: Path) -> None:
     shape = OWN_SHAPES[own]
     question = ServingQuestion(own, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
-    assert question.is_own and checked(question).contexts == (128, 512, 513, 1024, 2048)
-    assert checked(replace(question, contexts=(64, 96, 128, 256))).contexts == (64, 96, 97, 128, 256)
-    assert checked(replace(question, contexts=(64, 97, 128, 256))).contexts == (64, 97, 128, 256)
-    value = value_of(ServingAnswer(checked(question), "cpu", (), 128, None))
+    assert question.is_own and complete_question(question).contexts == (128, 512, 513, 1024, 2048)
+    assert complete_question(replace(question, contexts=(64, 96, 128, 256))).contexts == (64, 96, 97, 128, 256)
+    assert complete_question(replace(question, contexts=(64, 97, 128, 256))).contexts == (64, 97, 128, 256)
+    value = value_of(ServingAnswer(complete_question(question), "cpu", (), 128, None))
     assert value["bytes"][1]["kv"] * 4 == value["bytes"][0]["kv"]
     assert step_bytes(shape, Arm("fp32"), 1, 8).kv == 4 * 2 * served_models.LAYERS * 8 * served_models.WIDTH
     support = workloads.get("decode").support
@@ -187,7 +187,7 @@ def test_what_was_measured_until_an_interrupt_is_told(monkeypatch: pytest.Monkey
             raise KeyboardInterrupt
 
         monkeypatch.setattr(job, "execute", executed)
-        return job._timed(ServingAnswer(question, "cpu", (), 128, None), CPU, Path(), "", TERMINAL)
+        return job._measure_times(ServingAnswer(question, "cpu", (), 128, None), CPU, Path(), "", TERMINAL)
 
     whole = answered(run_of(records))
     assert not whole.finished and len(whole.runs) == 1 and whole.question == question

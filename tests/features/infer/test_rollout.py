@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8bench.features.infer import quality as module
 from fp8bench.features.infer.job import SHIPPED, WEIGHTS, held_out_text
-from fp8bench.features.infer.quality import Serve, _served, gap_of, quality_of, rollout_gap
+from fp8bench.features.infer.quality import Serve, _serve_config, gap_of, quality_of, rollout_gap
 from fp8bench.features.infer.values import QualityTask, ServedModel
 from fp8bench.nn.decoder import Decoder
 from fp8bench.nn.served import ServedArm as Arm
@@ -63,7 +63,7 @@ def test_of_known_distributions_they_are_the_truth() -> None:
 
 @pytest.fixture(scope="module")
 def serve() -> tuple[Serve, Tensor]:
-    return _served(TASK)[:2]
+    return _serve_config(TASK)[:2]
 
 
 def test_the_reference_against_itself_is_the_floor() -> None:
@@ -84,13 +84,13 @@ def test_what_an_arm_samples_by_is_what_it_says_of_the_same_tokens_at_once(
     both sides, from whole distributions at the same tokens, is what k3 estimates."""
     build, text = serve
     seen: list[Tensor] = []
-    predicted = module._predicted
+    predicted = module._predict
 
     def watched(model: Decoder, tokens: Tensor) -> module.Predictions:
         seen.append(tokens)
         return predicted(model, tokens)
 
-    monkeypatch.setattr(module, "_predicted", watched)
+    monkeypatch.setattr(module, "_predict", watched)
     arm = Arm("fp32", "", "int4")
     gap = rollout_gap(build, arm, LEAD, text, 7)
     (tokens,) = seen

@@ -26,7 +26,7 @@ from fp8bench.features.plan_parallel.formulas import (
     Topology,
     memory_of,
 )
-from fp8bench.features.plan_parallel.ranking import MODELS, LayoutKind, MeasuredTraining, calibrated, kind_of, pace_with
+from fp8bench.features.plan_parallel.ranking import MODELS, LayoutKind, MeasuredTraining, calibrate, kind_of, pace_with
 
 GIB = 1 << 30
 TABLE = tomllib.loads((Path(__file__).parents[3] / "reports/plan_parallel/published.toml").read_text(encoding="utf-8"))
@@ -134,7 +134,7 @@ def _ratios(rows: Sequence[Published]) -> Iterator[tuple[str, str, float]]:
         for plain in rows:
             alike = replace(row.load, precision="bf16") == plain.load and row.layout == plain.layout
             if row.load.precision == "fp8" and alike and (row.machine, row.model) == (plain.machine, plain.model):
-                topology = calibrated(row.topology, measured(plain))
+                topology = calibrate(row.topology, measured(plain))
                 least, most = 0.1, 10.0
                 for _ in range(40):
                     ratio = math.sqrt(least * most)
@@ -161,7 +161,7 @@ def _pairs(rows: Sequence[Published], recipes: Mapping[str, float]) -> Iterator[
                 continue
             (recipe,) = narrow
             if recipe not in told:
-                told[recipe] = calibrated(by.topology, measured(by), recipe)
+                told[recipe] = calibrate(by.topology, measured(by), recipe)
             yield HeldOut(by.machine, by, row, pace_with(told[recipe], measured(row)) / row.figures["pace"] - 1)
 
 

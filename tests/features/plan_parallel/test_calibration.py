@@ -19,7 +19,7 @@ from fp8bench.features.plan_parallel.ranking import (
     RECIPES,
     UNCALIBRATED_WORDS,
     MeasuredTraining,
-    calibrated,
+    calibrate,
     kind_of,
     pace_band,
     pace_with,
@@ -71,7 +71,7 @@ def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     errors = []
     for share in (0.55, 1e6):
         monkeypatch.setattr(formulas, "_ATTENTION", share)
-        topology = calibrated(by.topology, MeasuredTraining(by.model, by.layout, by.load, by.figures["pace"]))
+        topology = calibrate(by.topology, MeasuredTraining(by.model, by.layout, by.load, by.figures["pace"]))
         told = pace_with(topology, MeasuredTraining(row.model, row.layout, row.load, 0.0))
         errors.append(abs(told / row.figures["pace"] - 1))
     assert errors[0] < 0.1 < HELD_OUT[(*[kind_of(MODEL, FSDP)] * 2, True)] < errors[1]
@@ -81,16 +81,16 @@ def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 @for_each("precision", ["bf16", "fp8"])
 def test_what_calibrates_comes_out(recipe: str, precision: str) -> None:
     training = MeasuredTraining(MODEL, FSDP, replace(LOAD, precision=precision), 5000.0)
-    found = calibrated(H100, training, recipe)
+    found = calibrate(H100, training, recipe)
     assert pace_with(found, training) == pytest.approx(5000.0, rel=1e-6)
     assert found.fp8 / found.bf16 == pytest.approx(RECIPES[recipe])
-    assert calibrated(replace(H100, bf16=1.0, fp8=2.0), training, recipe) == found
+    assert calibrate(replace(H100, bf16=1.0, fp8=2.0), training, recipe) == found
 
 
 def test_a_pace_that_links_cannot_carry_is_refused() -> None:
     slow = replace(H100, inside=1e9)
     with pytest.raises(UsageError, match="is more than these links carry for FSDP 8"):
-        calibrated(slow, MeasuredTraining(MODEL, FSDP, LOAD, 5000.0))
+        calibrate(slow, MeasuredTraining(MODEL, FSDP, LOAD, 5000.0))
 
 
 def test_what_nothing_was_held_out_of_has_no_band() -> None:

@@ -144,7 +144,9 @@ def test_what_must_hold(shards: int, tensor: int, pipeline: int, level: Checkpoi
     """All states lie somewhere once; computing again takes time and gives memory; FP8 takes no more time."""
     layout, load = ParallelLayout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
     found = memory_of(SMALL, layout, replace(load, checkpointing=level))
-    assert found.states * shards * tensor * pipeline >= LOAD.kept.total * (SMALL.weights - SMALL.ends - 64) * 0.99
+    assert (
+        found.states * shards * tensor * pipeline >= LOAD.kept_states.total * (SMALL.weights - SMALL.ends - 64) * 0.99
+    )
     more = memory_of(SMALL, replace(layout, shards=2 * shards), load)
     assert more.states == found.states / 2 and more.kept == memory_of(SMALL, layout, load).kept
     paces = [pace_of(SMALL, layout, replace(load, checkpointing=again), LINKS).products for again in Checkpointing]

@@ -45,7 +45,7 @@ def test_what_is_timed_is_timed_on_the_device_asked_for(facts: DeviceFacts, side
 
 def test_what_is_planted_runs(bench: Bench) -> None:
     """The product with tiny calls behind it, through a real bench: scripted steps would not miss a parameter."""
-    bench.prepare("planted", checks._planted(64, 800), CPU)
+    bench.prepare("planted", checks._planted_case(64, 800), CPU)
     assert len(bench.slot("planted", 3, 0).steps) == 3
     bench.release("planted")
 

@@ -98,7 +98,7 @@ def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() ->
     assert [draw for *_, draw in trainer.log] == [0, 1, 2, *[0] * 10]
     assert [trial.low for trial in study.probes] == [(layer.name,) for layer in LAYERS]
     assert [trial.gradient_error for trial in study.probes] == [0.01] * 9
-    assert study.noise == pytest.approx(0.01) and study.suggested is None
+    assert study.noise == pytest.approx(0.01) and study.suggestion is None
     assert study.candidates[0].gradient_error == 0.09 and trainer.restarts == 0
     assert len(trainer.limits) == 1 and min(trainer.limits) > 5 * 60
     assert told[0] == (0, 13, "trainings", "training with the reference")
@@ -119,9 +119,9 @@ def test_the_worst_are_taken_out_until_a_map_keeps_the_loss() -> None:
     study, told = studied(trainer)
     gaps = [study.gap(trial) for trial in study.candidates]
     assert gaps == [pytest.approx(gap, abs=1e-9) for gap in (0.3, 0.2, 0.1, 0.0)]
-    assert study.suggested is study.candidates[-1]
-    assert set(study.suggested.low) == {layer.name for layer in LAYERS} - set(bad)
-    assert set(study.suggested.precision_map) == {("blocks.1.mlp.down", "bf16"), ("blocks.0.attn.out", "bf16")}
+    assert study.suggestion is study.candidates[-1]
+    assert set(study.suggestion.low) == {layer.name for layer in LAYERS} - set(bad)
+    assert set(study.suggestion.precision_map) == {("blocks.1.mlp.down", "bf16"), ("blocks.0.attn.out", "bf16")}
     assert {frozenset(dict(trial.precision_map)) for trial in study.candidates} == {
         frozenset(dict(precision_map)) for mode, precision, precision_map, _ in trainer.log if precision == "fp8"
     }
@@ -131,10 +131,10 @@ def test_the_worst_are_taken_out_until_a_map_keeps_the_loss() -> None:
 def test_a_suggestion_without_a_map_names_what_stays_high(tmp_path: Path) -> None:
     """Suites leave the head high by themselves: with the map that says so the layers low are the same."""
     study, _ = studied(Trainer(costs("head")))
-    assert study.suggested is not None and study.suggested.precision_map == ()
-    assert study.stated_map(study.suggested) == (("head", "bf16"),)
-    assert low_of(Case("x", (), "fp8", "cpu", (("head", "bf16"),))) == {*study.suggested.low}
-    assert command_of(study, study.suggested).endswith("--precision-map head=bf16")
+    assert study.suggestion is not None and study.suggestion.precision_map == ()
+    assert study.stated_map(study.suggestion) == (("head", "bf16"),)
+    assert low_of(Case("x", (), "fp8", "cpu", (("head", "bf16"),))) == {*study.suggestion.low}
+    assert command_of(study, study.suggestion).endswith("--precision-map head=bf16")
     write_map(study, tmp_path / "map.txt")
     assert precision_map(str(tmp_path / "map.txt")) == (("head", "bf16"),)
     with pytest.raises(UsageError, match="no map is suggested"):
@@ -143,7 +143,7 @@ def test_a_suggestion_without_a_map_names_what_stays_high(tmp_path: Path) -> Non
 
 def test_a_tolerance_that_no_map_keeps_ends_with_the_last_layer() -> None:
     study, _ = studied(Trainer(lambda low: 1.0 + 0.1 * bool(low)))
-    assert study.suggested is None and [len(trial.low) for trial in study.candidates] == list(range(9, 0, -1))
+    assert study.suggestion is None and [len(trial.low) for trial in study.candidates] == list(range(9, 0, -1))
 
 
 @for_each(
@@ -165,7 +165,7 @@ def test_a_run_that_fails_is_a_row_and_its_layer_the_first_to_go(
     study, _ = studied(trainer)
     assert study.ranking[0].name == "blocks.1.attn.qkv" and study.ranking[0].failure.startswith(why)
     assert [bool(trial.failure) for trial in study.candidates] == [True, False]
-    assert study.suggested is not None and len(study.suggested.low) == 8
+    assert study.suggestion is not None and len(study.suggestion.low) == 8
     assert trainer.restarts == 2 * restarts
 
 

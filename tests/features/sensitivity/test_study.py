@@ -20,7 +20,7 @@ from fp8bench.features.sensitivity.study import (
     last_of,
     map_alone,
     map_of,
-    shortened,
+    shorten_map,
     value_of,
 )
 from fp8bench.protocols import Layer, key_of
@@ -121,7 +121,7 @@ def test_the_first_candidate_that_keeps_the_loss_is_suggested() -> None:
     candidates = (probe("all", 2.5), probe("fewer", None), probe("fewest", 2.01), probe("none", 2.0))
     study = replace(STUDY, candidates=candidates)
     assert [study.keeps(trial) for trial in candidates] == [False, False, True, True]
-    assert study.suggested is candidates[2] and replace(study, candidates=candidates[:2]).suggested is None
+    assert study.suggestion is candidates[2] and replace(study, candidates=candidates[:2]).suggestion is None
     assert study.keeps(probe("better", 0.1)) and replace(study, tolerance=0.0).keeps(probe("same", 2.0))
 
 
@@ -185,7 +185,7 @@ def test_wild_names_and_kinds_are_no_trouble(layers: list[Layer], data: st.DataO
     """Kinds called like names, layers inside of layers, three precisions."""
     modes = st.sampled_from(["x", "y", "z"])
     wanted, usual = ({layer.name: data.draw(modes) for layer in layers} for _ in range(2))
-    keys = dict(shortened(layers, wanted, usual))
+    keys = dict(shorten_map(layers, wanted, usual))
     assert {layer.name: said(layer, keys, usual) for layer in layers} == wanted
 
 

@@ -21,11 +21,11 @@ from fp8bench.protocols import Arithmetic, Device, Phases, Precision, SilentPhas
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.device_layout import OF_SEVERAL, DeviceLedger, Hardware, hardware_for
-from fp8bench.worker.faults import DescribedFault, described
+from fp8bench.worker.faults import DescribedFault, describe_fault
 from fp8bench.worker.main import main
 from fp8bench.worker.memory_pass import Make, PreparedMemory, Told, memory_of_step, watch_of
 from fp8bench.worker.step_guards import aside
-from fp8bench.worker.switches import unchanged, under
+from fp8bench.worker.switches import restore_switches, under
 from fp8bench.workloads.model import MADE
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Lab(Bench):
                 with self._running():
                     self._trainers[arm.name] = Trainer(task, arm)
             except Exception as error:  # noqa: BLE001 - the other arms may fit, or have a sound plan
-                self._unbuilt[arm.name] = described(error)
+                self._unbuilt[arm.name] = describe_fault(error)
         return tuple(trainer.state() for trainer in self._trainers.values())
 
     def _start_over(self, task: SeedTask) -> Device:
@@ -71,7 +71,7 @@ class Lab(Bench):
         # The arms of the last seed must have left the device before the next ones are built.
         gc.collect()
         self._task = task
-        device = self._selected(task.facts)
+        device = self._select_device(task.facts)
         device.empty_cache()
         return device
 
@@ -109,7 +109,7 @@ class Lab(Bench):
     def loop(self, key: str, steps: int) -> float:
         """Returns the seconds of so many more steps, back to back. They change the arm and return no lines."""
         trainer, facts, silent = self._trainer(key), self._task.facts, SilentPhases()
-        device = self._selected(facts)
+        device = self._select_device(facts)
         with self._running(trainer.precision):
             # Host time around all of them; what is still queued at the end belongs to the last one.
             start = time.perf_counter()
@@ -179,10 +179,10 @@ class Lab(Bench):
         import torch
 
         facts = self._task.facts
-        self._selected(facts)
+        self._select_device(facts)
         gpus = [facts.index] if facts.accelerated else []
         scope = under(precision) if precision is not None else nullcontext()
-        with torch.random.fork_rng(gpus, device_type=facts.kind), unchanged(), aside(), scope:
+        with torch.random.fork_rng(gpus, device_type=facts.kind), restore_switches(), aside(), scope:
             yield
 
 

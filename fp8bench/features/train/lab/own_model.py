@@ -35,7 +35,7 @@ from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 from fp8bench.tape.coverage import coverage_of
 from fp8bench.user_code import own_words
-from fp8bench.workloads.model import copied
+from fp8bench.workloads.model import copy_made
 
 
 class OwnModel(MadeModel):
@@ -48,7 +48,7 @@ class OwnModel(MadeModel):
         super().__init__(task, arm, watch, wrap)
         settings, facts, self._name = self.settings, task.facts, self.settings.make
         self.together = Alone()
-        self.given = given = copied(self._name, task.seed, facts)
+        self.given = given = copy_made(self._name, task.seed, facts)
         self.model = model = given.model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(f"{self._name}: no parameter of its model requires a gradient: there is nothing to train.")
