@@ -35,7 +35,7 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=not _NIGHT,
-    max_examples=500 if _NIGHT else 50,
+    max_examples=500 if _NIGHT else 25,
 )
 settings.load_profile("house")
 
@@ -98,7 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
     tests start. A handler is not handed down, so that theirs are the default ones while this one goes on.
     """
     if not config.option.markexpr and not _are_named(config):
-        config.option.markexpr = "not slow and not nightly"
+        config.option.markexpr = _QUICK
     if config.option.markexpr == "slow":
         config.option.markexpr = _SLOW_ALONE
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -106,8 +106,12 @@ def pytest_configure(config: pytest.Config) -> None:
             signal.signal(number, lambda *_: None)
 
 
+# What runs unasked.
+_QUICK = "not slow and not nightly"
 # What `-m slow` runs: rows that take as long and add least are left to the night.
 _SLOW_ALONE = "slow and not nightly"
+# A file whose tests are all slow, which may import what takes seconds.
+_ALL_SLOW = re.compile(r"^pytestmark = .*\bslow\b", re.MULTILINE)
 # How the mark is spelled in files that have it.
 _SLOW = re.compile(r"\bslow\b|\bSLOW\b")
 
@@ -137,28 +141,43 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Where slow tests alone are asked for, files that have none."""
-    only_slow = config.option.markexpr == _SLOW_ALONE and collection_path.match("test_*.py")
-    return True if only_slow and not _may_be_slow(collection_path) else None
+    """Where slow tests alone are asked for, files that have none; and where none are, files that have no others."""
+    if not collection_path.match("test_*.py"):
+        return None
+    if config.option.markexpr == _SLOW_ALONE:
+        return None if _may_be_slow(collection_path) else True
+    return True if config.option.markexpr == _QUICK and _ALL_SLOW.search(collection_path.read_text()) else None
 
 
 # Until a slow test is taken for one that hangs; the others' limit is in pyproject.toml.
 _SLOW_SECONDS = 1200
 
-# Files of few tests that take long. Where one of them came last, one process would wait for the other.
+# Files that take long, the longest first. Where one of them came last, one process would wait for the other.
 _LONG = (
-    "faults",
-    "features/duel",
-    "worker",
+    "features/gate",
+    "features/train/lab/test_rank_lab.py",
+    "measure/ranks",
+    "features/audit",
     "test_energy_suite.py",
-    "contracts",
-    "rehearsal",
+    "workloads/test_parallel.py",
+    "worker/test_lying_steps.py",
+    "features/duel",
+    "faults",
+    "nn/parallel/test_real_ranks.py",
+    "test_phase_energy_suite.py",
+    "features/fleet",
+    "browser",
     "golden",
+    "contracts",
+    "features/train",
+    "worker",
+    "rehearsal",
+    "formats",
 )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; the order of the others stays. A mark that its file does not spell would keep a test out.
+    """Long files first; the order of the other ones stays. A mark that its file does not spell would keep a test out.
 
     Some slow tests take two minutes of a machine that has other things to do: the limit is for one that hangs.
     """
@@ -168,8 +187,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         takes_long = item.get_closest_marker("slow") or item.get_closest_marker("nightly")
         if takes_long and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(_SLOW_SECONDS))
-    places = tuple(str(Path(__file__).parent / name) for name in _LONG)
-    items.sort(key=lambda item: not str(item.path).startswith(places))
+    places = [str(Path(__file__).parent / name) for name in _LONG]
+
+    def rank(item: pytest.Item) -> int:
+        return next((rank for rank, place in enumerate(places) if str(item.path).startswith(place)), len(places))
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session", autouse=sys.platform == "linux")

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from _pytest.mark import ParameterSet
 
-# The `params` of a fixture whose every test is slow.
+# The `params` of a fixture whose every test is slow, or nightly.
 SLOW = [pytest.param(None, marks=pytest.mark.slow, id="slow")]
+NIGHTLY = [pytest.param(None, marks=pytest.mark.nightly, id="nightly")]
 
 
 def counts(sample: int, *whole: int) -> pytest.MarkDecorator:

@@ -31,7 +31,7 @@ from fp8bench.store.asv.view import define, results_of
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.store.series import series_of
-from tests.counts import SLOW, for_each
+from tests.counts import NIGHTLY, for_each
 from tests.histories import FOLLOWED
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -218,7 +218,7 @@ def make_place(folder: Path) -> Place:
     return place
 
 
-@pytest.fixture(scope="module", params=SLOW)
+@pytest.fixture(scope="module", params=NIGHTLY)
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     """Everything that takes long, once, in order."""
     story = Story(make_place(tmp_path_factory.mktemp("asv")))

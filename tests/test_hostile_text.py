@@ -62,6 +62,7 @@ def obeyed(text: str, *allowed: str) -> set[str]:
     return {letter for letter in text if not letter.isprintable()} - {"\n", *allowed}
 
 
+@pytest.mark.slow
 def test_a_real_suite_that_says_it_everywhere(store: Path, fp8bench: Say) -> None:
     """Its summary, axis, error, reason and metric: on stdout, on stderr and in every file."""
     Path("hostile.py").write_text(SUITE.format(nasty=NASTY))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import fp8bench
 from fp8bench import pipeline
 from fp8bench.cli.main import main
 from fp8bench.measure.capacity import CapacityPass
@@ -58,28 +57,6 @@ def test_a_limit_below_a_single_state_is_an_answer(store: Path, capsys: pytest.C
     records = json.loads(capsys.readouterr().out)["records"]
     assert [one["capacity"]["batch"] for one in records] == [0, 0]
     assert all(one["capacity"]["beyond"] == 1 and one["timing"] for one in records)
-
-
-def test_who_does_not_ask_is_not_searched(store: Path) -> None:
-    assert main([*WORDS, "--set", "tokens=32"]) == 0
-    assert [one.capacity for one in kept(store).records] == [None, None]
-
-
-def test_from_python(store: Path) -> None:
-    run = fp8bench.run(
-        "mlp",
-        dtypes=["fp32"],
-        devices=["cpu"],
-        set={"width": 64, "hidden": 128, "gated": "no", "tokens": 32},
-        quick=True,
-        energy=False,
-        max_batch=True,
-        memory_limit="2MiB",
-    )
-    found = run.records[0].capacity
-    assert found is not None and found.batch
-    results = fp8bench.load(run).results
-    assert results[results.metric == "max_batch"].median_in_unit.tolist() == [found.batch]
 
 
 @pytest.mark.slow

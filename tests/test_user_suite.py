@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import fp8bench
 from fp8bench import pipeline
 from fp8bench.asv_bridge import root_of, store_of_project
 from fp8bench.cli.main import DEFAULT_STORE, main
@@ -127,6 +126,7 @@ def test_the_grid_of_the_page_fits_the_example(folder: Path, capsys: pytest.Capt
     assert store_of_project(root_of(folder / "suites" / "routing.py")) == folder / DEFAULT_STORE
 
 
+@pytest.mark.slow
 def test_the_example_has_a_history(store: Path, fp8bench: Say) -> None:
     """By the commands of the page, through a worker of its own: all its series, and asv's list of them."""
     folder = Path.cwd()
@@ -161,16 +161,6 @@ def test_its_axes_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == by_file
     assert main(["list", "--import", "./my_suite.py"]) == 0
     assert "routing" in capsys.readouterr().out.splitlines()[0]
-
-
-def test_it_runs_from_python_and_beside_other_suites(folder: Path) -> None:
-    """`fp8bench.run` takes what the command line takes."""
-    (folder / "my_suite.py").write_text(example())
-    run = fp8bench.run(
-        "./my_suite.py,gemm", dtypes=["bf16"], set={"experts": 8, "shape": 16}, rounds=3, store="kept", isolation=False
-    )
-    assert [record.case.workload for record in run.records] == ["routing", "gemm"]
-    assert run.request.imports == ("./my_suite.py",)
 
 
 SUITE = adding_up("counting", 1000)

@@ -118,6 +118,7 @@ def kept(folder: Path) -> subprocess.CompletedProcess[str]:
     return shell(script("push the history").replace("$RUNNER_TEMP", str(folder)), lent)
 
 
+@pytest.mark.slow
 def test_the_branch_of_the_history(tmp_path: Path) -> None:
     """Made on the first night, gone on with by others, by two machines at once, too; code and caches stay out of it."""
     origin = tmp_path / "origin.git"

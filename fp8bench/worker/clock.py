@@ -126,7 +126,7 @@ def _phases(notes: Iterable[int]) -> list[int]:
     return codes
 
 
-_REPEATS = 2000
+_REPEATS = 500
 _TRIES = 15
 # The device's cost of a stamp shows if all stamps are enqueued before the device reaches them. A queue holds about
 # 1,024; beyond that the host has to wait.

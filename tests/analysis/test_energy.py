@@ -204,7 +204,7 @@ nonsense = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(nonsense, nonsense)
 def test_nonsense_in_a_file_is_no_figure(first: EnergyUse, second: EnergyUse) -> None:
     own, base = record(first), record(second, is_reference=True)

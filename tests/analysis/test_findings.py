@@ -217,7 +217,7 @@ def wild_records(draw: st.DrawFn) -> Record:
     )
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(wild_records(), st.booleans())
 def test_nonsense_makes_no_fault(one: Record, reference: bool) -> None:
     """A verdict is either of the samples, which are alike here, or taken by labels that can take it."""

@@ -69,7 +69,7 @@ def test_planted_changes_are_named(changes: Mapping[str, float], cause: Cause, p
 
 def test_noise_alone_is_no_reason() -> None:
     named = 0
-    for seed in range(60):
+    for seed in range(20):
         arms = [plant(WIDE, 0.05, 3 * seed + number) for number in range(3)]
         named += find_reason(judge(*arms).gains) is not None
     assert named <= 1

@@ -169,7 +169,7 @@ def stretched(step: Step, draw: Draw, wide: float) -> Timing:
 
 
 @for_each("step", [pacing, prefetched, spinning])
-@counts(25, 80)
+@counts(10, 80)
 def test_equal_steps_whose_stretches_make_up_for_each_other_are_neither_faster_nor_slower(
     step: Step, count: int
 ) -> None:

@@ -25,7 +25,7 @@ from tests.facts import CPU
 from tests.formats.scaling_definitions import gaussian
 
 IS_HERE = find_spec("torchao") is not None  # imported by the tests alone: it takes seconds
-pytestmark = pytest.mark.skipif(not IS_HERE, reason="needs torchao, which is the backend")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_HERE, reason="needs torchao, which is the backend")]
 PACKAGES = (("torchao", metadata.version("torchao")),) if IS_HERE else ()
 HERE = CPU.__class__(**{**vars(CPU), "packages": PACKAGES})
 MODES = ("fp8", "fp8-rowwise", "fp8-rowwise:weight-gradient=bf16")

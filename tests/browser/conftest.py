@@ -13,22 +13,14 @@ from tests.browser.chromium import Browser, Tab, executable
 from tests.pages import hostile_page, whole_page
 
 Open = Callable[..., Tab]
-# What is looked at each time; the rest is where slow tests are asked for.
-SAMPLE = (
-    "test_numbers_sort_by_value",
-    "test_filtering",
-    "test_tooltips_by_keyboard",
-    "test_the_policy_holds",
-    "test_a_timeline_is_zoomed_by_keyboard",
-)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = str(Path(__file__).parent)
     for item in items:
-        if item.name not in SAMPLE and str(item.path).startswith(here):
-            item.add_marker("slow")
+        if str(item.path).startswith(here):
+            item.add_marker("slow")  # a browser takes a second
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,6 @@ def tip(tab: Tab) -> str | None:
     return shown
 
 
-@pytest.mark.slow
 def test_numbers_sort_by_value(show: Open) -> None:
     """Up, down, and back to the page's own order; rows without a value come last both ways."""
     tab = show()

@@ -52,6 +52,7 @@ def check(*made: Made) -> None:
     page = page_of(material(*made))
     assert page.title and page.subtitle and page.parts
     words = Counter(part.name for part in page.parts)
+    assert words.keys() <= SECTIONS.keys()
     for part in page.parts:
         assert re.fullmatch(r"[a-z0-9-]+", part.name) and part.title and part.elements
         assert not [element for element in part.elements if is_empty(element)], part.name
@@ -79,24 +80,17 @@ def test_a_page_keeps_every_promise(runs: str) -> None:
     check(*RUNS[runs]())
 
 
-@for_each("runs", RUNS)
-def test_a_part_is_its_section_s(runs: str) -> None:
-    for name, section in SECTIONS.items():
-        part = section.build(material(*RUNS[runs]()))
-        assert part is None or part.name == name
-
-
 def test_names_stay_as_they_are() -> None:
     assert LONG in str(SECTIONS["phases"].build(material(strange())))
 
 
-@counts(200, 2000)
+@counts(100, 2000)
 def test_many_cases_build(count: int) -> None:
     for part in parts_of(material(many(count // 3))):
         assert sum(isinstance(element, Chart) for element in part.elements) <= 4
 
 
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(made=wild_runs())
 def test_whatever_a_run_holds_the_page_stands(made: tuple[Run, dict[str, Finding]]) -> None:
     check(made)

@@ -267,8 +267,8 @@ def test_statistics_describe_values_by_kind_and_role(name: str, corpus: Corpus, 
         assert above == sorted(above) and all(0 <= share <= 1 for _, *shares in one.outside for share in shares)
 
 
-# One of each kind of number; the others, and recipes with options, where slow tests are asked for.
-LOW = ("tf32", "bf16", "fp8", "nvfp4")
+# One without scales and one with scales of blocks each time; the others, and recipes with options, at night.
+LOW = ("bf16", "nvfp4")
 OTHERS = (
     "fp8:scale=pow2",
     "fp8:weight-gradient=bf16",
@@ -361,6 +361,7 @@ def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str],
     assert set(grid.errors) == errors - UNFOLLOWED.get(name, set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(QUICK, NAMES))
 def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
     """On a processor, for some case at least: a line of a graph that stays empty is a promise not kept.
@@ -378,6 +379,7 @@ def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], 
     assert wanted <= found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(QUICK, NAMES))
 def test_cases_of_a_grid_run_and_say_what_memory_they_took(
     name: str, grid_of: Callable[[str], tuple[Grid, Run]]

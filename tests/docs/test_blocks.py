@@ -15,10 +15,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return Project(tmp_path_factory.mktemp("project"))
 
 
-@pytest.mark.parametrize(
-    "block",
-    [pytest.param(one, marks=() if one.is_quick else pytest.mark.nightly, id=one.name) for one in BLOCKS],
-)
+def marks_of(block: Block) -> tuple[pytest.MarkDecorator, ...]:
+    if not block.is_quick:
+        return (pytest.mark.nightly,)
+    return (pytest.mark.slow,) if block.words[0] == "doctor" else ()  # it takes seconds
+
+
+@pytest.mark.parametrize("block", [pytest.param(one, marks=marks_of(one), id=one.name) for one in BLOCKS])
 def test_a_page_shows_what_the_command_prints(block: Block, project: Project) -> None:
     """Word for word, or, of what is measured, line for line by first words."""
     printed = project.printed(block)

@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("dtypes", "code"), [("fp32,fp8", 0), ("fp8", 3), ("fp8,nvfp4", 3)])
+@pytest.mark.parametrize(("dtypes", "code"), [("fp32,fp8", 0), ("fp8", 3)])
 def test_a_refused_precision_is_a_row(
     dtypes: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,10 +67,10 @@ def test_a_refused_precision_is_a_row(
 def test_a_case_that_hangs_past_its_limit_fails_alone(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     """The limit is the user's; the reason names it, and the others are measured in a fresh worker."""
     (folder / "hanging.py").write_text(HANGING)
-    words = ["suite", "./hanging.py", "--dtypes", "fp32,bf16", "--rounds", "3", "--case-timeout", "12"]
+    words = ["suite", "./hanging.py", "--dtypes", "fp32,bf16", "--rounds", "3", "--case-timeout", "8"]
     assert main(words) == 3
     told = " ".join(capsys.readouterr().out.split())
-    assert "FAILED: bf16 on hanging: no answer to 'slot' within 12 s" in told and "--case-timeout" in told
+    assert "FAILED: bf16 on hanging: no answer to 'slot' within 8 s" in told and "--case-timeout" in told
     (path,) = run_files(Path(".fp8bench"))
     statuses = {record.case.precision: record.status for record in load_run(path).records}
     assert statuses == {"fp32": Status.OK, "bf16": Status.FAILED}

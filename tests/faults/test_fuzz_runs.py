@@ -51,7 +51,7 @@ def replace_values(chance: random.Random, content: bytes) -> bytes:
 MUTATIONS: tuple[damage.Mutation, ...] = (damage.flip, damage.cut, shuffle, replace_values, replace_values)
 
 
-@counts(80, 2000)
+@counts(30, 2000)
 def test_whatever_happened_to_a_run_file_it_is_refused_or_shown(count: int, whole: bytes, tmp_path: Path) -> None:
     """As a table, as JSON and as CSV; a run that is read is read the same again."""
     chance = random.Random(20261121)

@@ -25,6 +25,7 @@ from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of, update_view
 from fp8bench.store.commit_runs import runs_of_commit
 from fp8bench.store.series import METHOD
+from tests.counts import paired
 from tests.kept import COMMIT, ROUNDS, TITLE, facts, grid_run, keep, results_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,8 +211,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("kind", ["results", "benchmarks.json", "machine.json"])
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(("name", "kind"), paired([*BROKEN], ["results", "benchmarks.json", "machine.json"]))
 def test_a_broken_file_is_set_aside_and_made_anew(store: Path, kind: str, name: str) -> None:
     path = file_of(store, kind)
     sound = json.loads(path.read_text())
@@ -422,7 +422,7 @@ def test_numbers_that_are_no_commits_are_a_sentence(store: Path, number: int) ->
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.permutations(range(4)), st.lists(st.integers(0, 3), min_size=1, max_size=4))
 def test_the_view_is_the_same_whoever_writes_it_and_how_often(order: list[int], writers: list[int]) -> None:
     seen = set()

@@ -254,6 +254,7 @@ def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_in_a_graph_that_is_compiled_casts_are_plain_operations() -> None:
     graphs: list[torch.fx.GraphModule] = []
 

@@ -238,6 +238,7 @@ def test_what_is_not_compiled_runs_eagerly_and_is_wanted() -> None:
     assert counted() == (2, 1, ())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh")
 def test_without_a_compiler_calls_stay_eager_and_say_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     from torch._inductor import config

@@ -238,6 +238,7 @@ def test_noise_of_gaussian_values(fmt: Format, scaling: Scaling, expected: float
     assert decibels(values(gaussian(), fmt, scaling), gaussian()) == pytest.approx(expected, abs=0.05)
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_biased_under_block_scales_rounded_to_nearest() -> None:
     source = gaussian(4096)
     seed = torch.tensor([1])

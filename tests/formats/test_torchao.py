@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 
+pytestmark = pytest.mark.slow
 DTYPES = {
     E4M3: torch.float8_e4m3fn,
     E5M2: torch.float8_e5m2,

@@ -431,7 +431,13 @@ def _a_case_is_resampled_once() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+# A page takes as long as ten tables; two runs have theirs each time.
+SLOW = {f"{name}.md" for name in RUNS if name not in ("gemm", "failing")}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in DOCUMENTS]
+)
 def test_it_is_told_as_before(name: str) -> None:
     if name.startswith("help") and _NEWER_HELP:
         pytest.skip("help is laid out by this Python's argparse; what is expected is that of 3.11 and 3.12")

@@ -41,7 +41,8 @@ def offenders(files: list[Path], pattern: re.Pattern[str]) -> list[str]:
     return [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
         for path in files
-        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if pattern.search(text := path.read_text(errors="replace"))
+        for number, line in enumerate(text.splitlines(), 1)
         if pattern.search(line)
     ]
 

@@ -1,4 +1,7 @@
-"""Who may import whom. The table below is the house's plan; the tests hold every module of fp8bench against it."""
+"""Who may import whom, and how long a module and a function may be.
+
+The table below is the house's plan; the tests hold every module of fp8bench against it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.counts import for_each
-from tests.house.sources import FILES, PACKAGE, children, tree_of
+from tests.house.sources import FILES, PACKAGE, ROOT, children, descendants, tree_of
 
 FLOOR = frozenset({"errors", "files", "model", "suggestions", "units"})
 ANYONE = frozenset({"*"})
@@ -97,6 +100,9 @@ OUTSIDE = frozenset({"suites", "reports", "tests"})
 OUTERMOST = frozenset({"__init__", "__main__", "errors", "files", "suggestions", "units"})
 LOOSE = OUTERMOST | {"api", "asv_bridge", "feature_list", "pipeline", "registry", "suites"}
 MOST_ROOMS = 22
+# What one can read at once, in lines.
+LONGEST_MODULE = 500
+LONGEST_FUNCTION = 85
 
 HEAVY = frozenset({"torch", "numpy", "pandas", "matplotlib", "jinja2", "rich", "yaml"})
 # Importable inside a function: what is heavy, and what a machine may lack.
@@ -379,3 +385,21 @@ def test_the_walk_names_functions_that_exist() -> None:
         assert re.search(rf"^(?:def|class) {name}\b", (PACKAGE / path).read_text(), re.MULTILINE), f"{path}: {name}"
     rooms = [path.partition("/")[0] for path, _ in stops]
     assert sum(room != previous for previous, room in itertools.pairwise(rooms)) <= 45
+
+
+def test_no_module_is_too_long() -> None:
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
+    offenders = {name: length for name, length in lines.items() if length > LONGEST_MODULE}
+    assert not offenders, f"modules over {LONGEST_MODULE} lines: {offenders}"
+
+
+def test_no_function_is_too_long() -> None:
+    offenders = {}
+    for path in FILES:
+        for node in descendants(tree_of(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                length = (node.end_lineno or node.lineno) - first + 1
+                if length > LONGEST_FUNCTION:
+                    offenders[f"{path.relative_to(ROOT)}:{first} {node.name}"] = length
+    assert not offenders, f"functions over {LONGEST_FUNCTION} lines: {offenders}"

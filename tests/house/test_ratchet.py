@@ -5,6 +5,8 @@ from __future__ import annotations
 import tomllib
 from typing import Any
 
+import pytest
+
 from fp8bench.cli.main import build_parser
 from tests.house.ratchet import FIGURES, count_parts, find_excess, lower, measure, options_of, read_limits, render
 
@@ -31,6 +33,7 @@ def weights_of(nodes: float, options: int = 3) -> dict[str, dict[str, float]]:
 RAISED = {"room": "fp8bench/a", "nodes": 100, "reason": "The reason."}
 
 
+@pytest.mark.slow
 def test_no_figure_is_above_its_limit() -> None:
     limits = read_limits()
     assert all(entry["reason"].strip().endswith(".") for entry in limits.get("raised", [])), "a raise lacks its reason"

@@ -112,7 +112,7 @@ def test_what_ends_the_worker_ends_one_rate(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8bench.measure.ceilings.SECONDS", 2.0)
+    monkeypatch.setattr("fp8bench.measure.ceilings.SECONDS", 1.0)
     records = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path / "store", "a test").records
     for limit in set(Limit) - {Limit.LOAD}:
         details = [record.detail for record in records if record.case.param("limit") == limit.value]

@@ -223,7 +223,7 @@ def answer(search: Search) -> int:
     return best
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     steps=st.lists(st.integers(0, 50), min_size=1, max_size=120),
     least=st.integers(1, 400),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Say
+from tests.counts import sampled
 from tests.own_suites import forgotten
 
 SUITE = """
@@ -64,6 +65,9 @@ class Knowing(Workload):
 """
 
 
+LOOKED_AT = ["mode", "mode_half", "mode_dropped", "count_mode", "no_training"]
+
+
 @pytest.fixture
 def said(fp8bench: Say, store: Path, monkeypatch: pytest.MonkeyPatch, short_slots: None) -> Any:
     """The record of the liar, by what it knows."""
@@ -107,7 +111,7 @@ def test_a_step_that_does_less_once_it_is_timed(how: str, told: str, said: Any) 
     assert own["late_flops"] == 262_144 and own["finding"]["verdict"] == "cannot tell"
 
 
-@pytest.mark.parametrize("how", ["mode", "mode_half", "mode_dropped", "count_mode", "no_training"])
+@pytest.mark.parametrize("how", sampled({"mode", "count_mode"}, LOOKED_AT))
 def test_a_step_that_works_only_while_it_is_looked_at(how: str, said: Any) -> None:
     own = said(how)
     size = 384 if how == "mode_dropped" else 64

@@ -175,8 +175,7 @@ def outcome_of(setup: Setup) -> torch.Tensor:
     return state.outcome()[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", SUITES)
-@pytest.mark.parametrize("mode", ["fp16", "fp8", "mxfp4"])
+@pytest.mark.parametrize(("name", "mode"), paired([*SUITES], ["fp16", "fp8", "mxfp4"]))
 def test_every_part_of_a_suites_model_takes_it(name: str, mode: str) -> None:
     usual = outcome_of(asked(name, {}))
     for kind in SUITES[name][1]:

@@ -27,6 +27,7 @@ from fp8bench.nn.unit_scaling import (
 )
 from fp8bench.protocols import Operand, Role, SilentPhases
 from fp8bench.registry import precisions
+from tests.counts import paired
 from tests.facts import CPU
 
 SILENT = SilentPhases()
@@ -51,8 +52,7 @@ def batch(config: GPTConfig) -> tuple[Tensor, Tensor]:
     return torch.randint(config.vocabulary, shape), torch.randint(config.vocabulary, shape)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "checkpointing"), paired([*CONFIGS], [False, True]))
 def test_function_and_gradients_are_those_of_the_model_as_it_was(name: str, checkpointing: bool) -> None:
     config = CONFIGS[name]
     plain, unit = built(config, torch.float64), built(config, torch.float64, checkpointing)

@@ -47,6 +47,7 @@ def test_a_plan_has_each_mode_once_by_its_own_word(capsys: pytest.CaptureFixture
     assert f"one group: fp32 (reference), bf16, {delayed}{layers}, nvfp4{layers}" in shown
 
 
+@pytest.mark.slow
 def test_modes_with_options_stay_what_they_are_in_every_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--rounds", "2", "--set", "shape=16", "--dtypes", ",".join(MODES), "--reference", "bf16"]
     assert main(["suite", "gemm", *words, "--trace", "traces", "--csv", "tidy.csv", "--html", "page.html"]) == 0

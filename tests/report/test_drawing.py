@@ -163,7 +163,7 @@ ANY = {
 
 
 @KINDS
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
     """Wild texts and numbers give sound XML, numbers that are numbers, and texts as they came."""
@@ -259,7 +259,7 @@ def test_each_sample_has_a_stroke_at_its_place() -> None:
     assert spans(drawn, "samples plain") == [(pytest.approx(start, abs=0.02), pytest.approx(end, abs=0.02))]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(values=st.lists(st.floats(0.01, 100), min_size=1, max_size=12))
 def test_nothing_runs_over_the_sheet(values: list[float]) -> None:
     sheet = parsed(draw(bars(*(mark(f"case {value:.3g}", value) for value in values))))

@@ -67,6 +67,7 @@ def test_results_are_what_reading_the_csv_gives(run: api.Run) -> None:
     assert run.results is run.results
 
 
+@pytest.mark.slow
 def test_pandas_is_imported_by_the_results() -> None:
     """Not by reading a run, which the command line does, too."""
     script = (

@@ -29,6 +29,7 @@ def texts_in(svg: bytes) -> list[str]:
     return [element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "form"), paired([*CHARTS], [*PICTURE_FORMATS]))
 def test_each_chart_in_each_format_is_the_same_bytes_again(kind: str, form: str) -> None:
     first = picture(CHARTS[kind], "page", form)
@@ -100,6 +101,7 @@ def test_what_cannot_be_drawn_is_refused(
     assert said in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_page_is_written_and_pictures_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

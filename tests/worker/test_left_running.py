@@ -171,6 +171,7 @@ def test_what_preparing_or_a_pass_leaves_running_is_ended_and_named(suite: str, 
         assert not any(map(runs, noted(suite)))
 
 
+@pytest.mark.slow
 def test_the_compilers_threads_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of Inductor's pool do not carry its name; another pool of the same kind is somebody's."""
     from torch._inductor.async_compile import AsyncCompile

@@ -487,6 +487,7 @@ class Interrupting(SilentObserver):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_without_isolation_failures_are_records_and_interrupts_keep_what_was_done(hazard: str, tmp_path: Path) -> None:
     request = request_for(hazard, "none", "raise", "memory", isolation=False)
     run = pipeline.execute(request, tmp_path / "interrupted", Interrupting(), "a test")

@@ -95,6 +95,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_case_is_calibrated_once_and_its_states_start_alike(bench: Bench, watched: list[bool]) -> None:
     case = case_of("fp8-e4m3")
     bench.calibrate(case, CPU)

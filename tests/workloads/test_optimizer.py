@@ -100,6 +100,7 @@ def test_errors_are_those_of_a_format() -> None:
     assert found["fp8"]["second_moment_error"] == found["fp16"]["second_moment_error"] < 1e-2
 
 
+@pytest.mark.slow
 def test_a_bf16_second_moment_only_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its decay of a thousandth is rounded away: ten steps do not show it, after a thousand it is no better than fp8
     with a scaled fp16 second moment."""
@@ -141,6 +142,7 @@ def test_the_update_error_is_that_of_weights_by_hand() -> None:
     assert Optimizer().error(setup)["update_error"] == pytest.approx(wanted, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_second_moment_in_fp8_explodes() -> None:
     """Where it becomes zero, the update is divided by epsilon: why scaled fp16 is the default."""
     fine, bad = errors_of("fp8"), Optimizer().error(setup_for("fp8", second_moment="same"))

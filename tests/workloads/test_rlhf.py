@@ -94,6 +94,7 @@ def test_the_reference_scores_tokens_as_the_actor_began(corpus: Corpus) -> None:
     assert not torch.equal(four.scores["reward"][0], four.scores["reference"][0])
 
 
+@pytest.mark.slow
 def test_all_four_lie_in_measured_memory(corpus: Corpus) -> None:
     """The peak exceeds the actor's alone by what the other three keep, and at most by what they need meanwhile."""
     alone, four = setup_for(corpus, "bf16"), setup_for(corpus, "bf16", models="rlhf")

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import pytest
+import scipy
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from fp8bench.analysis.compare.interval import (
     Estimate,
@@ -40,7 +40,7 @@ def test_one_run_each_has_no_p_value_and_says_nothing_below_ten_percent() -> Non
 def test_several_runs_are_held_against_their_spread() -> None:
     before, after = (1.00, 1.02, 0.99, 1.01), (1.05, 1.06, 1.08, 1.04)
     difference = compare_runs(side(*before), side(*after))
-    expected = stats.ttest_ind(np.log(after), np.log(before))
+    expected = scipy.stats.ttest_ind(np.log(after), np.log(before))
     assert difference.p_value == pytest.approx(expected.pvalue, rel=1e-6)
     interval = expected.confidence_interval(0.99)
     assert (difference.ratio.low, difference.ratio.high) == pytest.approx(tuple(np.exp(interval)), rel=1e-6)
@@ -68,7 +68,7 @@ def test_few_runs_are_held_against_each_other_one_by_one() -> None:
     groups = [np.log(one) for one in (before, beside)]
     pooled = sum(((group - group.mean()) ** 2).sum() for group in groups) / 6
     statistic = (np.log(1.05) - groups[0].mean()) / math.sqrt(pooled * (1 / 4 + 1))
-    assert difference.p_value == pytest.approx(2 * stats.t.sf(statistic, 6), rel=1e-6)
+    assert difference.p_value == pytest.approx(2 * scipy.stats.t.sf(statistic, 6), rel=1e-6)
     assert compare_runs(side(*before), side(*after)).alone
 
 
@@ -90,13 +90,15 @@ def test_p_values_of_nothing_are_uniform(runs: tuple[int, int]) -> None:
 
 @given(st.floats(-60, 60), st.sampled_from([1.0, 2.0, 3.0, 4.0, 7.0, 18.0, 58.0, 1e4]))
 def test_p_value(statistic: float, freedom: float) -> None:
-    assert p_value(statistic, freedom) == pytest.approx(2 * stats.t.sf(abs(statistic), freedom), rel=1e-6, abs=1e-14)
+    assert p_value(statistic, freedom) == pytest.approx(
+        2 * scipy.stats.t.sf(abs(statistic), freedom), rel=1e-6, abs=1e-14
+    )
 
 
 @for_each("freedom", [1, 2, 3, 5, 10, 100])
 @for_each("level", [0.5, 0.95, 0.99, 0.999])
 def test_quantile(level: float, freedom: float) -> None:
-    assert quantile(level, freedom) == pytest.approx(stats.t.ppf((1 + level) / 2, freedom), rel=1e-6)
+    assert quantile(level, freedom) == pytest.approx(scipy.stats.t.ppf((1 + level) / 2, freedom), rel=1e-6)
     assert p_value(0.0, freedom) == pytest.approx(1.0) and p_value(math.inf, freedom) == 0.0
 
 

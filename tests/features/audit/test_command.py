@@ -46,10 +46,6 @@ def three():
     return 3
 
 
-def refuses(a, b):
-    raise RuntimeError("no kernel image")
-
-
 def leaves(a, b):
     raise SystemExit(0)
 
@@ -103,7 +99,6 @@ def test_options_that_a_declared_kernel_would_not_hear_are_refused(kernels: str,
     ("words", "code", "told"),
     [
         ("{}:crash --kind product --precision fp8", 4, "crashes"),
-        ("{}:refuses --kind product --precision fp8", 4, "raises"),
         ("{}:leaves --kind product --precision fp8", 4, "raises: SystemExit"),
         ("{}:make --kind model", 1, "1 of 2 layers converted, 56% of the FLOPs"),
         ("{}:three --kind model", 2, "expected a model, or (model, batch)"),

@@ -40,13 +40,7 @@ def test_a_lie_that_hides_fails(kernel: Kernel, seed: int) -> None:
     assert result_of(kernel, "cpu", CHECKS, seed=seed).outcome is AuditOutcome.FAIL
 
 
-@pytest.mark.nightly
-@for_each("seed", SEEDS)
-@for_each("kernel", UNUSUAL, ids=lambda kernel: kernel.name)
-def test_an_unusual_kernel_is_not_accused(kernel: Kernel, seed: int) -> None:
-    assert codes_of(result_of(kernel, "cpu", CHECKS, seed=seed)) == "-"
-
-
+@pytest.mark.slow
 @for_each(
     ("name", "check", "code"),
     [
@@ -83,6 +77,7 @@ def _with(sizes: tuple[Shape, ...], kind: AuditKind, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("fp8bench.features.audit.results._RANDOM_SIZES", 0)
 
 
+@pytest.mark.slow
 @for_each(
     ("name", "shape", "is_lie"),
     [

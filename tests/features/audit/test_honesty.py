@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ QUICK_CHECKS = tuple(check for check in VALUE_CHECKS if check.name != "sizes")
 OTHER_WAYS = ("ties away from zero", "the reciprocal of a scale")
 
 
+@pytest.mark.slow
 @for_each("row", [row for row in HONEST if row.name in OTHER_WAYS], ids=lambda row: row.name)
 def test_another_way_to_be_honest_is_a_remark(row: Kernel) -> None:
     codes = codes_of(

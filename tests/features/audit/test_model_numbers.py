@@ -179,6 +179,7 @@ def test_one_broken_layer_of_three_alike_fails(place: int, name: str) -> None:
     assert failures(audit) and wrong == [row == place for row in range(3)]
 
 
+@pytest.mark.slow
 @for_each(
     ("name", "words"),
     [
@@ -296,10 +297,12 @@ def test_our_own_conversion_is_not_accused(precision: str) -> None:
     assert accused(own(precision), precision, range(1)) == []
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seeds", [pytest.param(range(3), marks=pytest.mark.slow), pytest.param(range(3, 20), marks=pytest.mark.nightly)]
+)
 @for_each("precision", OWN)
-def test_our_own_conversion_is_not_accused_at_ten_seeds(precision: str) -> None:
-    assert accused(own(precision), precision, range(10)) == []
+def test_our_own_conversion_is_not_accused_at_other_seeds(precision: str, seeds: range) -> None:
+    assert accused(own(precision), precision, seeds) == []
 
 
 @pytest.mark.slow

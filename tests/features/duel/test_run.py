@@ -168,7 +168,7 @@ def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) ->
         "hazard=none,raise,kill,hang",
         "--quick",
         "--case-timeout",
-        "20",
+        "10",
         "--json",
         "--store",
         "kept",

@@ -63,7 +63,7 @@ def states(plan: Path, store: Path) -> set[str]:
     return {state.status.value for state in states_of(read_plan(plan), store)}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupt_ends_the_workers_without_a_traceback(plan: Path, store: Path) -> None:
     """The next workers measure what is left."""
     words = [sys.executable, "-c", _MAIN, "fleet", "work", str(plan), "--store", str(store), "--workers", "2"]

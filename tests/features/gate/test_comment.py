@@ -24,7 +24,7 @@ from fp8bench.features.gate.stored_runs import GateSource, failed_case, judge_so
 from fp8bench.features.gate.view import WORDS, Review, ReviewStatus, comment, review
 from fp8bench.model import Evidence, Level, Measurement, Record, Status
 from tests.commands import ROOT, environment
-from tests.counts import SLOW, for_each
+from tests.counts import for_each
 from tests.duels import header
 from tests.fakes import record, steady
 from tests.features.gate.paced import PacedFolder
@@ -213,8 +213,8 @@ def job(tmp_path: Path) -> Job:
     return Job(folder)
 
 
-@pytest.mark.parametrize("slow", SLOW)
-def test_the_action_on_two_commits(job: Job, slow: object) -> None:
+@pytest.mark.nightly
+def test_the_action_on_two_commits(job: Job) -> None:
     """Head takes three times as long as base: two duels of one session say so."""
     base = job.repository.commit(20_000)
     job.repository.commit(60_000)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.stats import false_discovery_control
+import scipy
 
 from fp8bench.analysis.steps.change_points import LEAST_SPREAD, PieceLevel, least_step
 from fp8bench.cli.progress import SILENT
@@ -137,7 +137,7 @@ def test_the_rule_of_benjamini_and_hochberg() -> None:
     generator = np.random.default_rng(3)
     for _ in range(200):
         p_values = generator.uniform(size=generator.integers(1, 60)) ** generator.integers(1, 6)
-        expected = false_discovery_control(p_values) <= 0.05
+        expected = scipy.stats.false_discovery_control(p_values) <= 0.05
         assert discoveries(list(p_values), 0.05) == list(expected)
     assert discoveries([], 0.05) == []
 

@@ -113,7 +113,7 @@ def fitted(seed: int, rounds: int, spread: float, a: float, b: float) -> LineDra
 @pytest.mark.parametrize(
     ("rounds", "spread", "sweeps", "least"),
     [
-        (10, 0.02, 60, 0.93),
+        (10, 0.02, 20, 0.9),
         pytest.param(10, 0.01, 200, 0.95, marks=pytest.mark.slow),
         *sampled([], [(10, 0.05, 200, 0.95), (24, 0.01, 200, 0.95), (24, 0.05, 200, 0.95)]),
     ],
@@ -153,11 +153,11 @@ def paged(page: int, a: float, b: float, contexts: tuple[int, ...], seed: int) -
     return line
 
 
-@for_each("contexts", [CONTEXTS, (128, 512, 1024, 2048), (256, 512, 768, 1024, 1280, 1536, 2048)])
+@for_each("contexts", [CONTEXTS, (256, 512, 768, 1024, 1280, 1536, 2048)])
 def test_an_arm_that_reads_whole_pages_crosses_within_its_interval(contexts: tuple[int, ...]) -> None:
     """From the first context at which it is faster to the last at which it is slower again."""
     told = 0
-    for seed, page in enumerate((1, 16, 64, 128, 256, 512, 1024)):
+    for seed, page in enumerate((1, 64, 256, 1024)):
         reference = paged(1, 1e-3, 1e-6, contexts, 2 * seed)
         for at in (300, 700, 812, 1200):
             a = 1e-3 + 6e-7 * at
@@ -168,7 +168,7 @@ def test_an_arm_that_reads_whole_pages_crosses_within_its_interval(contexts: tup
             told += crossing.at is not None
             if crossing.at is not None:
                 assert crossing.low <= first <= crossing.high + 1 and slower[-1] <= crossing.high + 1, (page, at)
-    assert told > 6
+    assert told > 3
 
 
 def test_what_was_measured_counts_more_than_lines() -> None:

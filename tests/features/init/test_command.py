@@ -46,6 +46,7 @@ def test_the_configuration_shows_five_options_and_where_the_others_are(written: 
     assert "fp8bench suite --help-all" in text and (ROOT / "docs" / "commands.md").is_file() and "docs/commands" in text
 
 
+@pytest.mark.slow
 @for_each("every", [False, True])
 def test_what_it_writes_runs(
     every: bool, written: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -109,7 +109,7 @@ FACTS = {
     MI350X: DeviceFacts("cuda", 0, "MI350X", 288 << 30, "2.13.0", (9, 5), None, "7.0", "gfx950"),
     CPU: DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0"),
 }
-SIDES = (16, 17, 24, 32, 48, 50257)
+SIDES = (16, 17, 24, 32)
 
 
 def recipe(mode: str) -> RecipePrecision:

@@ -104,7 +104,7 @@ LAYOUTS = {
 
 
 @for_each("name", list(LAYOUTS))
-@for_each("tokens", [128, 640, 4096])
+@for_each("tokens", [128, 4096])
 @for_each("pieces", [1, 4, 16])
 @for_each("zero_one", [False, True])
 @for_each("level", [Checkpointing.NONE, Checkpointing.FULL])

@@ -20,6 +20,7 @@ def plan(fp8bench: Say, store: Path, local: None) -> Say:
     return lambda name, *words: fp8bench("train", "--config", str(EXAMPLES / f"{name}.yaml"), *usual, *words)
 
 
+@pytest.mark.slow
 @for_each("name", sorted(path.stem for path in EXAMPLES.glob("*.yaml")))
 def test_an_example_has_a_plan_and_says_what_it_asks(name: str, plan: Say) -> None:
     if name == NEEDS_ITS_BASE:

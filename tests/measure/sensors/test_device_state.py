@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from fp8bench.measure.sensors.device_state import device_lines, device_state_of, driver_state, energy_source
 from fp8bench.measure.sensors.meter import Meter, meter_for
 from fp8bench.measure.sensors.nvml import AbsentDevice, Library
@@ -47,6 +49,7 @@ def test_a_processor_says_where_its_energy_comes_from_and_a_gpu_without_a_driver
     assert state["cuda:1 driver"] is None and str(state["cuda:1 unknown"]).endswith("mig: no driver")
 
 
+@pytest.mark.slow
 def test_the_doctor_tells_how_the_device_is_now(nvml: Simulation) -> None:
     device = nvml.state.device[0]
     device.reasons, device.celsius = 0x44, 91

@@ -85,7 +85,7 @@ def test_a_swinging_power(nvml: Simulation, opened: Opened, clock: VirtualClock,
         assert energy.watts * round(energy.stretch.seconds, 1) == pytest.approx(truth, rel=0.02)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 @given(milliseconds=st.integers(1, 2500), phase=st.integers(0, 99))
 def test_never_a_number_from_few_intervals(nvml: Simulation, library: Library, milliseconds: int, phase: int) -> None:
     nvml.reset()

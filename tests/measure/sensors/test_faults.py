@@ -19,8 +19,8 @@ from tests.measure.sensors.nvml.library import GIGABYTE, Simulation
 from tests.measure.sensors.virtual import VirtualClock
 
 CODES = (*range(1, 25), 999)
-# Not supported, not found, the GPU is lost, and what no list has.
-SAMPLE = (3, 6, 15, 999)
+# Not supported, and what no list has.
+SAMPLE = (3, 999)
 # All that the samplers call, in a run on a MIG instance that has its GPU for itself.
 FUNCTIONS = (
     "nvmlInitWithFlags", "nvmlShutdown", "nvmlSystemGetDriverVersion", "nvmlSystemGetCudaDriverVersion",
@@ -88,7 +88,6 @@ def test_the_list_is_all_that_a_run_calls(nvml: Simulation) -> None:
     run(nvml)
     called = {name for name in nvml.calls() if name.startswith("nvml")}
     assert called == set(FUNCTIONS) - set(ELSE)
-    assert len(FUNCTIONS) * len(CODES) * 3 > 2000
 
 
 @pytest.mark.parametrize("codes", [SAMPLE, pytest.param(CODES, marks=pytest.mark.nightly)], ids=["some", "all"])

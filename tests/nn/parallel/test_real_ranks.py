@@ -80,7 +80,7 @@ def trained(size: str, ways: tuple[str, ...], folder: Path) -> tuple[dict[str, R
     return records, [item.reason for item in run.records if item.status is Status.SKIPPED]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("short_slots")
 def test_four_ranks_that_cut_products_train_what_one_does(tmp_path: Path) -> None:
     """They also send what formulas say. Without casts there are no amax groups to choose from."""

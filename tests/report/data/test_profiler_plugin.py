@@ -53,6 +53,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_it_finds_the_steps_the_operators_and_our_phases(tmp_path: Path) -> None:
     """Phases are on the timeline alone: its tables only know operators."""
     pytest.importorskip("torch_tb_profiler")

@@ -113,7 +113,7 @@ def test_an_emulated_case_has_no_speed() -> None:
     assert not [row for row in chosen("cpu/fp8", table) if "per_second" in str(row["metric"])]
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(wild_runs())
 def test_any_run_has_rows_and_is_strict_json(wild: tuple[Run, dict[str, Finding]]) -> None:
     """Texts are one line and never empty, which a reader of the CSV could not tell from missing."""

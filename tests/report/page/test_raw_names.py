@@ -39,7 +39,9 @@ def test_raw_names_are_found() -> None:
     assert find_raw_names(visible_text(page)) == {"gradient_error", "micro_batches"}
 
 
-@pytest.mark.parametrize("path", RUNS)
+@pytest.mark.parametrize(
+    "path", [*RUNS[::5], *(pytest.param(path, marks=pytest.mark.slow) for path in RUNS if path not in RUNS[::5])]
+)
 def test_a_page_shows_no_raw_name(path: str) -> None:
     """Of the figures and phases that these runs have, such as gradient_error, product_error and data_load."""
     run = load_run(ROOT / path)

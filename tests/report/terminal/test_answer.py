@@ -137,7 +137,7 @@ def test_a_detail_says_something_of_any_run(name: str) -> None:
         assert detail_of(name, run, findings, 80).parts
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(made=wild_runs())
 def test_any_run_has_an_answer_that_fits(made: tuple[Run, dict[str, Finding]]) -> None:
     run, findings = made

@@ -166,7 +166,7 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert "second line" in text
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(wild_runs(), st.integers(40, 140))
 def test_no_line_is_wider_than_asked(wild: tuple[Run, dict[str, Finding]], width: int) -> None:
     run, findings = wild

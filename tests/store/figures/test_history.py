@@ -98,7 +98,7 @@ RUNS = st.lists(
 
 @pytest.mark.slow
 @given(RUNS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_runs(
     tmp_path_factory: pytest.TempPathFactory, runs: list[tuple[int, float, Status, bool, str, str, int]]
 ) -> None:

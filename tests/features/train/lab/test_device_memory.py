@@ -3,6 +3,7 @@ codes."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -100,17 +101,10 @@ def test_an_arm_that_stops_raises_instead_of_a_memory(corpus: Corpus) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "states"),
-    sampled(
-        ["mxfp8"],
-        [
-            ("mxfp8", LOW),
-            *(
-                (mode, states)
-                for states in ((), LOW)
-                for mode in ("fp8", "fp8-rowwise", "fp8-block", "fp8-delayed", "nvfp4")
-            ),
-        ],
-    ),
+    [
+        pytest.param("mxfp8", LOW, marks=pytest.mark.slow),
+        *sampled([], itertools.product(("fp8", "fp8-rowwise", "fp8-block", "fp8-delayed", "nvfp4"), ((), LOW))),
+    ],
 )
 def test_against_codes_in_memory(mode: str, states: tuple[tuple[str, str], ...], corpus: Corpus) -> None:
     """The derived bytes on the device equal, to the byte, those of the same arm with the hardware's own codes."""

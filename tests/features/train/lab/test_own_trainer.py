@@ -149,7 +149,7 @@ def test_an_untouched_arm_is_the_loop_written_by_hand() -> None:
     assert [row.rate for row in lines] == pytest.approx([0.1] * 4 + [0.05] * 4 + [0.025] * 4)
 
 
-@for_each("name", ["function", "loader", "sgd", "single", "in-place", "numpy"])
+@for_each("name", ["loader", "in-place", "numpy"])
 def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) -> None:
     """In fp32 the first loss is that of the untouched model, in fp8 another; a repeated task gives the same."""
     task = task_of(name, "untouched", "fp32", "fp8")

@@ -118,6 +118,7 @@ def _losses(corpus: Corpus, **settings: Any) -> list[float]:
     return [row.loss for row in rows(lab_of(task_of(corpus, "bf16", steps=6, **settings)).advance("bf16", 4))]
 
 
+@pytest.mark.slow
 def test_each_setting_changes_a_training(corpus: Corpus) -> None:
     """But for defaults."""
     usual = {arch: _losses(corpus, arch=arch) for arch in ("gpt", "cnn")}
