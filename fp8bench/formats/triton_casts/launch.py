@@ -142,7 +142,7 @@ class Repeat:
         for index in self._wide:
             if addresses[index] % ALIGNMENT:
                 return False
-        if torch.cuda.current_device() != self._device.index:
+        if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
             with _selected(self._device):
                 return self(addresses)
         stream = _stream(self._device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,14 +117,20 @@ CALLS: dict[str, Callable[[], Call]] = {
 }
 
 
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (fp8bench[triton])"
+)
+
+
 @pytest.fixture(autouse=True)
-def one_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without memory have none, and both ways of a cast read the same matrix."""
+def one_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tensors without memory have no address, and both ways of a cast read the same matrix."""
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda tensor: 0)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed (fp8bench[triton])")
+@needs_triton
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_cast_moves_whole_vectors_in_few_registers_and_saturates(name: str, capability: int) -> None:
@@ -153,3 +160,11 @@ def test_every_element_is_a_programs(name: str) -> None:
         assert not plan.arguments.keys() & plan.constants.keys() and plan.programs > 0
         size = plan.arguments.get("size", 0)
         assert size in (0, tensors[0].numel())
+
+
+def test_sizes_that_offsets_of_32_bits_do_not_reach_have_no_plan() -> None:
+    rows = 1 << 17
+    for columns, launches in ((1 << 13, 2), (1 << 14, 0)):
+        kernel = CurrentCodesKernel(E4M3, ScaleRounding.EXACT, BF16, "cuda", True, False)
+        tensors = [empty(rows, columns, dtype=BF16), empty(), empty(), *outputs(rows, columns, False)]
+        assert len(plan_launches(kernel, tensors, PROCESSORS)) == launches
