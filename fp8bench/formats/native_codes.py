@@ -7,7 +7,7 @@ operations. Inside a graph that torch compiles there are plain operations instea
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -430,7 +430,7 @@ def call(kernel: Definition, *places: Tensor, key: Hashable = None, tensors: Seq
     if compiled is None:
         kernel(*places)
         return
-    repeat = compiled.run(*places)
+    repeat: Any = compiled.run(*places)
     if by_hand and key is not None:
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         order = [addresses.index(place.data_ptr()) for place in places if place.data_ptr() in addresses]

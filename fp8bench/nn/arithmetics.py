@@ -274,9 +274,8 @@ class ScaledArithmetic(RecipeArithmetic):
                 return self.cast(tensor, role), None
             both = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding)
             return Operand(*both[0], role is Role.GRADIENT), Operand(*both[1], role is Role.GRADIENT)
-        inverse, *both = self._tensor_codes(tensor, role, _is_recast(role), both=True, amax=amax)
-        straight, turned = (None if data is None else Operand(data, inverse, role is Role.GRADIENT) for data in both)
-        assert straight is not None
+        inverse, *made = self._tensor_codes(tensor, role, _is_recast(role), both=True, amax=amax)
+        straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in made if data is not None)
         return straight, turned
 
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:

@@ -110,7 +110,7 @@ def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
     device = tensors[0].device
     compiled = []
     with _selected(device):
-        counter, zeros = _scratch(plans, device)
+        counter, zeros = _allocate(_scratch_of(plans), device)
         for plan in plans:
             values: dict[str, object] = {**plan.constants}
             for name, argument in plan.arguments.items():
@@ -123,8 +123,8 @@ class Repeat:
     """A cast as it was launched, for other tensors of the same shapes, strides and dtypes."""
 
     def __init__(self, plans: Sequence[Plan], compiled: Sequence[Any], device: torch.device) -> None:
-        self._plans, self._device, self._wide = plans, device, tuple(_wide(plans))
-        self._scratches = any(isinstance(each, Counter | Zeros) for plan in plans for each in plan.arguments.values())
+        self._device, self._wide = device, tuple(_wide(plans))
+        self._scratch = _scratch_of(plans)
         self._launches = []
         for plan, kernel in zip(plans, compiled, strict=True):
             names = getattr(kernels, plan.function).arg_names
@@ -146,10 +146,10 @@ class Repeat:
             with _selected(self._device):
                 return self(addresses)
         stream = _stream(self._device)
-        counter, zeros = _scratch(self._plans, self._device) if self._scratches else (None, None)
+        counter, zeros = _allocate(self._scratch, self._device)
         for launch, values, pointers, scratch in self._launches:
             # A copy: backward passes cast in threads of their own.
-            arguments = [*values]
+            arguments: list[object] = [*values]
             for place, index in pointers:
                 arguments[place] = addresses[index]
             for place, counts in scratch:
@@ -175,13 +175,16 @@ def _resolve(argument: Argument, tensors: Sequence[Tensor], counter: Tensor | No
     return argument
 
 
-def _scratch(plans: Sequence[Plan], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+def _scratch_of(plans: Sequence[Plan]) -> tuple[bool, int]:
+    """Whether launches count their programs, and how many zeros they share."""
     arguments = [argument for plan in plans for argument in plan.arguments.values()]
-    zeros = next((argument.count for argument in arguments if isinstance(argument, Zeros)), 0)
-    return (
-        _counter(device) if Counter() in arguments else None,
-        torch.zeros(zeros, dtype=torch.int32, device=device) if zeros else None,
-    )
+    return Counter() in arguments, next((argument.count for argument in arguments if isinstance(argument, Zeros)), 0)
+
+
+def _allocate(scratch: tuple[bool, int], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    counts, zeros = scratch
+    memory = torch.zeros(zeros, dtype=torch.int32, device=device) if zeros else None
+    return _counter(device) if counts else None, memory
 
 
 def _counter(device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from fp8bench.formats.code_kernels import (
     RowCodesKernel,
     SquareCodesKernel,
 )
-from fp8bench.formats.compiling import Kernel, PairKernel
+from fp8bench.formats.compiling import Definition, Kernel, PairKernel
 from fp8bench.formats.grids import E5M2, E8M0, Format
 from fp8bench.formats.recipes import Amax, ScaleRounding
 from fp8bench.formats.tiled_codes import TiledCodesKernel
@@ -58,6 +58,8 @@ class Zeros:
 
 
 Argument = Pointer | Counter | Zeros | int | None
+Arguments = dict[str, Argument]
+Constants = dict[str, float | bool | None]
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,11 @@ class Plan:
     function: str
     programs: int
     warps: int
-    arguments: dict[str, Argument]
-    constants: dict[str, float | bool | None] = field(default_factory=dict)
+    arguments: Arguments
+    constants: Constants = field(default_factory=dict)
 
 
-def plan_launches(kernel: Kernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
+def plan_launches(kernel: Definition, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     """The launches of a cast; empty where no Triton kernel is written for it. `processors` are the GPU's."""
     if max(tensor.numel() for tensor in tensors) > MOST_ELEMENTS:
         return []
@@ -100,7 +102,7 @@ def _plan_codes(kernel: CodesKernel, tensors: Sequence[Tensor], processors: int)
     down, side, across, _ = tensors[0].shape
     largest = None if kernel.fmt is None else kernel.fmt.largest
     straight, turned, scale = _optional(1, kernel.straight, kernel.turned, kernel.scaled)
-    arguments = {"x": Pointer(0), "codes": straight, "turned": turned, "scale": scale}
+    arguments: Arguments = {"x": Pointer(0), "codes": straight, "turned": turned, "scale": scale}
     return [_plan_cast(arguments, down * side, across * side, largest, processors)]
 
 
@@ -115,14 +117,14 @@ def _plan_current(kernel: CurrentCodesKernel, tensors: Sequence[Tensor], process
         {**_scaled_by(kernel.fmt, kernel.rounding), "BLOCK": _FLAT_BLOCK},
     )
     straight, turned = _optional(3, kernel.straight, kernel.turned)
-    arguments: dict[str, Argument] = {"x": Pointer(0), "codes": straight, "turned": turned, "scale": Pointer(1)}
+    arguments: Arguments = {"x": Pointer(0), "codes": straight, "turned": turned, "scale": Pointer(1)}
     return [find, _plan_cast(arguments, rows, columns, kernel.fmt.largest, processors)]
 
 
 def _plan_delayed(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     delayed = kernel.delayed
     straight, turned = _optional(6, kernel.straight, kernel.turned)
-    arguments = {
+    arguments: Arguments = {
         "x": Pointer(0),
         "codes": straight,
         "turned": turned,
@@ -133,7 +135,7 @@ def _plan_delayed(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], process
         "used": Pointer(4),
         "inverse": Pointer(5),
     }
-    constants = {
+    constants: Constants = {
         "HISTORY": delayed.history,
         "MOST_RECENT": delayed.algorithm is Amax.MOST_RECENT,
         "SHRINK": 2.0**-delayed.margin,
@@ -144,22 +146,22 @@ def _plan_delayed(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], process
 
 
 _NO_HISTORY = dict.fromkeys(("state", "history", "casts", "used", "inverse"))
-_NOT_DELAYED = {"HISTORY": 1, "MOST_RECENT": False, "SHRINK": 1.0, "INTERVAL": 1}
+_NOT_DELAYED: Constants = {"HISTORY": 1, "MOST_RECENT": False, "SHRINK": 1.0, "INTERVAL": 1}
 
 
 def _plan_cast(
-    arguments: dict[str, Argument],
+    arguments: Arguments,
     rows: int,
     columns: int,
     largest: float | None,
     processors: int,
-    delayed: dict[str, float | bool] | None = None,
+    delayed: Constants | None = None,
 ) -> Plan:
     turned = arguments["turned"] is not None
     # Without a transpose a matrix is one long row.
     rows, columns = (rows, columns) if turned else (1, rows * columns)
     down, across = _TILE if turned else (1, _FLAT_BLOCK)
-    constants: dict[str, float | bool | None] = {
+    constants: Constants = {
         "LARGEST": largest,
         "STRAIGHT": arguments["codes"] is not None,
         "TURNED": turned,
@@ -179,7 +181,7 @@ def _plan_cast(
 def _plan_squares(kernel: SquareCodesKernel, tensors: Sequence[Tensor]) -> list[Plan]:
     x, inverse, turned_inverse, *_ = tensors
     straight, turned = _optional(3, kernel.straight, kernel.turned)
-    arguments: dict[str, Argument] = {
+    arguments: Arguments = {
         "codes": straight,
         "inverse": Pointer(1),
         "turned": turned,
@@ -187,12 +189,11 @@ def _plan_squares(kernel: SquareCodesKernel, tensors: Sequence[Tensor]) -> list[
         "stride": inverse.stride(0),
         "turned_stride": turned_inverse.stride(0),
     }
-    return [_plan_blocks(arguments, *x.shape, _scaled_by(kernel.fmt, kernel.rounding), square=True)]
+    rows, columns = x.shape
+    return [_plan_blocks(arguments, rows, columns, _scaled_by(kernel.fmt, kernel.rounding), square=True)]
 
 
-def _plan_blocks(
-    arguments: dict[str, Argument], rows: int, columns: int, constants: dict[str, float | bool | None], square: bool
-) -> Plan:
+def _plan_blocks(arguments: Arguments, rows: int, columns: int, constants: Constants, square: bool) -> Plan:
     across = _parts(columns, SIDE)
     kinds = {
         "SQUARE": square,
@@ -238,7 +239,7 @@ def _output(outputs: dict[bool, int], turned: bool, number: int) -> Pointer | No
 def _plan_row_blocks(
     kernel: RowCodesKernel, outputs: dict[bool, int], begins: int, rows: int, columns: int
 ) -> list[Plan]:
-    arguments: dict[str, Argument] = {
+    arguments: Arguments = {
         "x": Pointer(begins),
         "codes": _output(outputs, False, 1),
         "inverse": _output(outputs, False, 2),
@@ -256,7 +257,7 @@ def _plan_rows(kernel: RowCodesKernel, outputs: dict[bool, int], begins: int, ro
     sizes = {"rows": rows, "columns": columns}
     peaks = Zeros(columns)
     codes, inverse = (_output(outputs, False, number) for number in (1, 2))
-    arguments: dict[str, Argument] = {"x": Pointer(begins), "codes": codes, "inverse": inverse, **sizes}
+    arguments: Arguments = {"x": Pointer(begins), "codes": codes, "inverse": inverse, **sizes}
     width = max(_power_of_two_from(columns), 16)
     plans = []
     at_once = straight and turned and width <= _LONGEST_WITH_PEAKS
@@ -277,7 +278,7 @@ def _plan_rows(kernel: RowCodesKernel, outputs: dict[bool, int], begins: int, ro
         lines = 4 * down
         programs = _parts(rows, lines) * _parts(columns, across)
         plans.append(Plan("find_peaks", programs, 8, arguments, {"LINES": lines, "DOWN": down, "ACROSS": across}))
-    arguments |= {"turned": _output(outputs, True, 1), "inverse": _output(outputs, True, 2)}
+    arguments = {**arguments, "turned": _output(outputs, True, 1), "inverse": _output(outputs, True, 2)}
     programs = _parts(rows, down) * _parts(columns, across)
     plans.append(Plan("cast_columns", programs, 8, arguments, {**scaled, "DOWN": down, "ACROSS": across}))
     return plans
@@ -298,7 +299,7 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
     for each, number in kernels:
         assert isinstance(each, TiledCodesKernel)
         outputs[each.places.turned], tiled[each.places.turned] = number, each.places.tiled
-    arguments: dict[str, Argument] = {
+    arguments: Arguments = {
         "x": Pointer(begins),
         "codes": _output(outputs, False, 1),
         "scales": _output(outputs, False, 2),
@@ -307,7 +308,7 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
         "rows": rows,
         "columns": columns,
     }
-    constants = {
+    constants: Constants = {
         "LARGEST": kernel.fmt.largest,
         "E5M2": kernel.fmt is E5M2,
         "CARRY": mx_carry(kernel.fmt, scaling.rounding),
@@ -323,7 +324,7 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
     return [Plan("cast_mx", _parts(rows, SIDE) * _parts(columns, SIDE), warps, arguments, constants)]
 
 
-def _scaled_by(fmt: Format, rounding: ScaleRounding) -> dict[str, float | bool | None]:
+def _scaled_by(fmt: Format, rounding: ScaleRounding) -> Constants:
     return {"LARGEST": fmt.largest, "POWER_OF_TWO": rounding is ScaleRounding.POWER_OF_TWO}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8bench.formats import triton_casts
 from fp8bench.formats.code_kernels import (
     CodesKernel,
     CurrentCodesKernel,
@@ -150,16 +152,20 @@ def test_a_cast_moves_whole_vectors_in_few_registers_and_saturates(name: str, ca
             assert conversions and conversions == code.count("F2FP.SATFINITE"), code.operations
 
 
+def arguments_of_kernels() -> dict[str, set[str]]:
+    """Read from the source, because triton may not be there."""
+    tree = ast.parse((Path(triton_casts.__file__).parent / "kernels.py").read_text())
+    found = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {function.name: {argument.arg for argument in function.args.args} for function in found}
+
+
 @pytest.mark.parametrize("name", CALLS)
-def test_every_element_is_a_programs(name: str) -> None:
-    """A plan's grid covers the matrix, and no argument is left out or given twice."""
-    definition, tensors = CALLS[name]()
-    plans = plan_launches(definition, tensors, PROCESSORS)
-    assert plans and len({plan.function for plan in plans}) == len(plans)
+def test_a_plan_has_every_argument_of_its_kernel(name: str) -> None:
+    plans = plan_launches(*CALLS[name](), PROCESSORS)
+    assert plans
     for plan in plans:
         assert not plan.arguments.keys() & plan.constants.keys() and plan.programs > 0
-        size = plan.arguments.get("size", 0)
-        assert size in (0, tensors[0].numel())
+        assert {*plan.arguments, *plan.constants} == arguments_of_kernels()[plan.function]
 
 
 def test_sizes_that_offsets_of_32_bits_do_not_reach_have_no_plan() -> None:
