@@ -180,7 +180,7 @@ def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[T
 
 def casts_in_one_call(x: Tensor) -> bool:
     """Whether a cast of `x` with the scale of a tensor is one operator, from its largest magnitude to its codes."""
-    return use_by_hand(x.device) and bool(x.numel()) and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and use_by_hand(x.device) and bool(x.numel())
 
 
 def current_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool) -> tuple[Tensor, Tensor, Tensor | None]:
