@@ -67,20 +67,30 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
     or above the exact quotient amax / largest. From 2^-127 (for zero blocks too) to 2^(128 - e), for blocks with an
     infinity. NaN where amax is: its inverse is then a number.
     """
-    # Added to carry into the exponent: for mantissas above the largest value's, above zero, from a tie on, or never.
-    carry = {
+    carry = mx_carry(fmt, rounding)
+    bits = amax.view(torch.int32).bitwise_and(_MAGNITUDE_MASK)  # a NaN may have any sign
+    raised = (bits.clamp(max=_EXPONENT_MASK) + carry).bitwise_and(_EXPONENT_MASK)
+    exponent = (raised - mx_exponent_of(fmt)).clamp(min=0)
+    inverse = _power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - exponent)
+    # All bits set where amax is NaN: `where` would cost more than the rest if a block is done at a time.
+    nan = (_EXPONENT_MASK - bits).bitwise_right_shift(_SIGN_PLACE)
+    return _power_of_two(exponent).view(torch.int32).bitwise_or(nan).view(torch.float32), inverse
+
+
+def mx_carry(fmt: Format, rounding: ScaleRounding) -> int:
+    """What is added to an amax's bits, to carry into the exponent: for mantissas above the largest value's, above zero,
+    from a tie on, or never."""
+    return {
         ScaleRounding.RCEIL: _MANTISSA_MASK - (bits_of(fmt.largest) & _MANTISSA_MASK),
         ScaleRounding.CEIL: _MANTISSA_MASK,
         ScaleRounding.EVEN: 1 << (_MANTISSA_BITS - fmt.mantissa_bits - 1),
         ScaleRounding.FLOOR: 0,
     }[rounding]
-    bits = amax.view(torch.int32).bitwise_and(_MAGNITUDE_MASK)  # a NaN may have any sign
-    raised = (bits.clamp(max=_EXPONENT_MASK) + carry).bitwise_and(_EXPONENT_MASK)
-    exponent = (raised - (fmt.max_exponent << _MANTISSA_BITS)).clamp(min=0)
-    inverse = _power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - exponent)
-    # All bits set where amax is NaN: `where` would cost more than the rest if a block is done at a time.
-    nan = (_EXPONENT_MASK - bits).bitwise_right_shift(_SIGN_PLACE)
-    return _power_of_two(exponent).view(torch.int32).bitwise_or(nan).view(torch.float32), inverse
+
+
+def mx_exponent_of(fmt: Format) -> int:
+    """The exponent of the format's largest value, in the place of a float32's exponent bits."""
+    return fmt.max_exponent << _MANTISSA_BITS
 
 
 def nvfp4_tensor_scale(amax: Tensor) -> Tensor:

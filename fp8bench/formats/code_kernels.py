@@ -14,11 +14,13 @@ from torch import Tensor
 
 from fp8bench.formats.blocks import float_factor, inverse_of
 from fp8bench.formats.codes import DTYPES, elements
-from fp8bench.formats.compiling import Kernel
+from fp8bench.formats.compiling import Definition, Kernel
 from fp8bench.formats.grids import Format
-from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding
+from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
+from fp8bench.formats.scaled import largest_magnitude, quantise
 
 SIDE = 16
+SQUARE = 128
 # Free sizes of examples, in squares. Transposed ones differ, because a pair of kernels may have both.
 _DOWN, _ACROSS = 40, 48
 _TURNED_DOWN, _TURNED_ACROSS = 44, 52
@@ -233,6 +235,79 @@ class DelayedScaleKernel(Kernel):
 
     def options(self) -> Mapping[str, object]:
         return {**TOGETHER, "split_reductions": False}
+
+
+@dataclass(frozen=True)
+class CurrentCodesKernel(Definition):
+    """Codes of a matrix under its current scale, in one orientation or both.
+
+    Takes the matrix, which lies row by row, memory for scale and inverse, and for codes. Written in Triton alone, as
+    are the next two: torch's compiler makes the steps that they consist of.
+    """
+
+    fmt: Format
+    rounding: ScaleRounding
+    source: torch.dtype
+    device: str
+    straight: bool
+    turned: bool
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        x, scale, inverse, *outputs = tensors
+        ScaleKernel(self.fmt, self.rounding, self.device)(largest_magnitude(x), scale, inverse)
+        return _write_codes(elements(x, self.fmt, scale), self.straight, outputs)
+
+
+@dataclass(frozen=True)
+class DelayedCodesKernel(Definition):
+    """Codes of a matrix under a delayed scale, which is then renewed: the largest magnitude is found while casting.
+
+    Takes the matrix, history, count of casts and scale; memory for a copy of the scale, its inverse, and codes.
+    """
+
+    fmt: Format
+    delayed: Delayed
+    source: torch.dtype
+    device: str
+    straight: bool
+    turned: bool
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        x, history, casts, scale, used, inverse, *outputs = tensors
+        step = DelayedScaleKernel(self.fmt, self.delayed, self.device)
+        step(used, inverse, history, casts, scale, largest_magnitude(x))
+        return _write_codes(elements(x, self.fmt, used), self.straight, outputs)
+
+
+@dataclass(frozen=True)
+class SquareCodesKernel(Definition):
+    """Codes of a matrix with a scale for each 128x128 square, in one orientation or both.
+
+    Takes the matrix, memory for the inverses of its scales and of the transpose's, (down, across) and (across, down) or
+    wider, and for codes.
+    """
+
+    fmt: Format
+    rounding: ScaleRounding
+    source: torch.dtype
+    device: str
+    straight: bool
+    turned: bool
+
+    def __call__(self, *tensors: Tensor) -> tuple[()]:
+        x, inverse, turned_inverse, *outputs = tensors
+        stored = quantise(x, self.fmt, Scaling(SQUARE, SQUARE, rounding=self.rounding), checked=False)
+        assert stored.scales is not None
+        down, across = stored.scales.shape
+        inverse[:, :across].copy_(stored.scales)
+        turned_inverse[:, :down].copy_(stored.scales.t())
+        return _write_codes(stored.codes.view(DTYPES[self.fmt.name]), self.straight, outputs)
+
+
+def _write_codes(codes: Tensor, straight: bool, outputs: Sequence[Tensor]) -> tuple[()]:
+    for number, out in enumerate(outputs):
+        out.copy_(codes if straight and number == 0 else codes.t())
+    return ()
 
 
 def _numbers(kernel: CodesKernel | RowCodesKernel | SquareScalesKernel, rows: int, columns: int) -> Tensor:

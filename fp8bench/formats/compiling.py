@@ -33,7 +33,7 @@ ONE_LAUNCH: Mapping[str, object] = {
 }
 
 
-class Kernel(ABC):
+class Definition(ABC):
     """A function of tensors by torch's operations; a frozen value whose text identifies it."""
 
     device: str
@@ -41,6 +41,14 @@ class Kernel(ABC):
     @abstractmethod
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         """Computes by separate operations."""
+
+    def build(self) -> Compiled | None:
+        """Compiles it without torch's compiler, where there is a way."""
+        return None
+
+
+class Kernel(Definition):
+    """A definition that torch's compiler makes one kernel of."""
 
     @abstractmethod
     def examples(self) -> list[Tensor]:
@@ -102,7 +110,7 @@ class Compiled:
     bits: int = 0
 
 
-def compiled(kernel: Kernel) -> Compiled:
+def compiled(kernel: Definition) -> Compiled:
     """Compiles a kernel, for a CPU with each width of vectors, of which the fastest is taken.
 
     A CPU's kernel that this machine has compiled before is loaded without torch's compiler. Raises whatever torch or a
@@ -110,6 +118,9 @@ def compiled(kernel: Kernel) -> Compiled:
     """
     with _compiling, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's about itself
+        if (built := kernel.build()) is not None:
+            return built
+        assert isinstance(kernel, Kernel)
         if (kept := kept_kernels.read(kernel)) is not None:
             return Compiled(*kept)
         made = _compiled(kernel)

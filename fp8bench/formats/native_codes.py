@@ -6,8 +6,8 @@ operations. Inside a graph that torch compiles there are plain operations instea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,17 +17,21 @@ from fp8bench.formats import operators
 from fp8bench.formats.blocks import float_factor, inverse_of
 from fp8bench.formats.code_kernels import (
     SIDE,
+    SQUARE,
     CodesKernel,
+    CurrentCodesKernel,
+    DelayedCodesKernel,
     DelayedScaleKernel,
     RowCodesKernel,
     ScaleKernel,
+    SquareCodesKernel,
     SquareScalesKernel,
     squares,
     stretches,
     turned_squares,
 )
 from fp8bench.formats.codes import DTYPES, torch_codes
-from fp8bench.formats.compiling import Kernel, PairKernel
+from fp8bench.formats.compiling import Definition, Kernel, PairKernel
 from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.formats.memory_layout import MOST_ELEMENTS, aligned
 from fp8bench.formats.quantise import check_input
@@ -35,13 +39,14 @@ from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import by_columns, filled_squares, turned_rows
 from fp8bench.formats.scale_layouts import squares as by_squares
 from fp8bench.formats.scaled import factor, matrix_of, quantise
+from fp8bench.formats.triton_casts import find_by_hand, use_by_hand
 
-SQUARE = 128
 LAUNCHES = {
     f"fp8bench::{name}": 1
     for name in ("codes", "row_codes", "row_codes_both", "scale", "square_scales", "delayed_scale")
 }
-"""GPU kernels that one compiled call starts, counted with torch 2.13 and 2.11 for sm_90 (docs/gpu.md says how)."""
+"""GPU kernels that one call starts if torch compiles it, counted with torch 2.13 and 2.11 for sm_90 (docs/gpu.md says
+how)."""
 
 
 def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
@@ -131,6 +136,8 @@ def square_codes(
     if torch.compiler.is_compiling() or not x.numel():
         return _plain_square_codes(x, fmt, Scaling(SQUARE, SQUARE, rounding=rounding), both)
     check_input(x)
+    if use_by_hand(x.device):
+        return _square_codes_by_hand(x.detach(), fmt, rounding, both)
     rows, columns = x.shape
     x, whole = whole_blocks(x.detach(), SQUARE, SQUARE)
     matrix, swapped = laid(x)
@@ -150,6 +157,17 @@ def square_codes(
     )
 
 
+def _square_codes_by_hand(
+    x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    down, across = (-(-length // SQUARE) for length in x.shape)
+    inverse, turned_inverse = filled_squares(down, across, x.device)
+    straight, turned = _memory_for_codes(x, fmt, both)
+    torch.ops.fp8bench.square_codes(x, inverse, turned_inverse, straight, turned, fmt.name, rounding.value)
+    made = (straight, turned_rows(inverse))
+    return (made,) if turned is None else (made, (turned, turned_rows(turned_inverse)))
+
+
 def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
     """The factor of a tensor with that largest magnitude, and its inverse, the scale that decodes."""
     if torch.compiler.is_compiling():
@@ -158,6 +176,48 @@ def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[T
     scale, inverse = (torch.empty(amax.shape, dtype=amax.dtype, device=amax.device) for _ in range(2))
     torch.ops.fp8bench.scale(amax, scale, inverse, fmt.name, rounding.value)
     return scale, inverse
+
+
+def casts_in_one_call(x: Tensor) -> bool:
+    """Whether a cast of `x` with the scale of a tensor is one operator, from its largest magnitude to its codes."""
+    return not torch.compiler.is_compiling() and use_by_hand(x.device) and bool(x.numel())
+
+
+def current_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes under the tensor's current scale, where `casts_in_one_call`: the scale that decodes them, codes, and with
+    `both` those of the transpose."""
+    check_input(x)
+    scale, inverse = (torch.empty((), dtype=torch.float32, device=x.device) for _ in range(2))
+    straight, turned = _memory_for_codes(x, fmt, both)
+    torch.ops.fp8bench.current_codes(x.detach(), scale, inverse, straight, turned, fmt.name, rounding.value)
+    return inverse, straight, turned
+
+
+class DelayedCodes(NamedTuple):
+    """The scale of a cast, the one that decodes, and codes, which `both` gives of the transpose, too."""
+
+    scale: Tensor
+    inverse: Tensor
+    straight: Tensor
+    turned: Tensor | None
+
+
+def delayed_codes(
+    x: Tensor, history: Tensor, casts: Tensor, scale: Tensor, fmt: Format, delayed: Delayed, both: bool
+) -> DelayedCodes:
+    """What `delayed_scale` and a cast do, where `casts_in_one_call`: the magnitude is found while casting."""
+    check_input(x)
+    used, inverse = torch.empty_like(scale), torch.empty_like(scale)
+    straight, turned = _memory_for_codes(x, fmt, both)
+    written = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
+    torch.ops.fp8bench.delayed_codes(x.detach(), history, casts, scale, used, inverse, straight, turned, *written)
+    return DelayedCodes(used, inverse, straight, turned)
+
+
+def _memory_for_codes(x: Tensor, fmt: Format, both: bool) -> tuple[Tensor, Tensor | None]:
+    dtype = DTYPES[fmt.name]
+    straight = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return straight, torch.empty(x.shape[::-1], dtype=dtype, device=x.device) if both else None
 
 
 def delayed_scale(
@@ -198,7 +258,8 @@ def whole_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
 
 
 def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tensor | None, fmt: str) -> None:
-    if not x.numel():
+    key, tensors = call_key_of("codes", x, (scale, out, turned), fmt), (x, scale, out, turned)
+    if not x.numel() or repeat_call(key, tensors):
         return
     matrix, swapped = laid(x)
     if swapped:
@@ -214,12 +275,14 @@ def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tens
         places.append(turned_squares(turned.view(matrix.shape[::-1]), side))
     if scale is not None:
         places.append(scale[:, None, :, None] if by_square else scale.reshape(()))
-    call(kernel, *places)
+    call(kernel, *places, key=key, tensors=tensors)
 
 
 def _run_row_codes(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, block: int) -> None:
-    kernel, tensors, _ = _of_rows(x, out, inverse, fmt, rounding, block)
-    call(kernel, *tensors)
+    key, tensors = call_key_of("row_codes", x, (), fmt, rounding, block), (x, out, inverse)
+    if not repeat_call(key, tensors):
+        kernel, places, _ = _of_rows(x, out, inverse, fmt, rounding, block)
+        call(kernel, *places, key=key, tensors=tensors)
 
 
 def _run_row_codes_both(
@@ -233,8 +296,14 @@ def _run_row_codes_both(
     rounding: str,
     block: int,
 ) -> None:
-    turned = _of_rows(y, out_of_y, inverse_of_y, fmt, rounding, block)
-    _of_rows(x, out, inverse, fmt, rounding, block).beside(turned)
+    same = x.data_ptr() == y.data_ptr()
+    key, tensors = (
+        call_key_of("row_codes_both", x, (), fmt, rounding, block, same),
+        (x, out, inverse, y, out_of_y, inverse_of_y),
+    )
+    if not repeat_call(key, tensors):
+        turned = _of_rows(y, out_of_y, inverse_of_y, fmt, rounding, block)
+        _of_rows(x, out, inverse, fmt, rounding, block).beside(turned, key, tensors)
 
 
 def _of_rows(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, block: int) -> Called:
@@ -243,6 +312,65 @@ def _of_rows(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, b
     kernel = RowCodesKernel(FORMATS[fmt], ScaleRounding(rounding), x.dtype, str(x.device), side, block, turned)
     scales = inverse.view(len(inverse), -1, side, 1, 1)
     return Called(kernel, (stretches(matrix, side, block, turned), stretches(out, side, block), scales), turned)
+
+
+def _run_current_codes(
+    x: Tensor, scale: Tensor, inverse: Tensor, out: Tensor, turned: Tensor | None, fmt: str, rounding: str
+) -> None:
+    key, tensors = call_key_of("current_codes", x, (turned,), fmt, rounding), (x, scale, inverse, out, turned)
+    if repeat_call(key, tensors):
+        return
+    matrix, _, outputs, which = _matrix_and_outputs(x, out, turned)
+    kernel = CurrentCodesKernel(FORMATS[fmt], ScaleRounding(rounding), x.dtype, str(x.device), *which)
+    call(kernel, matrix, scale, inverse, *outputs, key=key, tensors=tensors)
+
+
+def _run_delayed_codes(
+    x: Tensor,
+    history: Tensor,
+    casts: Tensor,
+    scale: Tensor,
+    used: Tensor,
+    inverse: Tensor,
+    out: Tensor,
+    turned: Tensor | None,
+    fmt: str,
+    algorithm: str,
+    margin: int,
+    interval: int,
+) -> None:
+    key = call_key_of("delayed_codes", x, (turned,), fmt, len(history), algorithm, margin, interval)
+    tensors = x, history, casts, scale, used, inverse, out, turned
+    if repeat_call(key, tensors):
+        return
+    matrix, _, outputs, which = _matrix_and_outputs(x, out, turned)
+    delayed = Delayed(len(history), Amax(algorithm), margin, interval)
+    kernel = DelayedCodesKernel(FORMATS[fmt], delayed, x.dtype, str(x.device), *which)
+    call(kernel, matrix, history, casts, scale, used, inverse, *outputs, key=key, tensors=tensors)
+
+
+def _run_square_codes(
+    x: Tensor, inverse: Tensor, turned_inverse: Tensor, out: Tensor, turned: Tensor | None, fmt: str, rounding: str
+) -> None:
+    key, tensors = call_key_of("square_codes", x, (turned,), fmt, rounding), (x, inverse, turned_inverse, out, turned)
+    if repeat_call(key, tensors):
+        return
+    matrix, swapped, outputs, which = _matrix_and_outputs(x, out, turned)
+    if swapped:
+        inverse, turned_inverse = turned_inverse, inverse
+    kernel = SquareCodesKernel(FORMATS[fmt], ScaleRounding(rounding), x.dtype, str(x.device), *which)
+    call(kernel, matrix, inverse, turned_inverse, *outputs, key=key, tensors=tensors)
+
+
+def _matrix_and_outputs(
+    x: Tensor, out: Tensor, turned: Tensor | None
+) -> tuple[Tensor, bool, list[Tensor], tuple[bool, bool]]:
+    """The matrix that lies row by row, and whether x is its transpose; memory for its codes and those of its transpose,
+    and which of both there are."""
+    matrix, swapped = laid(x)
+    straight, other = (turned, out) if swapped else (out, turned)
+    outputs = [memory for memory in (straight, other) if memory is not None]
+    return matrix, swapped, outputs, (straight is not None, other is not None)
 
 
 def _run_square_scales(matrix: Tensor, scale: Tensor, inverse: Tensor, turned: Tensor, fmt: str, rounding: str) -> None:
@@ -279,20 +407,46 @@ class Called(NamedTuple):
     tensors: tuple[Tensor, ...]
     turned: bool
 
-    def beside(self, other: Called) -> None:
+    def beside(self, other: Called, key: Hashable = None, tensors: Sequence[Tensor | None] = ()) -> None:
         """Calls both kernels as one, unless both read matrices alike: their sizes would then be taken for the same."""
         if self.turned != other.turned:
-            call(PairKernel(self.kernel, other.kernel), *self.tensors, *other.tensors)
+            pair = PairKernel(self.kernel, other.kernel)
+            call(pair, *self.tensors, *other.tensors, key=key, tensors=tensors)
         else:
             for called in (self, other):
                 call(called.kernel, *called.tensors)
 
 
-def call(kernel: Kernel, *tensors: Tensor) -> None:
-    """Runs the compiled kernel if there is one, else the same as separate operations."""
-    small = max(tensor.numel() for tensor in tensors) <= MOST_ELEMENTS
-    compiled = operators.KERNELS.get(kernel) if small else None
-    (kernel if compiled is None else compiled.run)(*tensors)
+def call(kernel: Definition, *places: Tensor, key: Hashable = None, tensors: Sequence[Tensor | None] = ()) -> None:
+    """Runs the kernel by hand or the compiled one if there is one, else the same as separate operations.
+
+    With a `key`, which tells calls apart that differ in more than their tensors' addresses, the launch is kept for the
+    next such call: `tensors` are an operator's, and `places` views of them.
+    """
+    small = max(tensor.numel() for tensor in places) <= MOST_ELEMENTS
+    by_hand = find_by_hand(kernel, places) if small and use_by_hand(places[0].device) else None
+    chosen = by_hand or kernel
+    compiled = operators.KERNELS.get(chosen) if small and (by_hand or isinstance(kernel, Kernel)) else None
+    if compiled is None:
+        kernel(*places)
+        return
+    repeat: Any = compiled.run(*places)
+    if by_hand and key is not None:
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        order = [addresses.index(place.data_ptr()) for place in places if place.data_ptr() in addresses]
+        if len(order) == len(places):  # none of them is a copy
+            operators.KERNELS.keep(key, repeat, order)
+
+
+def call_key_of(name: str, x: Tensor, optional: Sequence[Tensor | None], *options: Hashable) -> Hashable:
+    present = tuple(-1 if tensor is None else tensor.dim() for tensor in optional)
+    return name, x.shape, x.stride(), x.dtype, x.device, present, options
+
+
+def repeat_call(key: Hashable, tensors: Sequence[Tensor | None]) -> bool:
+    """Repeats a cast by hand with the same key."""
+    x = tensors[0]
+    return x is not None and use_by_hand(x.device) and operators.KERNELS.repeat(key, tensors)
 
 
 def laid(x: Tensor) -> tuple[Tensor, bool]:
@@ -313,6 +467,10 @@ _DELAYED = (
     "Tensor amax, Tensor(a!) history, Tensor(b!) casts, Tensor(c!) scale, Tensor(d!) used, Tensor(e!) inverse, "
     "str fmt, str algorithm, int margin, int interval"
 )
+_OUT = "Tensor(y!) out, Tensor(z!)? turned"
+_DELAYED_CODES = (
+    f"Tensor x, Tensor(a!) history, Tensor(b!) casts, Tensor(c!) scale, Tensor(d!) used, Tensor(e!) inverse, {_OUT}"
+)
 _SQUARES = "Tensor matrix, Tensor(a!) scale, Tensor(b!) inverse, Tensor(c!) turned, str fmt, str rounding"
 for _name, _arguments, _run in (
     ("codes", "Tensor x, Tensor? scale, Tensor(a!)? out, Tensor(b!)? turned, str fmt", _run_codes),
@@ -323,6 +481,17 @@ for _name, _arguments, _run in (
         _run_row_codes_both,
     ),
     ("square_scales", _SQUARES, _run_square_scales),
+    (
+        "current_codes",
+        f"Tensor x, Tensor(a!) scale, Tensor(b!) inverse, {_OUT}, str fmt, str rounding",
+        _run_current_codes,
+    ),
+    ("delayed_codes", f"{_DELAYED_CODES}, str fmt, str algorithm, int margin, int interval", _run_delayed_codes),
+    (
+        "square_codes",
+        f"Tensor x, Tensor(a!) inverse, Tensor(b!) turned_inverse, {_OUT}, str fmt, str rounding",
+        _run_square_codes,
+    ),
     ("scale", "Tensor amax, Tensor(a!) scale, Tensor(b!) inverse, str fmt, str rounding", _run_scale),
     ("delayed_scale", _DELAYED, _run_delayed_scale),
 ):

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fp8bench.formats import quantise, scaled
-from fp8bench.formats.compiling import Compiled, Kernel, compiled
+from fp8bench.formats.compiling import Compiled, Definition, compiled
 from fp8bench.formats.grids import E8M0, FORMATS, Format, Overflow
 from fp8bench.formats.memory_layout import MemoryLayout, Quantisation, factor_of, layout_of
 from fp8bench.formats.quantise import check_input, check_output, check_seed, checked_overflow, key_of
@@ -40,14 +40,15 @@ class Kernels:
     """
 
     def __init__(self) -> None:
-        self.wanted: dict[Kernel, None] = {}
-        self.refused: dict[Kernel, str] = {}
+        self.wanted: dict[Definition, None] = {}
+        self.refused: dict[Definition, str] = {}
         self.eager = 0
         self.fused = Counter[int]()
-        self._ready: dict[Kernel, Compiled] = {}
+        self._ready: dict[Definition, Compiled] = {}
+        self._repeats: dict[Hashable, tuple[Callable[[Sequence[int]], bool], Sequence[int]]] = {}
         self._lock = threading.Lock()
 
-    def get(self, kernel: Kernel) -> Compiled | None:
+    def get(self, kernel: Definition) -> Compiled | None:
         ready = self._ready.get(kernel)
         with self._lock:
             if ready is not None:
@@ -58,7 +59,23 @@ class Kernels:
                 self.wanted[kernel] = None
         return None
 
-    def compile(self, *kernels: Kernel) -> None:
+    def keep(self, key: Hashable, repeat: Callable[[Sequence[int]], bool], order: Sequence[int]) -> None:
+        """Keeps a launch for calls with the same key; it takes the addresses of their tensors with these numbers."""
+        self._repeats[key] = repeat, order
+
+    def repeat(self, key: Hashable, tensors: Sequence[Tensor | None]) -> bool:
+        """Repeats the launch of an earlier call; False, and nothing, where there is none for it."""
+        kept = self._repeats.get(key)
+        if kept is None:
+            return False
+        launch, order = kept
+        if not launch([tensors[number].data_ptr() for number in order]):  # type: ignore[union-attr]
+            return False
+        with self._lock:
+            self.fused[0] += 1
+        return True
+
+    def compile(self, *kernels: Definition) -> None:
         """Compiles kernels: seconds for each the first time on a machine, tenths from torch's cache on disk.
 
         Raises what torch or a compiler raises; such a kernel stays eager and is not wanted again.

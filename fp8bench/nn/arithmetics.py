@@ -11,7 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from fp8bench.formats.native_codes import codes, codes_both, codes_turned, current_scale, row_codes, row_codes_both
+from fp8bench.formats.native_codes import (
+    casts_in_one_call,
+    codes,
+    codes_both,
+    codes_turned,
+    current_codes,
+    current_scale,
+    row_codes,
+    row_codes_both,
+)
 from fp8bench.formats.operators import values
 from fp8bench.formats.quantise import Draw
 from fp8bench.formats.recipes import Accumulator, Recipe
@@ -265,20 +274,33 @@ class ScaledArithmetic(RecipeArithmetic):
                 return self.cast(tensor, role), None
             both = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding)
             return Operand(*both[0], role is Role.GRADIENT), Operand(*both[1], role is Role.GRADIENT)
-        scale, inverse = self._scale(tensor, role, _is_recast(role), amax)
-        codes = codes_both(tensor, treatment.fmt, scale)
-        straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in codes)
+        inverse, *made = self._tensor_codes(tensor, role, _is_recast(role), both=True, amax=amax)
+        straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in made if data is not None)
         return straight, turned
 
     def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
         treatment = self.treatments[role]
         if self._one_scale_each:
-            scale, inverse = self._scale(tensor, role, again)
-            data = codes(tensor, treatment.fmt, scale)
+            inverse, data, _ = self._tensor_codes(tensor, role, again, both=False)
         else:
             assert treatment.scaling is not None
             data, inverse = row_codes(tensor, treatment.fmt, treatment.scaling.rounding)
         return Operand(data, inverse, role is Role.GRADIENT)
+
+    def _tensor_codes(
+        self, tensor: Tensor, role: Role, again: bool, both: bool, amax: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The scale that decodes, codes, and with `both` those of the transpose."""
+        treatment, known = self.treatments[role], self.scales.get(role)
+        if casts_in_one_call(tensor):
+            if isinstance(known, DelayedScale) and (made := known.cast(tensor, again, both)):
+                return made.inverse, made.straight, made.turned
+            if known is None and treatment.scaling is not None and amax is None:
+                return current_codes(tensor, treatment.fmt, treatment.scaling.rounding, both)
+        scale, inverse = self._scale(tensor, role, again, amax)
+        if both:
+            return inverse, *codes_both(tensor, treatment.fmt, scale)
+        return inverse, codes(tensor, treatment.fmt, scale), None
 
     def _scale(self, tensor: Tensor, role: Role, again: bool, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if role in self.scales:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 from fp8bench.errors import RecipeRefused
@@ -22,6 +23,7 @@ from fp8bench.formats.recipes import (
     Scaling,
     Treatment,
 )
+from fp8bench.formats.triton_casts import choose_casts
 from fp8bench.model import DeviceFacts, Level, Scalars, Support
 from fp8bench.protocols import Arithmetic, Precision, TensorScale
 from fp8bench.protocols.axes import Option, one_of
@@ -50,6 +52,12 @@ ACCUMULATOR = Option(
     "fp32, short: 14 bits as Hopper sums, or so many; promoted: short, added to fp32 every 128 elements",
     "fp32",
     _accumulator,
+)
+CASTS = Option(
+    "casts",
+    "triton: on NVIDIA's GPUs by kernels written in Triton, where it is installed; compiled: by torch.compile",
+    "triton",
+    one_of("triton", "compiled"),
 )
 MX_SCALE = Option(
     "scale",
@@ -140,6 +148,11 @@ class RecipePrecision(Precision):
     @property
     def remembers(self) -> bool:
         return self.recipe.delayed is not None or any(treatment.stochastic for treatment in self.recipe.treatments)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        with super().scope(), choose_casts(self.chosen.get("casts") != "compiled"):
+            yield
 
     def own_support(self, facts: DeviceFacts) -> Support:
         return recipe_support(self.recipe, self.words, facts)

@@ -6,14 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fp8bench.formats.blocks import float_factor
 from fp8bench.formats.grids import FORMATS, Format
-from fp8bench.formats.native_codes import current_scale, delayed_scale
+from fp8bench.formats.native_codes import DelayedCodes, current_scale, delayed_codes, delayed_scale
 from fp8bench.formats.recipes import Delayed, Recipe, ScaleRounding, Treatment
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.numerics.tensor_error import Factors, ScaleCourse, factors_of, scale_course
@@ -48,6 +48,9 @@ class DelayedScale:
     the device, None before the first cast.
     """
 
+    # Whether a tensor's magnitude is this rank's own, so that it can be found while casting.
+    alone: ClassVar[bool] = True
+
     def __init__(self, delayed: Delayed, fmt: Format) -> None:
         self._delayed = delayed
         self._fmt = fmt
@@ -60,14 +63,25 @@ class DelayedScale:
         """A recomputed block casts `again`: it gets the scale that it had, and is not entered twice."""
         if again and self._used is not None:
             return self._used
-        if self.scale is None or self.history is None or self._casts is None:
-            self.scale = torch.ones((), dtype=torch.float32, device=x.device)
-            self.history = torch.zeros(self._delayed.history, dtype=torch.float32, device=x.device)
-            self._casts = torch.zeros((), dtype=torch.int32, device=x.device)
         amax = largest_magnitude(x) if amax is None else amax
-        state = self.history, self._casts, self.scale
-        self._used = ScalePair(*delayed_scale(amax, *state, self._fmt, self._delayed))
+        self._used = ScalePair(*delayed_scale(amax, *self._state(x.device), self._fmt, self._delayed))
         return self._used
+
+    def cast(self, x: Tensor, again: bool, both: bool) -> DelayedCodes | None:
+        """Casts `x` and does what `next` does, in one pass; None where the scale is not this tensor's alone, or is that
+        of the last cast."""
+        if not self.alone or (again and self._used is not None):
+            return None
+        made = delayed_codes(x, *self._state(x.device), self._fmt, self._delayed, both)
+        self._used = ScalePair(made.scale, made.inverse)
+        return made
+
+    def _state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        if self.scale is None or self.history is None or self._casts is None:
+            self.scale = torch.ones((), dtype=torch.float32, device=device)
+            self.history = torch.zeros(self._delayed.history, dtype=torch.float32, device=device)
+            self._casts = torch.zeros((), dtype=torch.int32, device=device)
+        return self.history, self._casts, self.scale
 
     def memory(self) -> dict[str, Tensor]:
         if self.scale is None or self.history is None or self._casts is None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fp8bench.formats.native_codes import casts_in_one_call
 from fp8bench.model import LayerScale
 from fp8bench.nn.linear import Linear, cast_both_ways
 from fp8bench.nn.tensor_scales import largest_magnitudes
@@ -161,8 +162,13 @@ class CachedWeights:
                     layer.operands = None
 
     def _cast(self) -> None:
-        taking = [layer for layer in self._layers if layer.arithmetic.takes_amax]
+        taking = [layer for layer in self._layers if layer.arithmetic.takes_amax and not _finds_amax(layer)]
         amaxes = dict(zip(taking, largest_magnitudes([linear.weight for linear in taking]), strict=True))
         for layer in self._layers:
             weight = layer.weight if layer.unit is None else layer.weight * layer.factor
             layer.operands = cast_both_ways(layer.arithmetic, weight, amaxes.get(layer))
+
+
+def _finds_amax(layer: Linear) -> bool:
+    """Whether a cast with a delayed scale finds the magnitude while it casts."""
+    return layer.arithmetic.settles and casts_in_one_call(layer.weight)

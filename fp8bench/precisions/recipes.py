@@ -19,6 +19,7 @@ from fp8bench.formats.recipes import (
 from fp8bench.model import DeviceFacts, Support
 from fp8bench.nn.shared_precisions import (
     ACCUMULATOR,
+    CASTS,
     HIGH_WEIGHT_GRADIENT,
     MX_SCALE,
     RecipePrecision,
@@ -42,7 +43,13 @@ class Fp8(RecipePrecision):
     )
     rank = 40
     words = "FP8"
-    options = (formats_option("hybrid"), float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
+    options = (
+        formats_option("hybrid"),
+        float_scale_option(ScaleRounding.EXACT),
+        HIGH_WEIGHT_GRADIENT,
+        ACCUMULATOR,
+        CASTS,
+    )
 
 
 @precisions.register("fp8-block")
@@ -57,7 +64,7 @@ class Fp8Block(RecipePrecision):
     rank = 43
     words = "block-scaled FP8"
     compiled_multiple = 128  # torch's shape function wants whole blocks, its kernels do not
-    options = (float_scale_option(ScaleRounding.POWER_OF_TWO), ACCUMULATOR, HIGH_WEIGHT_GRADIENT)
+    options = (float_scale_option(ScaleRounding.POWER_OF_TWO), ACCUMULATOR, HIGH_WEIGHT_GRADIENT, CASTS)
 
     def made(self) -> Recipe:
         rows = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
@@ -84,6 +91,7 @@ class Fp8Delayed(RecipePrecision):
         formats_option("hybrid"),
         HIGH_WEIGHT_GRADIENT,
         ACCUMULATOR,
+        CASTS,
     )
 
     def made(self) -> Recipe:
@@ -101,7 +109,7 @@ class Fp8E4M3(RecipePrecision):
     rank = 44
     words = "FP8"
     element = E4M3
-    options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
+    options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR, CASTS)
 
 
 @precisions.register("fp8-e5m2")
@@ -149,7 +157,7 @@ class Fp8Rowwise(RecipePrecision):
     rank = 42
     words = "row-wise FP8"
     block = (1, 0)
-    options = (formats_option("e4m3"), float_scale_option(ScaleRounding.POWER_OF_TWO), HIGH_WEIGHT_GRADIENT)
+    options = (formats_option("e4m3"), float_scale_option(ScaleRounding.POWER_OF_TWO), HIGH_WEIGHT_GRADIENT, CASTS)
 
 
 _MX_WORDS = (
@@ -215,7 +223,7 @@ class MxFp8(RecipePrecision):
     multiples = (32, 16)
     block = (1, 32)
     kept = E8M0
-    options = (MX_SCALE, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT)
+    options = (MX_SCALE, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT, CASTS)
 
 
 _NVFP4_BLOCK = 16

@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from fp8bench.formats.grids import E4M3
+from fp8bench.formats.recipes import ScaleRounding
+from fp8bench.formats.triton_casts import describe
 
 _OPERATORS = "fp8bench.formats.operators"
 _LONGEST_REASON = 200
@@ -80,7 +82,23 @@ def try_to_compile(device: str) -> str:
     earlier = calls()
     values(torch.ones(64, device=device), E4M3)
     bits = [str(number) for number in calls_since(earlier)[1] if number]
-    return f"a quantiser compiles in {seconds:.1f} s" + "".join(f", with vectors of {bit} bits" for bit in bits)
+    words = f"a quantiser compiles in {seconds:.1f} s" + "".join(f", with vectors of {bit} bits" for bit in bits)
+    place = torch.device(device)
+    return f"{words}; {_try_triton(place)}" if place.type == "cuda" else words
+
+
+def _try_triton(device: Any) -> str:
+    """Casts a small matrix as recipes do, and says whether Triton made the cast."""
+    import torch
+
+    from fp8bench.formats.native_codes import casts_in_one_call, current_codes
+
+    x = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
+    if casts_in_one_call(x):
+        for _ in range(3):  # defined, launched by Triton, repeated
+            current_codes(x, E4M3, ScaleRounding.EXACT, both=True)
+            compile_waiting()
+    return describe(device)
 
 
 @contextlib.contextmanager

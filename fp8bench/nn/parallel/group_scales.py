@@ -42,6 +42,8 @@ class CurrentOfGroup:
 class DelayedOfGroup(DelayedScale):
     """A delayed scale with the history of the whole tensor."""
 
+    alone = False
+
     def __init__(self, largest: Largest, delayed: Delayed, treatment: Treatment) -> None:
         super().__init__(delayed, treatment.fmt)
         self._largest = largest

@@ -1,0 +1,96 @@
+"""Casts by hand in Triton's interpreter, on a processor, held against their definitions: run as a program.
+
+TRITON_INTERPRET must be set before triton is imported, and no process of the tests' own may have it. The interpreter's
+conversions to FP8 are wrong in 3% of codes; torch's stand in for them here, saturating as NVIDIA's instructions do.
+
+`python -m tests.formats.triton_casts.interpreted NAME` compares a family of casts over matrices of many sizes and
+strides, prints each that differs, and last how many casts ran by hand.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+from triton.runtime import interpreter
+
+from fp8bench.formats import native_codes, operators
+from fp8bench.formats.compiling import Compiled, Definition
+from fp8bench.formats.triton_casts import launch
+from tests.formats.test_native_codes import same
+from tests.formats.triton_casts.casts import BF16, F16, FAMILIES, matrices
+
+_KINDS = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2, "bf16": BF16, "fp16": F16}
+_convert, _patch_tensors = interpreter._convert_float, interpreter._patch_lang_tensor
+
+
+def convert_exactly(values: np.ndarray, source: object, target: object, rounding: object) -> np.ndarray:
+    if target.name == "fp32" and source.name in ("bf16", "fp16"):  # the interpreter loses bfloat16's subnormals
+        halves = torch.from_numpy(np.ascontiguousarray(values.view(np.int16))).view(_KINDS[source.name])
+        return halves.float().numpy().view(np.uint32)
+    if source.name != "fp32" or target.name not in _KINDS:
+        return _convert(values, source, target, rounding)
+    floats, kind = torch.from_numpy(np.ascontiguousarray(values.view(np.float32))), _KINDS[target.name]
+    if kind.itemsize == 1:
+        floats = floats.clamp(-torch.finfo(kind).max, torch.finfo(kind).max)  # which keeps NaN
+        return floats.to(kind).view(torch.uint8).numpy()
+    return floats.to(kind).view(torch.int16).numpy().view(np.uint16)
+
+
+def patch_tensors(tensor: object, scope: object) -> None:
+    """Lets the interpreter's scalars, which are arrays of one element, be indices with NumPy from 2.4 on, too."""
+    _patch_tensors(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
+
+
+class Interpreted(operators.Kernels):
+    """Has every cast by hand ready, in the interpreter; all others stay separate operations."""
+
+    def get(self, kernel: Definition) -> Compiled | None:
+        if not isinstance(kernel, launch.ByHand):
+            return None
+        self.fused[0] += 1
+        definition = kernel.definition
+        return Compiled(lambda *tensors: launch.run_plans(launch.plan_by_hand(definition, tensors), tensors))
+
+    def keep(self, *launches: object) -> None:
+        """Keeps nothing: the interpreter has no compiled kernels."""
+
+
+FEWER = {"delayed": slice(0, None, 3)}
+"""Each of these matrices is cast eighteen times."""
+
+
+def compare(name: str) -> tuple[int, int]:
+    """Prints what differs; returns how many casts did, and how many ran by hand."""
+    family, casts = FAMILIES[name]
+    differences = 0
+    for fmt, rounding, source in casts:
+        cast = family(fmt, rounding)
+        for x in [*matrices(source)][FEWER.get(name, slice(None))]:
+            switch_by_hand(False)
+            expected = cast(x)
+            switch_by_hand(True)
+            result = cast(x)
+            wrong = [number for number, pair in enumerate(zip(result, expected, strict=True)) if not same(*pair)]
+            if wrong:
+                print(name, fmt.name, rounding, source, tuple(x.shape), x.stride(), "differs in", wrong)
+                differences += 1
+    kernels = operators.KERNELS
+    return differences, kernels.fused[0]
+
+
+def switch_by_hand(on: bool) -> None:
+    native_codes.use_by_hand = lambda device: on
+
+
+if __name__ == "__main__":
+    interpreter._convert_float, interpreter._patch_lang_tensor = convert_exactly, patch_tensors
+    operators.KERNELS = Interpreted()
+    count, ran = compare(sys.argv[1])
+    print(f"{count} casts differ; {ran} ran by hand")
+    sys.exit(1 if count or not ran else 0)
