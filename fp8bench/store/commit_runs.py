@@ -91,8 +91,8 @@ def by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
 
 def read_runs(paths: Sequence[Path]) -> CommitRuns:
     """Reads the runs of one commit."""
-    runs: list[TrackedRun] = []
-    reasons: list[str] = []
+    runs = []
+    reasons = []
     suites: set[str] = set()
     for path in paths:
         tracked, reason, names = _read_run(path)
@@ -281,7 +281,7 @@ def _find_word(word: str, store: Path) -> ChosenRuns:
 def _runs_of_hash(commit: str, runs: Listing) -> ChosenRuns:
     """Returns the runs of a commit, oldest first; a run whose files differed from the commit is not one of them."""
     named = [path for path in reversed(runs.everything) if commit_of(path).startswith(commit[:8])]
-    heads: dict[Path, Run] = {}
+    heads = {}
     for path in named:
         head = _load_head(path) if runs.counts(path) else None
         if head is not None and str(head.environment.get("commit")).startswith(commit):

@@ -210,8 +210,8 @@ def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run | str]) ->
 
 def _load_runs(heads: Iterable[Run | str]) -> tuple[list[Run], list[str]]:
     """Returns runs, newest first, and what is damaged in their files; a line that a kill cut short is no damage."""
-    loaded: list[Run] = []
-    damage: list[str] = []
+    loaded = []
+    damage = []
     for head in heads:
         if isinstance(head, str):
             damage.append(head)

@@ -87,7 +87,7 @@ class Log(Generic[T]):
     def lines(self) -> tuple[list[T], list[str]]:
         """Returns the values, and for each line that has none the reason; nothing without a file. Raises
         StoreError."""
-        sound: list[T] = []
+        sound = []
         troubles = []
         try:
             content = read_file(self.path)
@@ -165,9 +165,9 @@ def lines_of(path: Path, called: str) -> FileLines:
 
 def sheet_of(content: bytes) -> FileLines:
     # 1. Sort the lines into sealed ones, those of older versions, and broken ones.
-    broken: list[Broken] = []
-    free: list[tuple[int, Content]] = []
-    sealed: list[_SealedLine] = []
+    broken = []
+    free = []
+    sealed = []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line or line.isspace():
             continue

@@ -218,7 +218,7 @@ class _CoveredSums:
             if type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.dim() > 1
         }
         # Of the two calls of a node that computes the gradients of a product only one has the weight.
-        self._of_nodes: dict[int, str] = {}
+        self._of_nodes = {}
         for call, node in zip(tape.calls, tape.nodes, strict=True):
             if node is not None:
                 for name in self._weights_of(call):

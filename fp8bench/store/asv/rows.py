@@ -193,7 +193,7 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
         column(f"stats_{field.name}", _is_count if field.name in ("number", "repeat") else _is_number)
         for field in fields(Stats)
     ]
-    stats: list[Stats | None] = []
+    stats = []
     for figures in zip(*columns_of_stats, strict=True):
         if 0 < figures.count(None) < len(figures):  # asv fails on an interval without quartiles
             raise Malformed("some statistics of a value are missing")
