@@ -6,7 +6,7 @@ operations. Inside a graph that torch compiles there are plain operations instea
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -257,10 +257,9 @@ def whole_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
     return (pad(x, (0, columns, 0, rows)), False) if rows or columns else (x, True)
 
 
-def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tensor | None, fmt: str) -> None:
-    key, tensors = call_key_of("codes", x, (scale, out, turned), fmt), (x, scale, out, turned)
-    if not x.numel() or repeat_call(key, tensors):
-        return
+def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tensor | None, fmt: str) -> Launched | None:
+    if not x.numel():
+        return None
     matrix, swapped = laid(x)
     if swapped:
         out, turned = turned, out
@@ -275,14 +274,12 @@ def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tens
         places.append(turned_squares(turned.view(matrix.shape[::-1]), side))
     if scale is not None:
         places.append(scale[:, None, :, None] if by_square else scale.reshape(()))
-    call(kernel, *places, key=key, tensors=tensors)
+    return call(kernel, *places)
 
 
-def _run_row_codes(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, block: int) -> None:
-    key, tensors = call_key_of("row_codes", x, (), fmt, rounding, block), (x, out, inverse)
-    if not repeat_call(key, tensors):
-        kernel, places, _ = _of_rows(x, out, inverse, fmt, rounding, block)
-        call(kernel, *places, key=key, tensors=tensors)
+def _run_row_codes(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, block: int) -> Launched | None:
+    kernel, places, _ = _of_rows(x, out, inverse, fmt, rounding, block)
+    return call(kernel, *places)
 
 
 def _run_row_codes_both(
@@ -295,15 +292,9 @@ def _run_row_codes_both(
     fmt: str,
     rounding: str,
     block: int,
-) -> None:
-    same = x.data_ptr() == y.data_ptr()
-    key, tensors = (
-        call_key_of("row_codes_both", x, (), fmt, rounding, block, same),
-        (x, out, inverse, y, out_of_y, inverse_of_y),
-    )
-    if not repeat_call(key, tensors):
-        turned = _of_rows(y, out_of_y, inverse_of_y, fmt, rounding, block)
-        _of_rows(x, out, inverse, fmt, rounding, block).beside(turned, key, tensors)
+) -> Launched | None:
+    turned = _of_rows(y, out_of_y, inverse_of_y, fmt, rounding, block)
+    return _of_rows(x, out, inverse, fmt, rounding, block).beside(turned)
 
 
 def _of_rows(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, block: int) -> Called:
@@ -316,13 +307,10 @@ def _of_rows(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, b
 
 def _run_current_codes(
     x: Tensor, scale: Tensor, inverse: Tensor, out: Tensor, turned: Tensor | None, fmt: str, rounding: str
-) -> None:
-    key, tensors = call_key_of("current_codes", x, (turned,), fmt, rounding), (x, scale, inverse, out, turned)
-    if repeat_call(key, tensors):
-        return
+) -> Launched | None:
     matrix, _, outputs, which = _matrix_and_outputs(x, out, turned)
     kernel = CurrentCodesKernel(FORMATS[fmt], ScaleRounding(rounding), x.dtype, str(x.device), *which)
-    call(kernel, matrix, scale, inverse, *outputs, key=key, tensors=tensors)
+    return call(kernel, matrix, scale, inverse, *outputs)
 
 
 def _run_delayed_codes(
@@ -338,28 +326,21 @@ def _run_delayed_codes(
     algorithm: str,
     margin: int,
     interval: int,
-) -> None:
-    key = call_key_of("delayed_codes", x, (turned,), fmt, len(history), algorithm, margin, interval)
-    tensors = x, history, casts, scale, used, inverse, out, turned
-    if repeat_call(key, tensors):
-        return
+) -> Launched | None:
     matrix, _, outputs, which = _matrix_and_outputs(x, out, turned)
     delayed = Delayed(len(history), Amax(algorithm), margin, interval)
     kernel = DelayedCodesKernel(FORMATS[fmt], delayed, x.dtype, str(x.device), *which)
-    call(kernel, matrix, history, casts, scale, used, inverse, *outputs, key=key, tensors=tensors)
+    return call(kernel, matrix, history, casts, scale, used, inverse, *outputs)
 
 
 def _run_square_codes(
     x: Tensor, inverse: Tensor, turned_inverse: Tensor, out: Tensor, turned: Tensor | None, fmt: str, rounding: str
-) -> None:
-    key, tensors = call_key_of("square_codes", x, (turned,), fmt, rounding), (x, inverse, turned_inverse, out, turned)
-    if repeat_call(key, tensors):
-        return
+) -> Launched | None:
     matrix, swapped, outputs, which = _matrix_and_outputs(x, out, turned)
     if swapped:
         inverse, turned_inverse = turned_inverse, inverse
     kernel = SquareCodesKernel(FORMATS[fmt], ScaleRounding(rounding), x.dtype, str(x.device), *which)
-    call(kernel, matrix, inverse, turned_inverse, *outputs, key=key, tensors=tensors)
+    return call(kernel, matrix, inverse, turned_inverse, *outputs)
 
 
 def _matrix_and_outputs(
@@ -407,46 +388,57 @@ class Called(NamedTuple):
     tensors: tuple[Tensor, ...]
     turned: bool
 
-    def beside(self, other: Called, key: Hashable = None, tensors: Sequence[Tensor | None] = ()) -> None:
+    def beside(self, other: Called) -> Launched | None:
         """Calls both kernels as one, unless both read matrices alike: their sizes would then be taken for the same."""
         if self.turned != other.turned:
-            pair = PairKernel(self.kernel, other.kernel)
-            call(pair, *self.tensors, *other.tensors, key=key, tensors=tensors)
-        else:
-            for called in (self, other):
-                call(called.kernel, *called.tensors)
+            return call(PairKernel(self.kernel, other.kernel), *self.tensors, *other.tensors)
+        for called in (self, other):
+            call(called.kernel, *called.tensors)
+        return None
 
 
-def call(kernel: Definition, *places: Tensor, key: Hashable = None, tensors: Sequence[Tensor | None] = ()) -> None:
-    """Runs the kernel by hand or the compiled one if there is one, else the same as separate operations.
+class Launched(NamedTuple):
+    """A launch by hand, and the addresses that it had."""
 
-    With a `key`, which tells calls apart that differ in more than their tensors' addresses, the launch is kept for the
-    next such call: `tensors` are an operator's, and `places` views of them.
-    """
-    small = max(tensor.numel() for tensor in places) <= MOST_ELEMENTS
-    by_hand = find_by_hand(kernel, places) if small and use_by_hand(places[0].device) else None
-    chosen = by_hand or kernel
-    compiled = operators.KERNELS.get(chosen) if small and (by_hand or isinstance(kernel, Kernel)) else None
+    repeat: Callable[[Sequence[int]], bool]
+    addresses: list[int]
+
+
+def call(kernel: Definition, *tensors: Tensor) -> Launched | None:
+    """Runs the kernel by hand or the compiled one if there is one, else the same as separate operations."""
+    small = max(tensor.numel() for tensor in tensors) <= MOST_ELEMENTS
+    by_hand = find_by_hand(kernel, tensors) if small and use_by_hand(tensors[0].device) else None
+    compiled = operators.KERNELS.get(by_hand or kernel) if small and (by_hand or isinstance(kernel, Kernel)) else None
     if compiled is None:
-        kernel(*places)
-        return
-    repeat: Any = compiled.run(*places)
-    if by_hand and key is not None:
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        order = [addresses.index(place.data_ptr()) for place in places if place.data_ptr() in addresses]
-        if len(order) == len(places):  # none of them is a copy
-            operators.KERNELS.keep(key, repeat, order)
+        kernel(*tensors)
+        return None
+    repeat: Any = compiled.run(*tensors)
+    return Launched(repeat, [tensor.data_ptr() for tensor in tensors]) if by_hand else None
 
 
-def call_key_of(name: str, x: Tensor, optional: Sequence[Tensor | None], *options: Hashable) -> Hashable:
-    present = tuple(-1 if tensor is None else tensor.dim() for tensor in optional)
-    return name, x.shape, x.stride(), x.dtype, x.device, present, options
+def repeat_or_run(run: Callable[..., Launched | None]) -> Callable[..., None]:
+    """An operator that repeats the launches of a cast by hand for arguments that differ in addresses alone."""
+
+    def cast(x: Tensor, *others: object) -> None:
+        if not use_by_hand(x.device):
+            run(x, *others)
+            return
+        addresses = [argument.data_ptr() for argument in (x, *others) if isinstance(argument, Tensor)]
+        # Two operands may be one matrix.
+        same = tuple(addresses.index(address) for address in addresses)
+        key = run, x.device, _describe(x), *map(_describe, others), same
+        if operators.KERNELS.repeat(key, addresses):
+            return
+        launched = run(x, *others)
+        if launched is not None and {*launched.addresses} <= {*addresses}:  # none is a copy's
+            order = [addresses.index(address) for address in launched.addresses]
+            operators.KERNELS.keep(key, launched.repeat, order)
+
+    return cast
 
 
-def repeat_call(key: Hashable, tensors: Sequence[Tensor | None]) -> bool:
-    """Repeats a cast by hand with the same key."""
-    x = tensors[0]
-    return x is not None and use_by_hand(x.device) and operators.KERNELS.repeat(key, tensors)
+def _describe(argument: Any) -> Hashable:
+    return (argument.shape, argument.stride(), argument.dtype) if isinstance(argument, Tensor) else argument
 
 
 def laid(x: Tensor) -> tuple[Tensor, bool]:
@@ -495,4 +487,4 @@ for _name, _arguments, _run in (
     ("scale", "Tensor amax, Tensor(a!) scale, Tensor(b!) inverse, str fmt, str rounding", _run_scale),
     ("delayed_scale", _DELAYED, _run_delayed_scale),
 ):
-    operators.define(_name, f"({_arguments}) -> ()", _run)
+    operators.define(_name, f"({_arguments}) -> ()", repeat_or_run(_run) if "codes" in _name else _run)

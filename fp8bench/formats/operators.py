@@ -63,13 +63,13 @@ class Kernels:
         """Keeps a launch for calls with the same key; it takes the addresses of their tensors with these numbers."""
         self._repeats[key] = repeat, order
 
-    def repeat(self, key: Hashable, tensors: Sequence[Tensor | None]) -> bool:
+    def repeat(self, key: Hashable, addresses: Sequence[int]) -> bool:
         """Repeats the launch of an earlier call; False, and nothing, where there is none for it."""
         kept = self._repeats.get(key)
         if kept is None:
             return False
         launch, order = kept
-        if not launch([tensors[number].data_ptr() for number in order]):  # type: ignore[union-attr]
+        if not launch([addresses[number] for number in order]):
             return False
         with self._lock:
             self.fused[0] += 1

@@ -21,7 +21,7 @@ from fp8bench.formats.codes import DTYPES, elements, encoded
 from fp8bench.formats.compiling import ONE_LAUNCH, Kernel
 from fp8bench.formats.grids import E2M1, E4M3, FORMATS, Format
 from fp8bench.formats.memory_layout import MOST_ELEMENTS
-from fp8bench.formats.native_codes import Called, call, call_key_of, laid, repeat_call, whole_blocks
+from fp8bench.formats.native_codes import Called, Launched, call, laid, repeat_or_run, whole_blocks
 from fp8bench.formats.quantise import Draw, check_input, drawn_bits, key_of, quantised
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, bytes_in_tiles, swizzled, swizzled_into
@@ -404,12 +404,9 @@ def _run_tiled_codes(
     columns: int,
     kept: str,
     rounding: str,
-) -> None:
-    written, tensors = (fmt, rows, columns, kept, rounding), (x, out, scales, above, key)
-    call_key = call_key_of("tiled_codes", x, (above, key), tiled, *written)
-    if not repeat_call(call_key, tensors):
-        kernel, places, _ = _called(x, out, scales, above, key, tiled, *written)
-        call(kernel, *places, key=call_key, tensors=tensors)
+) -> Launched | None:
+    kernel, places, _ = _called(x, out, scales, above, key, tiled, fmt, rows, columns, kept, rounding)
+    return call(kernel, *places)
 
 
 def _run_tiled_codes_both(
@@ -430,13 +427,10 @@ def _run_tiled_codes_both(
     columns: int,
     kept: str,
     rounding: str,
-) -> None:
-    written, tensors = (fmt, rows, columns, kept, rounding), (x, out, scales, y, out_of_y, scales_of_y, above, key)
-    same = x.data_ptr() == y.data_ptr()
-    call_key = call_key_of("tiled_codes_both", x, (above, key), same, tiled, tiled_y, *written)
-    if not repeat_call(call_key, tensors):
-        turned = _called(y, out_of_y, scales_of_y, above_y, key_of_y, tiled_y, *written)
-        _called(x, out, scales, above, key, tiled, *written).beside(turned, call_key, tensors)
+) -> Launched | None:
+    written = fmt, rows, columns, kept, rounding
+    turned = _called(y, out_of_y, scales_of_y, above_y, key_of_y, tiled_y, *written)
+    return _called(x, out, scales, above, key, tiled, *written).beside(turned)
 
 
 def _called(
@@ -482,7 +476,7 @@ _TILED = "Tensor x, Tensor(a!) out, Tensor(b!) scales, Tensor? above, Tensor? ke
 _OF_Y = "Tensor y, Tensor(c!) out_of_y, Tensor(d!) scales_of_y, Tensor? above_y, Tensor? key_of_y, bool tiled_y"
 _WRITTEN = "str fmt, int rows, int columns, str kept, str rounding"
 _ABOVE = "Tensor[] amaxes, Tensor(a!)[] above, Tensor? last, Tensor(b!)? after, Tensor(c!)[] keys, int[] steps"
-operators.define("tiled_codes", f"({_TILED}, {_WRITTEN}) -> ()", _run_tiled_codes)
-operators.define("tiled_codes_both", f"({_TILED}, {_OF_Y}, {_WRITTEN}) -> ()", _run_tiled_codes_both)
+operators.define("tiled_codes", f"({_TILED}, {_WRITTEN}) -> ()", repeat_or_run(_run_tiled_codes))
+operators.define("tiled_codes_both", f"({_TILED}, {_OF_Y}, {_WRITTEN}) -> ()", repeat_or_run(_run_tiled_codes_both))
 operators.define("tensor_scales", f"({_ABOVE}) -> ()", _run_tensor_scales)
 operators.define("unscaled_codes", "(Tensor x, Tensor(a!) out) -> ()", _run_unscaled_codes)
