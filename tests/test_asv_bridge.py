@@ -423,7 +423,7 @@ def test_what_is_checked_out_is_not_saved_under_another_commit(
     """The named commit keeps its own figures."""
     other = "f" * 40
     known = {"HEAD": COMMIT, "HEAD~1": other}
-    monkeypatch.setattr(asv_measuring, "commit_named", lambda word, folder: known.get(word))
+    monkeypatch.setattr(asv_measuring, "find_commit", lambda word, folder: known.get(word))
     kind, why = asked(a_run("run2", record(3)), saved_as="HEAD~1")
     assert kind == "failed" and why.startswith("asv saves it as commit ffffffff, and commit 01234567 is checked out")
     before = a_run("run1", record(2), commit=other)

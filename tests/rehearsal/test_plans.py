@@ -33,7 +33,7 @@ def test_turns_are_part_of_it_too() -> None:
 def test_energy_is_part_of_the_estimated_time() -> None:
     """Two groups idle for six seconds each; in each, two cases have three windows and the emulated one has one."""
     assert (
-        "about 20 s to 40 s, more where a step takes seconds or a GPU warms up, and 30 s to 1 min 26 s for energy"
+        "about 12 s to 24 s, more where a step takes seconds or a GPU warms up, and 30 s to 1 min 26 s for energy"
         in told()
     )
     assert "10 rounds of every group take what they take, and 14 s to 38 s for energy" in told(quick=True)

@@ -67,7 +67,7 @@ def test_a_pass_is_what_a_gpu_takes(arch: str, gpu: str, mode: str, stage: Stage
     with precision.scope():
         for step in range(2):  # in the first one what is made once may be waited for
             with ledger if step else nullcontext():
-                model(*windows.drawn(0, step, 0, config.batch), SilentPhases()).backward()
+                model(*windows.draw(0, step, 0, config.batch), SilentPhases()).backward()
     recipe = getattr(precision, "recipe", None)
     if not isinstance(recipe, Recipe) or level is Level.EMULATED:
         assert not ledger.done.products

@@ -316,8 +316,8 @@ def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
     ("request_", "share", "rule"),
     [
         (Request("gemm"), None, (10, None, 2.5)),
-        (Request("gemm", quick=True), None, (24, 10, 10.0)),
-        (Request("gemm", rounds=7), 3.0, (24, 7, 10.0)),
+        (Request("gemm", quick=True), None, (24, 10, 6.0)),
+        (Request("gemm", rounds=7), 3.0, (24, 7, 6.0)),
         (Request("gemm", budget=9.0), 3.0, (5, None, 3.0)),
     ],
 )
