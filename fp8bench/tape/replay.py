@@ -154,7 +154,9 @@ def bits_of(operator: Any, result: object, written: Sequence[object]) -> tuple[i
 def _bits(tensor: Tensor) -> int:
     if not tensor.numel():
         return 0
-    values: Any = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    # A tensor of one element counts as contiguous whatever its strides are, and cannot be viewed as bytes then.
+    dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+    values: Any = dense.view(-1).view(torch.uint8).numpy()
     return zlib.crc32(values)
 
 

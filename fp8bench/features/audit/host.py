@@ -125,10 +125,11 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def _packed_results(results: dict[str, Tensor]) -> PackedResults:
+def pack_results(results: dict[str, Tensor]) -> PackedResults:
     packed = []
     for name, tensor in results.items():
-        plain = tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
+        # A tensor of one element counts as contiguous whatever its strides are, and cannot be viewed as bytes then.
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         data = plain.view(-1).view(torch.uint8).numpy().tobytes()
         packed.append((name, str(plain.dtype)[6:], tuple(plain.shape), data))
     return tuple(packed)
@@ -230,14 +231,14 @@ class KernelHost:
 
     def reread(self) -> PackedResults:
         """Reads the latest results again, where the kernel left them."""
-        return _packed_results(self._latest)
+        return pack_results(self._latest)
 
     def keep(self) -> None:
         """Keeps the latest results where the kernel left them, for `reread_kept`."""
         self._kept = self._latest
 
     def reread_kept(self) -> PackedResults:
-        return _packed_results(self._kept)
+        return pack_results(self._kept)
 
     def spoil(self) -> None:
         """Overwrites the latest results, as their owner may."""
@@ -257,7 +258,7 @@ class KernelHost:
         """Calls a linear layer forward on both slots, then both backward in that order; results in the slots' order."""
         answers = [self._forward(slot) for slot in slots]
         backwards = {which: self._backward(slots[which], answers[which]) for which in order}
-        return tuple(_packed_results(backwards[which]) for which in sorted(backwards))
+        return tuple(pack_results(backwards[which]) for which in sorted(backwards))
 
     def repeat(
         self, slots: Sequence[int], calls: int, seconds: float
@@ -269,7 +270,7 @@ class KernelHost:
         while number < calls and _CLOCK() < end:
             slot = slots[number % len(slots)]
             number += 1
-            results = _packed_results(self._raw(slot))
+            results = pack_results(self._raw(slot))
             if (slot, results) not in distinct and len(distinct) < _MOST_RESULTS:
                 distinct.add((slot, results))
                 different.append((number, slot, results))
@@ -294,7 +295,7 @@ class KernelHost:
         return tuple(digest_of(pack(tensor.detach())) for slot in slots for tensor in self._slots[slot])
 
     def timed_results(self, place: int) -> PackedResults:
-        return _packed_results(self._timed[place])
+        return pack_results(self._timed[place])
 
     def forget(self) -> None:
         """Frees slots and results."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8bench.errors import WorkerLost
 from fp8bench.features.audit import host, times
 from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Shape, run_checks
-from fp8bench.features.audit.host import KernelHost, is_lazy, pack, unpack, unpack_results
+from fp8bench.features.audit.host import KernelHost, is_lazy, pack, pack_results, unpack, unpack_results
 from fp8bench.features.audit.times import CHECKS
 from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.model.promises import AuditKind
@@ -272,3 +272,8 @@ def test_a_kernel_s_process_that_is_gone_is_not_asked_again() -> None:
         with pytest.raises(WorkerLost):
             kernel.digests([0])
     assert gone.asked == 1
+
+
+def test_a_result_of_one_element_may_have_any_stride() -> None:
+    one = torch.arange(8, dtype=torch.bfloat16).as_strided((1, 1), (4, 2), 3)
+    assert torch.equal(unpack_results(pack_results({"product": one}))["product"], one)
