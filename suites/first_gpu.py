@@ -1,8 +1,8 @@
 """The first hour on a GPU: `python -m suites.first_gpu --minutes 9 --out FOLDER`, again and again until no step waits.
 
-`--brisk` takes other steps, in the order of what is open, for a GPU that is lent for minutes: the seconds of each are
-computed from its plan before it is begun, and steps that do not fit are named and left out. FOLDER/first_gpu.tar.gz
-has everything after each step; `--archive` goes on with it elsewhere.
+`--brisk` takes the first steps alone, those that answer what is open, for a GPU that is lent for minutes: their seconds
+are computed from their plans before they begin, and steps that do not fit are named and left out.
+FOLDER/first_gpu.tar.gz has everything after each step; `--archive` goes on with it elsewhere.
 
 Steps come in the order of their value, cheap ones first; each ends within 10 minutes and has its files in the folder:
 NAME.state.json, what it printed, its rows. Whatever cuts it off, the next start goes on: an ended step is not done
@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Fp8benchError
 from fp8bench.files import write_whole
-from suites.first_gpu_brisk import BRISK_STEPS, expected_seconds
+from suites.first_gpu_brisk import BRISK_STEPS, STEPS, expected_seconds
 from suites.first_gpu_cards import card_of, compared, remarks
-from suites.first_gpu_steps import NATIVE, STEPS, FirstStep, Line, NoFigure, StepFiles, base_of
+from suites.first_gpu_steps import NATIVE, FirstStep, Line, NoFigure, StepFiles, base_of
 from suites.kill import children, wait_until_gone
 from suites.trials import ROOT, conditions, environment, options, say
 
@@ -68,7 +68,7 @@ def command_of(files: StepFiles, native: Mapping[str, str], quick: bool) -> list
     """
     step = files.step
     words = [
-        word.format(json=files.path("json")) for word in (*step.words.split(), *(step.quick.split() if quick else ()))
+        word.format(json=files.path("json")) for word in (*step.words.split(), *(step.quick_words if quick else ()))
     ]
     kind = words[1] if words[0] == "fp8bench" else words[0]
     if begun := files.begun():
@@ -333,7 +333,7 @@ def main() -> int:
         quick=(False, "the least of each step, to rehearse: no verdict"),
         again=(str, "steps to do anew, with commas"),
         only=(str, "these steps alone, with commas, in this order; the probe comes first"),
-        brisk=(False, "the steps for a GPU that is lent for minutes, with their seconds computed beforehand"),
+        brisk=(False, "the steps that answer what is open, for a GPU that is lent for minutes"),
         archive=(Path, f"an earlier call's {ARCHIVE}, to go on with in a new folder"),
     )
     if asked.out is None:

@@ -18,14 +18,13 @@ from fp8bench.model.stopping import BRISK_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.make import make_plan
 from suites.first_gpu_cards import MAMF, TE_FORWARD, TE_LAYER, TE_TWELVE, TORCHAO_CASTS, card_of, vllm_ratio
 from suites.first_gpu_steps import (
+    LATER_STEPS,
     PROBE,
-    PYTEST,
     FirstStep,
     Line,
     bandwidth_share,
     cases,
     conforms,
-    counted,
     fastest,
     ratio,
     sustained,
@@ -76,11 +75,11 @@ BRISK_STEPS = (
         )),
     FirstStep(
         "forward", f"fp8bench suite gemm --brisk --set shape={_FORWARD} --dtypes "
-        "native:bf16,fp8,fp8-rowwise,fp8-delayed", 100, (
+        "native:bf16,fp8,fp8-rowwise,fp8-delayed,mxfp8,nvfp4", 100, (
             Line("3 forward products, sustained: fp8 with casts over bf16", sustained("bf16", "fp8"),
                  target=lambda card: card.sustained, speed=True, published=TE_FORWARD),
             *(Line(f"the same of {name}", sustained("bf16", name), speed=True, published=TE_FORWARD)
-              for name in ("fp8-rowwise", "fp8-delayed")),
+              for name in ("fp8-rowwise", "fp8-delayed", "mxfp8", "nvfp4")),
             *(Line(f"joules of {name}, bf16 = 1", ratio("energy", name, "bf16"), speed=True)
               for name in ("fp8", "fp8-rowwise", "fp8-delayed")),
             Line("in slots: fp8 with casts over bf16", ratio("time", "bf16", "fp8"), speed=True,
@@ -119,10 +118,9 @@ BRISK_STEPS = (
     FirstStep(
         "attention", "fp8bench suite attention --brisk --no-energy --set sequence=2048 --dtypes native:bf16,fp8", 50,
         (Line("attention: cases measured", cases),)),
-    *(FirstStep(name, f"{PYTEST} tests/gpu/{file}", 200, (
-        Line(f"tests/gpu/{file}, failures", counted(r"(\d+) (?:failed|error)", r"(\d+) passed"), high=0),
-    ), ("`tests/gpu`",)) for name, file in (("faults", "test_faults.py"), ("triton", "test_triton_casts.py"))),
+    *(step for step in LATER_STEPS if step.name in ("test-faults", "test-triton-casts")),
 )  # fmt: skip
+STEPS = (*BRISK_STEPS, *(step for step in LATER_STEPS if step not in BRISK_STEPS))
 
 
 @dataclass(frozen=True)

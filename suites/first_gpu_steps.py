@@ -11,12 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from fp8bench.analysis.energy import why_no_energy
 from fp8bench.analysis.samples import sustained_samples
 from fp8bench.files import write_whole
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
-from suites.first_gpu_cards import MAMF, TE_FORWARD, Card, Published, card_of
+from suites.first_gpu_cards import Card, Published, card_of
 from suites.trials import ROOT
 
 
@@ -73,6 +72,10 @@ class FirstStep(NamedTuple):
     rows: tuple[str, ...] = ()
     quick: str = ""
     needs: tuple[str, ...] = ()
+
+    @property
+    def quick_words(self) -> list[str]:
+        return (self.quick or ("--quick" if self.words.startswith("fp8bench suite ") else "")).split()
 
     def missing_units(self, native: Mapping[str, str]) -> str:
         """Says why the step would only measure emulations on a device; '' where it would not."""
@@ -206,29 +209,15 @@ def sustained(above: str, below: str) -> Reader:
     def read(files: StepFiles) -> Measured:
         for precision in (above, below):
             files.values("time", precision)  # says why one was not measured
-        seconds: dict[str, dict[str, float]] = {above: {}, below: {}}
-        watched = []
-        records = load_run(files.begun()[-1]).records if files.begun() else ()
-        for record in records:
-            if record.case.precision not in seconds:
-                continue
-            samples = sustained_samples(record)
-            if not samples or record.energy is None:
-                raise NoFigure(
-                    f"{record.case.precision} has no energy window: {why_no_energy(record) or record.reason}"
-                )
-            place = " ".join(f"{name}={value}" for name, value in record.case.params)
-            seconds[record.case.precision][place] = median(samples)
-            if record.case.precision == below:
-                watched += [(window.sm_clock, window.joules / window.seconds) for window in record.energy.windows]
-        if seconds[above].keys() != seconds[below].keys():
-            raise NoFigure(f"{above} and {below} have not the same cases")
-        total = sum(seconds[above].values()) / sum(seconds[below].values())
-        each = ", ".join(f"{seconds[above][place] / seconds[below][place]:.3g}" for place in seconds[above])
-        clocks = [clock for clock, _ in watched if clock]
-        at = f" at {median(clocks) / 1e9:.2f} GHz" if clocks else ""
-        watts = median(watts for _, watts in watched)
-        return Measured(total, f"{total:.3g} (by case {each}){at}, {watts:.0f} W")
+        records = [record for record in load_run(files.begun()[-1]).records if record.case.precision in (above, below)]
+        seconds = {(record.case.precision, record.case.params): median(sustained_samples(record)) for record in records}
+        slow, fast = ({place: value for (mode, place), value in seconds.items() if mode == of} for of in (above, below))
+        total = sum(slow.values()) / sum(fast[place] for place in slow)
+        uses = [record.energy for record in records if record.case.precision == below and record.energy]
+        windows = [window for use in uses for window in use.windows]
+        clock, watts = median(window.sm_clock or 0 for window in windows), median(w.joules / w.seconds for w in windows)
+        each = ", ".join(f"{slow[place] / fast[place]:.3g}" for place in slow)
+        return Measured(total, f"{total:.3g} (by case {each}) at {clock / 1e9:.2f} GHz, {watts:.0f} W")
 
     return read
 
@@ -351,7 +340,6 @@ PROBE = FirstStep("probe", "suites.gpu_probe --json {json}", 60, (
     Line("energy windows beside NVML's own total, %", energy, high=2),
 ), ("energy, state and throttle reasons by NVML",))  # fmt: skip
 _STEP = "fp8bench suite transformer --set size=gpt2-124m --dtypes"
-_SHAPES = "15872x4096x4096,15872x16384x4096,15872x4096x16384"
 PYTEST = "pytest -q -o addopts=--import-mode=importlib -W ignore:Unknown -p no:cacheprovider -p no:benchmark"
 
 
@@ -367,27 +355,12 @@ def _tests() -> Iterator[FirstStep]:
         yield FirstStep(path.stem.replace("_", "-"), f"{PYTEST} {name}", 220, (line,), ("`tests/gpu`",))
 
 
-STEPS = (
-    PROBE,
+# What waits until the first steps have ended (suites/first_gpu_brisk.py).
+LATER_STEPS = (
     FirstStep("doctor", "fp8bench doctor", 45, (Line("doctor", said("cuda")),)),
-    FirstStep("conform", "fp8bench conform --json", 120, (
-        Line("native casts and products that nothing explains", conforms, high=0),
-    ), ("`fp8bench conform`",)),
     FirstStep("selftest", "fp8bench selftest --device cuda", 90, (
         Line("checks of selftest that fail", counted("^FAIL ", "^ok "), high=0),
     ), ("`selftest`, and its `--power`",)),
-    _suite(
-        "best-products", "fp8bench suite gemm --set shape=8192 --set operands=ready --dtypes native:bf16,fp8", 70,
-        Line("best product in bf16, TFLOP/s", fastest("bf16"), published=MAMF["bf16"],
-             target=lambda card: card.bf16 and 0.97e-12 * card.bf16),
-        Line("best product in fp8, TFLOP/s", fastest("fp8"), speed=True, published=MAMF["fp8"],
-             target=lambda card: card.fp8 and 0.97e-12 * card.fp8)),
-    _suite(
-        "casts", f"fp8bench suite gemm --set shape={_SHAPES} --dtypes native:bf16,fp8,fp8-rowwise,mxfp8,nvfp4", 230,
-        Line("fp8 with its casts over bf16, times as fast", ratio("time", "bf16", "fp8"), speed=True,
-             target=lambda card: card.in_slots, published=TE_FORWARD),
-        *(Line(f"the same of {name}", ratio("time", "bf16", name), speed=True)
-          for name in ("fp8-rowwise", "mxfp8", "nvfp4"))),
     _suite(
         "step", f"{_STEP} native:bf16,fp8 --tape --shares", 400,
         Line("launches of a gpt2-124m step, fp8 over bf16", ratio("launches", "fp8", "bf16"), high=1.8),
@@ -427,17 +400,10 @@ STEPS = (
         "diffusion", "fp8bench suite diffusion --set denoiser=dit --dtypes native:bf16,fp8-rowwise,mxfp8", 200,
         rows=("`suite diffusion`: denoisers, sampler, errors and times by step",)),
     _suite("phase-energy", f"{_STEP} native:bf16,fp8 --energy phases", 360),
-    _suite("torchao", f"{_STEP} native:bf16,fp8:backend=torchao", 150, rows=("backend `torchao`",)),
     _suite("te", f"{_STEP} native:bf16,fp8:backend=te", 150, rows=("backend `te`",)),
     FirstStep(
         "ablate", "fp8bench ablate transformer --reference bf16 --options fp8,compile,cached-weights", 300,
         (Line("ablate", said("together: ")),), quick="--quick", needs=("fp8",),
     ),
     FirstStep("calibrate", "fp8bench doctor --calibrate", 300, (Line("harness", said("phase marker on")),)),
-    _suite("crossing", "fp8bench suite gemm --set shape=sweep --set operands=cast,ready --dtypes native:bf16,fp8", 400),
-    _suite("attention", "fp8bench suite attention --dtypes native:bf16,fp8", 150),
-    _suite("serving", "fp8bench suite prefill,decode --dtypes native:bf16,fp8", 300),
-    _suite(
-        "compiled", "fp8bench suite transformer --set size=gpt-350m --set compile=no,yes --dtypes "
-        "native:bf16,fp8,fp8-rowwise,fp8-block", 500, rows=("`compile=yes`",)),
 )  # fmt: skip

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from suites import first_gpu
-from suites.first_gpu import STEPS, changes, command_of, go, rows_of, take, waiting
+from suites.first_gpu import changes, command_of, go, rows_of, take, waiting
+from suites.first_gpu_brisk import STEPS
 from suites.first_gpu_steps import FirstStep, Line, Measured, NoFigure, StepFiles, cases, conforms, ratio
 from suites.trials import conditions
 
@@ -177,13 +178,6 @@ def test_a_step_that_is_forgotten_is_done_anew(tmp_path: Path) -> None:
     assert [files.store.exists() for files in (StepFiles(step, tmp_path) for step in steps)] == [True, False, True]
     with pytest.raises(SystemExit, match="no step 'nosuch'"):
         first_gpu.forget(steps, ["nosuch"], tmp_path)
-
-
-def test_precisions_that_are_not_native_are_left_out() -> None:
-    casts = next(step for step in STEPS if step.name == "casts")
-    native = {"mxfp8": "emulated", "nvfp4": "refused", "fp8": "native"}
-    words = command_of(StepFiles(casts, Path("/nowhere")), native, True)
-    assert "bf16,fp8,fp8-rowwise" in words and "--quick" in words
 
 
 def test_every_row_of_the_architecture_that_a_step_names_is_there(tmp_path: Path) -> None:

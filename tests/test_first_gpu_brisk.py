@@ -27,15 +27,13 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import precisions
 from suites import first_gpu
-from suites.first_gpu import ARCHIVE, chosen, closing, command_of, go, only_native, seconds_of, unpack, waiting
-from suites.first_gpu_brisk import BRISK_STEPS, GroupClock, clock_of, request_of_words
+from suites.first_gpu import ARCHIVE, chosen, closing, go, only_native, seconds_of, unpack
+from suites.first_gpu_brisk import BRISK_STEPS, STEPS, GroupClock, clock_of, request_of_words
 from suites.first_gpu_cards import MAMF, TE_FORWARD, card_of, compared, remarks, vllm_ratio
 from suites.first_gpu_steps import (
     NATIVE,
     PROBE,
-    STEPS,
     FirstStep,
-    Line,
     Measured,
     NoFigure,
     StepFiles,
@@ -165,7 +163,7 @@ def planned_groups(step: FirstStep, facts: DeviceFacts) -> tuple[Group, ...]:
     return make_plan(request_of_words(words[1:]), (facts,), "text").groups
 
 
-SUITE_STEPS = [step for step in (*BRISK_STEPS, *STEPS) if step.words.startswith("fp8bench suite ")]
+SUITE_STEPS = [step for step in STEPS if step.words.startswith("fp8bench suite ")]
 SUITE_STEPS = [step for step in SUITE_STEPS if "suite ceilings" not in step.words]
 
 
@@ -185,7 +183,7 @@ def test_no_minute_is_spent_on_emulation(facts: DeviceFacts) -> None:
 def test_a_step_that_a_gpu_has_no_units_for_is_a_row_and_takes_no_time(programme: Programme) -> None:
     programme.probe = probe_of(A100)
     go(BRISK_STEPS, programme.folder, 520.0, clock=programme.clock)
-    assert [name for name, _ in programme.begun] == ["probe", "faults", "triton"]
+    assert [name for name, _ in programme.begun] == ["probe", "test-faults", "test-triton-casts"]
     assert closing(BRISK_STEPS, programme.folder) == EXIT_FAILED
     table = (programme.folder / "table.md").read_text()
     assert "left out: this GPU multiplies none of fp8, fp8-rowwise, fp8:backend=torchao" in table
@@ -331,10 +329,3 @@ def test_casts_are_held_against_the_cards_copy(tmp_path: Path) -> None:
     StepFiles(PROBE, tmp_path).path("json").write_text(json.dumps(probe_of(gpu("Test GPU", (9, 0)))))
     with pytest.raises(NoFigure, match="nobody has said"):
         bandwidth_share("fp8-rowwise", 3)(files)
-
-
-def test_a_step_whose_device_has_no_low_precision_keeps_no_word_for_it() -> None:
-    native = {name: level for name, (level, _) in probe_of(L4)["precisions"].items()}
-    words = command_of(StepFiles(step_named("twelve").step, Path("/nowhere")), native, False)
-    assert words[words.index("--dtypes") + 1] == "bf16,fp8,fp8-delayed"
-    assert isinstance(step_named("twelve").step.lines[0], Line) and not waiting([], Path("/nowhere"))
