@@ -115,7 +115,8 @@ def test_what_is_open_comes_first_and_all_of_it_ends_in_time(
     names = [name for name, _ in programme.begun]
     assert names[:5] == ["probe", "conform", "casts", "forward", "model"] and programme.now <= 520
     for name, limit in programme.begun:
-        assert seconds_of(step_named(name), STARTED_H200) <= limit
+        computed = seconds_of(step_named(name), STARTED_H200)
+        assert computed <= limit and (name in ("probe", "conform") or limit <= max(60, 2 * computed))
     printed = capsys.readouterr().out
     left_out = [step.name for step in BRISK_STEPS if step.name not in names]
     assert "model-compiled" in left_out

@@ -38,8 +38,6 @@ _BRISK_WINDOWS, _BRISK_APART = 2, 0.02
 _BRISK_CHUNK_SECONDS = 0.1
 # An H200 at its power cap has the next case's clock after 0.17 s.
 _BRISK_WARM_SECONDS = 0.2
-# Two windows of a second each, and what is between them: enough for a counter that changes every 100 ms.
-_BRISK_CAP = 2.0
 # Fewer turns have no interval.
 _TURNS, _TURNS_QUICK = 4, 3
 
@@ -69,7 +67,7 @@ class WindowRule:
         if self.turn_seconds:
             return 1.5 * self.turn_seconds, self.settling_seconds + max(self.turn_seconds, CAP)
         if self.brisk:
-            return _BRISK_WARM_SECONDS + SHORTEST, _BRISK_WARM_SECONDS + _BRISK_CAP
+            return _BRISK_WARM_SECONDS + SHORTEST, _BRISK_WARM_SECONDS + 2 * SHORTEST
         return _WARM_SECONDS + SHORTEST, _WARM_SECONDS + CAP
 
 
@@ -203,8 +201,7 @@ class WindowPass:
                 turns += [turn for turn in reversed(turns) if not turn[0].emulated]
             else:
                 turns += orders.next([turn for turn in every if number == 0 or not turn[0].emulated])
-        self._take(turns, results, worker, window, ended)
-        if self._rule.brisk:
+        if self._take(turns, results, worker, window, ended) and self._rule.brisk:
             thirds = [turn for turn in every if results[turn[0].key, turn[1]].is_apart]
             self._take(orders.next(thirds), results, worker, window, ended)
 
@@ -215,7 +212,8 @@ class WindowPass:
         worker: Worker,
         window: Callable[[MeasuredArm, str, Worker, WindowResult], None],
         ended: str,
-    ) -> None:
+    ) -> bool:
+        """Returns whether all turns were taken: after a fault no states are left to run."""
         for place, (arm, phase) in enumerate(turns):
             self._tell(arm, place / len(turns))
             try:
@@ -226,7 +224,8 @@ class WindowPass:
                 why = ended.format(mode=arm.planned.case.mode, phase=phase, cause=cause)
                 for left, name in turns[place:]:
                     results[left.key, name].reasons.append(why)
-                return
+                return False
+        return True
 
     def _window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
         turn_seconds = 0.0 if arm.emulated else self._rule.turn_seconds
@@ -235,8 +234,7 @@ class WindowPass:
         limit = arm.limits.slot(arm.step_seconds, steps)
         settling = self._settled(arm, worker, turn_seconds)
         seconds: list[float] = []
-        cap = _BRISK_CAP if self._rule.brisk else CAP
-        with self._meter.window(cap, every_tick=self._rule.brisk) as window:
+        with self._meter.window(every_tick=self._rule.brisk) as window:
             while not window.enough or sum(seconds) < turn_seconds:
                 seconds.append(worker.within(limit).loop(arm.key, steps))
         clock = self._meter.device.glance().get("sm_clock") if turn_seconds else None

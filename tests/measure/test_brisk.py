@@ -15,20 +15,21 @@ from typing import Any
 import pytest
 
 from fp8bench.analysis.verdicts import is_decided
+from fp8bench.errors import WorkerLost
 from fp8bench.measure import group as group_module
 from fp8bench.measure.device_watch import Settler, Watch
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.passes import numbers_key
-from fp8bench.measure.sensors.energy import PAUSE, Polling, Source, SourceKind
+from fp8bench.measure.sensors.energy import PAUSE, Energy, Polling, Source, SourceKind
 from fp8bench.measure.sensors.mean_power import Rhythm, Tick
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.measure.windows import WindowPass, WindowRule, window_rule_for
+from fp8bench.measure.windows import WindowPass, WindowResult, WindowRule, window_rule_for
 from fp8bench.model import Case, PlannedCase, Record, Request, StepEffect
-from fp8bench.model.readings import Reading, Readings
+from fp8bench.model.readings import Reading, Readings, Unavailable
 from fp8bench.model.stopping import ClockLook, StoppingRule, is_brisk, is_clock_flat, rule_for
 from tests.counts import for_each
-from tests.fakes import GPU, Listener, Script, arm, group, lasting, planned
+from tests.fakes import GPU, Fault, Listener, Script, arm, group, lasting, planned
 from tests.measure.powered import WATTS, Power, Runner, sampling
 from tests.measure.sensors.virtual import VirtualClock
 
@@ -228,6 +229,31 @@ def test_a_third_window_settles_two_that_differ(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("tests.measure.powered.WATTS", Drifting(WATTS))
     counts, turns = windows_of_arms({"bf16": lasting(0.7), "fp8": lasting(0.7)}, power)
     assert counts == {"bf16": 2, "fp8": 3} and turns[-1] == "fp8" and len(turns) == 5
+
+
+def test_after_a_fault_no_third_window_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states are gone with the worker: the windows so far have to do, although they differ."""
+    monkeypatch.setattr(WindowResult, "is_apart", True)
+    faulty = lasting(0.7, faults=[Fault("loop", WorkerLost("the worker crashed"), at=14)])
+    power = SlowCounter()
+    worker = Runner(power, {"bf16": lasting(0.7), "fp8": faulty})
+    arms = [arm("bf16"), arm("fp8")]
+    for one in arms:
+        one.prepare(worker)
+    results = WindowPass(power.meter(), BRISK, 0, lambda one, share: None).measure(arms, worker)
+    looped = [entry[1] for entry in worker.log if entry[0] == "loop"]
+    assert looped[-1] == "fp8" and worker.restarts == 1 and not worker.held
+    assert "fp8 ended the windows: the worker crashed" in results[arms[1].key].why
+
+
+def test_an_idle_window_that_failed_is_not_the_runs_idle_power() -> None:
+    power = SlowCounter()
+    meter = power.meter()
+    power.broken = "the GPU is busy"
+    assert isinstance(meter.idle_once(1.5), Unavailable)
+    power.broken = ""
+    idle = meter.idle_once(1.5)
+    assert isinstance(idle, Energy) and meter.idle_once(1.5) is idle
 
 
 def test_every_tick_is_waited_for() -> None:

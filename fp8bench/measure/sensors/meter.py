@@ -96,8 +96,8 @@ class Meter(AbstractContextManager["Meter"]):
         return window.energy
 
     def idle_once(self, seconds: float = IDLE) -> Energy | Unavailable:
-        """Measures the idle energy at the first call, and returns that figure from then on."""
-        if self._idle is None:
+        """Measures the idle energy until it has a figure, and returns that from then on."""
+        if not isinstance(self._idle, Energy):
             self._idle = self.idle(seconds)
         return self._idle
 
