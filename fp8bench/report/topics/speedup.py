@@ -44,15 +44,18 @@ def sustained_table(panel: Panel) -> Tables:
         *case_cols(),
         Col("sustained", lambda row: units.seconds(row[2].seconds), number=True),
         Col("sustained speed-up", speed),
-        Col("in slots", lambda row: show_speed(speed_up(row[1]))),
         Col("vs slots", lambda row: units.change(row[2].change), number=True),
         Col("clock", lambda row: units.count(row[2].clock, "Hz"), number=True),
-        Col("clock in slots", lambda row: units.count(_slots_clock(row[1]), "Hz"), number=True),
         Col("power", lambda row: units.count(row[2].watts, "W"), number=True),
         Col("turns", turns),
     ]
     caption = "sustained: a step in turns of seconds, back to back; settled: clock and temperature stood still before"
     if all(figures.by_energy_windows for _, _, figures in rows):
+        in_slots: list[Col[_SustainedRow]] = [
+            Col("in slots", lambda row: show_speed(speed_up(row[1]))),
+            Col("clock in slots", lambda row: units.count(_slots_clock(row[1]), "Hz"), number=True),
+        ]
+        cols = [*cols[:-1], *in_slots, cols[-1]]
         caption = "sustained: a step in the seconds of its energy windows, at the clock and power that it then has"
     yield with_figures(table("sustained", caption, cols, rows), (row[:2] for row in rows))
 
