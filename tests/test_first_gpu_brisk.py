@@ -6,6 +6,7 @@ import json
 import tarfile
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -34,7 +35,6 @@ from suites.first_gpu_steps import (
     NATIVE,
     PROBE,
     FirstStep,
-    Measured,
     NoFigure,
     StepFiles,
     bandwidth_share,
@@ -203,8 +203,8 @@ def test_groups_on_a_virtual_clock_end_within_the_computed_seconds(name: str, mo
     sources = (Source(SourceKind.COUNTER, power.read),) if request.energy else ()
     meter = Meter(sources, device, "", power.clock)
     timing, untimed = Stopwatch(power, {}), Stopwatch(power, {})
-    monkeypatch.setattr(group_module, "Settler", lambda *given, brisk: Settler(*given, power.clock.now, brisk))
-    monkeypatch.setattr(group_module, "WindowPass", lambda *given: WindowPass(*given, power.clock.now))
+    monkeypatch.setattr(group_module, "Settler", partial(Settler, clock=power.clock.now))
+    monkeypatch.setattr(group_module, "WindowPass", partial(WindowPass, _clock=power.clock.now))
     begun = power.clock.now()
     for group in groups:
         scripts = {case.case.mode: lasting(1e3 * clock.step(case)) for case in group.cases}
@@ -326,7 +326,8 @@ def test_casts_are_held_against_the_cards_copy(tmp_path: Path) -> None:
     seconds = 15872 * 16384 * 3 / (0.8 * 4e12)
     row = f"fp8-rowwise,native,ok,,time,step,rows=15872 columns=16384 source=bf16,{seconds}\n"
     files.path("csv").write_text(head + row)
-    assert bandwidth_share("fp8-rowwise", 3)(files) == Measured(pytest.approx(80.0), "80%, 3.2 of 4 TB/s")
+    measured = bandwidth_share("fp8-rowwise", 3)(files)
+    assert measured.number == pytest.approx(80.0) and measured.text == "80%, 3.2 of 4 TB/s"
     StepFiles(PROBE, tmp_path).path("json").write_text(json.dumps(probe_of(gpu("Test GPU", (9, 0)))))
     with pytest.raises(NoFigure, match="nobody has said"):
         bandwidth_share("fp8-rowwise", 3)(files)
