@@ -43,10 +43,10 @@ from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.measure.sensors.device_state import device_state_of
 from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.windows import window_rule_for
-from fp8bench.model import Ceilings, DeviceFacts, Group, Interval, Plan, Record, Request, Resumption, Run
+from fp8bench.model import Ceilings, DeviceFacts, Group, Interval, Measurement, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import Cell
-from fp8bench.model.stopping import rule_for
+from fp8bench.model.stopping import is_brisk, rule_for
 from fp8bench.model.words import MEASURING_CEILINGS
 from fp8bench.plan.cells import cell_of, of_cell
 from fp8bench.plan.corpus import Corpus
@@ -170,6 +170,7 @@ def _measure(
     noted: set[str] = set()
     measured: list[Record] = []
     quantisers = Quantisers(ready.switches.why_eager)
+    errors: dict[str, tuple[Measurement, ...]] = {}
     lost: dict[str, str] = {}
     try:
         ceilings = _ceilings(run, groups, store, ready, observer)
@@ -179,7 +180,7 @@ def _measure(
                 noted.add(stem)
             budget = share_of(run.request.budget, start, len(groups) - place)
             untimed = _untimed(run, group, worker if group is groups[-1] else None, ready.untimed)
-            done = _group(group, run, budget, ready, meters, observer, quantisers, ceilings, lost, untimed)
+            done = _group(group, run, budget, ready, meters, observer, quantisers, ceilings, lost, errors, untimed)
             known = with_reruns(done, run, store)
             measured += [replace(record, sessions=sessions.get(record.case.id, ())) for record in known]
             with held_back():
@@ -332,7 +333,9 @@ def _untimed(run: Run, group: Group, last: Worker | None, other: Worker) -> Work
     if run.origin == AGAIN or run.request.ranks is not None:
         return None  # what is measured again is timed again: its operators are known
     compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
-    return other if last is None or compiled or other.pid is not None else last
+    brisk = is_brisk(run.request.brisk, run.request.budget, len(run.plan.groups))
+    on_gpu = any(not case.case.device.startswith("cpu") for case in group.cases)
+    return other if last is None or compiled or (brisk and on_gpu) or other.pid is not None else last
 
 
 def share_of(budget: float | None, start: float, left: int) -> float | None:
@@ -350,16 +353,18 @@ def _group(
     quantisers: Quantisers,
     ceilings: Mapping[str, Ceilings],
     lost: dict[str, str],
+    errors: dict[str, tuple[Measurement, ...]],
     untimed: Worker | None,
 ) -> tuple[Record, ...]:
     request, facts, switches = run.request, {device.key: device for device in run.devices}, ready.switches
-    windows = window_rule_for(request) if request.ranks is None else None
+    brisk = is_brisk(request.brisk, request.budget, len(run.plan.groups))
+    windows = window_rule_for(request, len(run.plan.groups)) if request.ranks is None else None
     if not workloads.get(group.cases[0].case.workload).fused:
         windows, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
     used = next((facts[planned.case.device] for planned in group.cases if planned.runs), None)
     searched = request.max_batch and group.setting in searched_for_batches(run.plan)
     method = Method(
-        rule=rule_for(request.quick, request.rounds, budget),
+        rule=rule_for(request.quick, request.rounds, budget, brisk),
         judge=is_decided,
         seed=request.seed,
         limits=Limits(request.case_timeout),
@@ -370,11 +375,13 @@ def _group(
         ceilings=ceilings,
         warm_up_seconds=switches.warm_up_seconds,
         lost=lost,
-        choose=None if request.quick or request.budget is not None else find_fastest,
+        choose=None if request.quick or brisk or request.budget is not None else find_fastest,
         tapes=switches.tapes,
         tapes_apart=switches.tapes_apart,
         looks_again=request.tape or not request.quick,
         shares=request.shares,
+        brisk=brisk,
+        errors=errors,
     )
     meter = meters.of(used) if used is not None else None
     return GroupMeasurement(group, facts, ready.timing, observer, method, meter, untimed, ready.counting).run()

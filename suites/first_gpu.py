@@ -1,5 +1,9 @@
 """The first hour on a GPU: `python -m suites.first_gpu --minutes 9 --out FOLDER`, again and again until no step waits.
 
+`--brisk` takes the first steps alone, those that answer what is open, for a GPU that is lent for minutes: their seconds
+are computed from their plans before they begin, and steps that do not fit are named and left out.
+FOLDER/first_gpu.tar.gz has everything after each step; `--archive` goes on with it elsewhere.
+
 Steps come in the order of their value, cheap ones first; each ends within 10 minutes and has its files in the folder:
 NAME.state.json, what it printed, its rows. Whatever cuts it off, the next start goes on: an ended step is not done
 again (but `--again NAME`), and a run or training that was cut off is resumed. The end is a table, FOLDER/table.md, and
@@ -15,15 +19,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Fp8benchError
 from fp8bench.files import write_whole
-from suites.first_gpu_steps import STEPS, FirstStep, Line, NoFigure, StepFiles
+from suites.first_gpu_brisk import BRISK_STEPS, STEPS, expected_seconds
+from suites.first_gpu_cards import card_of, compared, remarks
+from suites.first_gpu_steps import NATIVE, FirstStep, Line, NoFigure, StepFiles, base_of
 from suites.kill import children, wait_until_gone
 from suites.trials import ROOT, conditions, environment, options, say
 
@@ -31,16 +38,29 @@ LONGEST = 600
 # A step that ran into its limit so often could not be done.
 _MOST_OVERRUNS = 2
 _GRACE = 20.0
+# How many times its computed seconds a step may take, and the seconds that each may.
+_SLOWER, _LEAST_LIMIT = 2.0, 60.0
 _STORED = ("doctor", "suite", "train", "infer", "ablate")
+ARCHIVE = "first_gpu.tar.gz"
+_NOT_ARCHIVED = frozenset({ARCHIVE, f"{ARCHIVE}.part", "lock"})
 
 
 class Row(NamedTuple):
-    """Of the table."""
+    """Of the table. `published` compares the figure with one of others, '' where there is none."""
 
     line: str
     target: str
     measured: str
     verdict: str
+    published: str = ""
+
+
+def only_native(word: str, native: Mapping[str, str]) -> str:
+    """Returns `native:A,B` as those of A and B that the GPU multiplies, any other word unchanged."""
+    if not word.startswith(NATIVE):
+        return word
+    names = word.removeprefix(NATIVE).split(",")
+    return ",".join(name for name in names if native.get(base_of(name), "native") == "native")
 
 
 def command_of(files: StepFiles, native: Mapping[str, str], quick: bool) -> list[str]:
@@ -50,15 +70,12 @@ def command_of(files: StepFiles, native: Mapping[str, str], quick: bool) -> list
     """
     step = files.step
     words = [
-        word.format(json=files.path("json")) for word in (*step.words.split(), *(step.quick.split() if quick else ()))
+        word.format(json=files.path("json")) for word in (*step.words.split(), *(step.quick_words if quick else ()))
     ]
     kind = words[1] if words[0] == "fp8bench" else words[0]
     if begun := files.begun():
         words = [*words[:2], "--resume", begun[-1].stem.split("-")[-1], *(["--json"] if kind == "train" else [])]
-    for place, word in enumerate(words):
-        if word.startswith("native:"):
-            wanted = word.removeprefix("native:").split(",")
-            words[place] = ",".join(name for name in wanted if native.get(name, "native") == "native")
+    words = [only_native(word, native) for word in words]
     if kind == "suite":
         words += ["--csv", str(files.path("csv")), "--no-report"]
     return [sys.executable, "-m", *words, *(["--store", str(files.store)] if kind in _STORED else [])]
@@ -136,21 +153,80 @@ def waiting(steps: Sequence[FirstStep], folder: Path) -> list[StepFiles]:
     return [files for files in every if (files.state() or {}).get("state") != "ended"]
 
 
-def go(steps: Sequence[FirstStep], folder: Path, seconds: float, quick: bool = False) -> None:
-    """Steps until the time is over; one that needs more than is left makes way for those behind it."""
-    end = time.monotonic() + seconds
+def native_of(probe: Mapping[str, Any]) -> dict[str, str]:
+    """Returns whether a probed device multiplies each precision: 'native', 'emulated' or 'refused'."""
+    return {name: level for name, (level, _) in probe.get("precisions", {}).items()}
+
+
+def seconds_of(files: StepFiles, probe: Mapping[str, Any]) -> float:
+    """Returns the seconds of a step by its plan on the probed device, or those that it usually takes."""
+    if "--brisk" not in files.step.words:
+        return files.step.seconds
+    words = [only_native(word, native_of(probe)) for word in files.step.words.split()]
+    return expected_seconds(files.step, words, probe)
+
+
+def go(
+    steps: Sequence[FirstStep],
+    folder: Path,
+    seconds: float,
+    quick: bool = False,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Takes steps until the time is over; one that needs more than is left makes way for those behind it.
+
+    Steps that would only measure emulations are passed over. After each step the archive has all of the folder.
+    """
+    end = clock() + seconds
     probe = StepFiles(steps[0], folder)
     tried: set[str] = set()
     while True:
-        left = end - time.monotonic()
-        fit = (files for files in waiting(steps, folder) if files.step.name not in tried and files.step.seconds <= left)
-        files = next(fit, None)
-        if files is None or (files.step is not steps[0] and probe.state() and not probe.device()):
+        left, device = end - clock(), probe.device()
+        native = native_of(device)
+        open_steps = [
+            files
+            for files in waiting(steps, folder)
+            if files.step.name not in tried and not files.step.missing_units(native)
+        ]
+        expected = {files.step.name: seconds_of(files, device) for files in open_steps}
+        files = next((files for files in open_steps if expected[files.step.name] <= left), None)
+        is_blind = files is not None and files.step is not steps[0] and bool(probe.state()) and not device
+        if files is None or is_blind:
+            for waits in open_steps if not is_blind else ():
+                name = waits.step.name
+                say(f"{name}: left out, it takes {expected[name]:.0f} s and {max(0.0, left):.0f} s are left")
             return
-        known = {name: level for name, (level, _) in probe.device().get("precisions", {}).items()}
-        state = take(files, min(LONGEST, left), known, quick)
-        tried.add(files.step.name)
-        say(f"{files.step.name}: {state['state']} after {state['seconds']:.0f} s, exit {state['code']}")
+        name = files.step.name
+        # A step that takes far longer than its plan, because groups begin again say, is gone on with in another call.
+        most = max(_LEAST_LIMIT, _SLOWER * expected[name]) if "--brisk" in files.step.words else LONGEST
+        state = take(files, min(LONGEST, left, most), native, quick)
+        files.write(files.state() | {"expected": round(expected[name])})
+        tried.add(name)
+        words = f"{name}: {state['state']} after {state['seconds']:.0f} s (computed {expected[name]:.0f})"
+        say(f"{words}, exit {state['code']}; {max(0.0, end - clock()):.0f} s are left")
+        archive(folder)
+
+
+def archive(folder: Path) -> Path:
+    """Writes all files of the folder into one archive in it: a machine that is only visited gives few files back."""
+    path, part = folder / ARCHIVE, folder / f"{ARCHIVE}.part"
+    with tarfile.open(part, "w:gz") as file:
+        for entry in sorted(folder.iterdir()):
+            if entry.name not in _NOT_ARCHIVED:
+                file.add(entry, entry.name)
+    part.replace(path)
+    return path
+
+
+def unpack(path: Path, folder: Path) -> None:
+    """Puts an earlier call's archive into the folder. Raises SystemExit where it is none, or the folder has begun."""
+    if any(folder.glob("*.state.json")):
+        raise SystemExit(f"--archive: {folder} holds steps already. Leave --archive out to go on with them.")
+    try:
+        with tarfile.open(path) as file:
+            file.extractall(folder, filter="data")
+    except (OSError, tarfile.TarError) as failure:
+        raise SystemExit(f"--archive {path} could not be read ({failure}). Give the {ARCHIVE} of a call.") from None
 
 
 def rows_of(every: Sequence[StepFiles]) -> list[Row]:
@@ -159,34 +235,40 @@ def rows_of(every: Sequence[StepFiles]) -> list[Row]:
     nothing = "" if probe.get("computes") else "no GPU that computes was seen"
     rows, trusted = [], True
     for files, line in ((step, line) for step in every for line in step.step.lines):
-        row = Row(*(word.replace("|", "/") for word in row_of(files, line, nothing)))  # the table has bars of its own
+        row = Row(*(word.replace("|", "/") for word in row_of(files, line, nothing, probe)))  # bars are the table's
         if files.step.name in ("conform", "selftest"):
             trusted &= row.verdict == "reached"
         if line.speed and not trusted and row.verdict in ("reached", "missed", "measured"):
-            row = Row(line.what, line.target, "withheld", "could not be: conform and selftest have not held here")
+            row = Row(line.what, row.target, "withheld", "could not be: conform and selftest have not held here")
         rows.append(row)
     return rows
 
 
-def row_of(files: StepFiles, line: Line, nothing: str) -> Row:
+def row_of(files: StepFiles, line: Line, nothing: str, probe: Mapping[str, Any]) -> Row:
+    """Returns the row of a line: its figure with target, verdict and comparison, or why there is none."""
     state = files.state()
+    card = card_of(str(probe.get("device", {}).get("name", "")))
+    target = line.target_words(card)
     try:
+        if missing := files.step.missing_units(native_of(probe)):
+            return Row(line.what, target, "-", f"left out: {missing}")
         if state.get("overruns", 0) >= _MOST_OVERRUNS:
             raise NoFigure(f"{_MOST_OVERRUNS} attempts were ended by a signal or after {LONGEST} s")
         if state.get("state") != "ended":
-            return Row(line.what, line.target, "-", f"waits, cut off {state['attempts']} times" if state else "waits")
+            waits = f"waits, takes {seconds_of(files, probe):.0f} s"
+            return Row(line.what, target, "-", f"{waits}, cut off {state['attempts']} times" if state else waits)
         measured = line.read(files)
     except NoFigure as reason:
-        return Row(line.what, line.target, "-", f"could not be: {reason}")
+        return Row(line.what, target, "-", f"could not be: {reason}")
     except (ArithmeticError, LookupError, OSError, StopIteration, TypeError, ValueError, Fp8benchError) as failure:
-        return Row(
-            line.what, line.target, "-", f"could not be: read from its files, {type(failure).__name__}: {failure}"
-        )
+        return Row(line.what, target, "-", f"could not be: read from its files, {type(failure).__name__}: {failure}")
     if nothing or state["quick"]:
-        return Row(line.what, line.target, measured.text, f"could not be: {nothing or '--quick measures too little'}")
-    if measured.number is None or line.target == "-":
-        return Row(line.what, line.target, measured.text, "measured")
-    return Row(line.what, line.target, measured.text, "reached" if line.reached(measured.number) else "missed")
+        return Row(line.what, target, measured.text, f"could not be: {nothing or '--quick measures too little'}")
+    if measured.number is None:
+        return Row(line.what, target, measured.text, "measured")
+    verdict = "measured" if target == "-" else "reached" if line.reached(measured.number, card) else "missed"
+    others = compared(measured.number, line.published, probe, files.clocks()) if line.published else ""
+    return Row(line.what, target, measured.text, verdict, others)
 
 
 def changes(every: Sequence[StepFiles], rows: Sequence[Row]) -> str:
@@ -215,12 +297,25 @@ def closing(steps: Sequence[FirstStep], folder: Path) -> int:
     """The table and what changes, printed and kept; 1 unless every line is reached or measured."""
     every = [StepFiles(step, folder) for step in steps]
     rows = rows_of(every)
-    lines = ["| line | target | measured | verdict |", "|---|---|---|---|"]
-    text = "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+    lines = [*remarks(every[0].device()), "", "| line | target | measured | verdict | others published |"]
+    lines += ["|---|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+    text = "\n".join(lines).lstrip() + "\n"
     write_whole(folder / "table.md", text)
     write_whole(folder / "changes.md", changes(every, rows))
+    archive(folder)
     say(text + f"\nwhat changes in README.md and docs/status.md: {folder / 'changes.md'}")
     return EXIT_OK if all(row.verdict in ("reached", "measured") for row in rows) else EXIT_FAILED
+
+
+def chosen(steps: Sequence[FirstStep], only: str | None) -> list[FirstStep]:
+    """Returns the steps of a list of names, in its order, behind the probe. Raises SystemExit for an unknown name."""
+    if not only:
+        return [*steps]
+    known = {step.name: step for step in steps}
+    names = [name for name in only.split(",") if name]
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"--only: there is no step {unknown[0]!r}. Choose of {', '.join(known)}.")
+    return [known[name] for name in dict.fromkeys([steps[0].name, *names])]
 
 
 def forget(steps: Sequence[FirstStep], names: Sequence[str], folder: Path) -> None:
@@ -241,6 +336,9 @@ def main() -> int:
         out=(Path, "the folder; of an earlier start, to go on"),
         quick=(False, "the least of each step, to rehearse: no verdict"),
         again=(str, "steps to do anew, with commas"),
+        only=(str, "these steps alone, with commas, in this order; the probe comes first"),
+        brisk=(False, "the steps that answer what is open, for a GPU that is lent for minutes"),
+        archive=(Path, f"an earlier call's {ARCHIVE}, to go on with in a new folder"),
     )
     if asked.out is None:
         raise SystemExit("--out names the folder of results and was not given. Give --out FOLDER.")
@@ -252,9 +350,13 @@ def main() -> int:
             raise SystemExit(
                 f"{asked.out} is at work in another process. Wait for it, or give another --out."
             ) from None
-        forget(STEPS, (asked.again or "").split(",") if asked.again else [], asked.out)
-        go(STEPS, asked.out, 60 * asked.minutes, asked.quick)
-        return closing(STEPS, asked.out)
+        steps = chosen(BRISK_STEPS if asked.brisk else STEPS, asked.only)
+        if asked.archive is not None:
+            unpack(asked.archive, asked.out)
+        forget(steps, asked.again.split(",") if asked.again else [], asked.out)
+        # What interrupting the last step takes is part of the minutes.
+        go(steps, asked.out, 60 * asked.minutes - _GRACE * asked.brisk, asked.quick)
+        return closing(steps, asked.out)
 
 
 if __name__ == "__main__":

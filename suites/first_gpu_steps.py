@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
+from fp8bench.analysis.samples import sustained_samples
 from fp8bench.files import write_whole
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
+from suites.first_gpu_cards import Card, Published, card_of
 from suites.trials import ROOT
 
 
@@ -31,25 +34,36 @@ Reader = Callable[["StepFiles"], Measured]
 
 
 class Line(NamedTuple):
-    """A line of the table. `speed` of low precision says nothing before casts and products conform."""
+    """A line of the table. `speed` of low precision says nothing before casts and products conform.
+
+    `target` returns the least that a card has to reach, None where nobody knows that for it; `low` holds for all cards.
+    """
 
     what: str
     read: Reader
     low: float | None = None
     high: float | None = None
     speed: bool = False
+    target: Callable[[Card], float | None] = lambda card: None
+    published: Published | None = None
 
-    @property
-    def target(self) -> str:
-        high = "-" if self.high is None else f"at most {self.high:g}"
-        return high if self.low is None else f"at least {self.low:g}"
+    def least(self, card: Card) -> float | None:
+        return self.low if self.low is not None else self.target(card)
 
-    def reached(self, number: float) -> bool:
-        return (self.low is None or number >= self.low) and (self.high is None or number <= self.high)
+    def target_words(self, card: Card) -> str:
+        high, low = "-" if self.high is None else f"at most {self.high:g}", self.least(card)
+        return high if low is None else f"at least {low:.4g}"
+
+    def reached(self, number: float, card: Card) -> bool:
+        low = self.least(card)
+        return (low is None or number >= low) and (self.high is None or number <= self.high)
 
 
 class FirstStep(NamedTuple):
-    """Its words behind `python -m`, its usual seconds, rows of docs/status.md that it answers, what --quick adds."""
+    """Its words behind `python -m`, its usual seconds, rows of docs/status.md that it answers, what --quick adds.
+
+    A device has to multiply one of the precisions in `needs`, where there are any.
+    """
 
     name: str
     words: str
@@ -57,6 +71,29 @@ class FirstStep(NamedTuple):
     lines: tuple[Line, ...]
     rows: tuple[str, ...] = ()
     quick: str = ""
+    needs: tuple[str, ...] = ()
+
+    @property
+    def quick_words(self) -> list[str]:
+        return (self.quick or ("--quick" if self.words.startswith("fp8bench suite ") else "")).split()
+
+    def missing_units(self, native: Mapping[str, str]) -> str:
+        """Says why the step would only measure emulations on a device; '' where it would not."""
+        asked = next((word for word in self.words.split() if word.startswith(NATIVE)), "")
+        low = [name for name in asked.removeprefix(NATIVE).split(",") if name and base_of(name) not in _CARRIERS]
+        low += self.needs
+        if not low or any(native.get(base_of(name), "native") == "native" for name in low):
+            return ""
+        return f"this GPU multiplies none of {', '.join(low)}"
+
+
+NATIVE = "native:"
+# What every GPU here multiplies, and low precision is compared with.
+_CARRIERS = frozenset({"bf16", "fp16", "fp32", "tf32"})
+
+
+def base_of(mode: str) -> str:
+    return mode.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -115,9 +152,29 @@ class StepFiles:
         with self.path("csv").open() as file:
             return list(csv.DictReader(file))
 
-    def values(self, metric: str, precision: str) -> dict[str, float]:
-        """Of whole steps by case, of a precision that the GPU multiplies. Raises NoFigure with its reason."""
+    @property
+    def card(self) -> Card:
+        return card_of(str(StepFiles(PROBE, self.folder).device().get("device", {}).get("name", "")))
+
+    def clocks(self) -> dict[str, float]:
+        """Returns the median clock in hertz and power in watts of its cases, as far as they were read."""
+        if not self.path("csv").exists():
+            return {}
+        found: dict[str, list[float]] = {}
+        for row in self.rows():
+            if row["phase"] == "step" and row["median_in_unit"]:
+                found.setdefault(row["metric"], []).append(float(row["median_in_unit"]))
+        names = {"clock": ("sustained_clock", "sm_clock"), "power": ("sustained_power",)}
+        known = {name: next((found[one] for one in metrics if one in found), []) for name, metrics in names.items()}
+        return {name: median(values) for name, values in known.items() if values}
+
+    def values(self, metric: str, precision: str, *params: str) -> dict[str, float]:
+        """Returns a metric of whole steps by case, of a precision that the GPU multiplies, with these parameters alone.
+
+        Raises NoFigure with its reason.
+        """
         rows = [row for row in self.rows() if row["precision"] == precision]
+        rows = [row for row in rows if all(param in f"{row['params']} " for param in params)]
         if not rows:
             raise NoFigure(f"{precision} was not measured: the GPU does not multiply it")
         if bad := next((row for row in rows if row["status"] != "ok"), None):
@@ -132,16 +189,52 @@ def _none(why: str) -> Any:
     raise NoFigure(why)
 
 
-def ratio(metric: str, above: str, below: str) -> Reader:
+def ratio(metric: str, above: str, below: str, *params: str) -> Reader:
     """Of sums over the cases of both."""
 
     def read(files: StepFiles) -> Measured:
-        over, under = files.values(metric, above), files.values(metric, below)
+        over, under = files.values(metric, above, *params), files.values(metric, below, *params)
         if over.keys() != under.keys():
             raise NoFigure(f"{above} and {below} have not the same cases")
         each = ", ".join(f"{over[case] / under[case]:.3g}" for case in over)
         total = sum(over.values()) / sum(under.values())
         return Measured(total, f"{total:.3g} (by case {each})")
+
+    return read
+
+
+def sustained(above: str, below: str) -> Reader:
+    """Returns the ratio of sums of what energy windows sustained, with the clock and power of the second one."""
+
+    def read(files: StepFiles) -> Measured:
+        for precision in (above, below):
+            files.values("time", precision)  # says why one was not measured
+        records = [record for record in load_run(files.begun()[-1]).records if record.case.precision in (above, below)]
+        seconds = {(record.case.precision, record.case.params): median(sustained_samples(record)) for record in records}
+        slow, fast = ({place: value for (mode, place), value in seconds.items() if mode == of} for of in (above, below))
+        total = sum(slow.values()) / sum(fast[place] for place in slow)
+        uses = [record.energy for record in records if record.case.precision == below and record.energy]
+        windows = [window for use in uses for window in use.windows]
+        clock, watts = median(window.sm_clock or 0 for window in windows), median(w.joules / w.seconds for w in windows)
+        each = ", ".join(f"{slow[place] / fast[place]:.3g}" for place in slow)
+        return Measured(total, f"{total:.3g} (by case {each}) at {clock / 1e9:.2f} GHz, {watts:.0f} W")
+
+    return read
+
+
+def bandwidth_share(precision: str, element_bytes: int) -> Reader:
+    """Returns the share of a copy's bandwidth that casts to a precision reach, in percent."""
+
+    def read(files: StepFiles) -> Measured:
+        copy = files.card.copy
+        if copy is None:
+            raise NoFigure("nobody has said what this card copies a second")
+        shares = []
+        for params, seconds in files.values("time", precision).items():
+            sides = dict(pair.split("=") for pair in params.split())
+            shares.append(int(sides["rows"]) * int(sides["columns"]) * element_bytes / seconds / copy)
+        best = 100 * max(shares)
+        return Measured(best, f"{best:.3g}%, {best * copy / 1e14:.3g} of {copy / 1e12:g} TB/s")
 
     return read
 
@@ -241,9 +334,13 @@ def learns(files: StepFiles) -> Measured:
     return Measured(None, "; ".join(f"{arm}: {verdict['words']}" for arm, verdict in verdicts.items()))
 
 
+PROBE = FirstStep("probe", "suites.gpu_probe --json {json}", 60, (
+    Line("driver, clocks, power cap", driver),
+    Line("event clock, us a marker", marker),
+    Line("energy windows beside NVML's own total, %", energy, high=2),
+), ("energy, state and throttle reasons by NVML",))  # fmt: skip
 _STEP = "fp8bench suite transformer --set size=gpt2-124m --dtypes"
-_SHAPES = "15872x4096x4096,15872x16384x4096,15872x4096x16384"
-_PYTEST = "pytest -q -o addopts=--import-mode=importlib -W ignore:Unknown -p no:cacheprovider -p no:benchmark"
+PYTEST = "pytest -q -o addopts=--import-mode=importlib -W ignore:Unknown -p no:cacheprovider -p no:benchmark"
 
 
 def _suite(name: str, words: str, seconds: int, *lines: Line, rows: tuple[str, ...] = ()) -> FirstStep:
@@ -255,33 +352,17 @@ def _tests() -> Iterator[FirstStep]:
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         name = f"tests/gpu/{path.name}"
         line = Line(f"{name}, failures", counted(r"(\d+) (?:failed|error)", r"(\d+) passed"), high=0)
-        yield FirstStep(path.stem.replace("_", "-"), f"{_PYTEST} {name}", 220, (line,), ("`tests/gpu`",))
+        yield FirstStep(path.stem.replace("_", "-"), f"{PYTEST} {name}", 220, (line,), ("`tests/gpu`",))
 
 
-STEPS = (
-    FirstStep("probe", "suites.gpu_probe --json {json}", 60, (
-        Line("driver, clocks, power cap", driver),
-        Line("event clock, us a marker", marker, high=1.5),
-        Line("energy windows beside NVML's own total, %", energy, high=2),
-    ), ("energy, state and throttle reasons by NVML",)),
+# What waits until the first steps have ended (suites/first_gpu_brisk.py).
+LATER_STEPS = (
     FirstStep("doctor", "fp8bench doctor", 45, (Line("doctor", said("cuda")),)),
-    FirstStep("conform", "fp8bench conform --json", 120, (
-        Line("native casts and products that nothing explains", conforms, high=0),
-    ), ("`fp8bench conform`",)),
     FirstStep("selftest", "fp8bench selftest --device cuda", 90, (
         Line("checks of selftest that fail", counted("^FAIL ", "^ok "), high=0),
     ), ("`selftest`, and its `--power`",)),
     _suite(
-        "best-products", "fp8bench suite gemm --set shape=8192 --set operands=ready --dtypes bf16,fp8", 70,
-        Line("best product in bf16, TFLOP/s", fastest("bf16"), low=770),
-        Line("best product in fp8, TFLOP/s", fastest("fp8"), low=1409, speed=True)),
-    _suite(
-        "casts", f"fp8bench suite gemm --set shape={_SHAPES} --dtypes native:bf16,fp8,fp8-rowwise,mxfp8,nvfp4", 230,
-        Line("fp8 with its casts over bf16, times as fast", ratio("time", "bf16", "fp8"), low=1.58, speed=True),
-        *(Line(f"the same of {name}", ratio("time", "bf16", name), speed=True)
-          for name in ("fp8-rowwise", "mxfp8", "nvfp4"))),
-    _suite(
-        "step", f"{_STEP} bf16,fp8 --tape --shares", 400,
+        "step", f"{_STEP} native:bf16,fp8 --tape --shares", 400,
         Line("launches of a gpt2-124m step, fp8 over bf16", ratio("launches", "fp8", "bf16"), high=1.8),
         Line("gpt2-124m step, fp8 over bf16, times as fast", ratio("time", "bf16", "fp8"), speed=True),
         Line("the same, replayed as one launch", ratio("replay_time", "bf16", "fp8"), speed=True),
@@ -290,16 +371,17 @@ STEPS = (
         "ceilings (`suite ceilings`), the roofline by them",)),
     FirstStep("audit", "fp8bench audit suites/gpu_probe.py:scaled_product", 60, (
         Line("audit of torch's scaled product, 1: it fails", passes, high=0),
-    ), ("`fp8bench audit`: kernels, converted models",)),
+    ), ("`fp8bench audit`: kernels, converted models",), needs=("fp8",)),
     *_tests(),
     _suite(
-        "train-nano", "fp8bench train --steps 200 --dtypes bf16,fp8 --json", 260, Line("nano, 200 steps", learns),
+        "train-nano", "fp8bench train --steps 200 --dtypes native:bf16,fp8 --json", 260,
+        Line("nano, 200 steps", learns),
         rows=("`fp8bench train`: arms, checkpoints, watching, health rules",)),
     FirstStep("power", "fp8bench selftest --power --device cuda --operation small --trials 30 --json {json}", 400, (
         Line("alarms of 30 A/A trials", alarms, high=0),
     ), (), "--trials 2"),
     _suite(
-        "train-gpt2", "fp8bench train --model gpt2-124m --steps 200 --seeds 1 --dtypes bf16,fp8 --json", 300,
+        "train-gpt2", "fp8bench train --model gpt2-124m --steps 200 --seeds 1 --dtypes native:bf16,fp8 --json", 300,
         Line("gpt2-124m, 200 steps", learns)),
     _suite(
         "infer", "fp8bench infer --size llama-1b", 240, Line("infer", said("pays|faster|slower")),
@@ -308,27 +390,20 @@ STEPS = (
         "moe", "fp8bench suite moe --dtypes native:bf16,fp8-rowwise,mxfp8", 150,
         rows=("`suite moe`: loads, dispatch, combine, router",)),
     _suite(
-        "vision", "fp8bench suite vision --dtypes native:bf16,fp8,mxfp8", 150,
+        "vision", "fp8bench suite vision --set model=vit --dtypes native:bf16,fp8,mxfp8", 150,
         rows=("`suite vision`: layouts, a ViT, image beside text",)),
     FirstStep(
         "layout", "fp8bench ablate vision --set model=resnet --options channels_last,bf16", 120,
         (Line("layout", said("together: ")),), quick="--quick",
     ),
     _suite(
-        "diffusion", "fp8bench suite diffusion --dtypes native:bf16,fp8-rowwise,mxfp8", 200,
+        "diffusion", "fp8bench suite diffusion --set denoiser=dit --dtypes native:bf16,fp8-rowwise,mxfp8", 200,
         rows=("`suite diffusion`: denoisers, sampler, errors and times by step",)),
-    _suite("phase-energy", f"{_STEP} bf16,fp8 --energy phases", 360),
-    _suite("torchao", f"{_STEP} bf16,fp8:backend=torchao", 150, rows=("backend `torchao`",)),
-    _suite("te", f"{_STEP} bf16,fp8:backend=te", 150, rows=("backend `te`",)),
+    _suite("phase-energy", f"{_STEP} native:bf16,fp8 --energy phases", 360),
+    _suite("te", f"{_STEP} native:bf16,fp8:backend=te", 150, rows=("backend `te`",)),
     FirstStep(
         "ablate", "fp8bench ablate transformer --reference bf16 --options fp8,compile,cached-weights", 300,
-        (Line("ablate", said("together: ")),), quick="--quick",
+        (Line("ablate", said("together: ")),), quick="--quick", needs=("fp8",),
     ),
     FirstStep("calibrate", "fp8bench doctor --calibrate", 300, (Line("harness", said("phase marker on")),)),
-    _suite("crossing", "fp8bench suite gemm --set shape=sweep --set operands=cast,ready --dtypes bf16,fp8", 400),
-    _suite("attention", "fp8bench suite attention --dtypes bf16,fp8", 150),
-    _suite("serving", "fp8bench suite prefill,decode --dtypes bf16,fp8", 300),
-    _suite(
-        "compiled", "fp8bench suite transformer --set size=gpt-350m --set compile=no,yes --dtypes "
-        "bf16,fp8,fp8-rowwise,fp8-block", 500, rows=("`compile=yes`",)),
 )  # fmt: skip

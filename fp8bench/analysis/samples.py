@@ -7,7 +7,8 @@ interval of a median too narrow.
 On a busy machine even the fastest call has waited for a core, which the mean over all calls leaves out: a fastest call
 of 21.5 ms had a mean of 3.51 ms. So a round's figure is at most the mean of its calls.
 
-The sustained time of a case is that of its steps in turns of seconds, at the clock that the device then has.
+The sustained time of a case is that of its steps in turns of seconds, at the clock that the device then has. Without
+turns it is that of its energy windows, where the power cap or the clock made them another speed than slots have.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fp8bench.analysis.compare.interval import mean_with_reach
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, common_rounds, fewest_calls, means
 from fp8bench.model import Finding, Interval, Level, Record, SustainedTurn, Timing
+from fp8bench.model.consumed import POWER_CAP
 
 # The rounding of sums of the same numbers in another order.
 _ROUNDING = 1e-9
@@ -158,6 +160,8 @@ def _rounds(timing: Timing) -> Floats:
     return np.multiply(fastest, scale, dtype=np.float64)
 
 
+# Clocks of one device waver by 1% from look to look.
+_MOVED = 0.02
 # Fewer turns have no interval: two do not show how far turns of the same code differ.
 LEAST_TURNS = 3
 
@@ -178,6 +182,7 @@ class Sustained:
     clock: float | None = None
     watts: float | None = None
     change: float | None = None
+    by_energy_windows: bool = False
 
 
 def sustained_samples(record: Record) -> tuple[float, ...]:
@@ -185,9 +190,19 @@ def sustained_samples(record: Record) -> tuple[float, ...]:
     return tuple(map(_step_seconds, _sound_turns(record)))
 
 
+def is_at_another_clock(record: Record) -> bool:
+    """Whether the power cap held the clock back during a native case's energy windows, or it was not that of slots."""
+    windows = record.energy.windows if record.energy is not None else ()
+    if record.support.level is not Level.NATIVE or record.timing is None:
+        return False
+    clock, slots_clock = _median([window.sm_clock for window in windows]), record.timing.clock
+    has_moved = bool(clock and slots_clock) and abs(clock / slots_clock - 1) > _MOVED  # type: ignore[operator]
+    return has_moved or any((window.throttle or 0) & POWER_CAP for window in windows)
+
+
 def sustained_figures(record: Record, finding: Finding | None) -> Sustained | None:
     turns, seconds = _sound_turns(record), sustained_samples(record)
-    if not turns:
+    if not turns or not (record.sustained or is_at_another_clock(record)):
         return None
     slots = finding.median_seconds if finding is not None else None
     courses = [turn.settling for turn in turns if turn.settling is not None]
@@ -200,6 +215,7 @@ def sustained_figures(record: Record, finding: Finding | None) -> Sustained | No
         _median([turn.clock for turn in turns]),
         _median([turn.watts for turn in turns]),
         median(seconds) / slots if slots else None,
+        not record.sustained,
     )
 
 
@@ -223,8 +239,16 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
 
 
 def _sound_turns(record: Record) -> list[SustainedTurn]:
-    """Drops turns that a changed file made no numbers."""
-    return [turn for turn in record.sustained if turn.steps > 0 and turn.seconds and 1e-12 < _step_seconds(turn) < 1e9]
+    """Returns turns, or energy windows in their place, without those that a changed file made no numbers."""
+    turns: Sequence[SustainedTurn] = record.sustained
+    if not turns and record.energy is not None and not record.support.is_emulated:
+        turns = [
+            SustainedTurn(
+                window.steps, (window.seconds,), None, window.sm_clock, window.joules / max(window.seconds, 1e-12)
+            )
+            for window in record.energy.windows
+        ]
+    return [turn for turn in turns if turn.steps > 0 and turn.seconds and 1e-12 < _step_seconds(turn) < 1e9]
 
 
 def _step_seconds(turn: SustainedTurn) -> float:

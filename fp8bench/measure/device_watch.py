@@ -19,7 +19,7 @@ from fp8bench.measure.sensors.energy import SUMMARIES
 from fp8bench.measure.sensors.rapl import CLOCK
 from fp8bench.model import DeviceWatch
 from fp8bench.model.readings import Reading, Readings, grown, reasons_of
-from fp8bench.model.stopping import ClockLook, Settling, slopes
+from fp8bench.model.stopping import ClockLook, Settling, is_clock_flat, slopes
 
 # How long the arm runs between two looks.
 _CHUNK_SECONDS = 0.15
@@ -27,11 +27,12 @@ _CHUNK_SECONDS = 0.15
 
 @dataclass(frozen=True)
 class Settler:
-    """Runs an arm until the device's clock and temperature stand still."""
+    """Runs an arm until the device's clock and temperature stand still, or with `brisk` its clock alone."""
 
     device: Looks
     limit: float
     clock: Callable[[], float] = time.monotonic
+    brisk: bool = False
 
     def settle(self, arm: MeasuredArm, worker: Worker) -> Settling | None:
         """None where the device tells neither clock nor temperature."""
@@ -44,7 +45,7 @@ class Settler:
         while not settled and looks[-1].at < self.limit:
             worker.within(arm.limits.slot(arm.step_seconds, steps)).loop(arm.key, steps)
             looks.append(self._look(start))
-            settled = slopes(looks).flat
+            settled = is_clock_flat(looks) if self.brisk else slopes(looks).flat
         return Settling(tuple(looks), settled, self.limit)
 
     def _look(self, start: float) -> ClockLook:
@@ -69,7 +70,9 @@ class Watch:
         warm_up: Settling | None = None,
         clock: Callable[[], float] = time.monotonic,
         pid: int | None = None,
+        idle_workers: int = 0,
     ) -> None:
+        self._idle_workers = idle_workers
         self._device, self._warm_up, self._clock, self._pid = device, warm_up, clock, pid
         self._sharing = self._others()
         self._looks: dict[str, list[Readings]] = {}
@@ -96,9 +99,9 @@ class Watch:
         self._sharing = now if self._sharing is None else max(self._sharing, now or 0)
 
     def _others(self) -> int | None:
-        """How many other processes have work on the device."""
+        """Returns how many processes have work on the device, without the run's own workers."""
         read = self._device.others(self._pid) if self._pid is not None else None
-        return int(read.number) if isinstance(read, Reading) else None
+        return max(0, int(read.number) - self._idle_workers) if isinstance(read, Reading) else None
 
     def seen(self, arm: MeasuredArm) -> DeviceWatch:
         looks = self._looks.get(arm.key, [])

@@ -25,7 +25,7 @@ from fp8bench.measure.rounds import Choose, Judge, ReplayPass, RoundSession
 from fp8bench.measure.sensors.driver import Looks
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.windows import WindowPass, WindowRule
-from fp8bench.model import Ceilings, DeviceFacts, Group, Record
+from fp8bench.model import Ceilings, DeviceFacts, Group, Measurement, Record
 from fp8bench.model.stopping import Settling, StoppingRule
 from fp8bench.protocols import Observer
 from fp8bench.registry import precisions, workloads
@@ -38,7 +38,9 @@ class Method:
     `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to settle; 0 skips the wait.
     `lost` maps a device that no longer answers to the reason, and is shared by all groups. `tapes` and `shares` run in
     a worker that times nothing, unless `tapes_apart` is false. `looks_again` checks steps once more after they were
-    timed, and measures whether their memory grows.
+    timed, and measures whether their memory grows. A `brisk` group takes about 10 s on a GPU: what needs a profiler
+    is asked of the worker that times nothing, so that no worker has to start again, and `errors` of the run's cases
+    so far are not measured twice.
     """
 
     rule: StoppingRule
@@ -56,6 +58,8 @@ class Method:
     tapes_apart: bool = True
     looks_again: bool = True
     shares: bool = False
+    brisk: bool = False
+    errors: dict[str, tuple[Measurement, ...]] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
 
 
@@ -91,14 +95,15 @@ class GroupMeasurement:
             with suppress(WorkerError):  # whoever asks it first hears why
                 self._other.begin()  # nothing is timed any more
         passes = Passes(self._worker, self._facts, self._method.limits, self._observer)
-        passes.errors(self._alive())
+        passes.errors(self._alive(), self._method.errors if self._method.brisk else None)
         reference = self._reference()
         if reference is not led:
             self._unpair()
         if reference is not None:
             passes.ask("statistics", [reference])
         passes.ask("products", self._alive())
-        passes.effects(self._alive())
+        untimed = self._untimed_passes() or passes
+        untimed.effects(self._alive())
         passes.transfers(self._alive())
         passes.ask(
             "coverage",
@@ -108,7 +113,7 @@ class GroupMeasurement:
                 if workloads.get(case_outcome.planned.case.workload).examined
             ],
         )
-        passes.memory(self._alive(), self._meter, self._method.looks_again)
+        untimed.memory(self._alive(), self._meter, self._method.looks_again)
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
             searching = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
@@ -131,12 +136,27 @@ class GroupMeasurement:
         """Records tapes and shares last: observing operators may leave a process slower."""
         method = self._method
         if self._other is not None and (method.tapes or method.shares):
-            untimed = Passes(self._other, self._facts, method.limits, self._observer)
+            untimed = self._untimed_passes() or Passes(self._other, self._facts, method.limits, self._observer)
             untimed.ask("tape", self._alive() if method.tapes and method.tapes_apart else ())
             untimed.shares(self._alive() if method.shares else ())
             untimed.leave_gpus(self._alive())
         if method.tapes and not method.tapes_apart:
             passes.ask("tape", [outcome for outcome in self._alive() if not outcome.planned.work.setup_seconds])
+
+    def _untimed_passes(self) -> Passes | None:
+        """Returns the passes by the worker that times nothing, or None where the timing worker does them.
+
+        On a processor nobody restarts a worker after a profiler, so that starting another one would only cost time.
+        """
+        accelerated = any(self._facts[outcome.planned.case.device].accelerated for outcome in self._outcomes)
+        if self._apart is None or not accelerated:
+            return None
+        return Passes(self._apart, self._facts, self._method.limits, self._observer, True)
+
+    @property
+    def _apart(self) -> Worker | None:
+        """The second process of a brisk group, None elsewhere."""
+        return self._other if self._method.brisk and self._other is not self._worker else None
 
     def _try_products(self) -> None:
         for outcome in filter(_has_native_products, self._alive()):
@@ -276,7 +296,8 @@ class GroupMeasurement:
             return None
         self._observer.working(first.planned.case, "warming up", 0.0)
         with guarding(first):
-            return Settler(device, self._method.warm_up_seconds).settle(first, self._worker)
+            settler = Settler(device, self._method.warm_up_seconds, brisk=self._method.brisk)
+            return settler.settle(first, self._worker)
 
     def _watch(self, session: RoundSession) -> Watch | None:
         """Warms the device up, and returns what looks at it between slots; None for a processor without sensors."""
@@ -285,7 +306,8 @@ class GroupMeasurement:
         device = self._meter.device
         if device.silent and not session.arms[0].facts.accelerated:
             return None
-        return Watch(device, self._warm_up(session.arms[0], device), pid=self._worker.pid)
+        idle_workers = int(self._apart is not None and self._apart.pid is not None)
+        return Watch(device, self._warm_up(session.arms[0], device), pid=self._worker.pid, idle_workers=idle_workers)
 
     def _note_watch_and_energy(self, session: RoundSession, watch: Watch | None) -> None:
         measured = [(self._outcome_of(arm), arm) for arm in session.arms if arm is not session.control]

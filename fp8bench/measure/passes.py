@@ -37,6 +37,8 @@ from fp8bench.model.ranks import FailedRank
 from fp8bench.model.readings import Reading
 from fp8bench.model.specs import spec_of
 from fp8bench.protocols import Observer
+from fp8bench.protocols.axes import CACHE
+from fp8bench.registry import workloads
 
 OUT_OF_MEMORY = "out of memory, even alone"
 
@@ -139,24 +141,43 @@ QUESTIONS: Mapping[str, tuple[str, str]] = {
 }
 
 
+def numbers_key(case: Case) -> str:
+    """Names the numbers that a case's errors are about: its id without parameters that change no number."""
+    idle = {CACHE.name, *workloads.get(case.workload).numbers_ignore}
+    return replace(case, params=tuple(param for param in case.params if param[0] not in idle)).id
+
+
 @dataclass(frozen=True)
 class Passes:
-    """Asks the worker about cases, and notes the answers in their outcomes, or why there is none."""
+    """Asks the worker about cases, and notes the answers in their outcomes, or why there is none.
+
+    A worker that `times_nothing` is not restarted for what a profiler leaves in its process.
+    """
 
     _worker: Worker
     _facts: Mapping[str, DeviceFacts]
     _limits: Limits
     _observer: Observer
+    _times_nothing: bool = False
 
     def ask(self, question: str, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
             with self._asking(outcome, *QUESTIONS[question]) as (bench, case, facts):
                 outcome.note(**{question: getattr(bench, question)(case, facts)})
 
-    def errors(self, outcomes: Sequence[CaseOutcome]) -> None:
+    def errors(
+        self, outcomes: Sequence[CaseOutcome], measured: dict[str, tuple[Measurement, ...]] | None = None
+    ) -> None:
         """Measures numerical errors. A case fails without them, unless only memory was short: a reference in fp64 may
-        need more than the step."""
+        need more than the step.
+
+        `measured` keeps the errors of a run, so that cases with the same numbers share them.
+        """
         for outcome in outcomes:
+            key = numbers_key(outcome.planned.case)
+            if measured is not None and key in measured:
+                outcome.note(measurements=(*outcome.draft.measurements, *measured[key]))
+                continue
             with self._asking(outcome, "checking numbers", "numerical error", fails=True) as (bench, case, facts):
                 errors = bench.error(case, facts)
                 if isinstance(errors, str):
@@ -166,8 +187,10 @@ class Passes:
                 if wrong:
                     fault = WorkerFault("its numbers are not finite", ", ".join(wrong))
                     outcome.fail(str(fault), fault)
-                measurements = (Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
-                outcome.note(measurements=(*outcome.draft.measurements, *measurements))
+                found = tuple(Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
+                outcome.note(measurements=(*outcome.draft.measurements, *found))
+                if measured is not None and not wrong:
+                    measured[key] = found
 
     def shares(self, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
@@ -239,7 +262,9 @@ class Passes:
 
     def leave_gpus(self, outcomes: Sequence[CaseOutcome]) -> None:
         """Restarts the worker if any case was on a GPU, so that nothing of it is there while others are timed."""
-        if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
+        if not self._times_nothing and any(
+            self._facts[outcome.planned.case.device].accelerated for outcome in outcomes
+        ):
             self._worker.restart()
 
     def _with_process_memory(self, use: MemoryUse | str, device: Looks) -> MemoryUse | str:

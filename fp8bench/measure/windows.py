@@ -24,7 +24,7 @@ from fp8bench.model import EnergyUse, EnergyWindow, Group, PhaseEnergy, Request,
 from fp8bench.model.raw import RawReplay
 from fp8bench.model.readings import Reading, Unavailable
 from fp8bench.model.request import PHASE_ENERGY
-from fp8bench.model.stopping import STRETCH, Settling
+from fp8bench.model.stopping import STRETCH, Settling, is_brisk
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 
 # How long one request keeps the worker busy.
@@ -33,6 +33,11 @@ _WARM_SECONDS = 0.3
 # The share of the device's memory that a phase may keep: the states of all cases are still there.
 _SHARE_OF_MEMORY = 0.25
 _FLUSHED = "energy is not measured with a cold cache, which is flushed between steps: measure it with cache=hot"
+# A third brisk window is measured where two differ by this share in joules a step, as far as clocks change alone.
+_BRISK_WINDOWS, _BRISK_APART = 2, 0.02
+_BRISK_CHUNK_SECONDS = 0.1
+# An H200 at its power cap has the next case's clock after 0.17 s.
+_BRISK_WARM_SECONDS = 0.2
 # Fewer turns have no interval.
 _TURNS, _TURNS_QUICK = 4, 3
 
@@ -42,7 +47,8 @@ class WindowRule:
     """How many windows a case gets (an emulated one gets one: its energy is a cost), and how long each idle window is.
 
     With `turn_seconds` windows are turns: at least that long, and begun when the device has settled. Without `energy`
-    no energy is noted. With `phases` each phase has as many windows of its own.
+    no energy is noted. With `phases` each phase has as many windows of its own. `brisk` windows take little more than a
+    second: two a case, the second ones in the opposite order, and a third where these differ; idle power once a run.
     """
 
     windows: int = 3
@@ -50,6 +56,7 @@ class WindowRule:
     turn_seconds: float = 0.0
     energy: bool = True
     phases: bool = False
+    brisk: bool = False
 
     @property
     def settling_seconds(self) -> float:
@@ -59,15 +66,20 @@ class WindowRule:
     def window_seconds(self) -> tuple[float, float]:
         if self.turn_seconds:
             return 1.5 * self.turn_seconds, self.settling_seconds + max(self.turn_seconds, CAP)
+        if self.brisk:
+            return _BRISK_WARM_SECONDS + SHORTEST, _BRISK_WARM_SECONDS + 2 * SHORTEST
         return _WARM_SECONDS + SHORTEST, _WARM_SECONDS + CAP
 
 
-def window_rule_for(request: Request) -> WindowRule | None:
-    """Fewer windows with --quick or --budget: each takes more than ten changes of the counter."""
+def window_rule_for(request: Request, groups: int) -> WindowRule | None:
+    """Returns the rule of a run of so many groups: fewer windows with --quick or --budget, because each takes more than
+    ten changes of the counter; None where no window is asked for."""
     sustained = request.sustained
     if not request.energy and sustained is None:
         return None
     hurried = request.quick or request.budget is not None
+    if sustained is None and request.energy_of != PHASE_ENERGY and is_brisk(request.brisk, request.budget, groups):
+        return WindowRule(_BRISK_WINDOWS, 1.5, brisk=True)
     turns = 0 if sustained is None else _TURNS_QUICK if hurried else _TURNS
     windows, idle_seconds = max(turns, 1 if hurried else 3), 1.5 if hurried else 3.0
     return WindowRule(windows, idle_seconds, sustained or 0.0, request.energy, request.energy_of == PHASE_ENERGY)
@@ -93,6 +105,12 @@ class WindowResult:
     @property
     def why(self) -> str:
         return "; ".join(dict.fromkeys(self.reasons))
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether two windows differ so far that a third one has to tell which is right."""
+        joules = [window.joules / window.steps for window in self.windows]
+        return len(joules) == _BRISK_WINDOWS and max(joules) > (1 + _BRISK_APART) * min(joules)
 
     def concluded(self, source: str, before: Energy | Unavailable, after: Energy | Unavailable) -> EnergyUse:
         self.reasons += [
@@ -133,16 +151,21 @@ class WindowPass:
         arms = [arm for arm in arms if arm.cache != COLD]
         if not arms:
             return results
-        before = self._meter.idle(self._rule.idle_seconds) if metered else None
+        before = self._idle() if metered else None
         each = {(arm.key, ""): results[arm.key] for arm in arms}
         self._in_turns([(arm, "") for arm in arms], each, worker, self._window, "{mode} ended the windows: {cause}")
-        after = self._meter.idle(self._rule.idle_seconds) if metered else None
+        after = self._idle() if metered else None
         for of_arm in (results[arm.key] for arm in arms):
             if before is None or after is None:
                 of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             else:
                 of_arm.use = replace(of_arm.concluded(source, before, after), power_limits=self._meter.power_limits())
         return results
+
+    def _idle(self) -> Energy | Unavailable:
+        if self._rule.brisk:
+            return self._meter.idle_once(self._rule.idle_seconds)
+        return self._meter.idle(self._rule.idle_seconds)
 
     def phases(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, tuple[PhaseEnergy, ...]]:
         """The energy of each arm's phases, by its key, in the order of its step; after the windows of whole steps.
@@ -174,7 +197,23 @@ class WindowPass:
         turns: list[Turn] = []
         orders: Orders[Turn] = Orders(random.Random(self._seed))
         for number in range(self._rule.windows):
-            turns += orders.next([turn for turn in every if number == 0 or not turn[0].emulated])
+            if number == 1 and self._rule.brisk:
+                turns += [turn for turn in reversed(turns) if not turn[0].emulated]
+            else:
+                turns += orders.next([turn for turn in every if number == 0 or not turn[0].emulated])
+        if self._take(turns, results, worker, window, ended) and self._rule.brisk:
+            thirds = [turn for turn in every if results[turn[0].key, turn[1]].is_apart]
+            self._take(orders.next(thirds), results, worker, window, ended)
+
+    def _take(
+        self,
+        turns: Sequence[Turn],
+        results: Mapping[tuple[str, str], WindowResult],
+        worker: Worker,
+        window: Callable[[MeasuredArm, str, Worker, WindowResult], None],
+        ended: str,
+    ) -> bool:
+        """Returns whether all turns were taken: after a fault no states are left to run."""
         for place, (arm, phase) in enumerate(turns):
             self._tell(arm, place / len(turns))
             try:
@@ -185,15 +224,17 @@ class WindowPass:
                 why = ended.format(mode=arm.planned.case.mode, phase=phase, cause=cause)
                 for left, name in turns[place:]:
                     results[left.key, name].reasons.append(why)
-                return
+                return False
+        return True
 
     def _window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
         turn_seconds = 0.0 if arm.emulated else self._rule.turn_seconds
-        steps = max(1, round(CHUNK_SECONDS / arm.step_seconds))
+        chunk_seconds = _BRISK_CHUNK_SECONDS if self._rule.brisk else CHUNK_SECONDS
+        steps = max(1, round(chunk_seconds / arm.step_seconds))
         limit = arm.limits.slot(arm.step_seconds, steps)
         settling = self._settled(arm, worker, turn_seconds)
         seconds: list[float] = []
-        with self._meter.window() as window:
+        with self._meter.window(every_tick=self._rule.brisk) as window:
             while not window.enough or sum(seconds) < turn_seconds:
                 seconds.append(worker.within(limit).loop(arm.key, steps))
         clock = self._meter.device.glance().get("sm_clock") if turn_seconds else None
@@ -238,7 +279,8 @@ class WindowPass:
             settler = Settler(self._meter.device, self._rule.settling_seconds, self._clock)
             if (settling := settler.settle(arm, worker)) is not None:
                 return settling
-        ahead = max(1, round(max(_WARM_SECONDS, turn_seconds / 2) / arm.step_seconds))
+        warm_seconds = _BRISK_WARM_SECONDS if self._rule.brisk else _WARM_SECONDS
+        ahead = max(1, round(max(warm_seconds, turn_seconds / 2) / arm.step_seconds))
         worker.within(arm.limits.slot(arm.step_seconds, ahead)).loop(arm.key, ahead)
         return None
 

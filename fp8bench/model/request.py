@@ -197,6 +197,12 @@ class Request:
     )
     data: str | None = option(None, _TEXT, "text to train on; default Python's own sources", "FILE", WHAT)
     quick: bool = option(False, _FLAG, "a few rounds, to see that it runs")
+    brisk: bool = option(
+        False,
+        _FLAG,
+        "about 10 s a group on a GPU that is lent by the minute: fewer rounds, two short energy windows a case, idle "
+        "power once a run; the default where --budget leaves less than 20 s a group",
+    )
     budget: float | None = option(None, _SECONDS, "time for the whole run; default about 6 s a group", "SECONDS")
     rounds: int | None = option(None, whole_number(1), "exactly so many rounds, no early stop", "N")
     seed: int = option(0, whole_number(0), "for data, weights and order; default 0", "N")

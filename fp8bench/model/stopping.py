@@ -12,6 +12,9 @@ EMULATED_ROUNDS = 4
 LEAST_ROUNDS = 24
 QUICK_ROUNDS = 10
 BUDGET_SECONDS = 6.0
+# Of a brisk group's rounds. A budget that leaves a group less than _SHORT_SECONDS makes it brisk.
+BRISK_SECONDS = 2.0
+_SHORT_SECONDS = 20.0
 CEILING_SECONDS = 120.0
 # With so many candidates or more the fastest is timed again.
 LEAST_CANDIDATES = 3
@@ -64,7 +67,12 @@ def _told(rounds: int) -> str:
     return "1 round" if rounds == 1 else f"{rounds} rounds"
 
 
-def rule_for(quick: bool, rounds: int | None, budget: float | None) -> StoppingRule:
+def is_brisk(requested: bool, budget: float | None, groups: int) -> bool:
+    """Whether groups are measured in about 10 s each: on request, or because the run's budget leaves them no more."""
+    return requested or (budget is not None and budget < _SHORT_SECONDS * groups)
+
+
+def rule_for(quick: bool, rounds: int | None, budget: float | None, brisk: bool = False) -> StoppingRule:
     """The rule of one group; `budget` is its share of the seconds the user gave for the whole run, if any."""
     whole = budget is not None
     if rounds is not None:
@@ -72,11 +80,17 @@ def rule_for(quick: bool, rounds: int | None, budget: float | None) -> StoppingR
     ceiling = CEILING_SECONDS if budget is None else budget
     if quick:
         return StoppingRule(fixed=QUICK_ROUNDS, ceiling=ceiling, whole=whole)
+    if brisk and budget is None:
+        return StoppingRule(least=QUICK_ROUNDS, budget=BRISK_SECONDS)
     return StoppingRule(budget=BUDGET_SECONDS if budget is None else budget, ceiling=ceiling, whole=whole)
 
 
 # Slopes are those of straight lines through the looks of the last STRETCH seconds, at least _FEWEST looks.
 STRETCH = 4.0
+# The same for a brisk group: the clock of a GPU at its power cap wavers by 2% from look to look, about a level that it
+# reaches within a second.
+_BRISK_STRETCH = 0.9
+_BRISK_SLOPE = 0.02
 _FEWEST = 5
 # Share of the mean per second; degrees per second.
 CLOCK_SLOPE = 0.002
@@ -123,10 +137,16 @@ class Slopes:
         return bool(known) and all(known)
 
 
-def slopes(looks: Sequence[ClockLook]) -> Slopes:
-    """Over the last stretch; unknown before a whole stretch has passed."""
-    last = [look for look in looks if look.at >= looks[-1].at - STRETCH]
-    if not looks or looks[-1].at - looks[0].at < STRETCH:
+def is_clock_flat(looks: Sequence[ClockLook]) -> bool:
+    """Whether the clock has stood still for about a second, by looks at a device that may still grow warmer."""
+    clock = slopes(looks, _BRISK_STRETCH).clock
+    return clock is not None and abs(clock) <= _BRISK_SLOPE
+
+
+def slopes(looks: Sequence[ClockLook], stretch: float = STRETCH) -> Slopes:
+    """Returns the slopes over the last stretch; unknown before a whole stretch has passed."""
+    last = [look for look in looks if look.at >= looks[-1].at - stretch]
+    if not looks or looks[-1].at - looks[0].at < stretch:
         return Slopes(None, None)
     clocks = [(look.at, look.clock) for look in last if look.clock is not None and 0 < look.clock < math.inf]
     heats = [(look.at, look.temperature) for look in last if look.temperature is not None]

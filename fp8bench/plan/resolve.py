@@ -6,7 +6,7 @@ All names and variables are read here once, so that a wrong one is refused befor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8bench.model import Request
@@ -57,7 +57,10 @@ def resolve(request: Request, environ: Mapping[str, str]) -> Resolved:
     """Checks a request. Raises UsageError for impossible values and UnknownName for unknown names."""
     import_user_modules(request.imports)
     suites = check_names(request)
-    switches = switches_of(environ, request.quick, request.budget is not None, request.tape)
+    hurried = request.brisk or request.budget is not None
+    switches = switches_of(environ, request.quick, hurried, request.tape)
+    if request.brisk:  # measuring ceilings takes longer than a group
+        switches = replace(switches, ceilings=False)
     return Resolved(request, suites, switches)
 
 

@@ -176,9 +176,9 @@ class Workload(ABC):
     layers, which a backend may replace; `unit_scales`: unit scaling knows its model. `loads` says what `load` brings. A
     workload that is not `listed` has a command of its own, or needs `least_ranks` processes. `part_ends` is the phase
     that ends each part of a step whose time is shown by itself. `examined`: only a worker knows its possible cases and
-    layers, and is asked beforehand (`examine`). `own_paths`: what a step does depends on its numbers, so precisions may
-    do different work. `not_on_device` says why the memory of emulated cases on real hardware is unknown; '' where it is
-    known.
+    layers, and is asked beforehand (`examine`). `own_paths`: what a step does depends on its numbers, so precisions
+    may do different work. `numbers_ignore` are axes that change no number of a step. `not_on_device` says why the
+    memory of emulated cases on real hardware is unknown; '' where it is known.
     """
 
     name: ClassVar[str]
@@ -198,6 +198,7 @@ class Workload(ABC):
     least_ranks: ClassVar[int] = 1
     part_ends: ClassVar[str] = ""
     examined: ClassVar[bool] = False
+    numbers_ignore: ClassVar[tuple[str, ...]] = ()
     own_paths: ClassVar[bool] = False
     not_on_device: ClassVar[str] = ""
 

@@ -185,7 +185,8 @@ def _is_hasty(run: Run, record: Record) -> bool:
     """Whether a run asked for fewer rounds than a plain command, or its --budget cut them short."""
     request = run.request
     least = EMULATED_ROUNDS if record.support.level is Level.EMULATED else LEAST_ROUNDS
-    cut = request.budget is not None and record.timing is not None and record.timing.num_rounds < least
+    hurried = request.brisk or request.budget is not None
+    cut = hurried and record.timing is not None and record.timing.num_rounds < least
     return request.quick or cut or (request.rounds is not None and request.rounds < LEAST_ROUNDS)
 
 

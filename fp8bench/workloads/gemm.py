@@ -84,6 +84,7 @@ class Gemm(Workload):
         errors=("product_error", "kernel_error"),
         per="flops",
     )
+    numbers_ignore = ("operands",)
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         shapes = _GPU_SHAPES if facts.accelerated else _CPU_SHAPES

@@ -49,7 +49,7 @@ _TIME_FACTS = frozenset({*CONDITIONS, "threads", "torch_threads", "asked: isolat
 _PREFIXES = ("env_", SWITCH, "driver's cuda", "rank ")
 _SIGNALS = f"{SWITCH}the handler of "
 # Fields of a request that count as facts.
-_REQUESTED = ("seed", "quick", "rounds", "budget", "isolation", "data")
+_REQUESTED = ("seed", "quick", "brisk", "rounds", "budget", "isolation", "data")
 
 
 @dataclass(frozen=True)

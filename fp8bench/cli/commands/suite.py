@@ -22,7 +22,7 @@ from fp8bench.measure.windows import window_rule_for, windows_of
 from fp8bench.model import Plan, Request, Run
 from fp8bench.model.request import HOW, WHAT, whole_number
 from fp8bench.model.run import CEILINGS
-from fp8bench.model.stopping import BUDGET_SECONDS, QUICK_ROUNDS
+from fp8bench.model.stopping import BRISK_SECONDS, BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.asked_suites import known_suites
 from fp8bench.plan.make import check_names
 from fp8bench.protocols import Observer
@@ -186,7 +186,7 @@ def expected_time(plan: Plan, request: Request) -> str:
         count = request.rounds or QUICK_ROUNDS
         return f"time: {count} rounds of every group take what they take{energy}; --budget SECONDS sets an end"
     # Without either, groups may take up to twice their usual time where noise is large.
-    least = BUDGET_SECONDS * groups
+    least = (BRISK_SECONDS if request.brisk else BUDGET_SECONDS) * groups
     times = f"{clock(least)} to {clock(2 * least)}"
     return (
         f"time: about {times}, more where a step takes seconds or a GPU warms up{energy}; --budget SECONDS sets an end"
@@ -195,7 +195,7 @@ def expected_time(plan: Plan, request: Request) -> str:
 
 def _energy_time(plan: Plan, request: Request) -> str:
     """Only for GPUs, whose drivers have counters: those of other devices show only once they are opened."""
-    rule = window_rule_for(request)
+    rule = window_rule_for(request, len(plan.groups))
     if rule is None:
         return ""
     # Turns of seconds are taken on every device, windows of counters on GPUs alone.
@@ -204,7 +204,7 @@ def _energy_time(plan: Plan, request: Request) -> str:
     windows = [count for group in groups if (count := windows_of(group, rule))]
     if not windows:
         return ""
-    idle = 2 * rule.idle_seconds * len(windows)
+    idle = rule.idle_seconds * (1 if rule.brisk else 2 * len(windows))
     least, most = (clock(idle + sum(windows) * seconds) for seconds in rule.window_seconds)
     reason = "turns of seconds (--sustained)" if rule.turn_seconds else "energy, which --no-energy leaves out"
     phases_words = ", more for that of phases" if rule.phases else ""

@@ -126,7 +126,7 @@ def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObs
             judge=lambda *timings: False,
             seed=request.seed,
             limits=Limits(request.case_timeout),
-            windows=window_rule_for(request),
+            windows=window_rule_for(request, 1),
             quantisers=Quantisers(switches.why_eager),
             tapes=switches.tapes,
             tapes_apart=False,

@@ -134,7 +134,7 @@ _SOFTWARE = (
     "imports_sha256",
 )
 _SETTINGS = ("driver", "power_cap", "ecc", "mig", "clock_limit")
-_REQUESTED = ("seed", "quick", "rounds", "budget", "isolation", "data", "ranks", "sustained")
+_REQUESTED = ("seed", "quick", "brisk", "rounds", "budget", "isolation", "data", "ranks", "sustained")
 _CAPABILITY = "CPU capability usage: "
 
 

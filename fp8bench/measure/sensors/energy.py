@@ -22,6 +22,8 @@ from typing import Any, Self
 from fp8bench.measure.sensors.driver import Clock, NoAnswer, has_ended, silence
 from fp8bench.measure.sensors.mean_power import (
     INTERVALS,
+    RESOLVED,
+    RESOLVED_BRISKLY,
     PowerSample,
     PowerStretch,
     Rhythm,
@@ -45,21 +47,25 @@ _ADVANCE = 1.0
 _SPARSER = 1.5
 _SPARSEST = 0.4
 _LONGEST_PAUSE = 50e-3
+# Between looks for a tick that is waited for: 0.5% of a window of a second at each end.
+_DULLEST_PAUSE = 5e-3
 
 
 class Polling:
     """Decides how long to sleep; learns how early a tick may come, and what looking costs.
 
-    `blind`: ticks pass unseen while it sleeps, so the next change cannot be dated.
+    `blind`: ticks pass unseen while it sleeps, so the next change cannot be dated. With `every_tick` each tick is
+    waited for, so that a window of 1.2 s begins and ends sharply; looking may then cost more.
     """
 
-    def __init__(self, counts: bool, rhythm: Rhythm | None = None) -> None:
+    def __init__(self, counts: bool, rhythm: Rhythm | None = None, every_tick: bool = False) -> None:
         fast = rhythm is not None and rhythm.period < 3 * PAUSE
         self.blind = False
         self._rhythm = None if fast else rhythm
         self._pause = (FAST_PAUSE if fast else PAUSE) if counts else POWER_PAUSE
         self._margin = 2 * PAUSE + rhythm.spread if rhythm else 0.0
-        self._sparse = _SPARSE
+        self._every_tick = every_tick
+        self._sparse = 0.0 if every_tick else _SPARSE
         self._first = 0.0
         self._awake = math.inf  # when it last woke up to wait for a tick
         self._resting = False
@@ -75,9 +81,9 @@ class Polling:
             self._first = tick.at
         sharp = tick.late < period / 2
         last = tick.at if sharp else self._first + (now - self._first) // period * period
-        if count < INTERVALS:
+        if count < INTERVALS and not self._every_tick:
             return max(last + 1.5 * period - now, self._pause)
-        if count > INTERVALS and (rested or tick.at - self._awake > 2 * self._margin):
+        if (self._every_tick or count > INTERVALS) and (rested or tick.at - self._awake > 2 * self._margin):
             # The tick was there at the first look already, or passed unseen and this is the next one.
             self._margin = min(2 * self._margin, period)
         return self._rest(period, last - now)
@@ -95,6 +101,8 @@ class Polling:
             return
         if self._rhythm is None:
             self._pause = min(_SPARSER * self._pause, _LONGEST_PAUSE)
+        elif self._every_tick:
+            self._pause = min(_SPARSER * self._pause, _DULLEST_PAUSE)
         else:
             self._sparse = min(_SPARSER * self._sparse, _SPARSEST)
 
@@ -143,6 +151,7 @@ class Sampler:
         clock: Clock,
         look: Callable[[], Readings] | None = None,
         satisfied: Callable[[Sampler], bool] | None = None,
+        every_tick: bool = False,
     ) -> None:
         self.ticks: list[Tick] = []
         self.samples: list[PowerSample] = []
@@ -153,7 +162,8 @@ class Sampler:
         self.ended = False
         self._source, self._clock, self._look, self._satisfied = source, clock, look, satisfied or Sampler.resolved
         self._stop = threading.Event()
-        self._polling = Polling(source.counts, source.rhythm)
+        self._every_tick = every_tick
+        self._polling = Polling(source.counts, source.rhythm, every_tick)
         # A counter's value is never older than its longest interval, with something to spare.
         self._oldest = _SPARE * source.rhythm.longest if source.rhythm else math.inf
         self._state_due = self._check_due = 0.0
@@ -164,7 +174,7 @@ class Sampler:
 
     def resolved(self) -> bool:
         if self._source.counts:
-            return resolved(self.ticks)
+            return resolved(self.ticks, RESOLVED_BRISKLY if self._every_tick else RESOLVED)
         return sufficient(self.samples)
 
     def stop(self, timeout: float) -> None:

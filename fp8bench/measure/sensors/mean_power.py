@@ -19,6 +19,8 @@ from fp8bench.model.readings import NoReading
 INTERVALS = LEAST_INTERVALS
 # The largest relative uncertainty of a resolved window.
 RESOLVED = 0.005
+# The same of a short window, whose twin shows how far windows differ.
+RESOLVED_BRISKLY = 0.01
 # An end of the stretch moves inwards by a second only for a tick that was seen this many seconds sharper.
 _WORTH = 0.1
 
@@ -78,8 +80,8 @@ def slope(ticks: Sequence[Tick]) -> PowerStretch:
     return PowerStretch(end.joules - start.joules, seconds, last - first, (start.late + end.late) / 2 / seconds)
 
 
-def resolved(ticks: Sequence[Tick]) -> bool:
-    return len(ticks) > INTERVALS and (slope(ticks).uncertainty or 0.0) <= RESOLVED
+def resolved(ticks: Sequence[Tick], bound: float = RESOLVED) -> bool:
+    return len(ticks) > INTERVALS and (slope(ticks).uncertainty or 0.0) <= bound
 
 
 def rhythm(ticks: Sequence[Tick]) -> Rhythm:

@@ -58,6 +58,7 @@ class Meter(AbstractContextManager["Meter"]):
         self.refused: tuple[tuple[SourceKind, str], ...] = ()
         self._why_none = why_none
         self._power_limits: tuple[float, ...] = ()
+        self._idle: Energy | Unavailable | None = None
         self._clock, self._timeout, self._hung = clock, timeout, hung
         self.source: Source | None = None
         self.power_limits()  # as the run begins
@@ -77,11 +78,14 @@ class Meter(AbstractContextManager["Meter"]):
         """Why there is no source, or no better one; '' if it is the best."""
         return self._why_none or "; ".join(f"{kind}: {reason}" for kind, reason in self.refused)
 
-    def window(self, cap: float = CAP) -> Window | NoWindow:
-        """A window to run a workload in; after `cap` seconds it is over whatever it has seen."""
+    def window(self, cap: float = CAP, every_tick: bool = False) -> Window | NoWindow:
+        """Opens a window to run a workload in; after `cap` seconds it is over whatever it has seen.
+
+        With `every_tick` the counter is looked at around each of its ticks, and a shorter window is enough.
+        """
         if self.source is None:
             return NoWindow(self.why)
-        sampler = Sampler(self.source, self._clock, self.device.changing)
+        sampler = Sampler(self.source, self._clock, self.device.changing, every_tick=every_tick)
         return Window(sampler, self.source, self._clock, cap, self._end)
 
     def idle(self, seconds: float = IDLE) -> Energy | Unavailable:
@@ -90,6 +94,12 @@ class Meter(AbstractContextManager["Meter"]):
             end = self._clock.now() + seconds
             self._clock.wait(lambda: window.failed or self._clock.now() >= end)
         return window.energy
+
+    def idle_once(self, seconds: float = IDLE) -> Energy | Unavailable:
+        """Measures the idle energy until it has a figure, and returns that from then on."""
+        if not isinstance(self._idle, Energy):
+            self._idle = self.idle(seconds)
+        return self._idle
 
     def power_limits(self) -> tuple[float, ...]:
         """The limits in watts that the device has had since it was first asked; the last one is the present one."""

@@ -31,7 +31,7 @@ from fp8bench.report.topics.memory import capacity
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import FUNCTIONAL, cheapest, if_rows, wire
 from fp8bench.report.topics.shares import coverage_sentence, coverages
-from fp8bench.report.topics.speedup import sustained_table
+from fp8bench.report.topics.speedup import sustained_sentence, sustained_table
 from fp8bench.report.topics.tensors import about_tensors, best_by_width, tensors
 from fp8bench.report.topics.verdict import cases_of, doubt_of_load, losses
 from fp8bench.report.words.legend import LABELS
@@ -129,6 +129,7 @@ def _of_panels(panels: Sequence[Panel], entry: Entry) -> Part:
         tables += _speeds(panels, is_timed)
     warnings: list[Text] = []
     for panel in panels:
+        warnings += sustained_sentence(panel)
         warnings += [state for state in device_state(panel, entry.run) if state.tone is not Tone.PLAIN]
     return short_answer(
         _heading(panels, entry.run),

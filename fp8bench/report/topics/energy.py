@@ -20,6 +20,7 @@ from fp8bench.analysis.energy import (
     why_no_energy,
 )
 from fp8bench.analysis.metrics import EnergyValidity, energy_validity
+from fp8bench.analysis.samples import sustained_figures
 from fp8bench.model import Label, Run, specs
 from fp8bench.model.specs import ENERGY, ENERGY_PER
 from fp8bench.report.columns import Col, case_cols, table, with_figures
@@ -120,7 +121,9 @@ def _missing(result: Result) -> Sentences:
 def _at_another_pace(result: Result) -> Sentences:
     figures = figures_of(result)
     finding = result.finding
-    if figures is None or finding is None or result.is_emulated or result.record.sustained:  # which has a table
+    if figures is None or finding is None or result.is_emulated:
+        return
+    if sustained_figures(result.record, finding) is not None:  # which has a table
         return
     pace = other_pace(figures, finding)
     if pace is not None:

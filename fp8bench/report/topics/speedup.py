@@ -13,7 +13,7 @@ from fp8bench.model import Interval, Record
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.case_status import Standing, doubts, inverse, show_speed, speed_up, standing, tone_of
 from fp8bench.report.columns import Col, case_cols, table, with_figures
-from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Elements, Mark, Scatter, Tables
+from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Elements, Mark, Scatter, Tables, Text, Texts
 from fp8bench.report.page.section import Material, section, titled_panels
 from fp8bench.report.panels import Panel, Result, ResultGroup, join_parts, together
 from fp8bench.report.topics.tensors import about_tensors, timed_panels
@@ -35,6 +35,8 @@ def sustained_table(panel: Panel) -> Tables:
 
     def turns(row: _SustainedRow) -> str:
         figures = row[2]
+        if figures.by_energy_windows:
+            return many(figures.turns, "energy window")
         settled = "cannot be told" if figures.settled is None else f"{figures.settled} settled"
         return f"{figures.turns}, {settled}"
 
@@ -48,7 +50,61 @@ def sustained_table(panel: Panel) -> Tables:
         Col("turns", turns),
     ]
     caption = "sustained: a step in turns of seconds, back to back; settled: clock and temperature stood still before"
+    if all(figures.by_energy_windows for _, _, figures in rows):
+        in_slots: list[Col[_SustainedRow]] = [
+            Col("in slots", lambda row: show_speed(speed_up(row[1]))),
+            Col("clock in slots", lambda row: units.count(_slots_clock(row[1]), "Hz"), number=True),
+        ]
+        cols = [*cols[:-1], *in_slots, cols[-1]]
+        caption = "sustained: a step in the seconds of its energy windows, at the clock and power that it then has"
     yield with_figures(table("sustained", caption, cols, rows), (row[:2] for row in rows))
+
+
+def _slots_clock(result: Result) -> float | None:
+    return result.record.timing.clock if result.record.timing is not None else None
+
+
+def sustained_sentence(panel: Panel) -> Texts:
+    """Yields what lasts, and beside it what milliseconds showed: 'fp8 1.33x to 1.63x at 1.44 GHz and 690 W'."""
+    cases = [
+        (group, result, figures)
+        for group, result, figures in panel.known(lambda result: sustained_figures(result.record, result.finding))
+        if figures.by_energy_windows
+    ]
+    lasting, brief = [], []
+    for mode in dict.fromkeys(result.mode for _, result, _ in cases):
+        of_mode = [case for case in cases if case[1].mode == mode]
+        where = join_words(
+            filter(
+                None,
+                (
+                    units.span(_numbers(figures.clock for _, _, figures in of_mode), _hertz),
+                    units.span(_numbers(figures.watts for _, _, figures in of_mode), _watts),
+                ),
+            )
+        )
+        ratios = [
+            sustained_ratio(result.record, group.lead.record if group.lead else None) for group, result, _ in of_mode
+        ]
+        speeds = [speed.point for ratio in ratios if (speed := inverse(ratio)) is not None]
+        lasting.append(f"{mode} {units.span(speeds, units.speed_up) or '(reference)'} at {where}")
+        in_slots = [speed.point for _, result, _ in of_mode if (speed := speed_up(result)) is not None]
+        clocks = units.span(_numbers(_slots_clock(result) for _, result, _ in of_mode), _hertz)
+        brief.append(f"{mode} {join_parts(units.span(in_slots, units.speed_up), clocks and f'at {clocks}', by=' ')}")
+    if any(result.is_reference for _, result, _ in cases) and len(lasting) > 1:
+        yield Text(f"Sustained over seconds: {'; '.join(lasting)}. In slots of milliseconds: {'; '.join(brief)}.")
+
+
+def _numbers(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _hertz(value: float) -> str:
+    return units.count(value, "Hz")
+
+
+def _watts(value: float) -> str:
+    return units.count(value, "W")
 
 
 @dataclass(frozen=True)

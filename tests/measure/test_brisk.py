@@ -1,0 +1,315 @@
+"""A brisk group: what it leaves out, what it keeps, and its seconds by part beside those of a usual group.
+
+Seconds are those of a model: steps, ticks and windows on a virtual clock, the clocks that an H200 showed while it
+warmed up, and round figures for what a worker's start and its passes take there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from fp8bench.analysis.verdicts import is_decided
+from fp8bench.errors import WorkerLost
+from fp8bench.measure import group as group_module
+from fp8bench.measure.device_watch import Settler, Watch
+from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.measure.passes import numbers_key
+from fp8bench.measure.sensors.energy import PAUSE, Energy, Polling, Source, SourceKind
+from fp8bench.measure.sensors.mean_power import Rhythm, Tick
+from fp8bench.measure.sensors.meter import Meter
+from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.measure.windows import WindowPass, WindowResult, WindowRule, window_rule_for
+from fp8bench.model import Case, PlannedCase, Record, Request, StepEffect
+from fp8bench.model.readings import Reading, Readings, Unavailable
+from fp8bench.model.stopping import ClockLook, StoppingRule, is_brisk, is_clock_flat, rule_for
+from tests.counts import for_each
+from tests.fakes import GPU, Fault, Listener, Script, arm, group, lasting, planned
+from tests.measure.powered import WATTS, Power, Runner, sampling
+from tests.measure.sensors.virtual import VirtualClock
+
+BRISK = WindowRule(2, 1.5, brisk=True)
+# Megahertz of an H200 at its power cap every 0.175 s from the first product on (reports/gpu_h200_202611).
+H200_CLOCKS = (1980, 1515, 1545, 1530, 1530, 1485, 1470, 1515, 1515, 1515, 1515, 1500, 1515, 1500, 1515, 1485)
+# Round figures: a process with a CUDA context, and the passes after the timing.
+SECONDS = {"error": 0.8, "memory": 0.5, "effect": 0.5, "products": 0.2, "statistics": 0.2, "trial": 0.1}
+START_SECONDS = 7.0
+READ_SECONDS = 3e-3
+
+
+class FineClock(VirtualClock):
+    """Moves by a millisecond at a time, so that steps end when they end and not when the sampler wakes up."""
+
+    def sleep(self, seconds: float, stop: threading.Event) -> bool:
+        for _ in range(round(seconds / 1e-3)):
+            if super().sleep(1e-3, stop):
+                return True
+        return stop.is_set()
+
+
+class SlowCounter(Power):
+    """A read takes as long as an H200's driver took for it, 3.2 ms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = FineClock(self.state)
+
+    def read(self) -> float:
+        self.state.now_ns += round(READ_SECONDS * 1e9)
+        return super().read()
+
+
+class Gpu(AbsentDevice):
+    """Tells the clocks and the temperature of a device that works since `busy_since`."""
+
+    def __init__(self, power: Power) -> None:
+        super().__init__("nothing else to say")
+        self.power = power
+        self.busy_since = power.clock.now()
+        self.processes = 0
+
+    def glance(self) -> Readings:
+        seconds = self.power.clock.now() - self.busy_since
+        look = min(len(H200_CLOCKS) - 1, int(seconds / 0.175))
+        heat = 39 + 22 * min(1.0, seconds / 5)
+        read = {
+            "sm_clock": Reading(1e6 * H200_CLOCKS[look], "Hz", "test"),
+            "temperature": Reading(heat, "degC", "test"),
+        }
+        return {**read, "throttle": Reading(4, "mask", "test")}
+
+    def changing(self) -> Readings:
+        return self.glance()
+
+    def others(self, pid: int) -> Reading:
+        return Reading(self.processes, "", "test")
+
+
+class Stopwatch(Runner):
+    """Takes the model's seconds for each request, and starts again where a process would."""
+
+    pid: int | None = None
+
+    def ask(self, limit: float, name: str, *arguments: Any) -> Any:
+        started = self.alive
+        before = self.now_ns
+        answer = super().ask(limit, name, *arguments)
+        self.pid = 1
+        seconds = SECONDS.get(name, 0.0) + (0.0 if started else START_SECONDS)
+        if not sampling():
+            self.power.state.now_ns += round(seconds * 1e9) + self.now_ns - before
+        return answer
+
+    def close(self) -> None:
+        super().close()
+        self.pid = None
+
+    def clock(self) -> float:
+        return self.power.clock.now()
+
+
+class Parts(Listener):
+    """Adds up seconds by what was being done."""
+
+    def __init__(self, power: Power) -> None:
+        super().__init__()
+        self.power, self.last, self.doing = power, power.clock.now(), ""
+        self.seconds: dict[str, float] = {}
+
+    def working(self, case: Case, doing: str, share: float) -> None:
+        now = self.power.clock.now()
+        self.seconds[self.doing] = self.seconds.get(self.doing, 0.0) + now - self.last
+        self.last, self.doing = now, doing
+
+
+def with_operands(planned_case: PlannedCase, operands: str) -> PlannedCase:
+    case = planned_case.case
+    return replace(planned_case, case=replace(case, params=(*case.params, ("operands", operands))))
+
+
+def measured_groups(
+    monkeypatch: pytest.MonkeyPatch, brisk: bool
+) -> tuple[list[tuple[Record, ...]], list[dict[str, float]], Stopwatch, Stopwatch]:
+    """Measures two groups of three cases by turns; returns their records, seconds by part, and both workers."""
+    power = SlowCounter()
+    device = Gpu(power)
+    meter = Meter((Source(SourceKind.COUNTER, power.read),), device, "", power.clock)
+    scripts: Mapping[str, Script] = {mode: lasting(step, errors={"product_error": 0.1}) for mode, step in STEPS.items()}
+    timing, untimed = Stopwatch(power, scripts), Stopwatch(power, scripts)
+    monkeypatch.setattr(group_module, "Settler", partial(Settler, clock=power.clock.now))
+    monkeypatch.setattr(group_module, "WindowPass", partial(WindowPass, _clock=power.clock.now))
+    windows = window_rule_for(Request("gemm", brisk=brisk), 2)
+    method = Method(
+        rule=rule_for(False, 30, None, brisk),
+        judge=is_decided,
+        seed=0,
+        windows=windows,
+        warm_up_seconds=30.0,
+        brisk=brisk,
+    )
+    records, parts = [], []
+    for operands in ("cast", "ready"):
+        cases = group(*(with_operands(planned(mode), operands) for mode in STEPS))
+        listener = Parts(power)
+        device.busy_since = power.clock.now()
+        measurement = GroupMeasurement(cases, {"cpu": GPU}, timing, listener, method, meter, untimed)
+        records.append(measurement.run())
+        listener.working(cases.cases[0].case, "", 0.0)
+        parts.append({doing: seconds for doing, seconds in listener.seconds.items() if seconds > 0})
+    return records, parts, timing, untimed
+
+
+STEPS = {"bf16": 2.0, "fp8": 1.3, "fp32": 1.5}
+
+
+def test_a_brisk_group_takes_a_third_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second group of a run: workers have started, idle power and errors are known."""
+    usual, brisk = (measured_groups(monkeypatch, is_brisk)[1][1] for is_brisk in (False, True))
+    assert sum(usual.values()) > 40 and sum(brisk.values()) < 16
+    assert brisk["warming up"] < 2 < usual["warming up"]
+    assert brisk["measuring energy"] < 9 < 20 < usual["measuring energy"]
+    assert brisk["measuring"] < usual["measuring"] / 2
+    assert "checking numbers" not in brisk and usual["checking numbers"] > 2
+
+
+def test_what_makes_figures_right_stays_in_a_brisk_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, _, timing, untimed = measured_groups(monkeypatch, True)
+    for records in groups:
+        lead, *_ = records
+        assert lead.control is not None and lead.control.num_rounds == 30, "identical code is timed beside itself"
+        for record in records:
+            assert record.energy is not None and not record.energy.why and len(record.energy.windows) == 2
+            assert record.energy.idle_before == record.energy.idle_after == pytest.approx(80, rel=0.01)
+            for window in record.energy.windows:
+                assert window.joules / window.seconds == pytest.approx(WATTS[record.case.mode], rel=0.01)
+                assert window.uncertainty is not None and window.uncertainty < 0.01
+            assert record.effect == StepEffect(True)
+            assert [measurement.metric for measurement in record.measurements] == ["product_error"]
+            assert record.watch is not None and record.watch.warm_up is not None and record.watch.warm_up.settled
+    # A worker that times steps has seen no profiler, and none has started again.
+    assert {entry[0] for entry in timing.log}.isdisjoint({"memory"}) and untimed.slots() == []
+    assert (timing.restarts, untimed.restarts) == (0, 0)
+    assert [entry[1] for entry in timing.log if entry[0] == "trial"] == 2 * ["fp8"]
+    assert [entry[0] for entry in timing.log].count("error") == 3
+
+
+def windows_of_arms(steps: Mapping[str, Script], power: Power) -> tuple[dict[str, int], list[str]]:
+    """How many brisk windows each mode got, and the order of all windows."""
+    worker = Runner(power, steps)
+    arms = [arm(mode) for mode in steps]
+    for one in arms:
+        one.prepare(worker)
+    turns: list[str] = []
+    energy = WindowPass(power.meter(), BRISK, 0, lambda one, share: turns.append(one.planned.case.mode))
+    results = energy.measure(arms, worker)
+    return {one.planned.case.mode: len(results[one.key].windows) for one in arms}, turns
+
+
+def test_second_windows_come_in_the_opposite_order() -> None:
+    counts, turns = windows_of_arms({"fp32": lasting(0.7), "bf16": lasting(0.7), "fp8": lasting(0.7)}, SlowCounter())
+    assert turns == turns[:3] + turns[:3][::-1] and set(counts.values()) == {2}
+
+
+def test_a_third_window_settles_two_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first window of fp8 takes 4% more power than the second."""
+    power = SlowCounter()
+    seen = {"fp8": 0}
+
+    class Drifting(dict[str, float]):
+        def __getitem__(self, mode: str) -> float:
+            watts = super().__getitem__(mode)
+            seen["fp8"] += mode == "fp8"
+            return watts * (1.04 if mode == "fp8" and seen["fp8"] < 14 else 1.0)
+
+    monkeypatch.setattr("tests.measure.powered.WATTS", Drifting(WATTS))
+    counts, turns = windows_of_arms({"bf16": lasting(0.7), "fp8": lasting(0.7)}, power)
+    assert counts == {"bf16": 2, "fp8": 3} and turns[-1] == "fp8" and len(turns) == 5
+
+
+def test_after_a_fault_no_third_window_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states are gone with the worker: the windows so far have to do, although they differ."""
+    monkeypatch.setattr(WindowResult, "is_apart", True)
+    faulty = lasting(0.7, faults=[Fault("loop", WorkerLost("the worker crashed"), at=14)])
+    power = SlowCounter()
+    worker = Runner(power, {"bf16": lasting(0.7), "fp8": faulty})
+    arms = [arm("bf16"), arm("fp8")]
+    for one in arms:
+        one.prepare(worker)
+    results = WindowPass(power.meter(), BRISK, 0, lambda one, share: None).measure(arms, worker)
+    looped = [entry[1] for entry in worker.log if entry[0] == "loop"]
+    assert looped[-1] == "fp8" and worker.restarts == 1 and not worker.held
+    assert "fp8 ended the windows: the worker crashed" in results[arms[1].key].why
+
+
+def test_an_idle_window_that_failed_is_not_the_runs_idle_power() -> None:
+    power = SlowCounter()
+    meter = power.meter()
+    power.broken = "the GPU is busy"
+    assert isinstance(meter.idle_once(1.5), Unavailable)
+    power.broken = ""
+    idle = meter.idle_once(1.5)
+    assert isinstance(idle, Energy) and meter.idle_once(1.5) is idle
+
+
+def test_every_tick_is_waited_for() -> None:
+    """Ticks early in a window, too, and those of a fast counter whose reads are dear."""
+    pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02), every_tick=True)
+    for count in (1, 2, 12):
+        assert pace.next(1.0, Tick(1.0, 1.0, 0.0), count) == pytest.approx(0.02 - 2 * PAUSE) and not pace.blind
+        assert pace.next(1.017, None, count) == PAUSE
+        pace.limit_cost(0.2, 1.0)
+        assert pace.next(1.017, None, count) > PAUSE
+        pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02), every_tick=True)
+
+
+def looks_at(clocks: tuple[float, ...]) -> list[ClockLook]:
+    return [ClockLook(0.175 * place, 1e6 * clock, 40 + 2 * place) for place, clock in enumerate(clocks)]
+
+
+def test_a_clock_is_flat_within_two_seconds_of_an_h200s_start() -> None:
+    """Although its temperature rises on; and not while the clock still falls, nor within the first second."""
+    course = looks_at(H200_CLOCKS)
+    flat = [is_clock_flat(course[: count + 1]) for count in range(len(course))]
+    assert not any(flat[:6]) and flat.index(True) * 0.175 < 1.6
+    assert not is_clock_flat(looks_at(tuple(1900 - 15 * place for place in range(9))))
+    assert not is_clock_flat([replace(look, clock=None) for look in course])
+
+
+@for_each(
+    ("requested", "budget", "groups", "brisk"),
+    [(True, None, 1, True), (False, None, 1, False), (False, 60.0, 2, False), (False, 60.0, 4, True)],
+)
+def test_a_short_budget_makes_groups_brisk(requested: bool, budget: float | None, groups: int, brisk: bool) -> None:
+    assert is_brisk(requested, budget, groups) is brisk
+    rule = window_rule_for(Request("gemm", brisk=requested, budget=budget), groups)
+    assert rule is not None and rule.brisk is brisk and (rule.windows == 2 or not brisk)
+
+
+def test_brisk_rounds_end_earlier_and_turns_of_seconds_stay_what_they_are() -> None:
+    assert rule_for(False, None, None, True) == StoppingRule(least=10, budget=2.0)
+    assert rule_for(True, None, None, True) == rule_for(True, None, None)
+    for request in (Request("gemm", brisk=True, sustained=2.0), Request("gemm", brisk=True, energy_of="phases")):
+        rule = window_rule_for(request, 1)
+        assert rule is not None and not rule.brisk
+
+
+def test_errors_are_shared_by_cases_with_the_same_numbers() -> None:
+    case = planned("fp8").case
+    ready, cold = (replace(case, params=(*case.params, pair)) for pair in (("operands", "ready"), ("cache", "cold")))
+    layout, precision = replace(case, params=(*case.params, ("layout", "padded"))), planned("bf16").case
+    assert numbers_key(ready) == numbers_key(cold) == numbers_key(case)
+    assert len({numbers_key(case), numbers_key(layout), numbers_key(precision)}) == 3
+
+
+def test_the_worker_that_times_nothing_is_no_stranger_on_the_device() -> None:
+    device = Gpu(Power())
+    for processes, idle_workers, strangers in ((1, 1, 0), (2, 1, 1), (1, 0, 1), (0, 1, 0)):
+        device.processes = processes
+        watch = Watch(device, pid=1, idle_workers=idle_workers)
+        watch.end()
+        assert watch.seen(arm("bf16")).others == strangers
