@@ -15,7 +15,8 @@ from fp8bench.registry import AUTO, backends, precisions, workloads
 
 
 def multiplied_by(word: str, backend: str) -> str:
-    """Returns the mode of a dtype with that backend, if the dtype takes backends and names none itself."""
+    """Returns the mode of a dtype with that backend; the dtype unchanged if it takes no backend or already names
+    one."""
     precision = precisions.get(word)
     if backend == AUTO or not precision.takes_backend or "backend=" in word:
         return precision.mode
@@ -98,7 +99,8 @@ def mapped_support(
 
 
 def around_support(precision: Precision, support: Support, key: str) -> Support:
-    """Returns the support of an operation around products. No device computes it in less than a dtype of torch."""
+    """Returns the support of an elementwise operation. Devices compute it in a dtype of torch, never in a narrower
+    format."""
     if support.is_native and precision.carried_by:
         return Support(Level.EMULATED, f"{key} is rounded to {precision.mode} and computed in float32")
     return support
@@ -117,7 +119,8 @@ def modes_of(workload: Workload, case: Case) -> dict[str, None]:
 
 
 def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tuple[Group, ...], tuple[str, ...]]:
-    """Returns the groups with static scales in all cases that can have them, and notes. Raises if no case can."""
+    """Returns the groups with static scales in all cases that support them, and notes. Raises UsageError if no case
+    does."""
     # 1. Find how the layers of each case are scaled; a case without layers has an empty set.
     scalings: dict[Case, set[TensorScale]] = {}
     for group in groups:
@@ -136,7 +139,7 @@ def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tup
     if rule.source:
         _check_source(rule, scaled)
 
-    # 3. Put the rule into these cases.
+    # 3. Apply the rule to these cases.
     changed = []
     for group in groups:
         cases = (_with_rule(planned, rule) if planned.case in scaled else planned for planned in group.cases)
