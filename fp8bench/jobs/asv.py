@@ -23,12 +23,13 @@ def measured_by_asv(
     """Measures a workload's grid, stores the run, and returns outcomes of its commit by series and cell.
 
     `saved_as` is the commit under which asv saves results, '' for none: results of other commits are replaced by the
-    stored ones of that commit, or reported as failures. A case that fails now is failed, whatever was measured earlier.
+    stored ones of that commit, or reported as failures. A case that fails now counts as failed, regardless of earlier
+    results.
     """
     # 1. Measure, and store the run.
     try:
         run = execute(request, store, observer, "asv run", origin="asv", folder=root)
-        into_history(run, store, view=False)  # asv writes its own
+        into_history(run, store, view=False)  # asv writes its own view
     except NotKept as error:
         run = cast(Run, error.run)
     if not run.finished and not run.troubles:
