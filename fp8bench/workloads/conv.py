@@ -97,8 +97,8 @@ class Conv(ConvolvedWorkload):
         return Layer("first", "conv"), Layer("second", "conv")
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        """Builds the block on random images. Its gradients err by far more than its output: where rounding moves a
-        value across ReLU's corner, a gradient appears or vanishes altogether."""
+        """Builds the block on random images. Its gradients have far larger errors than its output: where rounding moves
+        a value across ReLU's corner, a gradient appears or vanishes."""
         from fp8bench.nn.convolution import ResidualBlock
         from fp8bench.nn.exercise import exercise
 
