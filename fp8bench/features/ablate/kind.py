@@ -1,4 +1,4 @@
-"""An ablation among what a store keeps: `ablations/<utc>-<id>/ablation.json`."""
+"""An ablation as a stored result: `ablations/<utc>-<id>/ablation.json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8bench.model.codec import Malformed, decode
 
 
 class AblationKind(Kind[Ablation]):
-    """Ablations have no history, because their arms are measured for one another."""
+    """Ablations have no history, because their arms are measured only for comparison with each other."""
 
     name = "ablation"
     holds = Ablation
