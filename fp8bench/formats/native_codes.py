@@ -444,7 +444,7 @@ def call_key_of(name: str, x: Tensor, optional: Sequence[Tensor | None], *option
 
 
 def repeat_call(key: Hashable, tensors: Sequence[Tensor | None]) -> bool:
-    """Repeats a cast by hand with the same key."""
+    """Repeats the recorded launch of a cast with this key; returns whether there was one."""
     x = tensors[0]
     return x is not None and use_by_hand(x.device) and operators.KERNELS.repeat(key, tensors)
 
