@@ -120,7 +120,7 @@ def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
 
 def page_of(compared: Compared, everything: bool = False) -> Page:
     comparisons = compared.comparisons
-    # 1. The counts, why times are not judged, and a row for each figure that may matter.
+    # 1. Show the counts, why times are not judged, and a row for each figure that may matter.
     shown = [comparison for comparison in comparisons if everything or _is_worth_a_row(comparison)]
     counts = count_directions(comparisons)
     if len(shown) < len(comparisons):

@@ -42,7 +42,7 @@ class Findings(dict[str, Finding]):
         # Older scripts use ids.
         if name in self._by_id:
             return self._by_id[name]
-        raise KeyError(f"{name!r:.80} is no case. Give one of: {', '.join(list(self)[:_MOST_NAMED])}")
+        raise KeyError(f"{name!r:.80} is not a case. Give one of: {', '.join(list(self)[:_MOST_NAMED])}")
 
 
 def as_html(page: Page, report: str = "") -> str:
