@@ -87,7 +87,7 @@ class Suite:
         root, words = root_of(_file(type(self))), words_of_asv()
         quick, appending, commit = options_of(words)
         if appending:
-            raise UsageError("a commit's runs are put together already. Leave --append-samples out.")
+            raise UsageError("the runs of a commit are combined anyway. Leave --append-samples out.")
         grid = workloads.get(self.workload).history
         ranks = min(grid.ranks, default=1) if grid is not None else 1
         imports = _from_root(type(self))
@@ -190,7 +190,7 @@ def _reader(cls: type, series: Series) -> Callable[..., Any]:
         if kind == "failed":
             raise CaseFailed(str(content))
         if kind == "samples" and not all(map(math.isfinite, content)):
-            raise CaseFailed(f"{series.metric} is no finite number")
+            raise CaseFailed(f"{series.metric} is not a finite number")
         return {"samples": content, "number": 1} if kind == "samples" else math.nan
 
     vars(track).update(unit=series.unit)

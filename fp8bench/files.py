@@ -70,7 +70,7 @@ def unsealed(content: dict[str, Any]) -> dict[str, Any]:
         return content
     plain = {name: value for name, value in content.items() if name != _SUM}
     if content[_SUM] != _checksum(compact(plain).encode()):
-        raise Damaged("its checksum is not that of what it says")
+        raise Damaged("its checksum does not match its content")
     return plain
 
 
@@ -163,7 +163,7 @@ def _check(status: os.stat_result, most: int | None) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(status.st_mode):
         what = next((name for is_kind, name in _SPECIAL if is_kind(status.st_mode)), "a device")
-        raise OSError(errno.EINVAL, f"it is {what}: put a regular file in its place")
+        raise OSError(errno.EINVAL, f"it is {what}: give a regular file")
     _check_size(status.st_size, most)
 
 

@@ -137,7 +137,9 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
         again = replace(opened, origin=AGAIN)
         differs = foreign(run, again.plan, again.devices, again.environment)
         if differs:
-            raise UsageError(f"the run {run.id} is of another world: {differs}. Measure where it was measured.")
+            raise UsageError(
+                f"the run {run.id} was measured under other conditions: {differs}. Measure under the same ones."
+            )
         groups = tuple(group for group in again.plan if any(planned.case.id in cases for planned in group.cases))
         again = replace(again, plan=replace(again.plan, groups=groups))
         observer.planned(again.plan)
@@ -315,7 +317,7 @@ def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Li
             except WorkerFault as fault:
                 if fault.out_of_memory:
                     raise UsageError(
-                        f"{planned.case.id} cannot be measured: memory does not suffice for it and a copy ({fault}). "
+                        f"{planned.case.id} cannot be measured: not enough memory for it and a copy ({fault}). "
                         "Choose a smaller one."
                     ) from None
                 raise as_usage(fault) from None

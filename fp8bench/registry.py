@@ -96,15 +96,15 @@ class Registry(Generic[T]):
         wrong = not isinstance(name, str) or not name or name == "all" or name.endswith(".py")
         if wrong or any(letter in ",/" or letter.isspace() or not letter.isprintable() for letter in str(name)):
             raise Fp8benchError(
-                f"{_address(leaf)} registers as {name!r:.80}, which is no name for a {self.kind}. Give a word without "
-                "commas, blanks and slashes, which is not 'all' and does not end in .py."
+                f"{_address(leaf)} registers as {name!r:.80}, which is not a valid name for a {self.kind}. Give a word "
+                "without commas, blanks and slashes, which is not 'all' and does not end in .py."
             )
 
     def _check(self, name: str, leaf: type[T]) -> None:
         """Raises at registration, not during a run, if an attribute of a leaf is missing or has the wrong type."""
         if not issubclass(leaf, self._base):
             raise Fp8benchError(
-                f"the {self.kind} {name!r} is no {self._base.__name__}: derive {_address(leaf)} from it."
+                f"the {self.kind} {name!r} is not a {self._base.__name__}: derive {_address(leaf)} from it."
             )
         missing = sorted(getattr(leaf, "__abstractmethods__", ()))
         missing += [word for word in self._words if not hasattr(leaf, word)]
@@ -120,7 +120,7 @@ class Registry(Generic[T]):
             if word in self._words and type(value) is not kind:
                 raise Fp8benchError(
                     f"the {self.kind} {name!r} has {word} = {value!r:.80}, and it must be "
-                    f"{'text' if kind is str else 'a whole number'}. Mend {_address(leaf)}."
+                    f"{'text' if kind is str else 'a whole number'}. Correct it in {_address(leaf)}."
                 )
 
     def _walk(self) -> None:
@@ -166,7 +166,7 @@ class PrecisionRegistry(Registry[Precision]):
     def _name(self, word: str) -> str:
         if (level := word.lower()) in MSAMP_LEVELS:
             raise UsageError(
-                f"{level} is one of MS-AMP's levels, an arm of a training and no precision: fp8bench train --dtypes "
+                f"{level} is one of MS-AMP's levels, an arm of a training, not a precision: fp8bench train --dtypes "
                 f"bf16,{level}, without options. Elsewhere choose fp8:scale=pow2, in which it multiplies."
             )
         is_registered = word in self._leaves or word in self._aliases

@@ -352,6 +352,4 @@ def parts_of_record(record: Record, finding: Finding | None) -> StepShares:
 def refuse_none(run: Run) -> None:
     """Raises UsageError for a run without shares."""
     if not any(record.shares for record in run.records):
-        raise UsageError(
-            f"the run {run.id} does not know what parts of its steps take. Measure it again, with --shares."
-        )
+        raise UsageError(f"the run {run.id} has no shares of its steps. Measure it again with --shares.")

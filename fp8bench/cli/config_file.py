@@ -29,7 +29,7 @@ class _TextLoader(yaml.BaseLoader):
         if len(mapping) < len(node.value):
             keys = [key.value for key, _ in node.value]
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise yaml.YAMLError(f"the key {twice!r:.80} stands there twice")
+            raise yaml.YAMLError(f"the key {twice!r:.80} occurs twice")
         return mapping
 
 
@@ -157,7 +157,7 @@ def _as_option(key: str, value: Any, options: Mapping[str, Any]) -> tuple[str, A
             continue
         text = translations.get(text.lower(), text)
         return option, {axis: text} if axis else text
-    raise ValueError(f"{value!r:.80} is not taken: {trainer_key.instead}")
+    raise ValueError(f"{value!r:.80} is not supported: {trainer_key.instead}")
 
 
 def _mode_of(file: Path, mode_options: Mapping[str, Any], compiles: bool) -> str:

@@ -328,9 +328,7 @@ def _run(words: list[str]) -> int:
     except SystemExit as error:
         from fp8bench.user_code import own_words
 
-        raise UsageError(
-            f"code of your own ended the command: {own_words(error)}. Let it raise an error instead."
-        ) from None
+        raise UsageError(f"your code ended the command: {own_words(error)}. Let it raise an error instead.") from None
     # Flush stdout: a full disk is reported here, with an exit code, and not while Python shuts down.
     say("")
     return code

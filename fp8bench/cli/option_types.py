@@ -34,12 +34,12 @@ def is_address(text: str) -> bool:
 def path(text: str) -> Path:
     # pathlib reads an empty text as the current folder.
     if not text:
-        raise argparse.ArgumentTypeError("an empty text is no path; give one, or leave the option out")
+        raise argparse.ArgumentTypeError("an empty text is not a path; give one, or leave the option out")
     # The system's error would not name the option.
     if "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} has a zero byte, which no path may have")
+        raise argparse.ArgumentTypeError(f"{text!r} has a zero byte, which paths cannot contain")
     if is_address(text):
-        raise argparse.ArgumentTypeError(f"{text!r:.200} is an address, and no path; mount it, and give the folder")
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is an address, not a path; mount it, and give the folder")
     return Path(text)
 
 

@@ -88,20 +88,20 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         raise UsageError("--json and --csv - would both print on stdout. Give --csv a file, or leave one out.")
     pages = [name for name in ("html", "md", "open") if options.get(name)]
     if pages and not options.get("report", True):
-        raise UsageError(f"--no-report writes none, and --{pages[0]} wants one. Leave one out.")
+        raise UsageError(f"--no-report and --{pages[0]} contradict each other. Leave one out.")
     # 2. A dry run has nothing to export.
     if options.get("dry_run"):
         check_files({"--write-plan": options.get("write_plan")})
         on_stdout = ["json or --csv"] if options["json"] or options["csv"] is not None else []
         exports = [name for name in ("trace", "log", "live") if options.get(name)]
         for name in (*on_stdout, *pages, *exports):
-            raise UsageError(f"--dry-run measures nothing, so that there is nothing for --{name}. Leave one out.")
+            raise UsageError(f"--dry-run measures nothing, so --{name} would have no data. Leave one out.")
     # 3. Files that cannot be written: report that now, not after an hour.
     if options.get("csv") not in (None, "-"):
         check_files({"--csv": options["csv"]}, "a file, or '-'")
     for name in ("html", "md", "live"):
         if str(options.get(name)) == "-":
-            raise UsageError(f"--{name} '-' would be a file of that name. Give a file with a name of its own.")
+            raise UsageError(f"--{name} '-' would be a file of that name. Give another name.")
     check_files({f"--{name}": options.get(name) for name in ("html", "md", "output", "live")})
     for target in options.get("log", ()):
         check_target(target)

@@ -37,7 +37,7 @@ def measured_by_asv(
     measured = points_of_run(run)
     if not measured.points:
         reason = measured.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
-        raise Fp8benchError(f"asv gets no figures of the suite {request.suite}: {reason}.")
+        raise Fp8benchError(f"asv cannot track the suite {request.suite}: {reason}.")
     # 2. Combine its points with those of the commit's other runs, or replace them if it is of another commit.
     commit = (find_commit(saved_as, root) if saved_as else None) or str(run.environment.get("commit"))
     mismatch = _why_other_commit(commit, run) if saved_as else ""

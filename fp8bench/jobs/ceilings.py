@@ -181,7 +181,7 @@ def quote_of(text: str) -> Quote:
     *name, figure = words
     figure = figure.lower()
     if figure not in _FIGURES and not kind_of_path(figure):
-        raise UsageError(f"--peak {text!r:.80}: {figure!r:.40} is no figure of a datasheet. {_FORM}.")
+        raise UsageError(f"--peak {text!r:.80}: {figure!r:.40} is not a figure of a datasheet. {_FORM}.")
     # 2. Find the datasheets of devices with these words in their name.
     device_words = {word.lower() for word in name} - set(_VENDORS)
     names = {sheet.name.replace(",", ""): sheet for sheet in datasheets()}

@@ -141,7 +141,7 @@ def acknowledge(
     Returns each trend's name and the commits around the change.
     """
     if undo and because is not None:
-        raise UsageError("--because says why a change stays, and --undo takes that back. Leave one out.")
+        raise UsageError("--because acknowledges a change, and --undo withdraws that. Leave one out.")
     trends = _trends(read_history(store, observer), series)
     changes = find_changes(trends)
     acks = kept_acks(store, changes, observer)

@@ -36,7 +36,7 @@ def profile_axes(
     target: str, forward: bool, optimizer: str, compiled: bool, skip: Sequence[str]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     if forward and optimizer != OPTIMIZERS[0]:
-        raise UsageError("--forward has no optimizer step, so that --optimizer would change nothing. Leave one out.")
+        raise UsageError("--forward has no optimizer step, so --optimizer would have no effect. Leave one out.")
     chosen = {
         "make": target,
         "pass": "forward" if forward else "training",

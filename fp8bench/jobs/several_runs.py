@@ -115,7 +115,7 @@ ORIGIN = "fleet"
 def cut_into_cells(request: Request, plan: Plan, facts: Sequence[DeviceFacts], command: str) -> FleetPlan:
     cells = cells_of(plan, facts)
     if not cells:
-        raise UsageError("nothing of this would be measured here, so that there is no cell. See --dry-run.")
+        raise UsageError("nothing would be measured on this machine, so there is no cell. See --dry-run.")
     return FleetPlan(secrets.token_hex(4), now(), command, request, cells, __version__)
 
 

@@ -57,7 +57,7 @@ def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
     if not gpus or any(len(fields) != len(_QUERY.split(",")) for fields in gpus):
         raise UsageError(f"--topology: nvidia-smi lists no GPUs: {' '.join(answer)[:200]!r}")
     if len(names := sorted({fields[0] for fields in gpus})) > 1:
-        raise UsageError(f"--topology: a plan takes one kind of GPU, and this machine has {', '.join(names)}.")
+        raise UsageError(f"--topology: a plan supports one kind of GPU, but this machine has {', '.join(names)}.")
     kinds = links_between(_query_driver("topo", "-m"))
     yield from (f"{name} {memory} MiB" for name, memory, *_ in gpus)
     yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'nothing to join'}"

@@ -375,7 +375,7 @@ def check_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: st
         at = int((sums != correct).nonzero()[0])
         raise SelfCheckFailed(
             f"the self-check of {kind.collective} over {size} ranks: ones came to {float(sums[at])!r}, and must come "
-            f"to {float(correct[at])!r} (1 + ... + 1 over {size}); nothing of it is timed"
+            f"to {float(correct[at])!r} (1 + ... + 1 over {size}); so it was not timed"
         )
 
 

@@ -39,7 +39,7 @@ _SHOWN = 4
 
 
 def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], of: str) -> None:
-    """Raises for a key that no layer has, or a precision that an operation around products refuses."""
+    """Raises UsageError for a key that no layer has, or a precision that an elementwise operation refuses."""
     keys = keys_of(layers)
     names = [layer.name for layer in layers if layer.product]
     for key, word in precision_map:
@@ -68,7 +68,7 @@ def map_for(request: Request, known: Sequence[Layer], modes: Sequence[str]) -> P
     layers = [(key, multiplied_by(word, request.backend)) for key, word in request.precision_map if key in keys]
     if layers and not candidates:
         raise UsageError(
-            f"--precision-map would change nothing: {reference} is the reference, which stays pure. Add another "
+            f"--precision-map would have no effect: {reference} is the reference, which stays pure. Add another "
             "dtype to --dtypes, or another --reference."
         )
     for mode in candidates:
@@ -133,7 +133,7 @@ def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tup
     if not scaled:
         names = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
         raise UsageError(
-            "--static-scales would change nothing: no layer of these suites and dtypes has one float32 scale a tensor. "
+            "--static-scales would have no effect: no layer of these suites and dtypes has one float32 scale a tensor. "
             f"Add a dtype that has ({', '.join(names)}), or leave it out."
         )
     if rule.source:

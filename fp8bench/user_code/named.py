@@ -70,8 +70,8 @@ def split_target(target: str) -> tuple[str, str]:
         module, _, function = target.rpartition(".")
         if module and function != "py":
             meant = f"{module}:{function}"
-            raise UsageError(f"{target!r:.200} names no function. A colon stands before it: {meant}.", target, meant)
-        raise UsageError(f"{target!r:.200} names no function. Give module:function, or file.py:function.")
+            raise UsageError(f"{target!r:.200} is not a function. A colon stands before it: {meant}.", target, meant)
+        raise UsageError(f"{target!r:.200} is not a function. Give module:function, or file.py:function.")
     return place, name
 
 

@@ -37,7 +37,7 @@ def conformities(precision: Precision, facts: DeviceFacts, seed: int) -> tuple[C
 
 def _native_arithmetic(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
     if precision.whole_layers:
-        raise NotImplementedError("its layers cast and multiply by themselves")
+        raise NotImplementedError("its layers have their own casts and products")
     if precision.support(facts).is_native:
         return lambda: precision.arithmetic(facts).layer(_LAYER)
     if not isinstance(precision, RecipePrecision) or precision.backend is not None:
@@ -60,7 +60,7 @@ def _emulation(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithme
     fmt = FORMATS.get(precision.name)
     carrier = precision.arithmetic(facts).carrier
     if fmt is None and precision.arithmetic(facts).casts:
-        raise NotImplementedError(f"{precision.mode} has no emulation: it is no recipe, and no format of its name")
+        raise NotImplementedError(f"{precision.mode} has no emulation: it is not a recipe, and no format has its name")
 
     def round_plain(tensor: Tensor, role: Role) -> Tensor:
         return tensor.to(torch.float32) if fmt is None else values(tensor, fmt, overflow=Overflow.INFINITY)

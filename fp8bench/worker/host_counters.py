@@ -49,7 +49,7 @@ def _reset(proc: Path) -> Reading:
         raise NoReading(f"{path} cannot be written: {error.strerror}") from error
     mark, resident = _status(proc, "VmHWM"), _status(proc, "VmRSS")
     if mark >= old_mark and mark > 1.01 * resident:
-        raise NoReading(f"{path} was written, and the mark stayed at {mark} B")
+        raise NoReading(f"{path} was written, but the peak stayed at {mark} B")
     return Reading(mark, "B", str(path))
 
 

@@ -55,7 +55,7 @@ def apart() -> Iterator[None]:
     if still_there:
         raise LeftRunning(
             f"it left {len(still_there)} running ({', '.join(still_there[:5])}): "
-            "they are timed with what comes next. Join them."
+            "they would be timed with later work. Join them."
         )
 
 
@@ -78,7 +78,7 @@ def silent_step() -> Iterator[None]:
     if still_there:
         raise LeftRunning(
             f"a step left {len(still_there)} running ({', '.join(still_there[:5])}): "
-            "what outlives its step is timed with the next one. Join it in the step, or start it while preparing."
+            "it would be timed with the next one. Join it in the step, or start it while preparing."
         )
 
 

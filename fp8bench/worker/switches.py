@@ -42,7 +42,7 @@ def restore_switches(known_values: Sequence[Any] | None = None) -> Iterator[Sequ
     changed = put_back(switches(), old_values)
     if changed:
         raise SwitchesChanged(
-            f"it left {', '.join(changed)}: other cases run in the same process. Put switches back, in a finally."
+            f"it left {', '.join(changed)}: other cases run in the same process. Restore switches in a finally block."
         )
 
 
@@ -153,6 +153,6 @@ def refuse_distorted_reference() -> None:
     mends = dict.fromkeys(switch.mend for switch, _ in wrong[:_MOST_NAMED])
     raise UsageError(
         f"the process that is to measure has {'; '.join([*words, *remaining])}, "
-        "and the reference would run under that. "
-        f"Put it right first ({'; '.join(mends)}), or let a process of its own measure (isolation)."
+        "which would distort the reference. "
+        f"Correct that first ({'; '.join(mends)}), or measure in a separate process (isolation)."
     )

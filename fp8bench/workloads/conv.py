@@ -65,7 +65,7 @@ class Conv(ConvolvedWorkload):
         batch, image = int(params["batch"]), int(params["image"])
         if batch * image * image == 1 and _NORM.of(params) == "batch":
             raise UsageError(
-                "batch=1 with image=1 has one value a channel, too few for a batch norm: choose a larger batch or image"
+                "batch=1 with image=1 has one value per channel, too few for a batch norm: choose a larger one"
             )
         return super().expand(params)
 

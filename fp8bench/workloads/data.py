@@ -175,7 +175,7 @@ def _text(setup: Setup) -> tuple[Bytes, np.random.Generator]:
     from fp8bench.nn.batches import text_records
 
     if setup.corpus is None:
-        raise ValueError("loading data needs a token file and was given none")
+        raise ValueError("loading data needs a token file, but there is none")
     random = np.random.default_rng(setup.seed)
     return text_records(setup.corpus, RECORDS, int(setup.case.param("record")), random), random
 

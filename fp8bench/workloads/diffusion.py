@@ -179,7 +179,7 @@ class Diffusion(ConvolvedWorkload):
             params = {**params, "width": _WIDTHS[str(params["denoiser"])]}
         for name, multiple in (("image", 2), ("width", 8)):
             if int(params[name]) % multiple:
-                raise UsageError(f"{name}={params[name]} is no multiple of {multiple}: choose one that is.")
+                raise UsageError(f"{name}={params[name]} is not a multiple of {multiple}: choose one that is.")
         if is_training(params):
             return super().expand({name: value for name, value in params.items() if name not in _SAMPLED})
         plan = plan_of(params)

@@ -150,8 +150,8 @@ class Model(Workload):
         # 3. Reject an error that is not larger than that difference.
         if _is_drowned(errors, apart):
             raise NotRepeatable(
-                "the model as it came gives other numbers from the same seed, as one does that draws them by a "
-                "generator outside of it. Seed that in forward, or draw by torch, random or numpy.random"
+                "the unchanged model gives different numbers from the same seed, perhaps because it draws them from "
+                "a separate generator. Seed that in forward, or draw by torch, random or numpy.random"
             )
         return errors
 
@@ -248,8 +248,8 @@ def copy_made(name: str, seed: int, facts: DeviceFacts) -> Given:
         if is_exhausted(error):
             raise
         raise UsageError(
-            f"{name}: its model cannot be copied, and every arm is a copy: {own_words(error)}. Keep what cannot be "
-            "copied out of model, batch and loss."
+            f"{name}: its model cannot be copied, but every arm needs a copy: {own_words(error)}. Keep objects "
+            "that cannot be copied out of model, batch and loss."
         ) from error
 
 
@@ -266,8 +266,8 @@ def _refuse_parameters(name: str, made: Given) -> None:
         if parameter.is_complex():
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise UsageError(
-                f"{name}: its parameter {path} is {dtype}, and casts, optimizers and errors here are of real numbers. "
-                "Keep it as a real one with two numbers for each, and take torch.view_as_complex of it in forward."
+                f"{name}: its parameter {path} is {dtype}, but casts, optimizers and errors need real numbers. "
+                "Store it as pairs of real numbers, and take torch.view_as_complex of it in forward."
             )
 
 

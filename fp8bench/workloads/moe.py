@@ -33,7 +33,7 @@ def load_word(text: str) -> str:
         try:
             number = float(exponent)
         except ValueError:
-            raise ValueError("expected zipf with its exponent, as in zipf:1") from None
+            raise ValueError("expected zipf with an exponent, as in zipf:1") from None
         if not 0 < number <= _HIGHEST:
             raise ValueError(f"expected an exponent above 0, up to {_HIGHEST:g}")
         return f"zipf:{number:g}"

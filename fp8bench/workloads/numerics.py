@@ -166,7 +166,7 @@ def _plain_course(setup: Setup) -> Iterator[Tensor]:
         from fp8bench.nn.captured import captured
 
         if setup.corpus is None:
-            raise ValueError("a captured tensor needs a token file to train on, and was given none")
+            raise ValueError("a captured tensor needs a token file to train on, but there is none")
         yield from (
             tensor.to(setup.facts.key, copy=True) for tensor in reversed(captured(setup.corpus, setup.seed)[name])
         )

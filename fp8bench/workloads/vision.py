@@ -90,11 +90,11 @@ class Vision(TrainingWorkload):
         # Sizes that would fail inside a layer are refused here, with a message on what to change.
         if int(params["width"]) % 16:
             raise UsageError(
-                f"width={params['width']} is no multiple of 16, of which heads and bottlenecks are made. Choose one."
+                f"width={params['width']} is not a multiple of 16, as heads and bottlenecks need. Choose a multiple."
             )
         if model != "resnet" and int(model_params["image"]) % int(model_params["patch"]):
             raise UsageError(
-                f"image={model_params['image']} is no multiple of patch={model_params['patch']}. Choose others."
+                f"image={model_params['image']} is not a multiple of patch={model_params['patch']}. Choose others."
             )
         if (
             model == "resnet"
@@ -102,7 +102,7 @@ class Vision(TrainingWorkload):
             and int(model_params["batch"]) * sizes_of(model_params).stage == 1
         ):
             raise UsageError(
-                f"batch=1 with image={model_params['image']} leaves one value a channel, too few for a batch norm: "
+                f"batch=1 with image={model_params['image']} leaves one value per channel, too few for a batch norm: "
                 "choose a larger batch or image."
             )
         # auto: both for a resnet, one after the other; patches are cut out of channels_last images.

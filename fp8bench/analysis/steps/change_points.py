@@ -209,7 +209,7 @@ def steps_of_many(series: Sequence[Values], deviations: float = DEVIATIONS) -> l
     arrays = [np.asarray(values, dtype=np.float64) for values in series]
     for array in arrays:
         if not (np.isfinite(array).all() and (array > 0).all()):
-            raise ValueError("a value is not above 0, or not finite: its logarithm says nothing of a level")
+            raise ValueError("a value is not above 0, or not finite: so it has no logarithm")
     # Series of similar length are searched together, because a batch is padded to its longest.
     numbers = [number for number, array in enumerate(arrays) if len(array) >= LEAST_VALUES]
     numbers.sort(key=lambda number: len(arrays[number]))

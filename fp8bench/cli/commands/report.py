@@ -62,5 +62,5 @@ def _picture_formats(arguments: argparse.Namespace) -> tuple[str, ...]:
         check_package("matplotlib", "'fp8bench[plots]'", ".figure", wanted_by="--plots")
         check_folder("--plots", arguments.plots)
     elif arguments.plots_format:
-        raise UsageError("--plots-format says what pictures to write, and not where. Add --plots DIR, or leave it out.")
+        raise UsageError("--plots-format needs a folder to write to. Add --plots DIR, or leave it out.")
     return formats

@@ -83,9 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _refuse(arguments: argparse.Namespace, name: str, kind: str, options: Iterable[str]) -> None:
     for option in options:
         if getattr(arguments, option) not in (None, False, []):
-            raise UsageError(
-                f"{name:.80} is a {kind}, and --{option} does not go with it. Leave it out, or use --json."
-            )
+            raise UsageError(f"{name:.80} is a {kind}, which has no --{option}. Leave it out, or use --json.")
 
 
 def _check_meant(word: str, meant: Sequence[tuple[Kind[Any], Path]], store: Path) -> None:

@@ -112,7 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plan is not None or arguments.cell is not None:
         return _cell(arguments)
     if arguments.write_plan is not None and not arguments.dry_run:
-        raise UsageError("--write-plan goes with --dry-run: it measures nothing. Add it, or leave this out.")
+        raise UsageError(
+            "--write-plan only works with --dry-run, which measures nothing. Add --dry-run, or leave --write-plan out."
+        )
     if arguments.suite is None:
         raise UsageError(f"no suite was named. Give one of {', '.join(known_suites())}, all, or a .py file.")
     # 2. Ceilings have separate rounds and a separate file.
@@ -216,7 +218,7 @@ def _cell(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.several_runs import measure_cell
 
     if arguments.plan is None or arguments.cell is None:
-        raise UsageError("--plan and --cell go together: the plan's file, and the number of one of its cells.")
+        raise UsageError("--plan FILE and --cell NUMBER only work together. Give both, or neither.")
     # Only the plan says what to measure: any other option would be ignored.
     positional = [arguments.suite] if arguments.suite is not None else []
     check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, positional)

@@ -27,7 +27,7 @@ class AblationKind(Kind[Ablation]):
         try:
             ablation: Ablation = decode(Ablation, unsealed(json.loads(read_file(path))))
         except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
-            raise StoreError(f"{path} is no ablation ({str(error)[:120]}).") from None
+            raise StoreError(f"{path} is not an ablation ({str(error)[:120]}).") from None
         return replace(ablation, path=str(path))
 
     def view(self, ablation: Ablation) -> View:

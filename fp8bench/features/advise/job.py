@@ -19,7 +19,7 @@ def basis_of(word: str, store: Path, training: str | None, least: float) -> tupl
     """Returns the named run with everything the store knows about it, and a list of unreadable files."""
     run = load_stored_run(word, store)
     if run.request.suite == BENCH:
-        raise UsageError(f"the run {run.id} compares callables, and advice is on precisions. Give a suite's run.")
+        raise UsageError(f"the run {run.id} compares callables, but advice is about precisions. Give a suite's run.")
     home = store_of(Path(run.path)) or store
     studies, troubles = studies_of(home)
     trained = None

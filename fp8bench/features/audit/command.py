@@ -154,7 +154,7 @@ def audit(
         signature = signature or declared
         if signature is None:
             raise UsageError(
-                f"{target} says nowhere what it promises. Give --kind and --precision, or declare it with "
+                f"{target} does not declare what it promises. Give --kind and --precision, or declare it with "
                 '@fp8bench.audited("product", "fp8").',
                 instead=("fp8bench", "audit", target, "--kind", "product", "--precision", "fp8"),
             )

@@ -322,7 +322,7 @@ class KernelHost:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
             raise KernelRaised(own_words(error)) from None
         if not isinstance(answer, Tensor):
-            raise KernelRaised(f"TypeError: it gave {type(answer).__name__}, and a tensor was expected")
+            raise KernelRaised(f"TypeError: it returned {type(answer).__name__}; expected a tensor")
         if is_lazy(type(answer)):
             raise LazyResult(f"{type(answer).__name__}")
         return answer
@@ -371,7 +371,7 @@ def _check_kernel(target: str, function: Callable[..., Any]) -> None:
     if isinstance(function, type):
         name = function.__name__
         raise UsageError(
-            f"{target} is a class, and a kernel is a function. Make an object of it in its file, as in "
+            f"{target} is a class, and a kernel is a function. Create an object of it in its file, as in "
             f"`kernel = {name}()`, and give that name."
         )
 

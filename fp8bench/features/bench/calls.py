@@ -126,7 +126,7 @@ def call(target: str, inputs: CallInputs) -> list[Tensor]:
         raise UsageError(f"{target} cannot be measured with {describe(tensors)}: {own_words(error)}.") from error
     if before != after:
         raise UsageError(
-            f"{target} changes its inputs: the next call would get other ones. Let it change copies (.clone())."
+            f"{target} changes its inputs: the next call would get different ones. Let it change copies (.clone())."
         )
     results = tensors_in(answer)
     if not results:

@@ -81,12 +81,12 @@ def _check_fresh(
         return
     if difference(in_place, elsewhere) > max(_STALE, 2 * difference(again, elsewhere)):  # more than it draws by chance
         raise UsageError(
-            f"{target} remembers earlier inputs: it gives old results when other numbers come to the same memory. "
-            "Repeated calls would not do all of its work. Let it keep nothing from call to call."
+            f"{target} remembers earlier inputs: it returns old results for new numbers in the same memory, "
+            "so repeated calls would do less work. Remove its cache."
         )
     if _is_same(elsewhere, results) and not _is_same(wanted_elsewhere, wanted):
         raise UsageError(
-            f"{target} gives the same results whatever its inputs hold, and {against} does not. Let it compute them "
+            f"{target} returns the same results for different inputs, but {against} does not. Let it compute them "
             "from its inputs."
         )
 

@@ -24,10 +24,10 @@ def check_targets(targets: Sequence[str], against: str) -> tuple[str, ...]:
     for number, target in enumerate(named):
         _check_place(target)
         if precision_of(target) is None:
-            raise UsageError(f"{target!r:.200} names no callable. Give module:function, or file.py:function.")
+            raise UsageError(f"{target!r:.200} is not a callable. Give module:function, or file.py:function.")
         if target in named[:number]:
             raise UsageError(
-                f"{target} is named twice. Leave it out once: the reference is measured twice in every round anyway."
+                f"{target} is named twice. Name it once: the reference is measured twice in every round anyway."
             )
     return named
 
@@ -73,6 +73,6 @@ def _inputs_beside(targets: Sequence[str]) -> str:
         return f"{found}:{INPUTS}"
     where = f"define inputs(device, seed) in {files[0]}" if files else "name a function of (device, seed) by --inputs"
     raise UsageError(
-        f"there is nothing to call {targets[1]} with. Give a shape for each argument, as in "
+        f"there are no inputs for {targets[1]}. Give a shape for each argument, as in "
         f"--shape 1024x4096,4096x1024, or {where}."
     )

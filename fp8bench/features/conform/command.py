@@ -78,7 +78,9 @@ def conformity(
         able = {name: support for name, support in supports.items() if support.level is not Level.REFUSED}
         if not able:
             reasons = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
-            raise UsageError(f"{facts.key} does none of these ({reasons}). Give other --dtypes, or another --device.")
+            raise UsageError(
+                f"{facts.key} supports none of these ({reasons}). Give other --dtypes, or another --device."
+            )
         conformities: list[ModeConformity] = []
         # 2. Check one precision after the other, each with time to compile.
         with observer.counting() as tell:

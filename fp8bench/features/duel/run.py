@@ -262,7 +262,9 @@ def run_duel(
     """Measures both sides, and stores the results. `only` are ids of cases to measure; empty means all."""
     # 1. Reject invalid requests before code is copied or built.
     if request.ranks is not None:
-        raise UsageError(f"a side of a duel is one process, and this would be {request.ranks} ranks on each.")
+        raise UsageError(
+            f"a side of a duel is one process, but this asks for {request.ranks} ranks. Leave --ranks out."
+        )
     resolved = resolve(request, os.environ)
     check_store(store)
     corpus = resolved.corpus(store)

@@ -110,7 +110,7 @@ def revision_of(repository: Path, word: str, option: str) -> str:
     hint = "Give a commit, a branch or a tag; `git fetch` gets those of others."
     if _git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true":
         hint = "The clone is shallow and lacks what is older: `git fetch --unshallow` gets it."
-    raise UsageError(f"{option} {word!r:.200} is no commit of the repository {repository}. {hint}")
+    raise UsageError(f"{option} {word!r:.200} is not a commit of the repository {repository}. {hint}")
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def interpreter(word: str, option: str) -> str:
     program = str(folder) if Path(word).is_dir() and folder.exists() else shutil.which(word)
     if program is None:
         raise UsageError(
-            f"{option_text} is no program. Give a Python's name or path, or a virtual environment's folder."
+            f"{option_text} is not a program. Give a Python's name or path, or a virtual environment's folder."
         )
     return str(Path(program).absolute())
 
@@ -236,7 +236,7 @@ def _against(
     assert word is not None
     repository = repository_of(PACKAGE if is_fp8bench else Path.cwd(), option)
     if not is_fp8bench and PACKAGE.parent == repository:
-        raise UsageError("this repository is fp8bench's own, whose code --against leaves as it is. Use --against-self.")
+        raise UsageError("this repository is fp8bench's own, which --against does not exchange. Use --against-self.")
     if is_fp8bench and PACKAGE.parent != repository:
         raise UsageError(
             f"{option} wants fp8bench to run from a checkout of its repository, and it runs from {PACKAGE}. Install it "

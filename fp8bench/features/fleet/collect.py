@@ -73,14 +73,16 @@ def _foreign_files(store: Path, runs: set[Path]) -> Iterator[str]:
     for path in sorted((store / "runs").rglob("*")):
         if path not in runs and path.is_file():
             begun = path.name.endswith(PARTIAL)
-            description = "is what a run left that never began" if begun else "is no run file, or lies where none does"
+            description = (
+                "is what a run left that never began" if begun else "is not a run file, or lies where none does"
+            )
             yield f"{path} {description}. It was not taken."
 
 
 def _take(plan: FleetPlan | None, out: Path, targets: dict[str, Path], collected: Collected, path: Path) -> None:
     running, content, run = is_locked(path), read_file(path), load_run(path)
     if not run.started:
-        raise StoreError(f"{path} was not taken: {run.troubles[0]}, and so is which machine it is of.")
+        raise StoreError(f"{path} was not copied: {run.troubles[0]}, so its machine is unknown.")
     if plan is not None and number_of(plan, run.cell) is None:
         collected.left[_OTHERS] += 1
         return

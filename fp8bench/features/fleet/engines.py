@@ -176,7 +176,7 @@ def _run_in_slurm(order: Order, started: Started) -> Sequence[str]:
         import submitit
     except ImportError:
         raise UsageError(
-            "submitit, which hands out workers, is not installed: pip install 'fp8bench[fleet]'."
+            "submitit, which starts Slurm jobs, is not installed: pip install 'fp8bench[fleet]'."
         ) from None
     try:
         executor = submitit.SlurmExecutor(folder=order.logs)
@@ -190,7 +190,7 @@ def _run_in_slurm(order: Order, started: Started) -> Sequence[str]:
         jobs = [executor.submit(run_worker, order.words) for _ in range(order.workers or 1)]
     except submitit.core.utils.FailedJobError as error:
         reason = str(error).strip().rstrip(".")
-        raise UsageError(f"slurm took no job: {reason:.500}. --option NAME=VALUE sets its options.") from None
+        raise UsageError(f"Slurm accepted no job: {reason:.500}. --option NAME=VALUE sets its options.") from None
     # 3. Report the jobs' names before waiting, so that users who interrupt can cancel them by hand.
     names = [str(job.job_id) for job in jobs]
     started(names)
@@ -226,7 +226,7 @@ def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
     # 1. Reject what can be rejected without a cluster.
     plan = order.plan
     if not order.stays:
-        raise UsageError("Ray ends its tasks with the process that gave them. Add --wait.")
+        raise UsageError("Ray ends its tasks when this process ends. Add --wait.")
     if unknown := sorted(set(order.options) - {_ADDRESS}):
         raise UsageError(f"--on ray takes the option {_ADDRESS} alone, not {', '.join(unknown)}.")
     waiting = [state.number for state in states_of(plan, order.store) if should_run(state, order.retry)]

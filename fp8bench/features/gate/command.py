@@ -172,9 +172,9 @@ def _check(arguments: argparse.Namespace) -> None:
         count = len(arguments.sides)
         raise UsageError(f"{count} side{'s were' if count != 1 else ' was'} given. Give two: what was, and what is.")
     if (arguments.against is None) != (arguments.asked is None):
-        raise UsageError("--against and --config go together: a commit, and a file that says what is measured.")
+        raise UsageError("--against REV and --config FILE only work together. Give both, or neither.")
     if arguments.comment is not None and arguments.against is None and arguments.duel is None:
-        raise UsageError("--comment is of a duel. Give --against REV with --config FILE, or --duel DUEL.")
+        raise UsageError("--comment only works for duels. Give --against REV with --config FILE, or --duel DUEL.")
     check_files({f"--{name}": getattr(arguments, name) for name in ("comment", "junit", "md")})
 
 

@@ -241,7 +241,7 @@ def compare_sides(word_a: str, word_b: str, store: Path, observer: JobObserver) 
             missing.append(error)
             sides.append([])
     if len(missing) == 2:
-        raise StoreError(f"neither side is there: {missing[0]} And {missing[1]}")
+        raise StoreError(f"neither side exists: {missing[0]} {missing[1]}")
     old, new = sides
     if missing and new:
         return GateSource(title, problem=f"the baseline is missing: {missing[0]}", code=EXIT_BASELINE)

@@ -126,7 +126,7 @@ def _model(arguments: argparse.Namespace, tokens: int) -> tuple[str, ServedModel
     from fp8bench.jobs.profile import function_named
 
     if arguments.make and (arguments.trained or arguments.size):
-        raise UsageError(f"{arguments.make} is a model of its own. Leave --size and --from out.")
+        raise UsageError(f"{arguments.make} is your own model. Leave --size and --from out.")
     if arguments.make:
         return function_named(arguments.make), None
     trained, size = None, "nano"
@@ -136,7 +136,7 @@ def _model(arguments: argparse.Namespace, tokens: int) -> tuple[str, ServedModel
         trained, size = trained_model(arguments.trained, arguments.store, tokens)
     size = arguments.size or size
     if size not in SERVED_SIZES:
-        raise UsageError(f"--size {size!r} is no model that is served. Give one of {', '.join(SERVED_SIZES)}.")
+        raise UsageError(f"--size {size!r} cannot be served. Give one of {', '.join(SERVED_SIZES)}.")
     return size, trained
 
 
@@ -146,7 +146,9 @@ def _contexts(arguments: argparse.Namespace) -> tuple[int, ...]:
     try:
         contexts = tuple(sorted({int(word) for word in arguments.contexts.split(",")}))
     except ValueError:
-        raise UsageError(f"--contexts {arguments.contexts!r} is no list of whole numbers. {_CONTEXTS_LIKE}") from None
+        raise UsageError(
+            f"--contexts {arguments.contexts!r} is not a list of whole numbers. {_CONTEXTS_LIKE}"
+        ) from None
     if len(contexts) < LEAST_CONTEXTS:
         raise UsageError(f"--contexts has {len(contexts)}, and a line needs {LEAST_CONTEXTS} or more. {_CONTEXTS_LIKE}")
     return contexts

@@ -333,7 +333,7 @@ def _tokens(span: TokenSpan) -> array[int]:
             file.seek(span.start * ids.itemsize)
             ids.frombytes(file.read((span.stop - span.start) * ids.itemsize))
     except (OSError, ValueError) as error:
-        raise UsageError(f"the training's text {span.path} cannot be read ({error}). Put it back there.") from None
+        raise UsageError(f"the training's text {span.path} cannot be read ({error}). Restore it.") from None
     if sys.byteorder == "big":
         ids.byteswap()
     return ids

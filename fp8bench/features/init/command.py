@@ -43,7 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     files = {name: arguments.folder / name for name in (_CONFIG, _SUITE, _WORKFLOW)}
     for file in files.values():
         if file.exists() or file.is_symlink():
-            raise UsageError(f"{file} is there already, and init writes over nothing. Move it, or give another folder.")
+            raise UsageError(
+                f"{file} exists already, and init never overwrites files. Move it, or give another folder."
+            )
     source = arguments.install or find_source() or _ask_for_source()
     installed = source or f"fp8bench=={__version__}"
     workflow = _template("workflow").replace("{install}", json.dumps(installed))

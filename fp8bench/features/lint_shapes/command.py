@@ -95,7 +95,7 @@ def _recipe_of(word: str) -> RecipePrecision:
     precision = precisions.get(word)
     if not isinstance(precision, RecipePrecision):
         scaled = ", ".join(name for name in precisions.names() if isinstance(precisions.get(name), RecipePrecision))
-        raise UsageError(f"{word} scales nothing, and its products take every shape. Give one of {scaled}.")
+        raise UsageError(f"{word} has no scales, and its products take every shape. Give one of {scaled}.")
     return precision
 
 
@@ -103,7 +103,9 @@ def shapes_of(model: str, tokens: int | None) -> list[LinearShape]:
     """Returns the layers of a known model, or those that a step of a user's model calls on a CPU."""
     if ":" in model or model.endswith(".py"):
         if tokens is not None:
-            raise UsageError("--tokens goes with known models: the batch of your own says its rows. Leave it out.")
+            raise UsageError(
+                "--tokens only works with known models: your model's batch determines its rows. Leave it out."
+            )
         from fp8bench.jobs.profile import coverage_of  # heavy
 
         shapes: dict[LinearShape, None] = {}

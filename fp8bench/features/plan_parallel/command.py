@@ -122,7 +122,7 @@ def _answer(question: ParallelQuestion, checkpointing: str) -> Answer:
     answer = with_least_checkpointing(question) if checkpointing == _AUTO else (question, ranking(question))
     if not answer[1]:
         raise UsageError(
-            f"{question.batch} sequences cannot be dealt out evenly to {question.gpus} GPUs in any way. Give --batch a "
+            f"{question.batch} sequences cannot be divided evenly among {question.gpus} GPUs. Give --batch a "
             "multiple of them."
         )
     return answer
@@ -187,7 +187,7 @@ def _training(text: str, planned: Load) -> MeasuredTraining:
     for cut in words[1].split("+"):
         match = re.fullmatch(r"([a-z]+) ?([1-9]\d{0,5})", cut.strip().lower(), re.ASCII)
         if match is None or match[1] not in _CUTS or _CUTS[match[1]] in cuts:
-            raise UsageError(f"--calibrate: {cut!r:.80} is no part of a layout. {_TRAINING}.")
+            raise UsageError(f"--calibrate: {cut!r:.80} is not a part of a layout. {_TRAINING}.")
         cuts[_CUTS[match[1]]] = int(match[2])
     layout, named = ParallelLayout(**cuts), dict(word.partition("=")[::2] for word in words[3:])
     # 3. Pace and sizes, which must divide evenly: a rounded one would describe another training.
@@ -212,7 +212,7 @@ def _training(text: str, planned: Load) -> MeasuredTraining:
             checkpointing=Checkpointing(named.get("checkpointing", planned.checkpointing)),
         )
     except (ValueError, argparse.ArgumentTypeError):
-        raise UsageError(f"--calibrate {text!r:.200} cannot be read, or divides nothing evenly. {_TRAINING}.") from None
+        raise UsageError(f"--calibrate {text!r:.200} cannot be read, or does not divide evenly. {_TRAINING}.") from None
     return MeasuredTraining(parse_model(words[0]), layout, load, pace)
 
 

@@ -92,14 +92,14 @@ def _fields_of_maker(maker: str, fields: dict[str, Any]) -> dict[str, Any]:
     function_named(maker)
     if "heads" not in fields or fields.keys() - {"heads", "tied"}:
         raise UsageError(
-            f"{maker}: its layers tell all sizes but the number of heads. Write {maker},heads=N, and tied=yes "
+            f"{maker}: its layers show all sizes except the number of heads. Write {maker},heads=N, and tied=yes "
             "if its head is the embedding's weights."
         )
     sizes = sizes_of(coverage_of(maker).holders)
     if sizes is None:
         raise UsageError(
             f"{maker}: its linear layers are not a head and equal blocks of attention and a feed-forward part, "
-            f"by their names and shapes, and formulas know no others. Give sizes: {_FORM}."
+            f"by their names and shapes, and the formulas cover no others. Give sizes: {_FORM}."
         )
     keys, width = sizes.pop("keys"), sizes["width"]
     return {**fields, **sizes, "key-heads": max(1, keys * fields["heads"] // width)}

@@ -322,7 +322,7 @@ def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             if len(trainer.optimizers) != 1:
                 raise UsageError(
-                    f"{len(trainer.optimizers)} optimizers have no single step. Watch a part and its optimizer."
+                    f"{len(trainer.optimizers)} optimizers do not share a step. Watch one part and its optimizer."
                 )
             self._loop = self._stack.enter_context(watch(pl_module, trainer.optimizers[0], path, **options))
 
@@ -369,7 +369,9 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
         raise UsageError("a list of streams is empty. Give a file for each seed.")
     counts = sorted(set(map(len, files)))
     if len(counts) > 1:
-        raise UsageError(f"streams of {' and '.join(map(str, counts))} seeds do not pair. Give as many files for each.")
+        raise UsageError(
+            f"streams of {' and '.join(map(str, counts))} seeds cannot be paired. Give equally many files for each."
+        )
     streams = [list(map(_read, paths)) for paths in files]
 
     # 2. Make each loop an arm, with its lines by seed.

@@ -172,7 +172,7 @@ def _check_own(request: TrainingRequest) -> None:
     )
     for wrong, option, reason in refusals:
         if wrong:
-            raise UsageError(f"{option} does not go with a model of your own ({name}): {reason}. Leave it out.")
+            raise UsageError(f"{option} does not work with your own model ({name}): {reason}. Leave it out.")
 
 
 def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:

@@ -259,7 +259,7 @@ def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
     if all(precisions.get(word).tensor_scale is TensorScale.NONE for word in words):
         having = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
         raise UsageError(
-            "--scales-from would change nothing: no layer of these dtypes has one float32 scale for a tensor. Add a "
+            "--scales-from would have no effect: no layer of these dtypes has one float32 scale for a tensor. Add a "
             f"dtype that has ({', '.join(having)}), or leave the option out."
         )
     # 'last' means the last training; a run must be named.

@@ -201,7 +201,7 @@ def refuse_ranks(request: Any) -> None:
     )
     for word, is_set in of_ranks:
         if ranks is None and (is_set or word in swept):
-            raise UsageError(f"{word} is for several ranks, and there is one. Add --ranks N.")
+            raise UsageError(f"{word} only works with several ranks, but there is one. Add --ranks N.")
     if ranks is not None and not request.isolation:
         raise UsageError("--no-isolation is for one process, and --ranks starts several. Leave one of them out.")
 

@@ -85,7 +85,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
     refuse_files_elsewhere(title, request.imports, request.data)
     with _ready(request, store) as (worker, text):
         for difference in _differences(training, _plan(request, worker, text)):
-            raise cannot_resume(title, difference, "The two halves would not be one training; start a new one.")
+            raise cannot_resume(title, difference, "The two parts would not form one training; start a new one.")
         writer = reopen_training(path)
         place = writer.places[-1]
         writer.go_back(place)

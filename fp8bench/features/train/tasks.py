@@ -104,7 +104,7 @@ def text_of(word: str, sequence: int) -> tuple[str, bytes, bytes]:
 def check_sequence(option: str, sequence: int) -> None:
     if sequence < LEAST_SEQUENCE:
         raise UsageError(
-            f"{option} asks longer questions than {sequence} tokens. Give a --sequence of at least {LEAST_SEQUENCE}."
+            f"{option} has longer questions than {sequence} tokens. Give a --sequence of at least {LEAST_SEQUENCE}."
         )
 
 

@@ -87,7 +87,7 @@ class StartLine:
             waited = time.monotonic() - begun
             if waited > self._wait_seconds:
                 late = ", ".join(f"rank {rank}" for rank, count in enumerate(times) if count < count_here)
-                raise TimeoutError(f"{late} did not come to the start line within {self._wait_seconds:g} s")
+                raise TimeoutError(f"{late} did not reach the start line within {self._wait_seconds:g} s")
             if waited < _AWAKE_SECONDS:
                 os.sched_yield()  # a late rank may need this core
             else:

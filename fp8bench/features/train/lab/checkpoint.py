@@ -121,15 +121,13 @@ def _load_arm(path: Path, digest: str) -> State:
     try:
         with open_file(path, most=MEMORY_BYTES) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise StoreError(
-                    f"the checkpoint's file {path} is damaged: its SHA-256 is not the one that was recorded."
-                )
+                raise StoreError(f"the checkpoint's file {path} is damaged: its SHA-256 differs from the recorded one.")
             file.seek(0)
             memory: State = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise StoreError(f"the checkpoint's file {path} cannot be read ({error.strerror}).") from None
     except pickle.UnpicklingError:
-        raise StoreError(f"the checkpoint's file {path} holds more than tensors and plain values.") from None
+        raise StoreError(f"the checkpoint's file {path} has more than tensors and plain values.") from None
     return memory
 
 
@@ -233,7 +231,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"--start {path} needs the package safetensors, which is not installed.") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, KeyError):
         raise UsageError(
-            f"--start {path} is no state dict: torch.load, with weights_only, cannot read it. Give what torch.save "
+            f"--start {path} is not a state dict: torch.load, with weights_only, cannot read it. Give what torch.save "
             "made of model.state_dict(), or a .safetensors."
         ) from None
     for name in _WITHIN:
@@ -244,7 +242,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
         or not content
         or not all(isinstance(tensor, Tensor) for tensor in content.values())
     ):
-        raise UsageError(f"--start {path} is no state dict: expected tensors by name. Save model.state_dict().")
+        raise UsageError(f"--start {path} is not a state dict: expected tensors by name. Save model.state_dict().")
     for prefix in _PREFIXES:
         if all(name.startswith(prefix) for name in content):
             content = {name.removeprefix(prefix): tensor for name, tensor in content.items()}

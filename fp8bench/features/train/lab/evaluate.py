@@ -247,7 +247,7 @@ def metric_values(metric: str, model: Any, held_out: Sequence[Any]) -> Iterator[
         figures = {f"{METRIC}{word}{f'.{name}' if name else ''}": float(number) for name, number in values.items()}
     except Exception as error:
         raise UsageError(
-            f"--metric {word} gives no figure: {own_words(error)}. It is called with the model and the held-out "
+            f"--metric {word} returned no figure: {own_words(error)}. It is called with the model and the held-out "
             "batches, and has to return a number, or a mapping of names to numbers."
         ) from error
     yield from figures.items()

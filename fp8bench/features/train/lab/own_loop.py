@@ -39,7 +39,7 @@ class OwnLoop:
     ) -> None:
         """`tokens` is the number in a step; `scaler` is a GradScaler, whose scale is recorded."""
         if stride < 1:
-            raise UsageError(f"stride={stride!r}: one step in every stride is watched. Give a whole number from 1 on.")
+            raise UsageError(f"stride={stride!r}: must be a whole number from 1 on: one step per stride is watched.")
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise UsageError("the module has no parameter that requires a gradient: there is nothing to watch.")
         self._module, self._optimizer, self._told = module, optimizer, told

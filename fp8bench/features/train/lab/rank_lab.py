@@ -126,7 +126,7 @@ def _check_same(answers: Sequence[RankLines]) -> None:
             raise RanksDisagree(f"in a slice rank {rank} {answer.faults[0]}")
         for (name, first), (_, digest) in zip(answers[0].same, answer.same, strict=True):
             if digest != first:
-                raise RanksDisagree(f"after a slice {name} of rank {rank} are not those of rank 0")
+                raise RanksDisagree(f"after a slice {name} of rank {rank} differ from those of rank 0")
 
 
 def _check_batches(answers: Sequence[RankLines]) -> None:
@@ -136,10 +136,12 @@ def _check_batches(answers: Sequence[RankLines]) -> None:
         step, _, step_digest = looked_at[0]
         for rank, (_, _, digest) in enumerate(looked_at):
             if digest != step_digest:
-                raise RanksDisagree(f"in step {step} rank {rank} reads another text than rank 0, or with another seed")
+                raise RanksDisagree(
+                    f"in step {step} rank {rank} reads a different text than rank 0, or uses another seed"
+                )
         copies = len(answers) // answers[0].shares
         if (sum(part for _, part, _ in looked_at) - copies * step_digest) % _DIGESTS:
-            raise RanksDisagree(f"in step {step} the ranks did not read the batch with each sequence once")
+            raise RanksDisagree(f"in step {step} the ranks did not read each sequence of the batch exactly once")
 
 
 def _merged_lines(answers: Sequence[tuple[StreamLine, ...]]) -> Iterator[StreamLine]:
