@@ -215,7 +215,7 @@ def test_each_suite_of_a_run_takes_the_keys_that_name_its_layers() -> None:
 def test_a_precision_map_without_effect_is_refused() -> None:
     """The reference stays pure, so there is nothing to map."""
     for request in ({"dtypes": ("bf16",)}, {"dtypes": ("fp8",), "reference": "fp8"}):
-        with pytest.raises(UsageError, match=r"change nothing: \w+ is the reference"):
+        with pytest.raises(UsageError, match=r"have no effect: \w+ is the reference"):
             plan(CPU, "transformer", precision_map=(("mlp", "fp16"),), **request)
 
 
