@@ -1,8 +1,8 @@
-"""fp8bench: does low precision pay here, what does it cost in numbers, has it changed, and can I believe it?
+"""fp8bench: does low precision pay on this machine, how much accuracy does it cost, has it changed, and is it certain?
 
-From Python: `fp8bench.run("transformer", dtypes=["fp8", "bf16"])` returns the Run; `fp8bench.table(run)` is what the
-command line prints; `fp8bench.load("last")` reads a stored one. Importing fp8bench
-is cheap: torch is only ever imported by the worker (or, with isolation=False, by the call that measures).
+From Python: `fp8bench.run("transformer", dtypes=["fp8", "bf16"])` returns the Run; `fp8bench.table(run)` is the table
+of the command line; `fp8bench.load("last")` reads a stored run. Importing fp8bench is cheap: only the worker imports
+torch (or, with isolation=False, the call that measures).
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _HOME = {
     "watch": "features.train.api",
 }
 
-# Commands that are calls by their parsers: the same options, defaults and sentences.
+# Calls made from the parsers of commands, with the same options, defaults and errors.
 _CALLS = ("ablate", "advise", "audit", "compare", "duel", "gate", "sensitivity")
 __all__ = [*sorted(("__version__", *_HOME, *_CALLS))]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used, so that `import fp8bench` costs next to nothing."""
+    """Loads a public name on first use, so that `import fp8bench` is fast."""
     import importlib
 
     if name in _CALLS:

@@ -1,4 +1,4 @@
-"""`python -m fp8bench`, and the script of that name."""
+"""`python -m fp8bench` and the console script."""
 
 import contextlib
 import signal
@@ -6,7 +6,7 @@ import sys
 
 
 def run() -> int:
-    """The command line; an interrupt while it is being imported, or while the process ends, is one too."""
+    """Runs the command line; interrupts during imports and shutdown are handled, too."""
     code = 130
     with contextlib.suppress(KeyboardInterrupt):
         from fp8bench.cli.main import main

@@ -53,7 +53,7 @@ _WIDTH = 100
 
 
 class Run(model.Run):
-    """A run as calls return it: the stored value, and how notebooks show it."""
+    """A run as calls return it: the stored value, with a display for notebooks."""
 
     def __str__(self) -> str:
         return layout.render(replace(self._page, footer=()), _WIDTH).rstrip("\n")
@@ -72,7 +72,7 @@ class Run(model.Run):
 
     @cached_property
     def verdicts(self) -> pd.DataFrame:
-        """The terminal's answer as a pandas frame: a row for each case but references."""
+        """The terminal's answer as a pandas frame: a row for each case except references."""
         import pandas as pd
 
         rows = verdict_rows(panels_of(self, findings_of(self)))
@@ -91,13 +91,13 @@ def run(
     observer: Observer | None = None,
     **options: Any,
 ) -> Run:
-    """Plans, measures and keeps a suite; returns the Run.
+    """Plans, measures and stores a suite; returns the Run.
 
-    `run.verdicts` is the terminal's answer as a pandas frame, a row for each case but references: its verdict, speed-up
-    with interval, error, memory, energy and the reason. `run.results` are the rows of --csv as a frame, and
-    `fp8bench.table(run)` is what the terminal prints. Raises Fp8benchError with a sentence for what cannot be done;
-    failed cases are records. With `isolation=False` workloads that a notebook defines can be measured, and a crash ends
-    this process.
+    `run.verdicts` is the terminal's answer as a pandas frame, a row for each case except references: its verdict,
+    speed-up with interval, error, memory, energy and the reason. `run.results` are the rows of --csv as a frame, and
+    `fp8bench.table(run)` is the table that the terminal prints. Raises Fp8benchError with an explanation if something
+    is impossible; failed cases are records. With `isolation=False` workloads that a notebook defines can be measured,
+    and a crash ends this process.
     """
     request = Request(suite, **request_fields(Request, options))
     request = replace(request, imports=(*request.imports, *files_of(suite)))
@@ -136,12 +136,12 @@ def _told(observer: Observer | None, progress: bool) -> AbstractContextManager[O
 
 
 def _followed(done: model.Run, store: Path, told: bool, report: bool, log: Sequence[LogTarget] = ()) -> None:
-    """Does what follows a run on the command line, too. A run that was not kept has no report."""
+    """Does the steps that follow a run on the command line. A run that could not be stored has no report."""
     wanted = Wanted(Pages() if report and done.path else None, log)
     after_run(done, store, wanted, TERMINAL.note if told else SILENT.note)
 
 
-# Fields of a request that profile does not take, or under another name.
+# Fields of a request that profile does not take, or takes under another name.
 _NOT_OF_A_PROFILE = {
     "suite",
     "dtypes",
@@ -182,14 +182,14 @@ def profile(
     observer: Observer | None = None,
     **how: Any,
 ) -> Run:
-    """Measures a model as it came beside copies whose products are in other precisions; returns the Run.
+    """Measures an unchanged model next to copies whose products are in other precisions; returns the Run.
 
-    The model is not changed: copies are measured, in other processes if it can be sent there.
+    The model is not modified: copies are measured, in other processes if it can be sent there.
     `run.verdicts` and `run.results` are pandas frames, as for `fp8bench.run`.
 
     model: 'module:function' as for `fp8bench profile`, or a live model
     batch: what the forward of a live model takes
-    loss: of a live model whose forward returns no loss: a function of its output
+    loss: a function of a live model's output, if its forward returns no loss
     """
     live = not isinstance(model, str)
     if live == (batch is None) or (loss is not None and not live):
@@ -215,10 +215,10 @@ def resume(
     progress: bool = True,
     observer: Observer | None = None,
 ) -> Run:
-    """Goes on with a run that was cut off; a complete run is returned as it is.
+    """Resumes a run that was interrupted; returns a complete run unchanged.
 
-    What to measure, and how, is taken from the run. Raises Fp8benchError if its second half would not be measured like
-    its first.
+    The run says what to measure, and how. Raises Fp8benchError if the rest would be measured under different
+    conditions.
 
     run: the run, its id, a file's stem, a path, or 'last'
     """
@@ -245,7 +245,7 @@ def load(run: str | Path | model.Run, store: str | Path = DEFAULT_STORE) -> Run:
 def findings(run: model.Run) -> Findings:
     """Verdicts, ratios, best-case times and labels, computed from the run's raw samples.
 
-    Keys are short names that tell its cases apart ('bf16 shape=64'); a case's id works as well.
+    Keys are short names of cases ('bf16 shape=64'); a case's id works as well.
 
     run: the Run that a call returned
     """

@@ -1,8 +1,8 @@
 """The base class of asv's suite files: a grid is measured once, and asv reads it metric by metric.
 
-asv starts a process for every metric of every combination. So that cases are not measured as often, `setup_cache`
-measures a workload's declared grid once, as `fp8bench suite` would; the methods only read. Nothing here imports torch
-or numpy until something is measured.
+asv starts a process for every metric of every combination. To measure cases only once, `setup_cache` measures a
+workload's declared grid, as `fp8bench suite` would; the methods only read. torch and numpy are imported only when
+something is measured.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from fp8bench.store.series import class_name, series_of
 from fp8bench.user_code import import_user_modules
 
 CONFIGURATION = "asv.conf.json"
-# Options of `asv run` in every spelling that its parser takes: shortened, and short ones in one word.
+# Options of `asv run` in every spelling that its parser accepts: abbreviated, and short ones combined.
 _QUICK = re.compile(r"--q(u(i(ck?)?)?)?|-[ehknpqv]*q[a-zA-Z]*")
 _APPEND = re.compile(r"--ap[a-z-]*")
 _COMMIT = re.compile(r"--set[a-z-]*(?:=(.*))?", re.DOTALL)
 _ANCESTORS = 4
 _WORDS_BEFORE_ASV = 8  # python -X dev -W error -m asv
-# asv's configuration is JSON5: texts and comments in it, and the one value that matters here.
+# asv's configuration is JSON5: this matches texts and comments in it, and the needed value.
 _TEXT_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
 _RESULTS_DIR = re.compile(r"""(?:"results_dir"|'results_dir'|\bresults_dir)\s*:\s*(["'])(.*?)\1""")
 
-# What became of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
+# The outcome of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
 Outcome = tuple[str, Any]
 Measured = dict[str, dict[Cell, Outcome]]
 _T = TypeVar("_T")
 
 
 class CaseFailed(Fp8benchError):
-    """A case failed; raised for asv, which shows it as failed."""
+    """A case failed; raised so that asv shows it as failed."""
 
 
 class Suite:
     """Base class of suite files' classes. asv finds its metrics as methods `track_...`.
 
-    A suite file imports this module and not the class, which asv would take for a benchmark. Each class needs a
-    `setup_cache` defined in its own file (it gets one if it has none): asv tells caches apart by module and line, and
-    of classes that share one, all but the first would silently be given the first one's numbers.
+    A suite file imports this module instead of the class, which asv would take for a benchmark. Each class needs a
+    `setup_cache` defined in its file (it gets one if it has none): asv identifies caches by module and line, and
+    classes that share one would all silently get the numbers of the first.
     """
 
     workload: ClassVar[str]
@@ -80,14 +80,14 @@ class Suite:
             setattr(cls, followed.name.rpartition(".")[2], _reader(cls, followed))
 
     def measure(self) -> Measured:
-        """Measures the grid, keeps the run, and returns what this commit has come to so far."""
+        """Measures the grid, stores the run, and returns this commit's results so far."""
         # Heavy, and not needed by the many processes that only read.
         from fp8bench.jobs.asv import measured_by_asv
 
         root, words = root_of(_file(type(self))), words_of_asv()
         quick, appending, commit = options_of(words)
         if appending:
-            raise UsageError("a commit's runs are put together already. Leave --append-samples out.")
+            raise UsageError("the runs of a commit are combined anyway. Leave --append-samples out.")
         grid = workloads.get(self.workload).history
         ranks = min(grid.ranks, default=1) if grid is not None else 1
         imports = _from_root(type(self))
@@ -96,13 +96,14 @@ class Suite:
 
 
 def root_of(file: Path) -> Path:
-    """The project of a suite file: the folder of its asv.conf.json. asv runs benchmarks in a temporary directory."""
+    """Returns the project of a suite file: the folder of its asv.conf.json. asv runs benchmarks in a temporary
+    directory."""
     above = file.absolute().parents
     return next((folder for folder in above if (folder / CONFIGURATION).is_file()), above[min(1, len(above) - 1)])
 
 
 def store_of_project(root: Path) -> Path:
-    """The store that asv's results_dir (<store>/asv/results) belongs to; else the default one."""
+    """Returns the store that asv's results_dir (<store>/asv/results) belongs to; else the default one."""
     path = root / _results_dir(root / CONFIGURATION)
     return path.parent.parent if path.parts[-2:] == ("asv", "results") else root / DEFAULT_STORE
 
@@ -117,7 +118,7 @@ def _results_dir(configuration: Path) -> str:
 
 
 def words_of_asv() -> tuple[str, ...]:
-    """The command line of the asv that started this process: asv does not pass its options to caches."""
+    """Returns the command line of the asv that started this process: asv does not pass its options to caches."""
     pid = os.getppid()
     for _ in range(_ANCESTORS):
         words, pid = _process(pid)
@@ -127,7 +128,8 @@ def words_of_asv() -> tuple[str, ...]:
 
 
 def options_of(words: Sequence[str]) -> tuple[bool, bool, str]:
-    """Whether asv was given --quick and --append-samples, and the commit under which it saves results ('' for none)."""
+    """Returns whether asv got --quick and --append-samples, and the commit under which it saves results ('' for
+    none)."""
     quick, append = (any(map(option.fullmatch, words)) for option in (_QUICK, _APPEND))
     for place, word in enumerate(words):
         match = _COMMIT.fullmatch(word)
@@ -137,7 +139,7 @@ def options_of(words: Sequence[str]) -> tuple[bool, bool, str]:
 
 
 def _process(pid: int) -> tuple[list[str], int]:
-    """A process's command line and its parent's id; ([], 0) if the system does not tell."""
+    """Returns a process's command line and its parent's id; ([], 0) if the system does not report them."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
         parent = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
@@ -181,14 +183,14 @@ def _belonging(method: Callable[..., _T], cls: type, name: str) -> Callable[...,
 
 
 def _reader(cls: type, series: Series) -> Callable[..., Any]:
-    """A method that reads one metric from what was measured."""
+    """Returns a method that reads one metric from the measured results."""
 
     def track(self: Suite, measured: Mapping[str, Mapping[Cell, Outcome]], *cell: Any) -> Any:
         kind, content = measured[series.name].get(cell, ("none", "not on this machine"))
         if kind == "failed":
             raise CaseFailed(str(content))
         if kind == "samples" and not all(map(math.isfinite, content)):
-            raise CaseFailed(f"{series.metric} is no finite number")
+            raise CaseFailed(f"{series.metric} is not a finite number")
         return {"samples": content, "number": 1} if kind == "samples" else math.nan
 
     vars(track).update(unit=series.unit)

@@ -1,4 +1,4 @@
-"""The errors whose text is meant for the user; each has the exit code that it ends the command with.
+"""The errors whose text is meant for the user; each has the exit code of the command that it ends.
 
 A message says what was given, what was expected and what to do. Exit codes 1 (a regression) and 4 (no baseline) are
 verdicts of a gate, not errors.
@@ -21,8 +21,8 @@ EXIT_INTERRUPTED = 130
 class Fp8benchError(Exception):
     """Base of all errors whose text is meant for the user.
 
-    `given` is the word at fault, and `nearest` what was probably meant; `instead` is a whole command line: the one that
-    was meant, or one that says what can be given. The command line prints it to be pasted.
+    `given` is the wrong word, and `nearest` a likely correction; `instead` is a whole command line, printed for
+    pasting: the corrected one, or one that lists valid values.
     """
 
     exit_code = EXIT_USAGE
@@ -35,11 +35,11 @@ class Fp8benchError(Exception):
 
 
 class UsageError(Fp8benchError):
-    """The command line or a call asks for something that cannot be."""
+    """The command line or a call asks for something impossible."""
 
 
 class UnknownName(UsageError):
-    """A name that nobody registered. `shown` replaces the list of known names where that would be too long."""
+    """A name that is not registered. `shown` replaces the list of known names if that is too long."""
 
     def __init__(self, kind: str, given: str, known: Iterable[str], shown: str = "") -> None:
         names = sorted(known)
@@ -51,15 +51,15 @@ class UnknownName(UsageError):
 
 
 class NotRepeatable(Fp8benchError):
-    """A model gives other numbers from the same seed, so that an error would not be a precision's."""
+    """A model gives different numbers from the same seed, so that an error would not come from the precision."""
 
 
 class RecipeRefused(UsageError):
-    """Formats, scalings or factors that do not make a recipe."""
+    """Formats, scalings or factors that do not form a valid recipe."""
 
 
 class BackendMissing(Fp8benchError):
-    """A backend that is installed but does not import."""
+    """A backend that is installed but cannot be imported."""
 
     def __init__(self, backend: str, cause: BaseException) -> None:
         words = " ".join(str(cause).split())[:300]
@@ -67,7 +67,7 @@ class BackendMissing(Fp8benchError):
 
 
 class ImportFailed(UsageError):
-    """A module given to --import does not import."""
+    """A module given to --import cannot be imported."""
 
 
 class NotPrinted(Fp8benchError):
@@ -79,11 +79,11 @@ class StoreError(Fp8benchError):
 
 
 class OpenStore(UserWarning):
-    """Every user of the machine may write a store."""
+    """Every user of the machine can write to the store."""
 
 
 class NotKept(StoreError):
-    """The store failed while measuring; `run` holds everything that was measured."""
+    """The store failed during measuring; `run` holds everything that was measured."""
 
     def __init__(self, message: str, run: object) -> None:
         super().__init__(message)
@@ -91,14 +91,14 @@ class NotKept(StoreError):
 
 
 class RunNotFound(StoreError):
-    """No run by that id, file stem or path."""
+    """No run has that id, file stem or path."""
 
     def __init__(self, message: str, given: str = "", nearest: str | None = None) -> None:
         super().__init__(message, given, nearest, where_explained("run").split())
 
 
 class AsvFileError(StoreError):
-    """A file of asv's cannot be read or written."""
+    """A file of asv cannot be read or written."""
 
 
 class AsvFileAbsent(AsvFileError):
@@ -106,21 +106,21 @@ class AsvFileAbsent(AsvFileError):
 
 
 class AsvFileOfOtherVersion(AsvFileError):
-    """A file in the format of another version, perhaps sound: it is left alone."""
+    """A file in the format of another version, which may be intact: it is left unchanged."""
 
 
 class AsvFileBroken(AsvFileError):
-    """A file that does not hold what it should: it may be set aside."""
+    """A file with unexpected content: it may be set aside."""
 
 
 class AsvFileTorn(AsvFileBroken):
-    """A file that is no JSON; somebody may be writing it."""
+    """A file that is not JSON; another process may be writing it."""
 
 
 class WorkerError(Fp8benchError):
     """The measuring process cannot be used.
 
-    With several ranks, `rank` is the one that failed (fp8bench.model.FailedRank); `undecided` if nobody knows which.
+    With several ranks, `rank` is the one that failed (fp8bench.model.FailedRank); `undecided` if it is unknown.
     """
 
     exit_code = EXIT_FAILED
@@ -129,7 +129,7 @@ class WorkerError(Fp8benchError):
 
 
 class WorkerLost(WorkerError):
-    """The measuring process crashed or was killed; `killed` as the system does it when memory runs out."""
+    """The measuring process crashed, or was killed (`killed`), as the system does when memory runs out."""
 
     def __init__(self, message: str, killed: bool = False) -> None:
         super().__init__(message)
@@ -143,7 +143,7 @@ class WorkerHung(WorkerError):
 class WorkerFault(WorkerError):
     """The measuring process answered with an exception.
 
-    `out_of_memory` is the device's own verdict on it; `trace` is the traceback's text.
+    `out_of_memory` is set if the device reported that; `trace` is the text of the traceback.
     """
 
     def __init__(self, kind: str, text: str, trace: str = "", out_of_memory: bool = False) -> None:
@@ -154,16 +154,16 @@ class WorkerFault(WorkerError):
 
 
 class RanksDisagree(Fp8benchError):
-    """Ranks that should have answered the same did not."""
+    """Ranks gave different answers where they must agree."""
 
 
 class NotSent(UsageError):
-    """A model of the user's own cannot be sent to another process."""
+    """A user's model cannot be sent to another process."""
 
 
 def as_usage(fault: WorkerFault) -> Fp8benchError:
-    """A worker's refusal as the UsageError or NotSent that it was there; any other fault unchanged. What happened to a
-    worker that the worker has started is a WorkerLost or WorkerHung here, too."""
+    """Converts a worker's refusal to the UsageError or NotSent that was raised there, and the loss of a worker's worker
+    to WorkerLost or WorkerHung; other faults are unchanged."""
     words = str(fault).removeprefix(f"{fault.kind}: ")
     for kind in (WorkerLost, WorkerHung):
         if fault.kind == kind.__name__:

@@ -1,8 +1,8 @@
-"""Finds the features: folders below fp8bench/features, which are named nowhere else.
+"""Finds the features: folders below fp8bench/features, which are not named anywhere else.
 
-A feature is a command, or a family of them, that the rest of fp8bench does without. Its docstring is the command's
-help. Modules of fixed names extend the core: `command` the command line, `kind` what is stored and shown, `section` the
-report of runs.
+A feature is a command, or a family of them, that the rest of fp8bench does not need. Its docstring is the command's
+help. Modules with fixed names extend the core: `command` the command line, `kind` what is stored and shown, `section`
+the report of runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FOLDER = Path(__file__).parent / "features"
 
 @cache
 def feature_names() -> tuple[str, ...]:
-    """Returns all names, sorted; none where the folder is left out."""
+    """Returns all names, sorted; empty if the folder was left out."""
     return tuple(sorted(path.parent.name for path in _FOLDER.glob("*/__init__.py")))
 
 
@@ -28,7 +28,7 @@ def feature_help(name: str) -> str:
 
 
 def feature_parts(part: str) -> Iterator[ModuleType]:
-    """Imports each feature's module of that name, where it has one."""
+    """Imports each feature's module of that name, if it has one."""
     for name in feature_names():
         if (_FOLDER / name / f"{part}.py").is_file():
             yield importlib.import_module(f"fp8bench.features.{name}.{part}")

@@ -24,22 +24,22 @@ from typing import IO, Any, Self, cast
 from fp8bench import units
 from fp8bench.errors import OpenStore, StoreError, UsageError
 
-# asv warns at every *.json that is not its own, and at nothing else: names here never end so.
+# asv warns about every *.json that is not its own, and about nothing else: names here never end with that.
 LOCK = ".lock"
 LOCK_SECONDS = 60.0
 PARTIAL = ".partial"
 _PAUSE_SECONDS = 0.02
 _SUM = "sum"
-# The end of a line with a checksum, and of one that is numbered, too.
+# Matches the end of a line with a checksum, also of a numbered one.
 _SEAL = re.compile(rb',"sum":"([0-9a-f]{16})"}\r?$')
-_SEALED_WITH = 40  # bytes, more than a seal has
+_SEALED_WITH = 40  # bytes, more than a checksum field has
 _NUMBERED = re.compile(rb',"line":(\d+),"sum":"([0-9a-f]{16})"}\r?$', re.MULTILINE)
 
 
-# The largest file of lines or JSON that is read: a run of many thousand cases has some 100 MB, while a sparse file may
+# The largest file of lines or JSON that is read: a run of many thousand cases has about 100 MB, while a sparse file may
 # claim more than any memory holds.
 LARGEST_FILE = 1 << 30
-# More than this machine's memory no file of weights can be loaded.
+# No file of weights larger than the machine's memory can be loaded.
 MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _STREAMS = ("/dev/stdin", "/dev/fd/")
 _SPECIAL = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
@@ -50,7 +50,7 @@ class Damaged(ValueError):
 
 
 def sealed(content: dict[str, Any]) -> dict[str, Any]:
-    """The object with a checksum of its content, whatever its formatting."""
+    """Returns the object with a checksum of its content, independent of formatting."""
     return {**content, _SUM: _checksum(compact(content).encode())}
 
 
@@ -60,17 +60,17 @@ def sealed_line(content: dict[str, Any]) -> str:
 
 
 def with_checksum(plain: str) -> str:
-    """Adds the checksum to a JSON object that is text in its shortest form."""
+    """Adds the checksum to a JSON object in compact text form."""
     return f'{plain[:-1]},"{_SUM}":"{_checksum(plain.encode())}"}}'
 
 
 def unsealed(content: dict[str, Any]) -> dict[str, Any]:
-    """The object without its checksum, if it has one. Raises Damaged if the two do not agree."""
+    """Returns the object without its checksum, if it has one. Raises Damaged if the checksum is wrong."""
     if _SUM not in content:
         return content
     plain = {name: value for name, value in content.items() if name != _SUM}
     if content[_SUM] != _checksum(compact(plain).encode()):
-        raise Damaged("its checksum is not that of what it says")
+        raise Damaged("its checksum does not match its content")
     return plain
 
 
@@ -78,7 +78,7 @@ def unsealed_line(line: bytes) -> tuple[dict[str, Any], str]:
     """Like unsealed for a line of JSON, with the checksum ('' if there is none). Raises ValueError for other text."""
     seal = _SEAL.search(line, max(0, len(line) - _SEALED_WITH))
     if seal is not None and _checksum(plain := line[: seal.start()] + b"}") == seal[1].decode():
-        return json.loads(plain), seal[1].decode()  # as it was written, which is soon seen
+        return json.loads(plain), seal[1].decode()  # as written, which is quick to check
     content = json.loads(line)
     if not isinstance(content, dict):
         raise Damaged("expected an object")
@@ -90,26 +90,26 @@ def compact(content: object) -> str:
 
 
 def sums_of(text: bytes) -> list[str]:
-    """The checksums of a file's numbered lines, in order."""
+    """Returns the checksums of a file's numbered lines, in order."""
     return [seal[2].decode() for seal in _NUMBERED.finditer(text)]
 
 
 def digest_of(sums: Iterable[str]) -> str:
-    """One digest for all lines of a file, made of their checksums in order."""
+    """Returns one digest for all lines of a file, from their checksums in order."""
     from hashlib import blake2b
 
     return blake2b("".join(sums).encode(), digest_size=16).hexdigest()
 
 
 def _checksum(text: bytes) -> str:
-    from hashlib import blake2b  # 2 ms, and most command lines check nothing
+    from hashlib import blake2b  # takes 2 ms, and most command lines check nothing
 
     return blake2b(text, digest_size=8).hexdigest()
 
 
 @contextlib.contextmanager
 def keeping(what: object, remedy: str = "", kind: type[StoreError] = StoreError) -> Iterator[None]:
-    """Turns an OSError into the error `kind`, with the sentence that `what` cannot be written."""
+    """Turns an OSError into the error `kind`, which says that `what` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -117,7 +117,7 @@ def keeping(what: object, remedy: str = "", kind: type[StoreError] = StoreError)
 
 
 def read_file(path: Path, most: int = LARGEST_FILE) -> bytes:
-    """Reads a regular file of at most `most` bytes, or a stream of the caller's (`/dev/stdin`). Raises OSError."""
+    """Reads a regular file of at most `most` bytes, or one of the caller's streams (`/dev/stdin`). Raises OSError."""
     is_stream = str(path).startswith(_STREAMS)
     with open_file(path, most=most) as file:
         content = file.read(most + 1 if is_stream else -1)
@@ -126,9 +126,10 @@ def read_file(path: Path, most: int = LARGEST_FILE) -> bytes:
 
 
 def open_file(path: Path, mode: str = "rb", most: int | None = LARGEST_FILE) -> BufferedRandom:
-    """Opens a regular file of at most `most` bytes (None: of any size), or a stream of the caller's.
+    """Opens a regular file of at most `most` bytes (None: of any size), or one of the caller's streams.
 
-    Raises OSError for anything else, whose `strerror` says what to do: a named pipe would be waited for without end.
+    Raises OSError for anything else, for example a named pipe, which would block forever. Its `strerror` says what to
+    do.
     """
     if str(path).startswith(_STREAMS):
         return cast(BufferedRandom, path.open(mode))
@@ -148,12 +149,12 @@ def open_file(path: Path, mode: str = "rb", most: int | None = LARGEST_FILE) -> 
 
 
 def check_file(path: Path, most: int | None = LARGEST_FILE) -> None:
-    """Raises OSError as open_file does, for a file that a library opens."""
+    """Raises OSError like open_file, for a file that a library will open."""
     _check(path.stat(), most)
 
 
 def is_no_folder(path: Path) -> bool:
-    """Whether something is there that open_file opens, or says of what it is. Raises OSError."""
+    """Whether the path exists and is not a folder, so that open_file opens it or explains why not. Raises OSError."""
     return path.exists() and not path.is_dir()
 
 
@@ -162,7 +163,7 @@ def _check(status: os.stat_result, most: int | None) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(status.st_mode):
         what = next((name for is_kind, name in _SPECIAL if is_kind(status.st_mode)), "a device")
-        raise OSError(errno.EINVAL, f"it is {what}: put a regular file in its place")
+        raise OSError(errno.EINVAL, f"it is {what}: give a regular file")
     _check_size(status.st_size, most)
 
 
@@ -173,7 +174,7 @@ def _check_size(size: int, most: int | None) -> None:
 
 
 def make_store(store: Path) -> None:
-    """Makes a store's folder if there is none, ignored by git; warns if everybody may write it. Raises OSError."""
+    """Creates a store's folder if it does not exist, ignored by git; warns if it is world-writable. Raises OSError."""
     if not store.exists():
         store.mkdir(parents=True, exist_ok=True)
         write_whole(store / ".gitignore", "*\n")
@@ -183,21 +184,21 @@ def make_store(store: Path) -> None:
 
 
 def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
-    """Replaces a file in one step: readers see the old content or the new, whole.
+    """Replaces a file atomically: readers see all of the old content or all of the new.
 
-    Makes its folder. Raises OSError, after which the old file stands. Without `sync` a power failure may lose it.
+    Creates its folder. Raises OSError, and then the old file is unchanged. Without `sync` a power failure may lose it.
     """
-    target = Path(os.path.realpath(path))  # a link stays one
+    target = Path(os.path.realpath(path))  # a symbolic link stays one
     with replacing(target, sync) as partial:
         with partial.open("xb") as file:
             append(file, content, sync)
         with contextlib.suppress(OSError):
-            partial.chmod(stat.S_IMODE(target.stat().st_mode))  # who could write the old one can write the new one
+            partial.chmod(stat.S_IMODE(target.stat().st_mode))  # keep the old file's permissions
 
 
 @contextlib.contextmanager
 def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
-    """Yields a path to write to, which replaces `path` at the end; on failure nothing is left of it.
+    """Yields a path to write to, which replaces `path` at the end; on failure it is removed.
 
     Without `sync` a power failure may bring the old file back.
     """
@@ -215,8 +216,8 @@ def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Writes a folder's names to the disk: without this a power failure may undo a rename. Does nothing where folders
-    cannot be synced."""
+    """Syncs a folder's entries to the disk: otherwise a power failure may undo a rename. Does nothing if folders cannot
+    be synced."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -226,7 +227,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def append(file: IO[bytes], content: str | bytes, sync: bool = True) -> None:
-    """Writes through to the disk. Raises OSError."""
+    """Appends and, with `sync`, syncs to the disk. Raises OSError."""
     file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
     file.flush()
     if sync:
@@ -234,14 +235,14 @@ def append(file: IO[bytes], content: str | bytes, sync: bool = True) -> None:
 
 
 def end_line(file: IO[bytes]) -> None:
-    """Makes sure that what is appended next begins a line, even after one that was cut short."""
+    """Ensures that the next append begins a line, even after one that was cut short."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
     if file.read(1) not in (b"", b"\n"):
         file.write(b"\n")
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Appends lines under the file's lock, through to the disk, also after a line that was cut off. Raises OSError."""
+    """Appends lines under the file's lock and syncs, also after a line that was cut off. Raises OSError."""
     with open_file(path, "a+b") as file:
         lock(file, LOCK_SECONDS)
         end_line(file)
@@ -250,12 +251,12 @@ def append_lines(path: Path, lines: Sequence[str]) -> None:
 
 @dataclass
 class LineWriter:
-    """An open file of JSON lines, each synced before the next is made; `called` is its name in errors."""
+    """An open file of JSON lines, each synced before the next one; `called` is its name in errors."""
 
     path: Path
     _file: IO[bytes]
     called: str = "the file"
-    # The checksums of the lines in the file, and the last line's number; a damaged line keeps its number.
+    # The checksums of the lines in the file, and the number of the last line; a damaged line keeps its number.
     _sums: list[str] = field(default_factory=list)
     _last: int = 0
 
@@ -264,7 +265,7 @@ class LineWriter:
 
     @classmethod
     def started(cls, path: Path, head: dict[str, Any]) -> Self:
-        """Makes a file together with its first line, and locks it: nobody ever sees it empty."""
+        """Creates a file together with its first line, and locks it: no reader sees it empty."""
         partial = path.with_suffix(PARTIAL)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -288,7 +289,7 @@ class LineWriter:
         self._lines([{"note": text}])
 
     def finish(self, how: str) -> None:
-        """Writes the end line, 'finished' or 'interrupted', and closes."""
+        """Writes the end line, 'finished' or 'interrupted', and closes the file."""
         try:
             if not self._file.closed:
                 self._lines([{"end": how, "digest": digest_of(self._sums)}])
@@ -301,7 +302,7 @@ class LineWriter:
             self._file.close()
 
     def _recount(self) -> None:
-        """Reads from the file how many lines it has, so that the next is numbered after them."""
+        """Counts the lines in the file, so that the next one gets the right number."""
         place = self._file.tell()
         self._file.seek(0)
         content = self._file.read()
@@ -318,7 +319,7 @@ class LineWriter:
             self._sums += sums_of(text.encode())
             self._last += len(values)
         except OSError as error:
-            with contextlib.suppress(OSError):  # part of it may be in the file
+            with contextlib.suppress(OSError):  # part of the line may be in the file
                 self._recount()
             there = os.path.isfile(self.path) and self._last > 1  # noqa: PTH113 - is_file raises where it may not look
             before = "What was finished before is in it; make room" if there else "Make room"
@@ -331,8 +332,8 @@ class LineWriter:
 def lock(file: IO[Any], seconds: float) -> bool:
     """Waits up to `seconds` for a file's lock; False if another process keeps it.
 
-    A process that only looks (`is_locked`) has the lock for a moment, which is always waited for: under load it may be
-    stopped meanwhile. On a file system without locks it returns True. Closing the file releases the lock.
+    A process that only checks (`is_locked`) has the lock briefly, and is always waited for: under load it may be
+    suspended at that moment. On a file system without locks it returns True. Closing the file releases the lock.
     """
     begun = time.monotonic()
     while True:
@@ -349,7 +350,7 @@ def lock(file: IO[Any], seconds: float) -> bool:
 
 
 def _is_only_looked_at(file: IO[Any]) -> bool:
-    """Whether those who have the lock share it, as `is_locked` does, or it has just been released."""
+    """Whether the lock is only shared, as by `is_locked`, or has just been released."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(file, fcntl.LOCK_UN)
@@ -359,7 +360,7 @@ def _is_only_looked_at(file: IO[Any]) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process has the file's lock, or is just testing whether another has it. Raises OSError."""
+    """Whether another process holds the file's lock, or is checking it right now. Raises OSError."""
     with open_file(path, most=None) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -372,7 +373,7 @@ def is_locked(path: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Holds a folder's lock, for which it waits up to `seconds`. Not reentrant.
+    """Holds a folder's lock, after waiting up to `seconds` for it. Not reentrant.
 
     Reading, merging and writing belong under one lock.
     """
@@ -393,7 +394,7 @@ def locked(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
 
 
 def try_writing(folder: Path) -> None:
-    """Makes the folder if there is none, and writes and removes a file in it. Raises OSError."""
+    """Creates the folder if it does not exist, and writes and removes a file in it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     probe = folder / f".probe-{secrets.token_hex(4)}"  # containers that share a folder share process ids
     try:
@@ -403,7 +404,7 @@ def try_writing(folder: Path) -> None:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Makes the folder if there is none; raises UsageError if it cannot be written."""
+    """Creates the folder if it does not exist; raises UsageError if it is not writable."""
     try:
         try_writing(folder)
     except (OSError, ValueError) as error:

@@ -1,6 +1,6 @@
 """The whole flow on one screen: request -> facts -> plan -> measure -> history -> run.
 
-Analysis and reports start from the Run this returns, or from the file it was kept in. Nothing here prints.
+Analysis and reports start from the returned Run, or from its stored file. Nothing here prints.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from fp8bench.store.runs.listing import running_beside, store_of, with_stored_sc
 from fp8bench.store.runs.run_file import RunWriter, check_store, load_run, missing_groups, reopen_run, start_run
 
 Sessions = Mapping[str, tuple[Interval, ...]]
-# The door of runs that hold some cases of another run once more.
+# Origin of runs that re-measure selected cases of another run.
 AGAIN = "gate"
 
 
@@ -76,13 +76,13 @@ def execute(
     cell: tuple[str, Cell] | None = None,
     sessions: Sessions = MappingProxyType({}),
 ) -> Run:
-    """Plan, measure, keep. Every group is in the store before the next one starts.
+    """Plans, measures and stores. Every group is in the store before the next one starts.
 
-    `origin` is the door the request came in by; `folder` lies in the repository whose commit is measured, the working
-    directory if it is None; `note` is kept with the run. Of a `cell`, with its name in its plan, that group alone is
-    measured. `sessions` are the ratios by case that sessions before this one gave. An interrupt (Ctrl-C) ends the run
-    early: what was finished is kept and returned, with `finished` False.
-    Raises NotKept, which holds the run, where the store fails meanwhile.
+    `origin` is the entry point of the request; `folder` is in the repository whose commit is measured, by default the
+    working directory; `note` is stored with the run. With a `cell` and its name in the plan, only that group is
+    measured. `sessions` are the ratios by case from earlier sessions. An interrupt (Ctrl-C) ends the run early:
+    finished work is stored and returned, with `finished` False. Raises NotKept, which holds the run, if the store fails
+    during the run.
     """
     start = time.monotonic()
     request = with_stored_scales(request, store)
@@ -99,9 +99,9 @@ def execute(
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
-    """Do what a run lacks, and nothing else; a finished run is returned as it is, with False.
+    """Measures only what a run lacks; a finished run is returned unchanged, with False.
 
-    `store` is for a file that lies in none.
+    `store` is used if the file is not in a store.
     """
     start = time.monotonic()
     run = load_run(path)
@@ -119,14 +119,14 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         refuse_foreign(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))
-        run = load_run(path)  # without the records of groups that were cut off in their middle
+        run = load_run(path)  # without the records of groups that were cut off halfway
         return True, _measure(run, missing_groups(run), store, writer, ready, meters, observer, start)
 
 
 def measure_again(run: Run, cases: Collection[str], store: Path, observer: Observer, command: str) -> Run:
-    """The groups of a run that hold some cases once more, in a fresh process, as a run of its own in `store`.
+    """Re-measures the groups of a run that contain some cases, in a fresh process, as a separate run in `store`.
 
-    Raises UsageError where what is measured here and now would not belong to the run: another machine, commit, torch.
+    Raises UsageError if new measurements would not belong to the run: another machine, commit or torch.
     """
     start = time.monotonic()
     refuse_lost(run)
@@ -137,7 +137,9 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
         again = replace(opened, origin=AGAIN)
         differs = foreign(run, again.plan, again.devices, again.environment)
         if differs:
-            raise UsageError(f"the run {run.id} is of another world: {differs}. Measure where it was measured.")
+            raise UsageError(
+                f"the run {run.id} was measured under other conditions: {differs}. Measure under the same ones."
+            )
         groups = tuple(group for group in again.plan if any(planned.case.id in cases for planned in group.cases))
         again = replace(again, plan=replace(again.plan, groups=groups))
         observer.planned(again.plan)
@@ -147,7 +149,7 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
-    """What a run would do, and on which devices; measures nothing."""
+    """Returns what a run would do, and on which devices; measures nothing."""
     request = with_stored_scales(request, store)
     with _ready(request, store, write=False) as ready:
         facts = ready.timing.probe()
@@ -165,7 +167,7 @@ def _measure(
     start: float,
     sessions: Sessions = MappingProxyType({}),
 ) -> Run:
-    """The groups one by one, each kept as soon as it is done."""
+    """Measures the groups one by one, storing each as soon as it is done."""
     worker = ready.timing
     noted: set[str] = set()
     measured: list[Record] = []
@@ -190,7 +192,7 @@ def _measure(
             add_reruns(done, run, store)
         writer.finish("finished")
     except KeyboardInterrupt:
-        with ignored(), contextlib.suppress(StoreError):  # without an end line a run is unfinished, too
+        with ignored(), contextlib.suppress(StoreError):  # a run without an end line counts as unfinished, too
             writer.finish("interrupted")
     except StoreError as error:
         raise NotKept(str(error), replace(run, records=(*run.records, *measured), troubles=(str(error),))) from None
@@ -201,8 +203,8 @@ def _measure(
 
 
 def _ceilings(run: Run, groups: Sequence[Group], store: Path, ready: Ready, observer: Observer) -> dict[str, Ceilings]:
-    """What each device can do at most, with the threads of this run, where it is known or measured now."""
-    if run.request.ranks is not None:  # several processes share what one would find
+    """Returns the ceilings of each device with this run's threads, if they are known or measured now."""
+    if run.request.ranks is not None:  # several processes would share a measured rate
         return {}
     first = {case.case.device: case.case for group in reversed(groups) for case in reversed(group.cases) if case.runs}
 
@@ -224,8 +226,8 @@ def _ceilings(run: Run, groups: Sequence[Group], store: Path, ready: Ready, obse
 
 
 class Ready(NamedTuple):
-    """What measuring takes: the text, the switches, a worker that times, another that does not, and, where a user asked
-    for counters, a worker that counts."""
+    """What measuring needs: the text, the switches, a worker that times, another that does not and, if the user
+    requested counters, a worker that counts."""
 
     corpus: Corpus | None
     switches: Switches
@@ -240,9 +242,9 @@ class Ready(NamedTuple):
 
 @contextmanager
 def _ready(request: Request, store: Path, write: bool = True) -> Iterator[Ready]:
-    """Refuses whatever can be refused before a worker starts. Nothing else measures in this process meanwhile.
+    """Rejects whatever can be rejected before a worker starts. Nothing else measures in this process during the block.
 
-    A worker starts when it is first asked something.
+    A worker starts at the first request to it.
     """
     with ExitStack() as stack:
         stack.enter_context(claimed(request.isolation))
@@ -250,7 +252,7 @@ def _ready(request: Request, store: Path, write: bool = True) -> Iterator[Ready]
         if write:
             if request.trace is not None:
                 check_folder("--trace", Path(request.trace))
-            check_store(store)  # before the text lies there: a store that is new is made as one
+            check_store(store)  # before the text is written there: a new store must be created as one
         corpus = resolved.corpus(store, write)
         timing, untimed = (stack.enter_context(worker_for(request, corpus)) for _ in range(2))
         wanted = request.counters and write
@@ -264,7 +266,7 @@ def settings_of(request: Request, corpus: Corpus | None) -> Settings:
 
 @contextmanager
 def worker_for(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
-    """The worker that a request asks for, closed at the end, whatever happens."""
+    """Yields the worker that a request needs, and always closes it."""
     settings = settings_of(request, corpus)
     if request.ranks is not None:
         worker: Worker = RanksWorker(settings, request.ranks)
@@ -280,7 +282,7 @@ def worker_for(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
 def _opened(
     request: Request, ready: Ready, meters: Meters, command: str, folder: Path | None, compares: bool = True
 ) -> Run:
-    """The run with its header, before anything is measured but the cost of looking."""
+    """Returns the run with its header, before anything is measured except the overhead of the meters."""
     worker = ready.timing
     facts = worker.probe()
     plan = make_plan(request, facts, ready.text, compares)
@@ -304,8 +306,8 @@ def _opened(
 
 
 def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> list[str]:
-    """Raise for cases of which only the worker can tell that they cannot be, before anything is kept. Return remarks
-    on the others."""
+    """Raises for impossible cases that only the worker can detect, before anything is stored. Returns remarks on the
+    others."""
     devices, remarks = {fact.key: fact for fact in facts}, list[str]()
     for planned in (case for group in plan for case in group.cases if case.runs):
         if workloads.get(planned.case.workload).examined:
@@ -316,7 +318,7 @@ def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Li
             except WorkerFault as fault:
                 if fault.out_of_memory:
                     raise UsageError(
-                        f"{planned.case.id} cannot be measured: memory does not suffice for it and a copy ({fault}). "
+                        f"{planned.case.id} cannot be measured: not enough memory for it and a copy ({fault}). "
                         "Choose a smaller one."
                     ) from None
                 raise as_usage(fault) from None
@@ -328,10 +330,10 @@ def now() -> str:
 
 
 def _untimed(run: Run, group: Group, last: Worker | None, other: Worker) -> Worker | None:
-    """Who counts the operators of a group: a worker that times nothing, or the one that has timed the `last` group and
-    times nothing any more, unless the other one is there already. What is compiled is counted elsewhere."""
+    """Returns the worker that counts a group's operators: the untimed one, or the worker that has timed the `last`
+    group and is free, unless the untimed one has started. Compiled steps are counted elsewhere."""
     if run.origin == AGAIN or run.request.ranks is not None:
-        return None  # what is measured again is timed again: its operators are known
+        return None  # operators of re-measured cases are known
     compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
     brisk = is_brisk(run.request.brisk, run.request.budget, len(run.plan.groups))
     on_gpu = any(not case.case.device.startswith("cpu") for case in group.cases)
@@ -339,7 +341,7 @@ def _untimed(run: Run, group: Group, last: Worker | None, other: Worker) -> Work
 
 
 def share_of(budget: float | None, start: float, left: int) -> float | None:
-    """One part's share of what is left of a budget that began to run at `start`, in seconds."""
+    """Returns one part's share of what remains of a budget that started at `start`, in seconds."""
     return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / left
 
 

@@ -19,14 +19,14 @@ from fp8bench.protocols import Backend, Device, Precision, Workload
 
 T = TypeVar("T")
 
-# Attributes of leaves, and their types.
+# Required attributes of leaves, and their types.
 _KINDS = {"name": str, "summary": str, "version": str, "rank": int, "kind": str}
 
 
 class Registry(Generic[T]):
     """The leaves of one kind, in the order of their modules.
 
-    `base` is the class they derive from, `words` the attributes that each must have; the first of these is its name.
+    `base` is their base class, `words` the attributes that each must have; the first of these is its name.
     """
 
     def __init__(self, kind: str, package: str, base: type = object, words: tuple[str, ...] = ()) -> None:
@@ -41,9 +41,9 @@ class Registry(Generic[T]):
         self._walking = threading.RLock()
 
     def register(self, name: str, *aliases: str) -> Callable[[type[T]], type[T]]:
-        """Class decorator. Raises if the name is taken by another class.
+        """Class decorator. Raises if another class has the name.
 
-        The same class defined again replaces the old one: a notebook's cell may be run twice.
+        Defining the same class again replaces the old one, because a notebook cell may run twice.
         """
 
         def decorate(leaf: type[T]) -> type[T]:
@@ -63,7 +63,7 @@ class Registry(Generic[T]):
         return decorate
 
     def names(self, hidden: bool = False) -> list[str]:
-        """Names without aliases, and by default without hidden ones."""
+        """Returns names without aliases, and by default without hidden ones."""
         self._walk()
         return [
             name
@@ -72,7 +72,7 @@ class Registry(Generic[T]):
         ]
 
     def names_in(self, module: str) -> list[str]:
-        """The names that one module registered, without hidden ones."""
+        """Returns the names that one module registered, without hidden ones."""
         return [name for name in self.names() if self._leaves[name].__module__ == module]
 
     def aliases(self) -> dict[str, str]:
@@ -80,7 +80,7 @@ class Registry(Generic[T]):
         return dict(self._aliases)
 
     def canonical(self, word: str) -> str:
-        """The name behind a name or alias; unknown words raise with the nearest."""
+        """Returns the name behind a name or alias; raises for unknown words, suggesting the nearest."""
         self._walk()
         name = self._aliases.get(word, word)
         if name not in self._leaves:
@@ -88,23 +88,23 @@ class Registry(Generic[T]):
         return name
 
     def get(self, word: str) -> T:
-        """A new instance of the leaf of that name or alias."""
+        """Returns a new instance of the leaf with that name or alias."""
         return self._leaves[self.canonical(word)]()
 
     def _check_name(self, name: object, leaf: type[T]) -> None:
-        """Lists have commas, paths have slashes, and 'all' means every suite: a name may not be mistaken for these."""
+        """Rejects names that could be mistaken for lists (commas), paths (slashes), or every suite ('all')."""
         wrong = not isinstance(name, str) or not name or name == "all" or name.endswith(".py")
         if wrong or any(letter in ",/" or letter.isspace() or not letter.isprintable() for letter in str(name)):
             raise Fp8benchError(
-                f"{_address(leaf)} registers as {name!r:.80}, which is no name for a {self.kind}. Give a word without "
-                "commas, blanks and slashes, which is not 'all' and does not end in .py."
+                f"{_address(leaf)} registers as {name!r:.80}, which is not a valid name for a {self.kind}. Give a word "
+                "without commas, blanks and slashes, which is not 'all' and does not end in .py."
             )
 
     def _check(self, name: str, leaf: type[T]) -> None:
-        """Raises at registration for what a leaf lacks or has of the wrong type, rather than in the middle of a run."""
+        """Raises at registration, not during a run, if an attribute of a leaf is missing or has the wrong type."""
         if not issubclass(leaf, self._base):
             raise Fp8benchError(
-                f"the {self.kind} {name!r} is no {self._base.__name__}: derive {_address(leaf)} from it."
+                f"the {self.kind} {name!r} is not a {self._base.__name__}: derive {_address(leaf)} from it."
             )
         missing = sorted(getattr(leaf, "__abstractmethods__", ()))
         missing += [word for word in self._words if not hasattr(leaf, word)]
@@ -120,11 +120,11 @@ class Registry(Generic[T]):
             if word in self._words and type(value) is not kind:
                 raise Fp8benchError(
                     f"the {self.kind} {name!r} has {word} = {value!r:.80}, and it must be "
-                    f"{'text' if kind is str else 'a whole number'}. Mend {_address(leaf)}."
+                    f"{'text' if kind is str else 'a whole number'}. Correct it in {_address(leaf)}."
                 )
 
     def _walk(self) -> None:
-        with self._walking:  # another thread waits until all names are there
+        with self._walking:  # another thread waits until all names are registered
             if self._walked:
                 return
             self._walked = True
@@ -132,7 +132,7 @@ class Registry(Generic[T]):
             modules = [f"{self.package}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
             for name in modules:
                 importlib.import_module(name)
-            # Some were imported before, in any order; lists and `suite all` always have the same one.
+            # Sort leaves by module: some were imported earlier, in any order, and lists and `suite all` must be stable.
             place = {name: index for index, name in enumerate(modules)}
             leaves = sorted(self._leaves.items(), key=lambda pair: place.get(pair[1].__module__, len(modules)))
             self._leaves = dict(leaves)
@@ -145,15 +145,15 @@ _EXACT = frozenset({"fp64", "float64", "double"})
 
 
 class PrecisionRegistry(Registry[Precision]):
-    """Precisions by name, with options behind it: `fp8-delayed:history=16:margin=1`."""
+    """Precisions by name, optionally with options: `fp8-delayed:history=16:margin=1`."""
 
     def add_maker(self, make: Callable[[str], Precision | None]) -> None:
-        """Adds a function that makes the precision of a name that nobody could register, such as that of a callable. It
-        is asked first, and returns None for other names."""
+        """Adds a function that makes precisions for names that cannot be registered, such as those of callables. It is
+        asked first, and returns None for other names."""
         self._makers.append(make)
 
     def canonical(self, word: str) -> str:
-        """The one spelling of a mode: its own name, options in their own order, without defaults."""
+        """Returns the canonical spelling of a mode: its name, options in declared order, without defaults."""
         return self.get(word).mode if ":" in word else self._name(word)
 
     def unit_scaled(self, word: str) -> bool:
@@ -166,7 +166,7 @@ class PrecisionRegistry(Registry[Precision]):
     def _name(self, word: str) -> str:
         if (level := word.lower()) in MSAMP_LEVELS:
             raise UsageError(
-                f"{level} is one of MS-AMP's levels, an arm of a training and no precision: fp8bench train --dtypes "
+                f"{level} is one of MS-AMP's levels, an arm of a training, not a precision: fp8bench train --dtypes "
                 f"bf16,{level}, without options. Elsewhere choose fp8:scale=pow2, in which it multiplies."
             )
         is_registered = word in self._leaves or word in self._aliases
@@ -176,7 +176,7 @@ class PrecisionRegistry(Registry[Precision]):
         return super().canonical(word)
 
     def get(self, word: str) -> Precision:
-        """A precision with the options of the word; raises UsageError for options it does not take."""
+        """Returns a precision with the options of the word; raises UsageError for unsupported options."""
         for make in self._makers:
             if (made := make(word)) is not None:
                 return made

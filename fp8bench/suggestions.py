@@ -1,12 +1,12 @@
-"""Which of the known names somebody meant: the one that another tool calls so, or else the nearest spelling."""
+"""Finds the known name that somebody meant: one that another tool spells like this, or else the nearest spelling."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
 
-# By kind: fp8bench's name, and what other tools, papers and people call it. An option that ends in "=" takes the value
-# that was given to the other one.
+# By kind: fp8bench's name, and its names in other tools, papers and speech. An option that ends in "=" takes the value
+# given to the other one.
 _ELSEWHERE: dict[str, dict[str, str]] = {
     "command": {
         "suite": "benchmark measure run test",
@@ -76,7 +76,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
     "thing to list": {"suites": "benchmarks models workloads", "devices": "gpu gpus hardware", "dtypes": "formats"},
     "choice": {"product": "gemm matmul mm"},
 }
-# Where a kind's names are explained, for a word that is like none of them.
+# The command that explains a kind's names, for words unlike any of them.
 _EXPLAINED = {
     "suite": "fp8bench list suites",
     "dtype": "fp8bench list dtypes",
@@ -88,7 +88,7 @@ _EXPLAINED = {
 
 
 def meant_name(kind: str, given: str, known: Collection[str]) -> str | None:
-    """Returns one of the known names, or an option of them with the beginning of its value; None if none is near."""
+    """Returns one of the known names, or an option with the beginning of its value; None if none is near."""
     if kind == "key" or kind.startswith("argument of "):
         options = {f"--{name.replace('_', '-')}": name for name in known}
         return options.get(meant_name("argument", f"--{given.replace('_', '-')}", options) or "")

@@ -1,7 +1,7 @@
-"""What suites, precisions and devices of your own are made of: the one module that they import.
+"""The module that custom suites, precisions and devices import, and the only one that they need.
 
-These names and their signatures are stable: a change that breaks a file which uses them alone is named in CHANGELOG.md.
-docs/user-suites.md says what each is for. torch is not imported here.
+These names and their signatures are stable: CHANGELOG.md names any change that breaks a file using only them.
+docs/user-suites.md explains each. This module does not import torch.
 """
 
 from fp8bench.model import (

@@ -1,6 +1,6 @@
 """The only place where a number becomes text.
 
-Inside the program everything is seconds, bytes and plain ratios; one call here picks the unit for a reader.
+Inside the program all values are in seconds, bytes and plain ratios; a single call here picks the unit for a reader.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _PREFIXED = {
 _BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 NONE = "-"
 RATIO = "ratio"
-# Units as asv knows them, in which series are kept.
+# Units as asv names them, in which series are stored.
 _SYMBOLS = {"seconds": "s", "bytes": "B", "joules": "J"}
-# The SQNR of what has lost nothing, and the most that any is told as: an error of 1e-10.
+# The highest SQNR that is reported, also for lossless values: an error of 1e-10.
 EXACT_DB = 200.0
 
 
 def number_of(text: str) -> float:
-    """Parses a number as people write it, '2^10' too; returns NaN for anything else."""
+    """Parses a number as people write it, also '2^10'; returns NaN for anything else."""
     base, power, exponent = text.partition("^")
     try:
         return float(base) ** float(exponent) if power else float(text)
@@ -35,18 +35,18 @@ def number_of(text: str) -> float:
 
 
 def number_or_text_of(text: str) -> float | str:
-    """The number if the text is one, else the text."""
+    """Returns the number if the text is one, else the text."""
     number = number_of(text)
     return text if math.isnan(number) else number
 
 
 def symbol(unit: str) -> str:
-    """The unit as it is shown: 'joules' -> 'J'. Other units stay as they are."""
+    """Returns the unit as displayed: 'joules' -> 'J'. Other units are unchanged."""
     return _SYMBOLS.get(unit, unit)
 
 
 def written() -> dict[str, tuple[float, str]]:
-    """Every unit that a person may type, with its factor and the unit in which figures are stored."""
+    """Returns every unit that a person may type, with its factor and the stored unit."""
     named = [
         (name, scale, base)
         for base, scales in {**_PREFIXED, "B": (*_BINARY, (1, "B"))}.items()
@@ -56,20 +56,22 @@ def written() -> dict[str, tuple[float, str]]:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """The number with `digits` significant digits; exponent form only from a million up and below a millionth."""
+    """Formats a number with `digits` significant digits; in exponent form only from a million up and below a
+    millionth."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
         return "0"
     text = f"{value:.{digits - 1}e}"
-    exponent = int(text.partition("e")[2])  # after rounding: 999.6 has become 1.00e+03
+    exponent = int(text.partition("e")[2])  # after rounding: 999.6 becomes 1.00e+03
     if not -6 <= exponent < 6:
         return text
     return f"{float(text):.{max(0, digits - 1 - exponent)}f}"
 
 
 def _scale_of(value: float, digits: int, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The largest unit in which the rounded value is at least 1, so that 0.9996 ms is '1.00 ms', not '1000 us'."""
+    """Returns the largest unit in which the rounded value is at least 1, so that 0.9996 ms is '1.00 ms', not '1000
+    us'."""
     just_one = 1 - 0.5 * 10.0**-digits
     return next((scale for scale in scales if abs(value) >= scale[0] * just_one), scales[-1])
 
@@ -84,17 +86,17 @@ def _prefixed(value: float | None, base: str, digits: int) -> str:
 
 
 def seconds(value: float | None, digits: int = 3) -> str:
-    """A duration: 0.0243 -> '24.3 ms'."""
+    """Formats a duration: 0.0243 -> '24.3 ms'."""
     return _prefixed(value, "s", digits)
 
 
 def joules(value: float | None, digits: int = 3) -> str:
-    """An energy: 0.0191 -> '19.1 mJ'."""
+    """Formats an energy: 0.0191 -> '19.1 mJ'."""
     return _prefixed(value, "J", digits)
 
 
 def clock(value: float) -> str:
-    """A waiting time in whole seconds: 192.4 -> '3 min 12 s'."""
+    """Formats a waiting time in whole seconds: 192.4 -> '3 min 12 s'."""
     whole = max(0, round(value))
     minutes, rest = divmod(whole, 60)
     if minutes >= 60:
@@ -103,7 +105,7 @@ def clock(value: float) -> str:
 
 
 def moment(milliseconds: float | None) -> str:
-    """Milliseconds since 1970 as '2026-01-05 12:00'; 'unknown' for None and for what no calendar has."""
+    """Formats milliseconds since 1970 as '2026-01-05 12:00'; 'unknown' for None and dates beyond the calendar."""
     if milliseconds is None:
         return "unknown"
     try:
@@ -113,7 +115,7 @@ def moment(milliseconds: float | None) -> str:
 
 
 def count(value: float | None, unit: str = "", digits: int = 3) -> str:
-    """A count with an SI prefix: 84300 tok/s -> '84.3 ktok/s'."""
+    """Formats a count with an SI prefix: 84300 tok/s -> '84.3 ktok/s'."""
     if value is None:
         return NONE
     scale, prefix = _scale_of(value, digits, _SI) if math.isfinite(value) else (1.0, "")
@@ -121,12 +123,12 @@ def count(value: float | None, unit: str = "", digits: int = 3) -> str:
 
 
 def whole(value: int) -> str:
-    """A count: all digits up to four, then an SI prefix: 4096 -> '4096', 131072 -> '131 k'."""
+    """Formats a count with all digits up to four, then with an SI prefix: 4096 -> '4096', 131072 -> '131 k'."""
     return str(value) if abs(value) < 10_000 else count(value)
 
 
 def size(value: float | None) -> str:
-    """Bytes in binary units: 1610612736 -> '1.50 GiB'."""
+    """Formats bytes in binary units: 1610612736 -> '1.50 GiB'."""
     if value is None:
         return NONE
     if math.isnan(value) or abs(value) < 1 << 10:
@@ -136,12 +138,13 @@ def size(value: float | None) -> str:
 
 
 def binary_unit(value: float) -> tuple[float, str]:
-    """The unit in which a column of sizes is shown, from the largest of them: 1610612736 -> (1073741824, 'GiB')."""
+    """Returns the unit for a column of sizes, from the largest of them: 1610612736 -> (1073741824, 'GiB')."""
     return _scale_of(value, 3, _BINARY) if abs(value) >= 1 << 10 else (1.0, "B")
 
 
 def bytes_of(text: str) -> int:
-    """'2GiB' -> 2147483648, '512MB' -> 512000000; K, M, G and T alone are binary. ValueError for anything else."""
+    """Parses '2GiB' -> 2147483648, '512MB' -> 512000000; K, M, G and T alone are binary. Raises ValueError
+    otherwise."""
     match = re.fullmatch(
         r"(\d{1,15}(?:\.\d{1,9})?|\.\d{1,9}) ?(?:([kmgt])(i?b)?|b)?", text.strip(), re.ASCII | re.IGNORECASE
     )
@@ -153,14 +156,14 @@ def bytes_of(text: str) -> int:
 
 
 def percent(share: float | None, decimals: int = 1) -> str:
-    """A share as percent: 0.123 -> '12.3%'."""
+    """Formats a share as a percentage: 0.123 -> '12.3%'."""
     if share is None:
         return NONE
-    return f"{round(100 * share, decimals) + 0.0:.{decimals}f}%"  # + 0.0: never '-0.0%'
+    return f"{round(100 * share, decimals) + 0.0:.{decimals}f}%"  # + 0.0 avoids '-0.0%'
 
 
 def share(value: float) -> str:
-    """A share that may be tiny, so that none differs from hardly any: '-', '<0.01%', '0.25%', '12.3%'."""
+    """Formats a share that may be tiny, so that zero and almost zero differ: '-', '<0.01%', '0.25%', '12.3%'."""
     if value == 0:
         return NONE
     if value < 1e-4:
@@ -169,7 +172,7 @@ def share(value: float) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """A ratio of times: 1.0312 -> '1.031x'; three significant digits below 0.1, four from 10 up."""
+    """Formats a ratio of times: 1.0312 -> '1.031x'; three significant digits below 0.1, four from 10 up."""
     if value is None:
         return NONE
     if value == 0 or 0.1 <= abs(value) < 10:
@@ -178,7 +181,7 @@ def ratio(value: float | None) -> str:
 
 
 def change(ratio: float | None) -> str:
-    """How far a figure moved, after over before: 1.0312 -> '+3.1%', 0.5 -> '-50.0%'; 'x12.3' from ten times up."""
+    """Formats a change, after over before: 1.0312 -> '+3.1%', 0.5 -> '-50.0%'; 'x12.3' from a factor of ten up."""
     if ratio is None:
         return NONE
     if math.isnan(ratio) or ratio >= 10:
@@ -192,26 +195,26 @@ def change(ratio: float | None) -> str:
 
 
 def speed_up(value: float | None) -> str:
-    """How many times as fast, with three digits: 1.6197 -> '1.62x'."""
+    """Formats a speed-up with three digits: 1.6197 -> '1.62x'."""
     return NONE if value is None else f"{significant(value)}x"
 
 
 def percentage(value: float | None) -> str:
-    """A number that is in percent already: 0.64 -> '0.64%', 0 -> '0%', a trace of it '<0.01%'."""
+    """Formats a number already in percent: 0.64 -> '0.64%', 0 -> '0%', almost zero -> '<0.01%'."""
     if value is None:
         return NONE
     return f"{'-' * (value < 0)}{share(abs(value) / 100)}" if value else "0%"
 
 
 def decibels(value: float | None) -> str:
-    """A ratio of powers: 31.56 -> '31.6 dB', 'exact' where there is no noise."""
+    """Formats a ratio of powers: 31.56 -> '31.6 dB', 'exact' if there is no noise."""
     if value is None:
         return NONE
-    return "exact" if value >= EXACT_DB else f"{round(value, 1) + 0.0:.1f} dB"  # + 0.0: never '-0.0 dB'
+    return "exact" if value >= EXACT_DB else f"{round(value, 1) + 0.0:.1f} dB"  # + 0.0 avoids '-0.0 dB'
 
 
 def shown(value: float | None, unit: str, digits: int = 3) -> str:
-    """A number in its unit; `digits` are those of times and energies."""
+    """Formats a number in its unit; `digits` apply to times and energies."""
     if value is None:
         return NONE
     unit = symbol(unit)
@@ -230,11 +233,11 @@ def shown(value: float | None, unit: str, digits: int = 3) -> str:
 
 
 def span(values: Iterable[float], show: Callable[[float], str]) -> str:
-    """'1.21x to 2.10x'; one text where both ends read alike, '' without values."""
+    """Formats a range, '1.21x to 2.10x'; a single text if both ends look equal, '' without values."""
     known = list(values)
     return " to ".join(dict.fromkeys((show(min(known)), show(max(known))))) if known else ""
 
 
 def relative_error(value: float | None) -> str:
-    """A relative error: always two digits and an exponent, '1.2e-03'."""
+    """Formats a relative error: always two digits and an exponent, '1.2e-03'."""
     return NONE if value is None else f"{value:.1e}"

@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[str, str, type[Exception], str]] = {
     "another class": ("gemm", GEMM.replace("Gemm", "GEMM"), UsageError, "gemm.GEMM is of workload 'gemm': its runs"),
     "a file further down": ("more.gemm", GEMM, UsageError, "more.gemm.Gemm is of workload 'gemm'"),
     "hidden": ("_planted", GEMM.replace("Gemm", "Planted").replace("gemm", "_planted"), UsageError,
-               "the suite '_planted' declares no grid whose history is kept"),
+               "the suite '_planted' declares no grid with a history"),
     "no such import": ("gemm", GEMM.replace('"gemm"\n', '"gemm"\n    imports = ("mine.py",)\n'), ImportFailed,
                        "no such file"),
     "a grid that cannot be followed": (
@@ -174,7 +174,7 @@ def test_readers_give_samples_or_nothing_or_fail(project: Path) -> None:
     assert math.isnan(gemm.track_time(MEASURED, "bf16", "4096"))
     with pytest.raises(CaseFailed, match="out of memory"):
         gemm.track_time(MEASURED, "fp32", "512")
-    with pytest.raises(CaseFailed, match="product_error is no finite number"):
+    with pytest.raises(CaseFailed, match="product_error is not a finite number"):
         gemm.track_product_error({"gemm.Gemm.track_product_error": {CELL: ("samples", [math.inf])}}, *CELL)
 
 
@@ -451,7 +451,7 @@ def test_an_interrupt_goes_on_to_asv(asked: Callable[..., Any]) -> None:
 def test_a_store_that_fails_does_not_lose_what_was_measured(asked: Callable[..., Any]) -> None:
     run = replace(a_run("run1", record(7)), finished=False, troubles=("no room left.",))
     assert asked(NotKept("no room left.", run)) == ("samples", [0.007])
-    with pytest.raises(Fp8benchError, match=r"asv gets no figures of the suite gemm: no room left\."):
+    with pytest.raises(Fp8benchError, match=r"asv cannot track the suite gemm: no room left\."):
         asked(NotKept("no room left.", replace(run, records=())))
 
 

@@ -154,7 +154,7 @@ def test_help_of_a_run_says_what_its_frames_hold() -> None:
         ("sensitivity", {"steps": "many"}, "argument --steps: expected a whole number from 1 to 100000, got 'many'"),
         ("sensitivity", {"steps": object()}, "steps cannot be <object"),
         ("sensitivity", {"by": "layers"}, "argument --by: invalid choice: 'layers'"),
-        ("audit", {"target": "x"}, "'x' names no function"),
+        ("audit", {"target": "x"}, "'x' is not a function"),
         ("duel", {"suite": "gem", "quick": True}, r"unknown suite 'gem'\. Did you mean 'gemm'\?"),
     ],
 )

@@ -114,7 +114,9 @@ def test_the_three_registries_know_what_the_road_needs() -> None:
 )
 def test_a_word_that_could_not_be_asked_for_is_no_name(registry: Registry[Thing], name: str) -> None:
     for words in ((name,), ("good", name)):
-        with pytest.raises(Fp8benchError, match=r"registers as .*, which is no name for a thing\. Give a word"):
+        with pytest.raises(
+            Fp8benchError, match=r"registers as .*, which is not a valid name for a thing\. Give a word"
+        ):
             registry.register(*words)(Thing)
     assert registry.names() == []
 

@@ -30,7 +30,7 @@ _LEAP = 3.0
 
 
 class SizedRatio(NamedTuple):
-    """The time over that of what it is compared with, at one size."""
+    """The ratio of the time to that of the comparison base, at one size."""
 
     size: int
     ratio: Interval
@@ -41,7 +41,7 @@ class SizedRatio(NamedTuple):
 
 
 class SizeStretch(NamedTuple):
-    """Sizes over which it pays, costs, or cannot be told (None)."""
+    """A range of sizes over which the precision pays (1), costs time (-1), or neither is certain (None)."""
 
     pays: bool | None
     first: float
@@ -49,7 +49,7 @@ class SizeStretch(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """The size where it begins to pay, or ceases to; the true one lies between `low` and `high`."""
+    """The size where a precision begins or ceases to pay; the true one lies between `low` and `high`."""
 
     size: float
     low: float
@@ -71,11 +71,11 @@ class BreakEven:
 
 
 def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
-    """Returns None for fewer than three sizes. Each size must be there once, all ratios must be above 0."""
+    """Finds stretches and crossings; None for fewer than three sizes. Sizes must be distinct and all ratios above 0."""
     ordered = sorted(points)
     if len(ordered) < LEAST_SIZES:
         return None
-    # 1. Cut the sizes into stretches of one sign: pays (1), costs (-1), cannot be told (0).
+    # 1. Cut the sizes into stretches of one sign: pays (1), costs (-1), unclear (0).
     places, low, middle, high = _band(ordered)
     signs = np.where(low > 0, 1, np.where(high < 0, -1, 0)).tolist()
     stretches: list[SizeStretch] = []
@@ -85,7 +85,7 @@ def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
     for sign, run in groupby(signs):
         last = first + len(list(run)) - 1
         stretches.append(SizeStretch(sign > 0 if sign else None, places[first], places[last]))
-        # 2. A crossing lies between two sure stretches of opposite signs.
+        # 2. A crossing lies between two clear stretches of opposite signs.
         if sign and sure_end is not None and signs[sure_end] != sign:
             zero = _find_zero(places, middle, sure_end, first)
             crossings.append(Crossing(zero, places[sure_end], places[first], sign > 0))
@@ -97,7 +97,7 @@ def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
 
 
 def _band(ordered: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, Floats]:
-    """Returns sizes, and over them the lower end, the middle and the upper end of the logarithm of the speed-up."""
+    """Returns the sizes, and at each the lower bound, middle and upper bound of the logarithm of the speed-up."""
     measured = np.log([ratio.size for ratio in ordered])
     pieces = [np.linspace(*ends, _STEPS, endpoint=False) for ends in pairwise(measured)]
     at = np.concatenate([*pieces, measured[-1:]])
@@ -113,9 +113,9 @@ def _band(ordered: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, F
 
 
 def _deviation(measured: Floats, values: Floats) -> Floats:
-    """Returns how far a curve may be from a straight line between two points: as if it bends as at either.
+    """Returns how far a curve may deviate from a straight line between two points, judged by how it bends at them.
 
-    If it leaps, its course is unknown: a library may have chosen another kernel anywhere in between.
+    If it leaps, its course is unknown: a library may switch to another kernel anywhere in between.
     """
     widths, steps = np.diff(measured), np.diff(values)
     bends = np.abs(2 * np.diff(steps / widths) / (widths[:-1] + widths[1:]))
@@ -130,7 +130,7 @@ def _deviation(measured: Floats, values: Floats) -> Floats:
 
 
 def _find_zero(places: Sequence[float], middle: Floats, first: int, last: int) -> float:
-    """Returns the size where the middle goes through 0 between two places; of several crossings the middle one."""
+    """Returns the size where the middle of the band crosses 0 between two places; the median of several crossings."""
     turns = [at for at in range(first, last) if (middle[at] > 0) != (middle[at + 1] > 0)]
     at = turns[len(turns) // 2]
     share = middle[at] / (middle[at] - middle[at + 1])
@@ -150,7 +150,7 @@ class Sweep:
 
     axis: str
     held: Params
-    places: tuple[tuple[int, int], ...]  # the number, and the place of its setting
+    places: tuple[tuple[int, int], ...]  # the number, and the index of its setting
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def sweeps_of(settings: Sequence[Params]) -> list[Sweep]:
 
 
 def swept_modes(sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> Iterator[SweptMode]:
-    """Yields every precision of a sweep but that of comparison; `groups` are by the places of their settings."""
+    """Yields every precision of a sweep except the comparison base; `groups` are in the order of the settings."""
     modes: dict[str, None] = {}
     for _, place in sweep.places:
         modes |= dict.fromkeys(record.case.mode for record, _ in groups[place])

@@ -1,7 +1,7 @@
 """Labels for claims of a workload that cannot be true, without trusting the workload's code.
 
-Its steps are checked against what they return, its work against its operators, its throughput against what the machine
-does at most, its precision against what its products ran on, its reference for handicaps.
+Its steps are checked against their results, its work against its operators, its throughput against the machine's peak,
+its precision against the products that ran, its reference for handicaps.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols.axes import VALUES
 from fp8bench.registry import precisions, workloads
 
-# A claim may exceed what the machine was seen to do by this factor. The highest of fp8bench's own suites, on one core
-# of an AMD EPYC (Zen 5), is a 3x3 convolution in fp32 at 1.1 times the best product; Winograd's products need 2.25
-# times fewer FLOPs than are counted. Bytes came to 0.4 times the best copy, and those of 16-bit tensors may be counted
-# as fp32's four.
+# A claim may exceed the measured peak of the machine by this factor. The highest claim of fp8bench's suites, on one
+# core of an AMD EPYC (Zen 5), is a 3x3 convolution in fp32 at 1.1 times the best product; Winograd's algorithm needs
+# 2.25 times fewer FLOPs than are counted. Bytes reached 0.4 times the best copy; those of 16-bit tensors may be counted
+# as four bytes, as in fp32.
 MARGIN = 2.5
-# The bits of the elements of an unknown precision: more than any kernel's.
+# Bits per element assumed for an unknown precision: more than any kernel has.
 _ANY = 64
-# If the declared FLOPs exceed the tape's by more than this factor, they were not done. If the tape has this many times
-# the declared ones, it is a different step: recomputed activations make 4/3 of them, scores of a masked square 2.
+# If the declared FLOPs exceed the tape's by more than the first factor, some were not done. If the tape exceeds the
+# declared ones by the second factor, it recorded a different step: recomputed activations give a factor of 4/3, a
+# masked square of scores 2.
 _SLACK = 1.05
 _MORE = 4.0
-# FLOPs that differ from the reference's by more than this share are those of a different step.
+# If FLOPs differ from the reference's by more than this share, the steps are different.
 _DIFFERENT = 0.05
-# Bytes are declared in the dtype that tensors arrive in: four bytes may be declared where one is read.
+# Bytes are declared in the input dtype of tensors: four bytes may be declared where one is read.
 _WIDER = 4.0
-# The margin of products that the tape has counted, on a GPU: the search may have missed its best shape by so much.
-# Convolutions are exempt, because they may take fewer products than are counted.
+# The margin for products counted by the tape, on a GPU: the search for the peak may have missed its best shape by this
+# factor. Convolutions are exempt, because they may take fewer products than are counted.
 COUNTED_MARGIN = 1.25
 _CONVOLUTION = "convolution"
-# The margin of plain products in fp32 on a processor, whose clock moves more: of six suites 1.0 was the highest. In
-# bf16, for which the search has little time where a processor lacks it, a vector times a matrix came to 2.6 times the
-# best. Attention may leave out what a mask hides.
+# The margin for plain fp32 products on a CPU, whose clock varies more; the highest of six suites was 1.0. In bf16,
+# which is slow and briefly searched on CPUs without support, a vector-matrix product reached 2.6 times the best.
+# Attention may skip masked elements.
 PLAIN_MARGIN = 1.5
 _PLAIN = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-# A format of m bits of mantissa rounds values by this over 2^m, relatively. The errors of fp8bench's own suites on
-# normal and uniform values are at least 1.4 times as large; integers may lie on a format's grid, where nothing is
-# rounded.
+# The relative rounding error of a format with m mantissa bits is this over 2^m. fp8bench's suites have at least 1.4
+# times this error on normal and uniform values; integers may lie on a format's grid, where nothing is rounded.
 _ROUNDING_ERROR = 0.19
 _ROUNDED_VALUES = frozenset({"normal", "uniform"})
 _FAR_BELOW = 20
 
 
 def claims_of(record: Record, reference: Record | None, threads: int = 1) -> Iterator[Labelled]:
-    """Yields labels of a case that was timed. After a hard one it is not what it is called, and gets no verdict.
+    """Yields labels for a timed case whose claims are false. A hard label takes away its verdict.
 
     `reference` is None if there is none, or if the case is the reference itself.
     """
@@ -81,7 +81,7 @@ def _check_no_work(record: Record, _: Record | None) -> Iterator[Labelled]:
 
 
 def _check_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
-    """Yields the gravest of the mismatches between declared, recorded and the reference's work."""
+    """Yields the gravest mismatch between the declared work, the recorded work and the reference's."""
     mismatches = [*_declared_work(record)]
     if reference is not None:
         mismatches += [*_other_work(record, reference), *_cast_before(record)]
@@ -91,7 +91,7 @@ def _check_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
 def _declared_work(record: Record) -> Iterator[Labelled]:
     """Compares the declared work with the tape's.
 
-    The tape has too little if an operator has no formula or is not torch's, and none of the bytes between ranks.
+    The tape undercounts operators without a formula or from outside torch, and has no bytes sent between ranks.
     """
     tape, work = record.tape, record.work
     if tape is None or not tape.operators:
@@ -109,7 +109,7 @@ def _declared_work(record: Record) -> Iterator[Labelled]:
 
 
 def _late_work(record: Record, tape: Tape) -> str:
-    """Describes what a step multiplies with the clock if it multiplies something else untimed; else ''."""
+    """Describes the products of timed steps if untimed ones multiply something else; else ''."""
     if record.late_flops is not None and _differ(record.late_flops, tape.flops):
         timed, untimed = (units.count(flops, "FLOP") for flops in (record.late_flops, tape.flops))
         return f"a step with the clock does {timed}, one that is not timed {untimed}"
@@ -129,9 +129,9 @@ def _differ(flops: float, base: float) -> bool:
 
 
 def _other_work(record: Record, reference: Record) -> Iterator[Labelled]:
-    """Compares its products with those of the reference's step, whatever both declare.
+    """Compares the recorded products with those of the reference's step, regardless of declared work.
 
-    Callables may compute the same results by other products, so they are exempt.
+    Callables are exempt, because they may compute the same results with other products.
     """
     tape, base = record.tape, reference.tape
     if record.case.workload == BENCH or tape is None or base is None:
@@ -143,7 +143,7 @@ def _other_work(record: Record, reference: Record) -> Iterator[Labelled]:
     if not hard and (on_average := _varying_work(record, reference)):
         yield Labelled(Label.WORK_MISMATCH, on_average)
         return
-    # A workload that chooses its path by itself must do exactly the same: a little less work is a little less time.
+    # A workload that chooses its path must do exactly the same work: slightly less work would take slightly less time.
     chooses_path = name in workloads.names(hidden=True) and workloads.get(name).own_paths
     if not hard and not (chooses_path and (work.useful, work.padding) != (useful, 0)):
         return
@@ -156,7 +156,7 @@ def _other_work(record: Record, reference: Record) -> Iterator[Labelled]:
 
 
 def _cast_before(record: Record) -> Iterator[Labelled]:
-    """Yields a doubt about a case whose weights were cast while it was prepared: no step takes the time for that."""
+    """Yields a doubt about a case whose weights were cast during preparation, because no step pays for that cast."""
     count = record.products.cast_before if record.products is not None else 0
     if count:
         weights = f"{count} weights that were" if count > 1 else "a weight that was"
@@ -168,7 +168,7 @@ def _cast_before(record: Record) -> Iterator[Labelled]:
 
 
 def _varying_work(record: Record, reference: Record) -> str:
-    """Describes steps that vary in what they multiply, if they differ from the reference's on average; else ''."""
+    """Describes steps whose products vary, if their mean differs from the reference's; else ''."""
     late, base = record.late, reference.late
     if late is None or base is None or late.flops is None or base.flops is None or not (late.varies or base.varies):
         return ""
@@ -179,7 +179,7 @@ def _varying_work(record: Record, reference: Record) -> str:
 
 
 def _check_ceiling(record: Record, _: Record | None) -> Iterator[Labelled]:
-    """Yields a label if the tape, or else the declared work, exceeds what the machine does at most."""
+    """Yields a label if the work on the tape, or else the declared work, exceeds the peak of the machine."""
     if record.ceiling is None or record.timing is None or not (seconds := verdicts.best_seconds(record.timing)):
         return
     if reason := next(_phases_above(record, record.ceiling), None):
@@ -196,8 +196,8 @@ def _check_ceiling(record: Record, _: Record | None) -> Iterator[Labelled]:
 
 
 def _phases_above(record: Record, ceiling: Ceiling) -> Iterator[str]:
-    """Describes phases that did more than the device can, by what the tape has counted."""
-    # A quick step may have done less than the recorded one.
+    """Describes phases whose work on the tape exceeds what the device can do."""
+    # An untimed recording proves nothing about timed steps that may vary.
     if record.tape is None or record.timing is None or (record.late is not None and record.late.varies):
         return
     bounds = bounds_of(ceiling)
@@ -235,7 +235,7 @@ def _compiled_step_above(tape: Tape, seconds: float, bounds: Roofs, ceiling: Cei
 
 
 def _product_margin(record: Record, tape: Tape, count: PhaseCount, bound: float | None) -> float:
-    """Returns by how much the products of a phase may exceed the best that was measured."""
+    """Returns the factor by which the products of a phase may exceed the measured peak."""
     operators = [operator for operator in tape.operators if operator.phase == count.phase]
     if record.case.device == "cpu":
         products = {operator.operator for operator in operators if operator.flops}
@@ -246,9 +246,9 @@ def _product_margin(record: Record, tape: Tape, count: PhaseCount, bound: float 
 
 
 def _check_fallback(record: Record, reference: Record | None) -> Iterator[Labelled]:
-    """Yields a label if a case's products ran in another precision than its own.
+    """Yields a label if the products of a case ran in a precision other than the declared one.
 
-    Suites without products are exempt, because it is unknown what a precision could change in them.
+    Suites without products are exempt, because nobody knows what a precision changes in them.
     """
     reason = _products_fell_back(record) or _describe_fp64(record, reference)
     if not reason and reference is not None and record.products is not None and record.products.low:
@@ -276,9 +276,9 @@ def _unseen_products(record: Record, reference: Record | None) -> str:
 
 
 def _too_small_errors(record: Record) -> str:
-    """Describes an error() that is too small for products that were seen to be of the case's formats; else ''.
+    """Describes an error() that is too small for products in the case's formats; else ''.
 
-    This is a doubt: error() may compare with what was rounded before, and a suite's own values may lie on the grid. A
+    This is only a doubt: error() may compare with values rounded earlier, and a suite's values may lie on the grid. A
     loss is a mean of many numbers, which may be right by chance, but not to the last bit.
     """
     errors = {m.metric: max(m.samples) for m in record.measurements if m.metric.endswith("_error") and m.samples}
@@ -324,7 +324,7 @@ def _products_fell_back(record: Record) -> str:
 
 
 def _describe_fp64(record: Record, reference: Record | None) -> str:
-    """Describes products in fp64, next to which any precision is fast; else ''. Models and callables may have them."""
+    """Describes products in fp64, which make any precision look fast; else ''. Models and callables may have them."""
     may_have_them = record.case.workload == BENCH or record.case.precision == UNTOUCHED
     if may_have_them or (reference is not None and reference.case.precision == UNTOUCHED):
         return ""
@@ -354,7 +354,7 @@ def _errors_of(record: Record) -> dict[str, tuple[float, ...]]:
     return {error.metric: error.samples for error in record.measurements if error.metric not in PEAKS}
 
 
-# In this order; handicaps of the reference come last.
+# The order of checks; handicaps of the reference come last.
 CLAIM_CHECKS: tuple[Callable[[Record, Record | None], Iterator[Labelled]], ...] = (
     _check_no_work,
     _check_ceiling,

@@ -1,5 +1,5 @@
 """Labels that compare several cases: time that does not grow with the declared work, a clock that differs from the
-reference's, and a place in the round that makes slots longer."""
+reference's, and a position in the round that makes slots longer."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fp8bench.analysis.verdicts import FINAL_LEVEL, LEAST_FOR_VERDICT, means
 from fp8bench.model import DeviceWatch, Interval, Label, Record, Scalar, SlotSample, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, slopes
 
-# A size counts as larger from this many times the work on.
+# A size counts as larger if it has at least this many times the work.
 _TWICE = 2.0
-# Times are the same if their ratio is surely (by this many standard errors) below this.
+# Times count as equal if their ratio is below the second number by the first number of standard errors.
 _ERRORS, _AT_MOST = 3.0, 1.1
-# The host's time for an operator of any size, with autograd and Python around it: twice the 14 us of a convolution of 8
-# channels on an AMD EPYC (Zen 5). Steps that take less than that an operator need not grow with their work.
+# The host's time per operator, with autograd and Python around it: twice the 14 us of a convolution of 8 channels on an
+# AMD EPYC (Zen 5). Steps with less time per operator need not grow with their work.
 _OPERATOR_SECONDS = 30e-6
 
 
@@ -50,9 +50,9 @@ def flat_times(records: Iterable[Record], threads: int = 1) -> dict[str, Labelle
 
 
 def _is_larger(small: Record, large: Record) -> bool:
-    """Whether it has at least twice the work in every declared count, by larger parameters and no other differences.
+    """Whether it has at least twice the work in every declared count, and differs only in larger parameters.
 
-    The memory that a state surely needs stands for undeclared bytes: a product of one row takes as long as one of two,
+    The least memory that a state needs stands for undeclared bytes: a product of one row takes as long as one of two,
     because both read all weights.
     """
     few, many = small.work, large.work
@@ -79,7 +79,7 @@ def _describe_flat_time(small: Record, large: Record) -> str:
     """Returns both times and works if the larger size provably takes no longer; else ''."""
     assert small.timing is not None and large.timing is not None
     small_seconds, seconds = verdicts.best_seconds(small.timing), verdicts.best_seconds(large.timing)
-    # 1. The host's time for operators need not grow with the work, nor that of a host that a device waits for.
+    # 1. Steps limited by the host's time per operator need not grow with the work.
     operators = None if small.products is None else small.products.operators
     if operators is None or small_seconds <= _OPERATOR_SECONDS * operators:
         return ""
@@ -99,7 +99,8 @@ def _best_error(timing: Timing) -> float:
 
 
 def _is_busy(record: Record, threads: int) -> bool:
-    """Whether the whole device was at work: one CPU thread, or more than half of a ceiling claimed."""
+    """Whether the whole device was busy: with a single CPU thread, or if the work claims more than half of a
+    ceiling."""
     if threads == 1 and record.case.device.startswith("cpu"):
         return True
     if record.ceiling is None or record.timing is None:
@@ -115,18 +116,19 @@ def _describe_work(work: Work) -> str:
     return units.count(work.bytes, "B") if work.bytes else units.count(work.tokens, "tokens")
 
 
-# A comparison is void if clocks differ by this share, and surely by half of it: drivers report clocks in steps of 15
-# MHz, which are 0.8% of a fast one.
+# A comparison is void if clocks differ by the first share, or certainly by the second: drivers report clocks in steps
+# of 15 MHz, which is 0.8% of a fast one.
 APART = 0.01
 _SURELY = 0.005
-# Fewer rounds with all clocks do not show how far readings differ by chance.
+# Fewer rounds with clock readings do not show how far readings differ by chance.
 LEAST_LOOKS = 4
 
 
 def clock_offset(case: Timing, entries: Sequence[Timing], reference: str) -> Iterator[Labelled]:
-    """Yields a hard label for a case whose clock differed from its reference's; all entries of that count alike.
+    """Yields a hard label for a case whose clock differed from its reference's; all entries of the reference count
+    equally.
 
-    Clocks are compared round by round, so a device that slows down with heat shows nothing.
+    Clocks are compared round by round, so heat that slows both equally has no effect.
     """
     case_clocks = _clocks(case)
     entry_clocks = [_clocks(timing) for timing in entries]
@@ -160,7 +162,7 @@ def label_unsettled_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
 
 
 def _clocks(timing: Timing) -> dict[int, float]:
-    """Returns the clocks by round, without impossible ones (somebody may have changed the file)."""
+    """Returns the clocks by round, without impossible values (the file may have been edited)."""
     clocks = {slot.round: slot.clock for slot in timing.slots if slot.clock is not None}
     return {number: clock for number, clock in clocks.items() if 0 < clock < math.inf}
 
@@ -174,12 +176,12 @@ def _mean_clock(timings: Sequence[Timing], rounds: Container[int]) -> float:
     return replace(timings[0], slots=tuple(slots)).clock or 0.0
 
 
-# No round has this many slots.
+# No round has more slots than this.
 _MOST = 1000
 
 
 class PlaceEffect(NamedTuple):
-    """How many times as long a slot at this place takes, counted from 0, as the other slots of its round."""
+    """How many times as long a slot takes at this position (counted from 0) as the other slots of its round."""
 
     place: int
     ratio: Interval
@@ -192,11 +194,11 @@ class PlaceEffect(NamedTuple):
 
 
 def place_effect(timings: Sequence[Timing]) -> PlaceEffect | None:
-    """Returns the place whose effect is surest, among arms that shared rounds; None if no place has one.
+    """Returns the position with the most certain effect among arms that shared rounds; None if no position has one.
 
-    A slot counts by how far its mean lies from its arm's median, and is compared with the rest of its round, so a
-    machine that slows down shows nothing. If places had no effect, whatever the noise is like, any slot of the round
-    might have had this place: that gives the variance. All places together err in one of 100 groups.
+    A slot counts by the distance of its mean from its arm's median, and is compared with the rest of its round, so a
+    machine that slows down has no effect. The variance comes from permuting the slots of a round, as if positions had
+    no effect. Across all positions the false alarm rate is one in 100 groups.
     """
     # 1. How far each slot lies from the mean of the other slots of its round.
     table = _tabulate_slots(timings)
@@ -205,12 +207,12 @@ def place_effect(timings: Sequence[Timing]) -> PlaceEffect | None:
     from_round = table - np.nansum(table, axis=1, keepdims=True) / counts
     from_rest = from_round * counts / (counts - 1)
     variance = np.nansum(from_rest**2, axis=1, keepdims=True) / counts
-    # 2. Of two places, one gains what the other loses, so one of them is enough.
+    # 2. With two positions, one gains what the other loses, so checking one is enough.
     places = [place for place in range(table.shape[1]) if (~np.isnan(table[:, place])).sum() >= LEAST_FOR_VERDICT]
     if table.shape[1] == 2:
         places = places[:1]
     reach = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(places)))
-    # 3. The surest effect.
+    # 3. Choose the most certain effect.
     surest, effect = 0.0, None
     for place in places:
         present = ~np.isnan(table[:, place])
@@ -224,7 +226,7 @@ def place_effect(timings: Sequence[Timing]) -> PlaceEffect | None:
 
 
 def _is_sound(place: int | None) -> TypeGuard[int]:
-    """Older runs have no places, and a changed file may have any number."""
+    """Whether a position is valid: older runs have none, and an edited file may hold any number."""
     return place is not None and 0 <= place < _MOST
 
 

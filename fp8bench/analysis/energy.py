@@ -90,12 +90,12 @@ class EnergyRatio:
 
 
 def energy_samples(use: EnergyUse | None) -> tuple[float, ...]:
-    """Returns gross joules of a step, one value a window."""
+    """Returns gross joules per step, one value per window."""
     return tuple(window.joules / window.steps for window in _sound(use))
 
 
 def energy_figures(record: Record) -> EnergyFigures | None:
-    """Returns None without a window; `why_no_energy` says why."""
+    """Returns a case's energy figures; None without a window, and `why_no_energy` has the reason."""
     use, windows = record.energy, _sound(record.energy)
     if use is None or not windows:
         return None
@@ -124,7 +124,7 @@ def energy_figures(record: Record) -> EnergyFigures | None:
 
 
 def _largest_uncertainty(windows: Sequence[EnergyWindow]) -> float | None:
-    """Returns None if that of any window is unknown."""
+    """Returns the largest uncertainty; None if any window's is unknown."""
     largest = 0.0
     for window in windows:
         if window.uncertainty is None or not 0 <= window.uncertainty < 1:
@@ -138,7 +138,7 @@ def _range(values: Sequence[float]) -> Range:
 
 
 def other_pace(figures: EnergyFigures, finding: Finding) -> float | None:
-    """Returns the time of a step in windows over that in slots; None if it is within the noise of either.
+    """Returns the time of a step in energy windows over that in timed slots; None if they agree within noise.
 
     Windows last seconds, so only they show a clock that falls under a longer load, or a queue that has filled up.
     """
@@ -160,8 +160,8 @@ def why_no_energy(record: Record) -> str:
 def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Label] = ()) -> EnergyRatio | None:
     """Returns a case's energy over its reference's; None for the reference and for emulations.
 
-    It is less, or more, if the windows of the two lie further apart than those of either do, all with their
-    uncertainty: with three windows a side that are noise alone, fewer than 1 in 100 pairs do (docs/energy.md).
+    It counts as less or more only if the two cases' windows, with their uncertainty, differ more than the windows of
+    either case do: with three windows per side, noise alone does this in fewer than 1 in 100 pairs (docs/energy.md).
     """
     if reference is None or record.is_reference or {record.support.level, reference.support.level} != {Level.NATIVE}:
         return None
@@ -182,7 +182,7 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
 
 
 def _why_unclear(record: Record, figures: EnergyFigures, base: EnergyFigures, labels: frozenset[Label]) -> str:
-    """Returns why no comparison is reliable, whatever the windows are; '' if it may be."""
+    """Returns why no comparison is reliable, regardless of the windows; '' if one may be."""
     if None in (figures.uncertainty, base.uncertainty):
         return "it is unknown how far its power sensor can be off"
     fewest = min(len(figures.windows), len(base.windows))
@@ -198,7 +198,7 @@ def _sound(use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
 
 
 def sound_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
-    """Drops windows whose numbers cannot be, because somebody changed the file."""
+    """Drops windows with impossible numbers, which an edited file may contain."""
     return tuple(
         window
         for window in windows
@@ -207,10 +207,10 @@ def sound_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
 
 
 def _net(use: EnergyUse, windows: Sequence[EnergyWindow], unsure: float) -> tuple[float | None, Range | None, str]:
-    """Returns idle power and what a step takes beyond it, or why that is unknown; its ends are by the two idle powers.
+    """Returns idle power and a step's energy beyond it, or why that is unknown; its ends use the two idle powers.
 
-    There is none if its low end is within the joules by which a step is `unsure`: the difference of two numbers that
-    are nearly the same is noise.
+    There is none if its low end is within the joules by which a step is `unsure`: the difference of two nearly equal
+    numbers is noise.
     """
     idles, missing = [], []
     for when, watts in (("before", use.idle_before), ("after", use.idle_after)):
@@ -235,7 +235,7 @@ def _net_joules(windows: Sequence[EnergyWindow], idle: float) -> list[float]:
 
 NO_SOURCE = "none"
 MOST_UNCERTAIN = 0.01
-# The most that windows may differ by in joules a step, as a share of the median.
+# The most by which joules per step may differ between windows, as a share of the median.
 MOST_APART = 0.05
 
 
@@ -274,14 +274,14 @@ def _relative_distance(values: Sequence[float]) -> float:
 
 
 def forced_throttling(windows: Iterable[EnergyWindow]) -> list[str]:
-    """Returns the names of reasons that held clocks back in any window, without those that somebody chose."""
+    """Returns the reasons for throttled clocks in any window, without limits that the user set."""
     bits = functools.reduce(operator.or_, (window.throttle or 0 for window in windows), 0)
     return [name for name in reasons_in(bits) if name not in CHOSEN]
 
 
-# The same for joules of a phase.
+# The same limit for the joules of a phase.
 MOST_PHASE_APART = 0.10
-# Phases that take more or less than their time in the step by this share did not do what the step does.
+# Phases whose time alone differs from their time in the step by more than this share behaved differently there.
 MOST_OFF = 0.10
 
 
@@ -289,9 +289,9 @@ MOST_OFF = 0.10
 class PhaseJoules:
     """Joules of one phase of a step.
 
-    `range` is that of its windows with their uncertainty, `seconds` its time by itself, `seconds_width` how much
-    windows differ in it. An estimate has none of them, and `why` says why it is one: it is the step's joules by its
-    share of the time, or for unattributed time what all other phases leave of them.
+    `range` is that of its windows with their uncertainty, `seconds` its time when run alone, `seconds_width` how much
+    windows differ in it. An estimate has none of these, and `why` says why it is one: it is the step's joules times the
+    phase's share of the time; unattributed time gets the joules that no other phase accounts for.
     """
 
     phase: str
@@ -316,10 +316,10 @@ class PhaseJoules:
 
 @dataclass(frozen=True)
 class PhaseEnergies:
-    """All phases of a step. `residual` are its joules that no measured phase takes, in `residual_seconds`.
+    """All phases of a step. `residual` is the step's joules outside measured phases, spent in `residual_seconds`.
 
-    It is None where no phase was measured, or where the phases are void, for the reason `void`. `pace` is the time of
-    the measured phases by themselves over their time in the step, `noise` how far it may be from 1 by chance.
+    It is None if no phase was measured, or if the phases are void, for the reason `void`. `pace` is the time of the
+    measured phases run alone over their time in the step, `noise` how far it may be from 1 by chance.
     """
 
     phases: tuple[PhaseJoules, ...]
@@ -331,7 +331,7 @@ class PhaseEnergies:
 
     @property
     def off_pace(self) -> str:
-        """Words on two times that disagree; '' where they do not."""
+        """Describes the disagreement of the two times; '' if they agree."""
         if self.pace is None or abs(self.pace - 1) <= self.noise:
             return ""
         return (
@@ -341,12 +341,12 @@ class PhaseEnergies:
 
 
 def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | None:
-    """Returns None if the case has no energy, or its phases are not known."""
+    """Returns the energy of each phase; None if the case has no energy, or its phases are unknown."""
     figures = energy_figures(record)
     if figures is None or record.energy is None:
         return None
     estimates = _estimate_by_time(figures, finding)
-    # 1. Phases in windows of their own, and why others have none.
+    # 1. Collect phases with separate windows, and reasons why others have none.
     measured: dict[str, PhaseJoules] = {}
     reasons: dict[str, str] = {}
     for energy in record.energy.phases:
@@ -359,7 +359,7 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
     if checked.void:
         measured = {}
         reasons = {energy.phase: checked.void for energy in record.energy.phases}
-    # 2. Estimates for the other phases; unattributed time has what all of them leave.
+    # 2. Estimate the other phases; unattributed time gets the remainder.
     phases = {phase: PhaseJoules(phase, joules, why=reasons.get(phase, "")) for phase, joules in estimates.items()}
     phases |= measured
     if measured and checked.residual is not None:
@@ -369,7 +369,8 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
 
 
 def _estimate_by_time(figures: EnergyFigures, finding: Finding | None) -> dict[str, float]:
-    """Returns the joules of a step by the best case's shares of time, as if all phases took the same power."""
+    """Returns joules per phase, splitting those of a step by the best case's times, as if all phases drew the same
+    power."""
     if finding is None or not finding.best_seconds:
         return {}
     joules, total = figures.gross.middle, finding.best_seconds
@@ -394,12 +395,12 @@ def _measure_phase(energy: PhaseEnergy) -> PhaseJoules | str:
 def _check_against_step(
     figures: EnergyFigures, measured: Mapping[str, PhaseJoules], estimates: Mapping[str, float], finding: Finding | None
 ) -> PhaseEnergies:
-    """Computes the residual and checks it against what the device can take in the rest of the step's time.
+    """Computes the residual and checks whether the device can draw that in the rest of the step's time.
 
-    That is between idling and the most that it takes in any phase. If times are too noisy, the rest is the time of
+    Its power must lie between idle and the highest of any phase. If times are too noisy, the rest is the time of the
     unmeasured phases.
     """
-    # 1. The joules of the step that no measured phase takes.
+    # 1. Compute the joules of the step outside measured phases.
     ranges = [phase.range for phase in measured.values() if phase.range is not None]
     gross = figures.gross.widen(figures.uncertainty or 0.0)
     residual = Range(
@@ -407,7 +408,7 @@ def _check_against_step(
         gross.low - sum(span.high for span in ranges),
         gross.high - sum(span.low for span in ranges),
     )
-    # 2. The time of the measured phases by themselves, over their time in the step.
+    # 2. Divide the time of the phases run alone by their time in the step.
     step = figures.seconds.middle
     by_themselves = sum(phase.seconds or 0.0 for phase in measured.values())
     elsewhere = sum(joules for phase, joules in estimates.items() if phase not in measured)
@@ -417,7 +418,7 @@ def _check_against_step(
     phase_noise = width / by_themselves if by_themselves else 0.0
     spread = finding.spread if finding is not None else None
     noise = max(SAME, spread or 0.0, figures.seconds.width / step, phase_noise)
-    # 3. What the device can take in the rest of the time.
+    # 3. Bound what the device can draw in the rest of the time.
     powers = [phase.joules / phase.seconds for phase in measured.values() if phase.seconds]
     rest = step - by_themselves
     remaining = rest if abs(pace - 1) <= MOST_OFF else step - in_step
@@ -427,7 +428,7 @@ def _check_against_step(
 
 
 def _why_void(energies: PhaseEnergies, gross: float, by_themselves: float, ends: Sequence[float]) -> str:
-    """Returns why no phase counts as measured, whatever its windows say; '' if they fit the step."""
+    """Returns why no phase counts as measured, regardless of its windows; '' if they fit the step."""
     residual, pace = energies.residual, energies.pace
     assert residual is not None and pace is not None
     if abs(pace - 1) > max(MOST_OFF, energies.noise):

@@ -40,7 +40,7 @@ from fp8bench.model.words import UNTOUCHED
 
 BELOW_FLOOR_MARKERS = 20
 _FINAL = verdicts.FINAL_LEVEL, verdicts.SAME
-# The relative tolerance of comparing a half-width with the spread of earlier runs.
+# The relative tolerance when a half-width is compared with the spread of earlier runs.
 _CLOSE = 1e-9
 # A logarithm: the ends of wider intervals overflow.
 _MOST_REACH = 100.0
@@ -48,11 +48,11 @@ _MOST_REACH = 100.0
 
 @dataclass(frozen=True)
 class _Standard:
-    """What a case is compared with: reference and control of its rounds, and the reference's hard labels.
+    """The standard that cases are compared with: the reference and control of the same rounds, and its hard labels.
 
-    `place` is the effect of a place in these rounds, if it is more than noise. `claims` are the hard labels that
-    `record` has wherever it was measured. With `whole` whole steps were compared. `best` are the seconds of the
-    reference's best case, by both of its entries.
+    `place` is the effect of a position in these rounds, if it exceeds noise. `claims` are the hard labels that `record`
+    has wherever it was measured. With `whole`, whole steps were compared. `best` is the reference's best case in
+    seconds, by both of its entries.
     """
 
     record: Record | None = None
@@ -127,7 +127,7 @@ def _make_standard(
 
 
 def _best_of_entries(reference: Record, whole: bool) -> float:
-    """Returns the geometric mean of the best cases of the reference's entries; 0 without any."""
+    """Returns the geometric mean of the best cases of the reference's entries; 0 if there are none."""
     entries = [timing for timing in (reference.timing, reference.control) if timing is not None and timing.slots]
     seconds = [verdicts.best_seconds(timing, whole) for timing in entries]
     logs = [math.log(best) for best in seconds if best > 0]
@@ -137,9 +137,9 @@ def _best_of_entries(reference: Record, whole: bool) -> float:
 def _scale_to_ratio(
     phases: tuple[tuple[str, float], ...], record: Record, reference_seconds: float, ratio: Interval | None
 ) -> tuple[tuple[str, float], ...]:
-    """Scales a best case to the reference's times the ratio, so that the times shown have the speed-up shown.
+    """Scales a best case to the reference's time times the ratio, so that displayed times have the displayed speed-up.
 
-    The ratio has as many rounds and calls on both sides; a case by itself may have had more.
+    The ratio uses equally many rounds and calls on both sides; a case alone may have more.
     """
     factor = ratio.point if ratio is not None else 0.0
     seconds = sum(seconds for _, seconds in phases)
@@ -150,7 +150,7 @@ def _scale_to_ratio(
 
 
 def _mark_chosen(records: Sequence[Record], results: list[Finding], standard: _Standard) -> list[Finding]:
-    """Adds a note to the fastest of several that was not timed again: the choice makes its speed-up too good."""
+    """Adds a note to the fastest of several cases if it was not timed again: choosing it inflates its speed-up."""
     if standard.timing is None or any(record.fresh for record in records):
         return results
     places, timings = [], []
@@ -175,7 +175,7 @@ def _with_note(finding: Finding, note: str) -> Finding:
 
 
 def _place_beyond_noise(timings: Sequence[Timing | None], aa: Interval | None) -> PlaceEffect | None:
-    """Returns the effect of a place in these rounds if identical code differs by less."""
+    """Returns the effect of a position in these rounds if it exceeds how much identical code differs."""
     effect = place_effect([timing for timing in timings if timing is not None])
     floor = max(verdicts.BAND, aa.reach if aa is not None else 0.0)
     return effect if effect is not None and abs(effect.ratio.point - 1) > floor else None
@@ -191,13 +191,13 @@ def _find_case(
     timing = record.timing
     if not record.is_ok or timing is None or not timing.slots:
         return Finding(record.case, Verdict.NONE)
-    # 1. The rounds that judge it: those of its sitting, or those after it was chosen as the fastest.
+    # 1. Choose the rounds that judge the case: those of its sitting, or those after it was chosen as the fastest.
     standard = _of_sitting(record, timing, standard)
     if record.fresh is not None:
         standard = replace(standard, timing=record.fresh.reference, control=record.fresh.control)
         record = replace(record, timing=record.fresh.timing)
     conclusion = _conclude(record, standard)
-    # 2. Times, scaled so that they have the speed-up that is shown.
+    # 2. Scale times so that they match the displayed speed-up.
     whole = conclusion.whole if conclusion is not None else standard.whole if record.is_reference else None
     ratio = conclusion.ratio if conclusion is not None else None
     phases = _scale_to_ratio(verdicts.best_phases(timing, whole), record, standard.best, ratio)
@@ -212,7 +212,7 @@ def _find_case(
         below_floor=_below_floor(timing, phases, overheads),
         gains=_phase_gains(record, standard, conclusion),
     )
-    # 3. The verdict, labels, and what takes the verdict away.
+    # 3. Add the verdict, labels, and what withdraws the verdict.
     finding, aa = _with_verdict(blank, record, standard, conclusion, aa)
     if record.fresh is not None:
         note = f"the fastest of {record.fresh.candidates}: its speed-up is by rounds after the choice"
@@ -243,7 +243,8 @@ def _of_sitting(record: Record, timing: Timing, standard: _Standard) -> _Standar
 
 
 def _whole_steps_label(record: Record, standard: _Standard) -> Labelled:
-    """Returns a label that says whose cells sum to less than its fastest step: the case's or the reference's."""
+    """Returns a label naming the arm whose sum of fastest cells is below its fastest step: the case or the
+    reference."""
     most, reason = 0.0, ""
     arms = ((record.timing, ""), (standard.timing, "of the reference "), (standard.control, "of the reference "))
     for timing, whose in arms:
@@ -268,7 +269,8 @@ def _clock_labels(record: Record, standard: _Standard) -> Iterator[Labelled]:
 
 
 def _conclude(record: Record, standard: _Standard) -> verdicts.Conclusion | None:
-    """Returns the conclusion from its samples; None if they are no speed, or have no rounds with the reference."""
+    """Returns the conclusion from a case's samples; None if they are not a speed, or share no rounds with the
+    reference."""
     if record.support.is_emulated or standard.emulated or record.is_reference or not record.paired:
         return None
     if record.timing is None or standard.timing is None:
@@ -322,14 +324,14 @@ def _with_verdict(
 
 def reach_of(reruns: Reruns | None) -> float:
     """Returns how far, as a logarithm, an interval must reach from its point because earlier runs differ."""
-    # A file that somebody changed may hold any number.
+    # An edited file may hold any number.
     if reruns is None or reruns.freedom < 1 or not 0 <= reruns.spread < math.inf:
         return 0.0
     return min(quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread, _MOST_REACH)
 
 
 def _noise_floor(aa: Interval | None, standard: _Standard) -> float | None:
-    """Returns the most that identical code may differ by: in these rounds, or between runs if that is known."""
+    """Returns the largest difference of identical code: in these rounds, or between runs if that is known."""
     reruns = standard.record.reruns if standard.record is not None else None
     return max(aa.reach, math.expm1(reach_of(reruns))) if aa is not None else None
 
@@ -364,13 +366,13 @@ def _why_unsure(conclusion: verdicts.Conclusion, record: Record, floor: float | 
     return f"{', '.join(reasons)}: {_describe_sight(interval, verdicts.band_of(conclusion.aa))}"
 
 
-# An interval of 99% lies beyond the band in nine of ten runs if its point is this many half-widths from the band:
-# 1 + 1.2816 / 2.5758.
+# An interval of 99% lies beyond the band in nine of ten runs if its point is this many half-widths away: 1 + 1.2816 /
+# 2.5758.
 _NINE_OF_TEN = 1.5
 
 
 def _describe_sight(interval: Interval, band: float) -> str:
-    """Says which difference as many rounds with this noise would show in nine of ten runs."""
+    """Describes the smallest difference that this many rounds with this noise would show in nine of ten runs."""
     if math.isinf(interval.half_width):
         return "no difference would have been seen"
     least = math.expm1(math.log1p(band) + _NINE_OF_TEN * interval.half_width)
@@ -400,7 +402,7 @@ def _join_labels(labels: Sequence[Labelled]) -> str:
 
 
 def _below_floor(timing: Timing, phases: tuple[tuple[str, float], ...], overheads: Overheads | None) -> tuple[str, ...]:
-    """Returns phases that are shorter than 20 times the cost of marking them."""
+    """Returns the phases shorter than 20 times the cost of marking them."""
     if overheads is None:
         return ()
     per_mark = max(overheads.marker_on, overheads.event_pair or 0.0)

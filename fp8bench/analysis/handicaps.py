@@ -1,7 +1,7 @@
-"""Labels for a reference that is slower than it need be, or whose inputs differ from its case's.
+"""Labels for a handicapped reference: slower than necessary, or with inputs unlike its case's.
 
-Any precision looks fast compared with a reference that multiplies far below what the device can, moves or copies more
-numbers, multiplies wider ones or in pieces, computes subnormal ones, sleeps, or spends its time in other code.
+Any precision looks fast next to a reference that multiplies far below the device's peak, moves or copies more numbers,
+multiplies wider or smaller pieces, computes subnormal numbers, sleeps, or spends its time in other code.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fp8bench.registry import precisions
 # Rounding to four bits moves a root mean square by 2% at most.
 _DIFFERENT_SIZE = 0.1
 _SUBNORMAL = 0.01
-# Sums of different numbers differ by more than this many root sums of squares, in six of seven cases. Rounding to four
-# bits moves them by 0.1, and a shift of all values by this share of the sum.
+# If sums differ by more than this many root sums of squares, the numbers are different (true for six of seven cases).
+# Rounding to four bits moves sums by 0.1, and shifting all values moves them by the second share.
 _DIFFERENT_SUM, _SHIFT = 0.25, 0.02
-# A product is far below its ceiling at less than this share of it, if it takes this many seconds; a shorter one only if
-# the case's products come this many times nearer to theirs. fp8bench's own in fp32 are at 0.65 or more on an idle core,
-# convolutions at 0.2.
+# A product is far below its ceiling if it reaches less than this share of it and takes this many seconds; shorter
+# products count only if the case's come this many times nearer. fp8bench's fp32 products reach at least 0.65 on an idle
+# core, convolutions 0.2.
 _LOW_SHARE, _LARGE_SECONDS, _LONG_SECONDS, _NEARER = 1 / 3, 1e-3, 1e-4, 2.0
 _MOVES_MORE = 2.0
 _COPIES = frozenset({"clone", "copy_", "_to_copy"})
@@ -40,26 +40,28 @@ _MORE_WIDE = 0.05
 _MORE_SLEEP = _MORE_THREADS = 0.1
 # The same threads take up to this many times as long on a busy machine.
 _MANY_TIMES = 2.0
-# How many times more per step a reference gives up its core by itself.
+# A reference is suspect if it yields its core this many times more often per step.
 _MORE_WAITS = 0.5
-# The share of a reference's time in code that is no operator of torch's, beyond the case's.
+# A reference is suspect if it spends this larger share of its time outside torch's operators.
 _MORE_OUTSIDE, _OUTSIDE_SECONDS = 0.15, 50e-6
-# The share in one operator that it calls this many times as often as the case, by the numbers that it moves.
+# A reference is suspect if it spends this larger share in an operator that it calls this many times as often as the
+# case, relative to the numbers moved.
 _MORE_IN_OPERATOR, _CALLED_MORE = 0.1, 1.5
 _MORE_PIECES = 3
 
 
 def handicaps_of(record: Record, reference: Record, threads: int = 1) -> Iterator[Labelled]:
-    """Yields labels of a case for its reference.
+    """Yields the labels that a case gets because of its reference.
 
-    Hard are different inputs, by size or subnormals, and a reference that sleeps. Callables are compared as they are.
+    Inputs of different size or subnormality, and a reference that sleeps, are hard. Callables are exempt from further
+    checks.
     """
     yield from _label_different_inputs(record, reference)
     if Level.EMULATED in (record.support.level, reference.support.level) or not record.paired:
         return
     if record.case.workload == BENCH:
         return
-    # Only on a processor, and without ranks that wait for each other, a process has its core to itself.
+    # A process has its core to itself only on a CPU, and without ranks that wait for each other.
     has_core = record.case.device == "cpu" and record.case.ranks < 2
     sleeps = list(_compare_sleep(record, reference)) if has_core else []
     reasons = [*_compare_ceilings(record, reference), *sleeps, *_compare_late_steps(record, reference)]
@@ -77,13 +79,13 @@ def handicaps_of(record: Record, reference: Record, threads: int = 1) -> Iterato
 
 
 def _if_more(reference_share: float, share: float, least: float, words: str) -> Iterator[str]:
-    """Yields the words, with both shares in their places, if a reference's share is larger by more than the least."""
+    """Yields the words, filled in with both shares, if the reference's share is larger by more than `least`."""
     if reference_share - share > least:
         yield words.format(units.percent(reference_share, 0), units.percent(share, 0))
 
 
 def _label_different_inputs(record: Record, reference: Record) -> Iterator[Labelled]:
-    """Compares tensors by shape, if both have equally many; a precision's own formats are not among them."""
+    """Compares tensors by shape if both have equally many; formats specific to a precision are left out."""
     if record.products is None or reference.products is None:
         return
     tensors = {given.shape: given for given in record.products.given}
@@ -103,7 +105,7 @@ def _label_different_inputs(record: Record, reference: Record) -> Iterator[Label
 
 
 def _loss_scale(record: Record) -> float:
-    """Returns 1 for a precision that is not registered here."""
+    """Returns the loss scale of a case's precision; 1 if it is not registered here."""
     try:
         return precisions.get(record.case.precision).loss_scale or 1.0
     except UsageError:
@@ -117,7 +119,7 @@ def _without_loss_scale(given: GivenTensors, base: GivenTensors, scale: float) -
 
 
 def _describe_different_size(given: GivenTensors, base: GivenTensors, mode: str) -> str:
-    """Describes numbers that differ in size, or in their share of subnormals; else ''."""
+    """Describes inputs that differ in magnitude, or in their share of subnormals; else ''."""
     shape = _join_shape(given)
     share, base_share = (tensors.subnormals / tensors.elements for tensors in (given, base))
     if abs(base_share - share) > _SUBNORMAL:
@@ -133,7 +135,7 @@ def _join_shape(given: GivenTensors) -> str:
 
 
 def _squared_distance(given: GivenTensors, base: GivenTensors) -> float:
-    """Returns the square of how far their sums differ, over the sum of squares: about 2 for different numbers."""
+    """Returns the squared difference of their sums over the sum of squares: about 2 for unrelated numbers."""
     distance = max(0.0, abs(given.total - base.total) - _SHIFT * abs(base.total))
     return distance**2 / base.squares if base.squares else 0.0
 
@@ -146,7 +148,7 @@ def _compare_sleep(record: Record, reference: Record) -> Iterator[str]:
 
 
 def _share_asleep(timing: Timing | None) -> float | None:
-    """Returns that share of the median slot; None if nobody knows who waited for a core."""
+    """Returns the share of the median slot spent asleep; None if waiting for a core was not recorded."""
     shares = []
     for slot in _slots_of(timing):
         if slot.waited_seconds is not None and slot.wall_seconds > 0:
@@ -160,7 +162,7 @@ def _slots_of(timing: Timing | None) -> Sequence[SlotSample]:
 
 
 def _compare_threads(record: Record, reference: Record) -> Iterator[str]:
-    """Compares what further threads of the process did in a step, where torch has only one."""
+    """Compares the work of further threads of the process, where torch has only one."""
     figures, base_figures = _further_threads(record.timing), _further_threads(reference.timing)
     if figures is None or base_figures is None:
         return
@@ -174,7 +176,7 @@ def _compare_threads(record: Record, reference: Record) -> Iterator[str]:
 def _compare_waits(record: Record, reference: Record) -> Iterator[str]:
     """Compares the least time that slots were off their core.
 
-    Other programs may have taken the core, but then no step gave it up by itself.
+    Other programs may have taken the core; the minimum leaves them out.
     """
     late, base = record.late, reference.late
     if late is not None and base is not None and base.waits - late.waits > _MORE_WAITS:
@@ -188,7 +190,8 @@ def _least_share_off_core(timing: Timing | None) -> float:
 
 
 def _further_threads(timing: Timing | None) -> tuple[float, float] | None:
-    """Returns the median slot's seconds of further threads in a step, and of the step; None if nobody knows."""
+    """Returns the median slot's seconds of further threads per step, and of the step; None if they were not
+    recorded."""
     slots = [slot for slot in _slots_of(timing) if slot.thread_seconds is not None]
     if not slots:
         return None
@@ -198,13 +201,13 @@ def _further_threads(timing: Timing | None) -> tuple[float, float] | None:
 
 
 def _least_thread_seconds(timing: Timing | None) -> float:
-    """Returns the least of a slot's seconds a step, by the thread's own clock; 0 if nobody knows."""
+    """Returns the lowest seconds per step of any slot, by the thread's clock; 0 if they were not recorded."""
     slots = [slot for slot in _slots_of(timing) if slot.thread_seconds]
     return min(((slot.thread_seconds or 0.0) / len(slot.calls_ns) for slot in slots), default=0.0)
 
 
 def _compare_late_steps(record: Record, reference: Record) -> Iterator[str]:
-    """Compares what steps did after their timing, while their operators were recorded."""
+    """Compares what untimed steps did while their operators were recorded."""
     late, base = record.late, reference.late
     if late is None or base is None:
         return
@@ -242,7 +245,7 @@ def _weigh_calls(tape: Tape, name: str) -> float:
 
 
 def _compare_calls(tape: Tape, base: Tape) -> Iterator[str]:
-    """Compares the calls that products take; a kernel of many products at once is a case's own merit."""
+    """Compares the calls that products take; a kernel that batches products is to the case's credit."""
     calls, base_calls = _count_product_calls(tape), _count_product_calls(base)
     grouped = any("grouped" in count.operator for count in tape.operators)
     if calls and base_calls >= _MORE_PIECES * calls and not (grouped or tape.fused or base.fused):
@@ -254,8 +257,8 @@ def _count_product_calls(tape: Tape) -> int:
 
 
 def _compare_layouts(record: Record, reference: Record, base_tape: Tape) -> Iterator[str]:
-    """Describes a reference whose tensors lie scattered in memory, or that holds more tensors of a shape than its step
-    reads, and than the case: then each step finds different ones, and none of them in a cache."""
+    """Describes a reference whose tensors are scattered in memory, or that holds more tensors of a shape than its step
+    reads and than the case holds: each step then reads different ones, and none is in a cache."""
     if record.products is None or reference.products is None:
         return
     reads = _count_reads_by_size(base_tape)
@@ -284,8 +287,8 @@ def _count_reads_by_size(tape: Tape) -> dict[int, int]:
 
 
 def _compare_ceilings(record: Record, reference: Record) -> Iterator[str]:
-    """Describes a reference's products that are far below their ceiling: long ones, or any if the case's come much
-    nearer. Attention has a phase of its own."""
+    """Describes a reference whose products are far below their ceiling: long ones, or any if the case comes much
+    nearer. Attention has a separate phase."""
     timing = reference.timing
     if timing is None or timing.num_rounds < verdicts.LEAST_FOR_VERDICT or is_contended(timing):
         return
@@ -298,9 +301,9 @@ def _compare_ceilings(record: Record, reference: Record) -> Iterator[str]:
 
 
 def _share_of_ceiling(record: Record) -> tuple[float, float]:
-    """Returns the least time of the matrix products of a step over that of their phase, and the least time of each.
+    """Returns the least time of a step's products over that of their phase, and the least time per product.
 
-    Both are 0 where that is unknown.
+    Both are 0 if unknown.
     """
     tape, ceiling, timing = record.tape, record.ceiling, record.timing
     if tape is None or tape.fused or ceiling is None or timing is None:
@@ -319,7 +322,7 @@ def _share_of_ceiling(record: Record) -> tuple[float, float]:
 
 
 def _compare_moves(tape: Tape, base_tape: Tape) -> Iterator[str]:
-    """Compares counts of moved numbers, whatever their width: the casts of a case add to them."""
+    """Compares counts of moved numbers, regardless of width; the casts of a case add to its count."""
     if tape.fused or tape.unwritten or base_tape.fused or base_tape.unwritten:
         return
     by_dtype, base_by_dtype = _moved_by_dtype(tape), _moved_by_dtype(base_tape)
@@ -354,9 +357,9 @@ def _moved_by(tape: Tape, names: Collection[str]) -> float:
 
 
 def _compare_widths(record: Record, tape: Tape, reference: Record, base_tape: Tape) -> Iterator[str]:
-    """Describes a reference with products in its casts, or in wider dtypes than its narrowest, beyond the case's.
+    """Describes a reference with more products in casts, or in dtypes wider than its narrowest, than the case has.
 
-    An unconverted model may have wider ones.
+    Models that were not converted are exempt.
     """
     narrowest = 64
     if reference.case.precision != UNTOUCHED:

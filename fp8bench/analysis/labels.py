@@ -1,4 +1,4 @@
-"""Labels of a case: doubts that its samples, its slots' clocks and the device's driver show."""
+"""Labels for doubts about a case, from its samples, the clocks of its slots and the driver of its device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_i
 from fp8bench.model.run import BUSY_CORES, PROFILE
 from fp8bench.model.stopping import LEAST_ROUNDS
 
-# These may be so grave that they take the verdict away; all other labels only cast doubt.
+# These may be hard, which withdraws the verdict; all other labels only cast doubt.
 CAN_BE_HARD = frozenset(
     {
         Label.AA_FAILED, Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.NO_WORK, Label.CONTENDED,
@@ -30,7 +30,7 @@ CAN_BE_HARD = frozenset(
 
 @dataclass(frozen=True)
 class Labelled:
-    """A label, its reason here, and whether it is so grave that no verdict can be given."""
+    """A label, its reason, and whether it is hard: too grave for any verdict."""
 
     label: Label
     reason: str = ""
@@ -44,7 +44,7 @@ class Labelled:
 # A driver's counter below this share of the time is ignored.
 HELD_SHARE = 0.005
 _HARDWARE_REASONS = frozenset({"hw-thermal", "hw-power-brake"})
-# The wall clock over the processor time. Above the lower one a slot is disturbed. Above the higher one it got less than
+# The ratio of wall clock to CPU time. Above the lower bound a slot is disturbed. Above the higher one it had less than
 # a fifth of a core, and even its fastest rounds may have been disturbed.
 AHEAD = 1.1
 FAR_AHEAD = 5.0
@@ -55,12 +55,12 @@ _STOLEN_SHARE = 0.5
 
 
 def disturbed_slots(timing: Timing, ahead: float) -> int:
-    """Counts the slots whose wall clock ran ahead of the processor time by this factor.
+    """Counts the slots whose wall clock ran ahead of the CPU time by this factor.
 
-    With one thread the processor time of the process shows a delay. With several, threads that wait for a late one spin
-    and count as busy, so the thread that runs the steps is asked: its own time keeps up with the wall clock while it
-    has its core. It also falls behind while it sleeps until the others are done, so it counts only if the system says
-    that somebody took a core. A rank that waits for another one needs no core; its communication is left out.
+    With one thread, the CPU time of the process shows a delay. With several, threads that wait for a late one spin and
+    count as busy, so the clock of the thread that runs the steps is used: it keeps up with the wall clock while the
+    thread has a core. It also falls behind while the thread sleeps until the others finish, so it counts only if the
+    system reports that the core was taken. A rank that waits for another needs no core; communication is left out.
     """
     late_processes, late_threads = 0, []
     for slot in timing.slots:
@@ -73,7 +73,7 @@ def disturbed_slots(timing: Timing, ahead: float) -> int:
 
 
 def are_held_up(*timings: Timing) -> bool:
-    """Whether too few rounds of a timing were undisturbed to make its best case."""
+    """Whether too few rounds of a timing were undisturbed to form its best case."""
     return any(
         len(timing.slots) - disturbed_slots(timing, AHEAD) < stats.fastest_of(len(timing.slots))
         for timing in timings
@@ -81,9 +81,10 @@ def are_held_up(*timings: Timing) -> bool:
     )
 
 
-# The mean load still has the previous run, with its threads and a little more.
+# The mean load still includes the previous run, with its threads and a little more.
 _REST = 0.25
-# This many busy cores, and this share of all, change the speed of a step; so does a CPU taken in this share of slots.
+# If this many cores, and this share of all, are busy, or a CPU is taken in this share of slots, steps change their
+# speed.
 _BUSY, _BUSY_SHARE, _HELD_UP = 0.5, 0.25, 0.2
 
 
@@ -113,7 +114,7 @@ def positive_fact(facts: Mapping[str, Scalar | None], name: str) -> float:
 
 
 def _seconds_on_core(slot: SlotSample) -> float:
-    """Returns how long the process should have had a core; of several ranks the slowest one's counters are used."""
+    """Returns how long the process should have had a core; with several ranks, by the slowest one's counters."""
     last = max(slot.ranks, key=lambda rank: sum(rank.step_ns), default=None)
     return slot.wall_seconds - (0.0 if last is None else sum(last.communication_ns) * 1e-9)
 
@@ -123,9 +124,9 @@ def is_contended(timing: Timing, ahead: float = AHEAD) -> bool:
 
 
 def _was_preempted(slots: Sequence[SlotSample]) -> bool:
-    """Whether others took a core: once a slot on average, or for about as long as the thread was late.
+    """Whether other programs took a core: once per slot on average, or for about as long as the thread was late.
 
-    All slots together, because stolen time is counted in steps of 10 ms, which may be longer than a slot.
+    All slots are pooled, because stolen time is counted in steps of 10 ms, which may be longer than a slot.
     """
     preempted = sum(slot.preemptions or 0 for slot in slots)
     stolen = sum(slot.stolen_seconds or 0.0 for slot in slots)
@@ -169,7 +170,7 @@ def labels_of(
 
 
 def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str) -> tuple[Labelled, ...]:
-    """Returns the labels that take the verdict of a case, or of all cases compared with this reference."""
+    """Returns the labels that withdraw the verdict of a case, or of all cases compared with this reference."""
     labels = [
         *_label_failed_aa(aa, timing.num_rounds),
         *_label_contention(timing, device),
@@ -185,7 +186,7 @@ def label_in_process(run: Run) -> tuple[Labelled, ...]:
 
 
 def _check_rounds(evidence: _Evidence) -> Iterator[Labelled]:
-    """Yields doubts about the rounds: their noise, others on the machine, and the host's own time."""
+    """Yields doubts about the rounds: noise, other programs on the machine, and the host's overhead."""
     record, timing, finding = evidence.record, evidence.timing, evidence.finding
     yield from _label_failed_aa(evidence.aa, timing.num_rounds)
     yield from _label_contention(timing, record.case.device)
@@ -231,10 +232,10 @@ def _check_state(evidence: _Evidence) -> Iterator[Labelled]:
     if timing.varying:
         yield Labelled(Label.VARYING)
     if timing.eager:
-        # On a GPU casts of native formats are part of what is compared; elsewhere they are emulations.
+        # On a GPU, casts of native formats are part of the comparison; elsewhere they are emulated.
         native = record.support.is_native and record.case.device != "cpu"
         yield Labelled(Label.EAGER_QUANTISER, timing.eager, hard=native)
-    # torch gave unused memory back, for which it waits until the device is done.
+    # torch released unused memory, which waits until the device is idle.
     retries = [slot.memory_retries for slot in timing.slots if slot.memory_retries]
     if retries:
         yield Labelled(Label.MEMORY_FULL, f"in {len(retries)} of {len(timing.slots)} slots, {sum(retries)} times")
@@ -248,7 +249,7 @@ CHECKS = (_check_rounds, _check_shape, _check_device, _check_state)
 
 
 def _label_uneven_calls(finding: Finding, timing: Timing, reference: Timing | None) -> Iterator[Labelled]:
-    """Labels a case whose mean over all calls differs from its fastest ones; hard unless both say faster, or both
+    """Labels a case whose mean over all calls differs from its fastest ones; hard unless both agree on faster or
     slower."""
     ratio, typical = finding.ratio, finding.typical
     if ratio is None or typical is None or not is_uneven(ratio, typical):
@@ -264,7 +265,7 @@ def _label_uneven_calls(finding: Finding, timing: Timing, reference: Timing | No
 
 
 def _label_failed_aa(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
-    """Labels identical code that differs from itself by more than what counts as the same."""
+    """Labels identical code whose times differ by more than counts as the same."""
     if aa is not None and rounds >= LEAST_FOR_VERDICT and aa.clearance >= SAME:
         low, high = (units.ratio(bound).removesuffix("x") for bound in (aa.low, aa.high))
         yield Labelled(Label.AA_FAILED, f"A/A {units.ratio(aa.point)} [{low}, {high}]", hard=True)
@@ -279,9 +280,9 @@ def _label_contention(timing: Timing, device: str) -> Iterator[Labelled]:
     yield Labelled(Label.CONTENDED, f"less than a fifth of a core in {slots}" if hard else slots, hard)
 
 
-# The host's time to enqueue a step over the device's time for it behind a full queue. Above the lower one a queue that
-# could not be filled far enough runs empty, so that some of the time is the host's. Above the other one, steps in a row
-# take the host's time, whatever the device does.
+# The host's time to enqueue a step over the device's time for it behind a full queue. Above the lower bound a short
+# queue runs empty, so some of the time is the host's. Above the higher one, consecutive steps take the host's time,
+# regardless of the device.
 HOST_PARTLY = 0.5
 HOST_WHOLLY = 0.95
 
@@ -296,7 +297,8 @@ def host_share(timing: Timing, device: str) -> float:
 
 
 def _label_host_bound(timing: Timing, device: str) -> Iterator[Labelled]:
-    """Hard where the host set the time: such a time is only an upper bound of the device's."""
+    """Labels a step whose time the host sets or may set; hard if it does, because the time is then only an upper bound
+    of the device's."""
     share = host_share(timing, device)
     if share > HOST_PARTLY:
         took = "as long as" if share > HOST_WHOLLY else f"{units.percent(share, 0)} of the time that"
@@ -317,7 +319,7 @@ def _is_bimodal(timing: Timing) -> bool:
 
 
 def _drifts(timing: Timing, reference: Timing) -> bool:
-    """Whether the ratio moves with the rounds, by more than 2% from the first third to the last."""
+    """Whether the ratio drifts: by more than 2% from the first third of the rounds to the last."""
     case, base = _slot_minima(timing), _slot_minima(reference)
     rounds = sorted(case.keys() & base.keys())
     if len(rounds) < _FEWEST_FOR_DRIFT:
@@ -329,7 +331,7 @@ def _drifts(timing: Timing, reference: Timing) -> bool:
 
 
 def label_shared_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
-    """Labels a device on which others have memory; no driver says whether they ran."""
+    """Labels a device on which other programs hold memory; no driver reports whether they ran."""
     if watch is None:
         return
     words = []
@@ -342,10 +344,10 @@ def label_shared_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
 
 
 def limits_of(watch: DeviceWatch | None) -> Iterator[Labelled]:
-    """Labels what held the clocks back, by the bits that were seen and the driver's counters.
+    """Labels what held the clocks back, from the recorded bits and the driver's counters.
 
-    'hw-thermal, sw-thermal 12% of the time' is throttling; it is hard if the hardware slowed itself down, or if heat is
-    not explained by a software limit. A power cap is a label of its own, with the clock that it allows.
+    'hw-thermal, sw-thermal 12% of the time' is throttling; it is hard if the hardware slowed itself down, or if no
+    software limit explains the heat. A power cap has a separate label, with the clock that it allows.
     """
     if watch is None:
         return
@@ -378,14 +380,14 @@ LEAST_CALLS = 3
 _MOST_OF = 50
 _ABOUT = 0.15
 _FAR = 1.5
-# The share of calls that may be out of place.
+# The share of calls that may fall outside the pattern.
 _STRAYS = 0.05
 
 
 def pattern(timing: Timing) -> str:
-    """Describes the slower calls; '' if calls are alike, or do not form two clusters."""
+    """Describes the pattern of the slower calls; '' if calls are alike, or do not form two clusters."""
     slots = [np.array([*map(sum, slot.calls_ns)], dtype=np.float64) for slot in timing.slots]
-    # 1. Leave out as many of the slowest calls as others may have delayed.
+    # 1. Drop as many of the slowest calls as other programs may have delayed.
     preempted = sum(slot.preemptions or 0 for slot in timing.slots if slot.waited_seconds)
     calls = np.sort(np.concatenate(slots)) if slots else np.empty(0)
     calls = calls[: len(calls) - min(preempted, len(calls) // 2)]
@@ -399,7 +401,7 @@ def pattern(timing: Timing) -> str:
     longer = float(np.median(slow) / np.median(fast))
     if longer < LEAST_RATIO:
         return ""
-    # 3. A call far beyond the slow ones lost its core, so nobody knows which cluster it belongs to.
+    # 3. A call far beyond the slow cluster lost its core, so its cluster is unknown.
     masked = [np.where(slot < _FAR * np.median(slow), slot, np.nan) for slot in slots]
     classes: list[Any] = [np.ma.masked_invalid(calls) > (fast[-1] + slow[0]) / 2 for calls in masked]
     slow_calls = sum(int(marks.filled(False).sum()) for marks in classes)
@@ -417,7 +419,7 @@ def _to_fraction(share: float) -> str:
 
 
 def _place(classes: Sequence[Any]) -> str:
-    """Says whether the slower calls are whole rounds or the same calls of each slot; `classes` marks each call."""
+    """Returns whether the slower calls are whole rounds or the same calls of each slot; `classes` marks each call."""
     fewest = min(map(len, classes))
     if fewest < 2:
         return "calls take"

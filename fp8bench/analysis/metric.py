@@ -15,7 +15,7 @@ Samples = Callable[[], tuple[float, ...]]
 
 
 class EnergyConditions(NamedTuple):
-    """The validity of an energy, in a word, and the power limits in watts that its device had in the run."""
+    """The validity of an energy figure, in a word, and the power limits of its device in watts during the run."""
 
     validity: str
     power_limits: tuple[float, ...]
@@ -26,9 +26,9 @@ class Metric:
     """One figure of a case: `value` is the median of all samples, `best` that of an undisturbed step.
 
     `phase` is STEP for the whole step, None for properties of data (`about`: their kind and role). `interval` is the
-    ratio to the reference; its level is 1 for an exact ratio and 0 for a range without a confidence. `cost` marks the
-    cost of an emulation, which is no figure of the precision. `samples` returns what the history stores: one value a
-    round or a window. `bounds` are the interval of `value`.
+    ratio to the reference; its level is 1 for an exact ratio and 0 for a range without confidence. `cost` marks the
+    cost of emulation, which says nothing about the precision. `samples` returns the values for the history: one per
+    round or window. `bounds` is the interval of `value`.
     """
 
     spec: MetricSpec
@@ -101,7 +101,7 @@ class MetricSources(NamedTuple):
 
 
 def unit_of_series(series: Series) -> str:
-    """Returns the unit of a series' values as it is shown everywhere but in asv."""
+    """Returns the unit of a series as displayed everywhere except in asv."""
     return "x" if series.metric in RATIOS else units.symbol(series.unit)
 
 
@@ -119,7 +119,7 @@ def capacity_ratio(record: Record, reference: Record | None) -> float | None:
 
 
 def why_no_larger(capacity: Capacity) -> str:
-    """Returns '377: tensors need 1.63 MiB more', or why there is no answer."""
+    """Returns what the next larger batch needs, like '377: tensors need 1.63 MiB more', or why that is unknown."""
     if capacity.batch is not None and capacity.beyond is None:
         return "none: the suite takes no more"
     return f"{capacity.beyond}: {capacity.why}" if capacity.beyond is not None else capacity.why

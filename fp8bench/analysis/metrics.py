@@ -1,6 +1,6 @@
-"""All figures of a case, once, as metrics.
+"""All figures of a case as metrics.
 
-Rows and boards for other programs, the history and comparisons read this list and know no figure by name.
+CSV and JSON rows, the history and comparisons read this list and know no figure by name.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MEASURED = Provenance.MEASURED
 def metrics_of(record: Record, finding: Finding | None, reference: Reference | None = None) -> Iterator[Metric]:
     """Yields all metrics, the step's time first, which every case has. Without a finding there are no best cases."""
     timing = record.timing
-    # Several metrics rest on these samples, and most callers read none of them.
+    # Several metrics use these samples, but most callers read none of them.
     steps = cache(partial(step_samples, timing)) if timing is not None else tuple
     counts = {"rounds": timing.num_rounds, "count": timing.num_calls} if timing is not None else {}
     sources = MetricSources(record, finding, reference, steps, counts)
@@ -66,7 +66,7 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
 
 
 def _as_detail(spec: MetricSpec) -> MetricSpec:
-    """Marks a figure as one of a part of the step."""
+    """Marks a figure as belonging to a part of the step."""
     return replace(spec, rank=Rank.DETAIL)
 
 
@@ -85,7 +85,7 @@ def _step_time(sources: MetricSources) -> Iterator[Metric]:
         value=finding.median_seconds,
         best=finding.best_seconds,
         provenance=_MEASURED,
-        # The time of an emulation is no speed, whatever the finding has.
+        # An emulation's time is not a speed, whatever the finding has.
         interval=None if emulated else finding.ratio,
         verdict=Verdict.EMULATED.value if emulated else finding.verdict_words,
         labels=finding.labels,
@@ -190,7 +190,7 @@ def _phases(sources: MetricSources) -> Iterator[Metric]:
 
 
 def _phase_labels(finding: Finding | None, phase: str) -> tuple[Label, ...]:
-    """Returns the labels of the step, and whether the phase is too short for its markers."""
+    """Returns the step's labels, plus one if the phase is too short for its markers."""
     if finding is None:
         return ()
     labels = set(finding.labels)
@@ -249,7 +249,7 @@ def _measurements(sources: MetricSources) -> Iterator[Metric]:
 
 
 def _energy(sources: MetricSources) -> Iterator[Metric]:
-    """Yields the energy of the step, for its work, and of its phases; without a value one metric with the reason."""
+    """Yields energy of the step, per unit of work, and of its phases; without a value, one metric with the reason."""
     record, finding, reference, use = sources.record, sources.finding, sources.reference, sources.record.energy
     if use is None or not record.is_ok:
         return
@@ -277,7 +277,7 @@ def _energy(sources: MetricSources) -> Iterator[Metric]:
 
 
 def _phase_energies(energies: PhaseEnergies, finding: Finding | None, blank: Metric) -> Iterator[Metric]:
-    """Yields measured phases with their ends, estimated ones with the reason, and the rest of the step's energy."""
+    """Yields measured phases with their bounds, estimated ones with the reason, and the rest of the step's energy."""
     for phase_joules in energies.phases:
         labels = _phase_labels(finding, phase_joules.phase)
         phase = replace(
@@ -388,7 +388,7 @@ MEASURES: list[Callable[[MetricSources], Iterator[Metric]]] = [
 
 
 class EnergyValidity(StrEnum):
-    """Whether an energy is certified, or the gravest reason why it is not."""
+    """Whether an energy figure is certified, or the gravest reason why it is not."""
 
     CERTIFIED = "certified"
     SHARED = "shared-device"
@@ -400,7 +400,7 @@ class EnergyValidity(StrEnum):
 
 
 def energy_validity(record: Record) -> EnergyValidity | None:
-    """Returns None if energy was not requested."""
+    """Returns the validity of a case's energy; None if energy was not requested."""
     use = record.energy
     if use is None:
         return None

@@ -1,7 +1,7 @@
-"""Which phases of a step are faster than the reference's, which are slower, and what explains the whole.
+"""Finds the phases that are faster or slower than the reference's, and what explains the result of the step.
 
-Each phase is estimated as the verdict estimates the step: from the fastest quarter of the rounds that case, reference
-and control share. So the gains of all phases sum to the gain of the step.
+Each phase is estimated like the verdict of the step: from the fastest quarter of the rounds that case, reference and
+control share. So the gains of all phases sum to the gain of the step.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ def find_phase_gains(
 ) -> tuple[PhaseGain, ...]:
     """Returns the gain of each phase of the first timing over the others, in the order of the phases.
 
-    The bounds of all phases hold together at the level of a verdict. With `whole` the fastest steps are compared. If
-    the reference is `unmarked`, it does its products outside all phases, so these count as unattributed in the case.
+    The bounds hold jointly for all phases at the level of a verdict. With `whole`, the fastest steps are compared. If
+    the reference is `unmarked`, its products lie outside all phases, so the case's products count as unattributed too.
     """
-    # 1. Estimate each arm, and the reference by all of its entries.
+    # 1. Estimate each arm; the reference by all of its entries.
     calls = fewest_calls(*timings)
     whole = whole or are_cut_unevenly([cells(timing, calls, rounds) for timing in timings])
     case, *entries = [_estimate_phases(timing, calls, rounds, whole) for timing in timings]
     reference = np.mean([entry.seconds for entry in entries], axis=0)
     saved = np.mean([entry.resampled for entry in entries], axis=0) - case.resampled
     control = np.ptp([entry.seconds for entry in entries], axis=0)
-    # 2. Phases that an unmarked reference does not have.
+    # 2. Merge phases that an unmarked reference lacks.
     if unmarked:
         hidden = [at for at, name in enumerate(CELL_PHASES) if reference[at] == 0 and name != Phase.CAST]
         for values in (case.seconds, saved):
             values[_REST] += values[hidden].sum(axis=0)
             values[hidden] = 0
-    # 3. Bounds for all present phases together.
+    # 3. Compute joint bounds for all present phases.
     present = np.flatnonzero((case.seconds > 0) | (reference > 0))
     tail = (1 - FINAL_LEVEL) / 2 / max(1, len(present))
     low, high = np.quantile(saved, [tail, 1 - tail], axis=1)
@@ -62,7 +62,7 @@ def find_phase_gains(
 def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain, ...]:
     """Returns the gains with the case's seconds scaled, so that they sum to a ratio of several sessions.
 
-    The bounds hold those of the one session too: a phase is clear only in both.
+    The bounds also include those of the single session: a phase is clear only if it is in both.
     """
     seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
     factor = ratio * reference / seconds if seconds > 0 else 1.0
@@ -88,7 +88,7 @@ def _estimate_phases(timing: Timing, calls: int, rounds: Sequence[int], whole: b
 
 
 class Cause(StrEnum):
-    """Why a precision gains or does not, as far as its phases show."""
+    """Why a precision gains or not, as far as its phases show."""
 
     CANCEL = "gains and losses cancel"
     CASTS = "casts take the gain"
@@ -111,9 +111,9 @@ class Reason:
 _CANCEL = 4.0
 # Casts take the gain if they cost this share of it.
 _CASTS_SHARE = 0.5
-# The gain is small because the step gains less than the first, and the phases that gain are less than the second.
+# A gain is small if the step gains less than the first share and its phases that gain make up less than the second.
 _SMALL_GAIN, _SMALL_SHARE = 0.05, 0.25
-# One phase has all of the gain if it has this share of it.
+# One phase accounts for the gain if it has at least this share of it.
 _ALL = 0.9
 # Smaller differences explain nothing.
 _LEAST_PART = 0.02
@@ -121,9 +121,9 @@ _MOST_PHASES = 3
 
 
 def find_reason(gains: Sequence[PhaseGain], unclear: Collection[str] = ()) -> Reason | None:
-    """Returns what the phases show; None if no phase differs clearly, or the step has but one.
+    """Returns the explanation by phases; None if no phase differs clearly, or the step has only one.
 
-    `unclear` phases are no reason, whatever they seem to gain.
+    `unclear` phases are never an explanation, whatever they seem to gain.
     """
     seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
     net = reference - seconds
@@ -137,7 +137,7 @@ def find_reason(gains: Sequence[PhaseGain], unclear: Collection[str] = ()) -> Re
 
 
 def _choose_shown(clear: Sequence[PhaseGain]) -> list[PhaseGain]:
-    """Returns the largest differences; a gain and a loss are among them where both are clear."""
+    """Returns the largest differences, including a gain and a loss if both are clear."""
     shown = list(clear[:_MOST_PHASES])
     for gains in (True, False):
         side = [gain for gain in clear if (gain.saved > 0) is gains]

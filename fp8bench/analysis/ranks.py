@@ -19,12 +19,13 @@ from fp8bench.model import MemoryUse, Record, Timing, specs
 from fp8bench.model.ranks import Overlap, Transfer
 from fp8bench.model.specs import MetricSpec
 
-# An interval of rounds holds the median of endless rounds at least this often.
+# An interval of rounds contains the true median at least this often.
 CONFIDENCE = 0.9
-# Products and communication in turn must take as long as both alone, within these; otherwise they disturb each other.
+# Products and communication run in sequence must take as long as the sum of both alone, within these factors; otherwise
+# they disturb each other.
 SUM_MAY_BE = (0.9, 1.1)
-# Wider intervals are not shown: of `exposed` as a share of both at once, of `hidden` in absolute terms, of an
-# efficiency as a share of it (80% that may be 60% or 100%).
+# Wider intervals are not shown. The limit is relative to the time of both at once for `exposed`, absolute for `hidden`,
+# relative to the value for an efficiency (80% that may be 60% or 100%).
 EXPOSED_WITHIN = 0.25
 HIDDEN_WITHIN = 0.5
 EFFICIENCY_WITHIN = 0.5
@@ -39,7 +40,7 @@ class Middle(NamedTuple):
 
 
 class Untold(NamedTuple):
-    """Why there is no figure, and a word in its place."""
+    """The reason why there is no figure, and a word shown in its place."""
 
     word: str
     why: str
@@ -61,10 +62,10 @@ UNPAIRED = Untold(units.NONE, "one rank and all of them were not measured in the
 
 
 def middle(values: Sequence[float]) -> Middle | Untold:
-    """Returns the median between two of the values that hold it with CONFIDENCE, whatever the distribution.
+    """Returns the median, and two of the values that bracket it with CONFIDENCE for any distribution.
 
-    Of 5 values these are the smallest and the largest (94%), of 8 the second from either end (93%). Fewer values, or
-    one that is not finite, have no figure.
+    With 5 values these are the smallest and the largest (94%), with 8 the second from either end (93%). With fewer
+    values, or if any is not finite, returns the reason instead.
     """
     ordered, count = sorted(values), len(values)
     if not all(map(math.isfinite, ordered)):
@@ -80,7 +81,7 @@ def middle(values: Sequence[float]) -> Middle | Untold:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Medians of one rank's step, communication, and waiting for the others, which is part of it, in seconds."""
+    """Medians of one rank's step, its communication, and the part of that spent waiting for the others, in seconds."""
 
     rank: int
     step: float
@@ -114,22 +115,22 @@ def skew(timing: Timing) -> float | None:
 
 
 def memory_skew(use: MemoryUse) -> float | None:
-    """Returns how much less the rank with the least memory takes than that with the most, as a share of the most."""
+    """Returns how much less memory the smallest rank uses than the largest, as a share of the largest."""
     most = max((rank.peak for rank in use.ranks), default=0)
     return (most - min(rank.peak for rank in use.ranks)) / most if most else None
 
 
 def true_communication(timing: Timing) -> float | None:
-    """Returns the seconds that a step's collectives take once all ranks are there: the median of the least over
-    ranks."""
+    """Returns the seconds that a step's collectives take once all ranks have arrived: the median over calls of the
+    least over ranks."""
     calls = [communication for _, communication in calls_of(timing)]
     return statistics.median(map(min, calls)) * 1e-9 if calls and any(map(any, calls)) else None
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> tuple[int, ...]:
-    """Returns the indices of the (bytes, decibels) that no other beats in one without losing in the other.
+    """Returns the indices of the Pareto-optimal (bytes, decibels) pairs.
 
-    Bytes that differ only behind three digits, by a scale or two, are the same.
+    Bytes that agree in three digits count as equal: they differ by a scale or two.
     """
     shown = [(float(f"{sent:.3g}"), sqnr) for sent, sqnr in points]
     return tuple(place for place, point in enumerate(shown) if not any(_beats(rival, point) for rival in shown))
@@ -140,7 +141,7 @@ def _beats(rival: tuple[float, float], point: tuple[float, float]) -> bool:
 
 
 def calls_of(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Yields steps of all ranks, and their communication, call by call, in nanoseconds."""
+    """Yields, call by call, the steps and the communication of all ranks in nanoseconds."""
     for slot in timing.slots:
         if slot.ranks:
             steps = zip(*(rank.step_ns for rank in slot.ranks), strict=True)
@@ -149,9 +150,10 @@ def calls_of(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
 
 
 class Bubble(NamedTuple):
-    """Time that stages wait or send over the time that they compute, and (p-1)/m of p stages and m microbatches.
+    """The time that stages wait or send over the time that they compute, and the ideal (p-1)/m for p stages and m
+    microbatches.
 
-    The latter is that of GPipe and 1F1B if stages take equally long and sending takes no time.
+    The ideal is that of GPipe and 1F1B if stages take equally long and sending takes no time.
     """
 
     measured: float
@@ -159,13 +161,13 @@ class Bubble(NamedTuple):
 
 
 def microbatches_of(record: Record) -> int | None:
-    """Returns None where the case is no pipeline."""
+    """Returns the number of microbatches; None if the case is not a pipeline."""
     count = dict(record.case.params).get("microbatches")
     return count if isinstance(count, int) else None
 
 
 def bubble(record: Record) -> Bubble | None:
-    """Returns the median over calls, of all ranks together; None where the case is no pipeline."""
+    """Returns the median over calls, all ranks together; None if the case is not a pipeline."""
     microbatches = microbatches_of(record)
     if record.timing is None or microbatches is None:
         return None
@@ -178,10 +180,10 @@ def bubble(record: Record) -> Bubble | None:
 
 
 class OverlapFigures(NamedTuple):
-    """Seconds of a step that communication adds to products (`exposed`), and the share of it that hides (`hidden`).
+    """Seconds that communication adds to a step beyond its products (`exposed`), and the share of it that is hidden.
 
-    Either may be negative; figures are not clipped, but what would mislead is left out. The check sum is the time of
-    both in turn over the sum of both alone.
+    Either may be negative; figures are not clipped, but misleading ones are left out. The check sum is the time of both
+    in sequence over the sum of both alone.
     """
 
     exposed: Middle | Untold
@@ -197,7 +199,7 @@ class _Round(NamedTuple):
 
 
 def overlap_figures(overlap: Overlap) -> OverlapFigures:
-    """Round by round, so that slow rounds cancel in the differences."""
+    """Computes the overlap round by round, so that slow rounds cancel in the differences."""
     rounds = tuple(map(_Round, overlap.compute, overlap.communication, overlap.both, overlap.in_turn))
     if overlap.why or not rounds or not all(parts.compute > 0 and parts.communication > 0 for parts in rounds):
         why = Untold(units.NONE, overlap.why or "no round of it was kept")
@@ -221,8 +223,7 @@ def overlap_figures(overlap: Overlap) -> OverlapFigures:
 
 
 def overlap_of(record: Record) -> OverlapFigures | None:
-    """Returns the overlap of a case. A pipeline's step also has its waiting, so nothing can be said of hidden
-    communication."""
+    """Returns the overlap of a case; None for a pipeline, whose step also contains waiting."""
     if record.overlap is None:
         return None
     figures = overlap_figures(record.overlap)
@@ -232,15 +233,16 @@ def overlap_of(record: Record) -> OverlapFigures | None:
 
 
 class Efficiency(NamedTuple):
-    """`strong` is n ranks' speed-up over n, `weak` their pace over one rank's with as much work each. Neither is
-    clipped to 1."""
+    """`strong` is the speed-up of n ranks over n, `weak` their speed over one rank's with the same work per rank.
+    Neither is clipped to 1."""
 
     strong: Middle | Untold
     weak: Middle | Untold
 
 
 def efficiency(record: Record) -> Efficiency | None:
-    """Round by round, so that slow rounds cancel in the ratios. None where one rank did not take such a step."""
+    """Returns the efficiency, computed round by round so that slow rounds cancel; None if one rank was not measured
+    alone."""
     rounds = record.scaling
     if rounds is None:
         return None
@@ -250,7 +252,7 @@ def efficiency(record: Record) -> Efficiency | None:
 
 def _share(alone: Sequence[float], together: Sequence[float], times: float = 1.0) -> Middle | Untold:
     if not alone or len(alone) != len(together) or not all(value > 0 for value in (*alone, *together)):
-        return UNPAIRED  # they are no rounds of the same run
+        return UNPAIRED  # they are not rounds of the same run
     share = middle([value / all_ranks * times for value, all_ranks in zip(alone, together, strict=True)])
     wide = isinstance(share, Middle) and share.high - share.low > EFFICIENCY_WITHIN * share.value
     return WIDE_EFFICIENCY if wide else share
@@ -268,7 +270,7 @@ def sent_by_rank(record: Record) -> tuple[float, ...]:
 
 
 def rank_metrics(sources: MetricSources) -> Iterator[Metric]:
-    """Rates of emulated cases are what emulating costs."""
+    """Yields the figures of several ranks. Rates of emulated cases only show the cost of emulation."""
     record = sources.record
     if record.timing is not None and (apart := skew(record.timing)) is not None:
         yield Metric(specs.RANK_SKEW, apart * 100)

@@ -1,6 +1,6 @@
-"""What bounds a phase: its counted FLOPs, bytes and launches over its time, compared with what the device can do.
+"""What limits a phase: its FLOPs, bytes and launches per second, compared with the peaks of the device.
 
-And the most that a precision could gain on a step, by Amdahl's law. Vendors' figures are in datasheet.toml.
+Also the largest possible gain of a precision on a step, by Amdahl's law. Vendors' figures are in datasheet.toml.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 from fp8bench.model import Ceiling, Finding, Limit, Phase, Record
 from fp8bench.model.step import PhaseCount
 
-# A phase with a smaller share of a step's FLOPs is not counted among its products.
+# A phase with a smaller share of a step's FLOPs does not count towards its products.
 _LEAST_OF_PRODUCTS = 0.05
-# A phase below this share of all its ceilings is limited by none of them.
+# A phase below this share of all its ceilings is not limited by any of them.
 _NEAR = 0.5
 # Operators that take less than this many times the shortest launch are mostly overhead.
 _OVERHEAD = 10.0
@@ -30,7 +30,7 @@ _WILD = 0.5
 
 
 class Bound(StrEnum):
-    """What limits a phase. Far below all ceilings that is its operators' overhead, if they are small, or something that
+    """What limits a phase. Far below all ceilings that is operator overhead, if operators are small, or something that
     no ceiling shows: kernels that do not fit its shapes, latency, code between operators."""
 
     COMPUTE = "compute-bound"
@@ -42,9 +42,9 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True)
 class Roofs:
-    """What a device does at most in a second, by one source: FLOPs of products by kind ('fp8'), bytes, launches.
+    """The peaks of a device per second, from one source: FLOPs of products by kind ('fp8'), bytes, launches.
 
-    `words` name the source. None is unknown.
+    `words` name the source. None means unknown.
     """
 
     words: str
@@ -53,10 +53,10 @@ class Roofs:
     launches: float | None = None
 
     def least(self, count: PhaseCount, fused: bool = False) -> dict[Bound, float]:
-        """Returns the seconds that FLOPs, bytes and launches of a phase take at least, each alone.
+        """Returns the least seconds that FLOPs, bytes and launches of a phase take, each alone.
 
-        It is empty where the FLOPs of an operator, the rate of a product or that of the memory are unknown, since what
-        takes longest would be a guess. For what a compiler fused only the products are known.
+        Empty if the FLOPs of an operator, the rate of a product or of the memory are unknown, since the bottleneck
+        would be a guess. For phases that a compiler fused, only the products are known.
         """
         products = self.product_seconds(count.by_path)
         if count.unknown or products is None or self.memory is None:
@@ -71,7 +71,7 @@ class Roofs:
         return {bound: seconds for bound, seconds in seconds_by_bound.items() if seconds}
 
     def product_seconds(self, by_path: Iterable[tuple[str, int]]) -> float | None:
-        """Returns the least seconds of products, each in its dtype; None where the rate of one is unknown."""
+        """Returns the least seconds of products, each in its dtype; None if a rate is unknown."""
         seconds = 0.0
         for path, flops in by_path:
             rate = self.products.get(kind_of_path(path))
@@ -83,9 +83,9 @@ class Roofs:
 
 @dataclass(frozen=True)
 class PhaseRoof:
-    """A phase's counts and best-case seconds, and the least that it takes by measured ceilings and by the datasheet.
+    """A phase's counts and best-case seconds, and its least time by measured ceilings and by the datasheet.
 
-    Bytes and launches of a `fused` one are those without a compiler.
+    The bytes and launches of a `fused` phase are those without a compiler.
     """
 
     count: PhaseCount
@@ -112,8 +112,8 @@ class PhaseRoof:
 
     @property
     def bound(self) -> Bound | None:
-        """What takes longest at the ceilings (the datasheet's, if none were measured), if that is at least half of
-        the time."""
+        """The resource that takes longest at the ceilings (the datasheet's, if none were measured), if at least half of
+        the phase's time."""
         least = self.measured or self.sheet
         if not least:
             return None
@@ -126,7 +126,7 @@ class PhaseRoof:
 
     @property
     def of_ceiling(self) -> float | None:
-        """The least time at the measured ceilings over the time taken; 1 cannot be improved."""
+        """The least time at the measured ceilings over the actual time; 1 cannot be improved."""
         return max(self.measured.values()) / self.seconds if self.measured else None
 
     @property
@@ -136,12 +136,12 @@ class PhaseRoof:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a precision could give at most on its reference's step, and what it gives.
+    """The largest possible gain of a precision over its reference's step, and the actual one.
 
-    Products take `share` of that step, and come to `of_ceiling` of their ceiling. With these products at the
-    precision's ceiling, without a cast, the step would be `most` times as fast; `kernels` and `with_casts` are how many
-    times as fast the products are now, alone and with casts. `binds` is False where the runs of a rate that it rests on
-    differ too much: more may be possible.
+    Products take `share` of that step, and reach `of_ceiling` of their ceiling. With these products at the precision's
+    ceiling and no casts, the step would be `most` times as fast; `kernels` and `with_casts` are the actual factors of
+    the products, without and with casts. `binds` is False if runs of a rate behind it differ too much: more may be
+    possible.
     """
 
     share: float
@@ -155,14 +155,14 @@ class Gain:
 
 
 def bounds_of(ceiling: Ceiling) -> Roofs:
-    """Returns upper bounds for checks: rates whose runs agree, and copies where they are fastest."""
+    """Returns upper bounds for checks: rates whose runs agree, and the fastest copies."""
     steady = [rate for rate in ceiling.rates if rate.steady]
     roofs = _measured_roofs(replace(ceiling, rates=tuple(steady)))
     return Roofs("measured here", roofs.products if roofs else {}, ceiling.bytes)
 
 
 def roofs_of(ceiling: Ceiling | None) -> tuple[Roofs | None, Roofs | None]:
-    """Returns the roofs that were measured here, and those of the datasheet; None if there are none."""
+    """Returns the roofs measured on this machine, and those of the datasheet; None for missing ones."""
     if ceiling is None:
         return None, None
     sheet = datasheet_of(ceiling.device)
@@ -176,7 +176,7 @@ def _measured_roofs(ceiling: Ceiling) -> Roofs | None:
         return None
     products: dict[str, float] = {}
     for rate, value in values:
-        if rate.limit is Limit.PRODUCT:  # recipes of one format differ in what they add to its kernels
+        if rate.limit is Limit.PRODUCT:  # recipes of one format differ only in the work around its kernels
             kind = kind_of_path(rate.precision)
             products[kind] = max(value, products.get(kind, 0.0))
     memory = max((value for rate, value in values if rate.limit in (Limit.COPY, Limit.TRIAD)), default=None)
@@ -185,9 +185,9 @@ def _measured_roofs(ceiling: Ceiling) -> Roofs | None:
 
 
 def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...]:
-    """Returns every phase that was counted and timed, and is much longer than its markers.
+    """Returns every counted and timed phase that is much longer than its markers.
 
-    Operators that ran past torch may have run in any phase.
+    Operators that bypassed torch may have run in any phase, so then there are none.
     """
     if record.tape is None or finding is None or not finding.best_seconds:
         return ()
@@ -207,7 +207,8 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
 
 
 def gain_of(record: Record, finding: Finding, reference: Record, reference_finding: Finding) -> Gain | None:
-    """Returns None for emulated precisions, which have no speed, and if ceilings or counts are missing."""
+    """Returns the possible gain; None for emulated precisions, which have no speed, and if ceilings or counts are
+    missing."""
     ceilings, _ = roofs_of(record.ceiling)
     roofs, base_roofs = phase_roofs(record, finding), phase_roofs(reference, reference_finding)
     step = reference_finding.best_seconds
@@ -215,7 +216,7 @@ def gain_of(record: Record, finding: Finding, reference: Record, reference_findi
         return None
     if any(roof.count.unknown for roof in (*roofs, *base_roofs)):
         return None
-    # 1. The products of both steps: their seconds, and the least that these could be.
+    # 1. The products of both steps: their seconds, and their least possible seconds.
     products, base_products = _product_roofs(roofs), _product_roofs(base_roofs)
     seconds, base_seconds = (sum(roof.seconds for roof in part) for part in (products, base_products))
     flops_by_path, base_flops_by_path = _list_paths(products), _list_paths(base_products)
@@ -279,12 +280,13 @@ _PATHS = {
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Figures of one device as torch counts them: FLOPs a second by path, bytes a second, watts, with source and date.
+    """Figures of one device as torch counts them: FLOPs per second by path, bytes per second, watts, with source and
+    date.
 
-    `unverified` are fields that were not seen in a document of the vendor's. `sparse` needs operands with 2:4
-    structure, and is no peak of anything measured here. `exceptions` say why an unusual ratio of two fields is right.
-    `capacity` is bytes of memory, `link` bytes a second to other devices of a node, one way; None if unknown. Devices
-    that are only `published` were never measured. `lacks` says why a figure of the document is no peak of a precision.
+    `unverified` are fields not checked against a vendor document. `sparse` needs operands with 2:4 structure, and does
+    not apply to anything measured here. `exceptions` explain unusual ratios of two fields. `capacity` is bytes of
+    memory, `link` bytes per second to other devices of a node, one way; None if unknown. Devices marked `published`
+    were never measured. `lacks` says why a figure of the document does not apply to a precision.
     """
 
     name: str
@@ -337,9 +339,9 @@ def datasheet_from(entry: Mapping[str, Any]) -> Datasheet:
 
 
 def datasheet_of(device: str) -> Datasheet | None:
-    """Returns the datasheet with the longest words that are in the device's name; None for an unknown device.
+    """Returns the datasheet whose words match the device's name best; None for an unknown device.
 
-    A slice (MIG) of a device has an unknown share of its peaks.
+    A slice (MIG) of a device has an unknown share of its peaks, so it has none.
     """
     if "MIG" in device:
         return None

@@ -1,14 +1,14 @@
-"""The samples of a case that a history stores: one a round, so that neighbours do not repeat each other.
+"""The samples of a case that a history stores: one per round, so that neighbours do not repeat each other.
 
 A round's figure is the fastest of its calls, cell by cell, so that the phases of a round sum to its step. Calls within
-a slot follow each other within microseconds and are alike for that reason alone; as samples they would make every
-interval of a median too narrow.
+a slot follow each other within microseconds and are therefore alike; as samples they would make every interval of a
+median too narrow.
 
-On a busy machine even the fastest call has waited for a core, which the mean over all calls leaves out: a fastest call
-of 21.5 ms had a mean of 3.51 ms. So a round's figure is at most the mean of its calls.
+On a busy machine even the fastest call may have waited for a core, which the mean over all calls leaves out: a fastest
+call of 21.5 ms had a mean of 3.51 ms. So a round's figure is at most the mean of its calls.
 
-The sustained time of a case is that of its steps in turns of seconds, at the clock that the device then has. Without
-turns it is that of its energy windows, where the power cap or the clock made them another speed than slots have.
+The sustained time of a case is that of steps run for seconds in a row, at the clock that the device then has. A run
+without such turns has the time of its energy windows, if the power cap or the clock gave them another speed than slots.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, common_rounds, fewest
 from fp8bench.model import Finding, Interval, Level, Record, SustainedTurn, Timing
 from fp8bench.model.consumed import POWER_CAP
 
-# The rounding of sums of the same numbers in another order.
+# The rounding error of summing the same numbers in another order.
 _ROUNDING = 1e-9
 T = TypeVar("T")
 
 
 def _remember_last(make: Callable[[Timing], T]) -> Callable[[Timing], T]:
-    """Caches the results for the last timings: several figures use each, and a reference is used for every case."""
+    """Caches the results of the latest timings: several figures use each, and a reference is used for every case."""
     results: deque[tuple[Timing, T]] = deque(maxlen=4)
 
     def of_timing(timing: Timing) -> T:
@@ -70,7 +70,7 @@ def phase_samples(timing: Timing, phase: str) -> tuple[float, ...]:
 def relative_samples(record: Record, reference: Record | None) -> tuple[float, ...]:
     """Returns the time over the reference's in the same round, by both entries of the reference if it has two.
 
-    () if the ratio would be no speed (an emulated side), for the reference itself, or without common rounds.
+    () for the reference itself, without common rounds, or if either side is emulated, which has no speed.
     """
     entries = [_by_round(entry) for entry in _entries(record, reference)]
     if record.timing is None or not entries:
@@ -88,7 +88,7 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 def relative_mean_sample(record: Record, reference: Record | None) -> tuple[float, ...]:
-    """Like relative_samples, of the mean over all calls: one value."""
+    """Like relative_samples, but with the mean over all calls: a single value."""
     entries = _entries(record, reference)
     if record.timing is None or not entries or not (rounds := common_rounds([record.timing, *entries])):
         return ()
@@ -97,7 +97,7 @@ def relative_mean_sample(record: Record, reference: Record | None) -> tuple[floa
 
 
 def _entries(record: Record, reference: Record | None) -> list[Timing]:
-    """Returns the timings of the reference in the case's own rounds."""
+    """Returns the timings of the reference in the rounds of the case."""
     if reference is None or record.is_reference or not record.paired:
         return []
     if not record.support.level == reference.support.level == Level.NATIVE:
@@ -147,9 +147,9 @@ def _mean_of(timing: Timing, rounds: Sequence[int]) -> float:
 
 @_remember_last
 def _rounds(timing: Timing) -> Floats:
-    """Returns seconds by round and cell, of as many calls of each slot as all have, since a minimum of more is lower.
+    """Returns seconds by round and cell, using equally many calls of each slot, since a minimum over more is lower.
 
-    They are scaled down to the slot's mean over all calls, less their waiting, if that is lower.
+    They are scaled down to the slot's mean over all calls without waiting, if that is lower.
     """
     fastest = cells(timing, fewest_calls(timing))
     steps, most = fastest.sum(axis=1), _means(timing)
@@ -168,10 +168,10 @@ LEAST_TURNS = 3
 
 @dataclass(frozen=True)
 class Sustained:
-    """Seconds of a step: the median turn, the fastest and the slowest; the clock and the power in them.
+    """Seconds per step in turns of several seconds: median, fastest and slowest; and the clock and power in them.
 
-    `settled` counts the turns before which clock and temperature had settled, None if nobody could tell. `change` is
-    the step's time over that in slots of some milliseconds.
+    `settled` counts the turns until clock and temperature had settled, None if unknown. `change` is the step's time
+    over that in slots of a few milliseconds.
     """
 
     seconds: float
@@ -186,7 +186,7 @@ class Sustained:
 
 
 def sustained_samples(record: Record) -> tuple[float, ...]:
-    """Returns seconds of a step, one figure a turn."""
+    """Returns seconds per step, one value per turn."""
     return tuple(map(_step_seconds, _sound_turns(record)))
 
 
@@ -220,9 +220,9 @@ def sustained_figures(record: Record, finding: Finding | None) -> Sustained | No
 
 
 def sustained_ratio(record: Record, reference: Record | None) -> Interval | None:
-    """Returns its time over the reference's, paired by rounds of turns; with fewer than three their range.
+    """Returns its time over the reference's, paired by rounds of turns; with fewer than three, their range.
 
-    None for the reference, for emulations, whose time is no speed, and for what ran at another time.
+    None for the reference, for emulations, which have no speed, and for cases run at another time.
     """
     if reference is None or record.is_reference or {record.support.level, reference.support.level} != {Level.NATIVE}:
         return None
@@ -239,7 +239,7 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
 
 
 def _sound_turns(record: Record) -> list[SustainedTurn]:
-    """Returns turns, or energy windows in their place, without those that a changed file made no numbers."""
+    """Returns turns, or else energy windows, without impossible numbers, which an edited file may contain."""
     turns: Sequence[SustainedTurn] = record.sustained
     if not turns and record.energy is not None and not record.support.is_emulated:
         turns = [

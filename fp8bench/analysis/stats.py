@@ -23,28 +23,28 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.float32]
 
 BOOTSTRAPS = 2000
-# The minimum alone has a bootstrap that covers too little: a resample's is never below the sample's.
+# Bootstrapping a minimum gives too narrow an interval: a resample's minimum is never below the sample's.
 _FEWEST = 3
 _SHARE = 4
-# A resample nearly always finds enough of a segment's fastest rounds among this many square roots more of them.
+# A resample almost always finds enough fast rounds among this many square roots of rounds beyond the fastest.
 _SPARE = 6.0
 
 
 @dataclass(frozen=True)
 class Resampled:
-    """The logarithm of an arm's seconds (its best case, or its mean), and of those of its resamples."""
+    """The logarithm of an arm's seconds (best case or mean), and that of each resample."""
 
     point: float
     resampled: Floats
 
     @property
     def error(self) -> float:
-        """The standard error of the logarithm, within the run."""
+        """The standard error of the logarithm within the run."""
         return float(self.resampled.std())
 
 
 def fastest_of(rounds: int) -> int:
-    """Returns how many rounds make the best case: a quarter, but at least three where there are so many."""
+    """Returns how many rounds form the best case: a quarter, but at least three if there are that many."""
     return min(rounds, max(_FEWEST, rounds // _SHARE))
 
 
@@ -69,7 +69,7 @@ def mean_case(rounds: Floats) -> Resampled:
 
 
 def best_case(samples: Floats) -> Resampled:
-    """Returns the best case of one arm. Arms with equally many rounds draw the same rounds."""
+    """Returns the best case of one arm. Arms with equal numbers of rounds draw the same rounds."""
     return _best_case(np.ascontiguousarray(samples, dtype=np.float64).tobytes(), samples.shape)
 
 
@@ -84,7 +84,7 @@ def _best_case(raw: bytes, shape: tuple[int, ...]) -> Resampled:
 
 @lru_cache(maxsize=4)
 def _draws(rounds: int) -> Counts:
-    """How often each resample (column) draws each round (row). Seeded, so that results are repeatable."""
+    """Returns how often each resample (column) draws each round (row). Seeded, so that results are repeatable."""
     draws = np.random.default_rng(0).multinomial(rounds, np.full(rounds, 1 / rounds), BOOTSTRAPS)
     return np.ascontiguousarray(draws.T, dtype=np.float32)
 
@@ -103,10 +103,10 @@ def ratio(case: Resampled, references: Sequence[Resampled], level: float = 0.99)
 
 
 def extent(ratio: Interval, rounds: Sequence[Floats]) -> Interval:
-    """Returns a ratio with the range of the rounds instead of an interval; `rounds` are seconds of the arm and its
+    """Returns a ratio with the range over rounds instead of an interval; `rounds` are seconds of the arm and its
     references.
 
-    The range is widened to hold the point, which may lie outside: the fastest calls of each need not be of one round.
+    The range is widened to include the point: the fastest calls of the arms need not be from one round.
     """
     arm, *references = np.log(rounds)
     logs = arm - np.mean(references, axis=0)
@@ -134,7 +134,7 @@ def resample_segments(samples: Floats) -> Floats:
 
 
 def resample_fastest_steps(steps: Floats) -> Floats:
-    """Like resample_segments, but the fastest rounds are those of the whole step, for all segments the same."""
+    """Like resample_segments, but picks the fastest whole steps, the same for all segments."""
     fastest = fastest_of(len(steps))
     ranking = np.argsort(steps.sum(axis=1), kind="stable")
     taken = np.minimum(_draws(len(steps))[ranking].cumsum(axis=0), fastest)
@@ -144,7 +144,7 @@ def resample_fastest_steps(steps: Floats) -> Floats:
 def _fastest_sums(seconds: Floats, draws: Counts, fastest: int) -> Floats:
     """Returns for each resample the sum of one segment's fastest rounds.
 
-    These are the first of the sorted ones that it drew, so a few of them are enough, or all where these hold too few.
+    These are the first drawn ones in sorted order, so checking a few is enough; if not, all are checked.
     """
     looked_at = fastest + math.ceil(_SPARE * math.sqrt(fastest))
     ranking = np.argsort(seconds, kind="stable")
@@ -160,7 +160,7 @@ def _fastest_sums(seconds: Floats, draws: Counts, fastest: int) -> Floats:
 
 
 def _sum_by_counts(values: Floats, taken: Counts) -> Floats:
-    """Sums values by how much the running counts grow at each; by parts, which avoids differences of counts."""
+    """Sums values weighted by the increments of the running counts; summation by parts avoids differences of counts."""
     steps = values.copy()
     steps[:-1] -= values[1:]
     sums: Floats = steps @ taken
@@ -173,7 +173,7 @@ def spread(values: Floats) -> float:
 
 
 def rank_correlation(values: Floats) -> float:
-    """Spearman's correlation of the values with their position (ties share their mean rank); 0 for fewer than 3
+    """Returns Spearman's correlation of the values with their position (ties share their mean rank); 0 for fewer than 3
     values or a constant."""
     n = len(values)
     if n < 3 or float(np.ptp(values)) == 0:
@@ -184,11 +184,11 @@ def rank_correlation(values: Floats) -> float:
 
 
 def best_split(ordered: Floats) -> tuple[float, int]:
-    """Returns the best split of sorted values into two clusters: the share of variance that it explains, and how many
-    values are below it.
+    """Returns the best split of sorted values into two clusters: the share of variance explained, and the size of the
+    lower cluster.
 
     Two modes explain 90% with at least a fifth on each side; one cluster with a tail explains less or leaves a sliver.
-    (0, 0) for too few.
+    (0, 0) for too few values.
     """
     n = len(ordered)
     mean = ordered.mean() if n else 0.0

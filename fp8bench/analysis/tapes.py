@@ -33,8 +33,8 @@ _INTEGERS = re.compile(r"(\d+)$")
 
 
 def bits_of(path: str) -> int:
-    """Returns the bits of the elements that a product multiplies: 8 for 'e4m3', 4 for 'e2m1x2', 32 for 'tf32', which
-    reads float32; 0 if it is no path of products."""
+    """Returns the bits per element that a product multiplies: 8 for 'e4m3', 4 for 'e2m1x2', 32 for 'tf32', which reads
+    float32; 0 if it is not a path of products."""
     if path == "tf32":
         return 32
     if float_name := _FLOATS.match(path):
@@ -50,7 +50,7 @@ def share_of(tape: Tape, bits: int) -> float | None:
 
 
 def intensity_of(tape: Tape) -> float | None:
-    """Returns FLOPs for each byte; None if nothing moves, or an operator has no formula."""
+    """Returns FLOPs per byte; None if nothing moves, or an operator has no formula."""
     return tape.flops / tape.bytes if tape.bytes and tape.complete else None
 
 
@@ -62,7 +62,7 @@ _SIDES = re.compile(r"\[([\d,]+)\]")
 
 @dataclass(frozen=True)
 class ProductWork:
-    """The FLOPs of a step's products: the useful ones, and those that only this precision needs."""
+    """The FLOPs of a step's products: the useful ones, and the extra ones of this precision."""
 
     useful: int
     rotations: int = 0
@@ -71,7 +71,7 @@ class ProductWork:
 
     @property
     def overhead(self) -> dict[MetricSpec, int]:
-        """The FLOPs that are not useful, by metric, without zeros."""
+        """The extra FLOPs by metric, without zeros."""
         flops_by_spec = {
             specs.ROTATION_FLOPS: self.rotations,
             specs.PADDING_FLOPS: self.padding,
@@ -81,7 +81,7 @@ class ProductWork:
 
 
 def product_work(tape: Tape, reference: Tape | None = None) -> ProductWork:
-    """Returns the work of a tape. The reference does the same step without padding, and without recomputing."""
+    """Returns the work of a tape. The reference is the same step without padding and recomputation."""
     casts = tape.of(Phase.CAST)
     rotations = casts.flops if casts is not None else 0
     flops = tape.flops - rotations
@@ -107,10 +107,10 @@ def _recomputed_flops(tape: Tape) -> int:
 
 
 def _padding_flops(tape: Tape, reference: Tape) -> int:
-    """Returns FLOPs of products whose sides are a little longer than those of their counterparts in the reference.
+    """Returns the FLOPs added by padding: products with sides slightly longer than their counterparts in the reference.
 
-    Counterparts are taken in order. If their sides do not fit (padded parts of experts are equally large, unpadded ones
-    are not), each product takes the largest unpaired one that its sides can hold, the largest product first.
+    Counterparts are matched in order. If their sides do not fit (padded parts of experts are equally large, unpadded
+    ones are not), each product takes the largest unmatched one that it can contain, the largest product first.
     """
     products, references = _list_calls(tape), _list_calls(reference)
     if len(products) != len(references):
@@ -142,14 +142,14 @@ def _sides(operator: OperatorCount) -> Sequence[int]:
 
 @lru_cache(maxsize=4096)
 def _parse_sides(inputs: tuple[str, ...]) -> tuple[int, ...]:
-    """Returns the sides of the first two tensors: matrices, or stacks of them."""
+    """Returns the sides of the first two tensors, which are matrices or stacks of them."""
     matches = [_SIDES.search(words) for words in inputs]
     shapes = [match[1] for match in matches if match]
     return tuple(map(int, ",".join(shapes[:2]).split(","))) if shapes else ()
 
 
 def _is_padded(product: OperatorCount, plain: OperatorCount) -> bool:
-    """Whether the sides of a product are those of the plain one, or longer by no more than padding adds."""
+    """Whether the sides of a product equal those of the plain one, or are longer by at most the padding."""
     sides, plain_sides = _sides(product), _sides(plain)
     pairs = zip(sides, plain_sides, strict=False)
     return len(sides) == len(plain_sides) and all(0 <= side - plain < _MOST_PADDING for side, plain in pairs)
@@ -190,7 +190,7 @@ def coverage_metrics(sources: MetricSources) -> Iterator[Metric]:
 
 @dataclass(frozen=True)
 class Taped:
-    """The tape of a case in one mode, or `why` there is none. `declared` are the FLOPs that its suite declares."""
+    """The tape of a case in one mode, or `why` it has none. `declared` are the FLOPs that its suite declares."""
 
     setting: str
     mode: str
@@ -201,7 +201,7 @@ class Taped:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the calls of one operator in one phase and direction, whatever the shapes. `flops` is None if the
+    """Sums over the calls of one operator in one phase and direction, regardless of shape. `flops` is None if the
     operator has no formula."""
 
     calls: int = 0
@@ -227,7 +227,7 @@ class TapeRow:
         return len(set(self.sums)) > 1
 
 
-# Operators beyond this number are counted instead of named.
+# Operators beyond this number are counted, not named.
 _MOST_NAMED = 4
 
 
@@ -250,7 +250,7 @@ def _describe_change(row: TapeRow) -> str:
 
 
 def side_by_side(tapes: Sequence[Tape]) -> list[TapeRow]:
-    """Returns operators by phase, those that multiply or move most first."""
+    """Returns operators by phase, those with the most FLOPs or bytes first."""
     sums_by_key: dict[tuple[str, str, bool], list[Sums]] = {}
     for place, tape in enumerate(tapes):
         for operator in tape.operators:
@@ -271,7 +271,7 @@ _EMULATED = "emulated: these are parts of what the emulation costs, and say noth
 
 @dataclass(frozen=True)
 class SharePart:
-    """A part of a step, or what no part has: its share of the step, and its seconds (None if it was not timed)."""
+    """A part of a step, or its unattributed rest: its share of the step, and its seconds (None if not timed)."""
 
     kind: str
     module: str
@@ -284,8 +284,8 @@ class SharePart:
 
 @dataclass(frozen=True)
 class StepShares:
-    """The parts of a case's step, or why there are none. `seconds` are its best case; for an emulated case they are
-    the cost of emulating."""
+    """The parts of a case's step, or why there are none. `seconds` is its best case; for an emulated case, the cost of
+    emulation."""
 
     case: Case
     shares: Shares | None
@@ -295,7 +295,7 @@ class StepShares:
 
     @property
     def rows(self) -> Iterator[SharePart]:
-        """The longest first, and the unattributed rest of the step at the end."""
+        """Returns the parts, the longest first, and the unattributed rest at the end."""
         shares = self.shares
         if shares is None:
             return
@@ -310,7 +310,7 @@ class StepShares:
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Shares of the step by kind of work, and the rest; convolutions are apart from other products."""
+        """Shares of the step by kind of work, with the rest; convolutions are separate from other products."""
         if self.shares is None:
             return {}
         shares = self.shares.summed(_kind_in_words)
@@ -318,7 +318,7 @@ class StepShares:
 
     @property
     def by_module(self) -> dict[str, float]:
-        """Shares of the step by module, the largest first, without work outside of all modules."""
+        """Shares of the step by module, the largest first, without work outside all modules."""
         return {} if self.shares is None else {name: share for name, share in self.shares.by_module.items() if name}
 
     @property
@@ -352,6 +352,4 @@ def parts_of_record(record: Record, finding: Finding | None) -> StepShares:
 def refuse_none(run: Run) -> None:
     """Raises UsageError for a run without shares."""
     if not any(record.shares for record in run.records):
-        raise UsageError(
-            f"the run {run.id} does not know what parts of its steps take. Measure it again, with --shares."
-        )
+        raise UsageError(f"the run {run.id} has no shares of its steps. Measure it again with --shares.")

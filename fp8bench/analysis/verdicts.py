@@ -41,24 +41,24 @@ BAND = 0.005
 SAME = 0.02
 # For the mean over all calls, which has more noise. Not 5%, or a mean that moved by 5% would sometimes pass.
 TYPICAL_SAME = 0.035
-# If the mean differs from the best case by this much, calls are not alike.
+# If the mean differs from the best case by this much, calls differ from each other.
 UNEVEN = 0.05
-# While rounds still come, a decision needs more evidence: each look is another chance to err.
+# Before the last round, a decision needs more evidence: each look is another chance to err.
 EARLY_LEVEL = 0.998
 EARLY_SAME = 0.01
-# A narrow interval is required too, not only the side of 1: +-2%, or this share of a large ratio's logarithm.
+# An early decision also needs a narrow interval: +-2%, or this share of a large ratio's logarithm.
 EARLY_HALF_WIDTH = 0.02
 _EARLY_SHARE = 1 / 30
 FINAL_LEVEL = 0.99
 LEAST_FOR_VERDICT = 10
-# Arms of one suite differ by less: a product alone is one cell, with the casts of its operands two or three.
+# Arms of one suite differ by less: a product without casts is one cell, with casts two or three.
 _FINER = 2.5
 
 
 def cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None, whole: bool = False) -> stats.Floats:
     """Returns seconds by round and cell: the minimum over the first `calls` calls of each slot.
 
-    Each slot must have that many. With `whole` a step is one cell.
+    Every slot must have that many calls. With `whole`, a step is one cell.
     """
     slots = _slots_of(timing, rounds)
     shape = (len(slots), calls, len(timing.segments.phases))
@@ -90,7 +90,7 @@ def fewest_calls(*timings: Timing) -> int:
 
 
 def common_rounds(timings: Sequence[Timing]) -> list[int]:
-    """Returns the rounds that all timings have a slot of."""
+    """Returns the rounds in which all timings have a slot."""
     common = {slot.round for slot in timings[0].slots}
     for timing in timings[1:]:
         common &= {slot.round for slot in timing.slots}
@@ -98,7 +98,7 @@ def common_rounds(timings: Sequence[Timing]) -> list[int]:
 
 
 def below_every_step(timing: Timing, calls: int = 0, rounds: Sequence[int] | None = None) -> float:
-    """Returns by what share the best case by cells lies below the fastest step; 0 where it does not."""
+    """Returns the share by which the best case by cells is below the fastest step; 0 if it is not."""
     calls = calls or fewest_calls(timing)
     best = float(stats.best_by_segment(cells(timing, calls, rounds)).sum())
     fastest = float(cells(timing, calls, rounds, whole=True).min())
@@ -106,7 +106,7 @@ def below_every_step(timing: Timing, calls: int = 0, rounds: Sequence[int] | Non
 
 
 def cells_make_up(timings: Sequence[Timing], rounds: Sequence[int], floor: float) -> bool:
-    """Whether the cells of a timing make up for each other by more than the floor."""
+    """Whether the cells of a timing compensate for each other by more than the floor."""
     calls = fewest_calls(*timings)
     return any(below_every_step(timing, calls, rounds) > floor for timing in timings)
 
@@ -114,24 +114,24 @@ def cells_make_up(timings: Sequence[Timing], rounds: Sequence[int], floor: float
 def best_ratio(
     timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL, whole: bool | None = None
 ) -> Interval:
-    """Returns the first timing's best case over that of the others, by rounds that all were in."""
+    """Returns the first timing's best case over that of the others, in their common rounds."""
     samples = to_comparable(timings, rounds, whole)
     best = list(map(stats.best_case, samples))
     return _to_ratio(best, [sample.sum(axis=1) for sample in samples], level)
 
 
 def _to_ratio(arms: Sequence[stats.Resampled], seconds: Sequence[stats.Floats], level: float) -> Interval:
-    """Returns the first arm over the others, with an interval, or the range of the rounds if these are few."""
+    """Returns the ratio of the first arm to the others, with an interval, or with the range over few rounds."""
     ratio = stats.ratio(arms[0], arms[1:], level)
     return stats.extent(ratio, seconds) if len(seconds[0]) < LEAST_ROUNDS else ratio
 
 
 def to_comparable(timings: Sequence[Timing], rounds: Sequence[int], whole: bool | None) -> list[stats.Floats]:
-    """Returns the cells of each timing, or its whole steps where cells do not compare.
+    """Returns the cells of each timing, or its whole steps if cells do not compare.
 
-    All use the same number of calls a slot, because a minimum over more calls is lower. For the same reason whole steps
-    are compared if one arm is cut much finer than another (an unmarked model is one cell, a copy with marked products
-    dozens). They are also compared if `whole` is True, or if it is None and cells make up for each other.
+    All use the same number of calls per slot, because a minimum over more calls is lower. For the same reason whole
+    steps are compared if one arm has many more cells than another (an unmarked model is one cell, a copy with marked
+    products dozens). They are also compared if `whole` is True, or if it is None and cells compensate for each other.
     """
     calls = fewest_calls(*timings)
     if whole is None:
@@ -149,7 +149,7 @@ def are_cut_unevenly(samples: Sequence[stats.Floats]) -> bool:
 
 
 def _parts(samples: stats.Floats) -> float:
-    """Returns how many equal cells would have the entropy of a step's cells."""
+    """Returns the effective number of cells of a step: how many equal ones would have the same entropy."""
     shares = samples.sum(axis=0)
     shares = shares[shares > 0] / max(float(shares.sum()), 1e-300)
     return float(np.exp(-(shares * np.log(shares)).sum()))
@@ -162,11 +162,11 @@ def mean_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = 
 
 
 def means(timing: Timing, rounds: Sequence[int]) -> stats.Floats:
-    """Returns seconds of a call by round: the mean over all calls of the slot, less their waiting for a core."""
+    """Returns seconds per call by round: the mean over all calls of the slot, without waiting for a core."""
     return np.array([_mean_call(slot) for slot in _slots_of(timing, rounds)])
 
 
-# Calls, with the marks between them, take at least this share of their thread's processor time.
+# Calls and the marks between them take at least this share of their thread's CPU time.
 _LEAST_BUSY = 0.75
 
 
@@ -174,15 +174,15 @@ def _mean_call(slot: SlotSample) -> float:
     seconds = sum(map(sum, slot.calls_ns)) * 1e-9
     running = seconds - (slot.waited_seconds or 0.0)
     busy = min(seconds, slot.thread_seconds or 0.0)
-    # The thread may have waited between two calls, which is in no call's time.
+    # The thread may have waited between two calls, which counts for no call.
     if running < _LEAST_BUSY * busy:
         running = busy
-    # Whatever the system reports, calls took some time.
+    # Calls took some time, whatever the system reports.
     return (running if running > 0 else seconds) / len(slot.calls_ns)
 
 
 def entries_of(reference: Timing, control: Timing | None) -> list[Timing]:
-    """Returns the timings of a reference: its own, and its control's if that ran."""
+    """Returns the timings of a reference and, if it ran, of its control."""
     return [reference] if control is None or not control.slots else [reference, control]
 
 
@@ -204,8 +204,8 @@ def _floor(
 ) -> tuple[Interval | None, bool]:
     """Returns the A/A interval of a reference and its control, if it has one, and whether whole steps are compared.
 
-    Cells that make up for each other make the A/A of cells wide, too; so the noise floor is that of whole steps where
-    these agree better.
+    Cells that compensate for each other widen the A/A interval of cells, too; so the noise floor is that of whole steps
+    if these agree better.
     """
     timings = [*entries, case] if case is not None else entries
     if len(entries) < 2:
@@ -251,7 +251,7 @@ def is_uneven(ratio: Interval, typical: Interval) -> bool:
 
 
 def agrees(verdict: Verdict, ratio: Interval, typical: Interval) -> bool:
-    """Whether the mean over all calls lets a verdict by the best case stand."""
+    """Whether the mean over all calls agrees with a verdict from the best case."""
     if verdict is Verdict.SAME:
         return typical.low > 1 - TYPICAL_SAME and typical.high < 1 + TYPICAL_SAME
     if verdict is Verdict.FASTER:
@@ -264,7 +264,7 @@ def _opposite(ratio: Interval, typical: Interval) -> bool:
 
 
 def is_decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
-    """Whether measuring may stop for this case: a clear verdict and a narrow interval, at an early look's level."""
+    """Whether measuring may stop for this case: a clear verdict and a narrow interval at the early level."""
     early = conclude(case, reference, control, EARLY_LEVEL, EARLY_SAME)
     if early is None or early.verdict is Verdict.UNSURE:
         return False
@@ -286,7 +286,7 @@ def conclude(
 ) -> Conclusion | None:
     """Returns the verdict on native samples, with its intervals; None without common rounds.
 
-    The ratio's interval reaches at least `reach` from its point, as a logarithm, because runs may differ more than
+    The ratio's interval extends at least `reach` from its point, as a logarithm, because runs may differ more than
     rounds. With the ratios of earlier `sessions` it spans all of them, about the mean of their points. If other
     programs `held_up` the fastest rounds, it also spans the mean over all calls; without a `reach` it is then a range
     (level 0).
@@ -295,17 +295,17 @@ def conclude(
     rounds = common_rounds([case, *entries])
     if not rounds:
         return None
-    # 1. The ratio of best cases, and that of means.
+    # 1. Compute the ratios of best cases and of means.
     aa, whole = _floor(entries, rounds, case)
     ratio = best_ratio([case, *entries], rounds, level, whole)
     typical = mean_ratio([case, *entries], rounds, level)
-    # 2. Widen it by what these rounds cannot show.
+    # 2. Widen the interval by what these rounds cannot show.
     if held_up and ratio.level:  # nobody knows how fast undisturbed calls would have been
         low, high = min(ratio.low, typical.low), max(ratio.high, typical.high)
         ratio = replace(ratio, low=low, high=high, level=level if reach else 0.0)
     sound = [session for session in sessions if 0 < session.low <= session.point <= session.high < math.inf]
     ratio = _widen(_span([*sound, ratio]), reach / math.sqrt(1 + len(sound)))
-    # 3. Judge it.
+    # 3. Derive the verdict.
     verdict = rule(ratio, band_of(aa), same) if len(rounds) >= LEAST_FOR_VERDICT else Verdict.UNSURE
     if not agrees(verdict, ratio, typical):
         verdict = Verdict.UNSURE
@@ -313,7 +313,7 @@ def conclude(
 
 
 def _span(ratios: Sequence[Interval]) -> Interval:
-    """Returns the interval that holds all of them, with the level of the last."""
+    """Returns the smallest interval that contains all of them, with the level of the last."""
     if len(ratios) == 1:
         return ratios[0]
     point = math.exp(float(np.mean([math.log(ratio.point) for ratio in ratios])))
@@ -322,7 +322,7 @@ def _span(ratios: Sequence[Interval]) -> Interval:
 
 
 def best_log(case: Timing, reference: Timing, control: Timing | None) -> float | None:
-    """Returns the logarithm of the ratio that a verdict rests on; None if rounds are too few for an interval."""
+    """Returns the logarithm of the ratio behind a verdict; None if there are too few rounds for an interval."""
     entries = entries_of(reference, control)
     rounds = common_rounds([case, *entries])
     if len(rounds) < LEAST_ROUNDS:
@@ -335,7 +335,7 @@ def best_log(case: Timing, reference: Timing, control: Timing | None) -> float |
 
 
 def _widen(ratio: Interval, reach: float) -> Interval:
-    """Widens an interval to reach this far from its point, as a logarithm; the range of few rounds is unchanged."""
+    """Widens an interval to extend this far from its point, as a logarithm; a range over few rounds is unchanged."""
     if not ratio.level or not 0 < ratio.low <= ratio.high < math.inf:
         return ratio
     low, high = ratio.point * math.exp(-reach), ratio.point * math.exp(reach)
@@ -345,8 +345,8 @@ def _widen(ratio: Interval, reach: float) -> Interval:
 def best_phases(timing: Timing, whole: bool | None = None) -> tuple[tuple[str, float], ...]:
     """Returns best-case seconds of each phase, which sum to the best case of the step.
 
-    They are sums of the fastest rounds of each cell, or with `whole` the cells of the fastest steps. None chooses whole
-    steps if no step was as fast as the sum of its fastest cells.
+    They are sums of the fastest rounds of each cell or, with `whole`, the cells of the fastest steps. None chooses
+    whole steps if no step was as fast as the sum of its fastest cells.
     """
     calls = fewest_calls(timing)
     if whole is None:

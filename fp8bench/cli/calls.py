@@ -24,7 +24,7 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Request
 from fp8bench.model.request import RequestOption, options_of, words_of
 
-# Options for printing a result: a call returns it.
+# Options for printing a result, which a call returns instead.
 _PRINTED = {"help", "help_all", "json", "csv", "md", "all", "explain"}
 _PARAMETERS = inspect.Parameter
 
@@ -124,7 +124,7 @@ def _place_of(function: Callable[..., Any]) -> str:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-# The types that parsers return, and those that a caller may give.
+# The types that parsers return, and those that a caller may pass.
 _GIVEN = {
     "Path": "str | Path", "Path | None": "str | Path", "tuple[str, ...]": "str | Iterable[str]",
     "tuple[tuple[str, str], ...]": "Mapping[str, str]", "tuple[float, ...]": "Iterable[float]",
@@ -139,7 +139,7 @@ def takes_options_of(*kinds: type, without: Iterable[str] = ()) -> Callable[[F],
 
     def add_options(function: F) -> F:
         signature = inspect.signature(function)
-        # 1. Its own parameters, without the catch-all that takes the options.
+        # 1. The call's declared parameters, without the catch-all for options.
         parameters = {
             name: parameter
             for name, parameter in signature.parameters.items()
@@ -155,7 +155,7 @@ def takes_options_of(*kinds: type, without: Iterable[str] = ()) -> Callable[[F],
                     )
 
         @wraps(function)
-        # 3. A wrong keyword is answered with the nearest right one, before anything runs.
+        # 3. Answer a wrong keyword with the nearest right one, before anything runs.
         def call(*values: Any, **keywords: Any) -> Any:
             for word in keywords:
                 if word not in parameters:
@@ -203,7 +203,7 @@ def _one_of(words: Iterable[object]) -> str:
 
 
 def keyword_of(action: argparse.Action) -> str:
-    """An option's name in Python: the request's field, or else its word or destination."""
+    """Returns an option's name in Python: the request's field, or else its word or destination."""
     words = [option[2:].replace("-", "_") for option in action.option_strings if option.startswith("--")]
     fallback = action.dest if not words or words[0].startswith("no_") else words[0]
     return words_of(Request).get(action.dest, fallback)
@@ -222,14 +222,14 @@ def python_type(action: argparse.Action) -> str:
 
 
 def _parsed_as(action: argparse.Action) -> str:
-    """The type that an option's parser returns."""
+    """Returns the type that an option's parser returns."""
     name = getattr(action.type, "__qualname__", "str").partition(".")[0]
     parser = vars(types).get(name)
     returned = parser.__annotations__["return"] if parser is not None else name
     return str(returned.removeprefix("Callable[[str], ").removesuffix("]") if returned.startswith("Call") else returned)
 
 
-# The commands whose options a call has, where that is not the command of its name.
+# The commands whose options a call takes, if not those of the command with its name.
 _COMMANDS = {
     "run": ("suite",),
     "profile": ("profile", "suite"),
@@ -246,7 +246,7 @@ _FOR_ALL = {
 
 
 def explain_arguments(name: str, call: Callable[..., Any]) -> None:
-    """Ends a call's help with a line for each argument: that of its docstring, or else that of the command's option."""
+    """Appends a line per argument to a call's help, from its docstring or else from the command's option."""
     parameters = inspect.signature(call).parameters
     words, prose = dict(_FOR_ALL), []
     for command in _COMMANDS.get(name, (name,) if name in COMMANDS else ()):

@@ -1,8 +1,8 @@
-"""Files of options: YAML whose keys are a command's options, read by the command line's own parsers.
+"""Files of options: YAML whose keys are a command's options, read by the command line's parsers.
 
 The keys come from the parser, so that a new option is a new key. The metavar gives a value's shape: A,B may be a list,
-AXIS=A,B and LAYER=DTYPE a mapping. Values keep their text, as a shell would pass it: `1e3` and `yes` stay what was
-written. `TRAINER_KEYS` are the keys of FP8 training configurations, `use_fp8` and its like.
+AXIS=A,B and LAYER=DTYPE a mapping. Values stay text, as a shell would pass them: `1e3` and `yes` are not converted.
+`TRAINER_KEYS` are the keys of FP8 training configurations, like `use_fp8`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ LARGEST_CONFIG = 1 << 20
 
 
 class _TextLoader(yaml.BaseLoader):
-    """Leaves scalars as texts, and refuses a key that stands twice."""
+    """Keeps scalars as text, and rejects duplicate keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=True)
         if len(mapping) < len(node.value):
             keys = [key.value for key, _ in node.value]
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise yaml.YAMLError(f"the key {twice!r:.80} stands there twice")
+            raise yaml.YAMLError(f"the key {twice!r:.80} occurs twice")
         return mapping
 
 
 def read_mapping(option: str, file: Path, content: str) -> dict[str, Any]:
-    """Reads a YAML file's mapping, whose leaves are texts. `content` says what `option` expects there."""
+    """Reads a YAML file's mapping, whose leaves are text. `content` describes what `option` expects."""
     try:
         mapping = yaml.load(read_file(file, LARGEST_CONFIG).decode("utf-8-sig"), Loader=_TextLoader)
     except OSError as error:
@@ -48,10 +48,10 @@ def read_mapping(option: str, file: Path, content: str) -> dict[str, Any]:
 
 
 class TrainerKey(NamedTuple):
-    """What a key of other trainers sets: the first of `targets` that the command has, an option or 'set AXIS'.
+    """The meaning of another trainer's key: the first of `targets` that the command has, an option or 'set AXIS'.
 
-    A target's values are translated, or are taken as they are if there are none. Otherwise the key is refused, and
-    `instead` says what to write.
+    A target's values are translated, or passed unchanged if there is no translation. Without targets the key is
+    rejected, and `instead` says what to write.
     """
 
     targets: Mapping[str, Mapping[str, str]]
@@ -76,8 +76,8 @@ TRAINER_KEYS = {
     "use_wandb": TrainerKey({"log": {"true": "wandb", "false": ""}}, "write log: wandb:PROJECT"),
     "wandb_name": TrainerKey({}, "a run is named by its id; write log: wandb:PROJECT"),
 }
-# Adds the mode to the file's dtypes; the other keys are options of the mode. A compiled graph does not know earlier
-# casts, so that there it is the mode without a history.
+# The switch adds the mode to the file's dtypes; the other keys are options of the mode. A compiled graph cannot
+# remember earlier casts, so it uses the mode without a history.
 SWITCH, MODE, COMPILED_MODE = "use_fp8", "fp8-delayed", "fp8"
 MODE_OPTIONS = {
     "fp8_format": "formats",
@@ -86,7 +86,7 @@ MODE_OPTIONS = {
     "fp8_amax_history_len": "history",
     "fp8_amax_compute_algo": "algorithm",
 }
-# Compared with that mode if a file names no dtypes.
+# The dtype compared with that mode if a file names none.
 _BESIDE_TRAINING = ("bf16",)
 
 
@@ -95,8 +95,8 @@ def with_config(
 ) -> argparse.Namespace:
     """Parses the words with a file's values as defaults: the command line wins.
 
-    Options that may be repeated are added to the file's, but an axis on the command line replaces the file's values of
-    that axis. `parser` and `command` (its sub-parser) keep the file's values as their defaults.
+    Repeatable options are added to the file's, but an axis on the command line replaces the file's values of that axis.
+    `parser` and `command` (its sub-parser) keep the file's values as their defaults.
     """
     values = read_config(file, command)
     command.set_defaults(**values)
@@ -112,18 +112,18 @@ def with_config(
 
 
 def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
-    """Reads a file's values by the destinations of the command's options."""
-    # 1. Options of a mode are read together: they make one word like fp8-delayed:history=16.
+    """Reads a file's values, keyed by the destinations of the command's options."""
+    # 1. Combine options of a mode: they form one word like fp8-delayed:history=16.
     options = _options_of(command)
     content = read_mapping("--config", file, "options, in lines like `dtypes: fp32,bf16`")
     mode_options = {key: content.pop(key) for key in (SWITCH, *MODE_OPTIONS) if key in content}
-    # 2. Each key by the parser of its option, so that a file and a command line mean the same.
+    # 2. Read each key with the parser of its option, so that a file and a command line mean the same.
     values: dict[str, Any] = {}
     for key, raw_value in content.items():
         try:
             name, value = _as_option(key, raw_value, options)
             action = options.get(name) or options.get(name.replace("_", "-"))
-            # Keys of trainers are known to some commands only, and suggested anyway.
+            # Only some commands accept trainers' keys, but all suggest them.
             if action is None:
                 known_keys = [*options, SWITCH, *MODE_OPTIONS, *TRAINER_KEYS]
                 raise UnknownName("key", key, known_keys, f"the options of {command.prog}, without dashes")
@@ -137,7 +137,7 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
         if action.dest in values and not _repeats(action):
             raise UsageError(f"{file}: {key!r} sets what another key sets. Keep one of the two.")
         values[action.dest] = [*values.get(action.dest, ()), *parsed] if _repeats(action) else parsed
-    # 3. The mode joins the other precisions.
+    # 3. Add the mode to the other precisions.
     compiles = values.get("compile") == "yes" or ("compile", ("yes",)) in values.get("axes", ())
     mode = _mode_of(file, mode_options, compiles)
     if mode:
@@ -146,7 +146,7 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
 
 
 def _as_option(key: str, value: Any, options: Mapping[str, Any]) -> tuple[str, Any]:
-    """The option that a key sets, and its value: those of other trainers translated, all others unchanged."""
+    """Returns the option that a key sets, and its value: translated for other trainers' keys, else unchanged."""
     trainer_key = TRAINER_KEYS.get(key)
     if trainer_key is None:
         return key, value
@@ -157,11 +157,11 @@ def _as_option(key: str, value: Any, options: Mapping[str, Any]) -> tuple[str, A
             continue
         text = translations.get(text.lower(), text)
         return option, {axis: text} if axis else text
-    raise ValueError(f"{value!r:.80} is not taken: {trainer_key.instead}")
+    raise ValueError(f"{value!r:.80} is not supported: {trainer_key.instead}")
 
 
 def _mode_of(file: Path, mode_options: Mapping[str, Any], compiles: bool) -> str:
-    """The mode that the switch adds to a run; '' if it is off."""
+    """Returns the mode that the switch adds to a run; '' if it is off."""
     if not mode_options:
         return ""
     switch = str(mode_options.get(SWITCH, "false")).lower()
@@ -180,7 +180,7 @@ def _mode_of(file: Path, mode_options: Mapping[str, Any], compiles: bool) -> str
 
 
 def _compiled_mode(file: Path, mode: str) -> str:
-    """The mode of a compiled graph, with the formats of this one. Raises UsageError for options of a history."""
+    """Returns this mode for compiled graphs, with the same formats. Raises UsageError for options of a history."""
     _, *options = mode.split(":")
     history = [option for option in options if not option.startswith("formats=")]
     if history:
@@ -192,7 +192,7 @@ def _compiled_mode(file: Path, mode: str) -> str:
 
 
 def _options_of(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Keys and their options: options without dashes, arguments by name; not --config and --resume."""
+    """Returns options by key: options without dashes, arguments by name; not --config and --resume."""
     keys: dict[str, argparse.Action] = {}
     for action in command._actions:
         if action.default is argparse.SUPPRESS or action.dest in ("config", "resume"):
@@ -228,7 +228,7 @@ def _parse_value(command: argparse.ArgumentParser, action: argparse.Action, valu
 
 
 def _texts(action: argparse.Action, value: Any) -> list[str]:
-    """A value's texts, as words of the command line would have them."""
+    """Returns a value as words of the command line."""
     if isinstance(value, dict) and _names_things(action):
         return [f"{_text(name)}={','.join(_list_of(texts))}" for name, texts in value.items()]
     if isinstance(value, list) and (_repeats(action) or "," in str(action.metavar)):

@@ -1,7 +1,7 @@
 """The entry of the command line: finds the command, parses options, turns errors into a sentence and an exit code.
 
-`--help`, a bare `list` and bad usage need only light imports. What options need is imported with the command that is
-named, so that a mistyped name costs a tenth of a second and not two.
+`--help`, a bare `list` and bad usage need only light imports. Heavier imports wait until their command runs, so that a
+mistyped name takes a tenth of a second instead of two.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fp8bench.measure.interrupts import ends_are_interrupts
 from fp8bench.suggestions import meant_name
 
 DEFAULT_STORE = ".fp8bench"
-# The help groups commands by these verbs, with which each command's description begins.
+# The verbs by which the help groups commands; each command's description begins with one.
 VERBS = ("measure", "understand", "decide", "guard", "machine")
-# The commands of the core, each a module of cli/commands with add(parser) and run(arguments). It may have EXAMPLES, and
-# FIRST_OPTIONS, those that --help shows if there are many.
+# The core commands, each a module of cli/commands with add(parser) and run(arguments), and optionally EXAMPLES and
+# FIRST_OPTIONS, which --help shows if there are many options.
 _CORE = {
     "suite": "measure: run a suite in several precisions: speed, error, memory",
     "profile": "measure: run a model of your own, as it came and in low precision",
@@ -45,7 +45,7 @@ _CORE = {
     "store": "machine: remove what nobody needs of a store",
     "completion": "machine: print the script that completes commands in bash or zsh",
 }
-# Packages whose module has another name.
+# Packages whose import name differs.
 _CALLED = {"yaml": "PyYAML", "pynvml": "nvidia-ml-py"}
 _FEATURES = {name.replace("_", "-"): name for name in feature_names()}
 COMMANDS = (*_CORE, *_FEATURES)
@@ -58,7 +58,7 @@ def command_module(name: str) -> ModuleType:
 
 
 def build_parser(named: Collection[str] = COMMANDS) -> Parser:
-    """The parser of the whole command line, with options for the commands in `named` only."""
+    """Builds the parser of the whole command line, with options only for the commands in `named`."""
     parser = Parser(
         prog="fp8bench",
         allow_abbrev=False,
@@ -80,7 +80,7 @@ def build_parser(named: Collection[str] = COMMANDS) -> Parser:
 class Parser(argparse.ArgumentParser):
     """An argparse parser that answers bad usage with one sentence and the nearest known word.
 
-    Its help groups commands by verb, shows examples, and of many options those that most people need.
+    Its help groups commands by verb, shows examples, and lists only the most used of many options.
     """
 
     examples: Sequence[str] = ()
@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
         formatter = self._get_formatter()
         needed = [action for action in self._actions if action.required or not action.option_strings]
         optional = {*self._actions} - {*needed}
-        formatter.add_usage(self.usage, [_OPTIONS, *needed] if len(optional) > 2 else needed, [])  # more than help
+        formatter.add_usage(self.usage, [_OPTIONS, *needed] if len(optional) > 2 else needed, [])  # more than --help
         formatter.add_text(self.description)
         if self.examples:
             lines = "".join(f"\n  {example}" for example in self.examples)
@@ -149,7 +149,7 @@ class _HelpAll(argparse.Action):
 
 
 def _by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, list[argparse.Action]]]:
-    """Commands by their verbs; subcommands, which have none, under one title."""
+    """Yields commands by verb; subcommands, which have no verb, under one title."""
     verbs: dict[str, list[argparse.Action]] = {verb: [] for verb in (*VERBS, "commands")}
     for command in map(copy, commands):
         verb, _, words = (command.help or "").partition(": ")
@@ -161,7 +161,7 @@ def _by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, list[ar
 def _explain_usage(parser: argparse.ArgumentParser, message: str) -> str:
     command = re.match(r"argument COMMAND: invalid choice: (['\"])(.*)\1 \(choose from ", message, re.DOTALL)
     if command:
-        # With options before the command, an option's value looks like the command.
+        # If options precede the command, an option's value is mistaken for the command.
         error = UnknownName("command", command[2][:80], commands_of(parser))
         return f"{error} Options stand behind the command."
     lacking = re.match(r"the following arguments are required: (.*)|argument (\S+): expected .* argument", message)
@@ -170,7 +170,7 @@ def _explain_usage(parser: argparse.ArgumentParser, message: str) -> str:
 
 
 def _describe_lacking(parser: argparse.ArgumentParser, *names: str) -> Iterator[str]:
-    """Explains lacking arguments by their help: 'RUN is an id, a file's stem, a path, or 'last''."""
+    """Explains missing arguments by their help: 'RUN is an id, a file's stem, a path, or 'last''."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         option_names = set(action.option_strings) or {str(action.metavar or action.dest)}
@@ -194,7 +194,7 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def parse(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """Parses the words; an unknown argument is reported by the command that it was given to."""
+    """Parses the words; the command that got an unknown argument reports it."""
     arguments, unknown = parser.parse_known_args(words)
     if not unknown:
         return arguments
@@ -232,12 +232,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain("this process got no more memory. Free some, or raise its limit (ulimit -v); what was kept stays.")
         return EXIT_FAILED
     except BrokenPipeError:
-        silence()  # the reader of our output has left
+        silence()  # the reader of our output has closed the pipe
         return EXIT_OK
 
 
 def _remedy(words: Sequence[str], error: Fp8benchError) -> Sequence[str]:
-    """Returns a command line to paste after wrong usage: the one that was meant, or else one that explains more."""
+    """Returns a command line to paste after wrong usage: a corrected one, or else one that explains more."""
     if error.nearest and (corrected := _correct_words(words, error.given, error.nearest)):
         return ("fp8bench", *corrected)
     if error.instead or not isinstance(error, UsageError) or re.search("[`:] ?fp8bench |\n", str(error)):
@@ -247,7 +247,7 @@ def _remedy(words: Sequence[str], error: Fp8benchError) -> Sequence[str]:
 
 
 def _correct_words(words: Sequence[str], wrong: str, meant: str) -> list[str]:
-    """Returns the words with what was meant in place of what was given; [] if no word has it."""
+    """Returns the words with the wrong one corrected; [] if no word contains it."""
     preceding: list[str] = []
     for place, word in enumerate(words):
         option, equals, value = word.partition("=")
@@ -266,7 +266,7 @@ def _correct_words(words: Sequence[str], wrong: str, meant: str) -> list[str]:
 
 @contextmanager
 def _report_open_stores() -> Iterator[None]:
-    """Prints warnings of stores as sentences, without the line of code that warned."""
+    """Prints store warnings as sentences, without the line of code that warned."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -279,11 +279,11 @@ def _report_open_stores() -> Iterator[None]:
 
 @contextmanager
 def _report_exits() -> Iterator[None]:
-    """Reports os._exit() in a user's code, which would end this process with nothing but its code, perhaps 0."""
+    """Reports os._exit() in a user's code, which would end this process with only an exit code, perhaps 0."""
     exit_now, own_pid = os._exit, os.getpid()
 
     def tell(status: int) -> NoReturn:
-        if os.getpid() == own_pid:  # forks may end as they like
+        if os.getpid() == own_pid:  # forks may exit as they like
             caller = sys._getframe(1)
             place = f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}"
             complain(f"{place} ended the whole process (os._exit({status})). Nothing that came after was done.")
@@ -298,7 +298,7 @@ def _report_exits() -> Iterator[None]:
 
 
 def _run(words: list[str]) -> int:
-    # 1. A suite in a command's place is the commonest mistake: say what was meant.
+    # 1. A suite in place of a command is the most common mistake: suggest the right command.
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         from fp8bench.plan.asked_suites import known_suites
 
@@ -308,7 +308,7 @@ def _run(words: list[str]) -> int:
                 instead=("fp8bench", "suite", *words),
             )
         raise UnknownName("command", words[0], COMMANDS)
-    # 2. Only the command that is asked for is built: imports cost what people wait for.
+    # 2. Build only the requested command, because imports take time.
     parser = build_parser([word for word in words if word in COMMANDS][:1])
     arguments = parse(parser, words)
     if getattr(arguments, "config", None) is not None:
@@ -320,7 +320,7 @@ def _run(words: list[str]) -> int:
     if arguments.command is None or getattr(arguments, "subcommand", "") is None:
         meant_by(parser, arguments).print_help()
         return EXIT_OK
-    # 4. Run it; code of the user's own may not end us in silence.
+    # 4. Run the command; user code must not end it silently.
     check_working_directory()
     import_own(arguments)
     try:
@@ -328,10 +328,8 @@ def _run(words: list[str]) -> int:
     except SystemExit as error:
         from fp8bench.user_code import own_words
 
-        raise UsageError(
-            f"code of your own ended the command: {own_words(error)}. Let it raise an error instead."
-        ) from None
-    # Flushes stdout: a full disk is noticed here, where it has an exit code, and not while Python ends.
+        raise UsageError(f"your code ended the command: {own_words(error)}. Let it raise an error instead.") from None
+    # Flush stdout: a full disk is reported here, with an exit code, and not while Python shuts down.
     say("")
     return code
 

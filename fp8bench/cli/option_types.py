@@ -1,6 +1,6 @@
-"""Parsers of single words of the command line, and of what callers give in Python.
+"""Parsers of single words of the command line, and of values passed from Python.
 
-Each says what it expected. Other wrong values from Python are refused by the request itself.
+Each error says what was expected. The request checks other values from Python.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 def is_address(text: str) -> bool:
-    """Whether the text names no local file, like s3://bucket, and would make a folder called `s3:`."""
+    """Whether the text is not a local path, like s3://bucket, which would create a folder called `s3:`."""
     return _ADDRESS.match(text) is not None
 
 
 def path(text: str) -> Path:
-    # pathlib takes an empty text for the current folder.
+    # pathlib reads an empty text as the current folder.
     if not text:
-        raise argparse.ArgumentTypeError("an empty text is no path; give one, or leave the option out")
-    # The system would fail with words that name no option.
+        raise argparse.ArgumentTypeError("an empty text is not a path; give one, or leave the option out")
+    # The system's error would not name the option.
     if "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} has a zero byte, which no path may have")
+        raise argparse.ArgumentTypeError(f"{text!r} has a zero byte, which paths cannot contain")
     if is_address(text):
-        raise argparse.ArgumentTypeError(f"{text!r:.200} is an address, and no path; mount it, and give the folder")
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is an address, not a path; mount it, and give the folder")
     return Path(text)
 
 
@@ -52,13 +52,13 @@ def log_target(text: str) -> LogTarget:
 
 
 def plan_or_all(text: str) -> Path | None:
-    """The path of a plan's file; None for '-'."""
+    """Returns the path of a plan's file; None for '-'."""
     return None if text == "-" else path(text)
 
 
 def words(text: str) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(","))
-    # A comma too many is more often a slip than a name.
+    # A trailing comma is more often a slip than an empty name.
     if not all(words):
         raise argparse.ArgumentTypeError(f"{text!r} has an empty name; give names with commas between, like a,b")
     return words
@@ -76,14 +76,14 @@ def layers(text: str) -> tuple[tuple[str, str], ...]:
     pairs = tuple((layer.strip(), dtype.strip()) for layer, _, dtype in split)
     if not all(map(all, pairs)):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form LAYER=DTYPE,LAYER=DTYPE")
-    # The second one would win in silence.
+    # Otherwise the second one would win silently.
     if len(dict(pairs)) != len(pairs):
         raise argparse.ArgumentTypeError(f"{text!r} names a layer twice")
     return pairs
 
 
 def precision_map(text: str) -> tuple[tuple[str, str], ...]:
-    """LAYER=DTYPE pairs, or a file with one on each line and remarks after #."""
+    """Parses LAYER=DTYPE pairs, or a file with one per line and comments after #."""
     # A text with '=' is a map, even if a file has that name.
     file = Path(text) if text and "=" not in text and "\0" not in text else None
     if file is None or not os.path.lexists(file):
@@ -113,7 +113,7 @@ def text(rule: Rule) -> Callable[[str], str]:
 
 
 def factors(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
-    """Parses 'NAME=NUMBER,...' for which the rule holds."""
+    """Returns a parser of 'NAME=NUMBER,...' that checks the rule."""
     return lambda text: _held(rule, text, tuple((name, number_of(value)) for name, value in layers(text)))
 
 
@@ -132,7 +132,7 @@ def _held(rule: Rule, text: str, value: T) -> T:
 
 
 def _float(text: str) -> float:
-    """NaN, for which no rule holds, if the text is no number."""
+    """Returns NaN, which fails every rule, if the text is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -140,17 +140,17 @@ def _float(text: str) -> float:
 
 
 def duration(text: str) -> float:
-    """Seconds: '90s', '10m', '1.5h', or a bare number."""
+    """Parses seconds: '90s', '10m', '1.5h', or a bare number."""
     unit = text[-1:] if text[-1:] in _UNITS else ""
     seconds = _float(text.removesuffix(unit)) * _UNITS.get(unit, 1)
-    # NaN compares with nothing, and is refused as well.
+    # This also rejects NaN, which fails every comparison.
     if not 0 <= seconds < _LONGEST:
         raise argparse.ArgumentTypeError(f"expected a time below a week, like 90s, 10m or 1h, got {text!r}")
     return seconds
 
 
 class Sessions(NamedTuple):
-    """How many runs in fresh processes, and the pause between two of them in seconds."""
+    """The number of runs in fresh processes, and the pause between them in seconds."""
 
     runs: int = 1
     pause: float = 0.0
@@ -165,7 +165,7 @@ def sessions(text: str) -> Sessions:
 def names(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(word.strip() for word in value.split(","))
-    # What is neither stays as it is: the request refuses it, and names the field.
+    # Other values are passed on: the request rejects them and names the field.
     return cast(tuple[str, ...], tuple(value) if isinstance(value, Iterable) else value)
 
 
@@ -186,7 +186,7 @@ def plain(path: Any) -> Any:
 
 
 def in_bytes(value: Any) -> Any:
-    # A wrong text stays one: the request says what it expected.
+    # Invalid text is passed on: the request says what it expected.
     with suppress(ValueError):
         return bytes_of(value) if isinstance(value, str) else value
     return value
@@ -195,7 +195,7 @@ def in_bytes(value: Any) -> Any:
 def folder(name: str, value: object) -> Path:
     if not isinstance(value, str | Path) or not str(value):
         raise UsageError(f"{name} cannot be {value!r:.80}: give a folder.")
-    # A store in a folder called 's3:' would be found by nobody.
+    # Nobody would find a store in a folder called 's3:'.
     if is_address(str(value)):
         raise UsageError(f"{name} cannot be {value!r:.80}, which is an address: mount it, and give the folder.")
     return Path(value)

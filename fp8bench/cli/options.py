@@ -1,4 +1,4 @@
-"""The options that several commands share, and what commands make of their options."""
+"""The options that several commands share, and the objects that commands build from them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def _parser_of(kind: str, option: RequestOption) -> dict[str, Any]:
-    # From the most special on: a type's own reader comes last.
+    # Most specific first; a type's parser comes last.
     if option.choices:
         return {"choices": tuple(filter(None, option.choices)), "metavar": option.metavar or None}
     if option.parse == "each":
@@ -94,7 +94,7 @@ _READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
 
 
 def add_common(group: argparse._ActionsContainer, *options: str, **replaced: str) -> None:
-    """Adds options that several commands have; `replaced` has other arguments, such as the help."""
+    """Adds options that several commands have; `replaced` overrides arguments such as the help."""
     from_request = arguments_of()
     for option in options:
         arguments = from_request[option][1] if option in from_request else _SHARED[option]
@@ -102,7 +102,7 @@ def add_common(group: argparse._ActionsContainer, *options: str, **replaced: str
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.ArgumentParser]:
-    """Returns a function that adds a subcommand: its name, what it is for, and its exit codes."""
+    """Returns a function that adds a subcommand, given its name, purpose and exit codes."""
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
 
     def add(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -119,7 +119,7 @@ def add_options_of(group: argparse._ArgumentGroup, kind: type = Request) -> None
 
 
 def check_alone(words: Sequence[str], allowed: Collection[str], positional: Sequence[str] = ()) -> None:
-    # '--rounds=5' is given as much as '--rounds 5'.
+    # Match '--rounds=5' like '--rounds 5'.
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
     refused = [*positional, *(word for word in options if word not in allowed)]
     if refused:

@@ -1,4 +1,4 @@
-"""Where results go: the table, JSON or CSV on stdout, files that options name, and what follows a run."""
+"""Where results go: the table, JSON or CSV on stdout, files that options name, and steps after a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WIDEST = 160
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CommandResult:
-    """What a command found: a page for people, a value and rows for programs, and its exit code.
+    """The result of a command: a page for people, a value and rows for programs, and its exit code.
 
     `found` is the value behind them, `files` are texts for files that options name, `whole` is the page for Markdown if
     that has more.
@@ -67,7 +67,7 @@ class CommandResult:
 
     @cached_property
     def results(self) -> pd.DataFrame:
-        """The rows of --csv as a pandas frame."""
+        """Returns the rows of --csv as a pandas frame."""
         return results_frame(self.as_rows())
 
     def print_result(self, arguments: argparse.Namespace) -> int:
@@ -82,33 +82,33 @@ class CommandResult:
 
 def check_outputs(arguments: argparse.Namespace) -> None:
     """Refuses impossible outputs before anything is measured."""
-    # 1. Two things that would print at one place.
+    # 1. Two outputs to stdout.
     options = vars(arguments)
     if options.get("json") and options.get("csv") == "-":
         raise UsageError("--json and --csv - would both print on stdout. Give --csv a file, or leave one out.")
     pages = [name for name in ("html", "md", "open") if options.get(name)]
     if pages and not options.get("report", True):
-        raise UsageError(f"--no-report writes none, and --{pages[0]} wants one. Leave one out.")
-    # 2. Nothing measured has nothing to export.
+        raise UsageError(f"--no-report and --{pages[0]} contradict each other. Leave one out.")
+    # 2. A dry run has nothing to export.
     if options.get("dry_run"):
         check_files({"--write-plan": options.get("write_plan")})
         on_stdout = ["json or --csv"] if options["json"] or options["csv"] is not None else []
         exports = [name for name in ("trace", "log", "live") if options.get(name)]
         for name in (*on_stdout, *pages, *exports):
-            raise UsageError(f"--dry-run measures nothing, so that there is nothing for --{name}. Leave one out.")
-    # 3. Files that cannot be written: better now than after an hour.
+            raise UsageError(f"--dry-run measures nothing, so --{name} would have no data. Leave one out.")
+    # 3. Files that cannot be written: report that now, not after an hour.
     if options.get("csv") not in (None, "-"):
         check_files({"--csv": options["csv"]}, "a file, or '-'")
     for name in ("html", "md", "live"):
         if str(options.get(name)) == "-":
-            raise UsageError(f"--{name} '-' would be a file of that name. Give a file with a name of its own.")
+            raise UsageError(f"--{name} '-' would be a file of that name. Give another name.")
     check_files({f"--{name}": options.get(name) for name in ("html", "md", "output", "live")})
     for target in options.get("log", ()):
         check_target(target)
 
 
 def log_targets(texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
-    """Parses and checks what a call from Python logs to."""
+    """Parses and checks the log targets of a call from Python."""
     try:
         targets = tuple(log_target(text) for text in ([texts] if isinstance(texts, str) else texts))
     except argparse.ArgumentTypeError as error:
@@ -119,7 +119,7 @@ def log_targets(texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
 
 
 def check_files(files: Mapping[str, str | Path | None], expected: str = "a file") -> None:
-    """Raises UsageError for an option's file that cannot be written, as far as that can be known without writing."""
+    """Raises UsageError for an option's file that cannot be written, as far as that is known without writing."""
     for option, file in files.items():
         reason = _why_not_written(Path(file)) if file is not None else ""
         if reason:
@@ -139,7 +139,7 @@ def _why_not_written(path: Path) -> str:
 
 @contextmanager
 def write_outputs(outputs: Mapping[str, tuple[str | Path | None, str]], repeat_words: str = "") -> Iterator[None]:
-    """Writes texts to the files that options name ('-' is no file); a failure is raised after everything else."""
+    """Writes texts to the files that options name ('-' means stdout); failures are raised after everything else."""
     failed = ""
     for option, (path, text) in outputs.items():
         if path is None or path == "-":
@@ -170,10 +170,9 @@ def tell(
     full_page: Callable[[], Page] | None = None,
     repeat_words: str = "",
 ) -> None:
-    """Prints a result as asked: as a page, JSON or CSV, with the files that are wanted.
+    """Prints a result as requested: as a page, JSON or CSV, and writes the requested files.
 
-    `full_page` is the page for Markdown if that has more; `repeat_words` say how to repeat a file that could not be
-    written.
+    `full_page` is the page for Markdown if that has more; `repeat_words` say how to write a failed file again.
     """
     options = vars(arguments)
     table, text = csv_text(*rows()) if options.get("csv") is not None else "", ""
@@ -191,7 +190,7 @@ def tell(
 
 
 def print_run(run: Run, arguments: argparse.Namespace) -> None:
-    """Prints a run as asked. A CSV file that cannot be written does not cost the table."""
+    """Prints a run as requested. A CSV file that cannot be written does not prevent the table."""
     from fp8bench.analysis.findings import findings
     from fp8bench.jobs.report_files import place_of_report
     from fp8bench.report.data.run import run_rows, run_value
@@ -209,7 +208,7 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
 
 
 def in_store(run_or_store: Run | Path) -> str:
-    """' --store DIR', if commands need it to find this store, or that of a run; else ''."""
+    """Returns ' --store DIR' if commands need it to find this store, or that of a run; else ''."""
     if isinstance(run_or_store, Path):
         return "" if run_or_store == Path(DEFAULT_STORE) else f" --store {shlex.quote(str(run_or_store))}"
     store = store_of(Path(run_or_store.path))
@@ -220,12 +219,12 @@ def in_store(run_or_store: Run | Path) -> str:
 
 
 def options_of(arguments: argparse.Namespace) -> str:
-    """The options with which another command finds the same: ' --store DIR --import MODULE'."""
+    """Returns the options with which another command finds the same: ' --store DIR --import MODULE'."""
     return in_store(arguments.store) + "".join(f" --import {shlex.quote(name)}" for name in arguments.imports)
 
 
 def stdout_look(explain: bool = False) -> tuple[int, bool, bool]:
-    """Width (the terminal's or COLUMNS), colour (for a person) and explanation of a page on stdout."""
+    """Returns width (the terminal's or COLUMNS), colour (for a person) and explanation of a page on stdout."""
     width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return width, color, explain

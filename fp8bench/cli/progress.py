@@ -1,8 +1,8 @@
-"""What a user sees while a job runs: sentences, and on a terminal a line, or a block of lines, that changes in place.
+"""Progress for the user while a job runs: sentences and, on a terminal, lines that update in place.
 
-A terminal's line is drawn when an observer is called. That is between slots, so observers do next to nothing most of
-the time, and a run's line is drawn at most five times a second while the same thing is done. A log gets its lines from
-a thread, too, because one call of a compiler or of a long pass may take minutes.
+A terminal's line is drawn when an observer is called, between slots, so observers do almost nothing most of the time,
+and a run's line is drawn at most five times per second within one activity. A log also gets lines from a thread,
+because one call of a compiler or of a long pass may take minutes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 REDRAW_SECONDS = 0.2
-# An estimate from less than this would fluctuate.
+# An estimate from less time would fluctuate.
 _LEAST_SECONDS = 3.0
 _LEAST_SHARE = 0.05
-# A log without a new line for 30 s looks as if the run hung. The thread looks this often.
+# Without a new line for 30 s a log looks as if the run hung. The thread checks this often.
 _SILENT_SECONDS, _BEAT_SECONDS = 26.0, 2.0
 _ERASE = "\r\x1b[2K"
 _FALLBACK_COLUMNS, _FALLBACK_LINES = 80, 24
@@ -40,7 +40,7 @@ _NOT_DRAWN = (0, 0)
 
 
 class LiveLine:
-    """A line that replaces itself on a terminal that a person watches; silent in pipes, CI and dumb terminals."""
+    """A line that updates in place on a terminal that a person watches; silent in pipes, CI and dumb terminals."""
 
     def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
         self._stream = stream if is_watched(stream, environ) else None
@@ -48,8 +48,8 @@ class LiveLine:
 
     @property
     def room(self) -> int:
-        """The columns that may be used: some terminals wrap after the last one."""
-        # One column less than there is.
+        """The usable columns: some terminals wrap after the last one."""
+        # One column less than the width.
         return (columns_of(self._stream) or _FALLBACK_COLUMNS) - 1 if self._stream is not None else 0
 
     def show(self, text: str) -> None:
@@ -63,7 +63,7 @@ class LiveLine:
             self._drawn = False
 
     def _write(self, text: str) -> None:
-        """A terminal that has gone away must not end anything."""
+        """Writes to the terminal; a closed terminal is ignored."""
         if self._stream is not None:
             try:
                 self._stream.write(text)
@@ -73,10 +73,9 @@ class LiveLine:
 
 
 class LiveBlock:
-    """Lines that replace themselves on a terminal, whose cursor stays visible.
+    """Lines that update in place on a terminal, whose cursor stays visible.
 
-    When a terminal changes its size, nobody knows how far it folded or scrolled what was drawn: the screen is cleared
-    and drawn anew.
+    When a terminal is resized, it may fold or scroll old lines in unknown ways, so the screen is cleared and redrawn.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -89,11 +88,11 @@ class LiveBlock:
         return _size(self._stream)[0] - 1
 
     def show(self, text: str) -> None:
-        """Shows these lines, cut where the terminal ends. They may be coloured."""
+        """Shows these lines, cut at the edge of the terminal. They may be coloured."""
         if self._stream is not None:
             try:
                 self._draw(self._stream, text.rstrip("\n"))
-            except (OSError, ValueError):  # a terminal that has gone away must not end anything
+            except (OSError, ValueError):  # a closed terminal must not end the job
                 self._stream = self._live = None
 
     def _draw(self, stream: TextIO, text: str) -> None:
@@ -102,7 +101,7 @@ class LiveBlock:
         live = self._live or self._start_live(stream)
         old_size, self._size = self._size, _size(stream)
         live.console.size = self._size
-        # What lies beyond the old lines is unknown now.
+        # Text below the old lines is unknown after a resize.
         if old_size not in (self._size, _NOT_DRAWN):
             live.console.clear()
         live.update(Text.from_ansi(text, no_wrap=True, overflow="crop"), refresh=True)
@@ -113,7 +112,7 @@ class LiveBlock:
 
         self._live = Live(
             console=Console(file=stream, force_terminal=True),
-            # No thread of rich's may draw while a slot is timed.
+            # No thread of rich may draw while a slot is timed.
             auto_refresh=False,
             transient=True,
             redirect_stdout=False,
@@ -121,7 +120,7 @@ class LiveBlock:
             vertical_overflow="crop",
         )
         self._live.start()
-        # rich hides it, and a killed job would leave the terminal without one.
+        # rich hides the cursor, and a killed job would leave it hidden.
         self._live.console.show_cursor(True)
         return self._live
 
@@ -129,7 +128,7 @@ class LiveBlock:
         """Erases the lines. May be called twice."""
         if self._live is not None:
             with contextlib.suppress(OSError, ValueError):
-                self._live.update("", refresh=True)  # else rich would draw the last lines in full, beyond the screen
+                self._live.update("", refresh=True)  # or rich would draw the last lines in full, beyond the screen
                 self._live.stop()
             self._live, self._size = None, _NOT_DRAWN
 
@@ -142,7 +141,8 @@ def _size(stream: TextIO | None) -> tuple[int, int]:
 
 
 def time_left(spent: float, share: float) -> str:
-    """', about 42 s left', from the time spent and the share of the work done; '' while it is too early to tell."""
+    """Returns ', about 42 s left', from the time spent and the share of the work done; '' while it is too early to
+    estimate."""
     if spent < _LEAST_SECONDS or not _LEAST_SHARE <= share <= 1:
         return ""
     return f", about {units.clock(spent * (1 - share) / share)} left"
@@ -156,7 +156,7 @@ def is_watched(stream: TextIO | None, environ: Mapping[str, str]) -> bool:
 
 
 class _FollowedPlan:
-    """How far a run is, and how its settings are called."""
+    """The progress of a run, and the names of its settings."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._begun = clock, clock()
@@ -172,16 +172,16 @@ class _FollowedPlan:
         return f"{case.mode} of {self._names.get(case.setting, case.workload)}"
 
     def _left(self, now: float) -> str:
-        """', about 42 s left'; '' while it is too early to tell."""
+        """Returns ', about 42 s left'; '' while it is too early to estimate."""
         early = now - self._begun < _LEAST_SECONDS
         return "" if early else f", about {units.clock(self._remaining.predict(now))} left"
 
 
 def _short_names(plan: Plan) -> dict[str, str]:
-    """Returns for each setting its workload, and what tells it from the others of this workload: 'gemm m=256'."""
+    """Returns for each setting its workload and what distinguishes it from others of that workload: 'gemm m=256'."""
     cases = [group.cases[0].case for group in plan]
     values: dict[tuple[str, str], set[Scalar]] = {}
-    # First which values each parameter takes, then which parameters tell settings apart.
+    # Collect the values of each parameter, then keep parameters that vary.
     for case in cases:
         for name, value in (*case.params, ("device", case.device)):
             values.setdefault((case.workload, name), set()).add(value)
@@ -194,7 +194,7 @@ def _short_names(plan: Plan) -> dict[str, str]:
 
 
 class RunProgress(_FollowedPlan, LiveLine):
-    """Observes a run and keeps one line up to date."""
+    """Observes a run and updates one line."""
 
     def __init__(
         self, stream: TextIO | None, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic
@@ -207,7 +207,7 @@ class RunProgress(_FollowedPlan, LiveLine):
 
     def planned(self, plan: Plan) -> None:
         self._total, self._done = plan.num_cases, 0
-        # Notes scroll away above the line that changes.
+        # Notes scroll away above the updating line.
         for note in plan.what_fits:
             self._write(f"{_ERASE}{printable(note)}\n")
         self._begin(plan)
@@ -215,7 +215,7 @@ class RunProgress(_FollowedPlan, LiveLine):
     def working(self, case: Case, doing: str, share: float) -> None:
         now = self._clock()
         self._remaining.follow(case.setting, doing, share, now)
-        # What begins may take long, so a change is shown at once.
+        # A new activity may take long, so it is shown at once.
         if now - self._shown_at >= REDRAW_SECONDS or doing != self._doing:
             self._doing, self._shown_at = doing, now
             self.show(f"{self._done}/{self._total} cases{self._left(now)}, {doing} {self._name(case)}")
@@ -225,7 +225,7 @@ class RunProgress(_FollowedPlan, LiveLine):
 
 
 class _Lines:
-    """Prints what is done, at least each 30 s if `beat` is called often enough."""
+    """Prints the current activity, at least every 30 s if `beat` is called often enough."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
@@ -239,12 +239,12 @@ class _Lines:
             self._say(f"after {units.clock(now - self._begun)}{self._left(now)}: {self._doing}")
 
     def _left(self, now: float) -> str:
-        """', about 42 s left'; '' while it is too early to tell."""
+        """Returns ', about 42 s left'; '' while it is too early to estimate."""
         return ""
 
 
 class GroupLines(_FollowedPlan, _Lines, SilentObserver):
-    """Observes a run without a terminal: prints a line when one of several groups is done, and at least each 30 s."""
+    """Observes a run without a terminal: prints a line after each of several groups, and at least every 30 s."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         _Lines.__init__(self, say, clock)
@@ -278,14 +278,14 @@ class GroupLines(_FollowedPlan, _Lines, SilentObserver):
 
 @contextmanager
 def call_regularly(beat: Callable[[], None]) -> Iterator[None]:
-    """Calls `beat` now and then from a thread, until the block ends."""
+    """Calls `beat` regularly from a thread until the block ends."""
     ended = threading.Event()
 
     def call_repeatedly() -> None:
         while not ended.wait(_BEAT_SECONDS):
             beat()
 
-    # A daemon: it must not keep a process alive that was interrupted.
+    # A daemon thread does not keep an interrupted process alive.
     thread = threading.Thread(target=call_repeatedly, daemon=True)
     thread.start()
     try:
@@ -296,7 +296,7 @@ def call_regularly(beat: Callable[[], None]) -> Iterator[None]:
 
 
 class CountedLines(_Lines):
-    """Counts without a terminal."""
+    """Prints counted progress without a terminal."""
 
     _share = 0.0
 
@@ -309,7 +309,7 @@ class CountedLines(_Lines):
 
 
 class TerminalJob:
-    """Tells the user of the command how a job goes along."""
+    """Reports a job's progress to the user of the command line."""
 
     def note(self, sentence: str) -> None:
         complain(sentence)
@@ -341,7 +341,7 @@ class TerminalJob:
 
 
 class SilentJob:
-    """Tells nobody."""
+    """Reports no progress."""
 
     def note(self, sentence: str) -> None: ...
 

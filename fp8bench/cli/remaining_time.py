@@ -8,25 +8,25 @@ from statistics import fmean
 from fp8bench.model.words import MEASURING_CEILINGS
 
 ROUNDS = "measuring"
-# On an idle machine: from the command to the plan, and what comes after the last group (asv's view, the report).
+# Seconds on an idle machine: from the command to the plan, and after the last group (asv's view, the report).
 _START_SECONDS, _END_SECONDS = 2.0, 1.2
-# The same of ceilings and of a group's passes. Rounds are limited by their time, and many groups are decided early.
+# The same for ceilings, a group's passes and its rounds. Rounds have a time limit, and many groups are decided early.
 _CEILINGS_SECONDS, _PASSES_SECONDS, _ROUNDS_SECONDS = 15.0, 4.0, 7.0
-# The passes of a group took 1.5 to 6 times as long as preparing it, compiling apart, in suites on a CPU.
+# The passes of a group took 1.5 to 6 times as long as preparing it, without compiling, in suites on a CPU.
 _PASSES = 4.0
-# The share of the passes that is over when one begins.
+# The share of the passes that is done when each begins.
 _BEGINNINGS = {"checking what steps do": 0.25, "measuring memory": 0.45, "counting operators": 0.85}
 # A smaller share of the rounds would make the prediction jump.
 _LEAST_SHARE = 0.05
-# Where passes take longer than predicted, this part of them is always still to come.
+# If passes take longer than predicted, this share of them is always assumed to remain.
 _LEAST_LEFT = 0.1
 
 
 @dataclass
 class _Group:
-    """When a group began, its rounds and its passes, by the same clock, and what these take as far as it is known.
+    """When a group, its rounds and its passes began, and how long these take as far as known.
 
-    `learned` is what the passes of earlier groups took, None in the first group.
+    `learned` is the time of the passes of earlier groups, None in the first group.
     """
 
     setting: str
@@ -65,9 +65,9 @@ class _Group:
 
 @dataclass
 class RemainingTime:
-    """Follows what a run of `groups` does, which was planned after `start_seconds`: the longer that took, the slower is
-    what is not measured for a fixed time. The rounds of a group end by their budget, so their share is known; how long
-    the passes after them take is learned from earlier groups, and from the first passes of a group."""
+    """Follows a run of `groups`, planned after `start_seconds`: slow planning predicts slow untimed work. The rounds of
+    a group end by their budget, so their progress is known; the duration of the passes after them is learned from
+    earlier groups, and from the first passes of a group."""
 
     groups: int
     start_seconds: float = _START_SECONDS
@@ -98,7 +98,7 @@ class RemainingTime:
             self._passes.append(now - group.passes_begun)
 
     def predict(self, now: float) -> float:
-        """Returns the seconds that are left."""
+        """Returns the remaining seconds."""
         group, end = self._group, _END_SECONDS * self._slowness
         whole = self._seconds or [_ROUNDS_SECONDS + _PASSES_SECONDS / 2 * self._slowness]
         if group is None:

@@ -1,4 +1,4 @@
-"""Writing to stdout and stderr, which may be closed, full, a pipe that nobody reads, or lack a letter of a name."""
+"""Writing to stdout and stderr, which may be closed, full, an unread pipe, or unable to encode a name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8bench.errors import NotPrinted
 
 
 def make_usable() -> None:
-    """Replaces missing streams by silent ones, and makes names that cannot be encoded printable."""
+    """Replaces missing streams by silent ones, and makes unencodable names printable."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # pythonw and some daemons start without streams.
@@ -24,11 +24,11 @@ def make_usable() -> None:
 
 
 def say(text: str) -> None:
-    """Writes to stdout at once. A reader who has left is no error; if stdout cannot be written, raises NotPrinted."""
+    """Writes to stdout and flushes. A closed pipe is no error; if stdout cannot be written, raises NotPrinted."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    # Who pipes into head has seen what he wanted.
+    # Users who pipe into head have seen what they wanted.
     except BrokenPipeError:
         silence()
     except OSError as error:
@@ -39,7 +39,7 @@ def say(text: str) -> None:
 def complain(text: str) -> None:
     """Writes a sentence to stderr, folded to COLUMNS or the terminal's width; in a file it stays one line.
 
-    A line that begins with blanks is to be copied, and is not folded.
+    A line that begins with blanks is meant for copying and is not folded.
     """
     from fp8bench.report.elements import printable
     from fp8bench.report.terminal.layout import INDENT, MIN_WIDTH, wrap
@@ -47,7 +47,7 @@ def complain(text: str) -> None:
     columns = os.environ.get("COLUMNS", "")
     width = (int(columns) if columns.isdecimal() else 0) or columns_of(sys.stderr)
     lines = [printable(line) for line in f"fp8bench: {text}".splitlines()]
-    # A log keeps whole lines, which can be searched.
+    # In a log, whole lines can be searched.
     if width:
         wide = max(width, MIN_WIDTH)
         folded: list[str] = []
@@ -60,7 +60,7 @@ def complain(text: str) -> None:
 
 
 def columns_of(stream: TextIO | None) -> int:
-    """The width of a terminal; 0 if it is none or does not tell."""
+    """Returns the width of a terminal; 0 if the stream is not a terminal or has no known width."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream is not None else 0
     except (OSError, ValueError, AttributeError):
@@ -68,6 +68,6 @@ def columns_of(stream: TextIO | None) -> int:
 
 
 def silence() -> None:
-    """Redirects stdout to nowhere, so that the interpreter's last flush does not fail."""
+    """Redirects stdout to os.devnull, so that the interpreter's last flush does not fail."""
     with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,1 +1,1 @@
-"""Commands and families of commands that the core never imports: a folder each, told from top to bottom."""
+"""Commands and families of commands that the core never imports: a folder for each, readable from top to bottom."""

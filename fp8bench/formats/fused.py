@@ -234,7 +234,7 @@ class ValuesKernel(Kernel):
         return {"constant_and_index_propagation": False} if upright else {}
 
     def _left(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
-        """What is left of values; of magnitudes, where the format has a sign for every value."""
+        """Returns the rounded values, or rounded magnitudes if the format has a sign for every value."""
         if self.scaling is None:
             return self._elements(values, factor, random)
         if self.layout is Layout.UPRIGHT:

@@ -62,7 +62,7 @@ class Places:
         return (0, 2) if self.turned else (0, 3)
 
     def matrix(self, memory: Tensor) -> Tensor:
-        """The operand, which lies row by row, or whose transpose does."""
+        """Returns the operand, which is stored row by row, or whose transpose is."""
         return self._seen(memory.t() if self.turned else memory, self.scaling.columns)
 
     def codes(self, memory: Tensor, in_byte: int) -> Tensor:

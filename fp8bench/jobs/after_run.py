@@ -1,6 +1,6 @@
 """The steps after a measured run: history, report, and scalars for boards; also scalars of other stored results.
 
-The run is already stored, so a step that fails is noted and fails nothing else.
+The run is already stored, so a step that fails is noted and does not stop the others.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fp8bench.store.runs.listing import store_of
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is written about a run next to its history. Without `pages` there is no report."""
+    """The outputs requested for a run in addition to its history. Without `pages` there is no report."""
 
     pages: Pages | None = None
     log: Sequence[LogTarget] = ()
 
 
 def after_run(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
-    """Does all steps and notes each; False if interrupted. A run that was cut off only gets its history."""
+    """Does all steps and notes each; False if interrupted. An incomplete run is only added to the history."""
     store = store_of(Path(run.path)) or store
     try:
         note(into_history(run, store))
@@ -66,7 +66,7 @@ def published(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]
 
 
 def into_history(run: Run, store: Path, view: bool = True) -> str:
-    """Adds the run's figures to the history and updates asv's view; returns what became of the view."""
+    """Adds the run's figures to the history and updates asv's view; returns the outcome of the update."""
     sentence = update_view(run, store) if view else ""
     keep_figures(store, Path(run.path))
     return sentence
@@ -87,7 +87,7 @@ def log_kept(kind: Kind[K], kept: K, targets: Sequence[LogTarget], note: Callabl
 
 
 def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
-    """Writes the page of what a command has just kept, if its kind has one."""
+    """Writes the page of a result that a command has just stored, if its kind has one."""
     path = Path(getattr(kept, "path", ""))
     for kind in kinds():
         if isinstance(kept, kind.holds) and path.is_file():

@@ -23,12 +23,13 @@ def measured_by_asv(
     """Measures a workload's grid, stores the run, and returns outcomes of its commit by series and cell.
 
     `saved_as` is the commit under which asv saves results, '' for none: results of other commits are replaced by the
-    stored ones of that commit, or reported as failures. A case that fails now is failed, whatever was measured earlier.
+    stored ones of that commit, or reported as failures. A case that fails now counts as failed, regardless of earlier
+    results.
     """
     # 1. Measure, and store the run.
     try:
         run = execute(request, store, observer, "asv run", origin="asv", folder=root)
-        into_history(run, store, view=False)  # asv writes its own
+        into_history(run, store, view=False)  # asv writes its own view
     except NotKept as error:
         run = cast(Run, error.run)
     if not run.finished and not run.troubles:
@@ -36,7 +37,7 @@ def measured_by_asv(
     measured = points_of_run(run)
     if not measured.points:
         reason = measured.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
-        raise Fp8benchError(f"asv gets no figures of the suite {request.suite}: {reason}.")
+        raise Fp8benchError(f"asv cannot track the suite {request.suite}: {reason}.")
     # 2. Combine its points with those of the commit's other runs, or replace them if it is of another commit.
     commit = (find_commit(saved_as, root) if saved_as else None) or str(run.environment.get("commit"))
     mismatch = _why_other_commit(commit, run) if saved_as else ""

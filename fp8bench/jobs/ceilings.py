@@ -1,4 +1,4 @@
-"""Ceilings: what devices do at most, measured and stored; and quoted figures, checked against datasheets.
+"""Ceilings: the peaks of devices, measured and stored; and quoted figures, checked against datasheets.
 
 The suite `ceilings` is a run like any other, with a record for each rate.
 """
@@ -50,7 +50,7 @@ from fp8bench.report.topics.roofline import UNITS, shape_words, spread_words
 from fp8bench.store.ceilings import new_ceilings
 from fp8bench.store.runs.run_file import check_store, load_run, start_run
 
-# The dtype of the arrays of limits that are no products.
+# The dtype of the arrays for limits other than products.
 _ARRAYS = "fp32"
 
 
@@ -94,7 +94,7 @@ def _plan_group(records: Sequence[Record]) -> Group:
 def _measure_device(
     worker: Worker, device: DeviceFacts, store: Path, threads: int
 ) -> tuple[dict[str, Scalar | None], Ceilings]:
-    """Returns the state of the device by its driver, and its ceilings, which are stored."""
+    """Measures and stores a device's ceilings; returns them with the device's state as its driver reports it."""
     with meter_for(device) as meter:
         state = device_state_of(device, meter)
     environment = gather(worker.software(), __version__, threads).also(state)
@@ -102,7 +102,7 @@ def _measure_device(
 
 
 def _record(rate: Rate, device: DeviceFacts) -> Record:
-    """Returns the record of a rate; skipped, with the device's reason, if there are no runs."""
+    """Returns the record of a rate; skipped, with the device's reason, if it was not measured."""
     name = rate.precision or _ARRAYS
     case = Case(CEILINGS, (("limit", rate.limit.value),), name, device.key)
     support = precisions.get(name).support(device) if rate.precision else Support(Level.NATIVE, "")
@@ -124,7 +124,7 @@ def _record(rate: Rate, device: DeviceFacts) -> Record:
     )
 
 
-# Figures of a datasheet beside peaks: the field, the factor to its unit, and the unit of a quoted number.
+# Figures of a datasheet other than peaks: the field, the factor to its unit, and the unit of a quoted number.
 _FIGURES = {
     "bandwidth": ("bandwidth", 1e9, "GB/s"),
     "memory": ("capacity", 1e9, "GB"),
@@ -143,7 +143,7 @@ _FORM = (
 
 @dataclass(frozen=True)
 class Quote:
-    """A number quoted for a figure of a device; `number` is None if somebody asks for it."""
+    """A number quoted for a figure of a device; `number` is None if the user asks for the figure."""
 
     text: str
     devices: tuple[Datasheet, ...]
@@ -167,8 +167,8 @@ class Quote:
 
 
 def quote_of(text: str) -> Quote:
-    """Parses a quote. Raises UsageError for text that is none, or a figure that no datasheet has."""
-    # 1. The number at the end, the figure before it, and the device.
+    """Parses a quote. Raises UsageError for invalid text, or a figure that no datasheet has."""
+    # 1. Split off the number at the end, the figure before it, and the device.
     words = text.replace(",", " ").split()
     number: float | None = None
     try:
@@ -181,14 +181,14 @@ def quote_of(text: str) -> Quote:
     *name, figure = words
     figure = figure.lower()
     if figure not in _FIGURES and not kind_of_path(figure):
-        raise UsageError(f"--peak {text!r:.80}: {figure!r:.40} is no figure of a datasheet. {_FORM}.")
-    # 2. The datasheets of devices with these words in their name.
+        raise UsageError(f"--peak {text!r:.80}: {figure!r:.40} is not a figure of a datasheet. {_FORM}.")
+    # 2. Find the datasheets of devices with these words in their name.
     device_words = {word.lower() for word in name} - set(_VENDORS)
     names = {sheet.name.replace(",", ""): sheet for sheet in datasheets()}
     fitting = [sheet for name, sheet in names.items() if device_words and device_words <= {*name.lower().split()}]
     if not fitting:
         raise UsageError(f"--peak {text!r:.80}: no datasheet of {' '.join(name)!r:.60}. Known: {', '.join(names)}.")
-    # 3. Those that publish the figure.
+    # 3. Select those that publish the figure.
     quote = Quote(text, tuple(fitting), figure, number)
     published = tuple(sheet for sheet in fitting if quote.of(sheet) is not None)
     if not published:
@@ -230,7 +230,7 @@ def _lines_of(quote: Quote) -> Iterator[str]:
 
 
 def _confusions(quote: Quote) -> Iterator[str]:
-    """Yields what else the number could be: sparse, of another path, or of another device."""
+    """Yields other meanings of the number: with sparsity, in another dtype, or of another device."""
     for device in quote.devices:
         if quote.is_(quote.of(device, sparse=True)):
             yield f"that is what {device.name} does of operands with 2:4 structure, half of which are zeros"

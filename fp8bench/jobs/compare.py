@@ -25,7 +25,7 @@ def compared_sides(old_word: str, new_word: str, store: Path, observer: JobObser
 def compared_of(
     old_word: str, old: Sequence[Run], new_word: str, new: Sequence[Run], observer: JobObserver
 ) -> Compared:
-    """Compares the runs that two words mean. Raises UsageError if a run is on both sides."""
+    """Compares the runs that two words select. Raises UsageError if a run is on both sides."""
     each_once(Path(run.path) for run in (*old, *new)).check_refusals()
     both = {run.id for run in old} & {run.id for run in new}
     if both:
@@ -42,7 +42,7 @@ def _judge_side(word: str, runs: Sequence[Run]) -> Side:
 
 
 def read_runs(meant: ChosenRuns, observer: JobObserver) -> list[Run]:
-    """Reads the runs that are meant. Notes unreadable ones, and raises StoreError if there are no others."""
+    """Reads the selected runs. Notes unreadable ones, and raises StoreError if no others remain."""
     runs, paths = [], meant.files
     for note in meant.notes:
         observer.note(note)
@@ -63,7 +63,7 @@ def _choose_machine(
 ) -> tuple[Sequence[Run], Sequence[Run]]:
     """Returns the runs of one machine that both sides have: that of the newest such run of the new side.
 
-    Raises UsageError if there is none. If each side is of one machine, nobody can confuse them, and all runs count.
+    Raises UsageError if there is none. If each side is of one machine, there is no ambiguity, and all runs count.
     """
     old_machines, new_machines = (dict.fromkeys(map(machine_of, side)) for side in (old, new))
     if len(old_machines) == len(new_machines) == 1:

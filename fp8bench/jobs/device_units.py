@@ -1,4 +1,4 @@
-"""Which units for low precision a processor or GPU has, by the names that its makers use."""
+"""Names a processor's or GPU's low-precision units, in its vendor's terms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CPU_UNITS = {
     "i8mm": "Arm int8 matrix multiply",
     "sme": "Arm SME",
 }
-# The newest generation that a compute capability reaches.
+# The newest tensor cores that a compute capability has.
 _TENSOR_CORES = (
     ((10, 0), "5th generation tensor cores: tf32, bf16, fp16, int8, fp8, and fp6 and fp4 with MX and NVFP4 scales"),
     ((8, 9), "4th generation tensor cores: tf32, bf16, fp16, int8, fp8"),
@@ -38,7 +38,7 @@ _MATRIX_CORES = {
 
 
 def describe_units(facts: DeviceFacts, cpuinfo: Path = CPUINFO) -> str:
-    """Returns the units, or why none is known."""
+    """Returns the low-precision units, or why none is known."""
     if facts.kind == "cpu":
         return _describe_cpu(cpuinfo)
     if facts.hip:

@@ -1,4 +1,4 @@
-"""What this machine can do natively, emulated or not at all, and why; and what the harness itself costs here.
+"""What this machine can do natively, emulated or not at all, and why; and the overhead of the harness here.
 
 Yields lines; the command line prints them.
 """
@@ -30,14 +30,14 @@ from fp8bench.report.words.naming import shorten_line
 from fp8bench.store.series import check_grid
 from fp8bench.units import seconds, size
 
-# Compiling takes half a minute where torch has nothing in its cache; a doctor's answer should not.
+# Compiling takes half a minute without torch's cache; a doctor's answer should not.
 _COMPILER_SECONDS = 4.0
 
 
 def examine(calibrate: bool) -> Iterator[str]:
     with ThreadPoolExecutor() as threads, ProcessWorker(Settings()) as worker:
         facts = worker.probe()
-        # Trying a device's sources of energy takes up to 3 s, in which the worker imports backends.
+        # Trying a device's sources of energy takes up to 3 s, while the worker imports backends.
         meters = threads.map(meter_for, facts)
         environment = gather(worker.software(), __version__, 1)
         yield f"fp8bench {__version__}, Python {environment.get('python')}, torch {environment.get('torch')}"
@@ -96,7 +96,7 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
 
 
 def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
-    """A line for each backend: its version and what it multiplies on the device, or why it cannot."""
+    """Yields a line for each backend: its version and what it multiplies on the device, or why it cannot."""
     for name in backends.names():
         backend = backends.get(name)
         version = facts.version_of(backend.package)
@@ -116,8 +116,8 @@ def by_rank() -> list[str]:
 
 
 def compiler_state(worker: Worker, facts: Sequence[DeviceFacts], limit: float) -> str:
-    """Says whether quantisers compile on each device, as far as that is known within so many seconds; those that do not
-    compile run eagerly, and slowly."""
+    """Returns whether quantisers compile on each device, as far as that is known within `limit` seconds; uncompiled
+    ones run eagerly, and slowly."""
     if why_eager := switches_of(os.environ).why_eager:
         return f"not tried: {why_eager}"
     states = []
@@ -201,12 +201,12 @@ def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
     yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures just these)"
 
 
-# After a longer line there is no room for a summary.
+# A longer line leaves no room for a summary.
 _ROOM = 58
 
 
 def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
-    """A line for each dtype with its level on each device, short enough for any terminal."""
+    """Yields a line for each dtype with its level on each device, short enough for any terminal."""
     for name in by_rank():
         precision = precisions.get(name)
         levels = ", ".join(f"{precision.support(fact).level} on {fact.key}" for fact in facts)

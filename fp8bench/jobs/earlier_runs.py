@@ -1,4 +1,4 @@
-"""What a case took in the last runs before one, for a sentence of its report."""
+"""The step times of cases in the latest earlier runs, for a sentence in a run's report."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fp8bench.model import Run
 from fp8bench.store.runs.listing import listing
 from fp8bench.store.runs.run_file import load_head, load_run
 
-# The most earlier runs that are read, and the most files that are looked at to find them.
+# The maximum number of earlier runs read, and of files examined to find them.
 _MOST_RUNS, _MOST_FILES = 5, 50
 
 
 def find_earlier_steps(run: Run, store: Path) -> dict[str, list[float]]:
-    """Returns the best case of each case's step, in seconds, in the last runs before this one, newest first.
+    """Returns the best step time of each case, in seconds, in the latest runs before this one, newest first.
 
-    Runs of the same request's suite on the same machine count, whatever their commit.
+    Runs of the same suite on the same machine count, regardless of commit.
     """
     steps: dict[str, list[float]] = {}
     for earlier in _find_runs(run, store):

@@ -60,7 +60,7 @@ def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> 
 
 
 def read_history(store: Path, observer: JobObserver) -> History:
-    """Reads the history of a store; notes that reading takes a while, and what was wrong with its files."""
+    """Reads the history of a store; notes that reading takes a while, and problems with its files."""
 
     def progress(done: int, count: int) -> None:
         if count > _MANY_RUNS and not done:
@@ -73,8 +73,7 @@ def read_history(store: Path, observer: JobObserver) -> History:
 
 
 def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
-    """Returns parts that nobody needs and nobody uses, with their bytes, and removes them with `remove`. Raises
-    StoreError."""
+    """Returns unneeded and unused parts with their bytes, and with `remove` deletes them. Raises StoreError."""
     removable = []
     for part in chain.from_iterable(kind.spare(store) for kind in kinds()):
         with ExitStack() as locks:
@@ -96,7 +95,7 @@ def _count_bytes(path: Path) -> int:
 
 
 def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
-    """Returns the changes of all trends, acknowledged ones included."""
+    """Returns the changes of all trends, including acknowledged ones."""
     changes = changes_of(stretches(history), steps_of_many)
     return apply_acks(changes, kept_acks(store, changes, observer))
 
@@ -122,7 +121,7 @@ def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
 
 
 def series_meant(word: str, history: History) -> str:
-    """Returns the one series whose name is the word, or contains it."""
+    """Returns the only series whose name equals or contains the word."""
     names = [name for name in history.names if word.lower() in name.lower()]
     exact = [name for name in names if name.lower() == word.lower()]
     if len(exact or names) == 1:
@@ -137,12 +136,12 @@ def series_meant(word: str, history: History) -> str:
 def acknowledge(
     series: str, store: Path, observer: JobObserver, because: str | None = None, undo: bool = False
 ) -> list[tuple[str, str, str]]:
-    """Acknowledges the open changes of a series, or with `undo` takes all its acknowledgements back.
+    """Acknowledges the open changes of a series or, with `undo`, withdraws all its acknowledgements.
 
     Returns each trend's name and the commits around the change.
     """
     if undo and because is not None:
-        raise UsageError("--because says why a change stays, and --undo takes that back. Leave one out.")
+        raise UsageError("--because acknowledges a change, and --undo withdraws that. Leave one out.")
     trends = _trends(read_history(store, observer), series)
     changes = find_changes(trends)
     acks = kept_acks(store, changes, observer)
@@ -157,7 +156,7 @@ def acknowledge(
 
 
 def _undone(word: str, trends: Sequence[Trend], acks: Sequence[Ack]) -> list[tuple[Ack, str]]:
-    """The acknowledgements of trends, each with the name of its trend."""
+    """Returns the acknowledgements of trends, each with the name of its trend."""
     names = {(trend.series.name, trend.cell): trend.name for trend in trends}
     undone = [(ack, names[ack.series, ack.cell]) for ack in acks if (ack.series, ack.cell) in names]
     if not undone:
@@ -166,7 +165,7 @@ def _undone(word: str, trends: Sequence[Trend], acks: Sequence[Ack]) -> list[tup
 
 
 def _choose_open(word: str, search: Found) -> list[Change]:
-    """Returns the open changes for the worse; all open ones if there is none."""
+    """Returns the open changes for the worse, or all open ones if none is worse."""
     open_changes = [change for change in search.changes if change.state is ChangeState.OPEN]
     if not open_changes:
         reason = ""
@@ -179,7 +178,7 @@ def _choose_open(word: str, search: Found) -> list[Change]:
 
 
 def _trends(history: History, word: str) -> Sequence[Trend]:
-    """The trends of the one series that the word names, or of all that a pattern with stars fits."""
+    """Returns the trends of the only series that the word names, or of all that match a pattern with stars."""
     if _ANY in word:
         pattern = re.compile(".*".join(map(re.escape, word.lower().split(_ANY))))
         trends = history.trends(lambda name: pattern.fullmatch(name.lower()) is not None)

@@ -24,7 +24,7 @@ K = TypeVar("K")
 
 
 class View(NamedTuple):
-    """How something is shown: a page for people, a value and rows for programs."""
+    """How a result is shown: a page for people, a value and rows for programs."""
 
     page: Callable[[], Page]
     value: Callable[[], Any] = dict
@@ -33,7 +33,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptTable:
-    """A table of a run: an option of `show`."""
+    """A table of a run, selected by an option of `show`."""
 
     name: str
     help: str
@@ -49,8 +49,8 @@ class SparePart(NamedTuple):
 
 
 class Kind(ABC, Generic[K]):
-    """A kind of kept thing. `pattern` says where its files lie in a store: in folders `<utc>-<...>-<id>`, under one
-    name, or in files that are called so. `refused` are options of `show` that it does not take."""
+    """A kind of stored result. `pattern` says where its files are in a store: in folders `<utc>-<...>-<id>`, all with
+    one name, or as files named like that. `refused` are options of `show` that it does not accept."""
 
     name: ClassVar[str]
     holds: ClassVar[type]
@@ -58,12 +58,12 @@ class Kind(ABC, Generic[K]):
     refused: ClassVar[tuple[str, ...]] = ()
 
     def files(self, store: Path) -> list[Path]:
-        """Newest first."""
+        """Returns the files, newest first."""
         return [path for path in sorted(store.glob(self.pattern), reverse=True) if path.is_file()]
 
     def find(self, word: str, store: Path) -> Path | None:
-        """The file that a word means: a path, a folder, an id, a name, or the beginning of one; None if none or several
-        fit."""
+        """Returns the file that a word means: a path, a folder, an id, a name, or the beginning of one; None if none or
+        several match."""
         last = Path(self.pattern).name
         with contextlib.suppress(OSError, ValueError):
             for path in (Path(word), Path(word) / last):
@@ -73,39 +73,41 @@ class Kind(ABC, Generic[K]):
         return paths[0] if len(paths) == 1 else None
 
     def newest(self, store: Path) -> Path | None:
-        """The newest one for 'last', if that may mean this kind; its last name begins with its start time."""
+        """Returns the newest file for 'last', unless that cannot mean this kind; its final name begins with its start
+        time."""
         return None
 
     def names(self, path: Path) -> tuple[str, str]:
-        """Its id, and the name of its folder or file that ends with the id."""
+        """Returns its id, and the name of its folder or file, which ends with the id."""
         name = path.stem if "*" in Path(self.pattern).name else path.parent.name
         return name.rpartition("-")[2], name
 
     @abstractmethod
     def load(self, path: Path) -> K:
-        """Raises StoreError for other files."""
+        """Loads a file; raises StoreError for other kinds of files."""
 
     @abstractmethod
     def view(self, kept: K) -> View:
-        """What `show` prints."""
+        """Returns what `show` prints."""
 
     def whole_view(self, kept: K) -> View:
-        """What `show --all` prints."""
+        """Returns what `show --all` prints."""
         return self.view(kept)
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
-        """Functions for the lines of `history list --runs`, newest first; they raise StoreError for damaged files."""
+        """Yields functions for the lines of `history list --runs`, newest first; they raise StoreError for damaged
+        files."""
         yield from ()
 
     def spare(self, store: Path) -> Iterator[SparePart]:
-        """What is not needed to read what is kept."""
+        """Yields what is not needed to read stored results."""
         yield from ()
 
     def report(self, kept: K) -> View | None:
         return None
 
     def log_source(self, kept: K) -> LogSource | None:
-        """What --log logs its scalars of; None if this kind has none."""
+        """Returns the source of scalars for --log; None if this kind has none."""
         return None
 
     def scalars(self, kept: K) -> Iterator[LoggedScalar]:
@@ -117,7 +119,7 @@ def kinds() -> list[Kind[Any]]:
 
 
 def meant_by(word: str, store: Path, only_runs: bool = False) -> list[tuple[Kind[Any], Path]]:
-    """Returns what a word means other than a run. 'last' is the result that began last, of any kind."""
+    """Returns the results other than runs that a word means. 'last' is the result that began last, of any kind."""
     if word != "last":
         paths = [(kind, kind.find(word, store)) for kind in kinds()]
         return [(kind, path) for kind, path in paths if path is not None]
@@ -129,5 +131,5 @@ def meant_by(word: str, store: Path, only_runs: bool = False) -> list[tuple[Kind
     try:
         run = listing(store).newest if newest else None
     except (OSError, ValueError):
-        return []  # who looks for the run says why
+        return []  # the search for the run explains why
     return [(kind, path) for kind, path in newest[:1] if run is None or kind.names(path)[-1] > run.name]

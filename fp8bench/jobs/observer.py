@@ -1,4 +1,4 @@
-"""The interface by which jobs report their progress: they never print."""
+"""The interface through which jobs report progress: they never print."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Protocol
 
 from fp8bench.protocols import Observer
 
-# Called with the number done, the total, what is counted, and what is being done now.
+# Called with the number done, the total, what is counted, and the current activity.
 Tell = Callable[[int, int, str, str], None]
 
 
 class JobObserver(Protocol):
-    """Hears what a user should know while a job runs, and provides the observer of what is measured."""
+    """Receives the progress of a job, and provides the observer of measurements."""
 
     def note(self, sentence: str) -> None:
-        """Something happened that the job's result does not say."""
+        """Reports an event that the job's result does not include."""
 
     def measuring(self) -> AbstractContextManager[Observer]:
-        """The observer of a run that is measured."""
+        """Returns the observer for a run that is measured."""
 
     def counting(self) -> AbstractContextManager[Tell]:
-        """What is called while many things of one kind are done one by one."""
+        """Returns a function to call while many things of one kind are processed one by one."""

@@ -36,7 +36,7 @@ def profile_axes(
     target: str, forward: bool, optimizer: str, compiled: bool, skip: Sequence[str]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     if forward and optimizer != OPTIMIZERS[0]:
-        raise UsageError("--forward has no optimizer step, so that --optimizer would change nothing. Leave one out.")
+        raise UsageError("--forward has no optimizer step, so --optimizer would have no effect. Leave one out.")
     chosen = {
         "make": target,
         "pass": "forward" if forward else "training",
@@ -54,7 +54,7 @@ def function_named(target: str) -> str:
 
 
 def profile(request: Request, store: Path, observer: Observer, command: str, note: str = "") -> Run:
-    """Runs like a suite, and looks at shares unless it is quick or the model is compiled, which has none."""
+    """Profiles like a suite run, including shares, unless it is quick or the model is compiled, which has none."""
     compiled = ("compile", ("yes",)) in request.axes
     try:
         request = replace(request, shares=request.shares or not (request.quick or compiled))
@@ -64,7 +64,7 @@ def profile(request: Request, store: Path, observer: Observer, command: str, not
 
 
 def coverage_of(maker: str) -> Coverage:
-    """Runs a step of the model on a CPU, untimed, and returns its products as they would be converted in fp8."""
+    """Runs a step of the model on a CPU, untimed, and returns its products as fp8 would convert them."""
     request = Request(Model.name, ("fp8",), ("cpu",), UNTOUCHED, axes=(("make", (function_named(maker),)),))
     with claimed(True), worker_for(request, None) as worker:
         facts = worker.probe()
@@ -76,7 +76,7 @@ def coverage_of(maker: str) -> Coverage:
 
 
 def profile_live(given: tuple[Any, ...], request: Request, store: Path, observer: Observer, command: str) -> Run:
-    """Profiles a model at hand, which the request names by its class.
+    """Profiles a live model, which the request names by its class.
 
     Workers load it from a file. A model that cannot be sent is measured in this process, and the run says why.
     """
@@ -96,7 +96,7 @@ def profile_live(given: tuple[Any, ...], request: Request, store: Path, observer
         import torch
 
         begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng(range(torch.cuda.device_count()) if begun else ()):  # the caller's numbers stay
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if begun else ()):  # keep random state
             return profile(here, store, observer, command, f"{name} was measured in this process: {why}")
     finally:
         LIVE.pop(name, None)

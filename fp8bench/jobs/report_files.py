@@ -1,4 +1,4 @@
-"""The report's files: a page and a table for each run, in the store and wherever else they are wanted."""
+"""The report's files: a page and a table for each run, in the store and wherever else the user requests them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LONGEST_NAME = 120
 
 @dataclass(frozen=True)
 class Pages:
-    """Where else a report goes; `browser` shows the page.
+    """Further places for a report; with `browser` the page is opened.
 
     `plots` is a folder for its charts as pictures, in each of `plots_formats`.
     """
@@ -49,7 +49,7 @@ class Pages:
 
 
 def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
-    """Writes the report of stored runs, or of another kept thing; returns the page."""
+    """Writes the report of stored runs, or of another stored result; returns the page."""
     for called, kind, path in [(word, *meant) for word in words for meant in meant_by(word, store)]:
         if len(words) > 1:
             raise UsageError(f"{called} is a {kind.name}, which has a report of its own. Name it alone.")
@@ -65,7 +65,7 @@ def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
 
 
 def report_of_kept(kind: Kind[K], kept: K, path: Path, store: Path, pages: Pages = Pages()) -> Path | None:
-    """Writes the report of another kept thing; returns the page, None if that kind has none."""
+    """Writes the report of another stored result; returns the page, None if that kind has none."""
     report = kind.report(kept)
     if report is None:
         return None
@@ -74,7 +74,7 @@ def report_of_kept(kind: Kind[K], kept: K, path: Path, store: Path, pages: Pages
 
 
 def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Path:
-    """Writes page and table of some runs side by side into the store, and the page wherever else it is wanted.
+    """Writes page and table of runs side by side into the store, and the page to the other requested places.
 
     Returns the page in the store. Raises StoreError if a file cannot be written. The same runs give the same bytes.
     """
@@ -105,7 +105,7 @@ def _write_page(page: Page, rows: Rows, folder: Path, pages: Pages) -> Path:
 
 
 def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
-    """Each chart's file is named like its id on the page."""
+    """Writes each chart to a file named like its id on the page."""
     from fp8bench.report.page.drawing.pictures import picture
 
     charts = charts_of(page)
@@ -127,7 +127,7 @@ def _index_of(reports: Path) -> Page:
 
 
 def why_not_shown(page: Path) -> str:
-    """Shows a page in the user's browser; returns its address in a sentence if no browser opens."""
+    """Opens a page in the user's browser; returns a sentence with its address if no browser opens."""
     address = Path(os.path.realpath(page)).as_uri()
     try:
         shown = webbrowser.open(address)
@@ -150,14 +150,14 @@ def place_of_report(run: Run) -> str:
 
 
 def folder_of(runs: Sequence[Run], store: Path) -> Path:
-    """The folder of a report in the store, named like the run's file, or by the ids of several."""
+    """Returns the folder of a report in the store, named like the run's file, or by the ids of several runs."""
     stems = [Path(run.path).stem or run.id for run in runs]
     name = stems[0] if len(stems) == 1 else "+".join(run.id or stem for run, stem in zip(runs, stems, strict=True))
     return store / "reports" / (name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{len(runs)}-runs")
 
 
 def _within(path: str, store: Path) -> str:
-    """A run's file relative to the store: where the store lies does not belong into a report."""
+    """Returns a run's file relative to the store: the location of the store does not belong in a report."""
     try:
         return str(Path(store.name or ".") / Path(path).resolve().relative_to(store.resolve())) if path else ""
     except ValueError:
@@ -165,6 +165,6 @@ def _within(path: str, store: Path) -> str:
 
 
 def _write(path: Path, text: str | bytes) -> None:
-    """Replaces the file in one step: a browser may be reading the old one."""
+    """Replaces the file atomically: a browser may be reading the old one."""
     with keeping(f"the report {path}"):
         write_whole(path, text)

@@ -1,4 +1,4 @@
-"""What is measured as several runs: sessions, the standard case of a machine, and the cells of a plan."""
+"""Measurements of several runs: sessions, the standard case of a machine, and the cells of a plan."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _WAIT_SHOWN_EVERY = 1.0
 def execute_sessions(
     request: Request, store: Path, observer: Observer, command: str, sessions: int, apart: float
 ) -> Run:
-    """Measures the request in several runs, each kept; returns the last, whose intervals are the hull of all.
+    """Measures the request in several runs, each stored; returns the last, whose intervals span all of them.
 
-    `apart` is the pause between runs in seconds. An interrupt ends it with the last run that there is.
+    `apart` is the pause between runs in seconds. An interrupt ends it with the last existing run.
     """
     known: dict[str, tuple[Interval, ...]] = {}
     for number in range(sessions):
@@ -48,7 +48,7 @@ def execute_sessions(
             break
         alone = replace(run, records=tuple(replace(record, sessions=(), reruns=None) for record in run.records))
         ratios = ((case, finding.ratio) for case, finding in findings(alone).items())
-        # Ranges too: leaving out what others held up would make the hull narrow on a busy machine.
+        # Ranges count, too: leaving out disturbed sessions would make the span too narrow on a busy machine.
         known = known | {case: (*known.get(case, ()), ratio) for case, ratio in ratios if ratio is not None}
     return run
 
@@ -66,15 +66,15 @@ def _wait(run: Run, apart: float, observer: Observer, number: int, sessions: int
     return True
 
 
-# More than the comparisons that give a spread, and few enough to wait for.
+# More runs than the comparisons that show a spread need, but few enough to wait for.
 _STANDARD_RUNS = 6
 _STANDARD_AXES = (("shape", ("512x512x512",)), ("product", ("forward",)))
 
 
 def standard_runs(store: Path, observer: JobObserver) -> Iterator[str]:
-    """Measures a standard case in fresh processes on each device, and how far these runs lie apart.
+    """Measures a standard case in fresh processes on each device, and how much these runs differ.
 
-    What they differ by is kept in the store, for the intervals of later runs.
+    The differences are stored, for the intervals of later runs.
     """
     check_store(store)
     with ProcessWorker(Settings()) as worker:
@@ -115,14 +115,14 @@ ORIGIN = "fleet"
 def cut_into_cells(request: Request, plan: Plan, facts: Sequence[DeviceFacts], command: str) -> FleetPlan:
     cells = cells_of(plan, facts)
     if not cells:
-        raise UsageError("nothing of this would be measured here, so that there is no cell. See --dry-run.")
+        raise UsageError("nothing would be measured on this machine, so there is no cell. See --dry-run.")
     return FleetPlan(secrets.token_hex(4), now(), command, request, cells, __version__)
 
 
 def measure_cell(plan: FleetPlan, number: int, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
-    """The run of a cell, and whether it was measured now: one that is done is not measured again.
+    """Returns the run of a cell, and whether it was measured now: a finished one is not measured again.
 
-    A run that was cut off is resumed on the same machine and software, and else measured anew.
+    A run that was cut off is resumed on the same machine and software, otherwise measured from the start.
     """
     check_cell(plan, number)
     name = plan.name_of(number)

@@ -1,7 +1,7 @@
-"""What joins the GPUs of this machine, as the file that `plan-parallel --topology` takes.
+"""The links between this machine's GPUs, as the file that `plan-parallel --topology` takes.
 
-Links are what the driver and the system say, unless the store has a measured all-reduce of all GPUs. Rates of products
-are measured ceilings, else the vendor's, which no product reaches.
+Links are those that the driver and the system report, unless the store has a measured all-reduce of all GPUs. Rates of
+products are measured ceilings, else the vendor's peaks, which no product reaches.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fp8bench.store.ceilings import history_of_ceilings
 from fp8bench.store.runs.listing import newest_files
 from fp8bench.store.runs.run_file import load_run
 
-# GB/s of a lane, one way, by PCIe's generation.
+# GB/s per lane, one way, by PCIe generation.
 _LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-# The driver gives the rate of signals; this share of it is data: 18 links of 26.562 GB/s are an H100's 450.
+# The driver reports the signal rate; this share of it is data: 18 links of 26.562 GB/s are an H100's 450.
 _DATA = 16 / 17
 # How many runs are searched for a collective, from the newest on.
 _MOST_RUNS = 200
@@ -49,7 +49,7 @@ class TopologyLine:
 
 
 def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> Iterator[str]:
-    """Writes the file and yields what is in it. Raises UsageError if it exists or there are no GPUs."""
+    """Writes the file and yields its lines. Raises UsageError if it exists or there are no GPUs."""
     if path.exists():
         raise UsageError(f"--topology {path} exists already. Give another name, or remove it.")
     answer = _query_driver(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
@@ -57,7 +57,7 @@ def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
     if not gpus or any(len(fields) != len(_QUERY.split(",")) for fields in gpus):
         raise UsageError(f"--topology: nvidia-smi lists no GPUs: {' '.join(answer)[:200]!r}")
     if len(names := sorted({fields[0] for fields in gpus})) > 1:
-        raise UsageError(f"--topology: a plan takes one kind of GPU, and this machine has {', '.join(names)}.")
+        raise UsageError(f"--topology: a plan supports one kind of GPU, but this machine has {', '.join(names)}.")
     kinds = links_between(_query_driver("topo", "-m"))
     yield from (f"{name} {memory} MiB" for name, memory, *_ in gpus)
     yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'nothing to join'}"
@@ -132,7 +132,7 @@ def _query_driver(*words: str) -> list[str]:
 
 
 def links_between(matrix: list[str]) -> dict[str, int]:
-    """Returns how often each kind of link joins two GPUs ('NV18', 'PIX', 'SYS'), from nvidia-smi's matrix."""
+    """Returns how many links of each kind join two GPUs ('NV18', 'PIX', 'SYS'), from nvidia-smi's matrix."""
     counts: dict[str, int] = {}
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix]
     of_gpus = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
@@ -143,7 +143,7 @@ def links_between(matrix: list[str]) -> dict[str, int]:
 
 
 def link_rate(status: list[str]) -> float:
-    """Returns GB/s of signals on the active links of the GPU that has fewest."""
+    """Returns GB/s of signals on the active links of the GPU with the fewest links."""
     sums: list[float] = []
     for line in status:
         if line.startswith("GPU "):
@@ -161,7 +161,7 @@ def _pcie(generation: str, width: str) -> float | None:
 
 
 def adapters(folder: Path) -> list[tuple[str, float]]:
-    """Active ports: name and Gb/s."""
+    """Returns active ports: name and Gb/s."""
     ports = []
     for port in sorted(folder.glob("*/ports/*")):
         try:
@@ -175,13 +175,13 @@ def adapters(folder: Path) -> list[tuple[str, float]]:
 
 
 def measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:
-    """The best bus bandwidth (bytes/s) of an all-reduce of all GPUs, and its run, from the newest that has one."""
+    """Returns the best bus bandwidth (bytes/s) of an all-reduce of all GPUs, and its run: the newest that has one."""
     for place, file in enumerate(newest_files(store)):
         if place >= _MOST_RUNS:
             break
         try:
             run = load_run(file)
-        except StoreError:  # of another version, or no run
+        except StoreError:  # another version, or not a run
             continue
         rates = [rate for record in run.records if (rate := _bus(record, gpus))]
         if rates:

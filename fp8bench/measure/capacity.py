@@ -59,7 +59,7 @@ class Search:
         )
 
     def run(self, attempt: Callable[[int], BatchAttempt]) -> None:
-        """Attempts until what fits and what does not are neighbours, or the smallest fails, or the top fits."""
+        """Tries sizes until the largest that fits is next to the smallest that does not, or all fit, or none."""
         number: int | None = self.start
         while number is not None:
             self.attempts.append(attempt(number))

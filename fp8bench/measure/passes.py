@@ -280,8 +280,8 @@ class Passes:
     def _asking(
         self, outcome: CaseOutcome, doing: str, lacking: str, fails: bool = False
     ) -> Iterator[tuple[AskedBench, Case, DeviceFacts]]:
-        """Yields whom to ask about what. Without an answer the reason is noted, and with `fails` the case fails unless
-        only memory was short."""
+        """Yields the bench, case and device to ask. If a request fails the reason is noted, and with `fails` the case
+        fails unless memory ran out."""
         case = outcome.planned.case
         if doing:
             self._observer.working(case, doing, 1.0)

@@ -264,7 +264,7 @@ def _scalar(kind: Any) -> Callable[[Any], Any]:
     return decode
 
 
-# Modules of values: those of the core, and of features.
+# Modules that define values: those of the core, and of features.
 _VALUES = re.compile(r"fp8bench\.(model\.\w+|features\.\w+\.values)")
 
 

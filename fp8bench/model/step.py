@@ -96,7 +96,7 @@ class Tape:
 
 @dataclass(frozen=True)
 class LateSteps:
-    """What the steps of a timed state did in a slot after their timing, while their operators were recorded.
+    """Observations of a timed state's steps in slots after the timing, while their operators were recorded.
 
     `told_apart` says how timed slots differ from recorded ones, '' if they do not. `by_path` are a step's FLOPs on
     average, by the dtype that they multiply in, of compiled ones uncompiled; None if an operator has no formula.

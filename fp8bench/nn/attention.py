@@ -88,8 +88,8 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            # The same gradients to the bit as backward(gradient), which would import sympy to look at the gradient.
-            # Parameters that `run` holds get theirs.
+            # Bit-identical to backward(gradient), which would import sympy to inspect the gradient. Parameters that
+            # `run` holds get their gradients.
             (ctx.run(*inputs) * gradient.detach()).sum().backward()
         return None, *(leaf.grad for leaf in inputs)
 

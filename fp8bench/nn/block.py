@@ -54,7 +54,7 @@ class Block(nn.Module):
         self.norm_attn, self.norm_mlp = (
             ModulatedNorm() if adaptive else Norm(config.width, config.modern) for _ in range(2)
         )
-        # A stream that no gate scales grows with each change: later weights begin smaller, as in GPT-2.
+        # Without gates the residual stream grows with each block, so later weights begin smaller, as in GPT-2.
         gain = 1.0 if adaptive else 1 / math.sqrt(2 * config.layers)
         self.attn = SelfAttention(
             config.width, config.heads, config.key_heads, gain, prefix_names(choose, "attn"), core

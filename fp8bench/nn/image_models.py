@@ -71,7 +71,7 @@ def _drawn_norm(channels: int) -> BatchNorm:
 
 
 class ImageModel(nn.Module):
-    """Images, text if the model takes some, and targets in, mean loss out; `around` is as in LanguageModel."""
+    """Maps images (with text for some models) and targets to the mean loss; `around` is as in LanguageModel."""
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
 

@@ -102,7 +102,7 @@ def refuse_twice() -> None:
         )
 
 
-# A weight's operands in both orientations.
+# The operands of a weight in both orientations.
 Both = tuple[Operand, Operand]
 
 

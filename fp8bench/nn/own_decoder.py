@@ -1,4 +1,4 @@
-"""Serving any causal model of a user's own behind a static cache.
+"""Serves any causal model of a user with a static cache.
 
 `OwnDecoder` gives it the interface of `Decoder`. Its forward pass takes token ids and `past_key_values` like Hugging
 Face's models, which get their own StaticCache. Others get StaticKeys: they call `past_key_values.update(keys, values,

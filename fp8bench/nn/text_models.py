@@ -71,7 +71,7 @@ class CausalBlock(ResidualBlock):
 
 
 def convolve_causally(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
-    """A 3x3 convolution of (batch, lines, places, channels) that sees only what came before."""
+    """A causal 3x3 convolution of (batch, lines, places, channels): each place sees only earlier ones."""
     shifted = F.pad(x, (0, 0, 1, 0, 1, 0)).contiguous()
     y: Tensor = convolution(shifted, phase)[:, :-1, :-1]
     return y

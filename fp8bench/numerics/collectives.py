@@ -1,10 +1,10 @@
-"""Collectives in one of torch's dtypes or composed in FP8, what each rank must receive, and means in few bits.
+"""Collectives in a dtype of torch or composed in FP8, what each rank must receive, and means in few bits.
 
-Reductions are means, so that a step can be repeated. Each rank brings its own whole vector; for `all_gather` one part
-of it, and for `broadcast` rank 0's vector counts. FP8 means are composed in three ways. `fp8_gather`: all ranks get all
-codes and add them up in float32; that costs no more accuracy than the format, and n - 1 times the bytes. `fp8_twoshot`:
-codes of each part go to its owner, which adds them up in float32 and sends codes of the mean. `fp8_ring`: a sum travels
-round and is rounded to the format at every hop, as in a ring of NCCL.
+Reductions are means, so that a step can be repeated. Each rank contributes a whole vector; for `all_gather` one part of
+it, and for `broadcast` only rank 0's vector counts. FP8 means are composed in three ways. `fp8_gather`: all ranks get
+all codes and add them up in float32; that costs no more accuracy than the format, and n - 1 times the bytes.
+`fp8_twoshot`: codes of each part go to its owner, which adds them up in float32 and sends codes of the mean.
+`fp8_ring`: a sum travels around and is rounded to the format at every hop, as in a ring of NCCL.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _GROWTH_STEPS = 1000
 
 
 class Wire(Protocol):
-    """How values of a format are packed into a tensor to travel."""
+    """How values of a format are packed into a tensor to be sent."""
 
     def encode(self, values: Tensor) -> Tensor: ...
     def decode(self, payload: Tensor) -> Tensor: ...
@@ -62,8 +62,8 @@ class E4M3:
 
 @dataclass
 class AutoScale:
-    """FP8-LM's mu, which lasts from step to step. It depends on what all ranks received, so all have the same. It is a
-    tensor, so that a step waits for nothing."""
+    """FP8-LM's mu, which lasts from step to step. It depends on what all ranks received, so it is equal on all. It is a
+    tensor, so that a step need not wait."""
 
     mu: Tensor = field(default_factory=lambda: torch.ones(1))
 
@@ -73,14 +73,14 @@ class AutoScale:
 
 
 class Reduced(NamedTuple):
-    """A mean over ranks, or one part of it, and the codes under the common scale that it was made of."""
+    """A mean over ranks, or one part of it, and the codes with a common scale from which it was computed."""
 
     values: Tensor
     codes: Tensor
 
 
 def largest_scale(amax: Tensor) -> Tensor:
-    """The largest power of two that keeps the largest magnitude within E4M3, as in MS-AMP; 1 for zeros.
+    """Returns the largest power of two that keeps the largest magnitude within E4M3, as in MS-AMP; 1 for zeros.
 
     NaN for a magnitude that is not finite: E4M3 has no infinity, and 448 in its place would hide an overflow.
     """
@@ -90,7 +90,7 @@ def largest_scale(amax: Tensor) -> Tensor:
 
 
 def factor_of(scaling: str, size: int, auto: AutoScale) -> float | Tensor:
-    """A further factor of the scale, so that the sum over ranks is less likely too large."""
+    """Returns a further factor of the scale that makes an overflow of the sum over ranks less likely."""
     factors: dict[str, float | Tensor] = {
         PRE: 1 / size,
         POST: 1.0,
@@ -101,10 +101,11 @@ def factor_of(scaling: str, size: int, auto: AutoScale) -> float | Tensor:
 
 
 def cast_scale(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[tuple[Tensor, Tensor]]:
-    """Values as all ranks cast them alike, and the scale in them.
+    """Returns values as all ranks cast them, and their scale.
 
-    MS-AMP scales by the largest magnitude of all ranks. FP8-LM keeps gradients in FP8 with each rank's own scale, takes
-    the smallest of these scales, and casts again; the scale is that of gradients before mu, which it would else cancel.
+    MS-AMP scales by the largest magnitude of all ranks. FP8-LM stores gradients in FP8 with each rank's own scale,
+    takes the smallest of these scales, and casts again; the scale is that of gradients before mu, which it would
+    otherwise cancel.
     """
     amax = values.abs().amax().reshape(1)
     if scaling == FP8LM_AUTO:
@@ -120,7 +121,7 @@ def cast_scale(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Prog
 def mean_in_fp8(
     way: str, values: Tensor, scaling: str, rank: int, size: int, auto: AutoScale, whole: bool = True
 ) -> Program[Reduced]:
-    """The mean of a vector whose length the ranks divide, or (not `whole`) this rank's part of it."""
+    """Returns the mean of a vector whose length is a multiple of the ranks, or (not `whole`) this rank's part of it."""
     shifted, scale = yield from cast_scale(values, scaling, size, auto)
     wire = E4M3()
     if way == RING:
@@ -134,12 +135,12 @@ def mean_in_fp8(
         rows = yield AllToAll(wire.encode(shifted).reshape(size, -1))
         reduced = Reduced(_add_up([wire.decode(row) for row in rows]) / (scale * size), rows)
         if whole:
-            # Codes of the mean have scales of their own: what the common scale cuts off shows in those that were sent.
+            # Codes of the mean have separate scales: saturation by the common scale is visible in the sent codes.
             reduced = (yield from transport(reduced.values))._replace(codes=rows)
     else:
         raise ValueError(f"expected one of {', '.join(WAYS)}, got {way!r}")
     if scaling == FP8LM_AUTO:
-        # With a part, or in two shots, each rank has other codes, but all ranks need the same mu.
+        # With a part, or in two shots, each rank has different codes, but all ranks need the same mu.
         share = saturated_share(reduced.codes).reshape(1)
         auto.after(share if whole and way != TWOSHOT else (yield Largest(share)))
     return reduced
@@ -154,7 +155,7 @@ def transport(part: Tensor) -> Program[Reduced]:
 
 
 class Pieces(NamedTuple):
-    """Whole tensors one after the other in a vector, each with a scale; `most` is the largest number on any rank."""
+    """Whole tensors in a vector, each with a scale; `most` is the largest number on any rank."""
 
     lengths: Sequence[int]
     most: int
@@ -168,7 +169,7 @@ class Pieces(NamedTuple):
         return torch.nn.functional.pad(amaxes, (0, self.most - len(self.lengths)))
 
     def each(self, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Tensors with their scales, one at a time, so that no second vector of that length is needed."""
+        """Yields tensors with their scales, one at a time, so that no second vector of that length is needed."""
         return zip(torch.split(values, list(self.lengths)), scales[: len(self.lengths)], strict=True)
 
     def encoded(self, values: Tensor, scales: Tensor) -> Tensor:
@@ -179,7 +180,7 @@ class Pieces(NamedTuple):
 
 
 def transport_tensors(part: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
-    """All ranks' tensors in their order, as codes with a scale for each; `pieces` has one entry a rank."""
+    """Returns all ranks' tensors in order, sent as codes with a scale each; `pieces` has one entry per rank."""
     own = largest_scale(pieces[rank].amax(part))
     mine = pieces[rank].encoded(part, own)
     codes = yield RowsToRanks(mine.repeat(len(pieces)), rank, [len(mine)] * len(pieces), [some.size for some in pieces])
@@ -188,8 +189,8 @@ def transport_tensors(part: Tensor, rank: int, pieces: Sequence[Pieces]) -> Prog
 
 
 def mean_of_tensors(values: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
-    """The mean of this rank's tensors, from all ranks' codes with a common scale for each tensor; `values` has the
-    tensors of all ranks in their order."""
+    """Returns the mean of this rank's tensors, from all ranks' codes with a common scale per tensor; `values` has the
+    tensors of all ranks in order."""
     sizes = [some.size for some in pieces]
     rows = torch.split(values, sizes)
     amax = torch.stack([some.amax(row) for some, row in zip(pieces, rows, strict=True)])
@@ -215,8 +216,8 @@ def sent_round(values: Tensor) -> Program[Reduced]:
 
 
 def ring(values: Tensor, wire: Wire, rank: int, size: int, whole: bool = True) -> Program[Tensor]:
-    """The sum of a vector that travels: part k begins at the rank after its owner, which is rank k, is rounded to the
-    wire's format at every hop, and ends at its owner. Returns that part alone, or all parts."""
+    """Returns a sum that travels around: part k begins at the rank after its owner, rank k, is rounded to the wire's
+    format at every hop, and ends at its owner. Returns only that part, or all parts."""
     parts = [wire.encode(part) for part in values.reshape(size, -1)]
     travelling = parts[rank - 1]
     for hop in range(1, size):
@@ -251,12 +252,12 @@ Marker = AbstractContextManager[object]
 
 
 class SelfCheckFailed(RuntimeError):
-    """Ones that were added up, or sent, came to something else."""
+    """The result of adding up, or sending, ones was wrong."""
 
 
 def bus_factor(collective: str, size: int) -> float:
-    """What nccl-tests multiplies bytes over time by to compare with a link's rate. The bytes are those of the whole
-    vector, of all ranks."""
+    """Returns the factor by which nccl-tests multiplies bytes over time, to compare with a link's rate. The bytes are
+    those of the whole vector, of all ranks."""
     if collective == BROADCAST:
         return 1.0
     return (2.0 if collective == ALL_REDUCE else 1.0) * (size - 1) / size
@@ -289,7 +290,7 @@ class Plain:
     dtype: torch.dtype
 
     def given(self, values: Tensor, size: int) -> Tensor:
-        """The tensor that a rank sends; a mean overwrites it."""
+        """Returns the tensor that a rank sends; a mean overwrites it."""
         whole = values if self.collective != ALL_GATHER else values.chunk(size)[0]
         return whole.to(self.dtype, copy=True)
 
@@ -351,14 +352,14 @@ class InFP8:
         return start(self.program(values, rank, size))
 
     def alone(self, sources: Sequence[Tensor]) -> list[Reduced]:
-        """What each rank receives, by the same programs in this process; this one's mu does not change."""
+        """Returns what each rank receives, by the same programs in this process; this rank's mu does not change."""
         each = [InFP8(self.collective, self.way, self.scaling, AutoScale(self.auto.mu)) for _ in sources]
         pairs = enumerate(zip(each, sources, strict=True))
         return simulate([in_fp8.program(values, rank, len(sources)) for rank, (in_fp8, values) in pairs])
 
 
 def check_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: str) -> None:
-    """Adds up ones before anything is timed: backends have added up dtypes that they did not know as integers.
+    """Adds up ones before anything is timed: some backends added up unknown dtypes as integers.
 
     In FP8 the mean need not be 1, because a ring's sum may saturate, but it is bit for bit what one process computes.
     """
@@ -374,12 +375,12 @@ def check_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: st
         at = int((sums != correct).nonzero()[0])
         raise SelfCheckFailed(
             f"the self-check of {kind.collective} over {size} ranks: ones came to {float(sums[at])!r}, and must come "
-            f"to {float(correct[at])!r} (1 + ... + 1 over {size}); nothing of it is timed"
+            f"to {float(correct[at])!r} (1 + ... + 1 over {size}); so it was not timed"
         )
 
 
 def newest(*names: str) -> Callable[..., object]:
-    """The newest of these functions that torch has: 2.13 renamed some, and warns of the old names."""
+    """Returns the newest of these functions that torch has: 2.13 renamed some, and warns of the old names."""
     import torch.distributed as dist
 
     collective: Callable[..., object] = next(getattr(dist, name) for name in names if hasattr(dist, name))

@@ -1,13 +1,13 @@
 """Explains how one result differs from another: the order of a sum, its rounding, a layout, a scale.
 
 The oracle is the float64 product of the operands' values. A sum of K products in any order, each step rounded to p
-bits, lies within K * 2^-p of the sum of their magnitudes; an explanation has to hold for every element. That bound
-alone is too wide for sums: rounding steps favours no side, and their mean square grows only with K, so sums in fewer
-bits are recognised long before they leave the bound.
+bits, is within K * 2^-p of the sum of their magnitudes; an explanation must hold for every element. That bound alone is
+too wide for sums: rounding steps are unbiased, and their mean square grows only with K, so sums in fewer bits are
+recognised long before they exceed the bound.
 
-The numbers also tell in which precision a product was really computed: it is nearest to the exact product of operands
+The numbers also show in which precision a product was really computed: it is nearest to the exact product of operands
 rounded as that precision rounds them, because sums and the result's rounding add far less than another rounding of the
-operands. So of several guesses the nearest is taken, and the distance of the others says how sure that is.
+operands. So of several guesses the nearest is taken, and the distance of the others shows how certain that is.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fp8bench.model.promises import Difference
 from fp8bench.numerics.products import INSTRUCTION, PROMOTION, short_product, unit_sums
 
 FLOAT32_BITS = 24
-# Roundings of a float32 sum besides its additions: of both operands' values, their scales, and the result.
+# Roundings of a float32 sum in addition to its additions: of both operands' values, their scales, and the result.
 _OTHER_ROUNDINGS = 4
 # No hardware sums in fewer bits.
 _FEWEST_BITS = 8
 # A bias within this many standard errors is chance; mean squares of one kind agree within the factor.
 _CHANCE, _SAME_SPREAD = 6.0, 3.0
-# A factor nearer to 1 is no scale, and neither is one within a result's own rounding.
+# A factor nearer to 1 is not a scale, nor is one within a result's own rounding.
 _NO_SCALE = 2.0**-7
 _LINES = (
     ("the tensor", False, False),
@@ -60,7 +60,7 @@ def differing_bits(native: Tensor, emulated: Tensor) -> Tensor:
 
 
 def steps_between(native: Tensor, emulated: Tensor) -> Tensor:
-    """Returns how many numbers of the dtype lie between two results; infinite if they differ and one is not finite."""
+    """Returns how many numbers of the dtype are between two results; infinite if they differ and one is not finite."""
     places = []
     for tensor in (native, emulated):
         bits = tensor.contiguous().view(_BITS[tensor.element_size()]).to(torch.int64)
@@ -93,7 +93,7 @@ class ConformitySums:
         return self.reach(self.bits) * self.magnitude
 
     def reach(self, bits: int) -> float:
-        """`bound` relative to the magnitude. Short sums are cut off once an instruction."""
+        """Returns `bound` relative to the magnitude. Short sums are truncated once per instruction."""
         length = self.a.shape[1]
         float32 = (length + _OTHER_ROUNDINGS) * 2.0**-FLOAT32_BITS
         return float32 if bits == FLOAT32_BITS else float32 + (math.ceil(length / INSTRUCTION) + 1) * 2.0 ** (1 - bits)
@@ -123,7 +123,7 @@ class ConformitySums:
 
     def is_unbiased(self, result: Tensor) -> bool:
         """Whether the errors look like rounded steps: no more on one side than chance allows."""
-        if self.bits < FLOAT32_BITS:  # short sums are cut off, so all errors are on one side
+        if self.bits < FLOAT32_BITS:  # short sums are truncated, so all errors are on one side
             return True
         steady = 2.0**-self.bits * math.sqrt(self.a.shape[1])
         biased = abs(self.lost(result)) > steady + _CHANCE * math.sqrt(self.chance / result.numel())
@@ -171,9 +171,9 @@ def explain_product(result: Tensor, sums: ConformitySums) -> Explained:
 
 
 def kept_bits(result: Tensor, sums: ConformitySums) -> int:
-    """Returns the bits that sums seem to have; 24 if nothing points to fewer.
+    """Returns the bits that sums seem to have; 24 if nothing indicates fewer.
 
-    Cutting off makes all results smaller. A model of 14 bits shows by how much for these operands, and how far single
+    Truncation makes all results smaller. A model of 14 bits shows by how much for these operands, and how far single
     results are off.
     """
     model = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
@@ -210,7 +210,7 @@ def permutations(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]
 
 
 def match_units(result: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], promoted: bool) -> bool:
-    """Whether every element is what Hopper's FP8 units compute from codes (M, K) and (N, K), with a scale an element.
+    """Whether every element is what Hopper's FP8 units compute from codes (M, K) and (N, K), with a scale per element.
 
     Their sums are known to the bit; scales and promotions enter in float32 in an unknown order.
     """
@@ -229,7 +229,7 @@ def match_units(result: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tens
 
 
 class _Fit(NamedTuple):
-    """A product with other factors, in words, and its magnitude."""
+    """A product with other factors, described in words, and its magnitude."""
 
     words: str
     scaled: Tensor
@@ -237,7 +237,8 @@ class _Fit(NamedTuple):
 
 
 def _scaled_otherwise(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]:
-    """Fits with factors other than 1 for the tensor, for rows and columns, or for blocks along the contraction."""
+    """Yields fits with factors other than 1 for the tensor, for rows and columns, or for blocks along the
+    contraction."""
     no_scale = max(_NO_SCALE, 4 * torch.finfo(sums.dtype).eps)
     fits = []
     for words, by_row, by_column in _LINES:
@@ -310,7 +311,7 @@ def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -
     bits = mantissa_bits(result)
     if bits < min(fmt.mantissa_bits, mantissa_bits(correct)):
         return Difference.UNEXPLAINED, f"values of {bits} bits of mantissa, where {fmt.name} has {fmt.mantissa_bits}"
-    # 3. A neighbour on the grid, beyond the value that was cast: anything nearer lies on no grid.
+    # 3. A neighbour on the grid, beyond the value that was cast: anything nearer is on no grid.
     steps = most_steps(torch.maximum(values.abs(), expected.abs()), fmt, float(top))
     distance = (values - expected).abs() / steps
     least = torch.where(steps > steps.min(), 0.5 - _SLACK, 0.0)
@@ -334,9 +335,9 @@ def _cast_ratios(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]
 
 
 def mantissa_bits(values: Tensor) -> int:
-    """Returns the mantissa bits of values, by their number within an octave, whatever the scale of each run of 128.
+    """Returns the mantissa bits of values, from their number within an octave, whatever the scale of each run of 128.
 
-    Too few if there are not enough values to meet all numbers of an octave.
+    The result is too small if there are not enough values to cover an octave.
     """
     length = _RUN if values.shape[-1] % _RUN == 0 else values.shape[-1]
     runs, most = values.detach().abs().reshape(-1, length), 1
@@ -349,16 +350,15 @@ def mantissa_bits(values: Tensor) -> int:
 
 
 def most_steps(values: Tensor, fmt: Format, top: float) -> Tensor:
-    """Returns the largest distance of a format's neighbours about each value, whatever its scale. `top` is the format's
-    largest value times the largest scale.
-    """
+    """Returns the largest distance between a format's neighbours about each value, whatever its scale. `top` is the
+    format's largest value times the largest scale."""
     return (values.abs() * 2.0**-fmt.mantissa_bits).clamp(min=fmt.smallest_subnormal * top / fmt.largest)
 
 
-# Both operands' values under the name of the precision that they would show.
+# Both operands' values, by the name of the precision that they would indicate.
 Guesses = Mapping[str, tuple[Tensor, Tensor]]
-# A mean square so many times smaller shows another precision. Sums in few bits and a library's own rounding make less
-# of a difference; a bfloat16 result of bfloat16 copies of FP8 values has three times the error of its rounding.
+# A mean square this many times smaller indicates another precision. Sums in few bits and a library's own rounding make
+# less of a difference; a bfloat16 result of bfloat16 copies of FP8 values has three times the error of its rounding.
 _NEARER = 2.0
 
 

@@ -1,5 +1,5 @@
-"""Random tensors of kinds that are hard for low precision, among them gradients, whose magnitudes differ by layer and
-row; and `drawn`, the operands of suites that draw their own."""
+"""Random tensors that are hard for low precision, among them gradients, whose magnitudes differ by layer and row; and
+`drawn`, the operands of suites."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from fp8bench.model import Scalars
 from fp8bench.protocols.axes import CONTIGUOUS, PADDED, STRIDED, TRANSPOSED, VALUES
 
-# Student's t with so many degrees of freedom has a variance and no kurtosis: its largest values grow with the count.
+# Student's t with this many degrees of freedom has a variance and no kurtosis: its largest values grow with the count.
 DEGREES = 3
-# One channel in so many is an outlier, and so many times larger, as in a trained model's activations.
+# One channel in this many is an outlier, by this factor, as in a trained model's activations.
 OUTLIER_EVERY, OUTLIER_FACTOR = 128, 50.0
 # Magnitudes of gradients are log-normal about this median, with this deviation in powers of e.
 GRADIENT_MEDIAN, GRADIENT_DEVIATION = 1e-4, 2.0
@@ -30,7 +30,7 @@ def student_t(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
 
 
 def outlier_channels(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Standard normal values with a few much larger columns, which every row has."""
+    """Returns standard normal values with a few much larger columns, the same in every row."""
     values = gaussian(shape, generator)
     count = max(1, shape[1] // OUTLIER_EVERY)
     chosen = torch.randperm(shape[1], generator=generator, device=generator.device)[:count]
@@ -51,8 +51,8 @@ DISTRIBUTIONS: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] =
 }
 
 
-# Ranges of powers of ten. A network's layers differ by some orders of magnitude, rows of one layer by others; with one
-# magnitude for all, a scale a tensor would look better than it is.
+# Ranges of powers of ten. A network's layers differ by some orders of magnitude, as do rows of one layer; with equal
+# magnitudes, a single scale per tensor would look better than it is.
 _TENSOR_EXPONENTS = (-6.0, -2.0)
 _ROW_EXPONENTS = (-1.5, 1.5)
 
@@ -89,7 +89,7 @@ _LARGEST_INTEGER = 4
 
 
 def drawn(params: Scalars, shape: Sequence[int], generator: torch.Generator | None = None, device: str = "") -> Tensor:
-    """float32 values of the case's kind; without a generator from torch's own state, on its default device.
+    """Returns float32 values of the case's kind; without a generator from torch's own state, on its default device.
 
     The kind can change speed: constants switch fewer wires of the multipliers than random numbers do, so that a GPU at
     its power limit keeps a higher clock.
@@ -109,7 +109,8 @@ GAP = 64
 
 
 def laid_out(matrix: Tensor, layout: str) -> Tensor:
-    """The matrix with other strides. The gaps between its elements repeat its numbers: zeros would take less power."""
+    """Returns the matrix with other strides. The gaps between its elements repeat its numbers: zeros would take less
+    power."""
     if layout == CONTIGUOUS:
         return matrix
     if layout == TRANSPOSED:

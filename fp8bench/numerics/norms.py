@@ -13,7 +13,7 @@ TILE = 1 << 20
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`x` without its gradient, as rows of its last dimension; a number is one row of one."""
+    """Returns `x` without its gradient, as rows of its last dimension; a number is one row of one."""
     width = x.shape[-1] if x.dim() else 1
     return x.detach().reshape(x.numel() // width if width else 0, width)
 
@@ -28,10 +28,10 @@ def tiles(height: int, width: int) -> Iterator[tuple[slice, slice]]:
 
 
 def relative_frobenius(value: Tensor, reference: Tensor) -> float:
-    """||value - reference|| / ||reference|| in Frobenius norms.
+    """Returns ||value - reference|| / ||reference|| in Frobenius norms.
 
-    Against a zero reference it is 0 for a zero value, else infinity; NaN if the difference has one. Shapes must agree,
-    because broadcasting would give a number that means nothing.
+    For a zero reference it is 0 for a zero value, else infinity; NaN if the difference has one. Shapes must agree,
+    because broadcasting would give a meaningless number.
     """
     return joint_relative_frobenius([value], [reference])
 
@@ -45,7 +45,7 @@ def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tens
 
 
 def relative_error(value: float, reference: float) -> float:
-    """|value - reference| / |reference| of numbers, with zero treated as in `relative_frobenius`."""
+    """Returns |value - reference| / |reference| of numbers, with zero treated as in `relative_frobenius`."""
     return _share(abs(value - reference), abs(reference))
 
 
@@ -56,8 +56,8 @@ def _share(difference: float, size: float) -> float:
 
 
 def vanished_share(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
-    """The share of all values that are zero and are not zero in the reference; 0 if there are no values. Norms depend
-    on the largest values only, and would not show that most others are gone."""
+    """Returns the share of all values that are zero but not in the reference; 0 if there are no values. Norms depend
+    only on the largest values, and would not show that most others are gone."""
     vanished = count = 0
     for value, reference in zip(values, references, strict=True):
         _check_shapes(value, reference)

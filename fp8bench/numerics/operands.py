@@ -1,5 +1,5 @@
-"""Watching operators: the operands of products, whether values lie on a format's grid, and whether a step needs the
-host and so cannot be replayed."""
+"""Watches operators: the operands of products, whether values are on a format's grid, and whether a step needs the host
+and so cannot be replayed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from fp8bench.formats.grids import Format
 
 # The arguments of an operator that are multiplied with each other. Attention's operators are found by their prefix.
-# Some operators (linear, matmul) are taken apart earlier unless gradients are off.
+# Some operators (linear, matmul) are decomposed earlier unless gradients are off.
 _TWO, _AFTER_ONE, _ATTENTION = slice(0, 2), slice(1, 3), "_scaled_dot_product_"
 _OPERANDS: Mapping[str, slice] = {
     **dict.fromkeys(
@@ -35,7 +35,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "e2m1": "float4_e2m1fn_x2"}
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches the operators that run in its body without changing them: each is passed to `see`, which runs it.
 
-    With `unwraps` an operator on a tensor subclass is not passed itself, but its inner operators are.
+    With `unwraps`, an operator on a tensor subclass is replaced by its inner operators.
     """
 
     unwraps: ClassVar[bool] = True
@@ -48,8 +48,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled functions stay compiled, and show the products that they leave to a library. If this says no, torch
-        2.13 never compiles a function that is first called under the mode."""
+        """Returns True, so that compiled functions stay compiled, and show the products that they leave to a library.
+        If this returns False, torch 2.13 never compiles a function that is first called under the mode."""
         return True
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class ProductWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 def _attention(operator: str) -> str:
-    """'flash', 'efficient', 'cudnn', or 'math' where torch takes attention apart; '' for other operators."""
+    """Returns 'flash', 'efficient', 'cudnn', or 'math' if torch decomposes attention; '' for other operators."""
     if operator == "_safe_softmax":  # only attention calls it
         return "math"
     kernel, named, _ = operator.removeprefix(_ATTENTION).partition("_attention")
@@ -111,7 +111,7 @@ def _tensors(given: Sequence[Any]) -> Iterator[Tensor]:
 # The number of lines of an operand that are examined, their length, and lengths of runs that may share a scale.
 _LINES, _LONGEST = 8, 1024
 _RUNS = (_LONGEST, 128, 32, 16)
-# At least so many values for each distinct magnitude show a coarse grid: bfloat16's own has 1.2 in 128 values.
+# At least this many values per distinct magnitude indicate a coarse grid: bfloat16's own has 1.2 in 128 values.
 _CROWD = 1.5
 _BYTE = 8
 # The float32 error of a scaled value against its grid.
@@ -123,10 +123,10 @@ def has_dtype_of(tensor: Tensor, fmt: Format) -> bool:
 
 
 def has_format(tensor: Tensor, fmt: Format) -> bool:
-    """Whether a tensor has the format's dtype, or values on its grid in a wider dtype, under any scale.
+    """Whether a tensor has the format's dtype, or values on its grid in a wider dtype, with any scale.
 
     Values on a grid have few significant bits if their scale is a power of two, and few distinct magnitudes otherwise;
-    or they lie on the grid once the largest of those that share a scale is mapped to the format's largest.
+    or they are on the grid once the largest of those that share a scale is mapped to the format's largest.
     """
     if has_dtype_of(tensor, fmt):
         return True
@@ -158,7 +158,7 @@ def _on_grid(tensor: Tensor, fmt: Format) -> bool:
 
 
 def _few_magnitudes(runs: Tensor, fmt: Format) -> bool:
-    """Whether every run has no more magnitudes than the format, and there are many values for each. Zeros do not count:
+    """Whether every run has no more magnitudes than the format, and many values for each. Zeros do not count, because
     activations have many."""
     ordered = runs.abs().sort(dim=1).values
     new = torch.ones_like(ordered, dtype=torch.bool)
@@ -177,7 +177,7 @@ def _fits(runs: Tensor, fmt: Format) -> bool:
 
 
 def needs_host(step: Callable[[], object]) -> str:
-    """Runs a step and says why it cannot be replayed; '' if nothing was seen."""
+    """Runs a step and returns why it cannot be replayed; '' if no reason was found."""
     seen = _HostParts()
     with seen:
         step()
@@ -185,7 +185,7 @@ def needs_host(step: Callable[[], object]) -> str:
 
 
 class _HostParts(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Finds values that go to the device or come from it: a replay repeats those of the recorded step."""
+    """Finds values that are moved to the device or from it: a replay repeats those of the recorded step."""
 
     unwraps = False
 
@@ -200,8 +200,8 @@ class _HostParts(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 def transfer(operator: str, given: Iterable[Any], results: Iterable[Any]) -> str:
-    """What an operator moved between host and device, if anything. A kernel's number arguments do not count, nor does a
-    number that comes with results on the device: the seed of attention's dropout."""
+    """Returns what an operator moved between host and device, if anything. A kernel's number arguments do not count,
+    nor does a number that comes with results on the device: the seed of attention's dropout."""
     places = {tensor.device.type for tensor in given if tensor.dim() or "copy" in operator}
     after = {result.device.type for result in results}
     if "cpu" in places and after - {"cpu"}:

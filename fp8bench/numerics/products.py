@@ -1,13 +1,13 @@
 """Reference products: exact ones for chosen rows, those of emulated precisions, and sums in few bits.
 
-All take b as (N, K), contraction last, as linear layers keep their weights. They tell what a product in low precision
-has cost, and how much of that the kernel added to the losses of the casts.
+All take b as (N, K), contraction last, like the weights of linear layers. They show the error of a product in low
+precision, and how much of that the kernel added to the casts.
 
-Short sums are those of Hopper's FP8 units, as they come or promoted to float32 now and then. `unit_sums` equals an H200
-to the bit (in all of 143,360 sums of 16 to 2,048 products): an instruction contracts 32 elements; their products and
-the sum so far are cut off 13 bits below the largest exponent among them, where a product's exponent is the sum of its
+Short sums are those of Hopper's FP8 units, plain or promoted to float32 periodically. `unit_sums` equals an H200 to the
+bit (in all of 143,360 sums of 16 to 2,048 products): an instruction contracts 32 elements; their products and the sum
+so far are truncated 13 bits below the largest exponent among them, where a product's exponent is the sum of its
 factors', and so is their sum. `short_product` emulates this at the cost of a matrix product: an instruction's numbers
-are added exactly, and the result keeps so many significant bits (14 on Hopper).
+are added exactly, and the result keeps that many significant bits (14 on Hopper).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _CHUNK_COLUMNS = 1024
 
 
 def rows_within(m: int, n: int, k: int, flops_cap: float = FLOPS_CAP) -> tuple[int, ...]:
-    """Rows of an (m, k) by (n, k) product, evenly spread, at least one, that together cost at most `flops_cap`. They
-    depend on the sizes alone, so that errors of different runs compare."""
+    """Returns rows of an (m, k) by (n, k) product, evenly spread, at least one, that together cost at most `flops_cap`.
+    They depend only on the sizes, so that errors of different runs compare."""
     if m == 0:
         return ()
     affordable = int(flops_cap // max(2 * n * k, 1))
@@ -36,8 +36,8 @@ def rows_within(m: int, n: int, k: int, flops_cap: float = FLOPS_CAP) -> tuple[i
 
 
 def exact_product(a: Tensor, b: Tensor, rows: Sequence[int]) -> Tensor:
-    """The chosen rows of a (M, K) times b (N, K) transposed, in fp64: (len(rows), N). `b` is widened in chunks, because
-    a float64 copy of a large weight would take four times its memory."""
+    """Returns the chosen rows of a (M, K) times b (N, K) transposed, in fp64: (len(rows), N). `b` is widened in chunks,
+    because a float64 copy of a large weight would take four times its memory."""
     index = torch.tensor(rows, dtype=torch.int64, device=a.device)
     left = a.detach().index_select(0, index).to(torch.float64)
     result = left.new_empty((len(rows), b.shape[0]))
@@ -48,8 +48,8 @@ def exact_product(a: Tensor, b: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in that dtype, untouched if it has it: in torch 2.11's compiled graphs gradients are zero behind a
-    Function that ends in a `.to` that converts nothing."""
+    """Returns the tensor in that dtype, untouched if it has it: in torch 2.11's compiled graphs gradients are zero
+    behind a Function that ends in a `.to` that converts nothing."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
@@ -60,11 +60,12 @@ def values_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def product_errors(
     product: Tensor, operands: tuple[Tensor, Tensor], cast: tuple[Tensor, Tensor], rows: Sequence[int]
 ) -> tuple[float, float]:
-    """Relative Frobenius errors of some rows of a (M, K) times b (N, K) transposed: in all, and the kernel's.
+    """Returns relative Frobenius errors of some rows of a (M, K) times b (N, K) transposed: the total, and the
+    kernel's.
 
     The first is against the fp64 product of the original `operands`, the second against that of `cast`, their values
-    after the casts: what summing and rounding the result add. Where errors are independent their squares add up, and
-    the casts' own error is sqrt(all^2 - kernel^2).
+    after the casts: what summing and rounding the result add. If errors are independent their squares add up, and the
+    casts' own error is sqrt(total^2 - kernel^2).
     """
     picked = product[list(rows)]
     first, second = (relative_frobenius(picked, exact_product(*pair, rows)) for pair in (operands, cast))
@@ -78,18 +79,18 @@ _DOUBLE_BITS = 53
 
 
 def short_product(a: Tensor, b: Tensor, accumulator: Accumulator, bits: int = HOPPER_BITS) -> Tensor:
-    """Values a (M, K) times b (N, K) transposed, in float32, with short sums.
+    """Returns values a (M, K) times b (N, K) transposed, in float32, with short sums.
 
-    SHORT sums all of K so. PROMOTED adds the short sum of every 128 elements to a float32 sum. Inside an instruction
-    float64 takes the place of exact sums: those of FP8 values have no more than 53 bits.
+    SHORT sums all of K like this. PROMOTED adds the short sum of every 128 elements to a float32 sum. Inside an
+    instruction float64 replaces exact sums: those of FP8 values have no more than 53 bits.
     """
     sums: Tensor = _sum_pieces(a, b, accumulator is Accumulator.PROMOTED, bits)
     return sums
 
 
 def unit_sums(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, K) times b (N, K) transposed, of FP8 values without scales, exactly as Hopper's FP8 units sum; float64. A
-    step takes M * N * 32 numbers, so this is for small products."""
+    """Returns a (M, K) times b (N, K) transposed, for FP8 values without scales, exactly as Hopper's FP8 units sum;
+    float64. A step takes M * N * 32 numbers, so this is for small products."""
     wide, kept = (a.to(torch.float64), b.to(torch.float64)), a.new_zeros(len(a), len(b), dtype=torch.float64)
     for start in range(0, a.shape[1], INSTRUCTION):
         first, second = (tensor[:, start : start + INSTRUCTION] for tensor in wide)
@@ -108,7 +109,7 @@ def _exponents(values: Tensor) -> Tensor:
 
 
 def _cut_off(values: Tensor, exponents: Tensor | None) -> Tensor:
-    """Values cut off HOPPER_BITS - 1 bits below an exponent, by default each value's own."""
+    """Truncates values HOPPER_BITS - 1 bits below an exponent, by default each value's own."""
     own = _exponents(values) if exponents is None else exponents
     last = torch.exp2((own - (HOPPER_BITS - 1)).to(torch.float64))
     return (values / last).trunc() * last
@@ -125,7 +126,7 @@ def _sum_pieces(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
         for first in range(start, min(start + length, a.shape[1]), INSTRUCTION):
             part = slice(first, min(first + INSTRUCTION, start + length))
             kept.addmm_(wide_a[:, part], wide_b[:, part].t())
-            # Cut off after every instruction. Infinities and NaN stay.
+            # Truncate after every instruction. Infinities and NaN stay.
             kept.view(torch.int64).bitwise_and_(-(1 << (_DOUBLE_BITS - bits)))
         total += kept
     return total

@@ -1,4 +1,4 @@
-"""Statistics of values: the largest magnitude, and how much lies outside each format's range."""
+"""Statistics of values: the largest magnitude, and how much is outside each format's range."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Tally:
 
 
 def outside(magnitudes: Tensor, fmt: Format) -> tuple[int, int]:
-    """The numbers of magnitudes above the format's largest value, and of non-zero ones that round to zero in it. Half
-    of the smallest subnormal is a tie, which goes to zero, the even neighbour."""
+    """Returns the numbers of magnitudes above the format's largest value, and of non-zero ones that round to zero in
+    it. Half of the smallest subnormal is a tie, which rounds to zero, the even neighbour."""
     above = torch.count_nonzero(magnitudes > fmt.largest)
     vanishing = (magnitudes > 0) & (magnitudes <= fmt.smallest_subnormal / 2)
     return int(above), int(torch.count_nonzero(vanishing))

@@ -1,8 +1,8 @@
-"""Programs of ranks that say what they exchange: the same code for processes and for a simulation.
+"""Programs of ranks that declare their exchanges: the same code for processes and for a simulation.
 
-The program of one rank is a generator. It yields what it wants exchanged, is sent the answer, and returns its result.
-`simulated` runs the programs of all ranks in this process, `on_this_rank` runs one of them in a process group. FP8
-payloads travel as bytes (uint8), which every backend of torch takes.
+The program of one rank is a generator. It yields each exchange, is sent the answer, and returns its result. `simulated`
+runs the programs of all ranks in this process, `on_this_rank` runs one of them in a process group. FP8 payloads are
+sent as bytes (uint8), which every backend of torch accepts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Exchange:
     payload: Tensor
 
     def sent(self, size: int) -> float:
-        """Bytes of one round of a ring, in which all ranks but the last pass on a part."""
+        """Returns the bytes of one round of a ring, in which all ranks but the last pass on a part."""
         return self.bytes * (size - 1) / size
 
     @property
@@ -49,7 +49,8 @@ class AllToAll(Exchange):
 
 @dataclass(frozen=True)
 class RowsToRanks(Exchange):
-    """`to` counts the numbers for each rank, which are adjacent; `given` those that come from each, in their order."""
+    """Rows of different sizes: `to` counts the adjacent numbers for each rank, `given` those that come from each, in
+    order."""
 
     rank: int
     to: Sequence[int]
@@ -63,14 +64,14 @@ class RowsToRanks(Exchange):
 
 
 class Shift(Exchange):
-    """The payload goes to the next rank; the one of the rank before is the answer."""
+    """The payload goes to the next rank; the answer is that of the previous rank."""
 
     def sent(self, size: int) -> float:
         return self.bytes
 
 
 class Largest(Exchange):
-    """The largest over all ranks, element by element."""
+    """The maximum over all ranks, element by element."""
 
     def sent(self, size: int) -> float:
         return 2 * super().sent(size)
@@ -95,7 +96,7 @@ class Counted:
 
 
 def simulate(programs: Sequence[Program[T]], counted: Counted | None = None) -> list[T]:
-    """The results of all ranks, which run in lockstep; `counted` counts what rank 0 sends."""
+    """Returns the results of all ranks, run in lockstep; `counted` counts what rank 0 sends."""
     answers: list[Any] = [None] * len(programs)
     while True:
         requests, results = [], []
@@ -133,7 +134,7 @@ def _answers(requests: Sequence[Exchange]) -> list[Any]:
 
 
 class Waits(Protocol):
-    """Something that runs by itself until it is waited for."""
+    """Something that runs asynchronously until it is waited for."""
 
     def wait(self) -> object: ...
 
@@ -169,8 +170,8 @@ def on_this_rank(
     group: ProcessGroup | None = None,
     answer: Any = None,
 ) -> T:
-    """The result of this process's rank in a group, by default all ranks; `around` is entered for each exchange. For a
-    program that has begun, `answer` is the answer to its last exchange."""
+    """Returns the result of this process's rank in a group, by default all ranks; `around` is entered for each
+    exchange. For a program that has begun, `answer` is the answer to its last exchange."""
     around = around or nullcontext()
     while True:
         try:
@@ -187,7 +188,7 @@ def on_this_rank(
 
 
 def _start_exchange(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tuple[Sequence[Waits], Any]:
-    """What to wait for, and the answer. If not `alone`, torch waits itself."""
+    """Starts an exchange; returns what to wait for, and the answer. If not `alone`, torch waits itself."""
     import torch.distributed as dist
 
     rank, size, payload = dist.get_rank(group), dist.get_world_size(group), exchange.payload

@@ -1,9 +1,9 @@
 """The errors of a rounded tensor: all figures of a tensor x and its rounded y, from one pass over both.
 
 e = y - x; sums are in fp64. Values of x that are not finite, and those that y has lost (finite in x and not in y), are
-counted apart and enter no other figure. `factors_of` gives what a scaling multiplies elements by, block by block;
-`figures` are finite numbers by names that include the unit. A scale that comes from earlier steps has figures of its
-own: how it follows the tensor's largest magnitude.
+counted separately and excluded from other figures. `factors_of` gives a scaling's factors, block by block; `figures`
+are finite numbers by names that include the unit. A delayed scale has additional figures: how it follows the tensor's
+largest magnitude.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Factors:
         peaks[:, left : left + highest.shape[1]].scatter_reduce_(0, rows, highest, "amax")
 
     def _blocks(self, place: slice, size: int) -> Tensor:
-        """The block of each row (or column) of a piece; a single 0 if there is one block."""
+        """Returns the block of each row (or column) of a piece; a single 0 if there is one block."""
         if not size:
             return torch.zeros(1, dtype=torch.int64, device=self.steps.device)
         return torch.arange(place.start, place.stop, device=self.steps.device).div_(size, rounding_mode="floor")
 
 
 def factors_of(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> Factors:
-    """The factors of a tensor's own scales, or of a `scale` from earlier steps; 1 without a scaling."""
+    """Returns the factors of a tensor's own scales, or of a `scale` from earlier steps; 1 without a scaling."""
     if scaling is None:
         return Factors(torch.ones(1, 1, device=x.device))
     steps = blocks_of(x.detach().to(torch.float32).abs(), fmt, scaling, scale).steps
@@ -72,9 +72,9 @@ def in_blocks(x: Tensor, columns: int) -> Tensor:
     return filled.reshape(x.shape[0], filled.shape[1] // size, size)
 
 
-# The block of spreads is MX's for all scalings, so that they compare.
+# Spreads use MX's block for all scalings, so that they compare.
 BLOCK = 32
-# A magnitude is beyond the largest if it is so by more than the error of a float32 scale and its inverse.
+# A magnitude only exceeds the largest if it does by more than the error of a float32 scale and its inverse.
 _SLACK = 1 + 2.0**-21
 _FLOAT64_BIAS = 1023
 _FLOAT64_MANTISSA_BITS = 52
@@ -82,8 +82,8 @@ _FLOAT64_MANTISSA_BITS = 52
 
 @dataclass(frozen=True)
 class Spread:
-    """SQNR of a tensor's parts in dB: the median, and the one that 1% are no better than. Nearest ranks from below;
-    infinite where a part is exact. Parts that are zero in x do not count."""
+    """SQNR of a tensor's parts in dB: the median, and the 1% quantile. Nearest ranks from below; infinite if a part is
+    exact. Parts that are zero in x do not count."""
 
     median_db: float
     p1_db: float
@@ -141,7 +141,7 @@ class TensorError:
 
     @property
     def underflow_nonzero_percent(self) -> float:
-        """The same, of the values that are not zero in x."""
+        """Like underflow, as a percentage of the values that are not zero in x."""
         return 100 * self.vanished / self.nonzero if self.nonzero else 0.0
 
     @property
@@ -197,7 +197,7 @@ def decibels(signal: float, noise: float) -> float:
 
 
 class _Values:
-    """Sums and counts that need no format, as tensors on the device, which are read at the end only."""
+    """Sums and counts that need no format, as tensors on the device, which are only read at the end."""
 
     def __init__(self, like: Tensor) -> None:
         height, width = like.shape
@@ -210,7 +210,7 @@ class _Values:
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
 
     def add(self, exact: Tensor, rounded: Tensor, finite: Tensor, kept: Tensor, place: Place) -> None:
-        """Adds a piece of x, with 0 for what is not `finite`, and of y; `kept` marks what is finite in both."""
+        """Adds a piece of x, with 0 for values that are not `finite`, and of y; `kept` marks what is finite in both."""
         there = exact != 0
         self._counts[0] += there.sum()
         self._counts[1] += (finite & ~kept).sum()
@@ -277,7 +277,7 @@ class _GridFigures:
         self._max_ulp = torch.maximum(self._max_ulp, torch.where(told, errors, 0.0).amax())
 
     def figures(self) -> tuple[int, int, float, float | None]:
-        """Saturated, subnormal, the largest error in ulp, and the utilisation (None for zeros)."""
+        """Returns saturated, subnormal, the largest error in ulp, and the utilisation (None for zeros)."""
         peaks = self._peaks[self._peaks > 0]
         used = float(peaks.median()) / self._fmt.largest if peaks.numel() else None
         saturated, subnormal = self._counts.tolist()
@@ -298,7 +298,7 @@ class ScaleCourse:
     """How a delayed scale follows its tensor, in octaves by step, without values that involve a scale or an amax of 0.
 
     drift_t = |log2(s_t / s_(t-1))| is how far the scale moved. lag_t = log2(amax_t s_t / largest): above 0 the step's
-    largest values saturate, below 0 so much of the format's range is unused.
+    largest values saturate, below 0 part of the format's range is unused.
     """
 
     drift: tuple[float, ...]
@@ -322,8 +322,8 @@ def _octaves(above: float, below: float) -> float | None:
 
 
 def figures(error: TensorError, course: ScaleCourse | None = None) -> dict[str, float]:
-    """Figures by name, without those that a tensor does not have; docs/formats.md defines them. An SQNR without any
-    error is given as EXACT_DB. `course` is that of a scale from earlier steps."""
+    """Returns figures by name, without those that a tensor does not have; docs/formats.md defines them. An SQNR without
+    any error is given as EXACT_DB. `course` is that of a scale from earlier steps."""
     return {name: value for name, value in _figures(error, course) if value is not None}
 
 

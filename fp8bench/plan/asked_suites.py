@@ -34,7 +34,7 @@ def suites_of(request: Request) -> tuple[Workload, ...]:
         return suites
     tracked = tuple(suite for suite in suites if suite.history is not None)
     if not tracked:
-        raise UsageError(f"the suite {request.suite} declares no grid whose history is kept. Leave --grid out.")
+        raise UsageError(f"the suite {request.suite} declares no grid with a history. Leave --grid out.")
     return tracked
 
 

@@ -23,7 +23,7 @@ def _runs(group: Group) -> bool:
 
 
 def cell_of(group: Group, facts: Sequence[DeviceFacts] = ()) -> Cell:
-    """Makes a cell of a group. Without facts its kind of device stays empty."""
+    """Makes a cell of a group. Without facts about devices, its device kind is empty."""
     cases = tuple(planned.case.id for planned in group.cases)
     first = group.cases[0].case
     device = next((fact for fact in facts if fact.key == first.device), None)
@@ -41,7 +41,8 @@ def kind_of(name: str) -> str:
 
 
 def of_cell(plan: Plan, cell: Cell) -> Plan:
-    """Returns this machine's plan of one cell. Raises UsageError if it differs from the plan that the cell is from."""
+    """Returns the plan for one cell on this machine. Raises UsageError if it differs from the plan that created the
+    cell."""
     groups = [group for group in plan if group.setting == cell.setting]
     if not groups:
         raise UsageError(f"nothing would be planned here for {cell.setting}: it was planned for other devices.")

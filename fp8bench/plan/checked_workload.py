@@ -51,7 +51,7 @@ def _asks(question: Callable[Concatenate[Workload, _P], _R]) -> Callable[Concate
 
 @_asks
 def axes_of(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
-    """Returns the axes of a workload, and those that every workload has. A quiet axis must have one default."""
+    """Returns a workload's axes followed by the common ones. A quiet axis must have exactly one default."""
     axes = workload.axes(facts)
     for axis in axes:
         if axis.quiet and len(axis.default) != 1:

@@ -37,7 +37,7 @@ from fp8bench.protocols.axes import CACHE, HOT
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
 from fp8bench.units import size
 
-# The reference that is added where only one requested precision is native and it has nothing to be compared with.
+# The reference added if only one requested precision is native, so that it has something to be compared with.
 ADDED = "fp32"
 # Cases that take more than this share of a device's memory are announced before they run.
 _LARGE_SHARE = 0.1
@@ -52,7 +52,7 @@ _WORST_LAST = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
 
 @dataclass(frozen=True)
 class _Part:
-    """One suite of a request, with its precisions (the reference first).
+    """One suite of a request with its precisions, the reference first.
 
     `layers` is the part of the precision map that names layers of this suite. `may_add` allows `ADDED` as reference.
     """
@@ -91,7 +91,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
         names = ", ".join(modes)
         notes.append(f"--backend {request.backend} has no effect: it is for low precisions, and these are {names}")
 
-    # 3. Say what needs much memory, and what several ranks cannot show.
+    # 3. Note what needs much memory, and what several ranks cannot measure.
     notes += _check_memory(request, suites, chosen)
     for device in chosen:
         notes += _describe_large_cases(groups, device)
@@ -165,7 +165,8 @@ def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedC
 
 
 def searched_for_batches(plan: Plan) -> frozenset[str]:
-    """Returns the settings of the groups whose largest batch is searched: one among those that differ only in batch."""
+    """Returns the settings of the groups whose largest batch is searched: one setting of those that differ only in
+    batch."""
     first: dict[object, str] = {}
     for group in plan:
         case = group.cases[0].case
@@ -298,7 +299,7 @@ def device_named(word: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
 
 
 def _group(part: _Part, params: Params, facts: DeviceFacts, firm: bool) -> Group:
-    """Plans the cases of one setting. With `firm` the first precision stays the reference even if it is emulated."""
+    """Plans the cases of one setting. With `firm`, the first precision stays the reference even if it is emulated."""
     pure = [_case(part.workload, params, facts, name, ()) for name in part.modes]
     native = [planned for planned in pure if _is_native(planned)]
     if part.may_add and len(native) == 1:

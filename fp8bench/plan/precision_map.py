@@ -15,7 +15,8 @@ from fp8bench.registry import AUTO, backends, precisions, workloads
 
 
 def multiplied_by(word: str, backend: str) -> str:
-    """Returns the mode of a dtype with that backend, if the dtype takes backends and names none itself."""
+    """Returns the mode of a dtype with that backend; the dtype unchanged if it takes no backend or already names
+    one."""
     precision = precisions.get(word)
     if backend == AUTO or not precision.takes_backend or "backend=" in word:
         return precision.mode
@@ -38,7 +39,7 @@ _SHOWN = 4
 
 
 def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], of: str) -> None:
-    """Raises for a key that no layer has, or a precision that an operation around products refuses."""
+    """Raises UsageError for a key that no layer has, or a precision that an elementwise operation refuses."""
     keys = keys_of(layers)
     names = [layer.name for layer in layers if layer.product]
     for key, word in precision_map:
@@ -67,7 +68,7 @@ def map_for(request: Request, known: Sequence[Layer], modes: Sequence[str]) -> P
     layers = [(key, multiplied_by(word, request.backend)) for key, word in request.precision_map if key in keys]
     if layers and not candidates:
         raise UsageError(
-            f"--precision-map would change nothing: {reference} is the reference, which stays pure. Add another "
+            f"--precision-map would have no effect: {reference} is the reference, which stays pure. Add another "
             "dtype to --dtypes, or another --reference."
         )
     for mode in candidates:
@@ -98,7 +99,8 @@ def mapped_support(
 
 
 def around_support(precision: Precision, support: Support, key: str) -> Support:
-    """Returns the support of an operation around products. No device computes it in less than a dtype of torch."""
+    """Returns the support of an elementwise operation. Devices compute it in a dtype of torch, never in a narrower
+    format."""
     if support.is_native and precision.carried_by:
         return Support(Level.EMULATED, f"{key} is rounded to {precision.mode} and computed in float32")
     return support
@@ -117,7 +119,8 @@ def modes_of(workload: Workload, case: Case) -> dict[str, None]:
 
 
 def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tuple[Group, ...], tuple[str, ...]]:
-    """Returns the groups with static scales in all cases that can have them, and notes. Raises if no case can."""
+    """Returns the groups with static scales in all cases that support them, and notes. Raises UsageError if no case
+    does."""
     # 1. Find how the layers of each case are scaled; a case without layers has an empty set.
     scalings: dict[Case, set[TensorScale]] = {}
     for group in groups:
@@ -130,13 +133,13 @@ def with_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tup
     if not scaled:
         names = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
         raise UsageError(
-            "--static-scales would change nothing: no layer of these suites and dtypes has one float32 scale a tensor. "
+            "--static-scales would have no effect: no layer of these suites and dtypes has one float32 scale a tensor. "
             f"Add a dtype that has ({', '.join(names)}), or leave it out."
         )
     if rule.source:
         _check_source(rule, scaled)
 
-    # 3. Put the rule into these cases.
+    # 3. Apply the rule to these cases.
     changed = []
     for group in groups:
         cases = (_with_rule(planned, rule) if planned.case in scaled else planned for planned in group.cases)

@@ -47,7 +47,7 @@ def refuse_files_elsewhere(what: str, imports: Sequence[str], *texts: str | None
 
 
 def refuse_code_of_others(what: str, imports: Sequence[str]) -> None:
-    """Raises UsageError before importing a file that another user may have put in the place of the original."""
+    """Raises UsageError before importing a file that another user may have replaced."""
     for name in imports:
         file = Path(name)
         if file.suffix != ".py":
@@ -64,9 +64,9 @@ def _not_here(what: str, name: str) -> UsageError:
 
 
 def _is_from_others(file: Path) -> bool:
-    """Whether another user owns the file or a folder above it, below a folder like /tmp where every user may write.
+    """Whether another user owns the file, or a folder above it that is below a world-writable folder like /tmp.
 
-    A temporary folder is deleted after its run, and then any user can create another one of the same name.
+    A temporary folder is deleted after its run, and then any user can create one with the same name.
     """
     has_other_owner = False
     path = Path(os.path.abspath(file))  # noqa: PTH100 - does not follow links, which other users may have made
@@ -89,7 +89,7 @@ def refuse_foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environme
 
 
 def foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> str:
-    """Returns the first difference from the conditions that the run began with; '' if there is none."""
+    """Returns the first difference from the conditions that the run began with; '' if all are equal."""
     return next(iter(_differences(run, plan, facts, environment)), "")
 
 

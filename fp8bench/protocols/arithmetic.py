@@ -144,7 +144,7 @@ class Arithmetic(ABC):
         return {}
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
-        """Goes on from another instance's memory. The tensors are its own from now on."""
+        """Continues from another instance's memory, and takes over its tensors."""
 
     @abstractmethod
     def cast(self, tensor: Tensor, role: Role) -> Operand:

@@ -61,7 +61,7 @@ class MemoryMeter(ABC):
         return False
 
     def note(self, note: DeviceNote) -> None:
-        """Notes what a device with the formats would do at this point of the stretch; ignored unless `listening`."""
+        """Records what a device with the formats would do at this point; ignored unless `listening`."""
 
 
 class CannotCapture(RuntimeError):

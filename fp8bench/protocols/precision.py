@@ -1,4 +1,4 @@
-"""What a precision is: a mode with its options and global switches; and the backends that multiply in it."""
+"""The interface of precisions: modes with options and global switches; and of backends that multiply in them."""
 
 from __future__ import annotations
 

@@ -299,8 +299,8 @@ class Workload(ABC):
         return None
 
     def transfer(self, setup: Setup) -> Transfer | None:
-        """What a step moves between ranks; None for other workloads than collectives. Called with several ranks
-        only."""
+        """Returns what a step moves between ranks; None except for collectives. Only called with several
+        ranks."""
         return None
 
     def step_parts(self, setup: Setup) -> StepParts | str | None:

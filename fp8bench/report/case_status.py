@@ -1,4 +1,4 @@
-"""How a case compares with its reference, and whether that may be stated as a fact: all reports ask here.
+"""How a case compares with its reference, and whether that is certain; all reports use this module.
 
 Speed is the inverse of the time ratio: 2x is twice as fast. An emulated case has no speed.
 """
@@ -17,7 +17,7 @@ from fp8bench.report.words.legend import LABELS
 
 
 class Standing(StrEnum):
-    """What became of a case. Only FASTER, SLOWER and SAME are facts; DOUBTED is one of these under a label."""
+    """The status of a case. Only FASTER, SLOWER and SAME are facts; DOUBTED is one of these with a doubtful label."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -31,11 +31,11 @@ class Standing(StrEnum):
     FAILED = "failed"
 
 
-# Labels whose reasons are long and the same for many cases: they are told elsewhere.
+# Labels whose reasons are long and the same for many cases, and are therefore reported elsewhere.
 _LONG = frozenset({Label.EAGER_QUANTISER, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
-# What may be stated without a "perhaps".
+# Statuses that are stated without a "perhaps".
 FACTS = {Verdict.FASTER: Standing.FASTER, Verdict.SLOWER: Standing.SLOWER, Verdict.SAME: Standing.SAME}
-# Other statuses are grey: they are in doubt, or say nothing of a speed.
+# Other statuses are grey: they are doubtful, or not about speed.
 _TONES = {
     Standing.FASTER: Tone.GOOD,
     Standing.SLOWER: Tone.BAD,
@@ -46,14 +46,14 @@ _TONES = {
 
 
 def cost_tone(result: Result) -> Tone:
-    """Grey for figures of emulated cases, which are the cost of emulation."""
+    """Returns grey for figures of emulated cases, which are the cost of emulation."""
     if result.is_emulated:
         return Tone.DOUBT
     return Tone.PLAIN
 
 
 def standing(result: Result) -> Standing:
-    """The gravest thing that may be said of a case."""
+    """Returns the most serious status that applies to a case."""
     if not result.is_ok:
         if result.record.status is Status.FAILED:
             return Standing.FAILED
@@ -73,19 +73,19 @@ def standing(result: Result) -> Standing:
 
 
 def tone_of(result: Result) -> Tone:
-    """Good and bad only without doubt; a failure is always bad."""
+    """Returns good or bad only without doubt; a failure is always bad."""
     return _TONES.get(standing(result), Tone.DOUBT)
 
 
 def speed_up(result: Result) -> Interval | None:
-    """How many times as fast as its reference a case is, with the interval; None if it has no speed."""
+    """Returns how many times as fast as its reference a case is, with an interval; None if it has no speed."""
     if standing(result) not in (Standing.FASTER, Standing.SLOWER, Standing.SAME, Standing.DOUBTED, Standing.UNSURE):
         return None
     return inverse(result.finding.ratio if result.finding else None)
 
 
 def inverse(ratio: Interval | None) -> Interval | None:
-    """The speed for a ratio of times; None if it is no positive number."""
+    """Returns the speed for a ratio of times; None if it is not a positive number."""
     if ratio is not None and 0 < ratio.point < math.inf:
         return ratio.inverse
     return None
@@ -111,7 +111,8 @@ def bounds(speed: Interval) -> str:
 
 
 def what_intervals_hold(results: Iterable[Result]) -> str:
-    """'99% of these rounds', '99% of reruns, judged by 12 earlier runs, spanning 3 sessions'; '' without intervals."""
+    """Describes what intervals cover: '99% of these rounds', '99% of reruns, judged by 12 earlier runs, spanning 3
+    sessions'; '' without intervals."""
     runs = []
     sessions = []
     of_rounds = False
@@ -120,7 +121,7 @@ def what_intervals_hold(results: Iterable[Result]) -> str:
         record = result.record
         if speed is None:
             continue
-        # Intervals that earlier runs widened say more than those of this run's rounds alone.
+        # Intervals that earlier runs widened cover more than this run's rounds.
         if speed.level and record.reruns is not None:
             runs.append(record.reruns.runs)
         elif speed.level:
@@ -140,7 +141,7 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def status_words(result: Result) -> str:
-    """What became of a case: 'perhaps faster', 'FAILED', 'emulated'; '-' without a verdict."""
+    """Returns the status of a case: 'perhaps faster', 'FAILED', 'emulated'; '-' without a verdict."""
     status = standing(result)
     if status is Standing.FAILED:
         return "FAILED"
@@ -160,7 +161,7 @@ def status_words(result: Result) -> str:
 
 
 def doubts(result: Result) -> tuple[str, ...]:
-    """Labels with their meanings, then the reason for the verdict."""
+    """Returns labels with their meanings, then the reason for the verdict."""
     words = [meaning(label, result) for label in result.labels if label.casts_doubt]
     if result.finding and result.finding.why:
         words.append(result.finding.why)
@@ -173,7 +174,7 @@ def meaning(label: Label, result: Result) -> str:
 
 
 def named_labels(result: Result) -> list[str]:
-    """Labels with their short reasons: 'noisy', 'throttled (hw-thermal)'; without those that took the verdict away."""
+    """Returns labels with short reasons: 'noisy', 'throttled (hw-thermal)'; without those that withdrew the verdict."""
     hard = result.finding.hard if result.finding else ()
     words = []
     for label in result.labels:

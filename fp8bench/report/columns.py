@@ -1,4 +1,4 @@
-"""A table is a list of columns over items: each has a heading and says what of an item stands in it.
+"""A table is a list of columns over items: each has a heading, and a function for its field of an item.
 
 Figures get columns in the tables that their specs name.
 """
@@ -17,18 +17,18 @@ from fp8bench.report.panels import Figures, Panel, Result, ResultGroup
 from fp8bench.report.words.naming import figure_words
 
 T = TypeVar("T")
-# A number is shown by the column's `show` or unit, and sorts by its value; None is a dash.
+# A number is formatted by the column's `show` or unit, and sorts by its value; None is a dash.
 Content = Field | str | float | None
 Member = tuple[ResultGroup, Result]
-# Tables that have other columns, too.
+# Tables that also have other columns.
 TABLES = ("cases", "sustained", "energy", "capacity")
 
 
 @dataclass(frozen=True)
 class Col(Generic[T]):
-    """`of` gives an item's content of the field, `tone` how it is meant; the column is left out unless `when`.
+    """A column: `of` gives an item's field, `tone` its tone; the column is left out unless `when`.
 
-    A column with a unit or with `show` has numbers, too.
+    A column with a unit or with `show` also has numbers.
     """
 
     heading: str
@@ -71,7 +71,8 @@ def table(
     folded: bool = False,
     required: Collection[str] | None = None,
 ) -> Table:
-    """A row for each item. With `required`, other columns are left out if all their fields are empty or dashes."""
+    """Makes a table with a row for each item. With `required`, other columns are left out if all their fields are empty
+    or dashes."""
     items = list(items)
     columns = []
     fields_by_column = []
@@ -89,12 +90,12 @@ def table(
 
 
 def case_cols(heading: str = "group") -> tuple[Col[Any], Col[Any]]:
-    """The columns group and case, for rows that begin with a group and its result."""
+    """Returns the columns group and case, for rows that begin with a group and its result."""
     return Col(heading, lambda row: row[0].place, shared=True), Col("case", lambda row: row[1].mode)
 
 
 def with_figures(table: Table, members: Iterable[Member]) -> Table:
-    """Adds to a table of these cases, a row each, the figures whose specs name it, if any case has them."""
+    """Adds to a table of these cases, one per row, the figures whose specs name it, if any case has them."""
     # A new metric needs no change here: its row in specs names the table.
     specs = in_table(table.name)
     if not specs:
@@ -121,7 +122,7 @@ def figure_col(spec: MetricSpec, of: Callable[[T], Content]) -> Col[T]:
 
 
 def other_tables(panel: Panel) -> Tables:
-    """Yields a table for each name that specs give and no other table has."""
+    """Yields a table for each name that specs use and no other table has."""
     names = dict.fromkeys(spec.table for spec in METRICS.values())
     # Some tables exist for the figures of one feature alone.
     for name in names:

@@ -93,8 +93,8 @@ def direction(comparison: Comparison) -> str:
 
 
 def setting_of(case: str) -> tuple[str, str]:
-    """What a case shares with its neighbours, and its mode: 'gemm[m=512]@cpu' and 'bf16'."""
-    # The mode stands behind the device, or behind the last slash without parameters.
+    """Splits a case id: 'gemm[m=512]@cpu' and 'bf16', the part shared with its neighbours and the mode."""
+    # The mode follows the device or, without parameters, the last slash.
     device = case.rfind("]@")  # parameters and callables may be paths, which have slashes too
     end = case.find("/", device) if device >= 0 else case.rfind("/")
     return case[: max(end, 0)], case[end + 1 :]
@@ -120,7 +120,7 @@ def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
 
 def page_of(compared: Compared, everything: bool = False) -> Page:
     comparisons = compared.comparisons
-    # 1. The counts, why times are not judged, and a row for each figure that may matter.
+    # 1. Show the counts, why times are not judged, and a row for each figure that may matter.
     shown = [comparison for comparison in comparisons if everything or _is_worth_a_row(comparison)]
     counts = count_directions(comparisons)
     if len(shown) < len(comparisons):
@@ -130,7 +130,7 @@ def page_of(compared: Compared, everything: bool = False) -> Page:
     if shown:
         elements += _table(shown)
     parts = [Part("sides", *_sides(compared)), Part("comparison", "", tuple(elements))]
-    # 2. What is unsure, or stands on one side alone.
+    # 2. What is unsure, or exists only on one side.
     unsure = [comparison for comparison in comparisons if comparison.direction is Direction.UNSURE]
     reasons = Counter(comparison.why for comparison in unsure if comparison.why)
     lists = {
@@ -156,7 +156,7 @@ def _is_worth_a_row(comparison: Comparison) -> bool:
 
 
 def _differing(compared: Compared) -> Texts:
-    """Says why no time is judged, with the range of the ratios."""
+    """Returns why times are not judged, with the range of the ratios."""
     differing = [comparison for comparison in compared.comparisons if comparison.direction is Direction.DIFFERS]
     ratios = [comparison.ratio.point for comparison in differing if comparison.metric == TIME and comparison.ratio]
     if differing:
@@ -190,8 +190,8 @@ def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
 
 
 def _table(comparisons: Sequence[Comparison]) -> Elements:
-    """A row for each figure; labels that all times have are said once."""
-    # A label of all times says something of the machine, not of a case.
+    """Makes a row for each figure; labels that all times share are listed once."""
+    # A label of all times describes the machine, not a case.
     labels = [times.labels for times in comparisons if times.metric in TIMES and times.ratio is not None]
     shared = [label for label in labels[0] if all(map(contains, labels, repeat(label)))] if labels else []
     if shared:

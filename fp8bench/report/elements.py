@@ -1,7 +1,7 @@
-"""What a page is made of: values that say what is shown, and nothing of how.
+"""The elements of a page: values that say what is shown, not how.
 
 A section builds elements; a renderer turns them into HTML, Markdown or text. Every chart carries its numbers, so that
-renderers and readers can have them as a table.
+renderers and readers can get them as a table.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from enum import StrEnum
 
 
 def printable(text: str) -> str:
-    """The text on one line, with blanks for what is no letter or sign.
+    """Returns the text on one line, with blanks in place of unprintable characters.
 
-    That is control characters, marks that reverse the order of letters, and halves of surrogate pairs: names, errors
-    and files come from others, and must not control a terminal.
+    These are control characters, marks that reverse the order of letters, and halves of surrogate pairs: names, errors
+    and files are untrusted, and must not control a terminal.
     """
     if text.isprintable():
         return text
@@ -23,7 +23,7 @@ def printable(text: str) -> str:
 
 
 class Tone(StrEnum):
-    """How something is meant; never told by colour alone. DOUBT is grey: labelled or emulated."""
+    """The meaning of an element; never expressed by colour alone. DOUBT is grey: labelled or emulated."""
 
     PLAIN = "plain"
     GOOD = "good"
@@ -56,17 +56,17 @@ class Facts:
 
 @dataclass(frozen=True)
 class Code:
-    """Something to type, or a file's content."""
+    """A command to type, or the content of a file."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. Numbers are aligned right and sort by value; `hint` says what the column is.
+    """A column of a table. Numbers are right-aligned and sort by value; `hint` describes the column.
 
-    `unit` ('s', 'B', 'x') is that of its fields' values, for who gets these without their texts. A terminal prints what
-    is `shared` once above the rows that share it, and what is `below` under its row.
+    `unit` ('s', 'B', 'x') applies to its fields' values, for readers of values without texts. A terminal prints a
+    `shared` column once above the rows that share it, and one that is `below` under each row.
     """
 
     title: str
@@ -79,9 +79,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a table: its text, the value it sorts by if that differs, and a hint.
+    """A field of a table: its text, its sort value if that differs, and a hint.
 
-    A page makes the text a `link` to a file beside the page.
+    On a page the text is a `link` to a file in the same folder.
     """
 
     text: str
@@ -95,7 +95,7 @@ class Field:
 class Table:
     """Rows under columns. `name` is used in links and files; a `main` table can be filtered and sorted.
 
-    Of a `folded` table only the caption is shown at first.
+    A `folded` table initially shows only its caption.
     """
 
     name: str
@@ -110,8 +110,8 @@ class Table:
 class Mark:
     """One value of a chart, with its interval and a hint for hovering.
 
-    `flag` is what happened there: a chart of lines writes it beside the mark. `samples` are the single values that the
-    mark stands for: bars have a stroke for each below them.
+    `flag` describes an event: a chart of lines writes it beside the mark. `samples` are the individual values behind
+    the mark: bars show each as a stroke below them.
     """
 
     label: str
@@ -126,9 +126,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """What an axis shows, and the unit of its ticks ('s', 'B', 'J', 'x'; '' for plain numbers).
+    """The title of an axis, and the unit of its ticks ('s', 'B', 'J', 'x'; '' for plain numbers).
 
-    `show` writes a value where its unit does not determine that.
+    `show` formats a value if its unit does not determine that.
     """
 
     title: str
@@ -139,7 +139,8 @@ class ChartAxis:
 
 @dataclass(frozen=True)
 class Chart:
-    """What all charts have: a name for links and ids, a title, and a description that replaces seeing it."""
+    """The common fields of charts: a name for links and ids, a title, and a description for readers who cannot see
+    it."""
 
     name: str
     title: str
@@ -157,9 +158,9 @@ class Bars(Chart):
 
 @dataclass(frozen=True)
 class ChartPoint:
-    """A point of a scatter chart; without x it stands in a margin. `series` chooses shape and colour.
+    """A point of a scatter chart; without x it is in a margin. `series` chooses shape and colour.
 
-    In a joined series each `strand` is a line of its own. `low` and `high` are the interval of y, `x_low` and `x_high`
+    In a joined series each `strand` is a separate line. `low` and `high` are the interval of y, `x_low` and `x_high`
     that of x.
     """
 
@@ -178,7 +179,7 @@ class ChartPoint:
 
 @dataclass(frozen=True)
 class Scatter(Chart):
-    """Points over two axes; `margin` names what those without x have in common, `joined` are series with lines."""
+    """Points over two axes; `margin` describes points without x, `joined` are series with lines."""
 
     x: ChartAxis
     y: ChartAxis
@@ -191,8 +192,8 @@ class Scatter(Chart):
 class Stacks(Chart):
     """Horizontal bars of parts that sum to a whole; `rows` have each part's value in the order of `parts`.
 
-    In a timeline each row has `pieces` instead: the numbers and values of parts as they follow each other, in which a
-    part may come again.
+    In a timeline each row has `pieces` instead: the numbers and values of parts in sequence, in which a part may occur
+    again.
     """
 
     axis: ChartAxis
@@ -210,8 +211,8 @@ class Stacks(Chart):
 class Lines(Chart):
     """Series over one row of places (runs, commits): for each place a mark or None.
 
-    The axis fits the places from `settled` on; earlier ones may run beyond it. `levels` are labelled
-    lines across, drawn where the axis reaches them.
+    The axis fits the places from `settled` on; earlier ones may lie beyond it. `levels` are labelled horizontal lines,
+    drawn if they are within the axis.
     """
 
     places: tuple[str, ...]
@@ -221,15 +222,14 @@ class Lines(Chart):
     levels: tuple[tuple[float, str], ...] = field(default=(), kw_only=True)
 
 
-# The file formats of charts.
-# matplotlib has more; these are tested to give the same bytes again.
+# The file formats of charts. matplotlib has more; these are tested to be reproducible.
 PICTURE_FORMATS = ("png", "svg", "pdf")
 
 AnyChart = Bars | Scatter | Stacks | Lines
 Element = Text | Items | Facts | Code | Table | AnyChart
 
 
-# What functions yield: elements, tables, texts, sentences.
+# Return types of generators: elements, tables, texts, sentences.
 Elements = Iterator[Element]
 Tables = Iterator[Table]
 Texts = Iterator[Text]
@@ -237,7 +237,7 @@ Sentences = Iterator[str]
 
 
 def items_of(sentences: Iterable[str], tone: Tone = Tone.PLAIN) -> Iterator[Items]:
-    """Yields a list of these sentences; nothing without any."""
+    """Yields a list of these sentences; nothing if there are none."""
     texts = tuple(Text(sentence, tone) for sentence in sentences)
     if texts:
         yield Items(texts)
@@ -245,7 +245,7 @@ def items_of(sentences: Iterable[str], tone: Tone = Tone.PLAIN) -> Iterator[Item
 
 @dataclass(frozen=True)
 class Part:
-    """A section as it was built: an anchor, a heading, elements, and a `lead` under the heading.
+    """A section after building: an anchor, a heading, elements, and a `lead` under the heading.
 
     A terminal prints a `tight` part without blank lines.
     """
@@ -259,10 +259,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole report. `facts` stand in one line under the title.
+    """A whole report. `facts` are on one line under the title.
 
-    `kind` is what it reports on and `command` what measured it, for lists of reports. A browser reloads it every
-    `refresh` seconds if it will be written again.
+    `kind` is its subject and `command` what measured it, for lists of reports. A browser reloads it every `refresh`
+    seconds if it will be written again.
     """
 
     title: str

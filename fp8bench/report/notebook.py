@@ -16,9 +16,9 @@ _MOST_NAMED = 60
 
 
 def short_names(cases: Sequence[Case]) -> dict[str, str]:
-    """Ids by the shortest names that tell cases apart: the mode, and what else differs."""
+    """Returns ids by the shortest names that distinguish cases: the mode, and what else differs."""
     params_by_suite = together((case.workload, case.params) for case in cases)
-    # What all cases of a suite share tells none of them apart.
+    # Parameters that all cases of a suite share do not distinguish them.
     shared = {suite: shared_params(params) for suite, params in params_by_suite.items()}
     has_devices = len({case.device for case in cases}) > 1
     names = {}
@@ -39,10 +39,10 @@ class Findings(dict[str, Finding]):
         self._by_id = findings
 
     def __missing__(self, name: str) -> Finding:
-        # Scripts that were written before names existed ask by id.
+        # Older scripts use ids.
         if name in self._by_id:
             return self._by_id[name]
-        raise KeyError(f"{name!r:.80} is no case. Give one of: {', '.join(list(self)[:_MOST_NAMED])}")
+        raise KeyError(f"{name!r:.80} is not a case. Give one of: {', '.join(list(self)[:_MOST_NAMED])}")
 
 
 def as_html(page: Page, report: str = "") -> str:
@@ -54,7 +54,7 @@ def as_html(page: Page, report: str = "") -> str:
         if part.lead:
             blocks.append(f"<p>{escape(part.lead)}</p>")
         blocks += map(_element_html, part.elements)
-    if report:  # a relative address below the notebook's folder, which its server can show; else the file's
+    if report:  # a relative address below the notebook's folder, which its server can show; otherwise the file's
         address = Path(report).as_uri() if Path(report).is_absolute() else quote(report)
         blocks.append(f'<p><a href="{escape(address)}">{escape(report)}</a></p>')
     return "".join(blocks)

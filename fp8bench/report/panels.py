@@ -33,7 +33,7 @@ V = TypeVar("V")
 # The error shown first if a workload has several: the most telling.
 _MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
 _ERROR_SUFFIX = "_error"
-# Parameters whose value says what it is.
+# Parameters that are shown without their name, because the value is self-explanatory.
 _BY_VALUE = frozenset({"size", "make", "part", "operation", "limit", "collective"})
 
 

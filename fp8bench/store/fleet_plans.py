@@ -45,7 +45,7 @@ def read_plan(path: Path) -> FleetPlan:
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read ({error.strerror}).") from None
     except (ValueError, RecursionError) as error:
-        raise _no_plan(path, f"it is no JSON ({error})") from None
+        raise _no_plan(path, f"it is not JSON ({error})") from None
     if not isinstance(content, dict) or not {"schema", "fleet"} <= content.keys():
         raise _no_plan(path, "it has no fields 'schema' and 'fleet'")
     if content["schema"] != _SCHEMA:

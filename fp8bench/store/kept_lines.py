@@ -251,7 +251,7 @@ def read_header(sheet: FileLines, path: Path, key: str, make: Callable[[Any], T]
         check_schema(content, path)
         return make(content[key])
     except _BROKEN as error:
-        raise StoreError(f"{path} is no {key}: its first line is no header ({str(error)[:_LETTERS]}).") from None
+        raise StoreError(f"{path} is not a {key}: its first line is not a header ({str(error)[:_LETTERS]}).") from None
 
 
 def take_lines(sheet: FileLines, take: Callable[[Content], None], but: int = 0) -> list[str]:

@@ -45,7 +45,7 @@ def find_store(folder: Path, ours: Path) -> Path:
         if found_store is None:
             problem = "has neither runs nor .fp8bench/runs in it" if folder.is_dir() else "is no directory"
             raise StoreError(
-                f"{folder} is no store: it {problem}. Give another machine's .fp8bench, or what it lies in."
+                f"{folder} is not a store: it {problem}. Give another machine's .fp8bench, or its parent folder."
             )
         # Links and .. may lead back into our own store.
         our_folder, their_folder = ours.resolve(), found_store.resolve()
@@ -78,7 +78,7 @@ def take_each(runs: Listing, take_one: Callable[[Path], None]) -> Iterator[str]:
 
 def _take(by_id: Mapping[str, Path], ours: Path, merged: Merged, path: Path) -> None:
     content = _whole(path, merged)
-    load_run(path)  # what is no run file raises
+    load_run(path)  # what is not a run file raises
     target = by_id.get(id_of(path)) or ours / "runs" / machine_folder(path) / path.name
     outcome = take(path, content, target)
     if outcome is CopyOutcome.SAME:
@@ -106,7 +106,7 @@ def take(path: Path, content: bytes, target: Path) -> CopyOutcome:
             write_whole(target, content)
             return CopyOutcome.NEW
         if id_of(target) != id_of(path):
-            raise StoreError(f"{path} was not taken: {target} is another run. Rename one of them.")
+            raise StoreError(f"{path} was not copied: {target} is another run. Rename one of them.")
         # 2. Ours has everything already, or the file continues ours.
         if is_beginning(content, read_file(target)):
             return CopyOutcome.SAME

@@ -221,5 +221,5 @@ def _values(workload: Workload, facts: DeviceFacts) -> Mapping[str, tuple[str, .
 
 def _grid(workload: Workload) -> Grid:
     if workload.history is None:
-        raise UsageError(f"the suite {workload.name!r} declares no grid whose history is kept.")
+        raise UsageError(f"the suite {workload.name!r} declares no grid with a history.")
     return workload.history

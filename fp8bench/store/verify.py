@@ -129,7 +129,7 @@ def _check_seal(path: Path) -> Iterator[Fault]:
 def _foreign(path: Path) -> Fault:
     if path.name.endswith(PARTIAL):
         return Fault(str(path), "it is what a run or a merge left that never began or ended", _LOOK, broken=False)
-    return Fault(str(path), "it is no run file, and nothing reads it", _LOOK, broken=False)
+    return Fault(str(path), "it is not a run file, and nothing reads it", _LOOK, broken=False)
 
 
 def _fault(path: Path, error: StoreError, remedy: str) -> Fault:

@@ -67,7 +67,7 @@ _GRADIENTS = "grads"
 
 
 def elements_of(tensor: TensorSeen) -> int:
-    """Counts distinct elements in memory: what is broadcast, or lies in overlapping windows, counts once."""
+    """Counts distinct elements in memory: broadcast elements, or overlapping windows, count once."""
     if 0 in tensor.shape:
         return 0
     if tensor.stride is None:
@@ -85,7 +85,8 @@ def _numbers(value: Any) -> int:
 
 
 def _part_of(name: str, arguments: Mapping[str, Any], made: list[TensorSeen]) -> tuple[str, int]:
-    """Returns the argument of which a call reads or changes a part, and how many of its numbers; '' if all of it."""
+    """Returns the argument of which a call reads or changes only a part, and how many of its numbers; '' if all of
+    it."""
     if name in _BAGS:
         return "weight", _numbers(arguments["indices"]) * int(arguments["weight"].shape[-1])
     if name in _PICK and made:
@@ -95,7 +96,7 @@ def _part_of(name: str, arguments: Mapping[str, Any], made: list[TensorSeen]) ->
     count, shape = _numbers(arguments.get(_PUT[name])), arguments["self"].shape
     if name == "index_fill_":
         count *= math.prod(shape) // max(1, shape[arguments["dim"]])
-    if "indices" in arguments:  # the numbers that are put may be spread over them
+    if "indices" in arguments:  # the numbers that are put may be broadcast over them
         indices = [*arguments["indices"], *(None for _ in shape[len(arguments["indices"]) :])]
         named = [index for index in indices if index is not None]
         if any(index.dtype is torch.bool for index in named):
@@ -116,7 +117,7 @@ class Traffic:
         self.written: list[TensorSeen] = []
         self._least: dict[int, int] = {}
         arguments = arguments_of(call)
-        # True for arguments that only take the result.
+        # True for arguments that only receive the result.
         changes = {argument.name: argument.kwarg_only for _, argument in written_by(call.operator)}
         accumulates = arguments.get("accumulate")
         overwrites = (
@@ -195,7 +196,7 @@ def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
         by_dtype = {word_of(dtype): size for dtype, size in traffic.by_dtype().items() if size}
         flops, argument = flops_of(call)
         if flops == 0 and not traffic.moves:
-            continue  # a view, or room for what comes
+            continue  # a view, or an allocation
         operator = OperatorCount(
             call.phase,
             name_of(call),

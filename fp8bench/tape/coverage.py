@@ -1,6 +1,6 @@
-"""Assigns each product of a step to the weight of a module, or to the products of no weight.
+"""Assigns each product of a step to the weight of a module, or to the products without a weight.
 
-The model is not changed. Global hooks say which module runs, and an operator of backward belongs to the module that
+The model is not changed. Global hooks record which module runs, and an operator of backward belongs to the module that
 made its node of the graph (each thread numbers the nodes that it makes). The sides of products come from the same
 arguments as FLOPs.
 """
@@ -26,7 +26,7 @@ from fp8bench.tape.formulas import Named, Product, convolution_backward_shapes, 
 from fp8bench.tape.recorder import Call, OperatorTape, arguments_of, name_of, tensors_in
 from fp8bench.tape.timed_calls import RunningModules
 
-# Steps that differ by less FLOPs are the same: the distribution of tokens over experts changes with the weights.
+# Steps whose FLOPs differ by less are the same: the distribution of tokens over experts changes with the weights.
 _SAME_FLOPS = 0.05
 _MOST_NAMED = 3
 _MADE = (
@@ -48,7 +48,7 @@ def _grouped_shapes(named: Named) -> list[Product]:
     return [(left.shape[-2], right.shape[-1], left.shape[-1], 1)]
 
 
-# Returns the products of each operator that multiplies matrices, by its name.
+# Functions that return the products of an operator, by its name.
 SHAPES: dict[str, Callable[[Named], list[Product]]] = {
     **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _matrices("self", "mat2")),
     **dict.fromkeys(("addmm", "_addmm_activation"), _matrices("mat1", "mat2")),
@@ -60,7 +60,8 @@ SHAPES: dict[str, Callable[[Named], list[Product]]] = {
 
 
 def products_of(call: Call) -> list[HeldProduct]:
-    """Returns no products for operators that make none, or make them within something larger (attention, an LSTM)."""
+    """Returns a call's products; none for operators that make none, or make them within something larger (attention, an
+    LSTM)."""
     shapes = SHAPES.get(name_of(call))
     if shapes is None:
         return []
@@ -84,7 +85,7 @@ class _HeldModules(RunningModules[_Place]):
         whole = {weight.module: weight for weight in held if weight.kind != EXPERTS and weight.parameter == "weight"}
         places = {module: _Place(path, whole.get(module)) for path, module in model.named_modules()}
         super().__init__(places.get, _NOWHERE)
-        # Ids of weights that torch has multiplied by in a way that is not known.
+        # Ids of weights that torch has multiplied by in an unknown way.
         self.missed: set[int] = set()
         self.called: Counter[int] = Counter()
         self._stacks: dict[nn.Module, dict[str, ProductWeight]] = defaultdict(dict)
@@ -141,11 +142,11 @@ class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
 def coverage_of(
     model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1, loss: str = ""
 ) -> Coverage:
-    """Returns the products of a step of the model as it came, by the weights that they are made with.
+    """Returns the products of a step of the unchanged model, by the weights that they are made with.
 
-    `held` are the weights of a Conversion that is not entered; `multiple` is what native products of the device want of
-    their sides (`Holder.native`). The sums are exact: every call of the step belongs to one holder or to one of the
-    others. A second step tells whether steps are alike. The steps are not timed. Raises UsageError for a step without
+    `held` are the weights of a Conversion that is not entered; `multiple` is required of the sides of native products
+    of the device (`Holder.native`). The sums are exact: every call of the step belongs to one holder or to one of the
+    others. A second step shows whether steps are alike. The steps are not timed. Raises UsageError for a step without
     products.
     """
     parameters = dict(model.named_parameters())
@@ -203,8 +204,8 @@ _NO_PRODUCT = "no-product"
 
 
 class _CoveredSums:
-    """FLOPs and products of each weight, and of all other calls. `by_hand` are weights that a function multiplies by,
-    past the layer that holds them."""
+    """FLOPs and products of each weight, and of all other calls. `by_hand` are weights that a function uses directly,
+    bypassing their layer."""
 
     def __init__(self, model: nn.Module, tape: _PlacedTape) -> None:
         self.flops = 0
@@ -217,7 +218,7 @@ class _CoveredSums:
             for name, parameter in model.named_parameters()
             if type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.dim() > 1
         }
-        # Of the two calls of a node that computes the gradients of a product only one has the weight.
+        # Only one of the two calls of a node that computes the gradients of a product has the weight.
         self._of_nodes = {}
         for call, node in zip(tape.calls, tape.nodes, strict=True):
             if node is not None:
@@ -290,8 +291,7 @@ def _holder(held: ProductWeight, sums: _CoveredSums, tape: _PlacedTape, multiple
 def unfit(held: ProductWeight, products: Sequence[HeldProduct], multiple: int) -> str:
     """Describes the sides of a weight's products that native products do not take; '' if they take all.
 
-    Contractions and columns have to be multiples; the contraction of a weight's gradient is the rows of the forward
-    pass.
+    Contractions and columns must be multiples; the contraction of a weight's gradient is the rows of the forward pass.
     """
     if held.kind == CONV2D and multiple > 1:
         return "torch has no convolution in formats this narrow: values are rounded, and convolved in fp32"

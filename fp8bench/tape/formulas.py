@@ -1,9 +1,9 @@
-"""What an operator does: how many floating-point operations, and which kind of work, by its name and where it runs.
+"""What an operator does: the number of floating-point operations, and the kind of work, by its name and location.
 
-FLOPs are the products and sums of what multiplies tensors with each other. torch has formulas for some operators
-(torch.utils.flop_counter), none for others, and a wrong one for the backward of grouped convolutions. An operator is
-unknown if it has a formula neither here nor there and is not known to multiply nothing. Kinds follow rules as data:
-first the phases of a suite, then optimizers and the nodes that keep gradients, then names.
+FLOPs are the products and sums of operators that multiply tensors with each other. torch has formulas for some
+operators (torch.utils.flop_counter), none for others, and a wrong one for the backward of grouped convolutions. An
+operator is unknown if it has a formula neither here nor there and is not known to multiply nothing. Kinds follow rules
+as data: first the phases of a suite, then optimizers and the nodes that keep gradients, then names.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fp8bench.model import UNATTRIBUTED, Phase
 from fp8bench.model.step import ShareKind
 from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, is_view, name_of, operator_name, tensors_in
 
-# A formula gets the arguments by their names, and the result under ''. In FORMULAS it stands beside the argument whose
-# dtype it multiplies in.
+# A formula gets the arguments by name, and the result under ''. FORMULAS pairs it with the argument whose dtype it
+# multiplies in.
 Named = Mapping[str, Any]
 Formula = Callable[[Named], int]
 # M, N, K and the number of products (..., M, K) times (..., K, N).
@@ -49,7 +49,7 @@ def _product(left: str, right: str) -> tuple[str, Formula]:
 def _grouped_flops(named: Named) -> int:
     """Counts products of groups of rows (or columns) with a matrix each; each row is in one group."""
     a, b = named["self"], named["mat2"]
-    apart = len(a.shape) == 3 and len(b.shape) == 2  # columns of b are dealt out to the matrices of a
+    apart = len(a.shape) == 3 and len(b.shape) == 2  # columns of b are divided among the matrices of a
     return 2 * _elements(a) * int(b.shape[-1]) // (int(a.shape[0]) if apart else 1)
 
 
@@ -64,7 +64,7 @@ def convolution_shapes(named: Named) -> list[Product]:
 
 
 def convolution_backward_shapes(named: Named) -> list[Product]:
-    """Counts as much as forward for each gradient that is wanted, of the input and of the weight."""
+    """Counts as much as forward for each requested gradient, of the input and of the weight."""
     outputs, window, places, groups = _sides(named, named["grad_output"])
     for_input, for_weight = named["output_mask"][:2]
     products = [((places, window, outputs, groups), for_input), ((outputs, window, places, groups), for_weight)]
@@ -84,7 +84,7 @@ def _sides(named: Named, out: Any) -> tuple[int, int, int, int]:
 
 
 def _pairs(named: Named) -> float:
-    """Counts pairs of a query and a key that a head looks at; under a causal mask half of the diagonal counts."""
+    """Counts pairs of a query and a key that a head processes; under a causal mask half of the diagonal counts."""
     queries, keys = int(named["query"].shape[-2]), int(named["key"].shape[-2])
     if not named.get("is_causal"):
         return queries * keys
@@ -93,7 +93,7 @@ def _pairs(named: Named) -> float:
 
 
 def _attention(products: tuple[int, int]) -> Formula:
-    """Counts so many products along the width of the keys' heads, and of the values'."""
+    """Returns a formula that counts these many products along the width of the keys' heads, and of the values'."""
 
     def flops(named: Named) -> int:
         query, value = named["query"], named["value"]
@@ -103,7 +103,7 @@ def _attention(products: tuple[int, int]) -> Formula:
     return flops
 
 
-# Backward computes the scores again, and gradients of values, probabilities, queries and keys.
+# Backward recomputes the scores, and computes gradients of values, probabilities, queries and keys.
 _FORWARD, _BACKWARD = ("query", _attention((1, 1))), ("query", _attention((3, 2)))
 
 
@@ -126,7 +126,7 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
     "addmv": _product("mat", "vec"),
     "dot": _product("self", "tensor"),
     "vdot": _product("self", "other"),
-    # Squares of the lengths, and ones, are two columns more of each side.
+    # Squares of the lengths, and ones, are two more columns on each side.
     "_euclidean_dist": ("x1", lambda named: 2 * math.prod(named[""].shape) * (int(named["x1"].shape[-1]) + 2)),
     "addr": ("vec1", lambda named: 2 * _elements(named["vec1"]) * _elements(named["vec2"])),
     "_grouped_mm": ("self", _grouped_flops),
@@ -149,7 +149,7 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
     ),
 }  # fmt: skip
 
-# Operators that multiply tensors at most number by number, beside those that torch has tags for.
+# Operators that multiply tensors at most elementwise, in addition to those that torch has tags for.
 _WORDS = """
 _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
 adaptive_max_pool2d adaptive_max_pool2d_backward alias_copy _aminmax _amp_foreach_non_finite_check_and_unscale_
@@ -192,7 +192,7 @@ upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest2d_backw
 _weight_norm_interface_backward zero zeros zeros_like
 """
 _NOTHING = frozenset(_WORDS.split())
-# torch's tags of operators that work number by number, or add numbers up.
+# torch's tags of operators that work elementwise, or add numbers up.
 _TAGS = ("pointwise", "reduction")
 
 
@@ -213,7 +213,7 @@ def flops_of(call: Call) -> tuple[int | None, str]:
 
 
 def multiplies(operator: Any) -> bool | None:
-    """Tells whether an operator multiplies tensors with each other; None if unknown."""
+    """Whether an operator multiplies tensors with each other; None if unknown."""
     name = operator_name(operator)
     if _formula_of(name) is not None or getattr(operator, "overloadpacket", operator) in flop_registry:
         return True
@@ -225,7 +225,7 @@ def _formula_of(name: str) -> tuple[str, Formula] | None:
 
 
 def _by_torch(call: Call, formula: Callable[..., int]) -> int | None:
-    """Returns what torch's formula says, or one registered with torch; None if it needs the numbers of tensors."""
+    """Returns the result of torch's formula, or one registered with torch; None if it needs the numbers of tensors."""
 
     def shapes(value: Any) -> Any:
         return value.shape if isinstance(value, TensorSeen) else value
@@ -239,7 +239,7 @@ def _by_torch(call: Call, formula: Callable[..., int]) -> int | None:
 
 def _multiplies_nothing(operator: Any, name: str) -> bool:
     if name.startswith("fp8bench::"):
-        return True  # quantisers; what multiplies has its formula above
+        return True  # quantisers; operators that multiply have a formula above
     if operator.namespace != "aten":
         return False
     base = name.removesuffix("_").removeprefix("_foreach_")
@@ -255,14 +255,14 @@ def _multiplies_nothing(operator: Any, name: str) -> bool:
 
 
 KEEPS_GRADIENTS = "AccumulateGrad"
-# All of such a phase is of one kind; in the other phases the operators decide.
+# All of such a phase is of one kind; in other phases the operators decide.
 _PHASE_KINDS = {
     Phase.CAST: ShareKind.CAST,
     Phase.ATTENTION: ShareKind.ATTENTION,
     Phase.ACCUMULATE: ShareKind.ACCUMULATE,
     Phase.OPTIMIZER_STEP: ShareKind.OPTIMIZER,
 }
-# Prefixes of names; the first that fits decides.
+# Prefixes of names; the first that matches decides.
 _PREFIXES: tuple[tuple[str, ShareKind], ...] = (
     ("_scaled_dot_product", ShareKind.ATTENTION), ("scaled_dot_product", ShareKind.ATTENTION),
     ("_flash_attention", ShareKind.ATTENTION), ("_efficient_attention", ShareKind.ATTENTION),
@@ -272,12 +272,12 @@ _PREFIXES: tuple[tuple[str, ShareKind], ...] = (
     ("fake_quantize", ShareKind.CAST), ("_fake_quantize", ShareKind.CAST), ("quantize", ShareKind.CAST),
     ("dequantize", ShareKind.CAST),
 )  # fmt: skip
-# Operators of attention that is written out, in modules whose name says that they are attention.
+# Operators of unfused attention, in modules whose name contains attention.
 _IN_ATTENTION = frozenset(
     ("bmm", "baddbmm", "_softmax", "_softmax_backward_data", "_masked_softmax", "_masked_softmax_backward")
 )
 _SAYS_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-# Casts if they go from one floating-point dtype to another, else copies.
+# Casts if they convert between floating-point dtypes, else copies.
 CONVERTING = frozenset(("_to_copy", "copy_", "copy", "_foreach_copy_", "_copy_from"))
 _NAMES: Mapping[ShareKind, str] = {
     ShareKind.COPY: """
@@ -309,7 +309,7 @@ CONVOLUTION = "conv"
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a call runs. `node` is the node of backward that runs, or ''; `dtypes` are source and target of a
+    """The location of a call. `node` is the running node of backward, or ''; `dtypes` are source and target of a
     conversion."""
 
     phase: str = UNATTRIBUTED
@@ -351,7 +351,7 @@ def kind_of_name(name: str, where: Where) -> tuple[ShareKind, str]:
         return ShareKind.GEMM, CONVOLUTION
     if name in CONVERTING:
         return (ShareKind.CAST if converts(where.dtypes) else ShareKind.COPY), ""
-    if name.startswith("fp8bench::"):  # of ours what multiplies nothing is a quantiser
+    if name.startswith("fp8bench::"):  # an operator of ours that multiplies nothing is a quantiser
         return (ShareKind.GEMM if name in FORMULAS else ShareKind.CAST), ""
     for beginning, kind in _PREFIXES:
         if name.startswith(beginning):

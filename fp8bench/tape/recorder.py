@@ -1,7 +1,7 @@
 """A dispatch mode that records the operators of a step; they are counted afterwards, so that the step stays fast.
 
-An operator of fp8bench's own is one call, however it runs, and so is any other that torch knows by name. Code that
-calls no operator of torch's, such as a kernel launched past torch, is not seen.
+A custom operator of fp8bench is one call, however it runs, and so is any other that torch knows by name. Code that
+calls no operator of torch, such as a kernel launched directly, is not visible.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _NO_TASK = -1
 
 
 class TensorSeen:
-    """Where a tensor lies and how, without its numbers. One of torch's fake or meta tensors has none, and `is_real` is
-    false."""
+    """The location and layout of a tensor, without its numbers. One of torch's fake or meta tensors has none, and
+    `is_real` is false."""
 
     __slots__ = ("accelerated", "dtype", "is_real", "offset", "shape", "storage", "stride")
 
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Route(Enum):
-    """How a mode treats an operator. A SILENT one does nothing to numbers: a view, or a mark of torch's own."""
+    """How a mode treats an operator. A SILENT one does nothing to numbers: a view, or one of torch's markers."""
 
     RECORDED = 0
     COMPOSITE = 1
@@ -77,7 +77,7 @@ def route_of(func: Any) -> Route:
 
 
 def is_view(func: Any) -> bool:
-    """Tells whether an operator only looks at memory in another way. torch says it of `squeeze`, not of `squeeze_`."""
+    """Whether an operator only gives another view of memory. torch declares that for `squeeze`, not for `squeeze_`."""
     packet = getattr(torch.ops.aten, operator_name(func).removesuffix("_"), None)
     return any(getattr(overload, "is_view", False) for overload in (func, getattr(packet, func._overloadname, None)))
 
@@ -102,7 +102,7 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         route = self._routes.get(func)
         if route is None:
             route = self._routes[func] = route_of(func)
-        if route is Route.COMPOSITE:  # without gradients some arrive undivided
+        if route is Route.COMPOSITE:  # without gradients some arrive undecomposed
             with self:
                 result = func.decompose(*args, **named)
             if result is not NotImplemented:
@@ -120,7 +120,7 @@ class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Sees compiled functions as the operators that they were made of."""
+        """Returns True, to record compiled functions as the operators that they were made of."""
         return False
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ def tensors_in(value: Any) -> Iterator[TensorSeen]:
 
 
 def arguments_of(call: Call) -> dict[str, Any]:
-    """Returns a call's arguments by their names in the schema, or by their places if there is no schema."""
+    """Returns a call's arguments by their names in the schema, or by position if there is no schema."""
     schema = getattr(call.operator, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema is not None else map(str, range(len(call.given)))
     return {**dict(zip(names, call.given, strict=False)), **call.named}

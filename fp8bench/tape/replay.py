@@ -1,7 +1,7 @@
-"""Records one phase of a step and repeats it by itself: its operators, and the memory that they are given.
+"""Records one phase of a step and repeats it alone: its operators, and their input memory.
 
-Memory is known by its storage, not by tensors, so that views stay views. What a phase is given is kept as it was then:
-it is copied before somebody writes to it. What calls of the phase make is made again by a replay.
+Memory is identified by its storage, not by tensors, so that views stay views. Input memory is kept as it was: it is
+copied before something writes to it. Memory made by calls of the phase is made again by a replay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNWRITTEN = ("empty", "new_empty")
 
 
 class CannotReplay(Exception):
-    """A phase cannot be repeated by itself; the text says why."""
+    """A phase cannot be repeated alone; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class BitsCheck:
-    """The bits of what a call returned or wrote in the step, and the state of the generators that it drew from."""
+    """The bits that a call returned or wrote in the step, and the state of the generators that it drew from."""
 
     bits: tuple[int, ...]
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
@@ -47,7 +47,7 @@ class BitsCheck:
 class ReplayedCall:
     """One operator. Its arguments are as in the step, with registers in place of what earlier calls made. `results`
     pairs places in its result with registers; `frees` lists registers that no later call needs; `written` are the
-    arguments that it writes. `check` is None where bits are not compared."""
+    arguments that it writes. `check` is None if bits are not compared."""
 
     operator: Callable[..., Any]
     args: tuple[Any, ...]
@@ -77,7 +77,7 @@ class ReplayedCall:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """Memory that the phase was given and writes, and what it held at first."""
+    """Input memory that the phase writes, and its initial contents."""
 
     memory: Tensor
     before: Tensor
@@ -86,7 +86,7 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Replay:
-    """A phase of a step that can be repeated. `bytes` is the size of all that it keeps."""
+    """A phase of a step that can be repeated. `bytes` is the size of everything that it keeps."""
 
     calls: tuple[ReplayedCall, ...]
     registers: int
@@ -95,7 +95,7 @@ class Replay:
     bytes: int
 
     def run(self, times: int = 1) -> None:
-        """Repeats the phase back to back. What it writes carries over, as in steps."""
+        """Repeats the phase back to back. What it writes carries over, as between steps."""
         with torch.no_grad():
             for _ in range(times):
                 registers: list[Tensor | None] = [None] * self.registers
@@ -125,7 +125,7 @@ class Replay:
         return ""
 
     def lost(self) -> str:
-        """Returns a sentence if what the phase writes is no longer finite, and was; else ''."""
+        """Returns a sentence if something that the phase writes is no longer finite, but was; else ''."""
         for rewritten in self.rewritten:
             for dtype in rewritten.floating:
                 if _finite(rewritten.before, dtype) and not _finite(rewritten.memory, dtype):

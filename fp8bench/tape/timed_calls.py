@@ -1,8 +1,8 @@
 """The time of each operator and the module it ran for: in forward the running module, in backward the node's.
 
-Nothing tells when the backward of a module begins or ends, because nodes of different modules interleave. So each node
-is known by itself: by a label that is left on it when the module that made it ends, or by its number, since numbers
-grow while modules begin and end. Nothing is put into the program.
+The backward of a module has no identifiable begin and end, because nodes of different modules interleave. So each node
+is identified separately: by a label that is left on it when the module that made it ends, or by its number, since
+numbers grow while modules begin and end. Nothing is inserted into the program.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class _Running(Generic[L]):
 
 
 class RunningModules(Generic[L]):
-    """Knows which module a step is in while `watched` is open; modules without a label are ignored."""
+    """Tracks which module a step is in while `watched` is open; modules without a label are ignored."""
 
     def __init__(self, label_of: Callable[[nn.Module], L | None], outside: L) -> None:
         self._label_of, self._outside = label_of, outside
         self._running: list[_Running[L]] = []
         self._made: dict[int, _Made[L]] = {}
-        # The task that began each task's backward pass: a block that is recomputed makes nodes within one.
+        # The task that began each task's backward pass: a recomputed block makes nodes within one.
         self._begun_in = {_FORWARD: _FORWARD}
         self._last_task = _FORWARD
 
@@ -127,7 +127,7 @@ class RunningModules(Generic[L]):
             self.go_in(label)
 
     def _leave(self, module: nn.Module, given: Any, result: Any) -> None:
-        if self._running and self._label_of(module) is not None:  # else it began before `watched`
+        if self._running and self._label_of(module) is not None:  # otherwise it began before `watched`
             self._label(result, self.go_out())
 
     def _hand_over(self) -> tuple[int, int]:
@@ -142,7 +142,8 @@ class RunningModules(Generic[L]):
         return task, number
 
     def _label(self, result: Any, left: _Running[L]) -> None:
-        """Leaves labels on the nodes that were made since a module began, as far as its result leads to them."""
+        """Leaves labels on the nodes that were made since a module began, as far as they are reachable from its
+        result."""
         waiting: list[Any] = [tensor.grad_fn for tensor in _tensors(result)]
         made, seen = self._made[left.task], set()
         while waiting:
@@ -191,7 +192,7 @@ _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class TimedCall(NamedTuple):
-    """An operator, where it ran, and its nanoseconds on the host, including operators that it calls itself."""
+    """An operator, where it ran, and its nanoseconds on the host, including nested operators."""
 
     operator: Any
     module: str
@@ -226,7 +227,8 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def watching(self) -> Iterator[list[TimedCall]]:
-        """Yields the list of the body's operators; the hooks that tell modules and optimizers are removed after it."""
+        """Yields the list of the body's operators; the hooks that track modules and optimizers are removed
+        afterwards."""
         self.calls = []
         with ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -280,8 +282,8 @@ def _range(name: str) -> Any:
 
 
 def shares_of(steps: Sequence[Sequence[TimedCall]], plain: Sequence[float]) -> Shares:
-    """Returns the shares of watched steps, beside the seconds of steps that nobody watched. The time of the shortest
-    operator is the cost of watching a call, and is deducted from all."""
+    """Returns the shares of watched steps, and the seconds of unwatched ones. The time of the shortest operator is the
+    cost of watching a call, and is deducted from all."""
     calls, nanoseconds = _typical(steps)
     calling = min(nanoseconds, default=0.0)
     return Shares(put_together(calls, [(nanosecond - calling) * 1e-9 for nanosecond in nanoseconds]), median(plain))
@@ -321,7 +323,7 @@ def _operators_of_launches(events: Iterable[Mapping[str, Any]]) -> dict[object, 
             threads[event.get("tid")].append(event)
     operators: dict[object, int] = {}
     for thread in threads.values():
-        around: list[tuple[float, int]] = []  # the end and the number of each range that is open
+        around: list[tuple[float, int]] = []  # the end and the number of each open range
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
             while around and around[-1][0] <= event["ts"]:
                 around.pop()

@@ -1,4 +1,4 @@
-"""The user's own modules and files: importing them, telling their code apart, and describing their errors."""
+"""The user's modules and files: importing them, identifying their code, and describing their errors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _importing = threading.RLock()
 
 
 def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) -> None:
-    """Imports modules (or files ending in .py) that register leaves of the user's own. They print to stderr. A module
-    that leaves a switch changed is refused, because everything afterwards would be measured under it, in this process
-    and in those that it starts. The switches are `watched`, by default those of the process."""
+    """Imports modules (or files ending in .py) that register a user's leaves. They print to stderr. A module that
+    leaves a switch changed is refused, because it would affect everything measured afterwards, in this process and in
+    those that it starts. The switches are `watched`, by default those of the process."""
     for registry in (workloads, precisions, devices):
-        registry.names()  # fp8bench registers its own names first, so that a user's file is refused, not fp8bench's
+        registry.names()  # fp8bench registers its names first, so that a user's file is refused, not fp8bench's
     watched = [switch for switch in watched or process_switches() if not switch.set_by_imports]
     with _importing:
         for name in names:
@@ -52,7 +52,7 @@ def _import(name: str, watched: Sequence[Switch]) -> None:
     finally:
         changed = put_back(watched, before)
     if changed:
-        sys.modules.pop(user_module(name) if name.endswith(".py") else name, None)  # a second try fails alike
+        sys.modules.pop(user_module(name) if name.endswith(".py") else name, None)  # a retry fails alike
         raise ImportFailed(
             f"importing {name!r} leaves {', '.join(changed)}: everything would be measured under that. Set it in "
             "prepare or step, and put it back there."
@@ -61,8 +61,8 @@ def _import(name: str, watched: Sequence[Switch]) -> None:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Sends what the body prints to stderr, also from child processes and C code. The descriptor is left alone if it is
-    not stdout's: in a notebook, under a test that captures, or closed."""
+    """Redirects what the body prints to stderr, also from child processes and C code. The descriptor is left alone if
+    it is not stdout's: in a notebook, under a test that captures, or closed."""
     out, saved = sys.stdout, -1
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if out.fileno() == 1:
@@ -81,7 +81,7 @@ def _stdout_to_stderr() -> Iterator[None]:
     finally:
         if saved >= 0:
             with contextlib.suppress(OSError, ValueError):
-                out.flush()  # what was written past the redirection must go to stderr too
+                out.flush()  # text that bypassed the redirection must go to stderr, too
             os.dup2(saved, 1)
             os.close(saved)
 
@@ -89,7 +89,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 def digest_of(names: Iterable[str]) -> str | None:
     """Returns one SHA-256 over the code of imported modules and files, a package with all its files; None without code.
 
-    Their location is not part of it: the same code elsewhere has the same digest.
+    Their location is not included: the same code elsewhere has the same digest.
     """
     import hashlib
 
@@ -119,7 +119,7 @@ def own_words(error: BaseException) -> str:
 
 
 def user_module(file: str) -> str:
-    """Returns the module name of a user's file; files of one name in different folders have different ones."""
+    """Returns the module name of a user's file; files with equal names in different folders get different ones."""
     import hashlib
 
     path = Path(file).resolve()

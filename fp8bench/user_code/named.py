@@ -1,4 +1,4 @@
-"""The user's own callables, found by module and name, and the signature that an audit declares for them."""
+"""The user's callables, found by module and name, and the signature that an audit declares for them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ audited.__doc__ = "\n".join((f"{audited.__doc__}\n", *map(": ".join, SIGNATURE_W
 
 
 def signed(kind: str, precision: str, *how: Any, **named: Any) -> Signature:
-    """Makes the signature of such words; raises UsageError where they say nothing together."""
+    """Makes a signature from these words; raises UsageError if they do not form a valid one."""
     given: Any = Signature(kind, precision, *how, **named)  # type: ignore[arg-type]
     for name, known in (("kind", AuditKind), ("takes", Takes), ("second", ("nk", "kn"))):
         if (word := getattr(given, name)) not in tuple(known):
@@ -64,14 +64,14 @@ def declared_of(function: Callable[..., Any]) -> Signature | None:
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """Splits 'module:name' or 'file.py:name'; raises UsageError where either part is missing."""
+    """Splits 'module:name' or 'file.py:name'; raises UsageError if either part is missing."""
     place, _, name = target.rpartition(":")
     if not place or not name:
         module, _, function = target.rpartition(".")
         if module and function != "py":
             meant = f"{module}:{function}"
-            raise UsageError(f"{target!r:.200} names no function. A colon stands before it: {meant}.", target, meant)
-        raise UsageError(f"{target!r:.200} names no function. Give module:function, or file.py:function.")
+            raise UsageError(f"{target!r:.200} is not a function. A colon stands before it: {meant}.", target, meant)
+        raise UsageError(f"{target!r:.200} is not a function. Give module:function, or file.py:function.")
     return place, name
 
 

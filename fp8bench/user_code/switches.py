@@ -1,4 +1,4 @@
-"""Switches that a case, or the import of a file, could leave changed for whatever comes next in its process.
+"""Switches that a case, or the import of a file, could leave changed for later code in its process.
 
 These belong to the interpreter, the process and the C library, and need no torch; torch's own are in
 worker/torch_switches.py.
@@ -26,11 +26,11 @@ from fp8bench.model.run import LOWERING, READ_BY_TORCH
 
 
 class Unset:
-    """Equals no value: the machine, or whoever runs the process, decides what is usual."""
+    """Equals no value: the machine, or the user, decides what is usual."""
 
 
 class NotInUse:
-    """The value of a switch before its library is used: asking would begin to use it."""
+    """The value of a switch before its library is used: reading would initialize it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +38,9 @@ class Switch:
     """A switch of the process; `write` is None for one that ends with the object that holds it.
 
     `names` are torch's public names that set it; a census compares them with what torch has. `usual` is the value in a
-    new process. `bends` tells whether a reference measured under a value is no reference: fp8bench refuses to measure
-    in such a process, and names the value `wanted` (by default `usual`) and how to `mend` it. Without `bends` any value
-    will do, and is recorded. Switches `set_by_imports` of harmless packages are watched around steps only.
+    new process. `bends`: whether a value distorts the reference: fp8bench refuses to measure in such a process, and
+    names the value `wanted` (by default `usual`) and how to `mend` it. Without `bends` any value will do, and is
+    recorded. Switches `set_by_imports` of harmless packages are watched around steps only.
     """
 
     name: str
@@ -104,7 +104,7 @@ def plain(value: Any) -> Scalar | None:
 _VARIABLES: dict[bytes, bytes] = os.environb._data  # type: ignore[attr-defined]
 _KEYS = frozenset(map(os.fsencode, READ_BY_TORCH))
 _LOWERING = frozenset(LOWERING)
-# Under these variables OpenMP itself binds the thread at its first loop.
+# With these variables OpenMP itself binds the thread at its first loop.
 _BINDS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 _CLOCKS = (
     "perf_counter",
@@ -205,13 +205,14 @@ def _library_switches() -> Iterator[Switch]:
 
 
 def _is_other(name: str, clock: Any) -> bool:
-    """Compares with what a clock should be, not with what it was at first: it may have been replaced before."""
+    """Whether a clock was replaced. Compares with the expected function, not with the initial one, which may have been
+    replaced before."""
     own = isinstance(clock, types.BuiltinFunctionType) and clock.__module__ == "time"
     return not own or clock.__name__ != name
 
 
 def _handler(number: int) -> Any:
-    """Returns what signal.getsignal does in a tenth of the time: that tries every handler as an enumerator first."""
+    """Returns the same as signal.getsignal in a tenth of the time: that tries every handler as an enumerator first."""
     handler = raw_handler(number)
     return _NO_HANDLER[handler] if type(handler) is int else handler
 

@@ -1,7 +1,7 @@
 """The worker's side of measuring: it prepares states and runs steps and slots when asked; it decides nothing.
 
-It runs in a process of its own (worker/main.py) or in the caller's (LocalWorker of measure/handle.py). torch is
-imported only here and in what this module calls.
+It runs in a separate process (worker/main.py) or in the caller's (LocalWorker of measure/handle.py). torch is imported
+only here and in what this module calls.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Bench(UntimedPasses):
         return why_not(name)
 
     def trial(self, case: Case, facts: DeviceFacts) -> str:
-        """Returns what is wrong with the products of a case's precisions where a foreign library makes them, or ''.
-        Each precision is tried once in the life of a worker."""
+        """Returns the error of a case's products if a foreign library computes them; '' if there is none. Each
+        precision is tried once per worker."""
         devices.get(facts.kind).select(facts.index)
         with restore_switches(), aside():
             return self._trials.wrong(case, facts)
@@ -104,19 +104,19 @@ class Bench(UntimedPasses):
         device = self._select_device(facts)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
         already_running = running()
-        fusing.forget_waiting()  # those that passes called are never compiled
+        fusing.forget_waiting()  # quantisers that untimed passes called are never compiled
         cache = CACHE.of(dict(case.params))
-        # 1. The first step pays for what happens once: allocations, kernels that are chosen or compiled.
+        # 1. The first step pays for one-time work: allocations, and kernels that are chosen or compiled.
         with under(precision), restore_switches(), aside(), nothing_left_on_error():
             make = partial(self._state_after_one_step, workload, case, facts)
             first = make()
             states = rotation(first, make, facts, device) if cache == ROTATING else (first,)
-        # 2. What the cache holds before a call.
+        # 2. Prepare the contents of the cache before a call.
         flush = flush_of(facts) if cache == COLD else None
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
         started = running() - already_running
-        # 3. Ready for slots, with what it has left running to be told when it is released.
+        # 3. Keep the state for slots, and note what it left running, to report that on release.
         self._prepared[key] = Prepared(
             workload,
             precision,
@@ -144,7 +144,7 @@ class Bench(UntimedPasses):
         return Rotation(len(prepared.states), bytes_of(prepared.state))
 
     def calibrate(self, case: Case, facts: DeviceFacts) -> None:
-        """Finds the case's scales in data, if it asks for any. Other requests that need them do the same."""
+        """Finds the case's scales in data, if it requests that. Other requests that need the scales do the same."""
         with self._apart(case, facts) as (_, _, setup):
             setup()
         gc.collect()
@@ -159,14 +159,14 @@ class Bench(UntimedPasses):
             return fusing.try_to_compile(facts.key)
 
     def compile_quantisers(self, key: str) -> None:
-        """Compiles the quantisers that wait, and runs a state's untimed step again: first calls are slow."""
+        """Compiles the waiting quantisers, and repeats a state's untimed step, because first calls are slow."""
         prepared = self._prepared_as(key)
         already_running = running()
         with under(prepared.precision), restore_switches(), aside():
             fusing.compile_waiting()
             step(prepared.workload, prepared.state, prepared.scales, SilentPhases())
         prepared.device.synchronise(prepared.index)
-        still_running(running() - already_running)  # lets what compiling has started end before anything is timed
+        still_running(running() - already_running)  # lets background work of the compiler end before anything is timed
         gc.collect()
 
     def slot(self, key: str, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
@@ -214,7 +214,7 @@ class Bench(UntimedPasses):
         if released is None:
             return ()
         device, started = released.device, released.started
-        # The state must be gone before memory is given back.
+        # The state must be gone before its memory is freed.
         del released
         gc.collect()
         device.empty_cache()
@@ -224,7 +224,7 @@ class Bench(UntimedPasses):
         return calibrate(self._select_device(facts), facts.index)
 
     def answers(self, facts: DeviceFacts) -> None:
-        """Opens a device and waits for it; raises what the device raises if it does not answer."""
+        """Opens a device and waits for it; raises the device's error if it does not answer."""
         self._select_device(facts).synchronise(facts.index)
 
     def ceiling_rates(self, facts: DeviceFacts) -> tuple[Rate, ...]:
@@ -245,7 +245,7 @@ class Bench(UntimedPasses):
     def bare_loop(self, case: Case, facts: DeviceFacts, steps: int, rounds: int) -> tuple[list[float], list[float]]:
         key = f"bare-loop:{case.id}"
         self.prepare(key, case, facts)
-        # Both loops in one state: another one would lie elsewhere in memory.
+        # Both loops use one state: another one would have different memory addresses.
         try:
             prepared = self._prepared[key]
             with prepared.precision.scope():
@@ -255,13 +255,13 @@ class Bench(UntimedPasses):
             self.release(key)
 
     def recover(self, fault: DescribedFault) -> DescribedFault:
-        """Frees what an aborted request holds. If the device then does not answer, the fault was not one of memory:
+        """Frees what an aborted request holds. If the device then does not answer, the fault was not exhausted memory:
         after an assert or an illegal address cuBLAS reports in every call that it is not initialised, as it does
         without memory."""
         self._exact = None
         try:
             gc.collect()
-            for kind in devices.names():  # the request that failed may have been the first: nothing is prepared yet
+            for kind in devices.names():  # the failed request may have been the first, before anything was prepared
                 devices.get(kind).empty_cache()
             if self._used is not None:
                 device, index = self._used

@@ -1,4 +1,4 @@
-"""Digests, copies and other numbers of tensors' memory."""
+"""Digests, copies and sketches of tensors' memory."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 
 from fp8bench.worker.finite import converts
 
-# Elements, or words, at a time.
+# The number of elements, or words, processed at a time.
 _PIECE = 1 << 18
 # Odd multipliers without a pattern.
 _PIECE_FACTOR, _WORD_FACTOR = 0x9E3779B97F4A7C15, 0x2545F4914F6CDD1D
 _NUMBERS = 1 << 64
-# How many sums a sketch has, and how many elements share one table of signs.
+# The number of sums in a sketch, and of elements that share one table of signs.
 _SUMS, _SIGNED = 4, 1 << 16
 
 
 def digest(tensor: Any) -> int:
-    """Returns a number that is the same for the same bits; other bits have it with a chance of one in 2**63."""
+    """Returns a number that is equal for equal bits; for different bits it is equal with a chance of one in 2**63."""
     number = 0
     for piece in _flat(tensor, torch.uint8).split(8 * _PIECE):
         in_words = piece.numel() // 8 * 8
         for words in (piece[:in_words].view(torch.int64), piece[in_words:].to(torch.int64)):
-            mixed = words * _WORD_FACTOR  # brings the upper bits of a word down, or two changed signs would cancel
+            mixed = words * _WORD_FACTOR  # mixes the upper bits of a word down, or two changed signs would cancel
             mixed ^= mixed >> 32
             weighed = int((mixed * _weights(words.device, _PIECE)[: words.numel()]).sum())
             number = (number * _PIECE_FACTOR + weighed) % _NUMBERS
@@ -34,8 +34,8 @@ def digest(tensor: Any) -> int:
 
 
 def sketch(tensor: Any, original: Any = None) -> Any:
-    """Sums a tensor's numbers, or their differences from an `original`, under random signs. The sums of two
-    tensors are about as far apart as the tensors are."""
+    """Sums a tensor's numbers, or their differences from an `original`, with random signs. The distance between the
+    sums of two tensors is about that of the tensors."""
     dtype, sums = _numbers_as(tensor.dtype), torch.zeros(_SUMS, dtype=torch.float64, device=tensor.device)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     signs, end = _signs(tensor.device, wide), _signs(tensor.device, torch.float64)
@@ -58,10 +58,10 @@ def put_back(tensor: Any, copy: Any) -> None:
 
 @contextmanager
 def other_numbers(tensor: Any, seed: int) -> Iterator[None]:
-    """Replaces a tensor's numbers in the body, and puts all back after it: others may hold the same tensor.
+    """Replaces a tensor's numbers in the body, and restores all after it, because the tensor may be shared.
 
-    Floating-point numbers become random ones between the smallest and the largest, others are drawn from those that
-    were there. What is not finite stays: a mask is none without its infinities.
+    Floating-point numbers become random ones between the smallest and the largest, others are drawn from the existing
+    ones. Values that are not finite stay: a mask needs its infinities.
     """
     with same_after(tensor):
         _replace_numbers(tensor, seed)
@@ -89,7 +89,7 @@ def _replace_numbers(tensor: Any, seed: int) -> None:
 
 
 def _numbers_as(dtype: Any) -> Any:
-    """Returns the dtype to read numbers in: integers of the same size where torch cannot convert them."""
+    """Returns the dtype to read numbers in: integers of the same size if torch cannot convert them."""
     if dtype.is_floating_point and (dtype.itemsize > 1 or converts(dtype)):
         return dtype
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(dtype.itemsize, torch.int64)
@@ -101,20 +101,20 @@ def _within_range(piece: Any, random: Any) -> Any:
     if not bool(finite.any()):
         return piece
     low, high = (float(end) for end in torch.aminmax(numbers[finite]))
-    if low == high:  # ones stay about ones
+    if low == high:  # constants stay about constant
         low, high = (low / 2, high) if high else (0.0, 1.0)
     drawn = torch.rand(numbers.shape, generator=random, device=numbers.device, dtype=numbers.dtype)
     return torch.where(finite, low + (high - low) * drawn, numbers)
 
 
 def _flat(tensor: Any, dtype: Any) -> Any:
-    """Views the whole memory of a tensor as elements of a dtype; the view has a version counter of its own."""
+    """Views the whole memory of a tensor as elements of a dtype; the view has a separate version counter."""
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @functools.lru_cache(maxsize=1)
 def _weights(device: Any, count: int) -> Any:
-    """Weighs words by their place: a plain sum would not depend on their order."""
+    """Weights words by their position: a plain sum would not depend on their order."""
     return torch.arange(1, 2 * count, 2, dtype=torch.int64, device=device)
 
 

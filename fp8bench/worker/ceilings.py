@@ -1,4 +1,4 @@
-"""How much a device can do: the best of several shapes for each limit, which is then measured in several runs."""
+"""Measures the peaks of a device: the best of several shapes for each limit, measured in several runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8bench.registry import precisions
 
 Shape = tuple[int, ...]
 
-# M, N and K, the least work first: a slow device does not come to the last ones.
+# M, N and K, the least work first, because a slow device does not reach the last ones.
 _PRODUCTS: dict[str, tuple[Shape, ...]] = {
     "cpu": ((256,) * 3, (512,) * 3, (256, 2048, 512), (1024,) * 3, (512, 4096, 1024), (2048,) * 3),
     "": (
@@ -24,10 +24,10 @@ _PRODUCTS: dict[str, tuple[Shape, ...]] = {
         (16384, 8192, 2048), (8192,) * 3, (16384, 8192, 8192),
     ),
 }  # fmt: skip
-# Bytes of an array. The smallest copies lie in the fastest cache that an operator of torch's can fill.
+# Bytes of an array. The smallest copies are in the fastest cache that an operator of torch can fill.
 _CACHED = {"cpu": tuple(1 << bits for bits in range(14, 25, 2)), "": tuple(1 << bits for bits in range(20, 29, 2))}
 _LOADED = tuple(1 << bits for bits in (22, 24, 26, 28))
-# Assumed size of a last cache that the device does not tell; and an array takes at most 1/16 of the memory.
+# The assumed size of a last-level cache that the device does not report; and an array takes at most 1/16 of the memory.
 _UNKNOWN_CACHE = 128 << 20
 _SHARE_OF_MEMORY = 16
 _ARRAYS = {Limit.COPY: 2, Limit.TRIAD: 3, Limit.CACHED: 2, Limit.LOAD: 1}
@@ -36,7 +36,7 @@ _DRAWN = 1 << 20
 
 
 def shapes_of(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
-    """Returns the sizes to search for the best rate; none where a device has no such limit: a host loads nothing."""
+    """Returns the sizes to search for the best rate; none if a device has no such limit: a host loads nothing."""
     if limit is Limit.PRODUCT:
         return _PRODUCTS.get(facts.kind, _PRODUCTS[""])
     if limit is Limit.LAUNCH:
@@ -45,9 +45,9 @@ def shapes_of(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
         return tuple((size,) for size in _LOADED) if facts.accelerated else ()
     if limit is Limit.CACHED:
         return tuple((size,) for size in _CACHED.get(facts.kind, _CACHED[""]))
-    # Each array alone is larger than the cache.
+    # Each array alone exceeds the cache.
     least = 1 << math.ceil(math.log2(CACHE_TIMES * (facts.cache_bytes or _UNKNOWN_CACHE)))
-    # A processor's system hands out memory slowly, page by page: one size has to do.
+    # A CPU's system provides memory slowly, page by page, so one size must suffice.
     sizes = (least, 2 * least) if facts.accelerated else (least,)
     return tuple((size,) for size in sizes if size <= facts.memory_bytes / _SHARE_OF_MEMORY)
 
@@ -60,11 +60,11 @@ def count_of(limit: Limit, shape: Shape) -> float:
 
 
 def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmetic, seed: int) -> Callable[[], Any]:
-    """Makes one call on tensors of its own. Operands of products are cast already."""
+    """Makes one call on separate tensors. Operands of products are already cast."""
     import torch
 
     random = torch.Generator(facts.key).manual_seed(seed)
-    # Casts happen here, once: a ceiling is of the product alone.
+    # Cast here, once, because a ceiling is of the product alone.
     if limit is Limit.PRODUCT:
         m, n, k = shape
         a, b = (torch.randn(rows, k, generator=random, device=facts.key).to(arithmetic.carrier) for rows in (m, n))
@@ -72,7 +72,7 @@ def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmet
         return partial(arithmetic.product, *cast, arithmetic.carrier)
 
     def random_array() -> torch.Tensor:
-        """An array of random numbers, which repeat: drawing a billion takes longer than all that is timed."""
+        """Returns an array of repeating random numbers: drawing a billion takes longer than everything timed."""
         block = torch.rand(min(count, _DRAWN), generator=random, device=facts.key)
         return block.repeat(math.ceil(count / len(block)))[:count]
 
@@ -92,9 +92,9 @@ def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmet
 
 # One precision for each kind of product that a device may have.
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
-# Calls are timed in stretches of this length, so that reading the clock and waiting for a device count little.
+# Calls are timed in batches of this duration, so that reading the clock and waiting for a device count little.
 _STRETCH_SECONDS = 0.5e-3
-# A shape counts by its third fastest stretch: a clock that jumped must not pass for what a machine can do.
+# A shape counts by its third fastest batch, so that a jump of the clock is not mistaken for a peak.
 _PLACE = 2
 
 
@@ -105,7 +105,7 @@ def wanted_rates(facts: DeviceFacts) -> list[Rate]:
 
 
 def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-    """Adds to a rate what it lacks next: the search for the best shape, then one run more on tensors of its own."""
+    """Adds the next missing part to a rate: the search for the best shape, or another run on separate tensors."""
 
     wait = partial(device.synchronise, facts.index)
     try:
@@ -141,18 +141,18 @@ def _best(
     seconds: float,
 ) -> tuple[Shape, float, int]:
     """Returns the shape with the highest rate, that rate, and how many shapes were tried. Every shape has an equal
-    share of the time, and its rate is that of its fastest stretches. A shape whose first call would exceed its share at
-    the best rate so far is left out, and so are all that do more work."""
+    share of the time, and its rate is that of its fastest batches. A shape whose first call would exceed its share at
+    the best rate so far is skipped, as are all with more work."""
     best, winner, tried, share = 0.0, next(iter(counts)), 0, seconds / len(counts)
     for shape, count in counts.items():
-        # Larger shapes take longer still: none of them could end in its share.
+        # Larger shapes take even longer, so none of them could finish in its share.
         if best and count / best > share:
             break
         tried += 1
         end = time.perf_counter() + share
         call = prepared(shape)
         call()
-        # One call to warm up was above; this one tells how many calls a stretch takes.
+        # The call above was a warm-up; this one shows how many calls fill a batch.
         once = _stretch(call, 1, wait)
         calls = max(1, int(_STRETCH_SECONDS / once))
         stretches = [once]

@@ -1,6 +1,6 @@
-"""Checks what a workload's untimed passes return, and turns it into plain values.
+"""Checks the results of a workload's untimed passes, and converts them to plain values.
 
-Otherwise a record that cannot be read back, or that brings torch into the parent, would fail far from its cause.
+Otherwise an unreadable record, or one that brings torch into the parent, would fail far from its cause.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def errors_of(returned: object) -> dict[str, float]:
         _text(name, "a name that error() gives"): _number(value, f"error()[{name!r}]")
         for name, value in returned.items()
     }
-    # A name of one of our own figures would take its place in tables.
+    # A name of one of our figures would replace it in tables.
     if wrong := next(filter(None, map(why_reserved, errors)), ""):
-        raise ValueError(f"error() gives a number whose name is not free: {wrong}.")
+        raise ValueError(f"error() returned a number with a reserved name: {wrong}.")
     return errors
 
 
@@ -76,7 +76,7 @@ def _iterable(value: Any, subject: str, expected: str) -> Iterable[Any]:
 def _text(value: object, subject: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{subject} is {_describe(value)}; expected a text")
-    # A subclass of str may have code of its own, and come from torch.
+    # A subclass of str may override methods, or come from torch.
     text = str.__str__(value)
     try:
         text.encode()
@@ -86,7 +86,7 @@ def _text(value: object, subject: str) -> str:
 
 
 def _number(value: object, subject: str) -> float:
-    """Returns a float. Arrays of one element are numbers too; texts and truth values are not."""
+    """Returns a float. Arrays of one element are accepted; texts and booleans are not."""
     if not isinstance(value, str | bytes | bool) and isinstance(value, SupportsFloat | SupportsIndex):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             return float(value)

@@ -1,10 +1,9 @@
-"""The phase clock, which a workload's markers write into.
+"""The phase clock, into which a workload's markers write.
 
-A marker costs about a third of a microsecond, so it does two appends and nothing else: which phase is open where, and
-what a stamp says, is found out after the step. All markers share one plain object. It is not thread-local on purpose:
-on CUDA, autograd runs backward on a thread of its own, which sees an object's attributes but none of the main thread's
-locals. This module also measures what observing costs: the marker, the stamp, the event pair, and the whole harness
-against a bare loop.
+A marker costs about a third of a microsecond, so it only does two appends: phases and times are computed after the
+step. All markers share one plain object. It is intentionally not thread-local: on CUDA, autograd runs backward on
+another thread, which sees an object's attributes but none of the main thread's locals. This module also measures the
+overhead of observing: the marker, the stamp, the event pair, and the whole harness against a bare loop.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ UNATTRIBUTED_CODE = CELL_PHASES.index(UNATTRIBUTED)
 
 @dataclass(slots=True, eq=False)
 class Marker:
-    """A phase's context manager, made once and entered many times, also within itself. It notes its code where the
+    """A phase's context manager, created once and entered many times, also within itself. It records its code where the
     phase begins, and the code's complement where it ends."""
 
     _code: int
@@ -41,17 +40,17 @@ class Marker:
 
 
 class PhaseClock(Markers[Marker]):
-    """Hands out markers by name and collects the marks of the step in progress. A mark is a stamp and what a marker
-    notes. `begin` opens a step in UNATTRIBUTED; `end` closes it and returns (codes, stamps): codes[i] is the phase
-    between stamps[i] and stamps[i + 1]. A `told` callback also receives each code."""
+    """Provides markers by name and collects the marks of the current step. A mark is a stamp and a marker's record.
+    `begin` opens a step in UNATTRIBUTED; `end` closes it and returns (codes, stamps): codes[i] is the phase between
+    stamps[i] and stamps[i + 1]. A `told` callback also receives each code."""
 
     __slots__ = ("_last", "_notes", "_now", "_open", "_stamps", "_told")
 
     def __init__(self, stamper: Stamper, told: Callable[[int], None] | None = None) -> None:
         self._notes: list[int] = []
-        self._last: tuple[list[int], list[int]] = [], [UNATTRIBUTED_CODE]  # notes of a step, and their phases
+        self._last: tuple[list[int], list[int]] = [], [UNATTRIBUTED_CODE]  # records of a step, and their phases
         self._stamps: list[Any] = []
-        self._open: list[int] = [UNATTRIBUTED_CODE]  # kept for `told` alone
+        self._open: list[int] = [UNATTRIBUTED_CODE]  # only needed for `told`
         self._told = told
         self._now = stamper.source()
         note = self._notes.append if told is None else self._tell
@@ -62,7 +61,7 @@ class PhaseClock(Markers[Marker]):
         return self._now
 
     def begin(self) -> None:
-        """Starts a step; drops what an aborted step has left."""
+        """Starts a step; drops the remains of an aborted step."""
         self._notes.clear()
         self._stamps.clear()
         self._open[:] = [UNATTRIBUTED_CODE]
@@ -71,11 +70,11 @@ class PhaseClock(Markers[Marker]):
         self._stamps.append(self._now())
 
     def end(self) -> tuple[list[int], list[Any]]:
-        """Finishes the step. Raises RuntimeError if a marker is still open, or one was closed out of turn: bugs of the
-        workload, of which a marker itself says nothing, as a thread or a dropped generator would swallow it."""
+        """Finishes the step. Raises RuntimeError if a marker is still open, or was closed out of order: bugs of the
+        workload, which a marker cannot raise itself, as a thread or a dropped generator would swallow it."""
         self._stamps.append(self._now())
         notes, codes = self._last
-        if self._notes != notes:  # most steps are like the one before
+        if self._notes != notes:  # most steps equal the previous one
             codes = _phases(self._notes)
             self._last = self._notes.copy(), codes
         return codes.copy(), self._stamps.copy()
@@ -91,7 +90,7 @@ class PhaseClock(Markers[Marker]):
 
 
 class BetweenCalls:
-    """Stamps around what an accelerator does between calls, by a stamper that no step is given."""
+    """Stamps around what an accelerator does between calls, with a stamper that no step gets."""
 
     def __init__(self, stamper: Stamper) -> None:
         self._stamper, self._now = stamper, stamper.source()
@@ -128,14 +127,14 @@ def _phases(notes: Iterable[int]) -> list[int]:
 
 _REPEATS = 500
 _TRIES = 15
-# The device's cost of a stamp shows if all stamps are enqueued before the device reaches them. A queue holds about
-# 1,024; beyond that the host has to wait.
+# The device's cost of a stamp is visible if all stamps are enqueued before the device reaches them. A queue holds about
+# 1,024; beyond that the host waits.
 _QUEUED = 512
 _OCCUPIED_SECONDS = 10e-3
 
 
 def calibrate(device: Device, index: int) -> Overheads:
-    """Measures best-case costs in seconds of the host, and on a GPU the device's own cost of an event pair."""
+    """Measures best-case costs in seconds of the host and, on a GPU, the device's cost of an event pair."""
     stamper = device.stamper(index)
     clock = PhaseClock(stamper)
     now = stamper.source()
@@ -145,7 +144,7 @@ def calibrate(device: Device, index: int) -> Overheads:
         stamper.recycle()
         clock.begin()
 
-    # An empty loop costs too: it is taken off everything else.
+    # An empty loop costs time, too, which is subtracted from everything else.
     loop = _best(lambda: None, _empty)
     on = _best(fresh, lambda: _enter(clock)) - loop
     off = _best(fresh, lambda: _enter(SilentPhases())) - loop
@@ -153,7 +152,7 @@ def calibrate(device: Device, index: int) -> Overheads:
     pair = None
     if device.kind != "cpu":
         fresh()
-        # Events wait behind other work, so that the device and not the host sets their distance.
+        # Events wait behind other work, so that the device, not the host, determines their distance.
         device.occupy(index, max(_OCCUPIED_SECONDS, 2 * _QUEUED * stamp))
         stamps = [now() for _ in range(_QUEUED)]
         intervals = sorted(stamper.intervals_ns(stamps))
@@ -190,7 +189,8 @@ def _call(function: Callable[[], object]) -> None:
 def loop_pairs(
     bare: Callable[[], None], harness: Callable[[], object], steps: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Returns CPU seconds of the process per step, of harness slots and of bare loops; each goes first in turn."""
+    """Returns CPU seconds of the process per step, of harness slots and of bare loops, which alternate in going
+    first."""
     inside, outside = [], []
     for turn in range(rounds):
         for which in (turn % 2, 1 - turn % 2):
@@ -205,9 +205,9 @@ def loop_pairs(
     return inside, outside
 
 
-# Daemons that set the time change the speed of the system's clock by up to 0.05%, some for a while by more.
+# Daemons that adjust the time change the speed of the system's clock by up to 0.05%, some temporarily by more.
 MOST_APART = 0.02
-# The hardware's clock, which nobody sets. Bound at import, so that a later replacement of the function has no effect.
+# The hardware's clock, which cannot be set. Bound at import, so that later replacements have no effect.
 _READ, _RAW = time.clock_gettime_ns, getattr(time, "CLOCK_MONOTONIC_RAW", time.CLOCK_MONOTONIC)
 
 
@@ -217,9 +217,10 @@ class ClocksDisagree(RuntimeError):
 
 @contextmanager
 def agreeing(clocks: Mapping[str, Callable[[], float]]) -> Iterator[None]:
-    """Raises ClocksDisagree if a clock, in nanoseconds, does not count the body's time as the hardware's clock does.
-    Replaced clocks are also found by their identity (user_code/switches.py), unless they were replaced before anybody
-    looked. Each clock is read between two readings of the hardware's, so that an interruption here accuses nobody."""
+    """Raises ClocksDisagree if a clock, in nanoseconds, measures another duration of the body than the hardware's
+    clock. Replaced clocks are also found by identity (user_code/switches.py), unless they were replaced before the
+    first check. Each clock is read between two readings of the hardware's, so that an interruption here causes no false
+    alarm."""
     readings = {name: (_READ(_RAW), clock(), _READ(_RAW)) for name, clock in clocks.items()}
     yield
     for name, clock in clocks.items():

@@ -19,7 +19,7 @@ from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS, TURNED
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role
 
-# M, N, K: a square, in which a transposition shows as such, and a long sum. Multiples of every block.
+# M, N, K: a square, where a transposition is detected as such, and a long sum. Multiples of every block.
 SHAPES = ((128, 128, 128), (128, 256, 2048))
 # Layers remember scales by name; both sides are the same layer.
 _LAYER = "conform"
@@ -37,7 +37,7 @@ def conformities(precision: Precision, facts: DeviceFacts, seed: int) -> tuple[C
 
 def _native_arithmetic(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithmetic]:
     if precision.whole_layers:
-        raise NotImplementedError("its layers cast and multiply by themselves")
+        raise NotImplementedError("its layers have their own casts and products")
     if precision.support(facts).is_native:
         return lambda: precision.arithmetic(facts).layer(_LAYER)
     if not isinstance(precision, RecipePrecision) or precision.backend is not None:
@@ -60,7 +60,7 @@ def _emulation(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithme
     fmt = FORMATS.get(precision.name)
     carrier = precision.arithmetic(facts).carrier
     if fmt is None and precision.arithmetic(facts).casts:
-        raise NotImplementedError(f"{precision.mode} has no emulation: it is no recipe, and no format of its name")
+        raise NotImplementedError(f"{precision.mode} has no emulation: it is not a recipe, and no format has its name")
 
     def round_plain(tensor: Tensor, role: Role) -> Tensor:
         return tensor.to(torch.float32) if fmt is None else values(tensor, fmt, overflow=Overflow.INFINITY)
@@ -69,8 +69,8 @@ def _emulation(precision: Precision, facts: DeviceFacts) -> Callable[[], Arithme
 
 
 class _Compared:
-    """Compares what both arithmetics of a precision make of the same tensors. The emulation and the comparison run on
-    the processor: no device may be its own judge."""
+    """Compares the results of both arithmetics of a precision on the same tensors. The emulation and the comparison run
+    on the CPU: no device may judge itself."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class _Compared:
         self._hopper = has_hopper_units(facts)
         recipe = getattr(precision, "recipe", None)
         treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
-        plain = FORMATS.get(precision.name, FORMATS["tf32"])  # a precision without a format of its own casts nothing
+        plain = FORMATS.get(precision.name, FORMATS["tf32"])  # a precision without a format casts nothing
         self._formats: dict[Role, Format] = dict.fromkeys(Role, plain)
         self._formats.update(
             zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), (treatment.fmt for treatment in treatments), strict=False)
@@ -110,7 +110,7 @@ class _Compared:
                 yield from self._product(product, m, n, k)
 
     def _draw(self, name: str, rows: int, columns: int) -> Tensor:
-        """Draws a Gaussian whose rows differ in size, in the carrier dtype; the same everywhere for a name and seed."""
+        """Draws a Gaussian whose rows differ in magnitude, in the carrier dtype; reproducible for a name and seed."""
         generator = torch.Generator("cpu").manual_seed(self._seed + zlib.crc32(f"{name} {rows}x{columns}".encode()))
         sizes = torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))
         drawn = torch.randn(rows, columns, generator=generator) * sizes
@@ -145,7 +145,7 @@ class _Compared:
         subject, shape = f"{product} product", f"{m}x{n}x{k}"
         try:
             operands = self._operands(native, self._device, product, m, n, k)
-            # What a device rounds as it reads it is what the emulation rounds before.
+            # The device rounds this operand while loading it, so round it here before emulating.
             sources = operands if native.casts else self._operands(emulated, "cpu", product, m, n, k)
             holder = native if native.casts else emulated
             values = [holder.restore(operand, torch.float32).cpu() for operand in sources]
@@ -159,7 +159,7 @@ class _Compared:
             return
         for number, (dtype, native_result, emulated_result) in enumerate(results):
             if number and torch.equal(native_result, native_result.to(native.carrier).to(dtype)):
-                continue  # it gives no more than the carrier
+                continue  # it returns no more than the carrier
             held = self._held(
                 f"{subject}, {str(dtype).removeprefix('torch.')} out", shape, native_result, emulated_result, values
             )
@@ -179,7 +179,7 @@ class _Compared:
         return operands
 
     def _units(self, result: Tensor, operands: list[Operand]) -> str:
-        """Says in words that the FP8 units of this GPU sum the same bits; '' if they do not, or there are none."""
+        """Returns a sentence if the FP8 units of this GPU sum the same bits; '' if they do not, or it has none."""
         from fp8bench.numerics.conformity import match_units
 
         if not self._hopper or any(operand.scale is None or operand.data.element_size() != 1 for operand in operands):

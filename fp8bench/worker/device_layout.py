@@ -1,10 +1,9 @@
-"""What a device that keeps low-precision formats would hold during a step, while the step runs emulated.
+"""The memory that a device with low-precision formats would hold during a step, while the step runs emulated.
 
-The hardware's own arithmetic is run on torch's meta device, without memory, for a tensor of each emulated operand's
-shape. It tells the codes, the scales with the padding of their tiles, and the turned copy that a product without
-transposed operands needs. They count for as long as the emulation's operand lives. What a cast or product makes and
-frees at once is not counted, because a device's kernels are fused; nor is the workspace of its products, which no
-format decides.
+The hardware's arithmetic is run on torch's meta device, without memory, for a tensor of each emulated operand's shape.
+This shows the codes, the scales with the padding of their tiles, and the transposed copy that some products need. They
+count while the emulation's operand lives. What a cast or product allocates and frees at once is not counted, because a
+device's kernels are fused; nor is the workspace of its products, which no format determines.
 """
 
 from __future__ import annotations
@@ -42,13 +41,14 @@ class _Shadow(NamedTuple):
     holdings: tuple[_Holding, ...]
 
 
-# Whose memory a part is: an index of new memory, the source's, or a part's of the operand that was given.
+# The owner of a part's memory: an index of new memory, the source, or a part of the input operand.
 _SOURCE = -1
 _GIVEN = (-2, -3)
 
 
 class _Recipe(NamedTuple):
-    """What a call makes of a source of one shape: operands, whose memory each part is, and the bytes of new memory."""
+    """What a call makes of a source of one shape: operands, the owner of each part's memory, and the bytes of new
+    memory."""
 
     operands: tuple[Operand | None, ...]
     parts: tuple[tuple[int, ...], ...]
@@ -57,7 +57,7 @@ class _Recipe(NamedTuple):
 
 @dataclass
 class DeviceLedger:
-    """Notes a device's memory. `followed`: every operand could be followed; `seen`: there were some."""
+    """Records a device's memory. `followed`: every operand could be tracked; `seen`: there were some."""
 
     meter: MemoryMeter
     followed: bool = True
@@ -71,7 +71,7 @@ class DeviceLedger:
 
     @contextmanager
     def emulating(self) -> Iterator[list[int]]:
-        """Marks that the body's tensors are an emulation's. The body adds the addresses of those that are replaced."""
+        """Marks tensors of the body as an emulation's. The body adds the addresses of those that are replaced."""
         self.seen = True
         replaced: list[int] = []
         self.meter.note(Emulating())
@@ -88,8 +88,8 @@ class DeviceLedger:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The arithmetics of the hardware that a case emulates, by the layer's key, '' for the case's own; empty where
-    nothing is emulated. `why` says why nobody can tell what hardware would hold, or is ''."""
+    """The arithmetics of the hardware that a case emulates, by the layer's key, '' for the case's own; empty if nothing
+    is emulated. `why` is why the hardware's memory is unknown, or ''."""
 
     arithmetics: Mapping[str, Arithmetic] = field(default_factory=dict)
     why: str = ""
@@ -134,7 +134,7 @@ def hardware_for(modes: Iterable[tuple[str, str]], facts: DeviceFacts) -> Hardwa
 
 
 class LaidOutArithmetic(Arithmetic):
-    """Wraps an emulated arithmetic; what it casts is noted in a ledger as `hardware` would lay it out."""
+    """Wraps an emulated arithmetic; its casts are recorded in a ledger as `hardware` would lay them out."""
 
     def __init__(self, inner: Arithmetic, hardware: Arithmetic, ledger: DeviceLedger) -> None:
         vars(self).update({name: getattr(inner, name) for name in AS_IT_IS if name != "restore"})
@@ -147,7 +147,7 @@ class LaidOutArithmetic(Arithmetic):
         return self if inner is self._inner else LaidOutArithmetic(inner, self._hardware.layer(name), self._ledger)
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
-        inner = self._inner.scaled_by(book, name)  # a kept scale is a tensor of either, and lies where that is made
+        inner = self._inner.scaled_by(book, name)  # a kept scale belongs to either tensor
         return self if inner is self._inner else LaidOutArithmetic(inner, self._hardware, self._ledger)
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
@@ -168,7 +168,8 @@ class LaidOutArithmetic(Arithmetic):
         return noted  # type: ignore[no-any-return]
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
-        """Hardware that makes both orientations at once keeps no source, so the emulation must not keep it either."""
+        """Casts both orientations. Hardware that makes both at once keeps no source, so the emulation must not keep it
+        either."""
         if not self._ledger.listening:
             return self._inner.cast_both(tensor, role, amax)
         with self._ledger.emulating() as replaced:
@@ -185,8 +186,8 @@ class LaidOutArithmetic(Arithmetic):
             return self._inner.product(a, b, dtype)
 
     def restore(self, operand: Operand, dtype: Any) -> Tensor:
-        """Notes new memory: hardware makes anew what an emulation may have at hand. The result is a view, with an end
-        of its own."""
+        """Records new memory: hardware restores again what an emulation may still have. The result is a view with a
+        separate lifetime."""
         if not self._ledger.listening:
             return self._inner.restore(operand, dtype)
         with self._ledger.emulating() as replaced:
@@ -213,7 +214,7 @@ class LaidOutArithmetic(Arithmetic):
         replaced: list[int],
         operand_given: Operand | None = None,
     ) -> list[Any]:
-        """Notes what the call `name` has made, and returns it in tensors of its own. Where an emulation's result is a
+        """Records what the call `name` has made, and returns it in separate tensors. If an emulation's result is a
         view, hardware has a copy, so a view must not keep the other tensor alive."""
         shadow = self._shadows.get(id(operand_given.data), (None,))[0] if operand_given is not None else None
         if operand_given is not None and shadow is None:
@@ -228,7 +229,7 @@ class LaidOutArithmetic(Arithmetic):
             ]
         noted = []
         for real, operand, parts in zip(results, recipe.operands, recipe.parts, strict=True):
-            if real is None or operand is None:  # hardware that turns later needs a source that nobody keeps
+            if real is None or operand is None:  # hardware that transposes later would need a source that is not kept
                 self._ledger.followed &= real is operand
                 noted.append(real)
                 continue
@@ -255,7 +256,7 @@ class LaidOutArithmetic(Arithmetic):
         return shadow.holdings[_GIVEN.index(part)]
 
     def _attach(self, shadow: _Shadow, real: Tensor) -> None:
-        """Keeps the shadow for as long as the tensor lives, whoever holds it: also a graph that has saved it."""
+        """Keeps the shadow while the tensor lives, whoever holds it, including a graph that has saved it."""
         key = id(real)
         self._shadows[key] = shadow, weakref.ref(real, lambda _: self._shadows.pop(key, None))
 
@@ -276,19 +277,19 @@ class LaidOutArithmetic(Arithmetic):
     def _make_recipe(self, name: str, source: Any, role: Role, shadow: _Shadow | None) -> _Recipe:
         import torch
 
-        # 1. The hardware's own code on tensors without memory: sizes, and nothing computed.
+        # 1. Run the hardware's code on tensors without memory, to get sizes without computing.
         with torch.device("meta"), torch.no_grad():
             like = None if source is None else torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
             arguments = () if shadow is None else (shadow.operand,)
             result = getattr(self._hardware, name)(*arguments, like, role)
-        # 2. Storages that come in; all others are new.
+        # 2. Identify input storages; all others are new.
         operands = result if isinstance(result, tuple) else (result,)
         places = {} if like is None else {like.untyped_storage()._cdata: _SOURCE}
         if shadow is not None:
             places |= {tensor.untyped_storage()._cdata: _GIVEN[n] for n, tensor in enumerate(shadow.operand.tensors)}
         sizes: list[int] = []
         parts = []
-        # 3. Views of one storage count once, whatever their number.
+        # 3. Count several views of one storage once.
         for operand in operands:
             numbers = []
             for tensor in () if operand is None else operand.tensors:

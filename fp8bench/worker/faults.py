@@ -1,4 +1,4 @@
-"""Describes an exception in a form that crosses to the parent, and says whether memory ran out."""
+"""Describes an exception in a form that can be sent to the parent, including whether memory ran out."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fp8bench.model import PHASES
 from fp8bench.protocols import Markers
 from fp8bench.registry import devices
 
-# What torch adds to a driver's error: where to look it up, and that another line may have caused it.
+# The advice that torch adds to a driver's error: where to look it up, and that another line may have caused it.
 _ADVICE = re.compile(r"(?s)(?<=error: )([^\n]*)\n(?=.*(CUDA_LAUNCH_BLOCKING|AMD_SERIALIZE_KERNEL|docs\.nvidia\.com)).*")
 # Longer texts are cut; the traceback has them in full.
 _LONGEST = 1000
 
 
 class DescribedFault(NamedTuple):
-    """An exception in words; `out_of_memory` tells whether a device's memory ran out."""
+    """An exception in words; `out_of_memory` is whether a device's memory ran out."""
 
     kind: str
     text: str
@@ -29,9 +29,9 @@ class DescribedFault(NamedTuple):
 
 
 def describe_fault(error: BaseException, asks_devices: bool = True) -> DescribedFault:
-    """Describes an exception. Unless `asks_devices`, the devices are not asked whether it means exhausted memory. The
-    advice that torch adds to a driver's error stays in the traceback alone."""
-    if isinstance(error, WorkerFault):  # of a worker that this one has started
+    """Describes an exception. With `asks_devices`, asks the devices whether it means exhausted memory. The advice that
+    torch adds to a driver's error is only kept in the traceback."""
+    if isinstance(error, WorkerFault):  # from a worker that this one has started
         text = str(error).removeprefix(f"{error.kind}: ")
         return DescribedFault(error.kind, text, error.trace, error.out_of_memory)
     kinds = devices.names() if asks_devices else ()
@@ -39,7 +39,7 @@ def describe_fault(error: BaseException, asks_devices: bool = True) -> Described
         text, exhausted = str(error), any(devices.get(kind).is_out_of_memory(error) for kind in kinds)
     except Exception:  # noqa: BLE001 - it is foreign code that makes the text
         text, exhausted = "an exception that has no text", False
-    # What no encoding can write (half a surrogate pair) is spelled out.
+    # Characters that no encoding can write (half a surrogate pair) are escaped.
     text, trace = (
         part.encode("utf-8", "backslashreplace").decode() for part in (text, "".join(traceback.format_exception(error)))
     )

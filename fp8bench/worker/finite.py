@@ -1,10 +1,10 @@
-"""Tells whether a state's numbers are still finite after its steps: others may take another time.
+"""Tests whether a state's numbers are still finite after its steps: other numbers may take another time.
 
-Infinities and NaNs may be there from the start: attention masks hold -inf, and memory that nobody has written yet may
-hold anything. So an element counts as lost only if it was finite when the state had been prepared, or if its tensor was
-made by a step. Three kinds of tensors that steps made are excepted: one made before the first timed step and not
-written again is an input; -inf beside finite numbers is a mask, or scores under one; and where a prepared tensor held
--inf, a mask may move, so that more -inf may come.
+Infinities and NaNs may exist from the start: attention masks hold -inf, and uninitialized memory may hold anything. So
+an element counts as lost only if it was finite when the state had been prepared, or if its tensor was made by a step.
+Three kinds of tensors that steps made are exempt: one made before the first timed step and not written again is an
+input; -inf beside finite numbers is a mask, or masked scores; and if a prepared tensor held -inf, a mask may move, so
+that more -inf may appear.
 
 What cannot be read within SECONDS is not judged.
 """
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 from fp8bench.worker.state_tensors import View, tensors_of, version_of, view_of
 
-# Processor time for reading a whole state once.
+# CPU time for reading a whole state once.
 SECONDS = 0.5
 # How many elements are converted at a time.
 _PIECE = 1 << 22
 
 
 class Lost(NamedTuple):
-    """Counts elements that are not finite, of those looked at; `where` describes the first tensor that has some."""
+    """Counts checked elements that are not finite; `where` describes the first tensor that has some."""
 
     lost: int = 0
     looked: int = 0
@@ -47,12 +47,12 @@ class _NotFiniteBefore(NamedTuple):
 
 
 class FiniteState:
-    """Remembers what a state was like when it had been prepared, to tell what its steps have spoilt."""
+    """Remembers a prepared state, to detect what its steps have spoiled."""
 
     def __init__(self, state: object) -> None:
         self._prepared: dict[View, _NotFiniteBefore | None] = {}
         self._made: dict[View, int] = {}
-        # False if the time did not suffice: then a tensor that is not known may have been there before.
+        # False if time ran out: then an unknown tensor may have existed before.
         self._whole = True
         for tensor in self._looked_at(state):
             strange = _not_finite(tensor)
@@ -121,7 +121,7 @@ def _numbers_of(state: object, until: float) -> Iterator[Any]:
 
 @functools.cache
 def converts(dtype: Any) -> bool:
-    """Tells whether torch can convert single elements of a dtype; pairs packed in a byte it cannot."""
+    """Whether torch can convert single elements of a dtype; packed pairs it cannot."""
     import torch
 
     try:
@@ -131,14 +131,14 @@ def converts(dtype: Any) -> bool:
 
 
 def _not_finite(tensor: Any) -> Any:
-    """Returns a mask of the elements that are not finite, None if all are. It asks for the smallest and largest first,
+    """Returns a mask of the elements that are not finite, None if all are. It computes the smallest and largest first,
     which takes a fiftieth of the time."""
     import torch
 
     if tensor.dtype.itemsize > 1:
         ends = torch.stack(torch.aminmax(tensor))
         return None if bool(ends.isfinite().all()) else ~tensor.isfinite()
-    # torch does no arithmetic in one byte, so pieces are converted one by one.
+    # torch has no arithmetic for one-byte dtypes, so pieces are converted one by one.
     pieces = [~piece.to(torch.float32).isfinite() for piece in tensor.reshape(-1).split(_PIECE)]
     return torch.cat(pieces).reshape(tensor.shape) if any(bool(piece.any()) for piece in pieces) else None
 

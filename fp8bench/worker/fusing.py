@@ -1,4 +1,4 @@
-"""What torch compiles in the worker: quantisers before they are timed, and nothing while operators are counted.
+"""torch's compilation in the worker: of quantisers before they are timed, and of nothing while operators are counted.
 
 A quantiser of `fp8bench.formats.operators` runs as one compiled kernel once it has been compiled in this process, and
 as many operations until then.
@@ -23,12 +23,12 @@ _NONE = SimpleNamespace(wanted={}, refused={}, eager=0, fused={})
 
 
 def _kernels() -> Any:
-    """Returns the registry of compiled quantisers, or an empty one: where nobody imported them, none was called."""
+    """Returns the registry of compiled quantisers; an empty one if they were not imported, and so not called."""
     return getattr(sys.modules.get(_OPERATORS), "KERNELS", _NONE)
 
 
 def forget_waiting() -> None:
-    """Clears the quantisers that wait to be compiled: only what runs from here on says what it needs."""
+    """Clears the list of quantisers to compile, so that only later calls add to it."""
     _kernels().wanted.clear()
 
 
@@ -37,8 +37,8 @@ def waiting() -> int:
 
 
 def compile_waiting() -> None:
-    """Compiles all quantisers that wait, one by one. A failure is no fault of the case: it runs, and its record says
-    that its quantisers were eager."""
+    """Compiles all waiting quantisers, one by one. A failure is not the case's fault: it runs, and its record says that
+    its quantisers were eager."""
     kernels = _kernels()
     for kernel in tuple(kernels.wanted):
         with contextlib.suppress(Exception):  # a compiler may fail in any way, and operators keep the reason
@@ -48,7 +48,7 @@ def compile_waiting() -> None:
 def why_eager() -> str:
     for reason in _kernels().refused.values():
         lines = [line.strip() for line in reason.splitlines() if line.strip()]
-        count = 2 if lines and lines[0].endswith(":") else 1  # the kind of an error may stand alone in its line
+        count = 2 if lines and lines[0].endswith(":") else 1  # the kind of an error may be alone on its line
         return f"compiling failed: {' '.join(lines[:count])[:_LONGEST_REASON].rstrip('.:')}"
     return ""
 
@@ -67,7 +67,7 @@ def calls_since(earlier: tuple[int, dict[int, int]]) -> tuple[int, dict[int, int
 
 
 def try_to_compile(device: str) -> str:
-    """Compiles a small quantiser for a device (from torch's cache, if it has one), and says in words how that went."""
+    """Compiles a small quantiser for a device (from torch's cache, if it has one), and describes the outcome."""
     import torch
 
     from fp8bench.formats.operators import values
@@ -88,7 +88,7 @@ def try_to_compile(device: str) -> str:
 
 
 def _try_triton(device: Any) -> str:
-    """Casts a small matrix as recipes do, and says whether Triton made the cast."""
+    """Casts a small matrix as recipes do, and returns whether Triton made the cast."""
     import torch
 
     from fp8bench.formats.native_codes import casts_in_one_call, current_codes
@@ -103,9 +103,9 @@ def _try_triton(device: Any) -> str:
 
 @contextlib.contextmanager
 def without_compiling() -> Iterator[list[Any]]:
-    """Runs compiled functions uncompiled; the list gets an entry for each that was called. In torch 2.13 a function
-    that is compiled, and called for the first time under a dispatch mode, stays uncompiled for good. torch's compiler
-    is not imported for this."""
+    """Runs compiled functions uncompiled; the list gets an entry for each that was called. In torch 2.13 a compiled
+    function that is first called under a dispatch mode stays uncompiled permanently. torch's compiler is not imported
+    for this."""
     called: list[Any] = []
     frames = sys.modules.get("torch._dynamo.eval_frame")
     if frames is None:
@@ -113,7 +113,7 @@ def without_compiling() -> Iterator[list[Any]]:
         return
     import torch
 
-    # torch asks this function what to do about a compiled function, whatever the stance.
+    # torch asks this function what to do about a compiled function, in any stance.
     callback_from_stance: Callable[[Any], Any] = frames._callback_from_stance
 
     def note_call(callback: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the operating system counts for this process and for the machine: memory, and who had the core."""
+"""Counters of the operating system for this process and the machine: memory, and who had the core."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8bench.model.readings import NoReading, Read, Reading, Readings, attempt
 
 PROC = Path("/proc")
 _KIB = 1024
-# 'cpu' and the numbers behind it: user, nice, system, idle, iowait, irq, softirq, steal.
+# 'cpu' and the numbers after it: user, nice, system, idle, iowait, irq, softirq, steal.
 _STEAL = 8
 _FIRST_LINE = 512
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -18,11 +18,11 @@ _RESET_HIGH_WATER = "5"
 
 
 def counters(proc: Path = PROC) -> Readings:
-    """Returns counts that only grow; `readings.grown` gives those of a stretch.
+    """Returns counts that only grow; `readings.grown` gives their growth over an interval.
 
     `preemptions` counts how often the system took the core away although the process had work. `steal` is how long a
     hypervisor ran something else while this machine wanted to work, summed over its processors. `waited` is how long
-    the calling thread had work and no core; a step that sleeps does not wait.
+    the calling thread had work and no core; a sleeping step does not wait.
     """
     return {
         "preemptions": Reading(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, "", "getrusage"),
@@ -36,7 +36,7 @@ def memory(proc: Path = PROC) -> Readings:
 
 
 def reset_high_water(proc: Path = PROC) -> Read:
-    """Resets the peak to what is resident now; returns the new peak, or why it stays where it was."""
+    """Resets the peak to the present resident size; returns the new peak, or why it was not reset."""
     return attempt(lambda: _reset(proc))
 
 
@@ -49,7 +49,7 @@ def _reset(proc: Path) -> Reading:
         raise NoReading(f"{path} cannot be written: {error.strerror}") from error
     mark, resident = _status(proc, "VmHWM"), _status(proc, "VmRSS")
     if mark >= old_mark and mark > 1.01 * resident:
-        raise NoReading(f"{path} was written, and the mark stayed at {mark} B")
+        raise NoReading(f"{path} was written, but the peak stayed at {mark} B")
     return Reading(mark, "B", str(path))
 
 
@@ -82,7 +82,8 @@ def _wait_time(proc: Path) -> Reading:
 
 
 def _first_words(path: str) -> list[bytes]:
-    """Splits a file's first line. It avoids pathlib, which takes three times as long: this runs around every slot."""
+    """Splits a file's first line. Avoids pathlib, which takes three times as long, because this runs around every
+    slot."""
     try:
         opened = os.open(path, os.O_RDONLY)
     except OSError as error:

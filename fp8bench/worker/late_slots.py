@@ -1,7 +1,7 @@
-"""Slots of a state after its timing, in which its steps are looked at.
+"""Slots of a state after its timing, in which its steps are inspected.
 
-Each is run by the request that runs timed slots, so that a step finds the same callers above it, calls come back to
-back in bursts as long, and the clock is the same: whatever shows a step that it is timed shows it here, too.
+Each is run by the request that runs timed slots, so that a step finds the same callers above it, calls in bursts of the
+same length, and the same clock: whatever shows a step that it is timed shows it here, too.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from fp8bench.worker.fusing import without_compiling
 from fp8bench.worker.step_effect import Beginning, compare_slots, restore_state, slot_of
 from fp8bench.worker.switches import arithmetic_switches
 
-# Counting the operators of more steps takes longer than it is worth.
+# Counting the operators of more steps is not worth the time.
 _MOST_COUNTED = 32
-# Operators of one step at which switches are read, and how many of the numbers that each writes are looked at.
+# The number of operators per step at which switches are read, and of the numbers inspected that each writes.
 _MOST_READ, _MOST_NUMBERS = 64, 4096
-# FLOPs of two steps that differ by more than this share are not the same work.
+# If FLOPs of two steps differ by more than this share, their work differs.
 _VARIES = 0.05
-# Operators of a step whose seconds are kept: the slowest ones.
+# The number of slowest operators whose seconds are kept.
 _SLOWEST = 12
 
 
 class LateSlots:
-    """Whoever runs a slot enters `slot`, calls `begin_call` ahead of each step and passes its answer to `keep`; `add`
-    takes the seconds of the slot's steps. `is_due` says whether one more slot is needed.
+    """Inspects steps: the caller of a slot enters `slot`, calls `begin_call` before each step and passes its answer to
+    `keep`; `add` takes the seconds of the slot's steps. `is_due` is whether another slot is needed.
 
-    The first slot is recorded with the numbers that steps were timed with: a step may do less with these alone. Those
-    after it have others, and are compared.
+    The first slot is recorded with the numbers that steps were timed with: a step may do less with only these. Later
+    slots have different numbers, and are compared.
     """
 
     def __init__(self, state: Any, inputs: set[int], device: Device, tf32: bool) -> None:
@@ -120,13 +120,13 @@ class LateSlots:
         )
 
     def end(self) -> LateSteps:
-        """Gives the state back as it was before; returns what was seen."""
+        """Restores the state; returns the observations."""
         self._kept.close()
         return self._late
 
 
 def _waits() -> int:
-    """Counts how often this thread has left its core by itself: to sleep, or to wait for a lock or a file."""
+    """Counts how often this thread has yielded its core: to sleep, or to wait for a lock or a file."""
     return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nvcsw
 
 
@@ -160,7 +160,7 @@ class _LateTape(OperatorTape):  # type: ignore[no-untyped-call]
         if self._switches and len(self.calls) <= _MOST_READ:
             read = zip(self._switches, self._usual, values_of(self._switches), strict=True)
             self.switches.update((switch.name, None) for switch, usual, now in read if now != usual)
-            if operator_name(func) not in MAKE_ROOM:  # its memory holds anything
+            if operator_name(func) not in MAKE_ROOM:  # its memory holds arbitrary values
                 self._look(result)
         return result
 
@@ -168,7 +168,7 @@ class _LateTape(OperatorTape):  # type: ignore[no-untyped-call]
         import torch
 
         for tensor in result if isinstance(result, list | tuple) else (result,):
-            # No processor multiplies in float16.
+            # No CPU multiplies in float16.
             if not isinstance(tensor, torch.Tensor) or tensor.dtype not in (torch.float32, torch.bfloat16):
                 continue
             if tensor.layout is not torch.strided or not tensor.numel():

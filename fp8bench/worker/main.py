@@ -1,9 +1,9 @@
 """The worker process: answers one request at a time until its parent is gone.
 
 The parent starts it as `python -m fp8bench.worker.main FD LIFELINE` (or another module, whose bench does more), in a
-session of its own. FD is one end of a socket pair on which requests arrive. LIFELINE is a pipe whose other end only the
-parent holds: its end-of-file means that the parent is dead, however it died. A worker of another interpreter is first
-asked to `greet`, which tells its protocol and versions.
+new session. FD is one end of a socket pair for requests. LIFELINE is a pipe whose other end only the parent holds: its
+end-of-file means that the parent is dead, however it died. A worker of another interpreter is first asked to `greet`,
+which returns its protocol and versions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fp8bench.worker.step_guards import own_this_process
 
 
 def handshake() -> dict[str, Scalar | None]:
-    """Returns the protocol, this Python, where fp8bench comes from, and versions and places of torch and numpy."""
+    """Returns the protocol, this Python, the location of fp8bench, and versions and locations of torch and numpy."""
     facts: dict[str, Scalar | None] = {
         "protocol": PROTOCOL,
         "fp8bench": __version__,
@@ -57,9 +57,9 @@ def handshake() -> dict[str, Scalar | None]:
 def die_with_parent(lifeline: int, connection: Connection, last: Callable[[], None] = lambda: None) -> None:
     """Ends this process, and what it has started, as soon as the lifeline closes, after calling `last`.
 
-    A warden waits for that. It is a process, forked before there is anything to copy, because no thread can run while
-    foreign code holds the interpreter. It is no child of this process, which then usually has none: that is checked
-    quickly. On Linux the kernel also kills this process when the parent dies, in case the warden does not live.
+    A warden process waits for that. It is forked early, before there is much memory to copy; a thread would not run
+    while foreign code holds the interpreter. It is not a child of this process, which then usually has none: that is
+    quick to check. On Linux the kernel also kills this process when the parent dies, in case the warden is dead.
     """
     if (between := os.fork()) == 0:
         if os.fork():
@@ -109,9 +109,9 @@ def answer(
         if bench is None:
             raise RuntimeError("the first request must be 'open'")
         return bench, ("ok", getattr(bench, name)(*arguments))
-    except BaseException as error:  # sys.exit() in a step too: a workload does not decide whether this process ends
+    except BaseException as error:  # also sys.exit(): a workload must not end this process
         fault = describe_fault(error, bench is not None)
-    # Out of the except block, so that the exception no longer holds the frames and their tensors.
+    # Outside the except block, so that the exception no longer holds the frames and their tensors.
     return bench, ("fault", *(fault if bench is None else bench.recover(fault)))
 
 
@@ -129,7 +129,7 @@ def serve(connection: Connection, opened: Open, report: Callable[[str], None]) -
         if os.getpid() != ourselves:
             os._exit(0)  # a workload has forked, and this is the child
         if name == "open":
-            # What is imported by now stays for good; each garbage collection would spend 0.1 s on it.
+            # Imported objects are permanent; each garbage collection would spend 0.1 s on them.
             gc.collect()
             gc.freeze()
             keep_within_memory()
@@ -137,7 +137,7 @@ def serve(connection: Connection, opened: Open, report: Callable[[str], None]) -
 
 
 def keep_within_memory() -> None:
-    """Limits memory on a processor, where the kernel would otherwise end this process, or another one."""
+    """Limits memory on a CPU, where the kernel would otherwise end this process, or another one."""
     try:
         import torch
     except ImportError:
@@ -156,17 +156,17 @@ def run(connection: Connection, lifeline: int, opened: Open, report: Callable[[s
     die_with_parent(lifeline, connection)
     keep_from_children(lifeline, connection)
     own_this_process()
-    # What a workload prints must not mix with the parent's table; the size of this file shows if a step printed.
+    # A workload's output must not mix with the parent's table; the size of this file shows whether a step printed.
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
-        with contextlib.suppress(Exception):  # the first request says why
+        with contextlib.suppress(Exception):  # the first request reports the reason
             importlib.import_module("torch")
         serve(connection, opened, report)
         leave()
 
 
 def leave() -> NoReturn:
-    """Ends this process as an interpreter does, without taking all modules apart: torch's take 0.15 s."""
+    """Ends this process like an interpreter, without tearing down all modules, which takes 0.15 s for torch's."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

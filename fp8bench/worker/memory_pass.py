@@ -1,4 +1,4 @@
-"""Measures a step's memory in states of their own: its peak, what that consists of, and whether a batch fits."""
+"""Measures a step's memory in separate states: its peak, the composition of that, and whether a batch fits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fp8bench.worker.state_tensors import StateTensors, addresses_of, state_tens
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.switches import collected_by_hand
 
-# Receives addresses of memory, and what it is for.
+# Receives addresses of memory, and its purpose.
 Told = Callable[[Sequence[int], MemoryRole], None]
 
 
@@ -48,8 +48,8 @@ class PreparedMemory(NamedTuple):
     step: Callable[[Phases], None]
 
 
-# Makes a setup, whose casts report what they make to the first argument, and what hardware would hold to the ledger;
-# returns the function that prepares a state with it.
+# Makes a setup whose casts report to the first argument, and the hardware's memory to the ledger; returns the function
+# that prepares a state with it.
 Make = Callable[[Told | None, DeviceLedger | None], Callable[[], PreparedMemory]]
 
 
@@ -78,24 +78,24 @@ class _SecondStep(NamedTuple):
 def memory_of_step(
     make: Make, device: Device, index: int, leaks: bool = True, hardware: Hardware = EMULATES_NOTHING
 ) -> tuple[MemoryUse | str, Any]:
-    """Returns the memory of a step and its state; or the reason why nobody can say, and None. It looks at the second
-    step of a state: what the first one makes and keeps is there by then. Counting slows a step down, so the state is
-    used for nothing else. Without `leaks` the growth of memory is not measured."""
-    # 1. Some devices cannot count.
+    """Returns the memory of a step and its state; or the reason why it is unknown, and None. It measures the second
+    step of a state, when everything that the first one makes and keeps exists. Counting slows a step down, so the state
+    is used for nothing else. Without `leaks` the growth of memory is not measured."""
+    # 1. Some devices cannot count memory.
     meter = device.memory_meter(index)
     if isinstance(meter, str):
         return meter, None
     with collected_by_hand():
-        # 2. Emulation lays out what hardware would have; that may take a step of its own.
+        # 2. Emulation lays out what hardware would have; that may take a separate step.
         ledger = DeviceLedger(meter) if hardware.arithmetics and not hardware.why else None
         laid = _second_step(make, device, meter, ledger).course if ledger and hardware.apart else None
         second = _second_step(make, device, meter, None if laid else ledger)
         if second.course is None:
             return "torch's profiler recorded nothing", None
-        # 3. What a step holds, by role.
+        # 3. Sum up what a step holds, by role.
         use = _use(second.course, second.before, state_tensors(second.prepared.state), second.resident)
         use = _on_device(use, laid or second.course, ledger, hardware)
-        # 4. Growth takes many more steps.
+        # 4. Measure growth, which takes many more steps.
         if not leaks:
             return use, second.prepared.state
         repeat_step = partial(second.prepared.step, SilentPhases())
@@ -106,17 +106,17 @@ def memory_of_step(
 def _second_step(make: Make, device: Device, meter: MemoryMeter, ledger: DeviceLedger | None) -> _SecondStep:
     prepare = make(meter.say, ledger)
     gc.collect(0)
-    device.empty_cache()  # what lies there would decide how blocks are cut
+    device.empty_cache()  # cached blocks would affect how new ones are cut
     meter.start()
     course = None
     try:
         prepared = prepare()
         prepared.step(SilentPhases())
-        gc.collect(0)  # the youngest only: all that has been made since the start
+        gc.collect(0)  # only the youngest generation: everything made since the start
         state_before = state_tensors(prepared.state)
         resident = reset_high_water()
         meter.mark()
-        stack = [UNATTRIBUTED]  # backward may run on another thread: phases share it
+        stack = [UNATTRIBUTED]  # backward may run on another thread, so threads share the phase
         begun = time.perf_counter()
         prepared.step(Markers(lambda name: TellingMarker(name, stack, meter.enter)))
         seconds = time.perf_counter() - begun
@@ -128,7 +128,7 @@ def _second_step(make: Make, device: Device, meter: MemoryMeter, ledger: DeviceL
 
 
 def _on_device(use: MemoryUse, course: MemoryCourse, ledger: DeviceLedger | None, hardware: Hardware) -> MemoryUse:
-    """Adds what hardware would hold: the peak itself where nothing is emulated."""
+    """Adds what hardware would hold: the peak itself if nothing is emulated."""
     if hardware.why or ledger is not None:
         reason = hardware.why or (ledger.why() if ledger else "")
         return replace(use, on_device=None if reason else course.on_device, off_device=reason)
@@ -162,7 +162,7 @@ _COPIES = {
 
 
 def listening(setup: Setup, report: Told) -> Setup:
-    """Wraps the setup's arithmetics to report their casts; a cast that makes no copy is reported by its source."""
+    """Wraps the setup's arithmetics to report their casts; a cast without a copy is reported with its source."""
     watch = watch_of(report)
     return replace(
         setup,
@@ -173,8 +173,8 @@ def listening(setup: Setup, report: Told) -> Setup:
 
 
 def watch_of(report: Told) -> Watch:
-    """Returns a watch for WatchedArithmetic that reports what casts make. Only what is neither the source's memory nor
-    that of the same operand in its other orientation is a copy."""
+    """Returns a watch for WatchedArithmetic that reports what casts make. A copy is only memory that belongs neither to
+    the source nor to the same operand in its other orientation."""
     import torch
 
     def watch(operand: Operand, source: Any, role: Role, other_orientation: Operand | None) -> None:
@@ -196,16 +196,16 @@ def _addresses(operand: Operand | None) -> list[int]:
 
 
 _LOW = (MemoryRole.LOW_WEIGHTS, MemoryRole.LOW_ACTIVATIONS)
-# What these phases make and hand on belongs to no network: unpacked sums, moments restored for an update.
+# What these phases make and pass on does not belong to the network: unpacked sums, moments restored for an update.
 _ASIDE = (Phase.CAST, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
 
 
 def roles(
     held: Iterable[HeldBlock], peak: int, state_before: StateTensors, state_after: StateTensors
 ) -> dict[MemoryRole, int]:
-    """Returns bytes by what they are for, in the order of the roles, without zeros; they sum to the peak.
-    `state_before` and `state_after` are what the state holds around the step. What an allocator counts and nobody sees
-    is OTHER. The result is empty where more is seen than the allocator counts."""
+    """Returns bytes by purpose, in the order of the roles, without zeros; they sum to the peak. `state_before` and
+    `state_after` are what the state holds around the step. Counted but unidentified memory is OTHER. The result is
+    empty if more is identified than the allocator counts."""
     sizes = dict.fromkeys(MemoryRole, 0)
     for block in held:
         sizes[role_of(block, state_before, state_after)] += block.size
@@ -217,7 +217,7 @@ def roles(
 
 
 def role_of(block: HeldBlock, state_before: StateTensors, state_after: StateTensors) -> MemoryRole:
-    """Returns what an allocation is for: its holder knows best, then the casts' reports, then when it came and went."""
+    """Returns the purpose of an allocation: its holder decides, then the casts' reports, then its lifetime."""
     old = not block.phase
     state = (state_after.get(block.address) if block.lasting else None) or (
         state_before.get(block.address) if old else None
@@ -227,8 +227,8 @@ def role_of(block: HeldBlock, state_before: StateTensors, state_after: StateTens
         return state or copied or MemoryRole.OTHER
     if block.phase in LOADING:
         return MemoryRole.DATA
-    # A weight was there before the step, or comes from other ranks. What else is cast like a weight is an intermediate
-    # result: moments, or a weight that is being updated.
+    # A weight existed before the step, or comes from other ranks. Anything else that is cast like a weight is an
+    # intermediate result: moments, or a weight that is being updated.
     may_be_weight = old or block.phase == Phase.COMMUNICATION
     reported = [role for role in block.said if may_be_weight or role is not MemoryRole.WEIGHTS]
     return reported[0] if reported else MemoryRole.OTHER if old else _by_its_time(block)
@@ -247,11 +247,11 @@ def _by_its_time(block: HeldBlock) -> MemoryRole:
 
 
 def try_batch(make: Make, device: Device, index: int, limit: int | None) -> int | None:
-    """Prepares a state and takes two steps; returns the peak of tensors' bytes, None where nobody counts.
+    """Prepares a state and takes two steps; returns the peak of tensors' bytes, None if it is not counted.
 
-    The second step has what the first one makes and keeps: moments of the optimiser, scales, workspaces. Raises what
-    the device raises where its memory ends; and CannotLimit where it cannot enforce `limit`, or nobody could tell that
-    tensors have exceeded it.
+    The second step has what the first one makes and keeps: moments of the optimiser, scales, workspaces. Raises the
+    device's error if its memory is exhausted; and CannotLimit if it cannot enforce `limit`, or exceeding it would go
+    unnoticed.
     """
     meter = device.memory_meter(index)
     if isinstance(meter, str) and limit is not None:
@@ -260,25 +260,26 @@ def try_batch(make: Make, device: Device, index: int, limit: int | None) -> int 
     limited = nullcontext() if limit is None else device.memory_limited(index, limit)
     with collected_by_hand():
         gc.collect(1)  # frees cycles that hold tensors of the previous attempt
-        device.empty_cache()  # what is cached would count as taken
+        device.empty_cache()  # cached memory would count as used
         if counter is not None:
-            counter.start(blocks=False)  # a GPU's worker goes on to time things
+            counter.start(blocks=False)  # a GPU's worker times things afterwards
         try:
             with limited:
                 prepare = make(None, None)
                 if counter is not None:
-                    counter.mark()  # scales from data were found with a state of its own, which is gone by now
+                    counter.mark()  # scales from data were found with another state, which is gone by now
                 _state, take_step = prepare()
                 for _ in range(2):
                     take_step(SilentPhases())
-        finally:  # after the limit ends: reading takes some memory too
+        finally:  # after the limit ends, because reading takes memory, too
             course = counter.stop() if counter is not None else None
         gc.collect(1)
     device.empty_cache()
     return course.peak if course is not None else None
 
 
-# How many steps are always taken, and how many more if these leave something behind: as many as fit into MANY_SECONDS.
+# The number of steps that are always taken, and the bounds of further steps if these leave something behind: as many as
+# fit into MANY_SECONDS.
 FEW = 3
 LEAST, MOST = 12, 48
 MANY_SECONDS = 2.0
@@ -289,22 +290,22 @@ LEAST_BYTES = 256
 
 
 def leak_of(step: Callable[[], None], device: str, seconds: float) -> float | None:
-    """Returns by how many bytes each step makes tensors' memory grow, on device and host; 0.0 where growth ends.
+    """Returns by how many bytes each step makes tensors' memory grow, on device and host; 0.0 if growth ends.
 
-    None means that nobody can say. `seconds` is about what a step takes.
+    None means unknown. `seconds` is the approximate time of a step.
 
-    First steps may make what lasts (an optimiser's moments, a history of scales), and a cache may grow until it is
-    full, or be emptied now and then. So a few steps are taken first, and many only if more is held after the few than
-    before. The many are cut into quarters. The least that is held must rise from each quarter to the next: a cache that
-    is emptied falls back, one that is full stays. And both least and most must rise about as fast at the end as before,
-    which they do not in a cache that became full.
+    First steps may create lasting objects (an optimiser's moments, a history of scales), and a cache may grow until it
+    is full, or be emptied occasionally. So a few steps are taken first, and many only if more is held after the few
+    than before. The many are divided into quarters. The minimum held must rise from each quarter to the next: a cache
+    that is emptied falls back, and a full one stays. Both minimum and maximum must also rise about as fast at the end
+    as before, which they do not in a cache that became full.
 
     This detects growth that happens in every third step or more often. A cache that takes more than `MOST` steps to
-    fill, or is emptied less often, cannot be told from endless growth. Python's own memory is not looked at: traced, it
-    seems to grow by some KiB a step for dozens of honest steps, while new objects replace those made before tracing
-    began.
+    fill, or is emptied less often, cannot be distinguished from endless growth. Python's own memory is not examined:
+    traced, it seems to grow by some KiB per step for dozens of honest steps, while new objects replace those made
+    before tracing began.
     """
-    # Most steps hold as much after a few: then the many are not taken.
+    # Most steps hold equally much after a few: then the many are skipped.
     few = _held_after(step, device, FEW) if seconds <= LONGEST_SECONDS else []
     if not few:
         return None
@@ -316,7 +317,8 @@ def leak_of(step: Callable[[], None], device: str, seconds: float) -> float | No
 
 
 def growth(held: Sequence[int]) -> float:
-    """Returns the growth in bytes a step, from what is held after each of many steps; 0.0 if it does not go on."""
+    """Returns the growth in bytes per step, from the bytes held after each of many steps; 0.0 if it does not
+    continue."""
     length = len(held) // 4
     quarters = [held[start : start + length] for start in range(0, 4 * length, length)]
     rises = [min(next_quarter) - min(quarter) for quarter, next_quarter in itertools.pairwise(quarters)]
@@ -327,7 +329,7 @@ def growth(held: Sequence[int]) -> float:
 
 
 def _held_after(step: Callable[[], None], device: str, count: int, parts: int = 0) -> list[int]:
-    """Returns bytes held beyond the start, before the first step and after each; empty where nobody counts. Young
+    """Returns bytes held beyond the start, before the first step and after each; empty if they are not counted. Young
     garbage is collected after each step, all of it at the end of each of `parts` equal parts."""
     stream = AllocationStream("cpu", device)
     gc.collect(2 if parts else 0)

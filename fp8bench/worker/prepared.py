@@ -43,13 +43,15 @@ if TYPE_CHECKING:
     from fp8bench.tape.replay import Replay
     from fp8bench.worker.late_slots import LateSlots
 
-# What a call may take besides its step: the clock's own work, in seconds a call and a mark, and a share of the step.
+# The allowed time of a call beyond its step: the clock's work, in seconds per call and per mark, and a share of the
+# step.
 _CALL_SECONDS, _MARK_SECONDS, _CALL_SHARE = 20e-6, 0.2e-6, 0.05
-# The same of a whole slot on an accelerator, whose queue begins and ends at times that nobody knows exactly.
+# The same for a whole slot on an accelerator, whose queue begins and ends at uncertain times.
 _SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
-# A step is accused of moved stamps by the median of so many slots, or of the fewer that fit into these seconds.
+# A step is accused of moved stamps by the median of this many slots, or of fewer that fit into the seconds.
 _SLOTS_TO_ACCUSE, _SLOTS_OF_SLOW_STEPS, _SECOND_LOOK_SECONDS = 31, 5, 0.5
-# A phase is repeated for so long, in pieces, before its window: clocks and power are its own then, its time is known.
+# A phase is repeated for this many seconds, in pieces, before its window, so that clocks and power settle and its time
+# is known.
 WARM_SECONDS = 0.3
 _PIECE_SECONDS = 0.05
 _NO_LOAD = "its data are loaded by code of its suite, which has no `load` that does nothing else"
@@ -57,7 +59,7 @@ _NO_LOAD = "its data are loaded by code of its suite, which has no `load` that d
 
 @dataclass(frozen=True)
 class HeldPhase:
-    """A phase of a step, with the inputs it had in that step. Data are loaded by the workload itself."""
+    """A phase of a step, with the inputs it had in that step. The workload loads data itself."""
 
     workload: Workload
     state: Any
@@ -97,14 +99,14 @@ def held_phase(
     phase: str,
     most_bytes: int,
 ) -> HeldPhase | RawReplay:
-    """Returns the phase as a step of the state does it, or why it cannot be done by itself. On a processor the
-    repetition has to give the step's numbers bit for bit. A GPU may add up in another order each time."""
+    """Returns the phase as a step of the state does it, or why it cannot run alone. On a CPU the repetition must give
+    the step's numbers bit for bit. A GPU may add up in another order each time."""
     from fp8bench.tape.replay import CannotReplay, Recording
 
     loads = phase == Phase.DATA_LOAD
     if loads and not workload.loads:
         return RawReplay(why=_NO_LOAD)
-    stack: list[str] = [UNATTRIBUTED]  # backward may run on another thread: phases share it
+    stack: list[str] = [UNATTRIBUTED]  # backward may run on another thread, so threads share the phase
     recording = Recording(phase, stack, most_bytes, check=device.kind == "cpu")
     with recording:
         workload.step(state, Markers(lambda name: TellingMarker(name, stack, lambda told: None)))
@@ -119,11 +121,11 @@ def held_phase(
 
 
 def begins_alone() -> None:
-    """Waits for nobody."""
+    """Returns at once: without other ranks there is nobody to wait for."""
 
 
 class State(NamedTuple):
-    """What a workload has prepared; the book of its scales, if any; the check of its finiteness; and the arithmetics
+    """A prepared state of a workload; the book of its scales, if any; the check of its finiteness; and the arithmetics
     that it was prepared with."""
 
     held: Any
@@ -132,13 +134,13 @@ class State(NamedTuple):
     arithmetics: tuple[Arithmetic, ...]
 
 
-# With more states preparing takes longer than measuring.
+# With more states, preparing takes longer than measuring.
 MOST_STATES = 256
 
 
 def flush_of(facts: DeviceFacts) -> Callable[[], Any]:
     """Returns a function that overwrites the whole cache, in order with the device's other work. It reads what it
-    writes, because zeros alone may bypass a cache. It uses integers, which no precision's switch concerns."""
+    writes, because zeros alone may bypass a cache. It uses integers, which no precision's switch affects."""
     import torch
 
     covering = torch.zeros(CACHE_TIMES * facts.cache_bytes // 4, dtype=torch.int32, device=facts.key)
@@ -150,8 +152,8 @@ def bytes_of(state: object) -> int:
 
 
 def rotation(first: State, make: Callable[[], State], facts: DeviceFacts, device: Device) -> tuple[State, ...]:
-    """Returns the first state and more, until each has left the cache when its turn comes again. At least one more;
-    fewer than needed if memory ends."""
+    """Returns the first state and more, until each has left the cache when it is used again. At least one more; fewer
+    than needed if memory runs out."""
     wanted = max(2, math.ceil(CACHE_TIMES * facts.cache_bytes / max(bytes_of(first.held), 1)))
     states = [first]
     while len(states) < min(wanted, MOST_STATES):
@@ -166,9 +168,9 @@ def rotation(first: State, make: Callable[[], State], facts: DeviceFacts, device
 
 @dataclass
 class Prepared:
-    """`started` is what preparing has left running. Calls take the `states` in turn. `flush` and the loading of data
-    ahead of a replay run before each call and are not timed. `meet` waits for whoever else begins a slot or a loop at
-    the same time."""
+    """A case ready for timing. `started` is what preparing has left running. Calls use the `states` in turn. `flush`
+    and the loading of data ahead of a replay run before each call and are not timed. `meet` waits for other ranks that
+    begin a slot or a loop at the same time."""
 
     workload: Workload
     precision: Precision
@@ -183,9 +185,9 @@ class Prepared:
     loaded: bool = False
     held: HeldPhase | None = None
     meet: Callable[[], object] = begins_alone
-    # By slot: seconds that are neither in the stamps of steps nor the clock's own work, at least.
+    # By slot: the least seconds that are neither in the stamps of steps nor the clock's work.
     _missing: list[float] = field(default_factory=list)
-    # Values of the switches before the first slot, which every slot must leave: nothing else runs in between.
+    # Values of the switches before the first slot, which every slot must preserve: nothing else runs in between.
     _switches: Sequence[Any] | None = None
     _late: LateSlots | None = None
     _between: BetweenCalls | None = None
@@ -205,7 +207,7 @@ class Prepared:
         return self.states[0].scales
 
     def _ready(self) -> Any:
-        """Does what comes before a step and is not timed; returns the state to step."""
+        """Does the untimed preparations of a step; returns the state to step."""
         state = self._next() if self._late is None else self.states[0]
         if self.flush is not None:
             self.flush()
@@ -250,10 +252,10 @@ class Prepared:
     def _slot(
         self, timed: Callable[[Any, Phases], object], calls: int, discard: int, filling: Filling | None
     ) -> RawSlot:
-        # Bound before a step runs: one that replaces functions of the clock's changes no slot of its own.
+        # Bound before a step runs, so that a step that replaces functions of the clock cannot affect its own slot.
         clock, begin, end, ready, now = self.clock, self.clock.begin, self.clock.end, self._ready, time.perf_counter
         late = self._late
-        # Answers are freed while they are timed; `id` does nothing else to them.
+        # Answers are freed within the timing; `id` does nothing else to them.
         keep, looked_at = (id, nullcontext()) if late is None else (late.keep, late.slot())
         marks: list[tuple[list[int], list[Any]]] = []
         calls_seconds: list[float] = []
@@ -314,14 +316,14 @@ class Prepared:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Runs timed steps under their precision, and raises for what they may not do."""
+        """Runs timed steps under their precision, and raises for forbidden side effects."""
         watched = restore_switches(self._switches)
         with under(self.precision), collected_by_hand(), watched as known, silent_step(), agreeing(self._clocks):
             self._switches = known if owns_this_process() else None
             yield
 
     def _ready_on_device(self, number: int, filling: Filling | None) -> Any:
-        """Returns the state to step; on an accelerator it marks what is done there ahead of the step."""
+        """Returns the state to step; on an accelerator it marks the device's work before the step."""
         fills = filling is not None and number % filling.calls == 0
         between = self._between if fills or self.flush is not None or self.loaded else None
         if between is not None:
@@ -334,14 +336,14 @@ class Prepared:
         return state
 
     def _waited(self, counted: float | None, off_core: float) -> float | None:
-        """Returns how long the timed calls waited for a core, None where nobody can tell. `counted` includes the
-        discarded calls, so it is limited by the time that the timed ones spent off the core. On an accelerator, or if a
-        cache is flushed between calls, it is unknown which part waited."""
+        """Returns how long the timed calls waited for a core, None if unknown. `counted` includes the discarded calls,
+        so it is limited by the time that the timed ones spent off the core. On an accelerator, or if a cache is flushed
+        between calls, it is unknown which part waited."""
         unknown = counted is None or self.device.kind != "cpu" or self.flush is not None
         return None if unknown or counted is None else max(0.0, min(counted, off_core))
 
     def begin_late(self) -> None:
-        """Begins to look at steps after their timing. Slots take the first state, with other numbers, until
+        """Begins to inspect steps after their timing. Slots use the first state, with other numbers, until
         `end_late`."""
         from fp8bench.worker.late_slots import LateSlots
 
@@ -353,13 +355,13 @@ class Prepared:
         return self._late is not None and self._late.is_due
 
     def end_late(self) -> LateSteps:
-        """Gives the state back as it was; returns what its late steps did."""
+        """Restores the state; returns what its late steps did."""
         late, self._late = self._late, None
         return LateSteps() if late is None else late.end()
 
     def check(self) -> StateCheck:
-        """Returns what is wrong with the clock, what the workload says of its states after the steps, and whether they
-        are finite."""
+        """Returns errors of the clock, the workload's opinion of its states after the steps, and whether they are
+        finite."""
         if self._stamps_are_wrong() and self._stamps_stay_wrong():
             return StateCheck(_STAMPS_MOVED)
         with restore_switches(), apart():
@@ -371,7 +373,8 @@ class Prepared:
         return bool(self._missing) and median(self._missing) > 0
 
     def _stamps_stay_wrong(self) -> bool:
-        """Takes more slots before a step is accused: of the three of a short run, a loaded machine can lengthen two."""
+        """Takes more slots before a step is accused: a loaded machine can lengthen two of the three slots of a short
+        run."""
         if self.meet is not begins_alone:
             return True  # other ranks would have to begin the same slots
         until = time.perf_counter() + _SECOND_LOOK_SECONDS
@@ -400,7 +403,7 @@ class Prepared:
             return time.perf_counter() - start
 
     def hold_phase(self, phase: str, most_bytes: int) -> RawReplay:
-        """Keeps the inputs of one phase of a step, `most_bytes` at most, so that it can be done by itself."""
+        """Keeps the inputs of one phase of a step, `most_bytes` at most, so that it can be repeated alone."""
         self.held = None
         self.loaded = self.loaded or (phase == Phase.DATA_LOAD and bool(self.workload.loads))
         with under(self.precision), restore_switches(), apart():
@@ -417,7 +420,7 @@ class Prepared:
             return self.held.loop(times)
 
     def drop_phase(self) -> str:
-        """Frees what is kept for a phase; returns what doing it has spoilt, or ''."""
+        """Frees what is kept for a phase; returns what repeating it has spoiled, or ''."""
         held, self.held = self.held, None
         return held.replay.lost() if held is not None else ""
 
@@ -429,13 +432,13 @@ _STAMPS_MOVED = (
 
 
 def _missing_seconds(call_seconds: float, step: RawStep) -> float:
-    """Returns by how much a call's own time differs from its step's stamps, beyond what the clock's work may take."""
+    """Returns by how much a call's time differs from its step's stamps, beyond the allowance for the clock's work."""
     allowed = max(_CALL_SECONDS + _MARK_SECONDS * len(step.codes), _CALL_SHARE * call_seconds)
     return abs(call_seconds - sum(step.intervals_ns) * 1e-9) - allowed
 
 
 def _missing_of_slot(wall: float, untimed: float, steps: Sequence[RawStep]) -> float:
-    """Returns by how much a slot on an accelerator differs from its steps' stamps and what lies between them: the
+    """Returns by how much a slot on an accelerator differs from its steps' stamps and the times between them: the
     device may be late, or idle for a while, but not for most of a slot."""
     stamped = sum(step.seconds for step in steps)
     allowed = max(_SLOT_SECONDS + _CALL_SECONDS * len(steps), _SLOT_SHARE * wall)

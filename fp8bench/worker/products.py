@@ -1,7 +1,8 @@
 """What an untimed step runs, and whether its products are computed in its case's precision.
 
-There are three witnesses: the operands of its products, the numbers of a product of its arithmetic, and on a GPU the
-names of the kernels that multiply. An emulation may multiply wide values; a native precision that does has fallen back.
+There are three kinds of evidence: the operands of its products, the numbers of a product of its arithmetic, and on a
+GPU the names of the kernels that multiply. An emulation may multiply wide values; a native precision that does has
+fallen back.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from fp8bench.worker.state_tensors import address_of, modules_of, state_tensors,
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.tracing import record
 
-# How many products are looked at while none has a format of the case: about a second's work.
+# The number of products inspected while none has a format of the case: about a second's work.
 _MOST = 256
 # A step that takes longer is not taken again.
 _LONGEST_SECONDS = 1.0
@@ -78,8 +79,8 @@ def products_of_step(workload: Workload, make_setup: Callable[[], Setup], facts:
 
 
 class _WeightsHeld:
-    """Finds the tensors that a state holds in one of the formats, that products read on their right, and that no step
-    writes; but neither parameters of a model nor those that the state names a role of."""
+    """Finds the tensors of a state in one of the formats that products read as their right operand, and that no step
+    writes; excludes parameters of a model and tensors whose role the state declares."""
 
     def __init__(self, state: object, formats: Sequence[Format]) -> None:
         named = {address for address, role in state_tensors(state).items() if role is not None}
@@ -91,7 +92,7 @@ class _WeightsHeld:
         self._read = set[int]()
 
     def looks(self, operands: Sequence[Any]) -> None:
-        """Backward multiplies gradients with what forward was given, and is left out."""
+        """Inspects operands; backward multiplies gradients with forward's inputs, and is left out."""
         for weight in operands[1:2] if torch._C._current_graph_task_id() == -1 else ():
             if any(has_dtype_of(weight, fmt) for fmt in self._formats):
                 self._read.add(address_of(weight))
@@ -105,11 +106,11 @@ def _is_unwritten(tensor: Any, version: int) -> bool:
 
 
 def formats_of(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Format, ...]:
-    """Returns the formats of the case's products: its own, or its map's if no layer is left to its own."""
+    """Returns the formats of the case's products: its own, or its map's if the map covers all layers."""
     keys = dict(case.precision_map)
     layers = workload.layers(dict(case.params))
     uses_case_precision = not layers or any(not layer.high and key_of(layer, keys) is None for layer in layers)
-    obeyed = [key for layer in layers if (key := key_of(layer, keys)) is not None]  # without what surrounds products
+    obeyed = [key for layer in layers if (key := key_of(layer, keys)) is not None]  # without elementwise operations
     formats: dict[Format, None] = {}
     for name in (case.precision,) if uses_case_precision else [keys[key] for key in dict.fromkeys(obeyed)]:
         recipe = getattr(precisions.get(name), "recipe", None)
@@ -124,7 +125,7 @@ def _kernels(run: Callable[[Any], None], facts: DeviceFacts) -> tuple[str, ...]:
     """Returns the names of the kernels that multiply in a few profiled steps; empty on a CPU, or if none was seen."""
     if not facts.accelerated:
         return ()
-    with suppress(RuntimeError):  # a profiler that records nothing, as where a driver forbids it
+    with suppress(RuntimeError):  # some drivers forbid profiling, so that nothing is recorded
         names = (
             str(event.get("name")) for event in record(run, facts.kind)["traceEvents"] if event.get("cat") == "kernel"
         )
@@ -138,7 +139,7 @@ _LAYER = "fingerprint"
 
 
 def product_like(precision: Precision, facts: DeviceFacts) -> str:
-    """Names the precision that a product of the arithmetic really has; '' if it is the recipe's."""
+    """Returns the precision that a product of the arithmetic really has; '' if it is the recipe's."""
     recipe = getattr(precision, "recipe", None)
     if not isinstance(recipe, Recipe):
         return ""
@@ -170,8 +171,8 @@ def product_like(precision: Precision, facts: DeviceFacts) -> str:
 
 @dataclass
 class _Looking:
-    """Looks at products up to the first that has an operand of one of the formats. Where products take codes, `low`
-    needs an operand in the format's own dtype; `wide` notes one with values of the format in a wider dtype."""
+    """Inspects products up to the first that has an operand in one of the formats. If products take codes, `low` needs
+    an operand in the format's dtype; `wide` records one with values of the format in a wider dtype."""
 
     formats: Sequence[Format]
     reads_float32: bool
@@ -182,7 +183,7 @@ class _Looking:
     seen: dict[str, None] = field(default_factory=dict)
 
     def looks(self, operands: Sequence[Any]) -> None:
-        """Backward calls it from a thread of its own, one product after the other."""
+        """Inspects operands. Backward calls it from another thread, one product after the other."""
         if self.low or self.count > _MOST:
             return
         self.count += 1
@@ -196,7 +197,7 @@ class _Looking:
             self.low = reads or any(has_format(tensor, fmt) for tensor, fmt in pairs)
 
 
-# Processor time for reading a state; one that takes longer is not reported.
+# CPU time for reading a state; one that takes longer is not reported.
 SECONDS = 0.5
 _PIECE = 1 << 20
 # Only the largest shapes are reported; they decide how long a step takes.
@@ -204,8 +205,8 @@ _MOST_SHAPES = 32
 
 
 class GivenState:
-    """Sums of the tensors that a prepared state is given, by shape: the same in every precision, up to rounding. Only
-    tensors that the next step does not write, or trains, count: others may be memory without numbers yet."""
+    """Sums of the input tensors of a prepared state, by shape: the same in every precision, up to rounding. Only
+    tensors that the next step does not write, or that it trains, count: others may be uninitialized."""
 
     def __init__(self, state: object) -> None:
         self._end = time.thread_time() + SECONDS
@@ -242,6 +243,6 @@ class GivenState:
 
 
 def _has_numbers(tensor: Any) -> bool:
-    """Tells whether it holds numbers of two bytes or more, and is no view that has some of them more than once."""
+    """Whether it holds numbers of two bytes or more, and is not a view that repeats some of them."""
     wide = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.numel() > 1
     return bool(wide and tensor.numel() * tensor.dtype.itemsize <= tensor.untyped_storage().nbytes())

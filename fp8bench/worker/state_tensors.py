@@ -1,4 +1,4 @@
-"""What a workload's state holds: where its tensors lie, and what they are for if their holder says so."""
+"""Inspects a workload's state: the addresses of its tensors, and their purpose if their holder declares it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fp8bench.model import MemoryRole
 StateTensors = Mapping[int, MemoryRole | None]
 View = tuple[int, int, tuple[int, ...], tuple[int, ...], Any]
 
-# How many objects of a state are looked at: about a second's work.
+# The number of objects of a state that are inspected: about a second's work.
 MOST_OBJECTS = 1_000_000
 _CLOSED = (
     type,
@@ -41,8 +41,8 @@ _CLOSED = (
 
 
 def state_tensors(state: object) -> StateTensors:
-    """Returns what the state's memory is for, by address. Parameters, gradients and the state of optimisers are known;
-    what a holder itself says in `memory_roles` takes precedence."""
+    """Returns the purpose of the state's memory, by address. Parameters, gradients and the state of optimisers are
+    known; what a holder declares in `memory_roles` takes precedence."""
     import torch
 
     roles: dict[int, MemoryRole | None] = {}
@@ -60,7 +60,7 @@ def state_tensors(state: object) -> StateTensors:
             holders.append(part)
     for optimizer in optimizers:
         _claim(roles, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
-    for holder in reversed(holders):  # the outer one knows better, so it comes last
+    for holder in reversed(holders):  # the outer one takes precedence, so it comes last
         declared_roles = holder.memory_roles()
         if not isinstance(declared_roles, Mapping) or not all(isinstance(role, MemoryRole) for role in declared_roles):
             raise TypeError(
@@ -73,7 +73,7 @@ def state_tensors(state: object) -> StateTensors:
 
 
 def modules_of(state: object) -> list[Any]:
-    """Returns the models that a state holds: torch's modules that are part of no other."""
+    """Returns the models of a state: torch's modules that are not part of another."""
     import torch
 
     inside: set[object] = set()
@@ -94,13 +94,14 @@ def _claim(roles: dict[int, MemoryRole | None], parts: object, role: MemoryRole)
 
 
 def _enter(roles: dict[int, MemoryRole | None], tensor: Any, role: MemoryRole | None) -> None:
-    """Enters a tensor's addresses. Of several tensors in one memory the first that has a role decides."""
+    """Enters a tensor's addresses. If several tensors share memory, the first that has a role decides."""
     for address in addresses_of(tensor):
         roles[address] = roles.get(address) or role
 
 
 def _within(root: object, until: float = math.inf) -> Iterator[object]:
-    """Yields an object and all that it holds, near ones first; does not look into tensors, classes and modules."""
+    """Yields an object and everything that it holds, near ones first; does not look into tensors, classes and
+    modules."""
     waiting, visited = deque([root]), set[int]()
     alive = []  # an object must live as long as its id counts
     while waiting and len(visited) < MOST_OBJECTS and time.thread_time() < until:
@@ -118,9 +119,9 @@ def _held_by(holder: Any) -> list[Any]:
 
     if isinstance(holder, torch.Tensor):
         return []
-    if isinstance(holder, types.FunctionType):  # not its globals, which are its module's
+    if isinstance(holder, types.FunctionType):  # not its globals, which belong to its module
         return [*(holder.__closure__ or ()), *(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values()]
-    if isinstance(holder, torch.jit.ScriptModule):  # it keeps its tensors where nobody else looks
+    if isinstance(holder, torch.jit.ScriptModule):  # its tensors are not reachable otherwise
         return [*holder.parameters(), *holder.buffers()]
     return gc.get_referents(holder)
 
@@ -131,8 +132,8 @@ def addresses_of(tensor: Any) -> Iterator[int]:
 
 
 def tensors_of(*roots: object, until: float = math.inf) -> Iterator[Any]:
-    """Yields all tensors with memory that the roots hold: gradients too, each view once, parts of wrappers. `until`
-    ends the search, in the thread's processor time, which stands still while others have the core."""
+    """Yields all tensors with memory that the roots hold, including gradients, each view once, and parts of wrappers.
+    `until` ends the search, in the thread's CPU time, which excludes time without a core."""
     import torch
 
     views = set()
@@ -156,13 +157,13 @@ def address_of(tensor: Any) -> int:
 
 
 def is_foreign(tensor: Any) -> bool:
-    """Tells whether others than torch allocated a tensor's memory (NumPy, a mapped file), or processes share it."""
+    """Whether a tensor's memory was not allocated by torch (NumPy, a mapped file), or is shared between processes."""
     storage = tensor.untyped_storage()
     return not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared())
 
 
 def draws_of(state: object) -> list[Callable[[], object]]:
-    """Returns functions that reset torch's generator, and those that a state holds, to where they are now."""
+    """Returns functions that reset torch's generator, and those of a state, to their present position."""
     import torch
 
     restorers: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
@@ -179,7 +180,7 @@ def draws_of(state: object) -> list[Callable[[], object]]:
 
 
 def reads_elsewhere(state: object) -> bool:
-    """Tells whether a state holds numbers outside torch's own tensors: arrays, buffers, open files."""
+    """Whether a state holds numbers outside torch's tensors: arrays, buffers, open files."""
     array = getattr(sys.modules.get("numpy"), "ndarray", memoryview)
     elsewhere = (array, memoryview, bytearray, mmap.mmap, io.IOBase)
     return any(isinstance(part, elsewhere) for part in _within(state)) or any(map(is_foreign, tensors_of(state)))
@@ -190,12 +191,12 @@ def view_of(tensor: Any) -> View:
 
 
 def version_of(tensor: Any) -> int:
-    """Returns a count that grows with each operation of torch's that writes the tensor; 0 where torch keeps none."""
+    """Returns a count that grows with each torch operation that writes the tensor; 0 if torch keeps none."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def _parts_of(tensor: Any) -> Iterator[Any]:
-    """Yields the tensor, or those that it wraps. DTensor also names its device mesh, which is no tensor."""
+    """Yields the tensor, or those that it wraps. DTensor also names its device mesh, which is not a tensor."""
     import torch
 
     names = getattr(type(tensor), "__tensor_flatten__", None)

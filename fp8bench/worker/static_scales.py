@@ -1,4 +1,4 @@
-"""Finds scales in data with untimed steps of a state of their own, so that all timed states start alike."""
+"""Finds scales in data with untimed steps of a separate state, so that all timed states start alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Calibrations:
     _amax_by_case: dict[str, dict[tuple[str, str], float]] = field(default_factory=dict)
 
     def apply(self, workload: Workload, setup: Setup) -> Setup:
-        """Returns the setup with a book of its own for the case's scales, if the case asks for scales from data."""
+        """Returns the setup with a separate book for the case's scales, if the case requests scales from data."""
         rule = setup.case.static
         if rule is None:
             return setup
@@ -32,7 +32,7 @@ class Calibrations:
 
 
 def step(workload: Workload, state: Any, scales: ScaleBook | None, phase: Phases) -> Any:
-    """Takes one step of a state, after telling the book of its scales, if it has one; returns what the step returns."""
+    """Takes one step of a state, after notifying the book of its scales, if it has one; returns the step's result."""
     if scales is not None:
         scales.begin_step()
     return workload.step(state, phase)

@@ -1,8 +1,8 @@
-"""Counts what steps ask of allocators, in a worker that times nothing.
+"""Counts allocations of steps, in a worker that times nothing.
 
-Calls of the host's allocator are counted by the probe that the worker was started under (measure/handle.py), page
-faults by the system, and a GPU's allocations by torch's allocator and its profiler. Each has steps of its own, after
-two warm-ups.
+Calls of the host's allocator are counted by the probe that the worker was started with (measure/handle.py), page faults
+by the system, and a GPU's allocations by torch's allocator and its profiler. Each has separate steps, after two
+warm-ups.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ STEPS = 8
 _WARM_UPS = 2
 _CALIBRATING = 1001
 NO_PROBE = "the system's loader preloads no library into the worker"
-# The metrics of one reading, in its order.
+# The metrics of one reading, in order.
 HOST = (specs.ALLOCATOR_CALLS, specs.ALLOCATED_BYTES, specs.ALLOCATOR_TIME, specs.PAGE_FAULTS)
 # By the names of torch's allocator.
 _DEVICE_COUNTS: Mapping[str, MetricSpec] = {
     "num_device_alloc": specs.DEVICE_ALLOCATIONS,
     "num_alloc_retries": specs.ALLOCATION_RETRIES,
 }
-# Calls by which a driver gives or takes memory; the cuMem ones belong to expandable segments.
+# Calls by which a driver allocates or frees memory; the cuMem ones belong to expandable segments.
 _DEVICE_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMemCreate", "cuMemMap", "cuMemUnmap")
 # What was counted, and why something was not.
 Counted = tuple[tuple[Measurement, ...], tuple[str, ...]]
@@ -47,14 +47,14 @@ class Probe:
         self._numbers = (ctypes.c_uint64 * 4)()
         library.fp8bench_probe_cost.restype = ctypes.c_uint64
         costs = [library.fp8bench_probe_cost(_CALIBRATING) / _CALIBRATING for _ in range(5)]
-        # Timing a call reads the clock twice; one reading lies inside the time.
+        # Timing a call reads the clock twice; one reading is inside the time.
         self._cost = min(costs)
 
     def switch(self, on: bool) -> None:
         self._library.fp8bench_probe_switch(int(on))
 
     def read(self) -> tuple[float, float, float]:
-        """Returns calls of the allocator, bytes that it gave, and seconds in it."""
+        """Returns calls of the allocator, bytes that it returned, and seconds in it."""
         self._library.fp8bench_probe_read(self._numbers)
         allocations, releases, size, nanoseconds = self._numbers
         calls = allocations + releases
@@ -68,8 +68,8 @@ def found_probe() -> Probe | None:
 
 @dataclass
 class PhaseReadings:
-    """Readings of counters that only grow, by the phase that a step was in. Each turn reads twice and nothing between
-    the two counts, so that what a reading itself adds is left out."""
+    """Readings of counters that only grow, by the phase that a step was in. Each phase change reads twice and nothing
+    between the two counts, so that the cost of a reading is excluded."""
 
     read: Callable[[], Sequence[float]]
     steps: list[dict[str, list[float]]] = field(default_factory=list)
@@ -128,7 +128,7 @@ def _host(run: Callable[[Phases], None], unprobed: str) -> Counted:
         faults = float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
         return (*probe.read(), faults) if probe is not None else (faults,)
 
-    # The probe counts in these steps alone: every call that it sees costs time.
+    # The probe counts only in these steps, because every call that it sees costs time.
     readings = PhaseReadings(read)
     if probe is not None:
         probe.switch(True)
@@ -144,7 +144,7 @@ def _host(run: Callable[[Phases], None], unprobed: str) -> Counted:
 
 
 def _device(run: Callable[[Phases], None], device: Device, index: int) -> Counted:
-    """Counts what torch's allocator asked of a GPU's driver, and the time of these calls on the host."""
+    """Counts requests of torch's allocator to a GPU's driver, and the time of these calls on the host."""
     if device.allocations(index) is None:
         return (), ()
     samples: dict[MetricSpec, list[float]] = {spec: [] for spec in _DEVICE_COUNTS.values()}

@@ -1,21 +1,21 @@
-"""Tells whether a step's results depend on its inputs: a step that gives what it gave before does no work.
+"""Tests whether a step's results depend on its inputs: a step that repeats its earlier results does no work.
 
 Results are tensors that the step writes or returns, as far as they can be reached from the state or from its answer.
-Inputs are tensors that were there when the state had been prepared, and that no step writes. First up to four steps are
-compared with those before: where each gives something new (weights go on, a loader goes on, numbers are drawn) they do
-work. Otherwise all inputs are replaced by other numbers of the same range, past torch's version counters, so that a
-cache which relies on these is deceived too; then what the step overwrites, in case it works in place. Results that stay
-the same bit for bit are no work. Neither is a step that calls no operator of torch, takes next to no time, and leaves
-everything as it was.
+Inputs are tensors that existed when the state had been prepared, and that no step writes. First up to four steps are
+compared with earlier ones: if each gives something new (weights or a loader advance, numbers are drawn) they do work.
+Otherwise all inputs are replaced by other numbers of the same range, bypassing torch's version counters, so that caches
+that rely on these are stale; then what the step overwrites, in case it works in place. If results stay bit-identical,
+there is no work. The same holds for a step that calls no operator of torch, takes almost no time, and leaves everything
+unchanged.
 
-Nothing is reported where that may have other reasons: no result can be seen, no input could be replaced, the step loads
-data, or part of its state lies in memory that is not torch's own (NumPy's, or a file's, which is never written).
+Nothing is reported if there may be other reasons: no result is visible, no input could be replaced, the step loads
+data, or part of its state is in memory that is not torch's (NumPy's, or a file's, which is never written).
 
-A step may also know that it is timed, by whatever it looks at. So after its slots a state runs more slots like those,
-and others in which each step runs under the mode that counts operators (late_slots.py). All begin with the same
-numbers, which differ from those that it was timed with: results may be cached, or not be kept at all. They are compared
-by their results and by their time. A difference counts only if all slots of either kind agree with the first of that
-kind, in an order that no periodic step follows.
+A step may also detect in some way that it is timed. So after its slots a state runs more slots like those, and others
+in which each step runs under the mode that counts operators (late_slots.py). All begin with the same numbers, which
+differ from those that it was timed with: results may be cached, or not be kept at all. They are compared by their
+results and by their time. A difference counts only if all slots of either kind agree with the first of that kind, in an
+order that no periodic step follows.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.state_tensors import address_of, draws_of, is_foreign, reads_elsewhere, tensors_of, version_of
 from fp8bench.worker.static_scales import step as take_step
 
-# A step that takes longer is not taken again; nor is a state read again whose reading takes longer.
+# A step that takes longer is not repeated; nor is a state read again if that takes longer.
 LONGEST_SECONDS = 1.0
 # Python's part of a step that does nothing takes less; work that torch does not see takes more.
 NO_TIME_SECONDS = 50e-6
-# How often such a step is taken. On a loaded machine even a sleeping step may take longer at times, so short ones are
-# taken more often.
+# How often such a step is repeated. On a loaded machine even a sleeping step may sometimes take longer, so short ones
+# are repeated more often.
 _TIMED, _MOST_TIMED, _SPENT_SECONDS = 5, 100, 0.01
-# If none of so many steps gives what another one gave, they do work.
+# If all of this many steps give different results, they do work.
 _MOST_STEPS = 4
 
 
 class _SeenMemory(NamedTuple):
-    """A stretch of memory: its address, a digest of its bits, and how often torch has written it."""
+    """A range of memory: its address, a digest of its bits, and how often torch has written it."""
 
     address: int
     digest: int
@@ -62,16 +62,16 @@ class _SeenMemory(NamedTuple):
 
 
 class _TakesLong(Exception):
-    """Looking takes longer than it is worth; the text says what does."""
+    """Inspection takes longer than it is worth; the text says what does."""
 
 
 class _Steps:
-    """A state of a case, steps of it, and what its memory holds after them."""
+    """A state of a case, steps of it, and the contents of its memory after them."""
 
     def __init__(self, workload: Workload, setup: Setup, device: Device, index: int) -> None:
         self._workload, self._setup, self._device, self._index = workload, setup, device, index
         self.phases = set[str]()
-        # The stamper that timed steps have: a step may recognise it by its class.
+        # The same stamper as timed steps: a step may recognise it by its class.
         self._stamper = device.stamper(index)
         self._clock = PhaseClock(self._stamper, lambda code: self.phases.add(CELL_PHASES[code]))
         self.state = workload.prepare(setup)
@@ -86,14 +86,14 @@ class _Steps:
         self._stamper.recycle()
 
     def seconds(self) -> float:
-        """Takes a step and returns its time; on a processor the thread's own, without waiting for others."""
+        """Takes a step and returns its time; on a CPU the thread's time, without waiting for others."""
         clock = time.thread_time if self._device.kind == "cpu" else time.perf_counter
         begun = clock()
         self.take()
         return clock() - begun
 
     def fails(self) -> bool:
-        """Takes a step whose numbers may not suit it (a factorisation, say); tells whether it raises."""
+        """Takes a step whose numbers may be unsuitable (for a factorisation, say); returns whether it raises."""
         try:
             self.take()
         except Exception as error:
@@ -133,7 +133,7 @@ def _in_time(end: float) -> None:
 
 
 def effect_of(workload: Workload, setup: Setup, device: Device, index: int) -> StepEffect:
-    """Judges a few steps of a state of its own; the first is not compared, because it may make what lasts."""
+    """Judges a few steps of a separate state; the first is not compared, because it may create lasting objects."""
     try:
         return _effect(_Steps(workload, setup, device, index))
     except _TakesLong as long:
@@ -183,9 +183,9 @@ def _effect(steps: _Steps) -> StepEffect:
 
 @dataclass(frozen=True)
 class _Taken:
-    """What was seen after each step but the first; the last is like an earlier one. `going_on` are addresses of single
-    numbers that changed all the same: they may count steps. `anew` tells that single numbers which each step makes
-    anew, and which have no lasting address, changed too."""
+    """Observations after each step but the first; the last is like an earlier one. `going_on` are addresses of single
+    numbers that nevertheless changed: they may count steps. `anew`: single numbers without a lasting address, recreated
+    in each step, changed too."""
 
     history: list[list[_SeenMemory]]
     going_on: set[int]
@@ -202,7 +202,7 @@ class _Taken:
 
 
 def _step_until_repeat(steps: _Steps) -> _Taken | None:
-    """Takes steps until one gives what an earlier one gave; None where none of a few does."""
+    """Takes steps until one repeats an earlier result; None if none of a few does."""
     steps.take()
     history = [steps.read_memory()]
     held = [steps.memories()]  # kept alive, or the next step's new tensors might get the same address and look alike
@@ -219,12 +219,12 @@ def _step_until_repeat(steps: _Steps) -> _Taken | None:
 
 def _compare_steps(old: Sequence[_SeenMemory], new: Sequence[_SeenMemory]) -> tuple[set[int], bool] | None:
     """Compares two steps; None if they differ in more than single numbers. Otherwise it returns the addresses of single
-    numbers that differ, and whether some of those made anew do. Memory that stays is compared by its address; what is
-    made anew lies elsewhere each time, and is compared all together."""
+    numbers that differ, and whether some recreated ones do. Lasting memory is compared by address; recreated memory has
+    a new address each time, and is compared as a whole."""
     old_by_address = {tensor.address: tensor for tensor in old}
     stayed = {tensor.address: tensor for tensor in new if tensor.address in old_by_address}
     going_on = {address for address, tensor in stayed.items() if tensor.digest != old_by_address[address].digest}
-    # Memory that was made anew has no lasting address: compare all of its digests, single numbers by themselves.
+    # Recreated memory has no lasting address: compare all of its digests, with single numbers separately.
     many_old, single_old = _count_digests(old, stayed)
     many_new, single_new = _count_digests(new, stayed)
     if any(stayed[address].elements > 1 for address in going_on) or many_old != many_new:
@@ -233,7 +233,7 @@ def _compare_steps(old: Sequence[_SeenMemory], new: Sequence[_SeenMemory]) -> tu
 
 
 def _count_digests(memories: Sequence[_SeenMemory], stayed: Mapping[int, object]) -> tuple[Counter[int], Counter[int]]:
-    """Counts the digests of memory that did not stay: of tensors with several elements, and of single numbers."""
+    """Counts the digests of memory that did not last: of tensors with several elements, and of single numbers."""
     many, single = Counter[int](), Counter[int]()
     for memory in memories:
         if memory.address not in stayed:
@@ -242,15 +242,16 @@ def _count_digests(memories: Sequence[_SeenMemory], stayed: Mapping[int, object]
 
 
 def _changes(steps: _Steps, chosen: set[int], taken: _Taken, results_too: bool) -> bool:
-    """Tells whether a step gives what none gave before once the `chosen` memories hold other numbers. What changes
-    anyway is left out, and so are chosen memories which still hold their other numbers. With `results_too` these count:
-    the step may work in place.
+    """Whether a step gives a new result once the `chosen` memories hold other numbers. What changes anyway is left out,
+    as are chosen memories which still hold their other numbers. With `results_too` these count: the step may work in
+    place.
 
-    A chosen memory may be a result all the same: before the first step it held by chance what the steps give, as fresh
-    memory does where the state before this one had its result, and torch did not count the writing."""
+    A chosen memory may nevertheless be a result: before the first step it held by chance what the steps give, as fresh
+    memory does where the previous state had its result, and torch did not count the writing.
+    """
     memory_before, replaced = steps.read_memory(), dict[int, int]()
     with ExitStack() as stack:
-        # Each by numbers of its own: a result that equals an input would else equal it afterwards too.
+        # Each gets different numbers, otherwise a result that equals an input would also equal it afterwards.
         for seed, (address, (first, *_)) in enumerate(steps.memories().items()):
             if address in chosen:
                 stack.enter_context(other_numbers(first, seed))
@@ -269,7 +270,7 @@ def _changes(steps: _Steps, chosen: set[int], taken: _Taken, results_too: bool) 
 
 
 def _rewrites(steps: _Steps, written_once: set[_SeenMemory]) -> bool:
-    """Tells whether a step works in place past torch: memory that only the first step changed, as rounding does, is
+    """Whether a step works in place unseen by torch: memory that only the first step changed, as rounding does, is
     changed again once it holds other numbers."""
     addresses = {tensor.address for tensor in written_once}
     for address, (first, *_) in steps.memories().items():
@@ -283,7 +284,7 @@ def _rewrites(steps: _Steps, written_once: set[_SeenMemory]) -> bool:
 
 
 def _idle(steps: _Steps) -> bool:
-    """Tells whether a step calls nothing of torch's, and is too fast to do work that torch does not see."""
+    """Whether a step calls nothing of torch, and is too fast to do work that torch does not see."""
     if calls_operators(steps.take) is not False:
         return False
     end, spent = time.monotonic() + LONGEST_SECONDS, 0.0
@@ -301,22 +302,23 @@ def _idle(steps: _Steps) -> bool:
 
 # Whether a slot is timed. No step that repeats after 2, 3, 4 or 8 slots, or drifts steadily, follows this order.
 _ORDER = (True, False, False, True, False, True, True, False)
-# Other kernels round differently, by less than the first share of what a step does to a tensor. A tensor that changes
-# by less than the second share of what another one does may hold nothing but rounding.
+# Other kernels round differently, by less than the first share of a step's effect on a tensor. A tensor that changes by
+# less than the second share of what another one does may only hold rounding errors.
 _ALIKE, _ROUNDING = 0.05, 1e-3
-# Counted operators may take so many times a timed step, after deducting what counting each of them costs at most.
+# Counted operators may take this many times as long as a timed step, after deducting the maximum cost of counting each
+# of them.
 _SLOWER = 1.5
 _CALL_SECONDS = 30e-6
-# Replacing the numbers of a larger state takes longer than it is worth.
+# Replacing the numbers of a larger state is not worth the time.
 MOST_BYTES = 1 << 26
 
-# A few sums of what a step did to each tensor, and of each new tensor, in the order of memories_of.
+# A few sums of a step's effect on each tensor, and of each new tensor, in the order of memories_of.
 Left = list[Any]
 
 
 class Slot(NamedTuple):
-    """`least` is the time of the fastest step without what counting its operators costs, `most` that of the slowest
-    with it."""
+    """The times of one slot: `least` is that of the fastest step without the cost of counting its operators, `most`
+    that of the slowest with it."""
 
     typical: float
     least: float
@@ -325,14 +327,14 @@ class Slot(NamedTuple):
 
 
 def slot_of(seconds: Sequence[float], operators: int, sums: Left, most: float) -> Slot:
-    """Makes a Slot of the seconds of its steps, or of their operators; `operators` is how many a step had if they were
-    counted, else 0. The slowest step took `most`."""
+    """Makes a Slot from the seconds of its steps, or of their operators; `operators` is their number per step if they
+    were counted, else 0. The slowest step took `most`."""
     return Slot(median(seconds), min(seconds) - _CALL_SECONDS * operators, sums, most)
 
 
 def compare_slots() -> Generator[bool, Slot | None, str]:
-    """Asks for slots by whether they are timed (else counted), and returns how the two kinds differ; '' if they do not,
-    or nobody can tell. Most cases need only two slots."""
+    """Requests slots by whether they are timed (else counted), and returns how the two kinds differ; '' if they do not,
+    or it is unknown. Most cases need only two slots."""
     timed: list[Slot] = []
     counted: list[Slot] = []
     reason = ""
@@ -357,7 +359,7 @@ def _difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
         return (
             f"timed, a step takes {units.seconds(quickest)}, and {units.seconds(most)} while its operators are counted"
         )
-    # A tensor accuses a step only if all slots of either kind agree about it.
+    # A tensor incriminates a step only if all slots of either kind agree about it.
     sketches = [slot.sums for slot in (*timed, *counted)]
     least = _ROUNDING * max((float(sums.abs().max()) for slot_sums in sketches for sums in slot_sums), default=0.0)
     for place in zip_longest(*sketches):
@@ -389,7 +391,7 @@ class Beginning:
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def again(self) -> None:
-        """Restores the beginning. What earlier slots have made and left in the state stays, and is remembered."""
+        """Restores the beginning. What earlier slots have made and left in the state is kept."""
         for first, copy in self._begun.values():
             put_back(first, copy)
         held = memories_of(self._state) if self._known else {}
@@ -398,7 +400,8 @@ class Beginning:
             draw_again()
 
     def left(self, answer: object) -> Left:
-        """Sketches what was done to the state since, and what an answer holds; empty if the beginning is not known."""
+        """Sketches the changes of the state since, and the contents of an answer; empty if the beginning is not
+        known."""
         memories = memories_of(self._state, answer) if self._known else {}
         return [sketch(first, self._before(address, first)) for address, (first, *_) in memories.items()]
 
@@ -410,7 +413,7 @@ class Beginning:
 @contextmanager
 def restore_state(state: object, inputs: set[int]) -> Iterator[Beginning]:
     """Gives inputs other numbers in the body; restores the state's memory and generators after it. A state of more than
-    MOST_BYTES goes on as it is."""
+    MOST_BYTES continues unchanged."""
     memories = memories_of(state)
     if sum(some[0].untyped_storage().nbytes() for some in memories.values()) > MOST_BYTES:
         yield Beginning(state, None)

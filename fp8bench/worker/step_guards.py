@@ -1,7 +1,7 @@
-"""What a workload may not do beside its work: print inside a step, or leave threads and processes running.
+"""Forbidden side effects of a workload: printing inside a step, or leaving threads and processes running.
 
-Either would be timed: printing with the step it happens in, threads and processes with everything that comes after.
-A thread cannot be ended, a process can; both are named.
+Either would be timed: printing with its step, threads and processes with everything that follows. A thread cannot be
+ended, a process can; both are named.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp8bench.worker.clock import PhaseClock
 
 GRACE_SECONDS = 0.5
 _PIECES = 20
-# A process that is about to end may have to wait for a core before it can.
+# A process that is about to end may first have to wait for a core.
 _ENDING_SECONDS = 2.0
 _POLL_SECONDS = 0.005
 # Helpers that live as long as the process that started them and do nothing unless asked.
@@ -35,19 +35,19 @@ class StepPrinted(RuntimeError):
 
 
 class LeftRunning(RuntimeError):
-    """Threads or processes are still running that were not there before."""
+    """Threads or processes are still running that did not exist before."""
 
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """Sends what the body prints to stderr: stdout belongs to the table."""
+    """Redirects what the body prints to stderr: stdout belongs to the table."""
     with _forks_end_here(), contextlib.redirect_stdout(sys.stderr):
         yield
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Runs a pass that is not timed. It may print, to stderr; LeftRunning is raised if it leaves something running."""
+    """Runs an untimed pass. It may print, to stderr; LeftRunning is raised if it leaves something running."""
     already_running = running()
     with aside():
         yield
@@ -55,7 +55,7 @@ def apart() -> Iterator[None]:
     if still_there:
         raise LeftRunning(
             f"it left {len(still_there)} running ({', '.join(still_there[:5])}): "
-            "they are timed with what comes next. Join them."
+            "they would be timed with later work. Join them."
         )
 
 
@@ -78,7 +78,7 @@ def silent_step() -> Iterator[None]:
     if still_there:
         raise LeftRunning(
             f"a step left {len(still_there)} running ({', '.join(still_there[:5])}): "
-            "what outlives its step is timed with the next one. Join it in the step, or start it while preparing."
+            "it would be timed with the next one. Join it in the step, or start it while preparing."
         )
 
 
@@ -95,7 +95,8 @@ _step_processes: list[int] = []
 
 @contextlib.contextmanager
 def _forks_end_here() -> Iterator[None]:
-    """Ends a child that the body forks when its step ends: it would time steps of its own, and fork in each."""
+    """Ends a child that the body forks when its step ends, because it would otherwise time steps itself, and fork in
+    each."""
     _step_processes.append(os.getpid())
     try:
         yield
@@ -127,8 +128,8 @@ _owns_process = False
 
 
 def own_this_process() -> None:
-    """A worker calls this: nobody but fp8bench and its workloads does anything in its process. Without isolation the
-    process is the user's, whose other threads may start processes too."""
+    """Called by a worker: only fp8bench and its workloads do anything in its process. Without isolation the process is
+    the user's, whose other threads may start processes too."""
     global _owns_process  # noqa: PLW0603 - there is one process, and it is owned from here on
     _owns_process = True
 
@@ -147,7 +148,7 @@ def still_running(started: Running, grace: float = GRACE_SECONDS) -> list[str]:
     """Returns the names of threads that do not end within `grace` seconds, and of processes, which it then ends.
     torch's own threads do not count."""
     threads = [thread for thread in started.threads if not _is_torchs(thread)]
-    for _ in range(_PIECES):  # where the system stops this process for a while, no more than one piece passes
+    for _ in range(_PIECES):  # if the system suspends this process for a while, at most one piece passes
         if threads := [thread for thread in threads if thread.is_alive()]:
             threads[0].join(grace / _PIECES)
     return [thread.name for thread in threads if thread.is_alive()] + _end_processes(started.processes)
@@ -165,18 +166,18 @@ def nothing_left_on_error() -> Iterator[None]:
 
 
 def _is_torchs(thread: threading.Thread) -> bool:
-    # tqdm's monitor sleeps beside progress bars; torch's compiler starts it where tqdm is installed.
+    # tqdm's monitor sleeps beside progress bars; torch's compiler starts it if tqdm is installed.
     modules = str(getattr(getattr(thread, "_target", None), "__module__", "")), type(thread).__module__
     if any(module.startswith(("torch", "tqdm._monitor")) for module in modules):
         return True
-    # The pool of inductor waits for more to compile as long as the process lives; its threads carry no name of torch.
+    # The pool of inductor waits for more to compile as long as the process lives; its threads have no name of torch.
     compiler = sys.modules.get("torch._inductor.async_compile")
     pool: Any = getattr(getattr(compiler, "AsyncCompile", None), "pool", None)
     return pool is not None and pool.cache_info().currsize > 0 and thread in getattr(pool(), "_threads", ())
 
 
 def _childless() -> bool:
-    """Tells with one system call whether this process has no child; listing them reads a file for each thread."""
+    """Checks with one system call whether this process has no child; listing them reads a file for each thread."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -185,9 +186,9 @@ def _childless() -> bool:
 
 
 def _descendants(pid: int, thread: int | str | None = None) -> Iterator[int]:
-    """Yields the processes that a process, or one thread of it, has started, and theirs; nothing without /proc. Some
-    may have ended. It avoids pathlib, which takes five times as long: this runs around every slot of a workload that
-    has children."""
+    """Yields the processes that a process, or one thread of it, has started, and their descendants; nothing without
+    /proc. Some may have ended. Avoids pathlib, which takes five times as long, because this runs around every slot of a
+    workload with children."""
     try:
         threads = os.listdir(f"/proc/{pid}/task") if thread is None else (thread,)  # noqa: PTH208
     except OSError:
@@ -217,7 +218,7 @@ def _end_processes(started: Iterable[int]) -> list[str]:
 
 
 def _is_busy(pid: int) -> bool:
-    """Tells whether a process runs and is no harmless helper. One that has just begun has no command line yet."""
+    """Whether a process runs and is not a harmless helper. One that has just begun has no command line yet."""
     return _runs(pid) and not any(word in _command_line(pid) for word in _HARMLESS)
 
 
@@ -231,7 +232,7 @@ def _command_line(pid: int) -> str:
 
 
 def _runs(pid: int) -> bool:
-    """Tells whether a process has not ended; a zombie, which only waits to be reaped, has."""
+    """Whether a process has not ended; a zombie, which only waits to be reaped, has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:

@@ -1,8 +1,8 @@
-"""Watches all switches of the process, torch's included: those that a body leaves changed are put back and named.
+"""Watches all switches of the process, including torch's: those that a body leaves changed are restored and named.
 
-All cases of a group share a process; a case that leaves the default dtype changed would have the others measured under
-it. Random states are not watched: a step may draw numbers. A precision's own switches are set outside the watch,
-because putting them back would hide that a step had changed them.
+All cases of a group share a process; a case that leaves the default dtype changed would affect the measurements of the
+others. Random states are not watched: a step may draw numbers. A precision's switches are set outside the watch,
+because restoring them would hide that a step had changed them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class SwitchesChanged(RuntimeError):
 
 @contextlib.contextmanager
 def restore_switches(known_values: Sequence[Any] | None = None) -> Iterator[Sequence[Any]]:
-    """Puts back the switches that the body leaves changed; raises SwitchesChanged unless the body itself raised. Yields
-    the values before the body. Another body under the same precision may be given them as `known_values`, which
-    saves reading them."""
+    """Restores the switches that the body leaves changed; raises SwitchesChanged unless the body itself raised. Yields
+    the values before the body. Another body under the same precision may get them as `known_values`, which saves
+    reading them."""
     old_values = values_of(switches()) if known_values is None else known_values
     try:
         yield old_values
@@ -42,13 +42,13 @@ def restore_switches(known_values: Sequence[Any] | None = None) -> Iterator[Sequ
     changed = put_back(switches(), old_values)
     if changed:
         raise SwitchesChanged(
-            f"it left {', '.join(changed)}: other cases run in the same process. Put switches back, in a finally."
+            f"it left {', '.join(changed)}: other cases run in the same process. Restore switches in a finally block."
         )
 
 
 @contextlib.contextmanager
 def under(precision: Precision) -> Iterator[None]:
-    """Enters a precision's scope. A user's own precision is checked to put back what it sets; fp8bench's have tests."""
+    """Enters a precision's scope. Checks that a user's precision restores what it sets; fp8bench's have tests."""
     is_fp8bench = type(precision).__module__.startswith("fp8bench.")
     with contextlib.nullcontext() if is_fp8bench else restore_switches(), precision.scope():
         yield
@@ -56,7 +56,7 @@ def under(precision: Precision) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collected_by_hand() -> Iterator[None]:
-    """Disables automatic garbage collection, so that it is no accident when tensors in cycles are freed."""
+    """Disables automatic garbage collection, so that tensors in cycles are freed at a defined time."""
     gc_was_on = gc.isenabled()
     gc.disable()
     try:
@@ -74,7 +74,7 @@ def switches() -> tuple[Switch, ...]:
 
 
 _OWN_CODE = "fp8bench's own functions"
-# What times steps, and what looks at them.
+# Modules that time steps, and that inspect them.
 _MEASURING = tuple(
     f"fp8bench.{room}"
     for room in ("devices.", "numerics.operands", "protocols.measuring", "tape.", "user_code.switches", "worker.")
@@ -82,11 +82,11 @@ _MEASURING = tuple(
 
 
 def own_code() -> Callable[[], tuple[str, ...]]:
-    """Returns a function that names what has been replaced of the functions that measure, since this call. A step that
-    replaces one of them changes its own time, or what is seen of it."""
+    """Returns a function that names measuring functions that were replaced since this call. A step that replaces one of
+    them changes its time, or what is observed of it."""
     places: list[tuple[dict[str, Any], str]] = []
     for name, module in list(sys.modules.items()):
-        # Places are listed once: what a step adds to a module later is none of ours.
+        # Places are listed once: what a step adds to a module later is not ours.
         if name.startswith(_MEASURING):
             kinds = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == name]
             for holder in (module, *kinds):
@@ -95,7 +95,7 @@ def own_code() -> Callable[[], tuple[str, ...]]:
     codes = [function.__code__ for function in functions]
 
     def find_replaced() -> tuple[str, ...]:
-        # The quick way out, which every step takes: no names are made.
+        # The fast path, which every step takes: no names are computed.
         now: list[Any] = [names.get(name) for names, name in places]
         if now == functions and [function.__code__ for function in functions] == codes:
             return ()
@@ -136,11 +136,11 @@ def recorded_values() -> dict[str, Scalar | None]:
 
 
 def refuse_distorted_reference() -> None:
-    """Raises UsageError if a switch is set so that the reference in this process would be none."""
+    """Raises UsageError if a switch is set that would distort the reference in this process."""
     values = {switch: switch.read() for switch in switches()}
     with contextlib.ExitStack() as scope:
         if "mixed" not in values.values():
-            scope.enter_context(float32_products("highest"))  # as the reference's own scope sets them
+            scope.enter_context(float32_products("highest"))  # as the reference's scope sets them
             values = {switch: switch.read() for switch in switches()}
     wrong = [(switch, value) for switch, value in values.items() if switch.bends is not None and switch.bends(value)]
     if not wrong:
@@ -153,6 +153,6 @@ def refuse_distorted_reference() -> None:
     mends = dict.fromkeys(switch.mend for switch, _ in wrong[:_MOST_NAMED])
     raise UsageError(
         f"the process that is to measure has {'; '.join([*words, *remaining])}, "
-        "and the reference would run under that. "
-        f"Put it right first ({'; '.join(mends)}), or let a process of its own measure (isolation)."
+        "which would distort the reference. "
+        f"Correct that first ({'; '.join(mends)}), or measure in a separate process (isolation)."
     )

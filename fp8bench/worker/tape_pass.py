@@ -1,11 +1,11 @@
-"""What an untimed step runs, and which of its parts take how much of it, in a worker that times nothing else.
+"""The operators of an untimed step, and the share of each of its parts, in a worker that times nothing else.
 
-The tape lists the operators of a step. A compiled function runs uncompiled for it: the operators inside a fused kernel
-show nowhere else.
+The tape lists the operators of a step. A compiled function runs uncompiled for it, because the operators inside a fused
+kernel are not visible otherwise.
 
-Shares are measured on a processor by timing each operator as it is called. On a GPU nobody waits for an operator, so
-torch's profiler tells the time of its kernels, each with the operator that launched it. A compiled step has no shares.
-The same steps run unwatched in between, so that the cost of watching is in nobody's share.
+Shares are measured on a CPU by timing each operator as it is called. On a GPU nobody waits for an operator, so torch's
+profiler gives the time of its kernels, each with the operator that launched it. A compiled step has no shares. The same
+steps also run unwatched, so that the cost of watching is in no share.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fp8bench.worker.state_tensors import modules_of
 from fp8bench.worker.static_scales import step
 
 _FUSED = "torch.compile: operators, bytes and launches are those of the step uncompiled"
-# How many steps are measured for shares; fewer once they have taken so many seconds.
+# How many steps are measured for shares; fewer once they have taken this many seconds.
 STEPS = 5
 SECONDS = 3.0
 _COMPILED = "a compiled step calls no operator by itself; measure the step uncompiled"
@@ -42,7 +42,7 @@ def tape_of_step(workload: Workload, setup: Setup, precision: Precision, stamper
     clock = PhaseClock(stamper, lambda code: mode.enter(CELL_PHASES[code]))
     state = workload.prepare(setup)
     with without_compiling():
-        # The first step makes moments and caches, which are no part of a usual one.
+        # The first step creates moments and caches, which a usual step does not.
         step(workload, state, setup.scales, clock)
     clock.begin()
     with without_compiling() as compiled, mode:
@@ -59,7 +59,7 @@ class _SharedSteps:
 
     @property
     def clock(self) -> Callable[[], int]:
-        """Counts nanoseconds: the thread's own where a step has one thread, which others' work does not lengthen."""
+        """Counts nanoseconds: the thread's own if a step has one thread, which other programs do not lengthen."""
         alone = not self.facts.accelerated and torch.get_num_threads() == 1
         return time.thread_time_ns if alone else time.perf_counter_ns
 
@@ -72,7 +72,7 @@ class _SharedSteps:
 
 
 def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares | str:
-    """Returns a sentence in the place of shares for a compiled step."""
+    """Returns the shares of a step; a sentence instead for a compiled one."""
     state = workload.prepare(setup)
     index = setup.facts.index
     steps = _SharedSteps(
@@ -88,7 +88,7 @@ def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares |
 def _operator_shares(steps: _SharedSteps, state: Any) -> Shares:
     mode = OperatorTimes(modules_of(state), steps.clock)
     watched, plain = [], []
-    # Watched and plain steps take turns, so that drift hits both.
+    # Watched and plain steps alternate, so that drift affects both.
     for _ in _turns():
         with mode.watching() as calls:
             steps.run(mode.phases)
@@ -107,7 +107,7 @@ def _kernel_shares(steps: _SharedSteps, state: Any) -> Shares:
             steps.run(mode.phases)
         steps.wait()
 
-    # Once without the profiler: its first step pays for starting it.
+    # Once without the profiler: its first step includes starting it.
     look()
     inside, outside = seconds_by_operator(recorded(look, steps.facts.kind))
     return shares_of_kernels(mode.calls, inside, outside, median(plain))

@@ -1,4 +1,4 @@
-"""Reads and writes what torch's public functions do not tell about its switches and build, or do not put back."""
+"""Reads and writes the switches and build of torch where its public functions do not report or restore them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8bench.model import Scalar
 
 
 def read_unmixed(read: Callable[[], Any]) -> Any:
-    """Returns "mixed" where torch refuses to answer because newer settings by backend contradict an older one."""
+    """Returns "mixed" if torch refuses to answer because newer settings by backend contradict an older one."""
     try:
         return read()
     except RuntimeError:
@@ -52,7 +52,7 @@ def put_back_saved_hooks(old: Any) -> None:
 
 
 def native_off() -> tuple[tuple[str, str], ...]:
-    """Returns what is turned off of torch's operators written in Python: languages, operators, kinds of devices."""
+    """Returns which of torch's operators written in Python are turned off: languages, operators, kinds of devices."""
     native: Any = torch.backends.python_native
     state = native._get_filter_state()
     if not (state._dsl_names or state._op_symbols or state._dispatch_keys):
@@ -68,7 +68,7 @@ def put_back_native(old: tuple[tuple[str, str], ...]) -> None:
     native = torch.backends.python_native
     words = {"operator": "operations", "device": "dispatch_keys"}
     now = native_off()
-    # Only what differs is touched: turning a switch may load a library.
+    # Only what differs is set, because turning a switch may load a library.
     for turn, changed in (("enable", set(now) - set(old)), ("disable", set(old) - set(now))):
         for kind, name in changed:
             if kind == "language":
@@ -85,7 +85,7 @@ def activate(implementation: str | None) -> None:
 
 
 def stance() -> Any:
-    """Returns None until somebody has asked for the compiler, whose import takes seconds."""
+    """Returns the compiler's stance; None until the compiler was imported, which takes seconds."""
     frames = sys.modules.get("torch._dynamo.eval_frame")
     return None if frames is None or frames._stance == frames.DynamoStance() else frames._stance
 
@@ -111,39 +111,39 @@ def set_stream(handle: int) -> None:
 
 
 def read_if_used(read: Callable[[], Any], default: Any) -> Any:
-    """Reads a value if the GPU is in use, else returns `default`: reading would begin to use it."""
+    """Reads a value if the GPU is in use, else returns `default`, because reading would initialize the GPU."""
     cuda: Any = torch.cuda
     return read() if cuda.is_initialized() else default
 
 
 def attention_order() -> list[int]:
-    """Returns the order of attention's kernels, after torch has chosen one. torch puts cuDNN's kernel first when a
-    GPU's attention is first chosen, if it prefers that: once in a process, so that whichever case came first would seem
-    to have changed it, and later ones would run without."""
+    """Returns the order of attention's kernels, after torch has chosen one. torch moves cuDNN's kernel to the front
+    when a GPU's attention is first chosen, if it prefers that: once per process, so that the first case would seem to
+    have changed it, and later ones would run without."""
     _choose_attention()
     return torch._C._get_sdp_priority_order()
 
 
 @cache
 def _choose_attention() -> None:
-    # The smallest attention that every kernel takes.
+    # The smallest attention that every kernel accepts.
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
     torch._fused_sdp_choice(query, query, query)
 
 
 def pools_memory() -> bool:
     asks = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)
-    return asks is None or bool(asks())  # torch 2.11 sets it and does not say; no torch starts without
+    return asks is None or bool(asks())  # torch 2.11 sets it without reporting it; no torch starts without it
 
 
 _MAPS = Path("/proc/self/maps")
 
 
 def cublaslt_version() -> int | None:
-    """Returns cuBLASLt's own number (130100 is 13.1.0); None if torch has not loaded it, or nobody can tell."""
+    """Returns cuBLASLt's version number (130100 is 13.1.0); None if torch has not loaded it, or it is unknown."""
     try:
         lines = _MAPS.read_text().splitlines()
-        # The library that is mapped, and not one that a search path would find.
+        # The library that is mapped, not one that a search path would find.
         path = next(line[line.index("/") :] for line in lines if "/libcublasLt.so" in line)
         version = ctypes.CDLL(path).cublasLtGetVersion
     except (OSError, StopIteration, AttributeError):

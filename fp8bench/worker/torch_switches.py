@@ -19,8 +19,8 @@ _LOWERED = ("tf32", "bf16", "mixed")
 
 
 def torch_switches() -> Iterator[Switch]:
-    """Yields the switches in the order of putting them back: first those that block others, newer settings last."""
-    # A lock on flags comes off before flags are put back.
+    """Yields the switches in the order of restoring them: first those that block others, newer settings last."""
+    # A lock on flags must be removed before flags are restored.
     yield from _modes()
     yield from _numbers()
     yield from _libraries()
@@ -49,7 +49,7 @@ def _modes() -> Iterator[Switch]:
         names=("torch.backends.disable_global_flags",),
         mend="do not call torch.backends.disable_global_flags()",
     )
-    # Comes before gradients, which it turns off too.
+    # Comes before gradients, which it also turns off.
     yield Switch(
         "inference mode",
         torch.is_inference_mode_enabled,
@@ -130,7 +130,7 @@ _OLDER = {"cpu": "cpu_", "cuda": ""}
 
 
 def _numbers() -> Iterator[Switch]:
-    """Yields the switches of default dtypes, of threads, and of what becomes of the smallest numbers."""
+    """Yields the switches of default dtypes, of threads, and of denormal numbers."""
     yield _call(
         "the default dtype",
         torch.get_default_dtype,
@@ -148,7 +148,7 @@ def _numbers() -> Iterator[Switch]:
         recorded_as=0,
     )
     yield attribute("the filling of new memory", torch.utils.deterministic, "fill_uninitialized_memory", usual=True)
-    # torch does not tell; Python's own arithmetic shows it, because it uses the same unit of the processor.
+    # torch does not report it; Python's arithmetic reveals it, because it uses the same unit of the CPU.
     yield _call("denormals as zero", lambda: _SMALLEST * 1.0 == 0.0, "torch.set_flush_denormal", usual=False)
 
 
@@ -214,7 +214,7 @@ def _attention() -> Iterator[Switch]:
         ("cuDNN's attention", "cudnn"),
     ):
         yield _call(words, getattr(cuda, f"{name}_sdp_enabled"), f"torch.backends.cuda.enable_{name}_sdp", usual=True)
-    # Reading the order would begin to use a GPU.
+    # Reading the order would initialize a GPU.
     order = torch._C._get_sdp_priority_order
     if torch.cuda.is_available():
         order = partial(state.read_if_used, state.attention_order, NotInUse)
@@ -248,7 +248,7 @@ def _attention() -> Iterator[Switch]:
 
 
 def _modules_and_compilers() -> Iterator[Switch]:
-    # Hooks of all modules run in every layer of the reference as well.
+    # Hooks of all modules also run in every layer of the reference.
     hooks = [value for name, value in vars(module).items() if name.startswith("_global_") and isinstance(value, dict)]
 
     def put_back(old: tuple[dict[int, Any], ...]) -> None:
@@ -274,10 +274,10 @@ def _modules_and_compilers() -> Iterator[Switch]:
 
 
 def _gpus() -> Iterator[Switch]:
-    """Yields switches of GPUs, which are read only once a GPU is in use: reading would begin to use it."""
+    """Yields switches of GPUs, which are read only once a GPU is in use, because reading would initialize it."""
     if not torch.cuda.is_available():
         return
-    # Words, how to read and write, what is usual, and the public name.
+    # Name, functions to read and to write, default, and public name.
     cuda, tunable, libraries = torch.cuda, torch.cuda.tunable, torch.backends.cuda
     plans, name = libraries.cufft_plan_cache, "torch.backends.cuda.cuFFTPlanCache.max_size"
     rows: list[tuple[str, Callable[[], Any], Callable[[Any], object], Any, str]] = [
@@ -327,7 +327,8 @@ def _gpus() -> Iterator[Switch]:
 
 
 def _products() -> Iterator[Switch]:
-    """Yields how numbers are multiplied and summed. Older switches of float32 come first: they write newer ones."""
+    """Yields how numbers are multiplied and summed. Older switches of float32 come first, because they write newer
+    ones."""
     yield Switch(
         "float32 products",
         partial(state.read_unmixed, torch.get_float32_matmul_precision),
@@ -391,7 +392,7 @@ def _call(
     recorded_as: Any = Unset,
     names: tuple[str, ...] = (),
 ) -> Switch:
-    """Makes a switch that a function of torch sets. Where a value is `usual`, any other distorts the reference;
+    """Makes a switch that a function of torch sets. If a value is `usual`, any other distorts the reference;
     `recorded_as` is a value that is only the default."""
     write: Any = reduce(getattr, path.split(".")[1:], torch)
     arguments = ", ".join(map(repr, (*first, usual)))

@@ -1,4 +1,4 @@
-"""Records a trace: a few steps under torch's profiler, their phases as ranges around their operators.
+"""Records a trace: a few steps under torch's profiler, with phases as ranges around their operators.
 
 The file has the layout of TensorBoard's profiler plugin, gzipped; it also opens in Perfetto and in chrome://tracing. An
 event has `ts` and `dur` in microseconds, `tid` for its thread, `cat` for its kind.
@@ -21,7 +21,7 @@ from fp8bench.profiler import activities_of, exported, quiet
 from fp8bench.protocols import Markers, Phases
 
 STEPS = 3
-# Steps before the profiler is on; one more is taken under it, because its own first calls are slow too.
+# Steps before the profiler is on; one more is taken under it, because its first calls are slow too.
 WARM_UPS = 2
 
 Range = Callable[[str], AbstractContextManager[object]]
@@ -29,7 +29,7 @@ Range = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(slots=True, eq=False)
 class RangeMarker:
-    """A phase's context manager; entered within itself it opens a range in the range."""
+    """A phase's context manager; entered within itself it opens a nested range."""
 
     _name: str
     _range: Range
@@ -66,7 +66,7 @@ def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
             schedule=plan,
             on_trace_ready=lambda profiler: traces.append(exported(profiler)),
             record_shapes=True,
-            acc_events=True,  # one cycle is recorded; of several torch 2.11 warns that it forgets them
+            acc_events=True,  # a single cycle is recorded; with several torch 2.11 warns that it forgets them
         ) as profiler,
     ):
         for _ in range(1 + STEPS):
@@ -96,7 +96,7 @@ _ANNOTATION = "user_annotation"
 
 @dataclass(frozen=True)
 class TracedStretch:
-    """A stretch of a thread's time, in nanoseconds."""
+    """An interval on a thread, in nanoseconds."""
 
     name: str
     start: int
@@ -104,9 +104,9 @@ class TracedStretch:
 
 
 def cut_overlaps(events: Iterable[Event]) -> list[Event]:
-    """Cuts phases so that of two stretches on one thread one lies within the other, or they are apart. A phase around
-    operators that torch differentiates opens in one node of the backward pass and closes in another, so that it begins
-    within an operator which it outlives. Viewers drop such overlaps. The cuts are microseconds long."""
+    """Shortens phases so that two intervals on one thread are nested or disjoint. A phase around operators that torch
+    differentiates opens in one node of the backward pass and closes in another, so it may begin within an operator that
+    it outlives. Viewers drop such overlaps. The cuts are microseconds long."""
     shortened = list(events)
     stretches: dict[object, list[TracedStretch]] = defaultdict(list)
     edges: dict[object, set[int]] = defaultdict(set)

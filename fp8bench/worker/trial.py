@@ -1,9 +1,8 @@
-"""Tells which backends are installed, and whether the products that they promise are right.
+"""Checks which backends are installed, and whether the products that they promise are right.
 
-There are versions of libraries that claim a format for a device and multiply wrongly, so a product is run before it is
-believed. Three products of one layer are compared with products of the same codes in fp64 or, where a library has no
-codes to show, with fp8bench's own emulation of the recipe. Sizes of rows and columns vary widely, so that a misplaced
-scale shows.
+Some versions of libraries claim a format for a device but multiply wrongly, so a product is run before they are used.
+Three products of one layer are compared with products of the same codes in fp64 or, if a library exposes no codes, with
+fp8bench's emulation of the recipe. Sizes of rows and columns vary widely, so that a misplaced scale is noticed.
 """
 
 from __future__ import annotations
@@ -84,11 +83,11 @@ def _try_precision(precision: Precision, facts: DeviceFacts) -> str:
 
 
 def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFacts) -> str:
-    """Returns what is wrong with the three products of one layer, with the largest error; '' if nothing."""
+    """Returns the error of the three products of one layer, with the largest difference; '' if there is none."""
     random = torch.Generator(facts.key).manual_seed(0)
 
     is_whole = arithmetic.whole(torch.nn.Parameter(torch.zeros(_OUTPUTS, _INPUTS, device=facts.key))) is not None
-    # Random rounding may rightly lose the small ends of a wide range.
+    # Random rounding may legitimately lose the small ends of a wide range.
     decades = 0.5 if is_whole else 2.0
 
     def draw(rows: int, columns: int, down: float, across: float) -> Tensor:
@@ -96,7 +95,7 @@ def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFac
         ends = [decades * value for value in (down, across)]
         sizes = torch.logspace(-ends[0], ends[0], rows, device=facts.key)[:, None]
         sizes = sizes * torch.logspace(-ends[1], ends[1], columns, device=facts.key)
-        # Mostly of one sign: where terms cancel, an error is small beside them.
+        # Mostly of one sign, because an error is small beside terms that cancel.
         return (torch.rand(rows, columns, generator=random, device=facts.key) - 0.1) * sizes
 
     # Along a contraction one operand grows as the other falls, so that every part of the sum counts.
@@ -153,22 +152,22 @@ def _of_parts(
         parts = torch.split_with_sizes(source, sizes)
         return [exact(arithmetic.turn(arithmetic.cast(part, role), part, role)) for part in parts]
 
-    # 1. Two unequal parts: equal ones would hide a wrong end.
+    # 1. Use two unequal parts: equal ones would hide a wrong end.
     x, weight, gradient = sources
     sizes = [_TOKENS // 4, _TOKENS - _TOKENS // 4]
     ends = torch.tensor(sizes, device=x.device).cumsum(0).to(torch.int32)
-    # 2. Exact products of each part, of the same operands.
+    # 2. Compute exact products of each part, of the same operands.
     both = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
     rows = zip(torch.split_with_sizes(exact(a), sizes), map(exact, both), strict=True)
     turned = zip(columns(gradient, Role.GRADIENT), columns(x, Role.INPUT), strict=True)
-    # 3. The same by grouped products, forward and for weights.
+    # 3. Compute the same by grouped products, forward and for weights.
     forward = torch.split_with_sizes(arithmetic.grouped(a, stack_operands(both), ends), sizes)
     gradients = arithmetic.grouped(
         turn_parts(arithmetic, g, gradient, Role.GRADIENT, sizes),
         turn_parts(arithmetic, a, x, Role.INPUT, sizes),
         ends,
     ).unbind()
-    # 4. The larger error of the two parts counts.
+    # 4. Report the larger error of the two parts.
     errors = {}
     for name, parts, pairs in (("forward", forward, rows), ("weight gradient's", gradients, turned)):
         of_parts = [_largest(part, *_exact_product(*pair)) for part, pair in zip(parts, pairs, strict=True)]

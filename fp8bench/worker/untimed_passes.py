@@ -1,4 +1,4 @@
-"""What a case is asked apart from any timing, each in states of their own."""
+"""Untimed requests about a case, each with separate states."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fp8bench.worker.tracing import record, write
 
 
 class KeptState(NamedTuple):
-    """A state that somebody looks at from outside."""
+    """A state that is observed from outside the process."""
 
     device: Device
     state: Any
@@ -45,21 +45,21 @@ class KeptState(NamedTuple):
 
 
 class UntimedPasses:
-    """The part of Bench that times nothing. `_kept` are states that are looked at from outside; `_used` is the device
-    of the last request."""
+    """The untimed part of Bench. `_kept` are states that are observed from outside; `_used` is the device of the last
+    request."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._kept: dict[str, KeptState] = {}
         self._calibrations = Calibrations()
         self._used: tuple[Device, int] | None = None
-        # What the errors of the last case were compared with, and its key.
+        # The exact results for the errors of the last case, and their key.
         self._exact: tuple[object, Any] | None = None
-        # False for ranks: these must take the same number of steps, and looking for leaks takes as many as it needs.
+        # False for ranks, which must all take the same number of steps; looking for leaks takes as many as it needs.
         self._alone = True
 
     def examine(self, case: Case, facts: DeviceFacts) -> tuple[str, ...]:
-        """Raises for a case that is impossible, where only the workload itself can tell; returns its remarks."""
+        """Raises for an impossible case that only the workload can detect; returns its remarks."""
         with self._apart(case, facts) as (workload, _, setup):
             return tuple(workload.examine(setup()) or ())
 
@@ -116,7 +116,7 @@ class UntimedPasses:
             return counters_of_step(workload, setup(), device, facts.index, unprobed)
 
     def coverage(self, case: Case, facts: DeviceFacts) -> Coverage | None:
-        """How much of a model's products its case converts; None where there is no such model."""
+        """Returns how much of a model's products its case converts; None without such a model."""
         with self._apart(case, facts) as (workload, _, setup):
             covered = workload.covered(setup())
             if covered is None:
@@ -127,8 +127,8 @@ class UntimedPasses:
             return replace(covering, loss=covered.loss())
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "", leaks: bool = True) -> MemoryUse | str:
-        """Returns what a step's memory is made of at its peak, or why nobody can say. With `leaks` it also tells
-        whether memory grows. With a key the state stays until it is released, so that the process can be looked at from
+        """Returns the composition of a step's memory at its peak, or why it is unknown. With `leaks` also checks
+        whether memory grows. With a key the state stays until it is released, so that the process can be observed from
         outside."""
         with self._apart(case, facts) as (workload, device, setup):
             hardware = hardware_of(case, workload, facts)
@@ -153,7 +153,7 @@ class UntimedPasses:
             setup = make_setup()
             state = workload.prepare(setup)
             trace = record(partial(step, workload, state, setup.scales), facts.kind)
-            # Its memory is not of the next request.
+            # Its memory must not count for the next request.
             del state
             gc.collect()
         device.empty_cache()
@@ -179,9 +179,9 @@ class UntimedPasses:
         self, case: Case, facts: DeviceFacts, frees: bool = False
     ) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
         """Runs a pass in a case's precision: it may print, and must leave neither switches nor threads changed. Yields
-        the workload, the device, and a function that makes a new setup. The device is waited for at the end: it reports
-        late what was wrong with its work, and the next request must not fail for this one. Then, if it `frees`, memory
-        goes back to the device."""
+        the workload, the device, and a function that makes a new setup. At the end it waits for the device, which
+        reports errors late, so that the next request does not fail for this one. Then, if it `frees`, memory is
+        returned to the device."""
         device, workload = self._select_device(facts), workloads.get(case.workload)
         with under(precisions.get(case.precision)), restore_switches(), apart():
             yield workload, device, partial(self._setup, case, facts)
@@ -194,7 +194,7 @@ class UntimedPasses:
         precision = precisions.get(case.precision)
         arithmetic = precision.arithmetic(facts)
         layers = {kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map}
-        # Layers that suites leave high take what carries the precision.
+        # Layers that suites leave high use the precision that carries values.
         high = precisions.get(precision.carried_by or precision.mode).arithmetic(facts)
         seed, corpus = self._settings.seed, self._settings.corpus
         setup = Setup(case, facts, seed, arithmetic, high, layers, precision.loss_scale, corpus)

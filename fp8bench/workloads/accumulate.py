@@ -22,7 +22,7 @@ BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass
 class PlainBuffer:
-    """Tensors of one of torch's dtypes, added to in place. The first micro-batch is copied, so nothing is zeroed."""
+    """Tensors in a dtype of torch, added to in place. The first micro-batch is copied, so nothing is zeroed."""
 
     _sums: list[Tensor]
 
@@ -43,7 +43,7 @@ class PlainBuffer:
 class ScaledBuffer:
     """Codes with scales: each micro-batch restores them to fp32, adds, and casts again; the first is only cast. Whole
     lists are restored and cast at a time, so that a step has few and long phases: in between, the sums of all tensors
-    exist in fp32. Each tensor has its own arithmetic, for what that remembers."""
+    exist in fp32. Each tensor has a separate arithmetic, which may remember scales."""
 
     _arithmetics: Sequence[Arithmetic]
     _operands: list[Operand] = field(default_factory=list)
@@ -61,7 +61,7 @@ class ScaledBuffer:
             torch._foreach_add_(sums, gradients)
         with phase.cast:
             self._keep(sums)
-            del sums  # freeing memory takes time too, and belongs to a phase
+            del sums  # freeing memory takes time, too, and must count for a phase
 
     def values(self) -> list[Tensor]:
         import torch
@@ -87,8 +87,9 @@ class BufferState:
 
 @workloads.register("accumulate")
 class Accumulate(Workload):
-    """The case's precision is that of the buffer; gradients are the same for all. fp32, bf16 and fp16 buffers are added
-    to in place. fp8 and below have scales, so that every micro-batch restores, casts and rounds the whole buffer."""
+    """Sums gradients in a buffer of the case's precision; gradients are the same for all. fp32, bf16 and fp16 buffers
+    are added to in place. fp8 and below have scales, so that every micro-batch restores, casts and rounds the whole
+    buffer."""
 
     name = "accumulate"
     summary = "gradients of several micro-batches added up in a buffer of each precision"
@@ -117,7 +118,7 @@ class Accumulate(Workload):
     def work(self, params: Scalars) -> Work:
         count = int(params["tensors"]) * int(params["width"]) ** 2
         gradients = float(BYTES[str(params["gradients"])] * int(params["micro_batches"]) * count)
-        # Beside the gradients a buffer, half a byte an element at the least.
+        # The gradients plus a buffer with at least half a byte per element.
         return Work(bytes=gradients, least_memory=gradients + count / 2)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -132,7 +133,7 @@ class Accumulate(Workload):
         for index, gradients in enumerate(micro_batches):
             micro_batches[index] = [(gradient * scale).to(dtype) for gradient in gradients]
         arithmetic = setup.arithmetic
-        # One arithmetic a tensor: scales of the past are each tensor's own.
+        # A separate arithmetic per tensor, because delayed scales differ between tensors.
         if arithmetic.plain:
             sums = [torch.zeros_like(tensor, dtype=arithmetic.carrier) for tensor in micro_batches[0]]
             return BufferState(micro_batches, PlainBuffer(sums))
@@ -157,7 +158,7 @@ class Accumulate(Workload):
         exact = [tensor.to(torch.float64) for tensor in first]
         for gradients in remaining:
             torch._foreach_add_(exact, gradients)
-        # Both contain the loss scale, which a ratio of the two does not.
+        # Both contain the loss scale, which cancels in their ratio.
         sums = state.buffer.values()
         return {
             "accumulate_error": joint_relative_frobenius(sums, exact),

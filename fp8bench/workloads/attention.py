@@ -43,12 +43,12 @@ _KERNEL = Axis.choice(
 
 @workloads.register("attention")
 class Attention(LayerWorkload):
-    """`core` is what torch's kernels do; `layer` adds the products around it, which low precision speeds up.
+    """Attention: `core` is what torch's kernels do; `layer` adds the products around it, which low precision speeds up.
 
     With scores=high no precision below its carrier reaches the core. With scores=low its products and the matrix of
-    scores are in the case's precision, emulated for every precision alike: nobody would run the explicit form as a
-    kernel, so it tells what low scores cost in numbers, and nothing about time. Scores are written without a scale,
-    because a kernel makes them tile by tile before the largest is known.
+    scores are in the case's precision, emulated for every precision: nobody would run the explicit form as a kernel, so
+    it shows the accuracy of low scores, but not their time. Scores are written without a scale, because a kernel makes
+    them tile by tile before the largest is known.
     """
 
     name = "attention"
@@ -117,9 +117,9 @@ class Attention(LayerWorkload):
         rows, width, inner = _sizes(params)
         training = is_training(params)
         scores = float(rows) * int(params["sequence"]) * int(params["heads"])
-        # Two products forward; what a causal mask hides is not counted.
+        # Two products forward; elements hidden by a causal mask are not counted.
         flops = 4.0 * scores * int(params["head_width"]) * (0.5 if _causal(params) else 1.0)
-        # Queries, keys, values and the output in two bytes, the least of any carrier; gradients alike.
+        # Queries, keys, values and the output in two bytes, the least of any carrier; the same for gradients.
         least = 2.0 * rows * (inner + width) * (2 if training else 1)
         if params["part"] == "layer":
             weights = width * inner + width * width
@@ -144,18 +144,18 @@ class Attention(LayerWorkload):
         support, kernel = precision.support(facts), str(_KERNEL.of(params))
         if support.level is Level.REFUSED:
             return support
-        # Two settings that exclude each other are refused before anything that a device says.
+        # Settings that exclude each other are refused before asking the device.
         if kernel != "auto" and _low(params):
             return refused(f"scores={params['scores']} runs explicit products and no kernel: choose kernel=auto")
         if missing := missing_kernel(kernel, params["heads"] != params["key_heads"], precision, facts):
             return refused(missing)
-        # No product of the core would be in this precision, and its case would tell nothing.
+        # No product of the core would be in this precision, so its case would be meaningless.
         if params["part"] == "core" and not _low(params) and precision.carried_by:
             return refused(
                 f"{precision.name} leaves attention's scores to {precision.carried_by}: ask for --set scores=low to "
                 "emulate them, or part=layer"
             )
-        # Native products have multiples that sizes must keep; emulated ones have none.
+        # Native products require multiples of sizes; emulated ones do not.
         if params["part"] == "layer" and support.is_native:
             rows, width, inner = _sizes(params)
             wrong = misfit(
@@ -206,7 +206,7 @@ def _low(params: Scalars) -> bool:
 
 
 def _sizes(params: Scalars) -> tuple[int, int, int]:
-    """Tokens, width of the output, and width of queries, keys and values together."""
+    """Returns tokens, width of the output, and width of queries, keys and values together."""
     heads, key_heads, head_width = (int(params[name]) for name in ("heads", "key_heads", "head_width"))
     return int(params["batch"]) * int(params["sequence"]), heads * head_width, (heads + 2 * key_heads) * head_width
 

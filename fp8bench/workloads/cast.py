@@ -23,7 +23,7 @@ _SIDE = whole_number(high=1 << 18)
 
 @dataclass
 class CastState:
-    """The source, and what every step does with it."""
+    """The source, and the operation that every step applies to it."""
 
     source: Tensor
     change: Callable[[], object]
@@ -38,9 +38,9 @@ class Cast(Workload):
     """A matrix cast to a precision, including the search for its scale, or restored from it.
 
     By default the source is fp32, like master weights and gradients: so fp32 is the floor for casts of that size, and
-    every other precision has something to round. Where a cast changes nothing, because the source already has that
-    dtype, a step is a plain copy: that floor. The values of an emulated format are fp32, so that its way back to fp32
-    is such a copy too.
+    every other precision has something to round. If a cast changes nothing, because the source already has that dtype,
+    a step is a plain copy: that floor. The values of an emulated format are fp32, so restoring them to fp32 is such a
+    copy, too.
     """
 
     name = "cast"
@@ -94,16 +94,16 @@ class Cast(Workload):
         )
 
     def work(self, params: Scalars) -> Work:
-        """Counts the bytes of the side in high precision for either direction, so that throughputs compare."""
+        """Counts the bytes of the high-precision side for either direction, so that throughputs compare."""
         count = int(params["rows"]) * int(params["columns"])
         source = float(BYTES[str(params["source"])] * count)
-        # The source and its image, which has at least half a byte an element.
+        # The source and its image, which has at least half a byte per element.
         spread = SPREAD.get(str(LAYOUT.of(params)), 1)
         return Work(bytes=source, least_memory=spread * source + count / 2)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         layout = LAYOUT.of(params)
-        # Cases that would measure the same thing under two names are refused.
+        # Refuse cases that would measure the same thing under two names.
         if layout != CONTIGUOUS and params["direction"] == "from":
             return refused("direction=from begins with codes, whose layout their format decides: choose direction=to")
         if layout not in (CONTIGUOUS, STRIDED) and int(params["rows"]) == 1:
@@ -112,7 +112,7 @@ class Cast(Workload):
 
     def prepare(self, setup: Setup) -> CastState:
         source, role = _scaled_source(setup), Role(str(setup.case.param("role")))
-        # Of a way back, the codes are made before.
+        # For restoring, the codes are made in advance.
         if setup.case.param("direction") == "to":
             into = _into(setup)
             return CastState(source, _or_copy(lambda: into(source).data, source), role)
@@ -121,13 +121,13 @@ class Cast(Workload):
 
     def step(self, state: CastState, phase: Phases) -> None:
         with phase.cast:
-            state.change()  # the result goes at once, inside the phase
+            state.change()  # the result is freed at once, inside the phase
 
     def error_refused(self, params: Scalars) -> str:
         return why_no_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares the source with what is left of it after a cast and back; the loss scale in both cancels out."""
+        """Compares the source with its values after a cast and back; the loss scale in both cancels out."""
         from fp8bench.numerics.norms import relative_frobenius, vanished_share
 
         source, into = _scaled_source(setup), _into(setup)
@@ -153,8 +153,8 @@ def parse_shape(text: str) -> str:
 
 
 def _or_copy(change: Callable[[], Tensor], source: Tensor) -> Callable[[], object]:
-    """Returns `change`, or a copy where it would only return its argument."""
-    # A cast to its own dtype would take no time, where others read and write.
+    """Returns `change`, or a copy if it would only return its argument."""
+    # A cast to the same dtype would take no time, while others read and write.
     return source.clone if change().data_ptr() == source.data_ptr() else change
 
 

@@ -25,18 +25,18 @@ REDUCING = ("all_reduce", "reduce_scatter")
 WAYS = ("fp8_gather", "fp8_twoshot", "fp8_ring")
 SCALINGS = ("pre", "post", "ms_amp", "fp8lm_auto")
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
-# Parameters that only FP8 in a reducing collective has.
+# Parameters that only apply to FP8 in a reducing collective.
 _FP8_PARAMETERS = ("fp8", "scaling")
 # Each rank's part has whole blocks of scales.
 _MULTIPLE = 32
 _ELEMENT_BYTES = 4
-# So many steps let FP8-LM's mu settle, which begins at 1 and is halved.
+# FP8-LM's mu, which begins at 1 and is halved, settles within this many steps.
 _SETTLING_STEPS = 8
 
 
 @dataclass
 class CollectiveState:
-    """What this rank brings, and its last result."""
+    """The input of this rank, and its last result."""
 
     kind: Plain | InFP8
     given: Tensor
@@ -47,7 +47,7 @@ class CollectiveState:
 
 @workloads.register("collective")
 class Collective(Workload):
-    """Exchanges of gradients between ranks. fp8 is E4M3 on the wire, summed as `fp8` says and scaled as `scaling` says.
+    """Exchanges of gradients between ranks. fp8 is sent as E4M3, summed as `fp8` says and scaled as `scaling` says.
     Times of fp8 include casting, sending and summing. The input counts as float32 in all precisions, so that
     throughputs compare."""
 
@@ -111,7 +111,7 @@ class Collective(Workload):
         return precision.support(facts)
 
     def prepare(self, setup: Setup) -> CollectiveState:
-        """Also checks the sum 1 + ... + 1, before anything is timed."""
+        """Prepares the exchange, and checks the sum 1 + ... + 1 before anything is timed."""
         from fp8bench.numerics.collectives import Plain, check_ones
 
         kind, values, rank, size = _parts(setup)
@@ -133,7 +133,7 @@ class Collective(Workload):
 
         from fp8bench.numerics.collectives import InFP8, expected, rank_values
 
-        # 1. What a cast loses before anything is sent.
+        # 1. Measure what a cast loses before anything is sent.
         state = self.prepare(setup)
         shares: list[Any] = [0.0, 0.0]
         if isinstance(state.kind, InFP8):
@@ -141,14 +141,14 @@ class Collective(Workload):
         else:
             lost = (state.given == 0).sum() - (_source(setup, state.rank)[: state.given.numel()] == 0).sum()
             shares[1] = lost / state.given.numel()
-        # 2. What comes out, against the exact result of all ranks' values, which each rank can draw.
+        # 2. Compare the result with the exact one of all ranks' values, which each rank can draw.
         self.step(state, SilentPhases())
         assert state.got is not None
         count = int(setup.case.param("elements"))
         sources = [rank_values(setup.seed, rank, count) for rank in range(state.size)]
         exact = expected(str(setup.case.param("collective")), sources, state.rank)
         noise = (state.got.cpu().double() - exact).square().sum()
-        # 3. One collective for all sums: every rank must call it as often.
+        # 3. Use one collective for all sums, because every rank must call equally many.
         sums = torch.stack(
             [torch.as_tensor(share).double().cpu().reshape(()) for share in (noise, exact.square().sum(), *shares)]
         )
@@ -170,11 +170,11 @@ class Collective(Workload):
         return Transfer(logical, float(elements * state.given.element_size()), sent, factor, counted=False)
 
     def sent_by(self, case: Case) -> Params:
-        """Leaves out what only matters for FP8: other precisions send the same beside each of its variants."""
+        """Drops parameters that only matter for FP8: other precisions send the same for each of its variants."""
         return tuple(param for param in case.params if case.precision == "fp8" or param[0] not in _FP8_PARAMETERS)
 
     def step_parts(self, setup: Setup) -> StepParts | str:
-        """Returns products, and the collective, which need not be waited for: for FP8 its first exchange of codes."""
+        """Returns products, and the collective in asynchronous form: for FP8 its first exchange of codes."""
         import torch
 
         from fp8bench.numerics.collectives import Plain
@@ -227,7 +227,7 @@ def _shares(state: CollectiveState) -> list[Any]:
 
 
 def _figures(sums: Tensor, size: int) -> dict[str, float]:
-    """Sums over all ranks, which bring different values."""
+    """Computes errors from sums over all ranks, which have different values."""
     import torch.distributed as dist
 
     dist.all_reduce(sums)

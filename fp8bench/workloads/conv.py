@@ -65,7 +65,7 @@ class Conv(ConvolvedWorkload):
         batch, image = int(params["batch"]), int(params["image"])
         if batch * image * image == 1 and _NORM.of(params) == "batch":
             raise UsageError(
-                "batch=1 with image=1 has one value a channel, too few for a batch norm: choose a larger batch or image"
+                "batch=1 with image=1 has one value per channel, too few for a batch norm: choose a larger one"
             )
         return super().expand(params)
 
@@ -97,8 +97,8 @@ class Conv(ConvolvedWorkload):
         return Layer("first", "conv"), Layer("second", "conv")
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        """Builds the block on random images. Its gradients err by far more than its output: where rounding moves a
-        value across ReLU's corner, a gradient appears or vanishes altogether."""
+        """Builds the block on random images. Its gradients have far larger errors than its output: where rounding moves
+        a value across ReLU's corner, a gradient appears or vanishes."""
         from fp8bench.nn.convolution import ResidualBlock
         from fp8bench.nn.exercise import exercise
 

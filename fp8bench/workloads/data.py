@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
     from fp8bench.nn.batches import Bytes, Destination, Indices, Records
 
-# Default records in a batch, by kind.
+# Default batch size in records, by kind.
 BATCHES = {"reading": 16, "transfer": 128}
 RECORDS = 256
-# kind=transfer copies so many batches in turn, so that a cache does not keep them.
+# kind=transfer alternates between this many batches, so that a cache does not keep them.
 READY = 4
-# Bytes a second that zlib compresses on a slow machine.
+# Bytes per second that zlib compresses on a slow machine.
 _COMPRESSING = 5e6
 _BUFFERS = Axis.choice(
     "buffers",
@@ -37,7 +37,7 @@ _BUFFERS = Axis.choice(
 
 @dataclass
 class LoadState:
-    """Where batches come from, how they are cast and where they go; `after` is the last that was cast on the device."""
+    """The source of batches, their cast and their target; `after` is the last one that was cast on the device."""
 
     batches: Iterator[Tensor]
     arithmetic: Arithmetic
@@ -52,17 +52,17 @@ class LoadState:
 
 @workloads.register("data")
 class Data(Workload):
-    """The input side of training: what it takes to bring a batch to the device in a precision.
+    """The input side of training: the time to bring a batch to the device in a precision.
 
-    reading: records lie compressed in a file, and decoding dominates. transfer: a few large batches lie in memory as
+    reading: records are compressed in a file, and decoding dominates. transfer: a few large batches are in memory as
     fp32, and steps copy them in turn. A batch that is cast on the host has fewer bytes to move, but a host casts more
-    slowly than a GPU, so that by default the GPU casts. Decoding includes allocating memory for the values:
-    buffers=kept decodes into the same memory in every step, and the difference is the cost of fresh memory with its
-    page faults. If the device is the processor itself, the transfer is a copy within its memory, and nothing is pinned.
+    slowly than a GPU, so by default the GPU casts. Decoding includes allocating memory for the values: buffers=kept
+    decodes into the same memory in every step, and the difference is the cost of fresh memory with its page faults. If
+    the device is the CPU itself, the transfer is a copy within its memory, and nothing is pinned.
     """
 
     name = "data"
-    version = "2"  # decoding is a phase of its own
+    version = "2"  # decoding is a separate phase
     summary = "decode, batch, cast, pin and copy: dominated by reading, and dominated by the transfer"
     uses_corpus = True
     not_on_device = "batches are copied as values, and codes would be fewer bytes all the way"
@@ -99,17 +99,17 @@ class Data(Workload):
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         usual_batch = BATCHES[str(params["kind"])]
         chosen = {name: usual_batch if value == "auto" else value for name, value in params.items()}
-        if chosen.get("cast_on") == "host":  # keeps the id that cases had before there was a choice
+        if chosen.get("cast_on") == "host":  # keeps the old ids of cases from before this choice existed
             del chosen["cast_on"]
         return (tuple(chosen.items()),)
 
     def work(self, params: Scalars) -> Work:
-        """Counts bytes of a batch as it arrives: one a value to be decoded, four as fp32."""
+        """Counts bytes of a batch as it arrives: one per value to be decoded, four as fp32."""
         batch, record = int(params["batch"]), int(params["record"])
         reading = params["kind"] == "reading"
         return Work(
             bytes=float(batch * record * (1 if reading else 4)),
-            least_memory=batch * record / 2,  # four bits a value, the least of any precision
+            least_memory=batch * record / 2,  # four bits per value, the least of any precision
             setup_seconds=RECORDS * record / _COMPRESSING if reading else 0.0,
         )
 
@@ -141,7 +141,7 @@ class Data(Workload):
                 batch = state.arithmetic.cast(values, Role.INPUT)
         with phase.data_load:
             state.destination.take(batch)
-            del values, batch  # freeing memory takes time too, and belongs to a phase
+            del values, batch  # freeing memory takes time, too, and must count for a phase
         if state.casts_there:
             with phase.cast:
                 state.after = state.arithmetic.cast(state.destination.buffers[0], Role.INPUT)
@@ -164,7 +164,7 @@ class Data(Workload):
 
 
 def _casts_there(setup: Setup) -> bool:
-    """Tells whether a batch is cast on its device; one that travels in its own precision is not cast at all."""
+    """Whether a batch is cast on its device; one that is sent in its precision is not cast at all."""
     return setup.arithmetic.casts and setup.params.get("cast_on") == "device"
 
 
@@ -175,7 +175,7 @@ def _text(setup: Setup) -> tuple[Bytes, np.random.Generator]:
     from fp8bench.nn.batches import text_records
 
     if setup.corpus is None:
-        raise ValueError("loading data needs a token file and was given none")
+        raise ValueError("loading data needs a token file, but there is none")
     random = np.random.default_rng(setup.seed)
     return text_records(setup.corpus, RECORDS, int(setup.case.param("record")), random), random
 
@@ -187,7 +187,7 @@ def _records(setup: Setup, text: Bytes) -> Records:
 
 
 def _batches(setup: Setup, records: Records, random: np.random.Generator) -> Iterator[Tensor]:
-    """Yields batches without end: each gathered on demand, or a few gathered before, in turn."""
+    """Yields batches endlessly: each gathered on demand, or a few prepared ones in turn."""
     import numpy as np
 
     from fp8bench.nn.batches import CompressedRecords
@@ -197,7 +197,7 @@ def _batches(setup: Setup, records: Records, random: np.random.Generator) -> Ite
         reuses = _BUFFERS.of(setup.params) == "kept"
         into = records.batch(np.zeros(batch, np.int64)) if reuses else None
         return (records.batch(_draw_indices(random, batch), into) for _ in itertools.count())
-    # A batch of more records than there are is larger than any cache, so one is enough.
+    # A batch of more records than exist is larger than any cache, so one is enough.
     ready = READY if batch <= RECORDS else 1
     return itertools.cycle([records.batch(_draw_indices(random, batch)) for _ in range(ready)])
 

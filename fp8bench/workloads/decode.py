@@ -1,4 +1,4 @@
-"""A step of decoding: one token a sequence through a model with a static cache, at a fixed context."""
+"""A decoding step: one token per sequence through a model with a static cache, at a fixed context."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATIC = Axis.choice(
 
 @workloads.register("decode")
 class Decode(ServedWorkload):
-    """The cache is filled from the seed before anything is timed, with values like a trained model's, not by a prompt.
+    """Decoding with a cache that is filled from the seed before anything is timed, with values like a trained model's.
 
     Each step is the same: its token is at the last position of the context, and sees all of it. Token ids are the
     input: no sampler, no tokeniser, no server. So a step's time is TPOT at that context, and batch / time is output

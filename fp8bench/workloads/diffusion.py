@@ -37,7 +37,7 @@ class _Product(NamedTuple):
 
 
 def ends_word(text: str) -> str:
-    """Parses how many of the first and of the last steps are high, as in 4+1."""
+    """Parses the numbers of first and last steps that stay high, as in 4+1."""
     first, plus, last = text.partition("+")
     if not (plus and first.isdecimal() and last.isdecimal()):
         raise ValueError("expected how many of the first and of the last steps, as in 4+1")
@@ -55,7 +55,7 @@ def plan_of(params: Scalars) -> SamplerPlan:
 
 
 def _products(sizes: DenoiserSizes) -> list[_Product]:
-    """Returns all products. Time's and those at either end stay high, unless they are mapped."""
+    """Returns all products. Those of the time embedding and at either end stay high, unless they are mapped."""
     body = _dit_shapes(sizes) if sizes.denoiser == "dit" else _unet_shapes(sizes)
     shapes = [
         ("time.up", "time", sizes.batch, FREQUENCIES, sizes.width),
@@ -87,10 +87,10 @@ def _dit_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
 
 
 def _unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
-    """Has convolutions as products of windows of 9 pixels."""
+    """Yields a UNet's products, with convolutions as products of windows of 9 pixels."""
     _, batch, image, width, layers = sizes
     pixels = batch * image * image
-    # The middle is at half the resolution either way.
+    # The middle has half the resolution in both directions.
     inner = pixels // 4
 
     def block(name: str, rows: int, inputs: int, outputs: int) -> Iterator[_Shape]:
@@ -103,7 +103,7 @@ def _unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     yield "first", "ends", pixels, 9 * CHANNELS, width
     for number in range(layers):
         yield from block(f"down.{number}", pixels, width, width)
-        # The first block up also takes what the middle has, of twice the width.
+        # The first upward block also takes the middle's output, with twice the width.
         yield from block(f"up.{number}", pixels, width if number else 3 * width, width)
     yield from block("middle.0", inner, width, 2 * width)
     yield from block("middle.1", inner, 2 * width, 2 * width)
@@ -114,8 +114,8 @@ def _unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
 
 @workloads.register("diffusion")
 class Diffusion(ConvolvedWorkload):
-    """A step of sampling goes all the way from noise to image; a report shows the time and error of each of its steps.
-    The text encoder and the decoder of images are left out."""
+    """A diffusion model. A step of sampling goes all the way from noise to image; a report shows the time and error of
+    each of its steps. The text encoder and the decoder of images are left out."""
 
     name = "diffusion"
     summary = "a denoiser (DiT, UNet) on random weights: all steps of a sampler with its error by step, or training"
@@ -179,7 +179,7 @@ class Diffusion(ConvolvedWorkload):
             params = {**params, "width": _WIDTHS[str(params["denoiser"])]}
         for name, multiple in (("image", 2), ("width", 8)):
             if int(params[name]) % multiple:
-                raise UsageError(f"{name}={params[name]} is no multiple of {multiple}: choose one that is.")
+                raise UsageError(f"{name}={params[name]} is not a multiple of {multiple}: choose one that is.")
         if is_training(params):
             return super().expand({name: value for name, value in params.items() if name not in _SAMPLED})
         plan = plan_of(params)
@@ -216,7 +216,7 @@ class Diffusion(ConvolvedWorkload):
         if not is_training(params):
             plan = plan_of(params)
             return Work(flops * plan.steps * (1 if plan.guidance == "none" else 2), least_memory=least)
-        # Noised latents and time's sinusoids need no gradient.
+        # Noised latents and the time's sinusoids need no gradient.
         entering = (product for product in products if product.layer.name in ("first", "time.up"))
         return Work(
             3 * flops - sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in entering),
@@ -232,7 +232,8 @@ class Diffusion(ConvolvedWorkload):
         return max(kinds, key=lambda support: list(Level).index(support.level))
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        """Treats a UNet's convolutions as suite conv does; without them it has no body and no ends."""
+        """Returns the support of layers: a UNet's convolutions as in suite conv; without them it has neither body nor
+        ends."""
         sizes, support = sizes_of(params), precision.support(facts)
         if sizes.denoiser == "unet" and kind in ("body", "ends"):
             channels = sizes.width if kind == "body" else CHANNELS
@@ -257,8 +258,7 @@ class Diffusion(ConvolvedWorkload):
         return denoiser_state(setup, sizes_of(params), plan, choose, carrier, params["time"] == "carrier")
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares a training step like any layer; a sampling by step, with the number of evaluations of the
-        denoiser."""
+        """Compares a training step like any layer, and a sampling by step, with the number of denoiser evaluations."""
         from fp8bench.nn.diffusion import OtherKernel, Sampling, errors_by_step
 
         state, exact = self.prepare(setup), self.exact(setup)

@@ -1,4 +1,4 @@
-"""Rows that leave a stack of blocks as soon as they are sure: control flow that depends on the data."""
+"""Rows that leave a stack of blocks as soon as they are certain: control flow that depends on the data."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def rows_of_blocks(params: Scalars) -> list[int]:
 
 @workloads.register("early_exit")
 class EarlyExits(LayerWorkload):
-    """A classifier whose rows leave after the first block that makes them sure.
+    """A classifier whose rows leave after the first block that makes them certain.
 
-    A row near its threshold leaves elsewhere in low precision, and a step that does less is faster for that alone. So
-    exits are held by default: after each block as many rows leave as in the exact pass, in every precision, which then
-    does the same products and gets a verdict. With exits=own each precision's rows leave by themselves, as in service:
-    the host waits for how many are left, the tape tells the products of each, and where they are not the reference's
-    the case is labelled work-mismatch. The declared FLOPs are those of the exact pass.
+    In low precision a row near its threshold leaves elsewhere, and a step that does less is faster for that reason
+    alone. So exits are held by default: after each block as many rows leave as in the exact pass, in every precision,
+    which then does the same products and gets a verdict. With exits=own each precision's rows leave by themselves, as
+    in service: the host waits for the number of remaining rows, the tape shows the products of each, and if they differ
+    from the reference's the case is labelled work-mismatch. The declared FLOPs are those of the exact pass.
     """
 
     name = "early_exit"
@@ -116,15 +116,15 @@ class EarlyExits(LayerWorkload):
             build = partial(EarlyExit, width, hidden, depth, classes, chosen)
             return exercise(setup, build, [(tokens, width)], dtype, training=False)
 
-        # 1. The layer that is timed, and how many rows each of its blocks should see.
+        # 1. Make the timed layer, and compute how many rows each of its blocks should get.
         state, rows, wide = make_exercise(choose, carrier), rows_of_blocks(params), torch.float64
         assert isinstance(state.layer, EarlyExit)
-        # 2. Held: rows leave by a schedule, whatever their values, so that precisions do equal work.
+        # 2. Held: rows leave by a schedule, independent of their values, so that precisions do equal work.
         if params["exits"] == _HELD:
             device = state.inputs[0].device
             state.layer.exits = scheduled_exits(rows, setup.seed, device)
             return state
-        # 3. By confidence: thresholds of the exact pass, which a precision may then decide differently.
+        # 3. By confidence: thresholds of the exact pass, against which a precision may decide differently.
         exact = state if carrier is wide else make_exercise(lambda name: PlainArithmetic(wide), wide)
         assert isinstance(exact.layer, EarlyExit)
         state.layer.exits = threshold_exits(exact.layer, exact.inputs[0], rows)

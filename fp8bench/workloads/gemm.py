@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 LARGEST = 1 << 18
 _CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
-# A sweep goes from the first number, of which native FP8 products take multiples, to so many times its base.
+# A sweep ranges from the first number, whose multiples native FP8 products take, to this many times its base.
 _LEAST_SIDE, _BEYOND_BASE = 16, 4
 _SIDES = "mnk"
 _OPERANDS = ("cast", "ready")
@@ -54,8 +54,8 @@ _GPU_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
 
 @dataclass
 class GemmState:
-    """The operands in the carrier's dtype, what casts them, and the cast ones if they are cast once. Or a weight that
-    is kept in a format, with its codes in `b`."""
+    """The operands in the carrier's dtype, their casts, and the cast operands if they are cast once. Or a weight stored
+    in a format, with its codes in `b`."""
 
     arithmetic: Arithmetic
     a: Tensor
@@ -71,9 +71,9 @@ class GemmState:
 
 @workloads.register("gemm")
 class Gemm(Workload):
-    """Multiplies a (m, k) by b (n, k) transposed, both contracted over their last dimension. Operands come in the dtype
-    that a network would carry them in: fp32 for fp32 and tf32, bf16 for bf16 and below. So fp8 casts from bf16, and
-    bf16 casts nothing."""
+    """Multiplies a (m, k) by b (n, k) transposed, both contracted over their last dimension. Operands have the dtype in
+    which a network would carry them: fp32 for fp32 and tf32, bf16 for bf16 and below. So fp8 casts from bf16, and bf16
+    casts nothing."""
 
     name = "gemm"
     summary = "matrix products: squares, rectangles, GEMV, and the shapes of gpt2, llama3-8b, llama3-70b, deepseek-v3"
@@ -133,7 +133,7 @@ class Gemm(Workload):
         shape = str(params["shape"])
         name, _, swept = shape.partition(":")
         several = name == "sweep" or name in MODELS
-        # A layer of a model trains with three products; a single shape is the forward one, unless asked.
+        # A layer of a model trains with three products; a single shape is the forward one by default.
         products = _choices(params["product"], tuple(PRODUCTS) if several else ("forward",))
         operands = _choices(params["operands"], _OPERANDS if name == "sweep" else ("cast",))
         if name in MODELS:
@@ -160,7 +160,7 @@ class Gemm(Workload):
         k, n = int(params["k"]), int(params["n"])
         if wrong := _same_anyway(params, precision):
             return refused(wrong)
-        # Weights that are kept for inference know no gradients.
+        # Weights that are stored for inference have no gradients.
         if precision.name == SERVED:
             if (params["product"], params["operands"]) != ("forward", "cast"):
                 return refused("weights are kept for forward products alone, their inputs cast as they come")
@@ -186,7 +186,7 @@ class Gemm(Workload):
         if state.kept is not None:
             state.kept.times(state.a, phase)
             return
-        # Ready operands were cast before; those that need no cast are the carrier's own.
+        # Ready operands were cast in advance; those that need no cast are the carrier's.
         if state.ready is not None:
             a, b = state.ready
         elif arithmetic.casts:
@@ -196,32 +196,32 @@ class Gemm(Workload):
             a, b = Operand(state.a), Operand(state.b)
         with phase.gemm:
             arithmetic.product(a, b, arithmetic.carrier)
-            del a, b  # freeing memory takes time too, and belongs to a phase
+            del a, b  # freeing memory takes time, too, and must count for a phase
 
     def error_refused(self, params: Scalars) -> str:
         return why_no_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares with fp64 products of the unrounded and of the cast operands, on as many rows as fp64 can afford."""
+        """Compares with fp64 products of the unrounded and of the cast operands, on as many rows as are affordable."""
         import torch
 
         from fp8bench.numerics.products import product_errors, rows_within
 
         a, b, _ = _operands(setup)
         arithmetic, cast = setup.arithmetic, _casts(setup)
-        # 1. What multiplies is drawn in fp32 and rounded to the carrier: that rounding is part of the error.
+        # 1. Operands are drawn in fp32 and rounded to the carrier, which is part of the error.
         carried = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
         low = cast(*carried)
-        # Scales of the past need a cast before they fit.
+        # Delayed scales need a cast before they fit.
         if arithmetic.settles:
             low = cast(*carried)
-        # 2. The product, and the values that the operands' codes stand for.
+        # 2. Compute the product, and the values that the operands' codes represent.
         if (kept_weight := _kept_weight(setup, carried[1])) is not None:
             product, values = kept_weight.times(carried[0], SilentPhases()), (carried[0].float(), kept_weight.restore())
         else:
             product = arithmetic.product(low[0], low[1], arithmetic.carrier)
             values = arithmetic.restore(low[0], torch.float32), arithmetic.restore(low[1], torch.float32)
-        # 3. Against exact operands, and against what the kernel was given.
+        # 3. Compare with exact operands, and with what the kernel was given.
         errors = product_errors(product, (a, b), values, rows_within(a.shape[0], b.shape[0], a.shape[1]))
         return dict(zip(("product_error", "kernel_error"), errors, strict=True))
 
@@ -251,7 +251,7 @@ def parse_sides(text: str) -> str:
     sides = text.split("x")
     if len(sides) not in (1, 3) or not all(side.isascii() and side.isdigit() for side in sides):
         raise ValueError("expected a size, MxNxK")
-    # One number is a square.
+    # A single number is a square.
     numbers = [int(side) for side in sides] * (1 if len(sides) == 3 else 3)
     if not all(1 <= number <= LARGEST for number in numbers):
         raise ValueError(f"expected sizes from 1 to {LARGEST}")
@@ -264,7 +264,7 @@ def _sides(text: str) -> tuple[int, int, int]:
 
 
 def _sweep(swept: str, base: tuple[int, int, int], factor: int) -> Iterator[tuple[int, int, int]]:
-    """Yields sides that differ from the base in one of `swept`, which goes from 16 to four times its own."""
+    """Yields sides that differ from the base in one of `swept`, which ranges from 16 to four times its base."""
     for place in map(_SIDES.index, swept):
         side = _LEAST_SIDE
         while side <= min(_BEYOND_BASE * base[place], LARGEST):
@@ -303,7 +303,7 @@ def _same_anyway(params: Scalars, precision: Precision) -> str:
     odd = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
     if precision.name == SERVED and "b" in odd:
         return "weights are kept row by row, whatever layout they come in: choose contiguous for operand b"
-    # Such a case would repeat another one's numbers under a name of its own.
+    # Such a case would repeat another one's numbers under a different name.
     if odd and precision.carried_by and params["operands"] == "ready":
         return (
             "codes are written the way that the product reads them, whatever layout they are cast from: measure "
@@ -324,7 +324,7 @@ def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
 
 
 def _kept_weight(setup: Setup, b: Tensor) -> KeptWeight | None:
-    """Returns the weight as inference keeps it, if the case's precision is an arm of that."""
+    """Returns the weight as inference stores it, if the case's precision is an arm of that."""
     from fp8bench.nn.kept import kept_weight
 
     mode = precisions.get(setup.case.precision)
@@ -336,7 +336,7 @@ def _kept_weight(setup: Setup, b: Tensor) -> KeptWeight | None:
 
 
 def _operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, tuple[Role, Role]]:
-    """Draws operands from the seed, Gaussian unless the case asks for other values. They are drawn in fp32, and each is
+    """Draws operands from the seed, Gaussian unless the case requests other values. They are drawn in fp32, and each is
     converted before the next is drawn: two in fp32 may not fit."""
     import torch
 

@@ -1,4 +1,4 @@
-"""A small training, always the same, in each precision: what its loss says when numerics have changed."""
+"""A small training, always the same, in each precision: its loss shows whether numerics have changed."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _REFERENCE, _REFERENCE_OF_BF16 = "bf16", "fp32"
 class Learning(TrainingWorkload):
     """Two blocks of a GPT on bytes, with AdamW. A timed step is one of this training's.
 
-    The figure is a mean over all steps of several draws of weights and batches, because the last loss of one draw
-    changes more with the order of sums than with most faults of a format. Attention is torch's plain one, whose
-    gradients are the same each time on a GPU too.
+    The figure is a mean over all steps with several random initial weights and batches, because the last loss of one
+    run changes more with the order of sums than with most faults of a format. Attention is torch's plain one, whose
+    gradients are reproducible on a GPU, too.
     """
 
     name = "learning"

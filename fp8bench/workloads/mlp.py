@@ -1,4 +1,4 @@
-"""A dense feed-forward block, as transformers have one in every layer: two products and what lies between them."""
+"""A dense feed-forward block, as in every layer of a transformer: two products and the operations between them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LINEAR, NORM_LINEAR, NORM_MLP = "linear", "norm-linear", "norm-mlp"
 
 @workloads.register("mlp")
 class Mlp(LayerWorkload):
-    """A product up, an activation, a product down. Gated, the product up has twice the columns, and it is Llama's."""
+    """A product up, an activation, a product down. Gated, as in Llama, the product up has twice the columns."""
 
     name = "mlp"
     summary = "a dense feed-forward block, plain (GELU) and gated (SiLU), forward or forward and backward"
@@ -64,13 +64,13 @@ class Mlp(LayerWorkload):
     def work(self, params: Scalars) -> Work:
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
         weights = width * hidden * (3 if params["gated"] == "yes" else 2)
-        # fp32 weights; input, output and what lies between in two bytes, the least of any carrier.
+        # fp32 weights; input, output and intermediate values in two bytes, the least of any carrier.
         least = 4.0 * weights + 2.0 * tokens * (2 * width + hidden)
         return Work(2.0 * tokens * weights * (3 if is_training(params) else 1), tokens, least_memory=least)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
-        # Its scales are derived for the block alone.
+        # Its scales are only derived for the bare block.
         if precision.unit_scaled and params.get("cut", _LINEAR) != _LINEAR:
             return refused(f"{precision.mode} scales a block without its norm: choose cut={_LINEAR}")
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
@@ -100,7 +100,7 @@ class Mlp(LayerWorkload):
         tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
         gated, cut = params["gated"] == "yes", str(params.get("cut", _LINEAR))
 
-        # Built in the callee, under the seed and the device that it sets.
+        # Built in the callee, with the seed and the device that it sets.
         def build() -> nn.Module:
             if cut == _LINEAR:
                 return FeedForward(width, hidden, gated, 1.0, choose)

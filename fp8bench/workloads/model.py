@@ -1,4 +1,4 @@
-"""A model of a user's own: a step of it as it came, and the same step with products of other precisions."""
+"""A user's model: a step of it unchanged, and the same step with products of other precisions."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "sgd", "none")
 COMPILE_SECONDS = 600.0
-# A model repeats itself if it differs from itself by less, or by a smaller share of an error.
+# A model counts as reproducible if it differs from itself by less than the first, or by a smaller share of an error.
 _REPEATS, _TELLING = 1e-4, 0.1
-# What makers returned in this process, by their name and the seed; arms get copies.
+# What makers returned in this process, by name and seed; arms get copies.
 MADE: dict[tuple[str, int], Given] = {}
 # Makers of live models, by the name of the model's class.
 LIVE: dict[str, Callable[[], Any]] = {}
 
 
 def load_sent(file: str) -> Any:
-    """Loads the model, batch and loss that another process of this user has put into a file; its code may run."""
+    """Loads the model, batch and loss that another process of this user has written to a file; code in it may run."""
     import torch
 
     try:
@@ -55,9 +55,9 @@ def _target(text: str) -> str:
 
 @workloads.register("model")
 class Model(Workload):
-    """`make` returns the model and a batch; every arm has a copy. Precision `untouched` is the model as it came. Only
-    the model itself knows where forward and backward are: their time is unattributed, except casts and products of
-    converted layers. `--shares` divides it in a pass of its own."""
+    """A user's model: `make` returns it and a batch; every arm has a copy. Precision `untouched` is the unchanged
+    model. Only the model itself knows where forward and backward are: their time is unattributed, except casts and
+    products of converted layers. `--shares` divides it in a separate pass."""
 
     name = "model"
     summary = "a model of your own, as it came and converted (fp8bench profile)"
@@ -122,7 +122,7 @@ class Model(Workload):
             state.step(SilentPhases())
         except Fp8benchError:
             raise
-        # Exhausted memory is no mistake of the model: other precisions may fit.
+        # Exhausted memory is not a mistake of the model: other precisions may fit.
         except Exception as error:
             if not is_exhausted(error):
                 raise UsageError(f"{_name(setup)}: its model fails in {state.doing}: {own_words(error)}.") from error
@@ -136,26 +136,27 @@ class Model(Workload):
         return state.step(phase)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares outputs, loss and gradients with the untouched model's, from the same weights, batch and draws."""
+        """Compares outputs, loss and gradients with the unchanged model's, from the same weights, batch and random
+        numbers."""
         from fp8bench.nn.own_model import errors_between
 
-        # 1. The model as it came, twice: what it differs from itself is no error of ours.
+        # 1. Run the unchanged model twice: its difference from itself is not an error of the precision.
         untouched, apart = _untouched_twice(setup)
-        # 2. The converted copy, under the same draws.
+        # 2. Run the converted copy, with the same random numbers.
         state = _own_model(setup, draws_alike=True)
         if setup.settles:
             state.outcome()
         errors = errors_between(state.outcome(), untouched)
-        # 3. An error that drowns in that says nothing.
+        # 3. Reject an error that is not larger than that difference.
         if _is_drowned(errors, apart):
             raise NotRepeatable(
-                "the model as it came gives other numbers from the same seed, as one does that draws them by a "
-                "generator outside of it. Seed that in forward, or draw by torch, random or numpy.random"
+                "the unchanged model gives different numbers from the same seed, perhaps because it draws them from "
+                "a separate generator. Seed that in forward, or draw by torch, random or numpy.random"
             )
         return errors
 
     def losses(self, setup: Setup, steps: int) -> Sequence[float]:
-        """Trains on the model's one batch; another draw is the model that its maker returns under another seed."""
+        """Trains on the model's single batch; another draw is the model that its maker returns with another seed."""
         from fp8bench.nn.own_model import OwnModel, seeded
 
         made = _copy_of(setup)
@@ -179,10 +180,10 @@ class Model(Workload):
 
         if not _converts(setup):
             return None
-        # Coverage counts products of the model as it came, by what conversion would take of them.
+        # Coverage counts products of the unchanged model, by whether conversion would replace them.
         state = OwnModel(_copy_of(setup), setup, compiles=False, converts=False)
         held = conversion_of(state.model, setup, _multiples(setup)).held
-        # Accelerate decides itself what it converts: only its result tells.
+        # Accelerate itself decides what it converts, so only its result shows that.
         if isinstance(setup.arithmetic, AcceleratedModel):
             low = converted_in(_own_model(setup, compiles=False).model)
             held = tuple(holder if holder.name in low else unconverted(holder) for holder in held)
@@ -198,7 +199,7 @@ def _own_model(setup: Setup, **options: bool) -> OwnModel:
 
 
 def _untouched_twice(setup: Setup) -> tuple[Outcome, dict[str, float]]:
-    """Returns what the model as it came gives, and how far that is from what it gives once more."""
+    """Returns the results of the unchanged model, and how far a repetition differs from them."""
     from fp8bench.nn.own_model import OwnModel, errors_between
 
     first, second = (OwnModel(_copy_of(setup), setup, compiles=False, converts=False).outcome() for _ in range(2))
@@ -215,7 +216,7 @@ def _converts(setup: Setup) -> bool:
 
 
 def _multiples(setup: Setup) -> tuple[int, int]:
-    """Returns what native products of the case's device want; 1 where they are emulated, or torch's own."""
+    """Returns the multiples for native products of the case's device; 1 if they are emulated, or torch's own."""
     modes = [precisions.get(word) for word in (setup.case.precision, *dict(setup.case.precision_map).values())]
     native = [precision.multiples for precision in modes if precision.support(setup.facts).is_native]
     return tuple(map(max, zip(*native, strict=True))) if native and setup.facts.accelerated else (1, 1)
@@ -230,7 +231,7 @@ def _copy_of(setup: Setup) -> Given:
 
 
 def copy_made(name: str, seed: int, facts: DeviceFacts) -> Given:
-    """Returns a copy of the model, batch and loss of a maker, which is called once a process."""
+    """Returns a copy of the model, batch and loss of a maker, which is called once per process."""
     from fp8bench.nn.own_model import parse_given, seeded
 
     # Makers may load files: once is enough, and every arm starts from the same numbers.
@@ -247,8 +248,8 @@ def copy_made(name: str, seed: int, facts: DeviceFacts) -> Given:
         if is_exhausted(error):
             raise
         raise UsageError(
-            f"{name}: its model cannot be copied, and every arm is a copy: {own_words(error)}. Keep what cannot be "
-            "copied out of model, batch and loss."
+            f"{name}: its model cannot be copied, but every arm needs a copy: {own_words(error)}. Keep objects "
+            "that cannot be copied out of model, batch and loss."
         ) from error
 
 
@@ -265,21 +266,21 @@ def _refuse_parameters(name: str, made: Given) -> None:
         if parameter.is_complex():
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise UsageError(
-                f"{name}: its parameter {path} is {dtype}, and casts, optimizers and errors here are of real numbers. "
-                "Keep it as a real one with two numbers for each, and take torch.view_as_complex of it in forward."
+                f"{name}: its parameter {path} is {dtype}, but casts, optimizers and errors need real numbers. "
+                "Store it as pairs of real numbers, and take torch.view_as_complex of it in forward."
             )
 
 
 def _call_maker(name: str) -> Any:
     function = LIVE.get(name) or named(name)
-    # First whether it can be called at all: its own TypeError would read like ours.
+    # Check first whether it can be called: its own TypeError would look like ours.
     try:
         inspect.signature(function).bind()
     except TypeError as error:
         remedy = "Give a function that takes none and returns a model and its batches (docs/profile.md)"
         raise UsageError(f"{name} is called without arguments, and {error}. {remedy}.") from None
     except ValueError:
-        pass  # it has no signature that Python could read: calling it will tell
+        pass  # Python cannot read its signature: just call it
     try:
         return function()
     except Exception as error:
@@ -289,5 +290,5 @@ def _call_maker(name: str) -> Any:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Tells whether memory ran out, which the worker reports for any case alike."""
+    """Whether memory ran out, which the worker reports for any case."""
     return any(devices.get(kind).is_out_of_memory(error) for kind in devices.names())

@@ -1,4 +1,4 @@
-"""Experts of which each token takes a few: router, dispatch, the experts' products, combine."""
+"""Mixture of experts, of which each token uses a few: router, dispatch, the experts' products, combine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _HIGHEST = 4.0
 
 
 def load_word(text: str) -> str:
-    """Parses uniform, router, or zipf with an exponent, which is written in one way."""
+    """Parses uniform, router, or zipf with an exponent in canonical form."""
     kind, _, exponent = text.partition(":")
     if kind == "zipf":
         try:
             number = float(exponent)
         except ValueError:
-            raise ValueError("expected zipf with its exponent, as in zipf:1") from None
+            raise ValueError("expected zipf with an exponent, as in zipf:1") from None
         if not 0 < number <= _HIGHEST:
             raise ValueError(f"expected an exponent above 0, up to {_HIGHEST:g}")
         return f"zipf:{number:g}"
@@ -46,8 +46,8 @@ def sizes_of(params: Scalars) -> MoeSizes:
 
 @workloads.register("moe")
 class Moe(LayerWorkload):
-    """Its FLOPs are those of tokens, without rows that pad an expert's part for a format; the tape tells them apart.
-    Experts without a token are neither read nor multiplied."""
+    """Layers of experts. Its FLOPs are those of tokens, without rows that pad an expert's part for a format; the tape
+    separates them. Experts without a token are neither read nor multiplied."""
 
     name = "moe"
     summary = "a mixture of experts: router, dispatch, products, combine; a training step, or decoding, by load"
@@ -111,7 +111,7 @@ class Moe(LayerWorkload):
         sizes, tokens, layers = sizes_of(params), int(params["tokens"]), int(params["layers"])
         expert = 3 * sizes.width * sizes.hidden
         products = tokens * (sizes.top_k * expert + sizes.experts * sizes.width)
-        # fp32 weights; for each expert of a token a row in two bytes, and what lies between its products.
+        # fp32 weights; for each expert of a token a row in two bytes, and the values between its products.
         rows = tokens * sizes.top_k * (2 * sizes.width + 3 * sizes.hidden)
         least = layers * (4.0 * sizes.experts * expert + (2.0 * rows if is_training(params) else 0.0))
         return Work(2.0 * layers * products * (3 if is_training(params) else 1), tokens, least_memory=least)
@@ -133,12 +133,12 @@ class Moe(LayerWorkload):
             wrong := misfit(precision, 0, (sizes.width, sizes.hidden), is_training(params), shown)
         ):
             return refused(wrong)
-        # 2. The router has a precision and sides of its own.
+        # 2. The router has a separate precision and separate sides.
         router = precisions.get(str(params["router"]))
         routed = router.support(facts)
         if routed.level is Level.REFUSED:
             return refused(f"router={router.name}: {routed.reason}")
-        # Its gradient is contracted over tokens, which then are a side as well.
+        # Its gradient is contracted over tokens, which then must fit, too.
         along = f"experts={sizes.experts}, tokens={params['tokens']}"
         sides = (sizes.width, sizes.experts, *([int(params["tokens"])] if is_training(params) else []))
         if routed.is_native and (wrong := misfit(router, 0, sides, False, along)):
@@ -158,36 +158,36 @@ class Moe(LayerWorkload):
         from fp8bench.nn.experts import Mixture, Travel, draw_load
         from fp8bench.nn.linear import cast_once
 
-        # 1. Who goes where, for each layer by another draw.
+        # 1. Assign tokens to experts, with a separate draw for each layer.
         params, sizes = setup.params, sizes_of(setup.params)
         tokens, load = int(params["tokens"]), str(params["load"])
         plans = [draw_load(load, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))]
-        if carrier is torch.float64:  # the exact pass rounds nothing, and pads nothing
+        if carrier is torch.float64:  # the exact pass neither rounds nor pads
             travel = Travel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
         else:
             router = precisions.get(str(params["router"])).arithmetic(setup.facts)
             rows = precisions.get(setup.case.precision).multiples[0] if is_training(params) else 1
             travel = Travel(str(params["dispatch"]), str(params["combine"]), router, rows)
-        # 2. The layers, whose parts are padded to what native products take.
+        # 2. Make the layers, whose parts are padded for native products.
         state = exercise(
             setup, lambda: Mixture(sizes, plans, travel, choose), [(tokens, sizes.width)], carrier, is_training(params)
         )
-        # 3. Decoding casts weights once, and not in every step.
+        # 3. Decoding casts weights once, not in every step.
         if not is_training(params):
             cast_once(state.layer)
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares output and gradients; adds, by layer, how often the router chooses otherwise, and the load."""
+        """Compares output and gradients; adds, by layer, how often the router chooses differently, and the load."""
         from fp8bench.nn.experts import Mixture, disagreements, load_figures
 
         state, exact = self.prepare(setup), self.exact(setup)
         errors = state.errors(exact, setup.settles)
         assert isinstance(state.layer, Mixture) and isinstance(exact.layer, Mixture)
-        # Which experts each token took, and which it should have taken.
+        # The experts that each token took, and those that it should have taken.
         watched, right = state.layer.watch(state.outcome), exact.layer.watch(exact.outcome)
         shares = disagreements([chosen for chosen, _ in watched], [chosen for chosen, _ in right])
-        # From the first layer that disagrees on, others see other inputs.
+        # After the first layer that disagrees, later ones have different inputs.
         differing = next((number for number, share in enumerate(shares) if share), len(shares))
         by_layer = {f"top_k_layer{number}_differs_percent": 100 * share for number, share in enumerate(shares)}
         return {

@@ -1,4 +1,4 @@
-"""Norms, activations and their like: what low-precision recipes leave in high precision."""
+"""Norms, activations and similar operations: what low-precision recipes leave in high precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
-# How many tensors of (tokens, width) an operation takes.
+# The number of tensors of (tokens, width) that an operation takes.
 INPUTS = {
     "layer_norm": 1,
     "rms_norm": 1,
@@ -29,14 +29,14 @@ INPUTS = {
     "cross_entropy": 1,
 }
 _GPT2 = ("layer_norm", "gelu", "softmax", "residual", "cross_entropy")
-# Their backward reads no gradient of that size: a sum hands it on, and a loss's is one number.
+# Their backward reads no gradient of that size: a sum passes it on, and a loss's is a single number.
 UNREAD = ("residual", "cross_entropy")
 
 
 @workloads.register("norm_act")
 class NormAct(LayerWorkload):
-    """One operation that is no product, in the precision that carries values between products. Norms, softmax and the
-    loss are computed in fp32 whatever the carrier, as training does it."""
+    """One elementwise operation, in the precision that carries values between products. Norms, softmax and the loss are
+    computed in fp32 with any carrier, as in training."""
 
     name = "norm_act"
     summary = "norms, activations, softmax, residual and loss: the rest that low-precision recipes leave alone"
@@ -61,7 +61,7 @@ class NormAct(LayerWorkload):
         )
 
     def work(self, params: Scalars) -> Work:
-        """Counts the bytes of the inputs and, in training, of the gradient that comes in, four for a number."""
+        """Counts the bytes of the inputs and, in training, of the incoming gradient, four per number."""
         tokens, width = int(params["tokens"]), int(params["width"])
         tensors = INPUTS[str(params["operation"])]
         taken = tensors + (is_training(params) and params["operation"] not in UNREAD)

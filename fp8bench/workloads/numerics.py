@@ -1,4 +1,4 @@
-"""What is left of a tensor in a precision: made tensors and real ones, one cast, and every figure of its error."""
+"""The errors of a tensor in a precision: synthetic tensors and real ones, one cast, and every figure of its error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8bench.registry import precisions, workloads
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Made tensors, and the role that suits each best.
+# Synthetic tensors, and the role that suits each best.
 MADE = {"gaussian": Role.INPUT, "student-t": Role.INPUT, "outliers": Role.INPUT, "log-normal": Role.GRADIENT}
 # For --quick: an easy tensor, one with outliers, and a gradient of a training.
 _QUICK = ("gaussian", "outliers", "head-gradient")
@@ -28,9 +28,9 @@ _MX_SCALES = ("", ":scale=ceil", ":scale=even", ":scale=floor")
 
 
 def _table() -> Iterator[str]:
-    """Returns the default precisions: bf16 and fp16, then the table of element formats and scalings. It has all
-    scalings of the 8-bit formats and of e2m1; the four roundings of MX scales for e4m3, which training uses, and for
-    e2m1, which suffers most; FP6 and the formats of MI300 as they are used."""
+    """Yields the default precisions: bf16 and fp16, then the table of element formats and scalings. It has all scalings
+    of the 8-bit formats and of e2m1; the four roundings of MX scales for e4m3, which training uses, and for e2m1, which
+    suffers most; FP6 and the formats of MI300 as they are used."""
     mx = tuple(f"mx{scale}" for scale in _MX_SCALES)
     scalings = {
         "e4m3fn": (*_FLOAT_SCALINGS, *mx),
@@ -48,7 +48,7 @@ def _table() -> Iterator[str]:
 
 @dataclass
 class TensorState:
-    """The tensor in fp32, and what casts it."""
+    """The tensor in fp32, and its cast."""
 
     source: Tensor
     role: Role
@@ -57,9 +57,8 @@ class TensorState:
 
 @workloads.register("numerics")
 class Numerics(Workload):
-    """The error of each format under each scaling, tensor by tensor. Its times are those of the casts. A precision that
-    takes its scale from earlier steps is shown these first: other draws of a made tensor, earlier steps of a captured
-    one."""
+    """The error of each format under each scaling, tensor by tensor. Its times are those of the casts. A precision with
+    delayed scales first casts the earlier steps: other draws of a synthetic tensor, earlier steps of a captured one."""
 
     name = "numerics"
     summary = "what each format and scaling leaves of Gaussian, heavy-tailed, outlier, gradient-like and real tensors"
@@ -124,7 +123,7 @@ class Numerics(Workload):
 
     def step(self, state: TensorState, phase: Phases) -> None:
         with phase.cast:
-            state.arithmetic.cast(state.source, state.role)  # the result goes at once, inside the phase
+            state.arithmetic.cast(state.source, state.role)  # the result is freed at once, inside the phase
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Returns all errors of the tensor. SQNR is at most 200 dB, which stands for no error."""
@@ -154,8 +153,7 @@ def _role(setup: Setup) -> Role:
 
 
 def _course(setup: Setup) -> Iterator[Tensor]:
-    """Yields the case's tensor, then those of the steps before it, the nearest first; gradients with their loss
-    scale."""
+    """Yields the case's tensor, then those of earlier steps, the nearest first; gradients with their loss scale."""
     factor = setup.loss_scale if _role(setup) is Role.GRADIENT else 1.0
     return (tensor * factor for tensor in _plain_course(setup))
 
@@ -168,7 +166,7 @@ def _plain_course(setup: Setup) -> Iterator[Tensor]:
         from fp8bench.nn.captured import captured
 
         if setup.corpus is None:
-            raise ValueError("a captured tensor needs a token file to train on, and was given none")
+            raise ValueError("a captured tensor needs a token file to train on, but there is none")
         yield from (
             tensor.to(setup.facts.key, copy=True) for tensor in reversed(captured(setup.corpus, setup.seed)[name])
         )

@@ -19,19 +19,20 @@ if TYPE_CHECKING:
     from fp8bench.nn.moments import Bucket, Storage
     from fp8bench.numerics.distributions import GradientSource
 
-# Moments are restored and cast for so many elements at a time: 256 MiB of fp32 moments, in phases of a good length.
+# Moments are restored and cast for this many elements at a time: 256 MiB of fp32 moments, in phases of a suitable
+# length.
 BUCKET_ELEMENTS = 1 << 25
-# The moments are those of a training that has taken so many steps with gradients of steady magnitudes.
+# The moments are those of a training after this many steps with gradients of steady magnitudes.
 STEPS_BEFORE = 1000
-# A bf16 second moment keeps growing, because a decay of 0.001 is below its rounding: ten steps hide that, a thousand
-# do not. One small matrix is enough: each has its own scale, and Adam's updates do not depend on magnitudes.
+# A bf16 second moment keeps growing, because a decay of 0.001 is below its rounding: ten steps hide that, a thousand do
+# not. One small matrix is enough: each has a separate scale, and Adam's updates do not depend on magnitudes.
 STEPS_OF_ERROR = 1000
 WIDTH_OF_ERROR = 64
 
 
 @dataclass
 class OptimizerState:
-    """All that is trained, in buckets."""
+    """Everything that is trained, in buckets."""
 
     buckets: list[Bucket]
 
@@ -52,7 +53,7 @@ class OptimizerState:
 class Optimizer(Workload):
     """Weights and gradients are fp32; the case's precision is that of the moments.
 
-    fp32 and bf16 moments are kept as they are, those of fp16 and below with scales; all but fp32 are restored before a
+    fp32 and bf16 moments are stored unchanged, those of fp16 and below with scales; all but fp32 are restored before a
     step and cast after it. For fp8 and below the second moment is scaled fp16 by default: in the first one's format
     small values become zero, and the update explodes.
     """
@@ -91,7 +92,7 @@ class Optimizer(Workload):
 
     def work(self, params: Scalars) -> Work:
         count = float(int(params["tensors"]) * int(params["width"]) ** 2)
-        # Weights and gradients in fp32, and two moments of at least half a byte an element each.
+        # Weights and gradients in fp32, and two moments of at least half a byte per element each.
         return Work(bytes=8 * count, least_memory=9 * count)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -114,30 +115,30 @@ class Optimizer(Workload):
                 bucket.update(first, second)
             with phase.cast:
                 bucket.keep(first, second)
-                del first, second  # freeing memory takes time too, and belongs to a phase
+                del first, second  # freeing memory takes time, too, and must count for a phase
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares 1000 steps with changing gradients with the same under fp32 moments, fused, from the same state.
 
-        It trains one matrix of at most 64 rows and columns. The update is the change of the weights, in which the
-        weights themselves would hide it. Moments that vanished are counted apart, because errors are dominated by the
-        rows of the largest magnitudes.
+        It trains one matrix of at most 64 rows and columns. The update is the change of the weights, because the
+        weights themselves would hide it. Moments that vanished are counted separately, because errors are dominated by
+        the rows of the largest magnitudes.
         """
         from fp8bench.numerics.norms import joint_relative_frobenius, vanished_share
 
-        # 1. Twice the same beginning, exact and stored.
+        # 1. Start twice from the same state, exact and stored.
         small = _small(setup)
         exact, source = _begin(small, _plain(), fused=True)
         state, _ = _begin(small, _storages(small), fused=small.case.param("fused") == "yes")
         start = [parameter.clone() for parameter in exact.parameters()]
-        # 2. The same gradients for both, on one thread: sums must not depend on the machine.
+        # 2. Use the same gradients for both, on one thread: sums must not depend on the machine.
         with one_thread():
             for _ in range(STEPS_OF_ERROR):
                 gradients = source.draw()
                 for optimizer_state in (exact, state):
                     optimizer_state.take(gradients)
                     self.step(optimizer_state, SilentPhases())
-        # 3. The change of the weights, and each moment.
+        # 3. Compare the change of the weights, and each moment.
         update = [new - old for new, old in zip(state.parameters(), start, strict=True)]
         exact_update = [new - old for new, old in zip(exact.parameters(), start, strict=True)]
         (first, second), (exact_first, exact_second) = state.moments(), exact.moments()
@@ -196,7 +197,7 @@ def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tupl
     generator: torch.Generator = torch.Generator(setup.facts.key).manual_seed(setup.seed)
     source = GradientSource(shapes, generator)
     weights = [tensor.mul_(shape[1] ** -0.5) for tensor in source.normal()]
-    # A moving average of noise has the variance (1 - beta) / (1 + beta) of that noise; of its squares, twice that.
+    # A moving average of noise has (1 - beta) / (1 + beta) of the noise's variance; that of its squares twice as much.
     spread = [((1 - beta) / (1 + beta)) ** 0.5 for beta in BETAS]
     first = [tensor.mul_(spread[0]) for tensor in source.draw()]
     second = [

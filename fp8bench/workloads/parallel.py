@@ -1,4 +1,4 @@
-"""Training steps of a GPT that several ranks take together, in each way of dividing it among them."""
+"""Training steps of a GPT by several ranks, in each way of dividing it among them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.parallel.step import ParallelState
 
-# The batch of all ranks is so many times the model's own.
+# The batch of all ranks is this many times the model's own.
 _BATCHES = 4
-# Words for the values of a way's own options: all of them, or the first.
+# Words for the values of a way's options: all of them, or the first.
 _ALL, _FIRST = "auto", "usual"
 # The option that is a count, of which each rank needs one.
 _COUNTED, _ENOUGH = "microbatches", " that is not less than the ranks"
-# What is sent once does not belong to a step: in its second one DDP tells the others how it has sorted its buckets.
+# One-time messages do not belong to a step: in its second one DDP sends the others the order of its buckets.
 _STEPS_BEFORE = 2
 # How many steps are compared with those of one rank.
 _AGREEING_STEPS = 3
@@ -38,9 +38,9 @@ _AGREEING_STEPS = 3
 
 @workloads.register("parallel")
 class Parallel(Workload):
-    """Steps that ranks take together, each with its part of the model, the batch or both. The batch is that of all
-    ranks, however it is divided, so that throughputs compare. Errors are distances from one rank that trains alone,
-    with the same arithmetic."""
+    """Steps by several ranks, each with its part of the model, the batch or both. The batch is that of all ranks,
+    however it is divided, so that throughputs compare. Errors are distances from one rank that trains alone, with the
+    same arithmetic."""
 
     name = "parallel"
     version = "2"  # tied heads
@@ -74,7 +74,7 @@ class Parallel(Workload):
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        """Makes a case of each value of a way's own options; options that a way does not have are dropped."""
+        """Makes a case of each value of a way's options; options that a way does not have are dropped."""
         config, division = SIZES[str(params["size"])], WAYS[str(params["way"])]
         usual_sizes: dict[str, Scalar] = {"batch": config.batch * _BATCHES, "sequence": config.sequence}
         usual = {name: usual_sizes.get(name, value) if value == "auto" else value for name, value in params.items()}
@@ -99,12 +99,12 @@ class Parallel(Workload):
         return gpt_around(_config(params).layers)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        # 1. As many ranks as this way takes.
+        # 1. The number of ranks must suit this way.
         division = WAYS[str(params["way"])]
         if facts.ranks < division.least_ranks:
             present, least = "there is 1" if facts.ranks == 1 else f"there are {facts.ranks}", division.least_ranks
             return refused(f"{division.name} takes {least} ranks, and {present}: add --ranks {least}")
-        # 2. No option of another way: it would be ignored in silence.
+        # 2. Options of another way are refused, because they would be ignored silently.
         options = {name: str(params[name]) for name in OPTIONS if name in params}
         foreign = [
             name
@@ -114,7 +114,7 @@ class Parallel(Workload):
         if foreign:
             takes = "; ".join(f"{name}: {', '.join(values)}" for name, values in division.options.items()) or "none"
             return refused(f"{division.name} has no {foreign[0]}={options[foreign[0]]}: it takes {takes}")
-        # 3. Layers that can be divided, of sizes that divide evenly.
+        # 3. Layers must be divisible, with sizes that divide evenly.
         if precision.whole_layers:
             return refused(
                 f"{precision.mode} brings its own layers, which cannot be divided among ranks: leave the backend out"
@@ -212,13 +212,14 @@ class Parallel(Workload):
 
 
 def _word_or_value(option: str, ranks: int) -> Callable[[str], Scalar]:
-    """Parses a value, or a word for several; the usual count keeps the number of ranks that it must serve."""
+    """Returns a parser of a value, or of a word for several; the usual count keeps the number of ranks that it must
+    serve."""
     parse, usual = _parse(option), f"{_FIRST} {ranks}" if option == _COUNTED else _FIRST
     return lambda text: text if text == _ALL else usual if text == _FIRST else parse(text)
 
 
 def _values_of_word(values: tuple[str, ...], word: str) -> tuple[str, ...]:
-    """Returns the values that a word stands for: all, or the first; of counts the first that suffices, else the
+    """Returns the values that a word stands for: all, or the first; for counts the first that suffices, else the
     last."""
     if word == _ALL:
         return values

@@ -1,4 +1,4 @@
-"""A workload with a planted slow-down, for the self-test: another workload's step and some tiny calls."""
+"""A workload with a planted slow-down, for the self-test: another workload's step plus some tiny calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PlantedState:
-    """The other workload with its state, and how many tiny calls follow each step."""
+    """The other workload with its state, and the number of tiny calls after each step."""
 
     workload: Workload
     inner: Any
@@ -25,13 +25,14 @@ class PlantedState:
     on_device: bool = False
 
 
-# About as long on a GPU as a tiny call on a processor.
+# About as long on a GPU as a tiny call on a CPU.
 _TINY_CYCLES = 100
 
 
 @workloads.register("_planted")
 class Planted(Workload):
-    """Hidden from lists. `base` is the other workload; parameters named `base.x` are passed on to it."""
+    """Another workload plus tiny calls, hidden from lists. `base` is the other workload; parameters named `base.x` are
+    passed on to it."""
 
     name = "_planted"
     summary = "another workload's step with a slow-down injected into it (self-test)"
@@ -67,11 +68,11 @@ class Planted(Workload):
         if extra and state.on_device:
             from torch import cuda
 
-            with phase.gemm:  # on the GPU, whose time does not show what the host does meanwhile
+            with phase.gemm:  # on the GPU, whose time does not include the host's work
                 cuda._sleep(extra * _TINY_CYCLES)  # type: ignore[no-untyped-call]
         elif extra:
             with phase.gemm:
-                # Such a call takes about 50 ns; an operator would cost 1 or 2% of a 0.3 ms product at once.
+                # Such a call takes about 50 ns; an operator would already cost 1 or 2% of a 0.3 ms product.
                 ask = state.tiny.is_contiguous
                 for _ in range(extra):
                     ask()

@@ -11,7 +11,7 @@ from fp8bench.user_code.named import named
 @workloads.register("prefill")
 class Prefill(ServedWorkload):
     """All `context` tokens of each sequence at once, given as ids, and the logits of the last. Attention reads keys and
-    values as the cache keeps them, as later tokens will. A step's time is TTFT without queue and tokeniser, and batch x
+    values as the cache stores them, like later tokens. A step's time is TTFT without queue and tokeniser, and batch x
     context / time is input tokens/s. Scales of a tensor or of heads come from the prompt itself."""
 
     name = "prefill"

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from fp8bench.nn.rlhf import FourModels
     from fp8bench.nn.training_step import Cast, Loader, TrainingState
 
-# Parameters that change how a step is done, and what it computes at most by what casts remember. A case made by hand
-# may leave them out.
+# Parameters that change how a step is done; what it computes changes at most through delayed scales. A case made by
+# hand may leave them out.
 USUAL = {
     "checkpointing": "no",
     "compile": "no",
@@ -49,7 +49,7 @@ USUAL = {
     "models": "actor",
     "frozen": "bf16",
 }
-# Work of two models that only go forward, which is a third of a step, relative to one that is trained.
+# The work of two models that only run forward, a third of a step each, relative to one that is trained.
 _FROZEN_WORK = 2 / 3
 COMPILE_SECONDS = 600.0
 
@@ -58,10 +58,10 @@ COMPILE_SECONDS = 600.0
 class Transformer(TrainingWorkload):
     """A training step with every phase: the main workload of this tool.
 
-    With compile=yes forward and backward are one graph each, whose parts are fused and cannot be told apart: their time
-    is unattributed, the other phases stay. With weights=cached a step casts each weight once, ahead of its
-    micro-batches and of any graph; with recast each micro-batch casts them where it multiplies. With
-    checkpointing=blocks phases include what is computed again; FLOPs do not, so that throughputs compare.
+    With compile=yes forward and backward are one graph each, whose parts are fused and indistinguishable: their time is
+    unattributed, the other phases stay. With weights=cached a step casts each weight once, ahead of its micro-batches
+    and of any graph; with recast each micro-batch casts them where it multiplies. With checkpointing=blocks phases
+    include recomputation; FLOPs do not, so that throughputs compare.
     """
 
     name = "transformer"
@@ -169,9 +169,9 @@ class Transformer(TrainingWorkload):
         return Work(flops, sequences * length, least_memory=least + extra_bytes, setup_seconds=compiling)
 
     def memory(self, params: Scalars, precision: Precision) -> float:
-        """Counts a step that is not compiled. It has weights, gradients and moments in fp32; what blocks keep of a
+        """Counts the memory of an uncompiled step: weights, gradients and moments in fp32; what blocks keep of a
         micro-batch, or only their inputs and what one block keeps; logits with their gradients; and scores that are
-        written down."""
+        written to memory."""
         config, length, batch = SIZES[str(params["size"])], int(params["sequence"]), int(params["batch"])
         size = carrier_bytes(precision)
         keys = 2 * config.key_heads * config.head_width
@@ -201,7 +201,7 @@ class Transformer(TrainingWorkload):
         return support
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        """Considers products only: attention's core gets values in the model's carrier, whatever the map says."""
+        """Considers products only: attention's core gets values in the model's carrier, regardless of the map."""
         if _choice(params, "cut") == "block" and kind != "head":
             return refused("cut=block may be one layer, which a precision map cannot divide: choose cut=linear")
         return self._products(params, precision, facts)
@@ -231,14 +231,14 @@ class Transformer(TrainingWorkload):
         return model
 
     def _products(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        # 1. Memory of earlier casts and a compiled graph exclude each other.
+        # 1. Delayed scales and a compiled graph exclude each other.
         support = precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and _choice(params, "compile") == "yes":
             return refused(
                 f"{precision.mode} depends on earlier casts, which a compiled graph does not know: choose compile=no, "
                 "or a dtype without memory, like fp8"
             )
-        # 2. What a backend's layers take or do on their own.
+        # 2. Check what a backend's layers accept or do themselves.
         recasts = precision.backend is not None and precision.whole_layers and not precision.backend.caches_weights
         if recasts and support.level is not Level.REFUSED and _choice(params, "weights") == "cached":
             support = replace(support, reason=f"{support.reason}; its layers cast their weights in every micro-batch")
@@ -247,7 +247,7 @@ class Transformer(TrainingWorkload):
             return refused(
                 "a backend's block is GPT-2's, with its own attention: choose such a size, and attention=auto"
             )
-        # 3. Multiples that native products need, of which tokens are one side.
+        # 3. Check the multiples of native products, of which tokens are one side.
         along = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
         if support.is_native and _choice(params, "compile") == "yes":
@@ -342,7 +342,7 @@ class Transformer(TrainingWorkload):
         return joint_relative_frobenius(self._first_gradients(setup)[1], exact)
 
     def _first_gradients(self, setup: Setup) -> tuple[float, list[Tensor]]:
-        """Returns mean loss and gradients of the first step, in a second pass if an arithmetic has to settle."""
+        """Returns mean loss and gradients of the first step, in a second pass if an arithmetic must settle."""
         from fp8bench.nn.attention import attention_by
 
         model = self._own(setup)
@@ -354,7 +354,7 @@ class Transformer(TrainingWorkload):
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         """Counts the operands of all products of one micro-batch, forward and backward, by layer kind and role. It runs
-        in fp32, whatever the precision: fp16 without its loss scale would lose the smallest gradients uncounted."""
+        in fp32 for any precision: fp16 without its loss scale would lose the smallest gradients uncounted."""
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic, counted
@@ -403,7 +403,7 @@ def _model(
 
 
 def _weights(setup: Setup, model: GPT) -> Cast:
-    """Returns what casts the weights of a step ahead of its micro-batches, or nothing if each micro-batch does."""
+    """Returns the cast of a step's weights ahead of its micro-batches; nothing if each micro-batch casts them."""
     if _choice(setup.params, "weights") == "recast":
         return lambda phase: nullcontext()
     from fp8bench.nn.whole_layers import CachedWeights
@@ -412,8 +412,8 @@ def _weights(setup: Setup, model: GPT) -> Cast:
 
 
 def _forward(setup: Setup, model: GPT) -> Forward:
-    """Returns the model, or compiles it now, on text of its own, so that no step has to. While scales are found in data
-    it is not compiled: they change from cast to cast."""
+    """Returns the model, or compiles it now, on separate text, so that no timed step has to. While scales are found in
+    data it is not compiled, because they change from cast to cast."""
     calibrating = setup.scales is not None and setup.scales.watching
     if calibrating or _choice(setup.params, "compile") == "no":
         return model

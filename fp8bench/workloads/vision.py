@@ -1,4 +1,4 @@
-"""Models of images, and of images beside text: a training step with every phase, or inference."""
+"""Models of images, or of images with text: a training step with every phase, or inference."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def sizes_of(params: Scalars) -> VisionSizes:
 
 @workloads.register("vision")
 class Vision(TrainingWorkload):
-    """A model's first product and its head stay high, and so does what surrounds products, unless a map says otherwise.
-    Attention's core stays high in any case."""
+    """A vision model. Its first product and its head stay high, and so do elementwise operations, unless a map says
+    otherwise. Attention's core always stays high."""
 
     name = "vision"
     summary = "a ResNet stage by memory layout, a ViT block, or an image beside text: a training step, or inference"
@@ -87,14 +87,14 @@ class Vision(TrainingWorkload):
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         model, layout = str(params["model"]), params["layout"]
         model_params = {name: value for name, value in params.items() if name not in _UNUSED[model]}
-        # Sizes that would fail inside a layer are refused here, where words can say what to change.
+        # Sizes that would fail inside a layer are refused here, with a message on what to change.
         if int(params["width"]) % 16:
             raise UsageError(
-                f"width={params['width']} is no multiple of 16, of which heads and bottlenecks are made. Choose one."
+                f"width={params['width']} is not a multiple of 16, as heads and bottlenecks need. Choose a multiple."
             )
         if model != "resnet" and int(model_params["image"]) % int(model_params["patch"]):
             raise UsageError(
-                f"image={model_params['image']} is no multiple of patch={model_params['patch']}. Choose others."
+                f"image={model_params['image']} is not a multiple of patch={model_params['patch']}. Choose others."
             )
         if (
             model == "resnet"
@@ -102,7 +102,7 @@ class Vision(TrainingWorkload):
             and int(model_params["batch"]) * sizes_of(model_params).stage == 1
         ):
             raise UsageError(
-                f"batch=1 with image={model_params['image']} leaves one value a channel, too few for a batch norm: "
+                f"batch=1 with image={model_params['image']} leaves one value per channel, too few for a batch norm: "
                 "choose a larger batch or image."
             )
         # auto: both for a resnet, one after the other; patches are cut out of channels_last images.
@@ -112,7 +112,7 @@ class Vision(TrainingWorkload):
         )
 
     def work(self, params: Scalars) -> Work:
-        """Counts two products in training for the first layer and three for others: no image needs a gradient."""
+        """Counts two products in training for the first layer and three for others: images need no gradient."""
         sizes, batch, training = sizes_of(params), int(params["batch"]), is_training(params)
         flops = (3 if training else 1) * sizes.attention_flops() + sum(
             2.0 * rows * weights * ((2 if kind == "stem" else 3) if training else 1)
@@ -139,7 +139,7 @@ class Vision(TrainingWorkload):
         return self.layer_support("block", params, precision, facts)
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        if kind not in self.layer_kinds:  # it surrounds products
+        if kind not in self.layer_kinds:  # an elementwise operation
             return precision.support(facts)
         sizes = sizes_of(params)
         resnet = sizes.model == "resnet"

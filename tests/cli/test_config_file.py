@@ -215,8 +215,8 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
     "a mapping for a list": ("dtypes: {a: b}", "dtypes: expected one value, got {'a': 'b'}."),
     "a list in a list": ("dtypes: [[fp8]]", "dtypes: expected one value, got ['fp8']."),
     "no value": ("rounds:", "rounds: expected one value, got ''."),
-    "a key twice": ("seed: 1\nquick: true\nseed: 1", "my.yaml cannot be read (the key 'seed' stands there twice)"),
-    "an axis twice": ("set:\n  shape: 1\n  shape: 2", "the key 'shape' stands there twice"),
+    "a key twice": ("seed: 1\nquick: true\nseed: 1", "my.yaml cannot be read (the key 'seed' occurs twice)"),
+    "an axis twice": ("set:\n  shape: 1\n  shape: 2", "the key 'shape' occurs twice"),
     "an unknown key": ("dtype: fp8", "my.yaml: unknown key 'dtype'. Did you mean 'dtypes'? Known: the options of "),
     "a file in a file": ("config: other.yaml", "unknown key 'config'"),
     "a key that is a list": ("? [a]\n: b", "found unhashable key"),
@@ -244,10 +244,10 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
         "fp8_margin: [1]": "margin",
         "use_fp8: true\ntorch_compile: true\nfp8_amax_history_len: 16": "history=16 is of delayed scaling",
         "fp8_magrin: 1": "unknown key 'fp8_magrin'. Did you mean 'fp8_margin'?",
-        "max_grad_norm: 1": "max_grad_norm: '1' is not taken: a suite clips nothing",
-        "num_epochs: 3": "num_epochs: '3' is not taken: write steps: N for `fp8bench train`",
-        "wandb_name: mine": "wandb_name: 'mine' is not taken: a run is named by its id; write log: wandb:PROJECT.",
-        "use_wandb: maybe": "use_wandb: 'maybe' is not taken: write log: wandb:PROJECT.",
+        "max_grad_norm: 1": "max_grad_norm: '1' is not supported: a suite clips nothing",
+        "num_epochs: 3": "num_epochs: '3' is not supported: write steps: N for `fp8bench train`",
+        "wandb_name: mine": "wandb_name: 'mine' is not supported: a run is named by its id; write log: wandb:PROJECT.",
+        "use_wandb: maybe": "use_wandb: 'maybe' is not supported: write log: wandb:PROJECT.",
     }.items()},
 }  # fmt: skip
 
@@ -272,7 +272,9 @@ def test_a_file_that_cannot_be_read(path: str, store: Path, capsys: pytest.Captu
     Path("my.yaml").write_text("store: ''")
     assert main(["suite", "gemm", "--config", path]) == 2
     said = unfolded(capsys.readouterr().err)
-    assert any(words in said for words in ("cannot be read (", "an empty text is no path", "store: expected one value"))
+    assert any(
+        words in said for words in ("cannot be read (", "an empty text is not a path", "store: expected one value")
+    )
     assert only_sentence(said) and not Path("runs").exists()
 
 

@@ -80,7 +80,7 @@ audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable; file.py:functi
 ablate | as profile takes it; --options: precisions, compile
 duel | and then its name; NAME: a suite, several with commas
 train nano | Give --model nano.
-profile nothere.py | 'nothere.py' names no function. Give module:function
+profile nothere.py | 'nothere.py' is not a function. Give module:function
 suite gemm --set shap=64 | Did you mean 'shape'
 suite gemm --set shape=big | axis 'shape' cannot be 'big'
 suite gemm --set shape=0 | expected sizes from 1
@@ -103,13 +103,13 @@ suite transformer --precision-map '' | is not of the form LAYER=DTYPE,LAYER=DTYP
 suite transformer --precision-map mlp=b=c | unknown dtype 'b=c'
 suite transformer --precision-map mlp=fp8,mlp=bf16 | twice
 suite transformer --precision-map mlp=pf8 | Did you mean 'fp8'
-suite transformer --dtypes bf16 --precision-map mlp=fp8 | would change nothing
+suite transformer --dtypes bf16 --precision-map mlp=fp8 | would have no effect
 suite mlp --static-scales 0 | --static-scales: expected a whole number from 1 to 100000
 suite mlp --refresh-scales 9 | scales from data are renewed, and there are none
 suite mlp --saturation-bound 1 | Add --static-scales N
 suite mlp --static-scales 2 --saturation-bound 100 | a percentage from 0 to below 100
 suite mlp --saturation-bound nan | a percentage from 0 to below 100
-suite mlp --dtypes bf16,mxfp8 --static-scales 2 | --static-scales would change nothing: no layer of
+suite mlp --dtypes bf16,mxfp8 --static-scales 2 | --static-scales would have no effect: no layer of
 suite gemm --dtypes fp8 --static-scales 2 | Add a dtype that has
 suite gemm --max-batch | suite gemm has no batch. Suites that have one: at
 suite mlp --memory-limit 1G | goes with --max-batch, which was not given
@@ -129,8 +129,8 @@ suite gemm --budget x | expected a number of seconds above 0
 suite gemm --seed=-1 | expected a whole number from 0
 suite gemm --threads 0 | expected a whole number from 1
 suite gemm --threads 1000000 | expected a whole number from 1 to 1024, got
-suite gemm --store '' | an empty text is no path
-show last --store '' | an empty text is no path
+suite gemm --store '' | an empty text is not a path
+show last --store '' | an empty text is not a path
 suite gemm --no-isolation --case-timeout 5 | --case-timeout cannot be kept with --no-isolation
 suite transformer --data nowhere.txt | --data nowhere.txt cannot be read
 suite gemm --store file/store | store file/store cannot be written
@@ -143,7 +143,7 @@ list dtype | Did you mean 'dtypes'
 list --import failing.py | failed: ValueError
 show abc | no run 'abc' in .fp8bench
 show | RUN
-show file | is no run file
+show file | is not a run file
 selftest --trials 3 | --trials goes with --power
 selftest --power --operation smal | Did you mean 'small'
 selftest --power --device cuda:7 | unknown device on this machine
@@ -321,7 +321,7 @@ def test_other_ends(
     ("end", "words"),
     [
         ("os._exit(0)", "ending.py, line 10 ended the whole process (os._exit(0))"),
-        ("sys.exit(0)", "code of your own ended the command: SystemExit: 0 (ending.py, line 10)"),
+        ("sys.exit(0)", "your code ended the command: SystemExit: 0 (ending.py, line 10)"),
     ],
 )
 def test_a_suite_that_ends_the_process_is_told(end: str, words: str, tmp_path: Path) -> None:

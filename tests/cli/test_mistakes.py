@@ -65,8 +65,8 @@ train llama --steps 9 | Did you mean --model llama-1b? | train --model llama-1b 
 train --dtypes e4m3 | Did you mean 'fp8-e4m3'? | train --dtypes fp8-e4m3
 train --epochs 3 | Did you mean '--steps'? | train --steps 3
 train --lr 0.1 | Did you mean '--rate'? | train --rate 0.1
-profile net.py | 'net.py' names no function. Give module:function, or file.py:function. | profile --help
-audit '' | '' names no function | audit --help
+profile net.py | 'net.py' is not a function. Give module:function, or file.py:function. | profile --help
+audit '' | '' is not a function | audit --help
 audit net.py:make --precision bfloat16 | Did you mean 'bf16'? | audit net.py:make --precision bf16
 audit net.py:make --kind gemm | invalid choice: 'gemm' | audit net.py:make --kind product
 duel gemm --quick | invalid choice: 'gemm' | duel suite gemm --quick

@@ -281,8 +281,8 @@ def test_the_machine_json_of_another_machine_is_a_sentence(store: Path) -> None:
     before = contents(store / "asv")
     said = again(store)
     assert said == (
-        f"history: {path} is of machine 'other', and its folder of 'box': asv shows nothing of that folder. Correct "
-        f"the one or the other.{AGAIN}"
+        f"history: {path} is of machine 'other', and its folder of 'box': asv shows nothing of that folder. Make "
+        f"them equal.{AGAIN}"
     )
     assert contents(store / "asv") == before
 
@@ -300,7 +300,7 @@ def test_results_of_a_commit_that_begins_alike_are_not_mixed(store: Path) -> Non
 def test_a_run_outside_of_the_store_is_not_said_to_be_in_its_view(store: Path, tmp_path: Path) -> None:
     run = keep(grid_run(seconds=1), tmp_path / "elsewhere")
     said = update_view(run, store)
-    assert said == f"history: the run {run.id} is not to be found in {store}, so that it is not in asv's view.{AGAIN}"
+    assert said == f"history: the run {run.id} was not found in {store}, so it is not in asv's view.{AGAIN}"
     assert num_samples(store) == {ROUNDS}
 
 

@@ -33,9 +33,9 @@ def test_a_file_that_no_memory_holds_is_no_run(store: Path, fp8bench: Say) -> No
     for words in (("history", "list", "--runs"), ("history", "verify"), ("fleet", "report", str(store))):
         code, out, err = fp8bench(*words, *(() if "report" in words else ("--store", str(store))))
         assert code == 0 and "Traceback" not in err
-        assert ("aaaaaaaa.jsonl: it is no run file" in " ".join(out.split())) == ("verify" in words)
+        assert ("aaaaaaaa.jsonl: it is not a run file" in " ".join(out.split())) == ("verify" in words)
     code, _, err = fp8bench("fleet", "collect", "-", str(store), "--store", str(store.parent / "all"))
-    assert code == 3 and "aaaaaaaa.jsonl is no run file" in err and len(list(run_files(store.parent / "all"))) == 3
+    assert code == 3 and "aaaaaaaa.jsonl is not a run file" in err and len(list(run_files(store.parent / "all"))) == 3
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def test_the_command_prints_where_the_page_is(store: Path, capsys: pytest.Captur
         (["report", "last", "last"], "was named twice"),
         (["report", "last", "--html", "no/such/folder/a.html"], "there is no directory no/such/folder"),
         (["report", "last", "--md", "."], "it is a directory"),
-        (["suite", "gemm", "--no-report", "--html", "a.html"], "--no-report writes none, and --html wants one"),
-        (["suite", "gemm", "--dry-run", "--open"], "--dry-run measures nothing, so that there is nothing for --open"),
+        (["suite", "gemm", "--no-report", "--html", "a.html"], "--no-report and --html contradict each other"),
+        (["suite", "gemm", "--dry-run", "--open"], "--dry-run measures nothing, so --open would have no data"),
     ],
 )
 def test_what_cannot_be_is_said_at_once(

@@ -51,7 +51,7 @@ def test_findings_are_read_by_short_names_and_ids(run: api.Run) -> None:
     assert set(findings) == set(short_names([record.case for record in run.records]))
     for finding in findings.values():
         assert findings[finding.case.id] is finding
-    with pytest.raises(KeyError, match=r"'nothing' is no case\. Give one of: "):
+    with pytest.raises(KeyError, match=r"'nothing' is not a case\. Give one of: "):
         findings["nothing"]
 
 

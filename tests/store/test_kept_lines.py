@@ -22,5 +22,5 @@ def test_the_first_line_is_the_header() -> None:
     [(b"", "it is empty"), (b"?\n" + HEADER, "Expecting value"), (HEADER.replace(b"plan", b"duel"), "'plan'")],
 )
 def test_without_a_header_it_is_said_why(content: bytes, why: str) -> None:
-    with pytest.raises(StoreError, match=rf"x is no plan: its first line is no header \(.*{why}"):
+    with pytest.raises(StoreError, match=rf"x is not a plan: its first line is not a header \(.*{why}"):
         read_header(sheet_of(content), Path("x"), "plan", str)

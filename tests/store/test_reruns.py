@@ -94,7 +94,7 @@ def test_a_digit_that_changed_is_named_when_a_store_is_verified(tmp_path: Path) 
     assert not [fault for fault in verify(tmp_path).faults if fault.broken]
     path.write_text(path.read_text().replace("[1,", "[7,", 1))
     (fault,) = verify(tmp_path).faults
-    assert fault.path == str(path) and "its checksum is not that of what it says" in fault.what
+    assert fault.path == str(path) and "its checksum does not match its content" in fault.what
 
 
 TEN = steady(10 * MS, 24)

@@ -253,7 +253,7 @@ def test_what_a_users_workload_raises_is_a_sentence_and_so_is_one_without_a_grid
         check_grid(Raising())
     bare = type("Bare", (Tiny,), {"history": None})()
     for ask in (check_grid, parameters, reference_of, lambda one: series_of(one, None)):
-        with pytest.raises(UsageError, match="declares no grid whose history is kept"):
+        with pytest.raises(UsageError, match="declares no grid with a history"):
             ask(bare)
 
 

@@ -112,7 +112,7 @@ STRAY = "box/20260101T000000Z-00000009-ffffffff.jsonl"
     ("content", "words"),
     [
         (lambda whole: "", "it is empty"),
-        (lambda whole: "words\n", "it is no run file"),
+        (lambda whole: "words\n", "it is not a run file"),
         (lambda whole: '{"schema":99,"header":{}}\n', "was written by a newer fp8bench"),
         (lambda whole: whole.partition("\n")[2], "the header is gone"),
     ],

@@ -148,7 +148,7 @@ def test_what_is_honest_is_measured_and_has_no_remark(run: Run) -> None:
 def test_numbers_that_spoil_a_case_fail_it(run: Run) -> None:
     record = record_of(run, "misnamed")
     assert record.status is Status.FAILED
-    assert "no numerical error: ValueError: error() gives a number whose name is not free: 'time' is" in record.reason
+    assert "no numerical error: ValueError: error() returned a number with a reserved name: 'time' is" in record.reason
     record = record_of(run, "spoils")
     assert record.status is Status.FAILED and record.timing is None
     assert "after its steps: its state is not finite: 8 of 128 numbers, the first in a tensor of 8 x 8" in record.reason

@@ -194,7 +194,7 @@ def test_a_mark_that_stays_where_it_was_says_so(tmp_path: Path) -> None:
     """If the kernel takes the request and does nothing, or does not take it."""
     proc = fake(tmp_path / "a")
     stayed = host.reset_high_water(proc)
-    assert isinstance(stayed, Unavailable) and "the mark stayed at 2048000 B" in stayed.reason
+    assert isinstance(stayed, Unavailable) and "the peak stayed at 2048000 B" in stayed.reason
     assert (proc / "self" / "clear_refs").read_text() == "5"
     proc = fake(tmp_path / "b")
     (proc / "self" / "clear_refs").mkdir()

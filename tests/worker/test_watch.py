@@ -160,7 +160,7 @@ BENT = {
     "grad": r"gradients at False \(expected True\).*torch.set_grad_enabled\(True\)",
     "dtype": r"the default dtype at torch.bfloat16 \(expected torch.float32\)",
     "device": r"the default device at cpu \(expected None\)",
-    "oneDNN": r"oneDNN at False \(expected True\), .*Put it right first \(torch.backends.mkldnn.enabled = True\)",
+    "oneDNN": r"oneDNN at False \(expected True\), .*Correct that first \(torch.backends.mkldnn.enabled = True\)",
     "its convolutions": r"oneDNN's float32 convolutions at bf16 \(expected ieee\)",
     "its products": r"float32 products at mixed \(expected highest\)",
     "accumulators": r"fp16's accumulators at True \(expected False\)",

@@ -129,7 +129,7 @@ def test_axes_and_defaults() -> None:
 
 def test_without_a_text_it_says_so(corpus: Corpus, tmp_path: Path) -> None:
     setup = setup_for(corpus)
-    with pytest.raises(ValueError, match="was given none"):
+    with pytest.raises(ValueError, match="but there is none"):
         Data().prepare(replace(setup, corpus=None))
     short = tmp_path / "short.tokens"
     short.write_bytes(b"\1\0" * 10)

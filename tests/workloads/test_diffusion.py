@@ -356,9 +356,9 @@ def test_weights_are_cast_ahead_of_all_steps(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UsageError, match=r"high_steps=3\+2 are more than steps=4"):
         params_of("dit", high_steps="3+2")
-    with pytest.raises(UsageError, match="image=5 is no multiple of 2"):
+    with pytest.raises(UsageError, match="image=5 is not a multiple of 2"):
         params_of("dit", image=5)
-    with pytest.raises(UsageError, match="width=12 is no multiple of 8"):
+    with pytest.raises(UsageError, match="width=12 is not a multiple of 8"):
         params_of("unet", width=12)
     for text in ("", "4", "4+", "+1", "-1+2", "a+b"):
         with pytest.raises(ValueError, match="as in 4"):

@@ -161,7 +161,7 @@ def test_a_model_that_does_not_repeat_itself_has_no_error() -> None:
     with pytest.raises(NotRepeatable):
         Model().error(setup)
     told = Bench(Settings(seed=3, threads=1)).error(setup.case, CPU)
-    assert isinstance(told, str) and "other numbers from the same seed" in told
+    assert isinstance(told, str) and "different numbers from the same seed" in told
     assert Model().gradient_error(setup, replace(setup, case=replace(setup.case, precision="untouched"))) is None
 
 

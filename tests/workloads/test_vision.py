@@ -316,9 +316,9 @@ def test_what_is_native_and_what_is_not() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     for model, changes, word in (
-        ("vit", {"patch": 5}, "image=16 is no multiple of patch=5"),
+        ("vit", {"patch": 5}, "image=16 is not a multiple of patch=5"),
         ("resnet", {"width": 24}, "width=24"),
-        ("resnet", {"batch": 1, "image": 4}, "one value a channel"),
+        ("resnet", {"batch": 1, "image": 4}, "one value per channel"),
     ):
         with pytest.raises(UsageError, match=word):
             params_of(model, **changes)

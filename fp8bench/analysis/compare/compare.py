@@ -39,7 +39,7 @@ _VERDICTS = {
 }
 # Other programs disturbed one side more if the shares of disturbed slots, or the loads at the start, differ by this.
 _DISTURBED_SHARE, _LOAD = 0.2, 1.0
-# A step had a core for at least this share of its time, whatever the system says of waiting.
+# A step had a core for at least this share of its time, regardless of the system's waiting counters.
 _LEAST_SHARE = 1e-3
 _STATUS_WORDS = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
 
@@ -253,7 +253,7 @@ def _to_comparison(case: str, suite: str, metric: str, unit: str, change: Figure
 
 
 def _choose_sightings(side: Sequence[Sighting]) -> list[Sighting]:
-    """Returns the sightings with figures, those of --quick runs only if there are no other ones."""
+    """Returns the sightings with figures; those of --quick runs only if no others exist."""
     measured = [sighting for sighting in side if sighting.record.is_ok]
     thorough = [sighting for sighting in measured if not sighting.run.request.quick]
     return thorough or measured
@@ -264,7 +264,7 @@ def _no_comparison(case: Case, reason: str, failed: bool = False) -> Comparison:
 
 
 def compare_figures(figures: MatchedFigures, case: str, suite: str, labels: tuple[str, ...]) -> Comparison:
-    """Judges one noisy figure; the mean over all calls may contradict what its fastest calls say."""
+    """Compares one noisy figure; the mean over all calls may contradict its fastest calls."""
     # 1. Judge the fastest calls.
     difference = _move_to_shown(compare_runs(figures.old, figures.new, figures.extra), figures.shown)
     where, reason = judge_difference(difference)
@@ -289,7 +289,7 @@ def _geometric_mean(side: Sequence[Estimate]) -> float:
 
 
 def _move_to_shown(difference: RunDifference, shown: tuple[float, float] | None) -> RunDifference:
-    """Gives a ratio the point of the times that the reports of both runs show; its interval holds both points."""
+    """Moves a ratio to the ratio of the times in both runs' reports; the interval is widened to hold both points."""
     if shown is None:
         return difference
     ratio, point = difference.ratio, shown[1] / shown[0]

@@ -23,11 +23,11 @@ from fp8bench.units import percent
 
 # The least change that a few runs can show, because they were measured at different times.
 ALONE = 0.10
-# Limits of the continued fraction of Student's distribution.
+# Limits for evaluating the continued fraction of Student's distribution.
 _TINY = 1e-300
 _CLOSE = 1e-15
 _MOST_TERMS = 1000
-# With fewer degrees of freedom the spread of runs is a guess, and its t interval absurdly wide.
+# With fewer degrees of freedom the spread between runs is a guess, and its t interval far too wide.
 LEAST_FREEDOM = 6
 # Exact values are the same whenever the same code runs, except for the digits that are stored.
 ROUNDING = 1e-6
@@ -113,7 +113,7 @@ def judge_difference(difference: RunDifference) -> tuple[Direction, str]:
 
 
 class FigureChange(NamedTuple):
-    """The change of a value from `before` to `after`. `ratio` is None from or to 0, `p_value` for exact values."""
+    """The change of a value from `before` to `after`. `ratio` is None if either is 0, `p_value` if values are exact."""
 
     direction: Direction
     before: float

@@ -1,11 +1,11 @@
 """The two sides of a comparison, and the figures of a case that both sides have.
 
-A side is several runs and the facts they were measured under. Facts that differ may explain a change that the code
-does not.
+A side is several runs and the facts they were measured under. Facts that differ may explain a change that the code does
+not.
 
-The best case of more rounds is lower for that reason alone, and so is a sum over more parts of a step. So each run
-counts with as many of its first rounds, and as many calls of each, as the run that has fewest. If the marks within a
-step changed, whole steps are compared.
+The best of more rounds is lower simply because there are more, and so is a sum over more parts of a step. So each run
+counts only as many of its first rounds, and calls per round, as the shortest run has. If the marks within a step
+changed, whole steps are compared.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, 
 from fp8bench.model.run import BUSY_CORES, CONDITIONS, DEVICE_SETTINGS, SWITCH, SWITCHES_SET
 from fp8bench.model.specs import RELATIVE, STEP, TIME, Better, Rank
 
-# Facts that change from minute to minute, or are themselves what is compared.
+# Facts that change from minute to minute, or that are the subject of the comparison.
 _PASSING = frozenset(
     {"load_1min", BUSY_CORES, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
 )
-# Older runs did not record these; a fact that only one side has recorded may be the same on both.
+# Older runs did not record these; if only one side recorded a fact, it may still be the same on both.
 _OLDER = frozenset(
     {
         "torch_threads",
@@ -41,7 +41,7 @@ _OLDER = frozenset(
         "bf16_reduced_precision_reduction",
     }
 )
-# The machine's name, also in a history: its entry in ~/.asv-machine.json, else the host's name.
+# The machine's name, as in a history: its entry in ~/.asv-machine.json, else the host's name.
 _MACHINE = "asv_machine"
 _HARDWARE = frozenset({_MACHINE, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
 _TIME_FACTS = frozenset({*CONDITIONS, "threads", "torch_threads", "asked: isolation"})
@@ -54,7 +54,7 @@ _REQUESTED = ("seed", "quick", "brisk", "rounds", "budget", "isolation", "data")
 
 @dataclass(frozen=True)
 class Sighting:
-    """What one run has of one case."""
+    """One case as one run measured it."""
 
     run: Run
     record: Record
@@ -64,7 +64,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Side:
-    """Runs that count as one, and their sightings by case id, the newest last."""
+    """Runs that count as one side, and their sightings by case id, the newest last."""
 
     name: str
     runs: tuple[Run, ...]
@@ -72,7 +72,7 @@ class Side:
 
     @property
     def cases(self) -> dict[str, Case]:
-        """The newest case by id."""
+        """The newest version of each case, by id."""
         return {name: sightings[-1].record.case for name, sightings in self.sightings.items()}
 
     @property
@@ -82,7 +82,7 @@ class Side:
 
 
 def make_side(name: str, judged_runs: Sequence[tuple[Run, Mapping[str, Finding]]]) -> Side:
-    """Returns the side of some runs, each with its findings by case id."""
+    """Makes a side of some runs, each with its findings by case id."""
     ordered = sorted(judged_runs, key=lambda pair: pair[0].started)
     sightings: dict[str, list[Sighting]] = {}
     for run, findings in ordered:
@@ -97,7 +97,7 @@ def make_side(name: str, judged_runs: Sequence[tuple[Run, Mapping[str, Finding]]
 
 @dataclass(frozen=True)
 class DifferingFact:
-    """A fact that differs between the sides, in words. `of_times`: times depend on it."""
+    """A fact that differs between the sides. `of_times`: times depend on it."""
 
     name: str
     before: str
@@ -112,7 +112,7 @@ def list_differing_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tu
     for name in {**old, **new}:
         if old.get(name) == new.get(name):
             continue
-        # A fact that runs did not record in the past may have been the same then.
+        # An older run may not have recorded a fact that was already the same.
         may_be_missing = name in _OLDER or name.startswith(SWITCH)
         if may_be_missing and not (name in old and name in new):
             continue
@@ -131,7 +131,8 @@ def machine_of(run: Run) -> Machine:
 
 
 def machine_words(machines: Iterable[Machine]) -> list[str]:
-    """Returns names, with what differs where several machines have the same name: 'box (asv_cpu Xeon)'."""
+    """Returns names; where several machines share one, it is followed by a distinguishing fact: 'box (asv_cpu
+    Xeon)'."""
     distinct = list(dict.fromkeys(machines))
     words = []
     for machine in distinct:
@@ -225,7 +226,7 @@ def match_times(
     rounds = min(timing.num_rounds for timing in all_timings)
     calls = fewest_calls(*all_timings)
     few = rounds < LEAST_ROUNDS
-    # 2. Steps are compared part by part only if all of them have the same parts.
+    # 2. Compare steps part by part only if all have the same parts.
     layouts = {(timing.segments, timing.varying) for timing in all_timings}
     whole = len(layouts) > 1 or any(map(_compares_whole_steps, (*old, *new, *extra)))
     best = [_estimate_best(side, rounds, calls, whole) for side in timings]
@@ -289,7 +290,7 @@ _Costs = Mapping[str, Metric]
 
 
 def _costs_of(sighting: Sighting) -> _Costs:
-    """Returns a step's main figures that should be low, but its time, by name."""
+    """Returns a step's main figures by name, without its time; low values are good."""
     costs: dict[str, Metric] = {}
     if not sighting.record.is_ok:
         return costs
@@ -301,7 +302,7 @@ def _costs_of(sighting: Sighting) -> _Costs:
 
 
 def _list_metrics(side: Sequence[_Costs]) -> Iterable[Metric]:
-    """Returns the metrics that any run has, by the newest run that has one."""
+    """Returns the metrics that any run has, each as the newest run with it describes it."""
     return dict(chain(*(costs.items() for costs in side))).values()
 
 
@@ -343,7 +344,7 @@ def _estimate_means(side: Sequence[Timing], rounds: int) -> tuple[Estimate, ...]
 
 
 def _estimate_ratios(side: Sequence[Sighting], read: Callable[[Finding], Interval | None]) -> tuple[Estimate, ...]:
-    """Returns estimates of the ratios that `read` takes from findings; the error comes from their intervals."""
+    """Returns estimates of the ratios that `read` takes from findings, with errors from their intervals."""
     reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
     estimates = []
     for sighting in side:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from fp8bench.analysis.stats import Floats
 from fp8bench.model import Interval
 
-# This many values are a level, and not a bad night or two; the first level needs more before a step can follow.
+# The least length of a level, so that a bad night or two is not one; the first level needs more values before a step.
 LEAST = 3
 LEAST_FIRST = 8
 # A level with fewer values than this costs as much as another cut.
@@ -46,10 +46,10 @@ class Batch:
 def partition(batch: Batch, by_length: float) -> list[list[int]]:
     """Returns where each series is cut: the first index of every piece but the first one.
 
-    Dynamic programming finds the cuts with the least sum of squares around the pieces' means, plus 1 a cut and, for
-    each piece, `by_length` times the logarithm of its length: the best way to cut the first t values contains a best
-    way to cut fewer. The price by length is there because chance may cut a long series at many places in its middle,
-    and at few near its end, where new steps are. Short levels cost 1 more.
+    Dynamic programming finds the cuts with the least sum of squares around the means of the pieces, plus 1 per cut and,
+    for each piece, `by_length` times the logarithm of its length: the best way to cut the first t values contains a
+    best way to cut fewer. Pieces are priced by length because noise has many places to cut in the middle of a long
+    series, and few near its end, where new steps are. Short levels cost 1 more.
     """
     series, most = batch.values.shape
     rows = np.arange(series)
@@ -57,7 +57,7 @@ def partition(batch: Batch, by_length: float) -> list[list[int]]:
     prices, weights = by_length * np.log(np.arange(most, 0, -1) / LEAST), -1.0 / np.arange(most, 0, -1)
     sums = np.zeros((series, most + 1))
     (batch.values - batch.values[:, :1]).cumsum(axis=1, out=sums[:, 1:])  # a common level would cost digits
-    # The least cost of the first s values, less the sum of their squares, which all ways to cut share.
+    # The least cost of the first s values, without the sum of their squares, which is the same for all cuts.
     cost = np.full((series, most + 1), np.inf)
     cost[:, 0] = 0.0
     last, last_before_end = np.zeros((2, series, most + 1), dtype=np.intp)
@@ -91,7 +91,8 @@ def _trace_cuts(last: Counts, cut: int) -> list[int]:
 _MEDIAN = 0.6745
 # Differences are clipped at this many spreads, so that steps and bad nights do not count as noise.
 _MOST = 3.0
-# If more than half of the values equal their neighbours, the median is 0; then this share of the smallest counts.
+# If more than half of the values equal their neighbours, the median is 0; then the noise comes from this share of the
+# smallest differences.
 _TRIMMED_SHARE = 0.9
 # In log units: series have six digits, and nothing that matters is smaller.
 LEAST_SPREAD = 1e-5
@@ -104,8 +105,7 @@ _MOST_CORRELATION = 0.7
 
 
 def spreads(batch: Batch) -> Floats:
-    """Returns the spread of each series in its own units, from the differences of neighbours, where levels and
-    trends cancel."""
+    """Returns the noise of each series, from the differences of neighbours, where levels and trends cancel."""
     counts = batch.lengths - 1
     steps = np.where(batch.inside[:, 1:], np.abs(np.diff(batch.values, axis=1)), np.inf)
     steps.sort(axis=1)
@@ -121,9 +121,9 @@ def spreads(batch: Batch) -> Floats:
 
 
 def without_bad_nights(batch: Batch, spread: Floats) -> Batch:
-    """Replaces values that lie far from all around them by the median of these.
+    """Replaces outliers by the median of their neighbours.
 
-    At either end that is the median of the five outermost, so that three values of a new level are enough to stay.
+    At either end that is the median of the outermost five, so that three values of a new level are enough to be kept.
     """
     centre = np.clip(np.arange(batch.values.shape[1]), _AROUND, batch.lengths[:, None] - 1 - _AROUND)
     around = [np.take_along_axis(batch.values, centre + by, axis=1) for by in range(-_AROUND, _AROUND + 1)]
@@ -153,26 +153,26 @@ Values = Sequence[float] | Floats
 
 # A shorter series has no room for a step.
 LEAST_VALUES = LEAST_FIRST + LEAST
-# The price of a cut in deviations of one value, at the last look and at the first, and that of the logarithm of a
+# The price of a cut in deviations of one value, at the last and at the first search, and that of the logarithm of a
 # piece's length, in squares of deviations. Chosen by trials (`suites/change_points.py` of commit 3e6cdca3).
 DEVIATIONS = 3.35
-# The share of flat series that have a step by chance, with Gaussian noise.
+# The share of flat Gaussian series that have a step by chance.
 BY_CHANCE = 0.005
 _FIRST_DEVIATIONS = 3.0
 _BY_LENGTH = 2.0
-# Without the furthest, the last level must on average be this many standard errors from the level before it.
+# Without its furthest value, the mean of the last level must be this many standard errors from the level before it.
 _FIRM = 2.1
-# Without the furthest of three, the mean of the last values is on average lower by this many deviations.
+# Dropping the furthest of three values lowers their mean by this many deviations on average.
 _FURTHEST = 0.42
-# The chance that a flat series is cut somewhere falls with the evidence as if deviations were smaller by this factor,
-# since the noise is estimated from the series and the place was chosen. It was counted for 15 to 300 values.
+# Since the noise is estimated from the series and the place was chosen, a flat series is cut somewhere as often as if
+# deviations were smaller by this factor. Counted for 15 to 300 values.
 _WORTH = 0.8
-# The chance that a step lies before its range, and the same after it.
+# The chance that a step lies before its range, and the same for after it.
 _TAIL = 0.03
 # Gaussian deviations to either side for this level.
 _LEVEL = 0.99
 _REACH = 2.576
-# The series of a batch: their tables fit into a processor's cache.
+# Series per batch: their tables fit into a processor's cache.
 _AT_ONCE = 256
 
 
@@ -180,10 +180,9 @@ _AT_ONCE = 256
 class Step:
     """A change of level.
 
-    Values have the new level from index `at` on, most likely. `low` is the last value that surely has the old one and
-    `high` the first that surely has the new one: the step lies between them. `p_value` is the chance that a flat series
-    of that length shows such a step or a clearer one anywhere. `error` is the standard error of the ratio's logarithm,
-    without bad nights.
+    The new level most likely begins at index `at`. `low` is the last value that certainly has the old level and `high`
+    the first that certainly has the new one. `p_value` is the chance that a flat series of that length shows such a
+    step or a clearer one anywhere. `error` is the standard error of the ratio's logarithm, without bad nights.
     """
 
     at: int
@@ -196,22 +195,22 @@ class Step:
 
     @property
     def ratio(self) -> Interval:
-        """The level after it over that before it, with a 99% interval: above 1 is worse."""
+        """The new level over the old one, with a 99% interval: above 1 is worse."""
         log = math.log(self.after / self.before)
         reach = _REACH * self.error
         return Interval(math.exp(log), math.exp(log - reach), math.exp(log + reach), _LEVEL)
 
 
 def steps_of_many(series: Sequence[Values], deviations: float = DEVIATIONS) -> list[tuple[Step, ...]]:
-    """Returns the steps of each series, in order; much faster than one by one.
+    """Returns the steps of each series, in order; much faster than searching them one by one.
 
-    `deviations` are the price of a cut: fewer of them find more steps, and more false ones.
+    `deviations` is the price of a cut: a lower one finds more steps, and more false ones.
     """
     arrays = [np.asarray(values, dtype=np.float64) for values in series]
     for array in arrays:
         if not (np.isfinite(array).all() and (array > 0).all()):
-            raise ValueError("a value is not above 0, or not finite: its logarithm says nothing of a level")
-    # Series of about one length are searched together, because a batch is as long as its longest.
+            raise ValueError("a value is not above 0, or not finite: so it has no logarithm")
+    # Series of similar length are searched together, because a batch is padded to its longest.
     numbers = [number for number, array in enumerate(arrays) if len(array) >= LEAST_VALUES]
     numbers.sort(key=lambda number: len(arrays[number]))
     steps_by_series: list[tuple[Step, ...]] = [()] * len(series)
@@ -224,7 +223,7 @@ def steps_of_many(series: Sequence[Values], deviations: float = DEVIATIONS) -> l
 
 
 class PieceLevel(NamedTuple):
-    """The newest level of a series: the noise of a value around it, with its degrees of freedom, and its length."""
+    """The newest level of a series: the noise of a value around it, its degrees of freedom, and its length."""
 
     noise: float
     freedom: int
@@ -232,7 +231,7 @@ class PieceLevel(NamedTuple):
 
 
 def newest_levels(series: Sequence[Values]) -> list[PieceLevel | None]:
-    """Returns None for a series that is too short for a step."""
+    """Returns the newest level of each series; None for one that is too short for a step."""
     return [
         _newest_level(np.asarray(values, dtype=np.float64), steps) if len(values) >= LEAST_VALUES else None
         for values, steps in zip(series, steps_of_many(series), strict=True)
@@ -247,19 +246,19 @@ def _newest_level(values: Floats, steps: Sequence[Step]) -> PieceLevel:
 
 
 def least_step(level: PieceLevel, chance: float) -> tuple[float, float]:
-    """Returns the smallest step that would be found if the last values of a level had another, and its standard error.
+    """Returns the smallest step, as a logarithm, that would be found at the end of a level, and its standard error.
 
-    Its p-value is at most `chance`. It is a logarithm, by the rules of cuts, firm steps and p-values.
+    It must pass the rules for cuts and firm steps, and have a p-value of at most `chance`.
     """
     new_values, old_values = LEAST, level.length - LEAST
     if old_values < LEAST:
         return math.inf, math.inf
     variance = 1 / old_values + 1 / new_values
     lengths = math.log(old_values / LEAST) - math.log((old_values + new_values) / LEAST)
-    # 1. It must pay for its cut.
+    # 1. The step must pay for its cut.
     price = 1 + (old_values < SETTLED) + _BY_LENGTH / DEVIATIONS**2 * lengths
     cut = _t_of(DEVIATIONS, level.freedom) * math.sqrt(price * variance)
-    # 2. It must show without its furthest value.
+    # 2. It must hold without its furthest value.
     firm = _FIRM * math.sqrt(1 / (new_values - 1) + 1 / old_values) + _FURTHEST
     # 3. Its p-value must be small.
     evidence = (NormalDist().inv_cdf(1 - chance / 2) / _WORTH) ** 2 + _BY_LENGTH * lengths
@@ -277,7 +276,7 @@ def _table(series: Sequence[Floats]) -> Batch:
 
 
 def _find_steps(batch: Batch, deviations: float) -> list[tuple[Step, ...]]:
-    """Searches by the spread of differences, then, if that finds steps, by the residuals around the pieces."""
+    """Searches with the noise of differences; if that finds steps, again with the residuals around the pieces."""
     spread = spreads(batch)
     clean = without_bad_nights(batch, spread)
     units = _FIRST_DEVIATIONS * spread
@@ -296,13 +295,13 @@ def _find_steps(batch: Batch, deviations: float) -> list[tuple[Step, ...]]:
 
 
 def _unit(row: Floats, cuts: Sequence[int], deviations: float) -> float:
-    """Returns how far a value must be off to be worth a cut: the noise, times a quantile like Student's."""
+    """Returns how far off a value must be to be worth a cut: the noise times a quantile, as in Student's t."""
     noise, freedom = _noise(row, cuts)
     return noise * _t_of(deviations, freedom)
 
 
 def _noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:
-    """Returns the spread around the pieces, more if it is autocorrelated, and its degrees of freedom."""
+    """Returns the spread around the pieces, enlarged by autocorrelation, and its degrees of freedom."""
     pieces = np.split(row, cuts)
     residuals = np.concatenate([piece - piece.mean() for piece in pieces])
     freedom = max(len(row) - len(pieces), 1)
@@ -311,7 +310,7 @@ def _noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:
 
 
 def _drop_weak_end(row: Floats, cuts: Sequence[int]) -> Sequence[int]:
-    """Drops the last cut if its step hardly shows without its furthest value, which may be a bad night."""
+    """Drops the last cut if its step depends on its furthest value, which may be a bad night."""
     if not cuts:
         return cuts
     noise, _ = _noise(row, cuts)
@@ -329,9 +328,9 @@ def _steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
         gains = _gains(row[begin:end]) / noise**2
         low, high = begin + 1 + np.searchsorted(_shares(gains), (_TAIL, 1 - _TAIL))
         lengths = at - begin, end - at
-        # The lengths of two pieces cost more than that of both together.
+        # Two pieces cost more by length than their union.
         price = sum(math.log(length / LEAST) for length in lengths) - math.log(sum(lengths) / LEAST)
-        # The Gaussian deviations that are as rare as Student's t (Wallace's approximation).
+        # Convert to equally rare Gaussian deviations (Wallace's approximation of Student's t).
         gaussian = math.sqrt(freedom * math.log1p(math.sqrt(gains[at - begin - 1]) ** 2 / freedom))
         gaussian = gaussian * (8 * freedom + 1) / (8 * freedom + 3)
         evidence = gaussian**2 - _BY_LENGTH * price
@@ -347,14 +346,14 @@ def _steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
 
 
 def _shares(gains: Floats) -> Floats:
-    """Returns how likely the step is at each place or before it, if all places were equally likely beforehand."""
+    """Returns the chance that the step is at or before each place, if all places were equally likely beforehand."""
     weights = np.exp((gains - gains.max()) / 2).cumsum()
     shares: Floats = weights / weights[-1]
     return shares
 
 
 def _gains(values: Floats) -> Floats:
-    """Returns by how much each cut of a piece reduces the sum of squares; the first is before the second value."""
+    """Returns how much each cut of a piece reduces the sum of squares; the first cut is before the second value."""
     count = len(values)
     first = np.arange(1, count)
     sums = values.cumsum()

@@ -1,9 +1,8 @@
-"""Changes in the trends of a history: where figures stepped up or down between commits, and stayed there.
+"""Finds changes in the trends of a history: where figures stepped up or down between commits, and stayed there.
 
 Steps are searched among figures of complete measurements, of one version and under the same conditions. Commits without
 a comparable figure still count in a step's range. Exact counts are compared with the last count: each difference is a
-step, without chance. So is each place where a figure stops being a finite number, as an error does whose tensor has a
-NaN.
+certain step. A figure that becomes or stops being finite, like an error with a NaN, is also a certain step.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ TOO_FEW_SINCE = (
 )
 BELOW_ZERO = "values below 0, between which no ratio says anything"
 _NOT_FINITE = "from or to no finite number: no ratio says it"
-# Zero counts as this share of the least other value.
+# Zero counts as this share of the smallest other value.
 _NOTHING = 0.5
 
 
-# The metric by the fastest calls, for each metric by all calls.
+# For each metric over all calls, the corresponding metric of the fastest calls.
 _FASTEST_CALLS: Mapping[str, str] = {MEAN: TIME, RELATIVE_MEAN: RELATIVE}
 Look = Callable[[Sequence[Floats]], list[tuple[Step, ...]]]
 
 
 class ChangeState(StrEnum):
-    """The state of a change. Only OPEN ones alarm, if they are worse, or of exact counts."""
+    """The state of a change. Only OPEN ones raise an alarm, if they are worse, or of exact counts."""
 
     OPEN = "open"
     ACKNOWLEDGED = "acknowledged"
@@ -53,17 +52,17 @@ class ChangeState(StrEnum):
     CONTRADICTED = "contradicted"
     # A later step took at least half of it back; for exact counts, also a step back to an earlier count.
     REVERTED = "reverted"
-    # The work or the method has changed since: what is measured now does not compare.
+    # The work or the method has changed since: today's figures do not compare.
     OLD_VERSION = "old version"
 
 
 @dataclass(frozen=True)
 class Change:
-    """A step of a trend as a comparison of the level after it with the one before it.
+    """A step of a trend, as a comparison of the level after it with the one before it.
 
-    It lies after the commit `comparison.since` and not after `comparison.until`; `first` is the commit that most likely
-    has the new level first. `commits` counts the trend's commits in that range, `unmeasured` those of them without a
-    comparable figure. `error` is the standard error of the ratio's logarithm. `current` is True where the newest figure
+    It lies after the commit `comparison.since` and not after `comparison.until`; `first` is the most likely first
+    commit with the new level. `commits` counts the trend's commits in that range, `unmeasured` those without a
+    comparable figure. `error` is the standard error of the ratio's logarithm. `current` is True if the newest figure
     was measured under the same conditions. `ack` is set for ACKNOWLEDGED.
     """
 
@@ -84,7 +83,7 @@ class Change:
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is of an exact count: then the step does different work, whether more or less."""
+        """Whether it is a change of an exact count: then the step does different work, whether more or less."""
         return self.trend.series.metric in COUNTS
 
     @property
@@ -99,9 +98,9 @@ class Change:
 
 @dataclass(frozen=True)
 class Found:
-    """All changes, the worst first; how many trends were searched, and how many were not (`left`), by reason.
+    """All changes, the worst first; the number of trends searched, and of those skipped (`left`), by reason.
 
-    Trends of exact counts are `counted` separately, because chance has no part in them.
+    Trends of exact counts are `counted` separately, because they have no noise.
     """
 
     changes: tuple[Change, ...]
@@ -112,7 +111,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Comparable figures of a trend: their places in it, and their values, which may be infinite or NaN.
+    """Comparable figures of a trend: their indices in it, and their values, which may be infinite or NaN.
 
     `read` returns the trend; `counted` marks exact counts.
     """
@@ -129,17 +128,17 @@ class Stretch:
 
 
 def find_changes(trends: Iterable[Trend]) -> Found:
-    """Searches all trends together. Nothing is acknowledged yet."""
+    """Searches all trends together, without applying acknowledgements."""
     return changes_of((_stretches(trend) for trend in trends), steps_of_many)
 
 
 def changes_of(stretches: Iterable[Sequence[Stretch]], look: Look) -> Found:
-    """Returns the changes of trends by their stretches. `look` finds steps; only trends with steps are read."""
+    """Returns the changes in stretches of trends. `look` finds steps; only trends with steps are read."""
     skipped: Counter[str] = Counter()
     sound: list[Stretch] = []
     changes: list[Change] = []
     looked_at = [0, 0]
-    # 1. Choose the stretches in which steps can be found, and the reasons why others cannot have any.
+    # 1. Choose the stretches that can have steps, and collect the reasons why others cannot.
     for of_trend in stretches:
         of_finiteness = list(chain.from_iterable(map(_changes_of_finiteness, of_trend)))
         changes += of_finiteness
@@ -178,7 +177,7 @@ def _exact_steps(values: Floats) -> tuple[Step, ...]:
 def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
     """Yields the changes, marked where the mean over all calls contradicts the fastest calls.
 
-    If both agree, the mean's change is dropped. If they do not, the mean's step stands, because it sees every call.
+    If both agree, the mean's change is dropped. Otherwise it is kept, because the mean includes every call.
     """
     restated = set[int]()
     opposite: dict[int, Change] = {}
@@ -197,7 +196,7 @@ def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
 
 
 def _is_same_step(mean: Change, fast: Change) -> bool:
-    """Whether the two are of one case, and may lie between the same commits."""
+    """Whether both changes are of one case, and may lie between the same commits."""
     if fast.trend.series.metric != _FASTEST_CALLS[mean.trend.series.metric]:
         return False
     if fast.state is not mean.state or _cell_of(mean) != _cell_of(fast):
@@ -223,7 +222,7 @@ def _mark_uneven(change: Change, opposite: Change) -> Change:
 
 
 def _stretches(trend: Trend) -> list[Stretch]:
-    """Returns the figures of each version and each set of conditions."""
+    """Returns the comparable figures for each version and set of conditions."""
     values: dict[tuple[str, Conditions], dict[int, float]] = {}
     for place, figure in enumerate(trend.figures):
         if (value := _comparable_value(figure)) is not None:
@@ -264,7 +263,7 @@ def _changes_of_finiteness(stretch: Stretch) -> Iterator[Change]:
     finite = np.isfinite(stretch.values)
     for at in (np.flatnonzero(np.diff(finite)) + 1).tolist():
         level, new_level = stretch.values[at - 1 : at + 1].tolist()
-        # Whatever is not finite is worse than any number.
+        # Values that are not finite count as worse than any number.
         order = (0.0, 1.0) if finite[at - 1] else (1.0, 0.0)
         change = _make_change(stretch, Step(at, at - 1, at, *order, 0.0, 0.0), level, new_level)
         state = _state(change, (), ())
@@ -274,7 +273,7 @@ def _changes_of_finiteness(stretch: Stretch) -> Iterator[Change]:
 
 
 def _levels(values: Floats, steps: Sequence[Step]) -> list[float]:
-    """Returns the level before the first step, and that after each."""
+    """Returns the level before the first step, and the level after each step."""
     if values.min() > 0:
         return [steps[0].before, *(step.after for step in steps)]
     pieces = np.split(values, [step.at for step in steps])
@@ -286,7 +285,7 @@ def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -
     figures = trend.figures
     places = stretch.places.tolist()
     low, first, high = (places[place] for place in (step.low, step.at, step.high))
-    # 1. The ratio of the levels, unless there is none.
+    # 1. The ratio of the levels, if both are finite.
     finite = math.isfinite(level) and math.isfinite(new_level)
     ratio, reason = None, ""
     if finite and level > 0 and new_level > 0:
@@ -308,7 +307,7 @@ def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -
         since=figures[low].commit,
         until=figures[high].commit,
     )
-    # 2. The commits among which it may lie, and whether today's figures compare with it.
+    # 2. The commits where it may lie, and whether today's figures compare with it.
     inside = range(low + 1, high + 1)
     newest = next(place for place in reversed(range(len(figures))) if _comparable_value(figures[place]) is not None)
     return Change(
@@ -324,14 +323,14 @@ def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -
 
 
 def case_of(trend: Trend) -> str:
-    """Writes a cell as cases are written: 'gemm[shape=512]@box/bf16', with the machine in the device's place."""
+    """Formats a cell like a case: 'gemm[shape=512]@box/bf16', with the machine in place of the device."""
     precision, *values = trend.cell
     inside = ",".join(f"{name}={value}" for name, value in zip(trend.series.param_names[1:], values, strict=True))
     return f"{trend.series.workload}[{inside}]@{trend.machine['machine']}/{precision}"
 
 
 def _state(change: Change, earlier: Sequence[float], later: Sequence[float]) -> ChangeState:
-    """Returns REVERTED if a later level lies nearer to the one before the change, or if an exact count is back at an
+    """Returns REVERTED if a later level is nearer to the one before the change, or an exact count returned to an
     earlier level."""
     if change.version != change.trend.series.version:
         return ChangeState.OLD_VERSION
@@ -351,7 +350,7 @@ def worst_first(change: Change) -> tuple[object, ...]:
     return states.index(change.state), not change.is_worse, -size
 
 
-# A level may be off by this much more than when it was acknowledged, or by this many standard errors.
+# A level may be this much further off than when it was acknowledged, or by this many standard errors.
 _FURTHER = 0.02
 _ERRORS = 3.0
 # Stands for zero, which has no logarithm.
@@ -359,7 +358,7 @@ _LEAST = 1e-300
 
 
 def apply_acks(found: Found, acks: Sequence[Ack]) -> Found:
-    """Marks open changes that an ack covers, by the newest of such acks."""
+    """Marks open changes that an acknowledgement covers; the newest such one counts."""
     changes = []
     for change in found.changes:
         ack = next((ack for ack in reversed(acks) if covers(ack, change)), None)
@@ -389,7 +388,7 @@ def ack_of(change: Change, when: str, because: str) -> Ack:
 
 
 def covers(ack: Ack, change: Change) -> bool:
-    """Whether an ack is of this change: the same trend, ranges that overlap, and a level that is not further off."""
+    """Whether an acknowledgement covers this change: same trend, overlapping ranges, and a level not further off."""
     trend, comparison = change.trend, change.comparison
     assert comparison.before is not None and comparison.after is not None
     # 1. The same trend and direction.
@@ -403,14 +402,14 @@ def covers(ack: Ack, change: Change) -> bool:
     )
     if (ack.series, ack.cell, ack.machine, ack.python, ack.version, ack.direction) != identity:
         return False
-    # 2. It ends no further off, and does not begin where the acknowledged one ended.
+    # 2. The new level is not further off, and the change does not begin where the acknowledged one ended.
     sign = 1 if change.is_worse else -1
     tolerance = 0 if change.is_counted else max(_FURTHER, _ERRORS * change.error)
     if sign * (_log(comparison.after) - _log(ack.after)) > tolerance:
         return False
     if sign * (_log(comparison.before) - (_log(ack.before) + _log(ack.after)) / 2) > 0:
         return False
-    # 3. Both may lie between the same commits; an end that the trend does not have is the change's own.
+    # 3. Both may lie between the same commits; an end that the trend lacks is replaced by the change's.
     places = {figure.commit: place for place, figure in enumerate(trend.figures)}
     if ack.since not in places and ack.until not in places:
         return False

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    """Compares both sides. It judges nothing: `gate` does."""
+    """Compares both sides, without judging: `gate` does that."""
     from fp8bench.jobs.compare import compared_sides
     from fp8bench.report.comparisons import page_of, rows_of, value_of
 

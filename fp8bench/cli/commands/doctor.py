@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if sum(map(bool, (arguments.peak, arguments.topology, arguments.calibrate))) > 1:
-        raise UsageError("--peak, --topology and --calibrate each print something else. Give one of them.")
+        raise UsageError("--peak, --topology and --calibrate print different things. Give only one of them.")
     if arguments.topology:
         from fp8bench.jobs.topology import topology_lines
 

@@ -1,4 +1,4 @@
-"""`fp8bench history`: what is kept, one series over time, what changed, whether all is sound, and how to mend it."""
+"""`fp8bench history`: what is stored, one series over time, what changed, whether files are intact, and repairs."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import read_history
 
-    # 1. Runs are listed by their files alone: reading a long history takes its time.
+    # 1. List runs from their files alone: reading a long history takes time.
     history = read_history(store, TERMINAL) if not arguments.runs else None
     if history is not None:
         told_of = bool(history.runs or history.left)
     else:
         told_of = bool(_kept_lines(store, Counter())) or any(newest_files(store))
-    # 2. An empty store gets a beginning, and one that may not be read is no empty one.
+    # 2. Explain an empty store, unless its files could not be read.
     if not told_of:
         begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
         print_lines([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
@@ -126,7 +126,7 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
     word = arguments.word.lower()
     if history is None:
         return _list_runs(arguments, store, word)
-    # 3. The last point of every series that the word is part of.
+    # 3. List the last point of every series that contains the word.
     endings = history.endings(lambda name: word in name.lower())
     if not endings and word and history.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
@@ -139,7 +139,7 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
     rows = []
     files = listing(store)
     skipped = files.left
-    # 1. Runs whose line has the word; one that cannot be read is counted.
+    # 1. List runs whose line contains the word; count unreadable ones.
     for path in files.files:
         try:
             run = load_run(path)
@@ -149,7 +149,7 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
         row = run_row(run, not run.finished and is_locked(path), in_store(store))
         if any(word in field.text.lower() for field in row):
             rows.append(row)
-    # 2. What else a store keeps: duels, studies, ablations.
+    # 2. List other stored results: duels, studies, ablations.
     other_lines = {}
     for name, lines in _kept_lines(store, skipped).items():
         if fitting := [line for line in lines if word in line.lower()]:

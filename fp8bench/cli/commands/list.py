@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not files and arguments.what not in (*kinds, *kinds["suites"]):
         raise UnknownName("thing to list", arguments.what, [*kinds, *kinds["suites"]])
     if arguments.name is not None and arguments.what != "dtypes":
-        raise UsageError(f"{arguments.name!r:.80} was given, and {arguments.what} takes no name. Leave it out.")
+        raise UsageError(f"{arguments.name!r:.80} was given, but {arguments.what} takes no name. Leave it out.")
     if arguments.name is not None:
         precisions.get(arguments.name)
     print_lines(doctor.listing(arguments.what, (*arguments.imports, *files), arguments.name))

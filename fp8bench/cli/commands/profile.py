@@ -1,4 +1,4 @@
-"""`fp8bench profile`: a model of your own, as it came and with its products in other precisions."""
+"""`fp8bench profile`: your model, unchanged and with its products in other precisions."""
 
 from __future__ import annotations
 

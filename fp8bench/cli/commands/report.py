@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _picture_formats(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The formats of --plots, once each. Raises UsageError if pictures cannot be drawn or written."""
+    """Returns the formats of --plots without repetitions. Raises UsageError if pictures cannot be drawn or written."""
     formats = tuple(dict.fromkeys(arguments.plots_format or PICTURE_FORMATS[:1]))
     for unknown in [form for form in formats if form not in PICTURE_FORMATS]:
         raise UsageError(f"--plots-format {unknown!r:.80} is none of {', '.join(PICTURE_FORMATS)}. Give one of these.")
@@ -62,5 +62,5 @@ def _picture_formats(arguments: argparse.Namespace) -> tuple[str, ...]:
         check_package("matplotlib", "'fp8bench[plots]'", ".figure", wanted_by="--plots")
         check_folder("--plots", arguments.plots)
     elif arguments.plots_format:
-        raise UsageError("--plots-format says what pictures to write, and not where. Add --plots DIR, or leave it out.")
+        raise UsageError("--plots-format needs a folder to write to. Add --plots DIR, or leave it out.")
     return formats

@@ -1,4 +1,4 @@
-"""`fp8bench show`: print a stored run, or something else that is kept."""
+"""`fp8bench show`: print a stored run or another stored result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8bench.model.codec import encode, noting_ignored
 from fp8bench.store.runs.listing import find_run, load_stored_run
 
 EXAMPLES = ("fp8bench show last --all", "fp8bench show last --csv rows.csv")
-# Details of a run beside the answer.
+# Tables of a run with more detail than the answer.
 _DETAILS = {
     "memory": "memory at the highest point of a step, by role",
     "data": "its data before scaling, and how much lies outside each format's range",
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     # 1. A word may name a run or a result of another kind.
     meant = meant_by(word, store, only_runs=any(table.name != "all" for table in selected))
     if not meant:
-        # 2. A run, as its page or as the one table that was asked for.
+        # 2. Print a run, as its page or as the requested table.
         with noting_ignored() as ignored:
             measured = load_stored_run(word, store)
         if len(selected) > 1:
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             print_run(measured, arguments)
         is_complete = log_run(measured, arguments.log, complain)
     else:
-        # 3. Another kind has a view of its own, and none of a run's tables.
+        # 3. Print another kind of result, which has a separate view and no tables of runs.
         kind, path = meant[0]
         _check_meant(word, meant, store)
         tables = [table.name for table in selected if table.name != "all"]
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             loaded = kind.load(path)
         tell(arguments, *(kind.whole_view(loaded) if arguments.all else kind.view(loaded)))
         is_complete = log_kept(kind, loaded, arguments.log, complain)
-    # 4. Fields of a newer version are named: what is shown may lack something.
+    # 4. Name fields of a newer version that are ignored: the output may be incomplete.
     if ignored:
         complain(
             f"{word} was written by another version, and these fields of it were ignored: {', '.join(sorted(ignored))}"
@@ -83,9 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _refuse(arguments: argparse.Namespace, name: str, kind: str, options: Iterable[str]) -> None:
     for option in options:
         if getattr(arguments, option) not in (None, False, []):
-            raise UsageError(
-                f"{name:.80} is a {kind}, and --{option} does not go with it. Leave it out, or use --json."
-            )
+            raise UsageError(f"{name:.80} is a {kind}, which has no --{option}. Leave it out, or use --json.")
 
 
 def _check_meant(word: str, meant: Sequence[tuple[Kind[Any], Path]], store: Path) -> None:

@@ -1,4 +1,4 @@
-"""`fp8bench store`: removes what nobody needs of a store."""
+"""`fp8bench store`: remove unneeded files from a store."""
 
 from __future__ import annotations
 

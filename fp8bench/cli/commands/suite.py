@@ -105,24 +105,26 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # 1. What needs no suite by name.
+    # 1. Handle options that need no suite name.
     check_outputs(arguments)
     if arguments.resume is not None:
         return _resume(arguments)
     if arguments.plan is not None or arguments.cell is not None:
         return _cell(arguments)
     if arguments.write_plan is not None and not arguments.dry_run:
-        raise UsageError("--write-plan goes with --dry-run: it measures nothing. Add it, or leave this out.")
+        raise UsageError(
+            "--write-plan only works with --dry-run, which measures nothing. Add --dry-run, or leave --write-plan out."
+        )
     if arguments.suite is None:
         raise UsageError(f"no suite was named. Give one of {', '.join(known_suites())}, all, or a .py file.")
-    # 2. Ceilings have rounds and a file of their own.
+    # 2. Ceilings have separate rounds and a separate file.
     request = request_of(arguments)
     if arguments.sessions.runs > 1 and (arguments.dry_run or request.suite == CEILINGS):
         raise UsageError("--sessions measures a suite several times. Leave it out with --dry-run and with ceilings.")
     if request.suite == CEILINGS:
         return _ceilings(request, arguments)
     check_names(request)
-    # 3. A dry run plans and measures nothing.
+    # 3. A dry run plans without measuring.
     if arguments.dry_run:
         from fp8bench.pipeline import plan_only
         from fp8bench.report.terminal.run import page_of_plan
@@ -178,14 +180,14 @@ def expected_time(plan: Plan, request: Request) -> str:
     groups = sum(any(planned.runs for planned in group.cases) for group in plan)
     if not groups:
         return ""
-    # A budget is an end; rounds are none, for their length is not known yet.
+    # A budget bounds the time; rounds do not, because their length is unknown.
     if request.budget is not None:
         return f"time: about {clock(request.budget)}, the budget, beside what starting takes"
     energy = _energy_time(plan, request)
     if request.rounds is not None or request.quick:
         count = request.rounds or QUICK_ROUNDS
         return f"time: {count} rounds of every group take what they take{energy}; --budget SECONDS sets an end"
-    # Without either, groups may take up to twice their usual time where noise is large.
+    # Without either, groups may take up to twice their usual time if noise is large.
     least = (BRISK_SECONDS if request.brisk else BUDGET_SECONDS) * groups
     times = f"{clock(least)} to {clock(2 * least)}"
     return (
@@ -194,11 +196,11 @@ def expected_time(plan: Plan, request: Request) -> str:
 
 
 def _energy_time(plan: Plan, request: Request) -> str:
-    """Only for GPUs, whose drivers have counters: those of other devices show only once they are opened."""
+    """Returns the time for energy, for GPUs only: other devices must be opened before their counters are known."""
     rule = window_rule_for(request, len(plan.groups))
     if rule is None:
         return ""
-    # Turns of seconds are taken on every device, windows of counters on GPUs alone.
+    # Sustained turns run on every device, energy windows only on GPUs.
     everywhere = bool(rule.turn_seconds)
     groups = [group for group in plan if everywhere or not group.cases[0].case.device.startswith("cpu")]
     windows = [count for group in groups if (count := windows_of(group, rule))]
@@ -216,8 +218,8 @@ def _cell(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.several_runs import measure_cell
 
     if arguments.plan is None or arguments.cell is None:
-        raise UsageError("--plan and --cell go together: the plan's file, and the number of one of its cells.")
-    # The plan alone says what to measure: another word would be ignored.
+        raise UsageError("--plan FILE and --cell NUMBER only work together. Give both, or neither.")
+    # Only the plan says what to measure: any other option would be ignored.
     positional = [arguments.suite] if arguments.suite is not None else []
     check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, positional)
     plan = read_plan(arguments.plan)
@@ -229,7 +231,7 @@ def _cell(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    """Goes on with a run; its file says what to measure."""
+    """Resumes a run; its file says what to measure."""
     from fp8bench.pipeline import resume
 
     check_alone(arguments.words, _BESIDE_RESUME, [arguments.suite] if arguments.suite is not None else [])
@@ -244,13 +246,13 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
-    """Prints a run that was measured before, and writes the files that are asked for; its page in the store stays."""
+    """Prints a run that was measured earlier, and writes the requested files; its page in the store is unchanged."""
     from fp8bench.jobs.after_run import published
 
     complain(reason)
     print_run(run, arguments)
     outputs = wanted_of(arguments)
-    # A page that nobody asked for is in the store already.
+    # The store already has the default page.
     if outputs.pages is not None and not outputs.pages.asked:
         outputs = replace(outputs, pages=None)
     is_complete = published(run, arguments.store, outputs, complain)
@@ -259,7 +261,7 @@ def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
 
 @contextmanager
 def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
-    """Prints a run that the store could not keep."""
+    """Prints a run that could not be stored."""
     try:
         yield
     except NotKept as error:
@@ -268,7 +270,7 @@ def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def _tell_how_to_go_on(run: Run) -> None:
-    """Said before the table, which another interrupt may cut off."""
+    """Prints how to resume, before the table, which another interrupt may cut off."""
     if not run.finished:
         resume = f"fp8bench suite --resume {run.id}{in_store(run)}"
         complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {resume}")
@@ -280,8 +282,8 @@ def _finish(run: Run, arguments: argparse.Namespace) -> int:
     code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED
     try:
         print_run(run, arguments)
-    except KeyboardInterrupt:  # it cuts the table short, and nothing else
+    except KeyboardInterrupt:  # it only cuts the table short
         code = EXIT_INTERRUPTED
-    finally:  # even if stdout cannot be written, the run belongs into the history
+    finally:  # even if stdout cannot be written, the run is added to the history
         is_complete = after_run(run, arguments.store, wanted_of(arguments), complain)
     return code if is_complete else EXIT_INTERRUPTED

@@ -66,14 +66,14 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     from fp8bench.features.ablate.run import ablate, keep
     from fp8bench.features.ablate.view import page_of, rows_of, value_of
 
-    # 1. A file with a model takes the place of a suite, and its copy as it came that of the reference.
+    # 1. A model file replaces the suite, and its unchanged copy is the reference.
     is_own_model = ":" in arguments.target
     axes = dict(arguments.axes)
     if is_own_model and "make" in axes:
         raise UsageError(f"--set make={axes['make'][0]} names a second model. Leave it out.")
     if is_own_model:
         axes["make"] = (arguments.target,)
-    # 2. The arm without options is an ordinary run: whatever a suite takes, an ablation takes.
+    # 2. The arm without options is an ordinary run, so an ablation accepts all options of a suite.
     request = Request(
         Model.name if is_own_model else arguments.target,
         (arguments.reference or (UNTOUCHED if is_own_model else "fp32"),),
@@ -90,7 +90,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         isolation=arguments.isolation,
         case_timeout=arguments.case_timeout,
     )
-    # 3. It is kept before it is printed: a closed pipe loses no measurement.
+    # 3. Store before printing: a closed pipe loses no measurement.
     ablation = keep(ablate(request, arguments.options, arguments.store, observer), arguments.store)
     page, value, rows = partial(page_of, ablation), partial(value_of, ablation), partial(rows_of, ablation)
     return CommandResult(ablation, page, value, rows, code=EXIT_OK if ablation.arms[0].rounds else EXIT_FAILED)

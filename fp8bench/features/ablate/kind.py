@@ -1,4 +1,4 @@
-"""An ablation among what a store keeps: `ablations/<utc>-<id>/ablation.json`."""
+"""An ablation as a stored result: `ablations/<utc>-<id>/ablation.json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8bench.model.codec import Malformed, decode
 
 
 class AblationKind(Kind[Ablation]):
-    """Ablations have no history, because their arms are measured for one another."""
+    """Ablations have no history, because their arms are measured only for comparison with each other."""
 
     name = "ablation"
     holds = Ablation
@@ -27,7 +27,7 @@ class AblationKind(Kind[Ablation]):
         try:
             ablation: Ablation = decode(Ablation, unsealed(json.loads(read_file(path))))
         except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
-            raise StoreError(f"{path} is no ablation ({str(error)[:120]}).") from None
+            raise StoreError(f"{path} is not an ablation ({str(error)[:120]}).") from None
         return replace(ablation, path=str(path))
 
     def view(self, ablation: Ablation) -> View:

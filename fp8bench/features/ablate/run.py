@@ -39,7 +39,7 @@ from fp8bench.registry import precisions, workloads
 from fp8bench.report.panels import value_of
 from fp8bench.report.topics.memory import PEAK
 
-# By name: the axis that an option sets, its value with the option, and without.
+# For each named option: the axis that it sets, and its values with the option and without.
 NAMED = {
     "compile": ("compile", "yes", "no"),
     "checkpointing": ("checkpointing", "blocks", "no"),
@@ -48,13 +48,13 @@ NAMED = {
     "fused-optimizer": ("fused", "yes", "no"),
     "static-kv": ("static", "yes", "no"),
 }
-# Steps whose useful FLOPs of products differ by a larger share are not the same work.
+# If the useful FLOPs of two steps' products differ by more than this share, their work differs.
 _SAME_WORK = 0.05
 _ERRORS = ("gradient_error", "output_error", "relative_error")
 
 
 def _takes(axis: Axis, value: str) -> bool:
-    """Whether the axis has this value: suites use one name for different axes, as layouts of images and matrices."""
+    """Whether the axis has this value: suites use one name for different axes, like layouts of images and matrices."""
     try:
         axis.values([value])
     except UsageError:
@@ -99,9 +99,9 @@ def options_of(suite: str, words: Sequence[str], facts: DeviceFacts) -> tuple[Ab
 
 
 def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObserver) -> Ablation:
-    """Measures all arms of options; `request` is the run of the arm without options, with one precision. An interrupt
-    raises KeyboardInterrupt: arms cut off halfway say nothing."""
-    # 1. One suite, because rounds interleave the arms of one case.
+    """Measures all arms of options; `request` is the run of the arm without options, with one precision. After an
+    interrupt raises KeyboardInterrupt, because incomplete arms prove nothing."""
+    # 1. Require a single suite, because rounds interleave the arms of one case.
     resolved = resolve(request, os.environ)
     suite, *other_suites = resolved.suites
     if other_suites:
@@ -111,14 +111,14 @@ def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObs
         )
     corpus, switches = resolved.corpus(store), resolved.switches
     with claimed(request.isolation), worker_for(request, corpus) as worker, Meters(request.energy) as meters:
-        # 2. A case for each arm; those that the device refuses drop out with their reason.
+        # 2. Plan a case for each arm; those that the device refuses are left out with the reason.
         facts = worker.probe()
         (device,) = choose_devices(request, facts)
         options = options_of(suite.name, words, device)
         planned = planned_arms(request, options, facts, corpus.identity if corpus else None)
         group = Group(tuple(planned.values()), 0)
         examine(Plan((group,)), facts, worker, Limits(request.case_timeout))
-        # 3. All arms in one group, so that they share rounds and with them the machine's drift.
+        # 3. Measure all arms in one group, so that they share rounds and thus the machine's drift.
         environment = gather(worker.software(), __version__, request.threads, request.imports)
         method = Method(
             rule=rule_for(request.quick, request.rounds, request.budget),
@@ -139,11 +139,11 @@ def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObs
 def planned_arms(
     request: Request, options: Sequence[AblatedOption], facts: Sequence[DeviceFacts], corpus: str | None
 ) -> dict[tuple[str, ...], PlannedCase]:
-    """Plans a case for each arm; a case that the device refuses has its reason."""
+    """Plans a case for each arm; a refused case has the reason."""
     arms: dict[tuple[str, ...], PlannedCase] = {}
     by_name = {option.name: option for option in options}
     off = {option.axis: (option.off,) for option in options if option.off}
-    # Options that are off are set too: a suite's own default may have one on.
+    # Options that are off are set, too: a suite's default may turn one on.
     for names in arms_of(list(by_name)):
         chosen = [by_name[name] for name in names]
         on = {option.axis: (option.on,) for option in chosen if option.axis}
@@ -151,7 +151,7 @@ def planned_arms(
         axes = {**dict(request.axes), **off, **on}
         dtypes = (precision,) if precision else request.dtypes
         groups = make_plan(replace(request, dtypes=dtypes, axes=tuple(axes.items())), facts, corpus, False)
-        # Two cases would be two ablations, whose arms have nothing to do with each other.
+        # Two cases would be two unrelated ablations.
         if len(groups.groups) > 1:
             raise UsageError(
                 f"suite {request.suite} has {len(groups.groups)} cases, and an ablation measures one. "
@@ -189,7 +189,7 @@ def _ablation_of(
         energy, paired = energy_figures(record), record in together
         reason = record.reason or ("" if paired else "memory has no room for it beside the others: no common rounds")
         reason = reason or other_work(record, first, share)
-        # By itself, because findings of several records assume that all do the same work.
+        # One record at a time, because findings of several records assume that all do the same work.
         (finding,) = find([record], {})
         reason = reason or ", ".join(label.value for label in finding.hard)
         arms.append(
@@ -221,12 +221,13 @@ def _ablation_of(
 
 
 def other_work(record: Record, first: Record, share: float) -> str:
-    """Says how an arm's products differ from the first arm's for as many tokens; '' if they do not, or no tape says."""
+    """Describes how an arm's products differ from the first arm's for equally many tokens; '' if they agree or are
+    unknown."""
     tape, base = record.tape, first.tape
     if tape is None or base is None or not (tape.complete and base.complete):
         return ""
     base_work = product_work(base).useful
-    # In another batch more work may be padding or recomputation; only less work is suspicious.
+    # With another batch size, extra work may be padding or recomputation; only less work is suspicious.
     useful = product_work(tape, base).useful if share == 1 else min(base_work, share * product_work(tape).useful)
     if abs(useful - base_work) <= _SAME_WORK * max(useful, base_work):
         return ""
@@ -235,7 +236,8 @@ def other_work(record: Record, first: Record, share: float) -> str:
 
 
 def _rounds(record: Record, rounds: Collection[int], share: float) -> tuple[float, ...]:
-    """Returns seconds of whole steps times `share`, in these rounds; of an emulated arm, which has few, in all."""
+    """Returns seconds of whole steps times `share`, in these rounds; for an emulated arm, which has few, in all
+    rounds."""
     if record.timing is None:
         return ()
     numbers = (slot.round for slot in record.timing.slots)

@@ -12,7 +12,7 @@ KEPT = "ablation.json"
 
 @dataclass(frozen=True)
 class AblatedOption:
-    """A precision, or the value `on` of an axis, which without the option has the value `off` ('': its default)."""
+    """A precision, or the value `on` of an axis; without the option the axis has the value `off` ('': its default)."""
 
     name: str
     precision: str = ""
@@ -23,8 +23,8 @@ class AblatedOption:
 
 @dataclass(frozen=True)
 class AblatedArm:
-    """A step with these options. `rounds` are seconds, scaled to the tokens of the arm without options; `why` says why
-    something is missing."""
+    """A step with these options. `rounds` are seconds, scaled to the tokens of the arm without options; `why` explains
+    what is missing."""
 
     options: tuple[str, ...]
     case: str
@@ -38,13 +38,13 @@ class AblatedArm:
 
     @property
     def timed(self) -> bool:
-        """Whether its time is a speed that compares with others."""
+        """Whether its time is a speed that can be compared."""
         return bool(self.rounds) and self.level is Level.NATIVE and not self.why
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """All arms, the one without options first; `control` are the rounds of its copy, for the noise floor."""
+    """All arms, the one without options first; `control` are the rounds of a copy of it, for the noise floor."""
 
     suite: str
     setting: tuple[tuple[str, Scalar], ...]
@@ -64,15 +64,16 @@ class Ablation:
         return tuple(option.name for option in self.options)
 
     def arm(self, options: Sequence[str]) -> AblatedArm:
-        # Options in any order: arms have them in that of the ablation.
+        # Accept options in any order: arms list them in that of the ablation.
         key = tuple(name for name in self.names if name in options)
         return next(arm for arm in self.arms if arm.options == key)
 
 
 def arms_of(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yields no option, each alone, each added to those before it, each left out; 3k - 1 arms from three options on."""
+    """Yields no option, each alone, each added to those before it, and all without each: 3k - 1 arms for k >= 3
+    options."""
     combinations = [(), *((name,) for name in names)]
     combinations += [tuple(names[:count]) for count in range(2, len(names) + 1)]
     combinations += [(*names[:place], *names[place + 1 :]) for place in range(len(names))]
-    # With one or two options the same arm comes twice.
+    # With one or two options the same arm occurs twice.
     yield from dict.fromkeys(combinations)

@@ -1,6 +1,6 @@
 """Computes what options save (alone, added, left out) and shows it.
 
-Arms took turns in the same rounds, so differences between any two are resampled with the same draws of rounds.
+Arms shared rounds, so differences between any two are resampled with the same draws of rounds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ENDS = ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2)
 
 @dataclass(frozen=True)
 class Savings:
-    """Savings in seconds of a step, with intervals; None where an arm's time is no speed."""
+    """Savings in seconds per step, with intervals; None if an arm's time is not a speed."""
 
     ablation: Ablation
 
@@ -41,16 +41,16 @@ class Savings:
         return self._sum((((), 1), ((name,), -1)))
 
     def cumulative(self, name: str) -> Interval | None:
-        """What it saves added to the options before it."""
+        """The saving when added to the options before it."""
         place = self.ablation.names.index(name)
         return self._sum(((self.ablation.names[:place], 1), (self.ablation.names[: place + 1], -1)))
 
     def left_out(self, name: str) -> Interval | None:
-        """What is lost when only this option is missing."""
+        """The loss if only this option is left out."""
         return self._sum(((self._but(name), 1), (self.ablation.names, -1)))
 
     def interaction(self) -> Interval | None:
-        """What all options save together beyond the sum of what each saves alone."""
+        """The saving of all options together, beyond the sum of each alone."""
         alone = [((name,), 1.0) for name in self.ablation.names]
         return self._sum((*alone, (self.ablation.names, -1), ((), 1.0 - len(alone))))
 
@@ -65,7 +65,7 @@ class Savings:
         arms = [(self.ablation.arm(options), times) for options, times in terms]
         if not all(arm.timed for arm, _ in arms):
             return None
-        # Arms draw the same rounds: what a round had of noise cancels in the difference.
+        # Arms draw the same rounds, so that the noise of a round cancels in the difference.
         cases = [(resample(arm.rounds), times) for arm, times in arms]
         point = sum(times * math.exp(case.point) for case, times in cases)
         draws: Floats = np.sum([times * np.exp(case.resampled) for case, times in cases], axis=0)
@@ -74,7 +74,7 @@ class Savings:
 
     @property
     def floor(self) -> float | None:
-        """The share by which identical code may differ in these rounds."""
+        """The share by which the times of identical code may differ in these rounds."""
         first = self.ablation.arms[0]
         if not self.ablation.control or not first.timed:
             return None
@@ -102,8 +102,9 @@ def _ratio(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
 
 
 def _interval(point: float, draws: Floats, by_round: Floats) -> Interval:
-    """Returns the central 99% of the resamples; with few rounds, whose resamples say little, the rounds' range."""
-    # A point outside of its resamples' middle must not lie outside of its interval.
+    """Returns the central 99% of the resamples or, if rounds are few and resamples unreliable, the range over
+    rounds."""
+    # The interval must include the point, even if that is outside the middle of its resamples.
     if few := len(by_round) < LEAST_ROUNDS:
         low, high = by_round.min(), by_round.max()
     else:
@@ -111,7 +112,7 @@ def _interval(point: float, draws: Floats, by_round: Floats) -> Interval:
     return Interval(point, min(float(low), point), max(float(high), point), 0.0 if few else _LEVEL)
 
 
-# The speed-up that is often quoted for FP8 together with these values of axes, and with no fewer.
+# The speed-up that is often quoted for FP8 with these axis values, and only with all of them.
 _QUOTED = (3.0, 4.0)
 _QUOTED_WITH = {"compile": "yes", "attention": "flash", "fused": "yes", "checkpointing": "blocks"}
 _LEGEND = (
@@ -140,23 +141,23 @@ def sentences(ablation: Ablation) -> Iterator[str]:
     first, complete = ablation.arms[0], ablation.arm(ablation.names)
     names = join_words(ablation.names)
     emulated = "emulated: its time is no speed"
-    # 1. Without both ends there is no speed to speak of.
+    # 1. Without both ends there is no speed.
     if not first.timed:
         yield f"nothing can be said of speed: the step without options has none ({first.why or emulated})"
         return
     if not complete.timed:
         yield f"{names} together have no speed here: {complete.why or emulated}"
         return
-    # 2. All options together, beyond the noise floor or not told apart.
+    # 2. Compare all options together with the noise floor.
     savings = Savings(ablation)
     speed = savings.speed_up(complete)
     assert speed is not None
     beyond = 1 + (savings.floor or 0.0)
     word = "faster" if speed.low > beyond else "slower" if speed.high < 1 / beyond else "not told apart"
     yield f"{names} together: {word}, {_show_speed(speed)} of {ablation.reference}"
-    # 3. What options take from one another.
+    # 3. Describe how options interact.
     yield from _interplay(ablation)
-    # 4. The claim that people come with is judged only where intervals and machine allow it.
+    # 4. Judge the often-quoted claim only if intervals and machine allow it.
     if speed.level and savings.floor is not None and _is_quoted(ablation) and _are_quiet((first, complete)):
         quoted = f"{_QUOTED[0]:g} to {_QUOTED[1]:g} times"
         judged = "refuted" if speed.high < _QUOTED[0] else "reached" if speed.low >= _QUOTED[0] else "not decided"
@@ -170,7 +171,7 @@ def sentences(ablation: Ablation) -> Iterator[str]:
 
 
 def _is_quoted(ablation: Ablation) -> bool:
-    """Whether all options of the often-quoted speed-up were measured: others say nothing of it."""
+    """Whether all options of the often-quoted speed-up were measured: other sets do not test it."""
     values = {option.axis: option.on for option in ablation.options}
     has_fp8 = any("fp8" in option.precision for option in ablation.options)
     return has_fp8 and _QUOTED_WITH.items() <= values.items()
@@ -188,7 +189,7 @@ def _interplay(ablation: Ablation) -> Iterator[str]:
         return
     comparison = "less" if gained.point > 0 else "more"
     beyond = f"the whole takes {units.seconds(abs(gained.point))} {comparison} than the options alone add up to"
-    # An interval around 0 shows neither need nor overlap.
+    # An interval around 0 shows neither synergy nor overlap.
     if gained.low <= 0 <= gained.high:
         yield f"additive within these rounds: savings alone add up to the whole, but for {_show_saving(gained)}"
     else:

@@ -1,9 +1,9 @@
-"""What advice rests on: the cases of a run with their references, and the studies and trainings of the store.
+"""The evidence for advice: the cases of a run with their references, and the store's studies and trainings.
 
 Shares of a step and ratios of its parts have intervals over rounds, as verdicts have.
 
-A rule of the checklist asks about one mode in one setting; `yes` always speaks for the lower precision. No rule uses a
-figure of another machine: what was not measured here is reported so, with the command that would measure it.
+A rule of the checklist asks about one mode in one setting; `yes` always favours the lower precision. No rule uses a
+figure from another machine: what was not measured here is reported as missing, with the command that would measure it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PRODUCTS = frozenset({Phase.CAST, Phase.GEMM, Phase.ATTENTION})
 
 @dataclass(frozen=True)
 class ComparedCase:
-    """A case with its reference, which is None where that was not measured."""
+    """A case with its reference, which is None if it was not measured."""
 
     record: Record
     finding: Finding | None
@@ -74,7 +74,7 @@ class ComparedCase:
 
     @property
     def trains(self) -> bool:
-        # A user's own model marks no optimizer, but a step that was covered is one of training.
+        # A user's model marks no optimizer, but a step with coverage is a training step.
         return self.record.coverage is not None or any(
             record is not None and record.timing and Phase.OPTIMIZER_STEP in record.timing.segments.phases
             for record in (self.record, self.reference)
@@ -82,7 +82,7 @@ class ComparedCase:
 
     @property
     def speed(self) -> Interval | None:
-        """How many times as fast as its reference it is; None if it was not timed, or a label forbids it."""
+        """How many times as fast as its reference it is; None if it was not timed, or a label withdraws its verdict."""
         finding = self.finding
         if not self.timed or finding is None or finding.ratio is None or finding.hard:
             return None
@@ -90,11 +90,11 @@ class ComparedCase:
 
     @cached_property
     def touched(self) -> frozenset[str]:
-        """The phases that this precision may change, and unattributed time, of which nobody knows. Counts of both
-        tapes decide, where there are any; else products and casts are meant, and all phases where the reference
-        marks no products."""
+        """The phases that this precision may change, plus unattributed time, which is unknown. The counts of both tapes
+        decide, if they exist; otherwise these are products and casts, or all phases if the reference marks no products.
+        """
         assert self.reference is not None
-        # What both tapes have alike costs alike.
+        # Work that both tapes share costs the same.
         tape, base = self.record.tape, self.reference.tape
         if tape is not None and base is not None:
             return frozenset({UNATTRIBUTED, *(name for name in CELL_PHASES if tape.of(name) != base.of(name))})
@@ -105,19 +105,19 @@ class ComparedCase:
         if self.reference is None or self.reference.timing is None:
             return None
         timed = part_ratio(self.reference.timing, phases, self.reference.timing, CELL_PHASES)
-        # Timed phases win over a pass that only looked.
+        # Timed phases take precedence over an untimed profile.
         looked = _profiled_share(self.reference, phases)
         return Interval(looked, looked, looked, 0.0) if timed is None and looked else timed
 
     def share_touched(self) -> Interval | None:
-        """Returns the share of the reference's step that this precision may change. A user's own model marks no
-        products: if they alone change, the pass that looked into the step tells their share."""
+        """Returns the share of the reference's step that this precision may change. A user's model marks no products:
+        if only these change, an untimed profile of the step shows their share."""
         multiplied = self.estimated and _changes_products_alone(self)
         return self.share(_PRODUCTS if multiplied else self.touched)
 
     @property
     def estimated(self) -> bool:
-        """Whether parts of the reference are known only by a pass that looked into it, because it marks no products."""
+        """Whether parts of the reference are known only from an untimed profile, because it marks no products."""
         marked = (
             self.reference.timing.segments.phases
             if self.reference is not None and self.reference.timing is not None
@@ -127,10 +127,10 @@ class ComparedCase:
 
     def of_reference(self, phases: Collection[str], theirs: Collection[str]) -> Interval | None:
         """Returns the time of some phases over that of phases of the reference (`theirs`), as reports show both; None
-        if it is not known."""
+        if it is unknown."""
         if not self.timed or self.record.timing is None or self.reference is None:
             return None
-        # A reference that shared its rounds is the fairer base, where there is one.
+        # A reference that shared its rounds is the fairer base, if there is one.
         base = self.record.paired_with or self.reference.timing
         timed = part_ratio(self.record.timing, phases, base, theirs) if base is not None else None
         if timed is not None:
@@ -147,7 +147,7 @@ class ComparedCase:
             )
             if record is not None and finding is not None
         ]
-        # Without a share on either side a ratio would be of nothing.
+        # Without a share on both sides there is no ratio.
         if len(seconds) < 2 or not all(seconds):
             return None
         ratio = seconds[0] / seconds[1]
@@ -158,10 +158,10 @@ _OWN_MODEL = "model"
 
 
 def _changes_products_alone(pair: ComparedCase) -> bool:
-    """Whether the precision changes nothing but products: in a user's own model, and where it is carried in the
-    reference's dtype."""
+    """Whether the precision changes only products: in a user's model, and if other values stay in the reference's
+    dtype."""
     assert pair.reference is not None
-    # Converters replace layers of products, and nothing between them.
+    # Converters replace only the layers of products.
     if pair.reference.case.workload == _OWN_MODEL:
         return True
     try:
@@ -171,8 +171,8 @@ def _changes_products_alone(pair: ComparedCase) -> bool:
 
 
 def doubts(pair: ComparedCase) -> str:
-    """Returns text such as '; labelled noisy; its reference labelled bimodal': each label that casts doubt on the times
-    of an advice, once."""
+    """Returns text such as '; labelled noisy; its reference labelled bimodal', with each label that casts doubt on the
+    times behind an advice, once."""
     owners: dict[str, str] = {}
     for whose, finding in (("", pair.finding), ("its reference ", pair.reference_finding)):
         for label in finding.labels if finding is not None else ():
@@ -182,12 +182,12 @@ def doubts(pair: ComparedCase) -> str:
     return "".join(f"; {whose}labelled {', '.join(several)}" for whose, several in labels.items())
 
 
-# The phases that a pass of shares can tell.
+# The phases that an untimed profile can distinguish.
 _KINDS = {Phase.GEMM: ShareKind.GEMM, Phase.CAST: ShareKind.CAST, Phase.ATTENTION: ShareKind.ATTENTION}
 
 
 def _profiled_share(record: Record, phases: Collection[str]) -> float:
-    """Returns the share of a step that these phases take, by a pass of shares; 0 without one."""
+    """Returns the share of a step that these phases take in an untimed profile; 0 without one."""
     kinds = record.shares.by_kind if record.shares is not None else {}
     return sum(kinds.get(kind, 0.0) for phase, kind in _KINDS.items() if phase in phases)
 
@@ -198,7 +198,7 @@ def part_ratio(timing: Timing, phases: Collection[str], base: Timing, base_phase
     rounds = verdicts.common_rounds([timing, base])
     if not rounds:
         return None
-    # Slots of both sides may differ in calls: as many of each are compared.
+    # Slots of both sides may differ in calls: compare equally many of each.
     calls = min(len(slot.calls_ns) for slot in (*timing.slots, *base.slots))
     samples = []
     for part, names in ((timing, phases), (base, base_phases)):
@@ -208,18 +208,18 @@ def part_ratio(timing: Timing, phases: Collection[str], base: Timing, base_phase
             return None
         samples.append(sample)
     first, second = map(stats.best_case, samples)
-    # Too few rounds for an interval: their extent is honest.
+    # With too few rounds for an interval, use their range.
     if len(rounds) < LEAST_ROUNDS:
         return stats.extent(stats.ratio(first, [second]), [sample.sum(axis=1) for sample in samples])
     return stats.ratio(first, [second], verdicts.FINAL_LEVEL)
 
 
 def scale_to_report(ratio: Interval, *parts: tuple[Finding | None, Collection[str]]) -> Interval:
-    """Moves a ratio of parts of two steps to that of the seconds that all reports show of them."""
+    """Scales a ratio of parts of two steps to the seconds that all reports show for them."""
     seconds, base = (_reported_seconds(*part) for part in parts)
     if not (seconds > 0 and base > 0 and math.isfinite(seconds / base)):
         return ratio
-    # The point becomes what people can divide themselves, and the ends move with it.
+    # The point becomes the quotient of the displayed numbers, and the ends move with it.
     times = seconds / base / ratio.point
     return map_ends(ratio, lambda value: value * times)
 
@@ -231,8 +231,8 @@ def _reported_seconds(finding: Finding | None, phases: Collection[str]) -> float
 
 @dataclass(frozen=True)
 class Basis:
-    """A run with its findings, and what else was measured with the same device. `served` are answers of `infer` by this
-    run. `least` is the gain, as a share, from which a precision is worth the trouble."""
+    """A run with its findings, and other measurements on the same device. `served` are answers of `infer` by this run.
+    `least` is the gain, as a share, from which a precision is worth the effort."""
 
     run: Run
     findings: Mapping[str, Finding]
@@ -257,21 +257,21 @@ class Basis:
 
 @dataclass(frozen=True)
 class Reply:
-    """A rule's reply: whether the question is met, the figure that decides it, and what that rests on."""
+    """A rule's reply: whether the question is met, the figure that decides it, and the evidence."""
 
     met: Met
     figure: str
     grounds: tuple[Ground, ...] = ()
 
 
-# A rule's function: returns a Reply, or why it was not measured here, or None where the question makes no sense.
+# A rule's function: returns a Reply, or why it was not measured here, or None if the question does not apply.
 Ask = Callable[[ComparedCase, Basis], Reply | str | None]
 
 
 @dataclass(frozen=True)
 class AdviceRule:
-    """One row of the checklist. `measure` is the command that would answer it ({again} stands for the one that
-    measured the case). Where the precision is emulated, only what it learns can be measured."""
+    """One row of the checklist. `measure` is the command that would answer it ({again} stands for the command that
+    measured the case). For an emulated precision only learning can be measured."""
 
     name: str
     topic: Question
@@ -286,23 +286,23 @@ class AdviceRule:
         answer = RuleAnswer(self.name, self.topic, self.question, case.setting, case.mode, Met.UNKNOWN)
         if isinstance(reply, Reply):
             return replace(answer, met=reply.met, figure=reply.figure, grounds=reply.grounds)
-        # No command makes an emulated precision fast.
+        # No command gives an emulated precision a speed.
         unmeasurable = pair.emulated and self.topic is not Question.LEARNS
         measure = "" if unmeasurable else self.measure.format(**_words(pair))
         return replace(answer, figure=reply, measure=measure)
 
 
 def dtype_words(case: Case) -> str:
-    """A case's precision as --dtypes takes it, and its map behind it."""
+    """Returns a case's precision as --dtypes accepts it, followed by its map."""
     return case.precision + (f" --precision-map {as_words(case.precision_map)}" if case.precision_map else "")
 
 
 def _words(pair: ComparedCase) -> dict[str, str]:
-    """Returns what the commands of rules are made of, for a suite or for a user's own model."""
+    """Returns the words that fill in rules' commands, for a suite or for a user's model."""
     case, reference = pair.record.case, pair.reference.case.mode if pair.reference is not None else "bf16"
     params = dict(case.params)
     both = f"--dtypes {reference},{dtype_words(case)}"
-    # A suite is asked again by its name, a model of one's own by its maker.
+    # A suite is named, a user's model is given by its maker.
     if "make" not in params:
         return {
             "again": f"fp8bench suite {case.workload} {both}",
@@ -324,7 +324,7 @@ def met_above(gain: Interval, least: float) -> Met:
 
 def amdahl(share: float, ratio: float) -> float:
     """Amdahl's law: returns the step's speed-up if a share of it takes `ratio` of its time."""
-    # A whole step of products that take no time has no end to its gain.
+    # A step made only of products that take no time has unlimited gain.
     duration = 1 - share + share * ratio
     return 1 / duration if duration > 0 else math.inf
 
@@ -334,7 +334,8 @@ def map_ends(interval: Interval, by: Callable[[float], float]) -> Interval:
 
 
 def gain_text(gain: Interval) -> str:
-    """Returns for example '1.62x [1.60, 1.64]', '1.6x (1.5 to 1.7)' of few rounds, or one number if that is all."""
+    """Returns for example '1.62x [1.60, 1.64]', '1.6x (1.5 to 1.7)' for few rounds, or a single number without
+    bounds."""
     alone = units.significant(gain.low) == units.significant(gain.high)
     return units.speed_up(gain.point) + ("" if alone else f" {bounds(gain)}")
 

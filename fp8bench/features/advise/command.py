@@ -1,4 +1,4 @@
-"""`fp8bench advise`: what to do about a precision on this machine, by what was measured here."""
+"""`fp8bench advise`: what to do about a precision on this machine, from measurements on it."""
 
 from __future__ import annotations
 

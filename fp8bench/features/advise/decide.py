@@ -1,5 +1,5 @@
-"""Turns the checklist's answers into advice: adopt, route, or do nothing, because. Of an emulated case nothing is said
-about speed."""
+"""Turns the checklist's answers into advice: adopt, route, or do nothing, with the reason. Emulated cases get no
+statement about speed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from fp8bench.model import Interval, Verdict
 from fp8bench.report.panels import together
 
 Answers = Mapping[str, RuleAnswer]
-# Rules whose "no" speaks against a precision, in the order in which they are given as reasons.
+# Rules whose "no" counts against a precision, in the order in which reasons are listed.
 _AGAINST = ("learns", "errors", "amdahl", "casts", "coverage")
-# Those of them that no speed makes up for, and what their "no" says.
+# Those that no speed compensates for, with the meaning of their "no".
 _SPOILING = {"learns": "it does not learn as well", "errors": "its errors are too large"}
 _ORDER = list(AdviceKind)
-# A step that is so many times faster than Amdahl's law allows was not the same step.
+# A step this many times faster than Amdahl's law allows was a different step.
 _BEYOND = 1.02
 
 
 def advise(basis: Basis) -> Advised:
-    # 1. Ask every rule about every case; a rule answers None where its question makes no sense.
+    # 1. Apply every rule to every case; a rule returns None if its question does not apply.
     answers: list[RuleAnswer] = []
     for pair in basis.cases:
         replies = [rule.answer(pair, basis) for rule in RULES]
         answers += [reply for reply in replies if reply is not None]
-    # 2. Advice on serving comes first, then that on steps, the largest gain first.
+    # 2. List advice on serving first, then that on steps, the largest gain first.
     advice: list[Advice] = []
     for served in basis.served:
         advice += serving_advice(served)
@@ -46,7 +46,7 @@ def _importance(advice: Advice) -> tuple[int, float]:
 
 
 def _advice_of(basis: Basis, answers: Sequence[RuleAnswer]) -> tuple[Advice, ...]:
-    """Advice without a gain that says the same of several settings is given once."""
+    """Returns the advice; advice without a gain that is equal for several settings appears once."""
     by_case = together(((answer.setting, answer.mode), answer) for answer in answers)
     merged: dict[tuple[object, ...], Advice] = {}
     for pair in basis.cases:
@@ -78,7 +78,7 @@ def _advice(
 
 def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
     mode, support, step, native = pair.mode, pair.record.support, answers["step"], [answers["native"]]
-    # 1. Emulated or not timed: a step says nothing of the speed.
+    # 1. Emulated or not timed: the step shows no speed.
     if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
         words = f"do nothing about the speed of {mode}, because it is {support.level} here{reason}"
@@ -91,7 +91,7 @@ def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advi
             f"do nothing about {mode}, because its speed is not known here: {step.figure}",
             native,
         )
-    # 2. Faster than possible: two sides that are not alike are no ground for advice.
+    # 2. Faster than possible: the two steps differ, so no advice can be based on them.
     against = [answers[rule] for rule in _AGAINST if rule in answers and answers[rule].met is Met.NO]
     bound = bound_of(pair)
     if bound is not None and pair.speed.low > _BEYOND * bound.high:
@@ -100,13 +100,13 @@ def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advi
             f"change allows {gain_text(bound)} at most: something else is not alike"
         )
         return _advice(pair, "amdahl", AdviceKind.NOTHING, words, [step, *against])
-    # 3. Surely faster by what is worth the effort, and nothing spoils it: adopt.
+    # 3. Certainly faster by a worthwhile gain, and without an objection: adopt.
     faster = pair.finding.verdict is Verdict.FASTER
     spoiled = " and ".join(_SPOILING[answer.rule] for answer in against if answer.rule in _SPOILING)
     if faster and not spoiled and met_above(pair.speed, 1 + basis.least) is Met.YES:
         supporting = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
         return _advice(pair, "step", AdviceKind.ADOPT, _describe_gain(pair, answers), [step, *supporting], pair.speed)
-    # 4. Slower, too little, or not told apart: do nothing, and say why.
+    # 4. Slower, too little gain, or unclear: do nothing, with the reason.
     if pair.finding.verdict is Verdict.SLOWER and pair.reference is not None:
         words = f"keep {pair.reference.case.mode}: {mode} {_describe_slowness(pair)}"
     elif faster and not spoiled:
@@ -147,12 +147,13 @@ def _describe_gain(pair: ComparedCase, answers: Answers) -> str:
 
 
 def _route(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:
-    """Yields which layers stay high by a study of them, if with all layers low the loss is too high."""
+    """Yields which layers to keep in high precision according to a study, if the loss is too high with all layers
+    low."""
     layers, study = answers.get("layers"), study_of(pair, basis)
     chosen = study.suggestion if study is not None else None
     if layers is None or layers.met is not Met.NO or study is None or chosen is None:
         return
-    # The map that was measured, and the one that the study suggests: what lies between stays high.
+    # The layers between the measured map and the one that the study suggests stay high.
     now = tried_as(pair, study)
     high_layers = ", ".join(sorted({*now.low} - {*chosen.low})) or "what the map names"
     gaps = (study.gap(chosen), study.gap(now))

@@ -1,4 +1,4 @@
-"""What advice on a stored run rests on."""
+"""Collects the evidence for advice on a stored run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fp8bench.store.runs.listing import load_stored_run, store_of
 
 
 def basis_of(word: str, store: Path, training: str | None, least: float) -> tuple[Basis, list[str]]:
-    """Returns the named run with what else the store knows about it, and what of that could not be read."""
+    """Returns the named run with everything the store knows about it, and a list of unreadable files."""
     run = load_stored_run(word, store)
     if run.request.suite == BENCH:
-        raise UsageError(f"the run {run.id} compares callables, and advice is on precisions. Give a suite's run.")
+        raise UsageError(f"the run {run.id} compares callables, but advice is about precisions. Give a suite's run.")
     home = store_of(Path(run.path)) or store
     studies, troubles = studies_of(home)
     trained = None

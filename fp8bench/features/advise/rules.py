@@ -1,4 +1,4 @@
-"""The checklist: whether a step is faster and what bounds that, whether it saves memory, and whether the model still
+"""The checklist: whether a step is faster and what limits it, whether it saves memory, and whether the model still
 learns."""
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _judge_step(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 
 def bound_of(pair: ComparedCase) -> Interval | None:
-    """Returns the reference's speed-up if all that the precision may change took no time."""
+    """Returns the reference's speed-up if everything that the precision may change took no time."""
     if pair.reference is None or pair.reference.support.is_emulated or pair.reference.timing is None:
         return None
     share = pair.share_touched()
@@ -79,8 +79,8 @@ def bound_of(pair: ComparedCase) -> Interval | None:
 
 
 def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
-    """Takes products as fast as they are here, by a ceiling or by themselves, and casts for nothing."""
-    # 1. The share of the step that a precision can touch at all.
+    """Assumes that products are as fast as measured here, by a ceiling or alone, and that casts are free."""
+    # 1. The share of the step that a precision can affect.
     share = None if pair.reference is None or pair.reference.support.is_emulated else pair.share(_PRODUCTS)
     if share is None or pair.reference is None:
         return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
@@ -100,7 +100,7 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
         most = Interval(amdahl(share.point, product_ratio.point), low, high, product_ratio.level)
         bounds.append((most, f"with products {units.speed_up(1 / product_ratio.point)} as fast, as here"))
         grounds.append(Ground(pair.row, f"its products alone are {gain_text(product_ratio.inverse)} as fast"))
-    # 3. The generous bound alone never says yes: products take some time.
+    # 3. The generous bound never gives a yes: products take some time.
     most, words = min(bounds, key=lambda bound: bound[0].point)
     met = met_above(most, least)
     if met is Met.YES and len(bounds) == 1:
@@ -132,7 +132,7 @@ def _judge_casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     return Reply(met_above(taxed, 1 + BAND), figure, grounds)
 
 
-# With less than this share of its products converted, a step gains little.
+# If less than this share of its products is converted, a step gains little.
 _HALF = 0.5
 
 
@@ -171,7 +171,7 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
         return "no memory was measured"
     share = pair.record.memory.peak / reference.memory.peak
     roles, reference_roles = dict(pair.record.memory.roles), dict(reference.memory.roles)
-    # Peaks alone puzzle people: what stays and what comes on top explains them.
+    # A ratio of peaks puzzles people: also show what stays the same and what is added.
     unchanged = [
         f"{words} ({units.size(roles[role])})"
         for role, words in _KEPT.items()
@@ -203,8 +203,8 @@ def _judge_energy(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 
 def _judge_errors(pair: ComparedCase, basis: Basis) -> Reply | str:
-    """Names each error with the word for its size. A large one forbids the precision; whether a smaller one matters, a
-    training says."""
+    """Describes each error by its size. A large one rules the precision out; whether a smaller one matters, only a
+    training shows."""
     errors = [error for error in pair.record.measurements if error.metric.endswith("_error") and error.samples]
     problem = pair.record.reason if not pair.record.is_ok else ""
     if NOT_FINITE in problem:
@@ -222,7 +222,7 @@ def _judge_errors(pair: ComparedCase, basis: Basis) -> Reply | str:
 
 
 def study_of(pair: ComparedCase, basis: Basis) -> Study | None:
-    """Returns the newest study of this workload, device and precision, and of the model where that is a parameter."""
+    """Returns the newest study of this workload, device and precision, and of the model if that is a parameter."""
     case = pair.record.case
     params = dict(case.params)
     fitting = []
@@ -236,7 +236,7 @@ def study_of(pair: ComparedCase, basis: Basis) -> Study | None:
 
 
 def tried_as(pair: ComparedCase, study: Study) -> LayerTrial:
-    """Returns the candidate with the case's precision map; else the one with all layers low."""
+    """Returns the candidate with the case's precision map, or else the one with all layers low."""
     return next(
         (candidate for candidate in study.candidates if candidate.precision_map == pair.record.case.precision_map),
         study.candidates[0],
@@ -246,7 +246,7 @@ def tried_as(pair: ComparedCase, study: Study) -> LayerTrial:
 def _judge_layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     study = study_of(pair, basis)
     if (study is None and not pair.trains) or precisions.unit_scaled(pair.record.case.precision):
-        return None  # no layer of a unit-scaled model can stand in another
+        return None  # layers of a unit-scaled model cannot be used in another model
     if study is None or not study.candidates:
         return "no layer was tried alone"
     row = f"sensitivity study {study.path or study.started}"
@@ -262,7 +262,7 @@ def _judge_layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
 
 
 def arm_of(pair: ComparedCase, basis: Basis) -> ArmVerdict | None:
-    """Returns the training's verdict on an arm in this mode, preferably one without settings of its own."""
+    """Returns the training's verdict on an arm in this mode, preferably one with default settings."""
     if basis.training is None:
         return None
     arms = [arm for arm in basis.training.verdicts.arms if arm.arm.precision == pair.mode]
@@ -295,21 +295,21 @@ def _judge_training(pair: ComparedCase, basis: Basis) -> Reply | str | None:
 RULES = (
     AdviceRule("step", Question.PAYS, "Is the whole step faster?", _judge_step, "{again}"),
     AdviceRule("native", Question.PAYS, "Does this device multiply in it?", _judge_native, "fp8bench doctor"),
-    # Where products are a quarter of a step, products 1.6 times as fast give 10%.
+    # If products are a quarter of a step, making them 1.6 times as fast gains 10%.
     AdviceRule("amdahl", Question.PAYS, "Do its products take enough of the step?", _judge_product_share,
                "fp8bench suite ceilings, then {again}"),
-    # Published products with casts gain 1.4 times where products of ready operands gain 1.9.
+    # In publications, products with casts gain 1.4 times where products of ready operands gain 1.9.
     AdviceRule("casts", Question.PAYS, "Do casts leave what the products gain?", _judge_casts, "{again}"),
-    # A converter of nn.Linear alone does nothing for GPT-2 or a ResNet, and 18% for Mixtral.
+    # Converting only nn.Linear gains nothing for GPT-2 or a ResNet, and covers 18% of Mixtral.
     AdviceRule("coverage", Question.PAYS, "Can most of its products be converted?", _judge_coverage, ""),
     AdviceRule(
         "energy", Question.PAYS, "Does it save energy?", _judge_energy, "{again}, where a device tells its energy"
     ),
     # Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 of bf16's.
     AdviceRule("memory", Question.FITS, "Does it save memory?", _judge_memory, "{again}"),
-    # A short training of one seed tells nothing: seeds differ by as much as formats.
+    # A short training with one seed is inconclusive: seeds differ as much as formats.
     AdviceRule("learns", Question.LEARNS, "Does it still learn?", _judge_training, "{train}"),
     AdviceRule("errors", Question.LEARNS, "Are its errors small enough?", _judge_errors, "{again}"),
-    # Heads, routers, first and last layers are those that published recipes leave high.
+    # Published recipes keep heads, routers, first and last layers in high precision.
     AdviceRule("layers", Question.LEARNS, "Do all layers bear it?", _judge_layers, "{study}"),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What to do, and the three questions that decide it, answered with the figures of this machine."""
+"""Recommendations, and the three questions behind them, answered with the figures of this machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from fp8bench.report.page.section import Material, section
 
 @section("advice", "When to use FP8", 68)
 def advice_section(material: Material) -> Iterator[Element]:
-    """Each question with this machine's figure and the row that it rests on; yes speaks for the lower precision. No
-    figure of another machine is used. fp8bench advise RUN adds studies and trainings of the store.
-    """
+    """Each question with this machine's figure and the row that it comes from; yes favours the lower precision. No
+    figure from another machine is used. fp8bench advise RUN also uses the studies and trainings of the store."""
     for number, entry in enumerate(material.entries):
-        if entry.run.request.suite == BENCH:  # of callables, not of precisions
+        if entry.run.request.suite == BENCH:  # compares callables, not precisions
             continue
         advice = advise(Basis(entry.run, entry.findings))
         if not advice.answers:

@@ -1,4 +1,4 @@
-"""Advice on serving, by answers of `infer`: from which context to keep what low."""
+"""Advice on serving from answers of `infer`: from which context on to use low precision, and for what."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8bench.features.advise.values import Advice, AdviceKind, Ground
 from fp8bench.features.infer.values import ArmTimes, ServingAnswer, word_of
 from fp8bench.nn.served import ServedArm
 
-# A gain that costs more than this share of perplexity on the answer's model is none.
+# A gain that raises perplexity by more than this share on the answer's model does not count.
 SPOILED = 0.01
 
 
@@ -30,8 +30,7 @@ def _reference_name(answer: ServingAnswer) -> str:
 
 
 def _weigh_quality(answer: ServingAnswer, arm: ServedArm, where: str, because: str) -> Advice:
-    """Advises to take the arm `where` it was timed to be faster, unless predictions suffer; to do nothing if that is
-    ''."""
+    """Advises to adopt the arm `where` it was faster, unless predictions suffer; to do nothing if `where` is ''."""
     name, quality = word_of(arm), answer.quality_of(arm)
     doing = f"quantise weights ({name})" if arm.weights and not arm.kv else f"take {name}"
     harm, spoils = "what it does to predictions is not known", False
@@ -52,7 +51,7 @@ def _weigh_quality(answer: ServingAnswer, arm: ServedArm, where: str, because: s
 def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
     reference, crossing = _reference_name(answer), times.crossing
     low, high = answer.question.contexts[0], answer.question.contexts[-1]
-    # 1. Not timed, or timed under doubts.
+    # 1. Not timed, or timed with doubts.
     if crossing is None:
         name, reason = word_of(times.arm), times.why or "no line fits its times"
         return _make_advice(
@@ -63,7 +62,7 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
         )
     if times.doubts:
         return _weigh_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
-    # 2. Times that cross: the advice holds from there on, or up to there.
+    # 2. The times cross: the advice holds from there on, or up to there.
     if crossing.at is not None:
         begins, ends = f"{crossing.low:.0f}", f"{crossing.high:.0f}"
         where = f"from a context of {ends} on" if crossing.faster[1] else f"up to {begins} tokens"
@@ -73,12 +72,12 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
             where,
             f"its decode step crosses that of {reference} at {crossing.at:.0f} [{begins}, {ends}]",
         )
-    # 3. Faster at every context that was timed.
+    # 3. Faster at all measured contexts.
     if crossing.faster == (True, True):
         return _weigh_quality(
             answer, times.arm, f"at contexts of {low} to {high}", f"faster than {reference} throughout"
         )
-    # 4. Slower, or not told apart at one end: no ground to change.
+    # 4. Slower, or unclear at one end: no reason to change.
     first, last = ({True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster)
     because = f"its decode step is {first} at a context of {low} and {last} at {high}"
     return _weigh_quality(answer, times.arm, "", f"{because}, against {reference}")

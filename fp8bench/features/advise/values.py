@@ -9,8 +9,8 @@ from fp8bench.model.measured import Interval
 
 
 class Met(StrEnum):
-    """Whether a question of the checklist is met here. TOLERATED: the lower precision is surely worse, by less than the
-    margin of what was measured. UNCLEAR: it was measured, and the noise leaves it open."""
+    """The answer to a question of the checklist. TOLERATED: the lower precision is certainly worse, but by less than
+    the margin. UNCLEAR: measured, but noise leaves it open."""
 
     YES = "yes"
     NO = "no"
@@ -20,7 +20,7 @@ class Met(StrEnum):
 
 
 class Question(StrEnum):
-    """What decides about a precision, in the order in which it is answered."""
+    """The questions that decide about a precision, in the order in which they are answered."""
 
     # A precision that does not pay need not fit, and one that does not fit cannot learn.
     PAYS = "Does it pay?"
@@ -29,7 +29,7 @@ class Question(StrEnum):
 
 
 class AdviceKind(StrEnum):
-    """Take a precision, leave layers high, or leave all as it is."""
+    """Adopt a precision, keep layers high, or leave everything unchanged."""
 
     ADOPT = "adopt"
     ROUTE = "route"
@@ -38,7 +38,7 @@ class AdviceKind(StrEnum):
 
 @dataclass(frozen=True)
 class Ground:
-    """One figure, and the row where it is found: a case of the run, a study, or a training."""
+    """One figure and its source: a case of the run, a study, or a training."""
 
     row: str
     figure: str
@@ -46,8 +46,8 @@ class Ground:
 
 @dataclass(frozen=True)
 class RuleAnswer:
-    """What one rule answers on a mode in a setting, as a part of one of the three questions (`topic`). `figure` decides
-    it, in words; if it is UNKNOWN, `measure` is the command that would measure it."""
+    """A rule's answer about a mode in a setting, as part of one of the three questions (`topic`). `figure` decides it,
+    in words; if it is UNKNOWN, `measure` is the command that would measure it."""
 
     rule: str
     topic: Question
@@ -62,9 +62,9 @@ class RuleAnswer:
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to do, or not to do, about a mode. It holds for all `settings`; it is `doubtful` if it rests on a
-    case with a doubtful label. `gain` is the speed-up of the step; None if it is not about speed, or was not measured.
-    `recipe` are options to type for it, '' for none."""
+    """One recommendation about a mode. It holds for all `settings`; it is `doubtful` if it is based on a case with a
+    doubtful label. `gain` is the speed-up of the step; None if it is not about speed, or was not measured. `recipe` are
+    options to type for it, '' for none."""
 
     rule: str
     kind: AdviceKind
@@ -80,7 +80,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Advised:
-    """The advice on a run, most important first, and the checklist that it comes from."""
+    """The advice on a run, most important first, and the checklist behind it."""
 
     run: str
     advice: tuple[Advice, ...]

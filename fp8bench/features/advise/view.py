@@ -16,9 +16,9 @@ from fp8bench.report.words.naming import many
 
 _TONES = {Met.YES: Tone.GOOD, Met.NO: Tone.BAD}
 _KINDS = {AdviceKind.ADOPT: Tone.GOOD, AdviceKind.NOTHING: Tone.PLAIN}
-# At most so many sentences are shown; JSON has all of them.
+# At most this many sentences are shown; JSON has all of them.
 _MOST = 12
-# Up to so many alike are shown each by itself.
+# Up to this many equal pieces of advice are shown one by one.
 _FEW = 3
 _MOST_GROUNDS = 2
 LEGEND = (
@@ -32,8 +32,8 @@ Rows = Sequence[Sequence[RuleAnswer]]
 
 
 def page_of(advised: Advised, notes: Sequence[str], everything: bool = False) -> Page:
-    """Shows the advice on one run and what was answered of each question, and for each the next command; with
-    `everything`, every answer and its evidence."""
+    """Shows the advice on a run, the answer to each question, and the next command for each; with `everything`, every
+    answer and its evidence."""
     parts = [Part("advice", "", (sentences(advised) if advised.advice else Text(_NOTHING),))]
     parts += [Part(table.name, "", (table,)) for table in question_tables(advised, everything)]
     if not everything and (next_steps := tuple(_next(advised))):
@@ -50,14 +50,14 @@ def sentences(advised: Advised) -> Items:
 
 
 def _alike(advice: Sequence[Advice]) -> list[list[Advice]]:
-    """Groups advice to do nothing for the same reason in many settings; each other piece is its own group."""
+    """Groups advice to do nothing for the same reason in many settings; every other piece is a separate group."""
     reasons = [
         (piece.kind, piece.mode, piece.rule, piece.sentence.partition("(" if piece.gain is None else " ")[0])
         for piece in advice
     ]
     groups: dict[object, list[Advice]] = {}
     for number, (piece, reason) in enumerate(zip(advice, reasons, strict=True)):
-        # Advice to change something is never folded: each is a decision of its own.
+        # Advice to change something is never grouped: each is a separate decision.
         is_common = piece.kind is AdviceKind.NOTHING and reasons.count(reason) > _FEW
         groups.setdefault(reason if is_common else number, []).append(piece)
     return list(groups.values())
@@ -74,12 +74,12 @@ def _with_those_alike(group: Sequence[Advice], named: Callable[[str], str]) -> T
 
 
 def short_names(advised: Advised) -> Callable[[str], str]:
-    """Returns a function that shortens names of settings and cases by the parameters that their suite has in common."""
+    """Returns a function that shortens names of settings and cases by the parameters shared within their suite."""
     inside: dict[str, list[set[str]]] = {}
     for answer in advised.answers:
         suite, _, bracket = answer.setting.partition("[")
         inside.setdefault(suite, []).append(set(bracket.rpartition("]")[0].split(",")))
-    # What all settings of a suite have in common tells none from another.
+    # Parameters that all settings of a suite share do not distinguish them.
     shared = {suite: set.intersection(*pairs) for suite, pairs in inside.items()}
 
     def short(row: str) -> str:
@@ -94,8 +94,8 @@ def short_names(advised: Advised) -> Callable[[str], str]:
 
 
 def question_tables(advised: Advised, everything: bool) -> Iterator[Table]:
-    """Yields a table for each of the three questions: what was answered, or with `everything` every answer and its
-    evidence. Of several settings it shows the answer of most that have an answer."""
+    """Yields a table for each of the three questions: the answer or, with `everything`, every answer and its evidence.
+    For several settings it shows the most frequent answer."""
     cols = _columns(advised)
     for number, question in enumerate(Question, 1):
         rows = [row for row in _rows(advised, question) if everything or _is_answered(row)]
@@ -104,18 +104,18 @@ def question_tables(advised: Advised, everything: bool) -> Iterator[Table]:
 
 
 def _rows(advised: Advised, question: Question) -> Rows:
-    """Groups answers by suite, device, precision and rule. What an emulation leaves open is one row."""
+    """Groups answers by suite, device, precision and rule. Everything that an emulation leaves open is one row."""
     by_row: dict[tuple[str, ...], list[RuleAnswer]] = {}
     for answer in advised.answers:
         if answer.topic is question:
-            # All that an emulation leaves open has one reason, and needs one row.
+            # What an emulation leaves open has a single reason, and needs a single row.
             last = answer.figure if _is_emulated(answer) else answer.rule
             by_row.setdefault((_place(answer), answer.mode, last), []).append(answer)
     return [*by_row.values()]
 
 
 def _place(answer: RuleAnswer) -> str:
-    """Makes 'gemm on cpu' of 'gemm[m=64]@cpu'."""
+    """Converts 'gemm[m=64]@cpu' to 'gemm on cpu'."""
     return f"{answer.setting.partition('[')[0]} on {answer.setting.rpartition('@')[2]}"
 
 
@@ -128,12 +128,12 @@ def _is_emulated(answer: RuleAnswer) -> bool:
 
 
 def _next(advised: Advised) -> Iterator[Element]:
-    """Yields how many answers are missing, and for each question the first command that would give one."""
+    """Yields the number of missing answers, and for each question the first command that would give one."""
     missing: list[RuleAnswer] = []
     for question in Question:
         unanswered = [row[0] for row in _rows(advised, question) if not _is_answered(row)]
         missing += [answer for answer in unanswered if not _is_emulated(answer)]
-    # One command for each question: the first often answers the others too.
+    # One command per question: the first often answers the others, too.
     commands: dict[Question, str] = {}
     for answer in missing:
         if answer.measure:
@@ -145,7 +145,7 @@ def _next(advised: Advised) -> Iterator[Element]:
 
 
 def _columns(advised: Advised) -> list[Col[Sequence[RuleAnswer]]]:
-    """The columns for answers to one question: the most frequent answer, if there is any, and who gave it first."""
+    """Returns the columns for answers to one question: the most frequent answer, if any, and the first case with it."""
     named, places = short_names(advised), {_place(answer) for answer in advised.answers}
 
     def precision(answers: Sequence[RuleAnswer]) -> str:
@@ -153,7 +153,7 @@ def _columns(advised: Advised) -> list[Col[Sequence[RuleAnswer]]]:
         return f"{first.mode} in {_place(first)}" if len(places) > 1 else first.mode
 
     def first(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
-        # Answers outvote what was not measured, however often that was.
+        # Actual answers take precedence over missing ones, regardless of their number.
         answered = [answer.met for answer in answers if answer.met is not Met.UNKNOWN]
         (met, count), *_ = Counter(answered or (answer.met for answer in answers)).most_common()
         return next(answer for answer in answers if answer.met is met), count

@@ -1,5 +1,5 @@
-"""What is audited, and the engine that audits it: which data and arguments each kind of callable is called with, what
-it promises, what all checks share, and how a table of them runs."""
+"""The subjects of audits and the engine that runs the checks: data and arguments for each kind of callable, what it
+promises, the state that checks share, and the loop over checks."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.protocols import Role
 
 _LAYER = "audit"
-# Attention is called with a batch of so many.
+# The batch size for attention.
 _BATCH = 2
 
 
 class Shape(NamedTuple):
-    """The sides of an input. A product is (M, K) x (N, K), attention M places of N heads of size K."""
+    """The sides of an input. A product is (M, K) x (N, K); attention has M positions of N heads of size K."""
 
     m: int
     n: int
@@ -69,19 +69,19 @@ class Shape(NamedTuple):
 
 
 SUBJECTS: dict[AuditKind, type[Subject]] = {}
-# Of a large result so many rows, and about so many elements, are compared.
+# In a large result, this many rows and about this many elements are compared.
 _SAMPLED_ROWS, _SAMPLED = 24, 1024
 
 
 class Subject(ABC):
-    """One callable under audit. Matrices are drawn and judged on the processor, whatever device it runs on. `shapes`
-    are sizes that it has promised to take, `odd` ones and `sizes` may be refused; `data` are the kinds of data that
-    say something about it; `timed` is the first shape that is timed, `tall` one beyond the blocks that kernels are
-    tried with, and beyond the sums that bfloat16 holds. `sizes` are those of real models and of decoding: of their
-    results a sample is judged."""
+    """One callable under audit. Matrices are drawn and judged on the CPU, whatever device it runs on. `shapes` are
+    sizes that it must accept, while `odd` ones and `sizes` may be refused; `data` are the informative kinds of data;
+    `timed` is the first shape that is timed, `tall` one larger than the blocks that kernels are tested with, and than
+    the sums that bfloat16 can hold. `sizes` come from real models and from decoding: only a sample of their results is
+    judged."""
 
     kind: ClassVar[AuditKind]
-    # No two sides alike, a square in which a transposition keeps the shape, and a long sum.
+    # Three distinct sides, a square whose shape hides a transposition, and a long sum.
     shapes: ClassVar[tuple[Shape, ...]] = (Shape(64, 96, 256), Shape(128, 128, 128), Shape(32, 48, 1024))
     odd: ClassVar[tuple[Shape, ...]] = (
         Shape(1, 96, 256),
@@ -142,16 +142,16 @@ class Subject(ABC):
         return tuple(draw_matrix(data, place, count, shape.k, seed, self.promise.carrier) for place, count in rows)
 
     def arguments(self, matrices: Matrices) -> Matrices:
-        """Returns what it is called with, still on the processor."""
+        """Returns the callable's arguments, still on the CPU."""
         return matrices
 
     @abstractmethod
     def promises(self, matrices: Matrices, chance: Random | None = None) -> dict[str, Promise]:
-        """What each result should be. With `chance`, that of some rows and columns of it."""
+        """Returns what each result should be. With `chance`, only for random rows and columns."""
 
 
 class ProductSubject(Subject):
-    """Is called with two matrices, or with the codes and scales of both."""
+    """A callable that takes two matrices, or the codes and scales of both."""
 
     kind = AuditKind.PRODUCT
 
@@ -179,12 +179,12 @@ class ProductSubject(Subject):
         operands = round_operand(a, first), round_operand(b, second)
         if self.signature.takes is Takes.VALUES:
             return operands
-        # Whoever is given codes is not judged by the error that rounding to them made.
+        # A callable that gets codes is not blamed for the error of rounding to them.
         return replace(operands[0], given=None), replace(operands[1], given=None)
 
 
 class LinearSubject(Subject):
-    """Is called with inputs and a weight that need gradients. The gradient of its result is drawn."""
+    """A callable that takes inputs and a weight that need gradients. The gradient of its result is random."""
 
     kind = AuditKind.LINEAR
     tall = Shape(520, 264, 2080)
@@ -223,7 +223,8 @@ class LinearSubject(Subject):
 
 
 class AttentionSubject(Subject):
-    """Is called with queries, keys and values, (2, heads, places, size) each; it divides scores by sqrt(size)."""
+    """A callable that takes queries, keys and values, (2, heads, positions, size) each, and divides scores by
+    sqrt(size)."""
 
     kind = AuditKind.ATTENTION
     shapes = (Shape(64, 4, 64), Shape(128, 2, 32), Shape(96, 3, 128))
@@ -254,7 +255,7 @@ class AttentionSubject(Subject):
     def draw(self, data: str, shape: Shape, seed: int) -> Matrices:
         m, n, k = shape
         matrices = (draw_matrix(data, place, _BATCH * n * m, k, seed, torch.float32) for place in range(3))
-        # Scores of a few units: the softmax of larger ones picks one value, and would hide how they were made.
+        # Keep scores within a few units: the softmax of larger ones picks one value and hides how they were computed.
         scaled = (tensor / tensor.square().mean().sqrt().clamp(min=2.0**-30) for tensor in matrices)
         return tuple(tensor.view(_BATCH, n, m, k).to(self.promise.carrier) for tensor in scaled)
 
@@ -272,8 +273,7 @@ class AttentionSubject(Subject):
 def _sample_product(
     a: Tensor, b: Tensor, treatments: Sequence[Treatment | None], chance: Random | None
 ) -> tuple[Tensor, Tensor, SampledPlaces | None]:
-    """Returns some rows of both operands of a product, and where their product lies in its result; all without
-    `chance`."""
+    """Returns some rows of both operands of a product, and their places in its result; all rows without `chance`."""
     if chance is None:
         return a, b, None
     rows = sampled_rows(a, treatments[0], _SAMPLED_ROWS, chance)
@@ -283,19 +283,19 @@ def _sample_product(
 
 # Tried in this order to find the smallest input that shows a failure.
 _SMALLER = (Shape(1, 1, 16), Shape(2, 2, 32), Shape(4, 4, 32), Shape(8, 8, 64), Shape(16, 16, 128), Shape(32, 32, 128))
-# The search for mistakes is slow: of each result so many that need it are searched.
+# The search for mistakes is slow: it runs for at most this many results of the same kind.
 _SEARCHES = 4
 NORMAL = "normal"
-# Codes of results that no other check can look at.
+# Codes of failures after which no other check can judge the result.
 _NOTHING = ("raises", "shape", "dtype", "lazy-result")
-# What the kernel raises, here or in its own process.
+# What the kernel raises, in this process or in its own.
 REFUSALS = (KernelRaised, WorkerFault)
 # Added to the seed for a second, independent input.
 ANOTHER = 1 << 32
 
 
 class AuditInput(NamedTuple):
-    """What a callable is given: a kind of data and a shape. `how` says what was changed in the data afterwards."""
+    """An input of a callable: a kind of data and a shape. `how` describes later changes to the data."""
 
     data: str
     shape: Shape
@@ -303,9 +303,9 @@ class AuditInput(NamedTuple):
 
 
 class Auditor:
-    """What all checks of one audit share. `current` is the input that a check tries: its findings are about that,
-    unless they name another input. `tried` counts judged results. Once numbers were wrong, nothing is `sound`: checks
-    that compare results with their promise say nothing new."""
+    """The state that all checks of one audit share. `current` is the input being tried: findings are about it, unless
+    they name another input. `tried` counts judged results. Once numbers were wrong, nothing is `sound`: checks that
+    compare results with their promise add nothing new."""
 
     def __init__(self, subject: Subject, seed: int, ceilings: Ceilings | None = None) -> None:
         self.subject, self.seed, self.ceilings = subject, seed, ceilings or Ceilings()
@@ -320,12 +320,12 @@ class Auditor:
         return AuditInput(NORMAL, self.fitting(self.subject.shapes[0]))
 
     def fitting(self, shape: Shape) -> Shape:
-        """Rounds each side up to a multiple that the callable takes."""
+        """Rounds each side up to a multiple that the callable accepts."""
         multiple = self.subject.signature.multiple
         return Shape(*(math.ceil(side / multiple) * multiple for side in shape))
 
     def about(self, tried: AuditInput | None, finding: AuditFinding) -> AuditFinding:
-        """Writes for example 'M=64 N=96 K=256, normal' as the finding's input, if it has none."""
+        """Adds an input such as 'M=64 N=96 K=256, normal' to the finding, if it has none."""
         if tried is None or finding.input:
             return finding
         sides = "M={} N={} K={}".format(*tried.shape)
@@ -338,20 +338,20 @@ class Auditor:
         return self.call(self.subject.arguments(matrices))
 
     def place(self, arguments: Matrices, slot: int = 0, moved: bool = True) -> tuple[PackedTensor, ...]:
-        """Puts arguments where the kernel runs, and returns what was sent there."""
+        """Moves arguments to where the kernel runs, and returns what was sent."""
         packed = tuple(map(pack, arguments))
         self.subject.host.place(slot, packed, moved)
         return packed
 
     def call(self, arguments: Matrices, slot: int = 0, moved: bool = True) -> dict[str, Tensor]:
-        """Calls the kernel and returns copies of its results. Notes whether memory of its arguments has changed."""
+        """Calls the kernel and returns copies of its results. Notes whether the memory of its arguments has changed."""
         placed = self.place(arguments, slot, moved)
         results, digests = self.subject.host.call(slot)
         self.note_changes(self.current, placed, digests)
         return unpack_results(results)
 
     def note_changes(self, tried: AuditInput | None, placed: Sequence[PackedTensor], digests: Sequence[int]) -> None:
-        """Keeps the first finding of an argument whose memory has another digest after calls."""
+        """Records the first finding of an argument whose memory has changed its digest after calls."""
         for place, (packed, digest) in enumerate(zip(placed, digests, strict=True)):
             if digest_of(packed) != digest and self.changed is None:
                 reason = f"the memory of argument {place + 1} is not as it was before the call"
@@ -378,8 +378,8 @@ class Auditor:
         return next((replace(bad, why=f"{name}: {bad.why}") for name, bad in verdicts if bad.failed), None)
 
     def problems(self, tried: AuditInput) -> dict[str, AuditFinding]:
-        """Returns, by the result's name, each verdict that is a failure or a remark. A mistake is named only if a
-        second, independent input shows it as well."""
+        """Returns verdicts that are failures or remarks, by the result's name. A mistake is named only if a second,
+        independent input also shows it."""
         matrices = self.matrices(tried)
         results = self.results(matrices)
         verdicts = {name: verdict for name, verdict in self.judge(matrices, results).items() if verdict.code}
@@ -390,7 +390,7 @@ class Auditor:
         for name, verdict in verdicts.items():
             if verdict.remark or verdict.code in (second[name].code, *CERTAIN):
                 continue
-            # The second input does not confirm the mistake: it stays without a name. A figure may have been chance.
+            # The second input does not confirm the mistake, so it stays unnamed. A figure may have been chance.
             verdicts[name] = unnamed = promises[name].judge(results[name], search=False)
             if unnamed.code in FIGURES and not second[name].failed:
                 verdicts[name] = replace(
@@ -404,16 +404,19 @@ class Auditor:
             smaller = AuditInput(tried.data, shape)
             try:
                 verdict = self.problems(smaller).get(name)
-            except REFUSALS:  # it may refuse what is small
+            except REFUSALS:  # it may refuse small inputs
                 continue
-            except (WorkerHung, WorkerLost):  # what is known stands, and the next call says that the process is gone
+            except (
+                WorkerHung,
+                WorkerLost,
+            ):  # earlier findings are kept, and the next call reports that the process is gone
                 break
             if verdict is not None and verdict.code == code:
                 return smaller
         return tried
 
     def finding(self, tried: AuditInput, name: str, verdict: AuditFinding) -> AuditFinding:
-        """Says of which result a verdict is; a failure is about the smallest input that shows it."""
+        """Adds the name of the result to a verdict; a failure is reported for the smallest input that shows it."""
         result = "" if name == "product" else f"{name}: "
         if verdict.remark or verdict.code in _NOTHING:
             return self.about(tried, replace(verdict, why=result + verdict.why))
@@ -425,7 +428,7 @@ class Auditor:
         return self.about(self.smallest(tried, name, verdict.code), replace(verdict, why=reason))
 
     def _is_kept(self, name: str, precision: str, data: str) -> bool:
-        """Whether the result of that name is, on that data, what a precision gives."""
+        """Whether the named result on that data matches a precision."""
         matrices = self.matrices(self.first._replace(data=data))
         subject = type(self.subject)(self.subject.host, self.subject.signature, self.subject.facts)
         subject.signature = replace(subject.signature, precision=precision)
@@ -434,9 +437,8 @@ class Auditor:
 
 
 class AuditCheck(NamedTuple):
-    """One way to find a lie. `look` yields what is wrong or worth a remark; it may raise whatever foreign code raises:
-    what it has yielded by then stands. With `needs_sound` it runs only where numbers are right, which the check that
-    `decides` says."""
+    """One check. `look` yields failures and remarks; it may raise whatever foreign code raises, which keeps what it has
+    yielded so far. With `needs_sound` it runs only if numbers are right, which the check that `decides` determines."""
 
     name: str
     look: Callable[[Auditor], Iterable[AuditFinding]]
@@ -454,7 +456,7 @@ def run_checks(
     checks: Sequence[AuditCheck],
     ceilings: Ceilings | None = None,
 ) -> Audit:
-    """Runs every check in turn. One that fails stops none of the others: they may find what explains it."""
+    """Runs every check in turn. A failed check does not stop the others: they may explain it."""
     started = time.perf_counter()
     auditor = Auditor(SUBJECTS[signature.kind](host, signature, facts), seed, ceilings)
     findings: list[AuditFinding] = []
@@ -472,7 +474,7 @@ def run_checks(
         if auditor.changed is not None and not is_changed:
             check_findings.append(auditor.changed)
             is_changed = True
-        # A check without findings has passed, which is one, too.
+        # A check without findings has passed, which counts as a finding.
         findings += [replace(finding, check=check.name) for finding in check_findings] or [AuditFinding(check.name)]
         if check.decides:
             if any(finding.code in _NOTHING for finding in check_findings):

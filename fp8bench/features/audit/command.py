@@ -1,6 +1,6 @@
 """`fp8bench audit`: whether a low-precision kernel or converted model does what it promises.
 
-The kernel runs in a process of its own: it may crash, hang, or change whatever it likes.
+The kernel runs in a separate process: it may crash, hang, or modify anything.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _EXITS = {
     AuditOutcome.FAIL: EXIT_REGRESSION,
     AuditOutcome.CANNOT_TELL: EXIT_BASELINE,
 }
-# At most so many failures, and layers, are shown without --all.
+# At most this many failures, and layers, are shown without --all.
 _SHOWN, _LISTED = 3, 8
 # The fields of a signature besides kind and precision.
 _HOW = fields(Signature)[2:]
@@ -105,7 +105,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
 
     settings = Settings(threads=arguments.threads, seed=arguments.seed)
     if arguments.precision is not None:
-        precisions.canonical(arguments.precision)  # here, so that a word that cannot be starts no worker
+        precisions.canonical(arguments.precision)  # here, so that an invalid word starts no worker
     facts, done = audit(
         function_named(arguments.target), _signature(arguments), arguments.device, settings, arguments.store, observer
     )
@@ -127,18 +127,18 @@ def _signature(arguments: argparse.Namespace) -> Signature | None:
     return signed(arguments.kind, arguments.precision or "", **how)
 
 
-# The module of the worker.
+# The module that the worker runs.
 _MODULE = "fp8bench.features.audit.times"
-# Seconds for a whole audit: many times what one takes.
+# Seconds for a whole audit: many times its usual duration.
 _LIMIT = 600.0
-# Formats whose codes torch can hold: as a dtype, or two a byte.
+# Formats whose codes torch can hold, as a dtype or as two per byte.
 _IN_TORCH = {E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ}
 
 
 def audit(
     target: str, signature: Signature | None, device: str | None, settings: Settings, store: Path, observer: JobObserver
 ) -> tuple[DeviceFacts, Audit]:
-    """Returns the device it ran on, and the audit. Without a signature, that of the decorator counts.
+    """Returns the device used, and the audit. Without a signature, the decorator's is used.
 
     Nothing may be faster than the device's ceilings: those of the store, if they are current.
     """
@@ -154,7 +154,7 @@ def audit(
         signature = signature or declared
         if signature is None:
             raise UsageError(
-                f"{target} says nowhere what it promises. Give --kind and --precision, or declare it with "
+                f"{target} does not declare what it promises. Give --kind and --precision, or declare it with "
                 '@fp8bench.audited("product", "fp8").',
                 instead=("fp8bench", "audit", target, "--kind", "product", "--precision", "fp8"),
             )
@@ -181,7 +181,7 @@ def _absolute(target: str) -> str:
 
 
 def _ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> Ceilings | None:
-    """Returns current ceilings, measured now if there are none; None if nothing may be measured, or that fails."""
+    """Returns current ceilings, measured now if there are none; None if measuring is not allowed, or fails."""
     measured = partial(measure_ceilings, worker, facts)
     may_measure = switches_of(os.environ).ceilings
     try:
@@ -195,7 +195,7 @@ def _ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> 
 
 
 def sound(signature: Signature, facts: DeviceFacts) -> Signature:
-    """Returns the signature with the precision's full name; raises UsageError where nothing can be audited."""
+    """Returns the signature with the precision's full name; raises UsageError if nothing can be audited."""
     if signature.kind is AuditKind.MODEL and not signature.precision:
         return signature
     name = precisions.canonical(signature.precision)

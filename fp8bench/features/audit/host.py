@@ -1,7 +1,7 @@
-"""The kernel's side of an audit: it calls the kernel when the judge asks, and answers with numbers, words and bytes.
+"""The kernel's side of an audit: it calls the kernel when the judge asks, and answers with numbers, strings and bytes.
 
-It runs in a process of its own. What results should be, and whether they are, is known in the judge's process alone,
-where nothing of the kernel is imported. This module runs as the program of the kernel's process.
+It runs in a separate process. Expected results, and whether they were met, exist only in the judge's process, which
+imports nothing of the kernel. This module runs as the program of the kernel's process.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from fp8bench.worker.prepared import flush_of
 from fp8bench.worker.step_guards import aside
 from fp8bench.worker.switches import restore_switches
 
-# dtype, shape, strides, offset, and all bytes of the storage: what lies between the elements is watched, too.
+# dtype, shape, strides, offset, and all bytes of the storage, so that writes between the elements are noticed.
 PackedTensor = tuple[str, tuple[int, ...], tuple[int, ...], int, bytes]
 # Name, dtype, shape and bytes of a result.
 PackedResult = tuple[str, str, tuple[int, ...], bytes]
 PackedResults = tuple[PackedResult, ...]
 
-# Taken before anything of the kernel is imported, which may put others in their place.
+# Saved before importing anything of the kernel, which may replace them.
 _CLOCK, _PROCESS_CLOCK, _SYNCHRONIZE = time.perf_counter, time.process_time, torch.cuda.synchronize
 _CLOCKS = ("perf_counter", "monotonic", "time", "process_time", "thread_time")
-# What harnesses time, wait, copy and compare with. A kernel has no reason to replace any of it.
+# Functions with which harnesses time, wait, copy and compare. A kernel has no reason to replace any of them.
 _WATCHED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "time": (time, (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS))),
     "torch": (torch, ("equal", "allclose", "isclose", "isfinite", "isnan", "empty", "empty_like")),
@@ -55,7 +55,7 @@ _WATCHED: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def _watched_functions() -> dict[str, Any]:
-    """Returns what the watched names stand for now; None for names that this torch does not have."""
+    """Returns the current objects of the watched names; None for names that this torch does not have."""
     functions = {}
     for place, (owner, names) in _WATCHED.items():
         for name in names:
@@ -67,20 +67,20 @@ _ORIGINALS = _watched_functions()
 
 
 class KernelRaised(Fp8benchError):
-    """The kernel raised, or returned what is no result."""
+    """The kernel raised, or returned something that is not a result."""
 
 
 class LazyResult(KernelRaised):
-    """A result is of a class whose values may be computed when they are read."""
+    """A result has a class whose values may be computed when they are read."""
 
 
 def words_of(error: BaseException) -> str:
-    """Describes what the kernel raised, without the names of the errors that carry it."""
+    """Describes what the kernel raised, without the wrapping errors."""
     return own_words(error).removeprefix(f"{KernelRaised.__name__}: ")
 
 
 def describe_stop(error: BaseException) -> AuditFinding:
-    """What an exception that ended a check says of the kernel."""
+    """Returns the finding from an exception that ended a check."""
     lazy = LazyResult.__name__
     if isinstance(error, LazyResult) or (isinstance(error, WorkerFault) and error.kind == lazy):
         name = str(error).removeprefix(f"{lazy}: ")
@@ -91,13 +91,13 @@ def describe_stop(error: BaseException) -> AuditFinding:
 
 
 def raise_lie(error: BaseException) -> None:
-    """Raises an error again that is no refusal of an input but a lie, such as a lazy result."""
+    """Re-raises an error that is not a refusal but a deception, such as a lazy result."""
     if describe_stop(error).failed:
         raise error
 
 
 def replaced_functions() -> tuple[str, ...]:
-    """Returns the names of functions of time and torch that are other ones than before the kernel was imported."""
+    """Returns the names of functions of time and torch that were replaced after the kernel was imported."""
     return tuple(name for name, function in _watched_functions().items() if function is not _ORIGINALS[name])
 
 
@@ -107,7 +107,7 @@ def pack(tensor: Tensor) -> PackedTensor:
 
 
 def unpack(packed: PackedTensor, device: str = "cpu") -> Tensor:
-    """Returns the tensor in memory that it does not share."""
+    """Returns the tensor in fresh memory."""
     dtype, shape, strides, offset, data = packed
     memory = torch.empty(len(data), dtype=torch.uint8, device=device)
     if data:
@@ -147,7 +147,7 @@ _COPIES = ("clone", "copy_", "_to_copy")
 
 
 def work_of(call: Callable[[], object]) -> CallWork:
-    """Counts memory that is taken, casts, copies and products, as far as they are operators of torch."""
+    """Counts allocations, casts, copies and products, as far as they are operators of torch."""
     with without_compiling(), OperatorTape() as tape:
         call()
     counts: Counter[str] = Counter()
@@ -163,20 +163,20 @@ def work_of(call: Callable[[], object]) -> CallWork:
     return CallWork(**counts)
 
 
-# glibc's option that fills memory as it is handed out, with the complement of a byte: 0x7f, which makes NaN in float16
-# and float8, and 3e38 in bfloat16 and float32.
+# glibc's option that fills allocated memory with the complement of a byte: 0x7f, which gives NaN in float16 and float8,
+# and 3e38 in bfloat16 and float32.
 _FILL_OPTION, _FILL = -6, 0x80
-# Blocks of NaN of each size that are given back before a call, for the device's allocator to hand out again.
+# Blocks of NaN of each size that are freed before a call, so that the device's allocator reuses them.
 _PRIMED = 2
-# Tens of milliseconds: a kernel that does not wait for a stream so busy reads its inputs too early.
+# Tens of milliseconds: a kernel that does not wait for such a busy stream reads its inputs too early.
 _BUSY_CYCLES = 100_000_000
-# Of calls with the same arguments at most so many different results are returned.
+# At most this many different results are returned for calls with the same arguments.
 _MOST_RESULTS = 256
 
 
 @contextmanager
 def filled_memory() -> Iterator[None]:
-    """Within the body, the C library (if it is glibc) hands out memory that is full of large numbers and NaN."""
+    """Within the body, glibc's allocations are filled with large numbers and NaN; other C libraries are unaffected."""
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     if option is None:
         yield
@@ -190,7 +190,7 @@ def filled_memory() -> Iterator[None]:
 
 @contextmanager
 def busy_stream(device: str) -> Iterator[bool]:
-    """The body's work goes to a stream of its own, which is busy at first; yields False where the device has none."""
+    """Runs the body on a separate stream that is initially busy; yields False if the device has no streams."""
     if not device.startswith("cuda"):
         yield False
         return
@@ -203,8 +203,8 @@ def busy_stream(device: str) -> Iterator[bool]:
 
 
 class KernelHost:
-    """Calls one kernel. Arguments lie in numbered slots; each method is a request of the judge, and answers with plain
-    values. Raises KernelRaised for what the kernel raises."""
+    """Calls one kernel. Arguments are in numbered slots; each method serves a request of the judge, and answers with
+    plain values. Raises KernelRaised for what the kernel raises."""
 
     def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
         self._function, self._kind, self._device = function, signature.kind, facts.key
@@ -215,7 +215,7 @@ class KernelHost:
         self._timed: list[dict[str, Tensor]] = []
 
     def place(self, slot: int, tensors: Sequence[PackedTensor], moved: bool = True) -> None:
-        """Puts arguments into a slot: at other addresses than before, or (`moved` False) at the same ones."""
+        """Puts arguments into a slot: at new addresses or, with `moved` False, at the same ones."""
         placed = [unpack(tensor, self._device) for tensor in tensors]
         if moved:
             self._slots[slot] = placed
@@ -230,24 +230,25 @@ class KernelHost:
         return self.reread(), self.digests([slot])
 
     def reread(self) -> PackedResults:
-        """Reads the latest results again, where the kernel left them."""
+        """Reads the latest results again from the kernel's memory."""
         return pack_results(self._latest)
 
     def keep(self) -> None:
-        """Keeps the latest results where the kernel left them, for `reread_kept`."""
+        """Keeps a reference to the latest results in the kernel's memory, for `reread_kept`."""
         self._kept = self._latest
 
     def reread_kept(self) -> PackedResults:
         return pack_results(self._kept)
 
     def spoil(self) -> None:
-        """Overwrites the latest results, as their owner may."""
+        """Overwrites the latest results, as the caller who owns them may."""
         with torch.no_grad():
             for tensor in self._latest.values():
                 tensor.detach().fill_(math.nan)
 
     def call_late(self, slot: int, source: int) -> PackedResults | None:
-        """Calls it on a busy stream, behind writing the source's values into the slot; None if there is no stream."""
+        """Calls it on a busy stream, after queueing writes of the source's values into the slot; None without
+        streams."""
         with busy_stream(self._device) as has_stream:
             if not has_stream:
                 return None
@@ -255,7 +256,8 @@ class KernelHost:
             return self.call(slot)[0]
 
     def pair(self, slots: tuple[int, int], order: tuple[int, int]) -> tuple[PackedResults, ...]:
-        """Calls a linear layer forward on both slots, then both backward in that order; results in the slots' order."""
+        """Calls a linear layer forward on both slots, then both backward in the given order; returns results in slot
+        order."""
         answers = [self._forward(slot) for slot in slots]
         backwards = {which: self._backward(slots[which], answers[which]) for which in order}
         return tuple(pack_results(backwards[which]) for which in sorted(backwards))
@@ -263,8 +265,8 @@ class KernelHost:
     def repeat(
         self, slots: Sequence[int], calls: int, seconds: float
     ) -> tuple[int, list[tuple[int, int, PackedResults]]]:
-        """Calls it on each slot in turn. Returns the number of calls, and each slot's different results with the
-        call that first gave them."""
+        """Calls it on each slot in turn. Returns the number of calls, and each slot's different results with the number
+        of the call that first gave them."""
         different: list[tuple[int, int, PackedResults]] = []
         distinct, end, number = set[tuple[int, PackedResults]](), _CLOCK() + seconds, 0
         while number < calls and _CLOCK() < end:
@@ -277,9 +279,8 @@ class KernelHost:
         return number, different
 
     def time_calls(self, slots: Sequence[int]) -> list[tuple[float, float]]:
-        """Calls it once on each slot; returns seconds by the clock, and of this process. Within them results are
-        copied and every stream is waited for: what is not done by then is not in the copies, which `timed_results`
-        shows."""
+        """Calls it once on each slot; returns seconds by the clock, and of this process. Within them results are copied
+        and every stream is synchronized: unfinished work is missing from the copies, which `timed_results` shows."""
         seconds = []
         for slot in slots:
             self._flush()
@@ -291,7 +292,7 @@ class KernelHost:
         return seconds
 
     def digests(self, slots: Sequence[int]) -> tuple[int, ...]:
-        """Returns digests of all memory of the arguments in some slots."""
+        """Returns digests of all argument memory in some slots."""
         return tuple(digest_of(pack(tensor.detach())) for slot in slots for tensor in self._slots[slot])
 
     def timed_results(self, place: int) -> PackedResults:
@@ -322,7 +323,7 @@ class KernelHost:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
             raise KernelRaised(own_words(error)) from None
         if not isinstance(answer, Tensor):
-            raise KernelRaised(f"TypeError: it gave {type(answer).__name__}, and a tensor was expected")
+            raise KernelRaised(f"TypeError: it returned {type(answer).__name__}; expected a tensor")
         if is_lazy(type(answer)):
             raise LazyResult(f"{type(answer).__name__}")
         return answer
@@ -336,12 +337,13 @@ class KernelHost:
         return {"forward": answer, "input gradient": into_x, "weight gradient": into_weight}
 
     def _write(self, slot: int, tensors: Sequence[Tensor]) -> None:
-        """Overwrites memory, and leaves torch's counts of versions alone: an address and a version are no content."""
+        """Overwrites memory without changing torch's version counters, because kernels must not cache by address and
+        version."""
         for tensor, source in zip(self._slots[slot], tensors, strict=True):
             _bytes_of(tensor).copy_(_bytes_of(source))
 
     def _prime(self, slot: int) -> None:
-        """Takes and frees blocks of NaN as large as arguments and results, for the allocator to hand out next."""
+        """Allocates and frees blocks of NaN as large as arguments and results, so that the allocator reuses them."""
         sizes = {(tensor.numel(), tensor.dtype) for tensor in (*self._latest.values(), *self._slots[slot])}
         blocks = []
         for size, dtype in sizes:
@@ -354,7 +356,7 @@ class KernelHost:
 
 
 def is_lazy(kind: type[Tensor]) -> bool:
-    """Whether a subclass of Tensor does anything in its own way: then values may come to be as they are read."""
+    """Whether a subclass of Tensor overrides operations: then values may be computed when they are read."""
     if kind in (Tensor, torch.nn.Parameter):
         return False
     overridden = set[str]().union(*(vars(cls) for cls in kind.__mro__[: kind.__mro__.index(Tensor)]))
@@ -370,13 +372,13 @@ def _check_kernel(target: str, function: Callable[..., Any]) -> None:
     if isinstance(function, type):
         name = function.__name__
         raise UsageError(
-            f"{target} is a class, and a kernel is a function. Make an object of it in its file, as in "
+            f"{target} is a class, and a kernel is a function. Create an object of it in its file, as in "
             f"`kernel = {name}()`, and give that name."
         )
 
 
 class KernelBench(Bench):
-    """The kernel's process. What is audited is imported here and nowhere else."""
+    """The kernel's process, the only one that imports the audited code."""
 
     def read_signature(self, target: str) -> Signature | None:
         with aside():
@@ -386,7 +388,7 @@ class KernelBench(Bench):
             return declared_of(function)
 
     def audit_model(self, target: str, signature: Signature, facts: DeviceFacts) -> Audit:
-        # Not at the top: a kernel's process has none of the judge's modules.
+        # Not at the top: the kernel's process must not load the judge's modules.
         from fp8bench.features.audit.model import audit_loaded_model, parse_model
 
         self._select_device(facts)

@@ -1,11 +1,11 @@
-"""Checks the numbers of one converted layer: what it computes against what its input, current weight and bias give.
+"""Checks the numbers of one converted layer against its input, current weight and bias.
 
-A layer is judged as the model calls it, and then by itself on random inputs: in both modes, with and without gradients,
-and once backward. Meanwhile its trainable weight and bias hold random numbers, so that neither a bias of zeros nor an
-old copy of the weight hides a mistake; both are put back.
+A layer is judged as the model calls it, and then alone on random inputs: in both modes, with and without gradients, and
+once backward. During that its trainable weight and bias hold random numbers, so that neither a bias of zeros nor a
+stale copy of the weight hides a mistake; both are restored.
 
-A difference is measured against sqrt(sum of x^2 w^2), the size of a sum of products with random signs. Casts move every
-row and column by a few percent of it; a mistake moves some by most of it.
+A difference is measured relative to sqrt(sum of x^2 w^2), the size of a sum of products with random signs. Casts move
+every row and column by a few percent of it; a mistake moves some by most of it.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from fp8bench.user_code import own_words
 
 HIGH, UNKNOWN, WEIGHTS = "as it came", "not known", "weights alone"
 WIDE = {HIGH: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# The rounding of a result to bfloat16, and once more when its bias is added.
+# The error of rounding a result to bfloat16, and again when its bias is added.
 _OUTPUT = 2.0**-7
-# Casts that round otherwise have the emulation's error within this band, and its gain within this difference.
+# Casts with another rounding have an error within this band of the emulation's, and a gain within this difference.
 _BAND, _GAIN = (0.8, 1.25), 0.01
-# A bias that is added so many times too often is named.
+# A bias that was added more than once is reported beyond this factor.
 _CLEARLY = 0.5
-# One row or column may be worse than all together by this factor and this much.
+# A single row or column may exceed the overall error by this factor and this much.
 _WORSE, _LITTLE = 2.5, 0.05
-# The largest error of gradients: e5m2 has 0.07, four bits that are rounded at random 0.3.
+# The largest error of gradients: e5m2 has 0.07, stochastic rounding to four bits 0.3.
 _LARGEST, _LARGEST_OF_FEW_BITS, _FEW_BITS = 0.12, 0.45, 6
 _FOR_INFERENCE = ", although it is in training mode and has a weight or bias that needs one"
-# The rows of a random input where the model has not shown any.
+# The rows of a random input if the model showed none.
 _UNSEEN = 32
-# What libraries call the scales of a weight that is kept in codes.
+# Names that libraries use for the scales of a weight stored as codes.
 _SCALES = ("weight_scale_inv", "weight_scale")
 
 
 class LayerVerdict(NamedTuple):
-    """The precision that a layer `runs` in, '' if no cast showed; `code` and `why` say what is wrong with it."""
+    """The precision in which a layer `runs`, '' if no cast was detected; `code` and `why` describe its fault."""
 
     runs: str = ""
     code: str = ""
@@ -57,8 +57,8 @@ class LayerVerdict(NamedTuple):
 
 @dataclass
 class LayerNumbers:
-    """A layer, the precisions that it may have, and how the model called it. `likely` are the names of those that are
-    tried first, and taken if they explain its results."""
+    """A layer, its possible precisions, and how the model called it. Precisions named in `likely` are tried first, and
+    accepted if they explain its results."""
 
     module: nn.Module
     weight: Tensor
@@ -68,7 +68,7 @@ class LayerNumbers:
     options: dict[str, Any] | None = None
 
     def check(self, x: Tensor | None, output: Any = None, alone: bool = True) -> LayerVerdict:
-        """Judges the output that the model got, if it called the layer; then the layer alone."""
+        """Judges the output of the layer within the model, if it was called, and then the layer alone."""
         try:
             return self._check(x if x is not None and x.numel() else None, output, alone)
         except Exception as error:  # noqa: BLE001 - foreign code may raise anything
@@ -111,15 +111,15 @@ class LayerNumbers:
         return weight.cpu().float() * spread(scale if scale.dim() == 2 else scale.reshape(-1, 1), weight)
 
     def _judge(self, product: LayerProduct, output: Any, likely: Sequence[str]) -> LayerVerdict:
-        """Says in which precision an output was computed, or what is wrong with it."""
-        # 1. What is no product, or no number, is not compared.
+        """Returns the precision in which an output was computed, or its fault."""
+        # 1. Reject outputs of a wrong shape or without numbers.
         shape = product.exact.shape[-1]
         if not isinstance(output, Tensor) or (product.kind != CONV2D and output.shape[-1] != shape):
             return LayerVerdict("", "unchecked", "its output is not the product of its input and its weight")
         result = product.sample(output)
         if not bool(result.isfinite().all()):
             return LayerVerdict(UNKNOWN, "wrong-numbers", "some of its results are not finite")
-        # 2. Without the bias, for promises are about products; its rounding is forgiven.
+        # 2. Subtract the bias, because promises are about products; the rounding that it causes is tolerated.
         bias = None if self._bias is None else self._bias.detach().cpu().float()
         product_result = result if bias is None else result - bias
         slack = _OUTPUT * torch.maximum(result.abs(), product_result.abs())
@@ -127,10 +127,10 @@ class LayerNumbers:
         def misses_of(expected: Tensor) -> Misses:
             return misses(((product_result - expected).abs() - slack).clamp(min=0), product.size)
 
-        # 3. How far results are from exact ones, kept in each wide format.
+        # 3. Compare with exact results, stored in each wide format.
         wide = {name: misses_of(product.kept_in(dtype)) for name, dtype in WIDE.items()}
         name = min(wide, key=lambda dtype: wide[dtype].level)
-        # 4. And from those of each cast, likely ones first: the first that fits ends the search.
+        # 4. Compare with each cast, likely ones first: the first match ends the search.
         guesses = {name: self.guesses[name] for name in (*likely, *self.guesses) if name in self.guesses}
         tight, same_error = dict[str, float](), list[str]()
         for guess, promised in guesses.items():
@@ -141,12 +141,12 @@ class LayerNumbers:
                 same_error += [guess] * _has_error_of(cast, product_result, product)
             if guess in likely and guess in tight:
                 break
-        # 5. Exact results were not cast; where a cast fits them too, nobody can say which it was.
+        # 5. Exact results were not cast; if a cast matches, too, the precision is ambiguous.
         if wide[name].none:
             return LayerVerdict(WEIGHTS if self._in_codes else "" if tight else name)
         if tight:
             return LayerVerdict(min(tight, key=lambda guess: (guess not in likely, tight[guess])))
-        # 6. Wrong in a way that is known: half a cast, another rounding.
+        # 6. Look for known faults: half a cast, another rounding.
         weight_casts = (cast for guess in guesses.values() for cast in product.casts(guess, inputs=False))
         if not self._in_codes and any(misses_of(cast).none for cast in weight_casts):
             return LayerVerdict(HIGH, "not-cast", "only its weight is cast: its inputs are multiplied as they came")
@@ -157,7 +157,7 @@ class LayerNumbers:
         return LayerVerdict(UNKNOWN, "wrong-numbers", _describe(product, product_result, bias, wide[HIGH]))
 
     def _random_input(self, x: Tensor | None) -> Tensor:
-        """Returns random numbers of an input's shape and size, with at most about `ROWS` rows."""
+        """Returns random numbers of an input's shape and magnitude, with at most about `ROWS` rows."""
         kind, sides = kind_of(self.module)[0], self.weight.shape
         if x is None:
             dtype = torch.bfloat16 if self._in_codes else self.weight.dtype
@@ -213,8 +213,8 @@ class LayerNumbers:
         return self.module(*arguments, **options) if places or names else self.module(x)
 
     def _check_backward(self, x: Tensor, product: LayerProduct, runs: str) -> str:
-        """Returns what is wrong with a gradient; '' if nothing is. Only a layer that can be trained needs gradients."""
-        # 1. Gradients by one random gradient that comes in, the same in every audit.
+        """Returns the fault of a gradient; '' if there is none. Only a trainable layer needs gradients."""
+        # 1. Backpropagate one random gradient, the same in every audit.
         tensors = {"input": x.detach().requires_grad_(), **self._trainable()}
         is_trained = len(tensors) > 1 and self.module.training
         with torch.enable_grad():
@@ -224,7 +224,7 @@ class LayerNumbers:
             random = torch.Generator().manual_seed(1)
             gradient = torch.randn(output.shape, generator=random).to(output.device, output.dtype)
             gradients = torch.autograd.grad(output, tuple(tensors.values()), gradient, allow_unused=True)
-        # 2. Exact gradients, their size by squared terms, and those of the promised cast.
+        # 2. Compute exact gradients, their size from squared terms, and those of the promised cast.
         wide = gradient.cpu().float()
         exact, squares = product.gradients(wide), product.square_sides().gradients(wide.square())
         promised = self.guesses.get(runs)
@@ -232,7 +232,7 @@ class LayerNumbers:
         few_bits = (
             any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in promised.treatments) if promised else False
         )
-        # 3. Each must exist if it is trained, have the right shape, and lie near the exact one.
+        # 3. Each gradient must exist if its tensor is trained, have the right shape, and be near the exact one.
         for (name, _), into in zip(tensors.items(), gradients, strict=True):
             if into is None and is_trained:
                 return f"its {name} gradient does not exist{_FOR_INFERENCE}"
@@ -240,7 +240,7 @@ class LayerNumbers:
                 continue
             if into.numel() != exact[name].numel():
                 return f"its {name} gradient has the shape {list(into.shape)}"
-            # Formats of few bits lose more than the bound of eight would allow.
+            # Formats with few bits lose more than the bound for eight bits allows.
             most = _LARGEST_OF_FEW_BITS if few_bits else _LARGEST
             right, size = exact[name], squares[name].sqrt()
             gain = gain_of(emulated[name], right) if name in emulated else 1.0
@@ -255,7 +255,7 @@ def _unsteady(how: str, runs: str, otherwise: str) -> LayerVerdict:
 
 
 def describe_casts(runs: str) -> str:
-    """Returns words for how a layer multiplies, to follow that verb."""
+    """Returns a phrase for how a layer multiplies, to follow that verb."""
     return (
         "operands as they came"
         if runs == HIGH
@@ -268,7 +268,8 @@ def describe_casts(runs: str) -> str:
 
 
 def _has_error_of(cast: Tensor, result: Tensor, product: LayerProduct) -> bool:
-    """Whether a result that is not the cast's has its error: as large, as even over rows and columns, with its gain."""
+    """Whether a result that differs from the cast's has an equivalent error: as large, as even over rows and columns,
+    with the same gain."""
     exact, size = product.exact, product.size
     result_misses, cast_misses = (misses(each_result - exact, size) for each_result in (result, cast))
     low, high = (bound * cast_misses.level for bound in _BAND)
@@ -281,7 +282,7 @@ def _has_error_of(cast: Tensor, result: Tensor, product: LayerProduct) -> bool:
 
 
 def _wrong_gradient(gradient: Tensor, exact: Tensor, size: Tensor, most: float, expected_gain: float) -> str:
-    """Says what is wrong with a gradient. Casts that saturate shrink it: its gain may be 1 or the expected one."""
+    """Describes the fault of a gradient. Casts that saturate shrink it: its gain may be 1 or the expected one."""
     rows = exact.flatten(1) if exact.dim() > 1 else exact[None]
     off = ((gradient - exact).abs() - _OUTPUT * exact.abs()).clamp(min=0).reshape(rows.shape)
     missed, gain = misses(off, size.reshape(rows.shape)), gain_of(gradient, exact)
@@ -297,13 +298,13 @@ def _wrong_gradient(gradient: Tensor, exact: Tensor, size: Tensor, most: float, 
 
 
 def _describe(product: LayerProduct, product_result: Tensor, bias: Tensor | None, missed: Misses) -> str:
-    """Names the mistake if it is a known one, else says where results are wrong."""
+    """Names a known mistake, or else describes where results are wrong."""
     exact = product.exact
 
     def is_near(expected: Tensor) -> bool:
         return float((product_result - expected).norm()) < _LARGEST * float(expected.norm())
 
-    # 1. Mistakes that have a name, from the plainest on.
+    # 1. Known mistakes, the simplest first.
     result = product_result if bias is None else product_result + bias
     if not bool(result.any()):
         return "all of its results are 0"
@@ -322,13 +323,13 @@ def _describe(product: LayerProduct, product_result: Tensor, bias: Tensor | None
         wrong = (lines > 3 * lines.median() + _LITTLE).nonzero().flatten().tolist()
         if wrong:
             return f"{len(wrong)} of {len(lines)} {side} that were looked at are wrong, the first is {wrong[0]}"
-    # 4. Nothing that anybody knows: say how far off, next to what casts cost.
+    # 4. Unknown: report the distance next to what casts cost.
     head = "its results are not those of its input, current weight and bias"
     return f"{head}: {missed.level:.0%} off, where casts make 1% to 20%"
 
 
 def random_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns random numbers as large as a tensor's, and none larger than its largest."""
+    """Returns random numbers with a tensor's magnitude, none above its largest."""
     wide = tensor.detach().float()
     size, largest = float(wide.square().mean().sqrt()), float(wide.abs().max())
     random = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(math.prod(shape))) * (size or 1.0)
@@ -337,7 +338,8 @@ def random_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 
 @contextmanager
 def random_parameters(tensors: dict[str, Tensor], x: Tensor) -> Iterator[None]:
-    """Puts random numbers into a layer's weight and bias, and the old ones back. A bias gets the size of results."""
+    """Fills a layer's weight and bias with random numbers, and restores them afterwards. A bias gets the magnitude of
+    results."""
     originals = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The product of a converted layer, exact and as casts make it, and measures of how far a result is from it."""
+"""The product of a converted layer, exact and as casts make it, and the distances of a result from it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fp8bench.features.audit.operands import Promised, round_operand
 from fp8bench.formats.recipes import Treatment
 from fp8bench.nn.holders import CONV1D, CONV2D, kind_of
 
-# How far results may be off where the casts are known: over all, and in one row or column.
+# How far off results may be if the casts are known: overall, and in one row or column.
 _SAME, _SAME_IN_LINE = 2.0**-7, 0.2
-# At most so many rows, or images, are multiplied.
+# At most this many rows, or images, are multiplied.
 ROWS, IMAGES = 512, 8
 
 
 class Misses(NamedTuple):
-    """Differences as shares of a random sum: the root mean square over all, in each row and column, and in the worst of
-    these beyond chance."""
+    """Differences relative to the size of a random sum: the root mean square over all, per row and column, and of the
+    worst row or column beyond chance."""
 
     level: float
     worst: float
@@ -52,7 +52,7 @@ def gain_of(result: Tensor, exact: Tensor) -> float:
 
 @dataclass
 class LayerProduct:
-    """The product of an input and a weight, both in float32, with one row for each row, or pixel, of the result."""
+    """The product of a float32 input and weight, with a row for each row, or pixel, of the result."""
 
     module: nn.Module
     x: Tensor
@@ -97,7 +97,7 @@ class LayerProduct:
         return self.multiply_rows(self.x.to(dtype).float(), self.weight.to(dtype).float())
 
     def casts(self, promised: Promised, inputs: bool = True) -> Iterator[Tensor]:
-        """Yields it with both operands, or the weight alone, cast; then with one or both rounded to bf16 before."""
+        """Yields it with both operands, or only the weight, cast; then with one or both first rounded to bf16."""
         first, second, _ = promised.treatments
         for carriers in self._carriers:
             x, weight = (side.to(dtype).float() for side, dtype in zip((self.x, self.weight), carriers, strict=True))
@@ -129,7 +129,7 @@ class LayerProduct:
         return {"input": into[0], "weight": into[1], "bias": self.lines(gradient.reshape(output.shape)).sum(0)}
 
     def cast_gradients(self, gradient: Tensor, promised: Promised) -> dict[str, Tensor]:
-        """Returns both gradients of a linear layer's product with all operands cast; nothing for other layers."""
+        """Returns both gradients of a linear layer's product with all operands cast; empty for other layers."""
         if self.kind in (CONV1D, CONV2D):
             return {}
         first, second, third = promised.treatments

@@ -1,4 +1,4 @@
-"""Audits models that some converter has been through: what runs in low precision, what was left out, and likely why."""
+"""Audits models after conversion: what runs in low precision, what was left out, and the likely reason."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ from fp8bench.registry import devices, precisions
 from fp8bench.report.panels import together
 from fp8bench.user_code.named import signed
 
-# Names that libraries give to layers of low precision.
+# Names that libraries give to low-precision layers.
 _LOW = re.compile(r"fp8|float8|mxfp|mxlinear|nvfp4|fp4", re.IGNORECASE)
 _PACKAGES = ("transformer_engine", "intel_transformer_engine", "torchao")
 # FP8 products need both sides of a weight to be multiples of this.
 _MULTIPLE = 16
-# All layers are checked where their weights have at most so many numbers together.
+# All layers are checked if their weights have at most this many elements in total.
 _MOST_NUMBERS = 1 << 26
-# What the numbers of a layer may be without being wrong.
+# Verdicts on a layer's numbers that are remarks, not failures.
 _REMARKS = ("other-rounding", "sampled")
-# Reasons that are mistakes of the converter.
+# Reasons that are faults of the converter.
 _SILENT = ("stopped", "shared")
 _SHOWN = 4
 
 
 @dataclass(eq=False)
 class FoundLayer:
-    """A module whose weight is multiplied; `row` is what is known of it by now, `verdict` what its numbers said."""
+    """A module whose weight is multiplied; `row` is what is known about it so far, `verdict` the result for its
+    numbers."""
 
     module: nn.Module
     weight: Tensor
@@ -80,7 +81,7 @@ def promises_low(module: nn.Module) -> bool:
 
 
 def explain_exclusions(model: nn.Module, layers: Sequence[FoundLayer]) -> Callable[[FoundLayer], tuple[str, str]]:
-    """Returns what says the name of the likely reason why a layer was not converted, and a sentence."""
+    """Returns a function that gives the likely reason why a layer was not converted: its name, and a sentence."""
     low = [layer for layer in layers if layer.row.low]
     weights = {id(layer.weight): layer.row.name for layer in low}
     by = {type(layer.module).__module__.partition(".")[0] for layer in low}
@@ -91,7 +92,7 @@ def explain_exclusions(model: nn.Module, layers: Sequence[FoundLayer]) -> Callab
         sides, name = layer.row.weight, layer.row.name
         if layer.row.low:
             return "", ""
-        # From the surest reason to the one that is only left over.
+        # From the most certain reason to the fallback.
         if id(layer.weight) in weights:
             return "shared", f"the same layer as {weights[id(layer.weight)]}, which was converted there alone"
         if not isinstance(layer.module, nn.Linear):
@@ -106,8 +107,8 @@ def explain_exclusions(model: nn.Module, layers: Sequence[FoundLayer]) -> Callab
 
 
 def _behind_odd(model: nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields layers behind one with odd sides in the same module, and that one: there Accelerate's convert_model
-    returns."""
+    """Yields layers that follow one with odd sides in the same module, and that one: there Accelerate's convert_model
+    returns early."""
     stopped = ""
     for name, child in model.named_children():
         child_path = f"{path}.{name}".lstrip(".")
@@ -120,14 +121,14 @@ def _behind_odd(model: nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def find_broken_ties(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFinding]:
-    """Names converted layers that have the values of an embedding but not its tensor: converting has cut a tie."""
+    """Names converted layers with the values of an embedding but without its tensor: conversion has broken a tie."""
     tables = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     for layer in (layer for layer in layers if layer.row.low and layer.weight.device.type != "meta"):
         for name, table in tables:
             weight = layer.weight
             if weight is table or weight.shape != table.shape or weight.dtype != table.dtype:
                 continue
-            # A subclass of Tensor need not be comparable, nor what lies on another device.
+            # Subclasses of Tensor, and tensors on another device, may not be comparable.
             if type(weight) not in (Tensor, nn.Parameter) or weight.device != table.device:
                 continue
             if bool(table.any()) and torch.equal(weight.detach(), table.detach()):
@@ -136,8 +137,8 @@ def find_broken_ties(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator
 
 
 class ModelCheck:
-    """Checks layers of low precision while a model runs: all of a small model, the first and last of each class and
-    shape, and others at random as long as weights have few numbers together."""
+    """Checks low-precision layers while a model runs: all of a small model; otherwise the first and last of each class
+    and shape, and random others within a limit on the total size of weights."""
 
     def __init__(self, model: nn.Module, layers: Sequence[FoundLayer], facts: DeviceFacts, precision: str) -> None:
         names = dict.fromkeys((*filter(None, (precision,)), *READINGS))
@@ -148,7 +149,7 @@ class ModelCheck:
 
     def run(self, batch: Any) -> None:
         """Runs the model on a batch, or raises UsageError. Layers that were not called are checked in a second run,
-        inside one that is called: there they find the model's autocast."""
+        inside one that is called, so that they see the model's autocast."""
         handles = [
             layer.module.register_forward_hook(partial(self._look, layer), with_kwargs=True) for layer in self.layers
         ]
@@ -196,7 +197,7 @@ class ModelCheck:
         self._is_checking = True
         try:
             verdict = numbers.check(x, output, alone=layer.row.low)
-            # A class with a forward pass of its own, which promises nothing by its name, is known by its numbers.
+            # A class with a custom forward pass and an uninformative name is recognized by its numbers.
             if not layer.row.low and verdict.runs in self.guesses:
                 layer.row = replace(layer.row, low=True)
                 verdict = numbers.check(x, output)
@@ -239,7 +240,8 @@ def _choose(layers: Sequence[FoundLayer]) -> set[FoundLayer]:
 
 @contextmanager
 def restore_model(model: nn.Module) -> Iterator[None]:
-    """Puts buffers, such as running means, and the state of random numbers back; nobody writes an expanded buffer."""
+    """Restores buffers, such as running means, and the random state; expanded buffers are skipped because nobody writes
+    them."""
     written = (buffer for buffer in model.buffers() if buffer.layout is not torch.strided or 0 not in buffer.stride())
     buffers = [(buffer, buffer.clone()) for buffer in written]
     devices = {buffer.device for buffer in (*model.parameters(), *model.buffers()) if buffer.device.type == "cuda"}

@@ -1,6 +1,6 @@
-"""The matrices that kernels are given, how a recipe rounds them, and how a kernel may have rounded them by mistake.
+"""The matrices that kernels get, how a recipe rounds them, and how a kernel may have rounded them by mistake.
 
-Matrices are drawn on the processor, from a seed; each kind of data shows some mistake.
+Matrices are drawn on the CPU from a seed; each kind of data reveals a kind of mistake.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def _sizes(count: int, octaves: int, random: torch.Generator) -> Tensor:
 
 
 def _blocks(rows: int, columns: int, random: torch.Generator) -> Tensor:
-    """Gives every 16 columns of each row another size."""
+    """Gives every 16 columns of each row another magnitude."""
     across = -(-columns // 16)
     sizes = torch.exp2(torch.rand(rows, across, generator=random) * 8 - 4)
     return _normal(rows, columns, random) * sizes.repeat_interleave(16, 1)[:, :columns]
 
 
 def _tiles(rows: int, columns: int, random: torch.Generator) -> Tensor:
-    """Gives every tile of 128 x 128 another size: scales in a wrong order show."""
+    """Gives every tile of 128 x 128 another magnitude, which reveals scales in a wrong order."""
     down, across = -(-rows // 128), -(-columns // 128)
     sizes = torch.exp2(torch.randint(-3, 4, (down, across), generator=random))
     x = _normal(rows, columns, random)
@@ -70,11 +70,12 @@ def _many_octaves(rows: int, columns: int, random: torch.Generator) -> Tensor:
     return sizes * (torch.randint(0, 2, (rows, columns), generator=random) * 2 - 1)
 
 
-# By kind, or for the first operand and the others.
+# Generators by kind of data, or a pair for the first operand and the others.
 DATA: dict[str, Draw | tuple[Draw, Draw]] = {
     "normal": _normal,
     "uniform": lambda rows, columns, random: torch.rand(rows, columns, generator=random) * 2 - 1,
-    # So far apart that a scale shared by several rows loses the small ones, even in a format with many exponents.
+    # The sizes differ so much that a scale shared by several rows loses the small ones, even in a format with many
+    # exponents.
     "rows of different sizes": lambda m, k, random: _normal(m, k, random) * _sizes(m, 8, random)[:, None],
     "blocks of different sizes": _blocks,
     "outliers across the contraction": lambda rows, columns, random: _outliers(_normal(rows, columns, random).t()).t(),
@@ -84,20 +85,20 @@ DATA: dict[str, Draw | tuple[Draw, Draw]] = {
     "many octaves": _many_octaves,
     "many octaves, one at a time": (_many_octaves, _one_hot),
     "one at a time of many octaves": (_one_hot, _many_octaves),
-    # Every cast keeps ones, and their sums are large whole numbers: a difference comes from the sums.
+    # Every cast keeps ones, and their sums are large integers, so a difference comes from the summation.
     "signs that lean": lambda m, k, random: torch.where(torch.rand(m, k, generator=random) < 0.1, -1.0, 1.0),
     "large": lambda rows, columns, random: _normal(rows, columns, random) * 2.0**10,
     "small": lambda rows, columns, random: _normal(rows, columns, random) * 2.0**-10,
     "tiles of different sizes": _tiles,
 }
 
-# Calls are timed on these: an honest kernel takes the same time for all, but for a device's power limit.
+# Data for timed calls: an honest kernel takes the same time for all, apart from a device's power limit.
 TIMED: dict[str, Draw | tuple[Draw, Draw]] = {
     "zeros": lambda rows, columns, _: torch.zeros(rows, columns),
     "ones": lambda rows, columns, _: torch.ones(rows, columns),
     **{name: DATA[name] for name in ("integers", "uniform", "normal")},
 }
-# A kernel that skips blocks of zeros, as block-sparse ones do, is faster on these, too.
+# A kernel that skips blocks of zeros, as block-sparse ones do, is also faster on these.
 HALF_ZEROS = "half zeros"
 
 
@@ -119,8 +120,8 @@ def draw_matrix(data: str, operand: int, rows: int, columns: int, seed: int, dty
 @dataclass(frozen=True)
 class Rounded:
     """Elements (rows, columns) and scales (down, across), both float32: a value is an element times its scale.
-    `tensor_scale` is NVFP4's second scale. Without scaling, scales are one 1. `given` is what was rounded, None
-    where it comes as codes."""
+    `tensor_scale` is NVFP4's second scale. Without scaling there is a single scale of 1. `given` is what was rounded,
+    None if the operand is passed as codes."""
 
     elements: Tensor
     scales: Tensor
@@ -139,7 +140,7 @@ class Rounded:
 
     @property
     def codes(self) -> Tensor:
-        """The elements as a kernel takes them: in the float8 dtype, or two four-bit codes a byte."""
+        """Returns the elements as a kernel takes them: in the float8 dtype, or as two four-bit codes per byte."""
         assert self.treatment is not None
         fmt = self.treatment.fmt
         if fmt is E2M1:
@@ -148,7 +149,7 @@ class Rounded:
 
 
 def round_operand(x: Tensor, treatment: Treatment | None) -> Rounded:
-    """Rounds to nearest as the recipe does, along the last dimension; without a treatment leaves it as it is."""
+    """Rounds to nearest as the recipe does, along the last dimension; unchanged without a treatment."""
     if treatment is None:
         return Rounded(x.to(torch.float32), torch.ones(1, 1), None, given=x)
     fmt, scaling = treatment.fmt, treatment.scaling
@@ -170,8 +171,8 @@ def round_operand(x: Tensor, treatment: Treatment | None) -> Rounded:
 
 
 def sampled_rows(x: Tensor, treatment: Treatment | None, count: int, chance: Random) -> Tensor:
-    """Returns about `count` rows: the first, the last and others, in whole blocks of those that share scales. The row
-    with the largest number is among them, so that a scale of the whole matrix is that of these rows as well."""
+    """Returns about `count` rows: the first, the last and random ones, in whole blocks that share scales. The row with
+    the largest number is included, so that a scale for the whole matrix stays the same."""
     height = 1 if treatment is None or treatment.scaling is None else max(treatment.scaling.rows, 1)
     blocks = -(-len(x) // height)
     largest = int(x.abs().amax(1).argmax()) // height
@@ -185,8 +186,8 @@ _ULPS = 2.0**-20
 
 
 def span(operand: Rounded) -> tuple[Tensor, Tensor]:
-    """Returns the least and the largest value that honest casts may leave of each number. Their scales may be some
-    last bits off, and ties may go either way."""
+    """Returns the smallest and the largest value to which honest casts may round each number. Scales may differ in
+    their last bits, and ties may round either way."""
     source, treatment = operand.given, operand.treatment
     low = high = operand.values
     if source is None or treatment is None:
@@ -199,12 +200,12 @@ def span(operand: Rounded) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-# The sides of blocks in use: where blocks do not divide a matrix, the next larger side is meant.
+# The sides of blocks in use; if blocks do not divide a matrix, the next larger side is assumed.
 _SIDES = (1, 16, 32, 64, 128)
 
 
 def spread(scales: Tensor, like: Tensor) -> Tensor:
-    """Expands scales to one for each element; how many there are says how large their blocks are."""
+    """Expands scales to one per element; their number determines the size of their blocks."""
     down, across = scales.shape
     rows, columns = like.shape
     high, wide = _block(rows, down), _block(columns, across)
@@ -218,7 +219,7 @@ def _block(length: int, count: int) -> int:
 
 @dataclass(frozen=True)
 class Promised:
-    """How a precision treats inputs, weights and gradients (None: not at all), and its recipe, if it is one."""
+    """How a precision treats inputs, weights and gradients (None: unchanged), and its recipe, if it is one."""
 
     treatments: tuple[Treatment | None, Treatment | None, Treatment | None]
     recipe: Recipe | None
@@ -243,12 +244,12 @@ _BYTE = 8
 _TAILS = (16, 32, 64, 128)
 
 
-# A mistake: its code, its words, and the values that it makes of an operand.
+# A mistake: its code, its description, and the values to which it turns an operand.
 Mistake = tuple[str, str, Tensor]
 
 
 def mistakes(operand: Rounded) -> Iterator[Mistake]:
-    """Yields the mistakes of one operand, the likeliest first: of several that explain a result the first is named."""
+    """Yields the mistakes of one operand, the likeliest first: the first that explains a result is named."""
     if operand.given is not None and operand.treatment is not None:
         yield from _cast_mistakes(operand.given, operand, operand.treatment)
     yield from _scale_mistakes(operand)
@@ -256,7 +257,7 @@ def mistakes(operand: Rounded) -> Iterator[Mistake]:
 
 
 def nearest(rows: Iterable[Mistake], distance: Callable[[Tensor], float], below: float) -> tuple[str, str] | None:
-    """Returns code and words of the mistake whose result has the least distance, if that is less than `below`."""
+    """Returns code and description of the mistake whose result is nearest, if its distance is less than `below`."""
     least, name = below, None
     for code, words, tensor in rows:
         apart = distance(tensor)
@@ -265,7 +266,7 @@ def nearest(rows: Iterable[Mistake], distance: Callable[[Tensor], float], below:
 
 
 def _cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Treatment) -> Iterator[Mistake]:
-    # Each mistake as what it makes of the operand; a result is then compared with products of that.
+    # A mistake is the operand that it produces; results are then compared with products of that.
     yield "not-cast", "as it came: it was not cast", x.to(torch.float32)
     if treatment_promised.scaling is not None:
         for rounding in ROUNDINGS[treatment_promised.scaling.scale]:
@@ -273,7 +274,7 @@ def _cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Treatment) -
                 treatment = replace(treatment_promised, scaling=replace(treatment_promised.scaling, rounding=rounding))
                 words = f"cast under scales that are rounded as {rounding.value}"
                 yield "scale-rounding", words, round_operand(x, treatment).values
-    # Square blocks turned are the same blocks.
+    # Transposed square blocks are the same blocks.
     if treatment_promised.scaling is not None and not treatment_promised.scaling.turns:
         yield (
             "blocks-turned",
@@ -282,7 +283,7 @@ def _cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Treatment) -
         )
     for words, treatment in _other_treatments(treatment_promised):
         yield "other-precision", f"cast as {words} does", round_operand(x, treatment).values
-    # Wider formats round too finely for a cut to be seen.
+    # Wider formats round too finely to show truncation.
     if treatment_promised.fmt.bits <= _BYTE:
         yield (
             "cut",
@@ -297,15 +298,15 @@ def _truncate(x: Tensor, fmt: Format) -> Tensor:
 
 
 def _other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatment]]:
-    # 1. The same format without scales, or the fnuz format of its name.
+    # 1. The same format without scales, or the fnuz format with its name.
     named = [(f"{promised.fmt.name} without scales", replace(promised, scaling=None))]
     if promised.fmt in _FNUZ and (promised.scaling is None or promised.scaling.scale is None):
         named.append((_FNUZ[promised.fmt].name, replace(promised, fmt=_FNUZ[promised.fmt])))
-    # 2. What other precisions do to the same operand.
+    # 2. The treatments of other precisions.
     for name in _OTHERS:
         recipe = getattr(precisions.get(name), "recipe", None)
         named += [(name, treatment) for treatment in recipe.treatments] if isinstance(recipe, Recipe) else []
-    # 3. Finer scales than were promised.
+    # 3. Finer scales than promised.
     if promised.scaling is not None and promised.scaling.scale is None and promised.scaling != ROW:
         named.append((f"{promised.fmt.name} with a scale a row", replace(promised, scaling=ROW)))
         for side in (64, 32, 16):
@@ -315,7 +316,7 @@ def _other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatment]]:
             )
     if promised.scaling == NVFP4:
         named.append(("blocks of 16 x 16", replace(promised, scaling=Scaling(16, 16, NVFP4.scale, NVFP4.rounding))))
-    # 4. Each once, and never the promise itself.
+    # 4. Yield each once, and never the promised one.
     yielded = [promised]
     for words, treatment in named:
         if treatment not in yielded:

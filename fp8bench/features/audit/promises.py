@@ -1,11 +1,11 @@
-"""What a result should be, and which mistake explains one that is not.
+"""What a result should be, and which mistake explains one that differs.
 
-A product keeps its promise where each element is what a sum of the promised products, in some order, is rounded to. If
-not, the mistake is named that explains every element. What nothing explains is held against the error that the
-emulation has on the same data: far above it is wrong, far below it is a wider precision.
+A kernel passes if every element equals the rounded sum of the promised products for some summation order. Otherwise the
+mistake that explains every element is named. An unexplained result is compared with the emulation's error on the same
+data: far above it is wrong, far below it is a wider precision.
 
-A softmax has no result that is right to the last bit, so attention is judged by its error: scores and weights may stay
-in float32 or be rounded on their way, and a result has to have the error of one of these ways, or lie between.
+A softmax has no result that is exact to the last bit, so attention is judged by its error: scores and weights may stay
+in float32 or be rounded on the way, and a result must have the error of one of these variants, or lie between them.
 """
 
 from __future__ import annotations
@@ -33,42 +33,44 @@ from fp8bench.numerics.conformity import (
 )
 from fp8bench.numerics.norms import relative_frobenius
 
-# The error, as a multiple of the emulation's, that a result may have. Honest casts that round otherwise in places (an
-# inverse in fewer bits, ties the other way) stay within: powers of two as scales move FP8's error by less than a tenth,
-# casts that cut off double it.
+# The allowed error relative to the emulation's. Honest casts that occasionally round differently (an inverse with fewer
+# bits, ties the other way) stay within: power-of-two scales change FP8's error by less than a tenth, truncating casts
+# double it.
 BAND = (0.8, 1.25)
-# Errors of two stochastic casts of fewer rows than this differ by chance, by up to twice.
+# With fewer rows than this, errors of two stochastic casts may differ by chance by this factor.
 _FEW_ROWS, _FEW_DRAWS = 32, 2.5
-# A mistake is named that is so many times nearer than the promise, in mean squares; for products, and for attention.
+# A mistake is named if it is this many times nearer than the promise, in mean squares; for products, and for attention.
 _NEARER, _NEARER_IN_ATTENTION = 4.0, 16.0
-# The relative error of an element times a scale in float32, if the scale was computed in another way. Also what a
-# float32 exponential, and sums in any order, may add to attention.
+# The relative error of an element times a scale in float32, if the scale was computed differently. Also the error that
+# a float32 exponential, and sums in any order, may add to attention.
 _LAST_BITS = 2.0**-18
-# How many steps of the grid a value may be off under another scale.
+# By how many grid steps a value may differ under another scale.
 _STEPS = 2.0
-# Rounding errors are taken as random: a sum of many is off by so many standard errors at most.
+# Rounding errors are treated as random: a sum of many may be off by this many standard errors.
 _DRAWN = 6.0
 # With fewer results no mistake is named, and no error judged.
 _ENOUGH = 64
-# The least mean gain that is reported; the standard errors that it has to exceed; the share of it that ties must leave.
+# The smallest mean gain that is reported; the number of standard errors that it must exceed; the share of it that ties
+# must leave unexplained.
 _GAIN, _SURE, _APART = 1e-3, 6.0, 0.05
-# A mean gain is looked for only in sums of at least so many terms.
+# A mean gain is only checked in sums of at least this many terms.
 _TERMS = 8.0
-# Sums in at least so many bits are a remark: Hopper's FP8 products have 14. Below the second number they are no sums.
+# Sums in fewer bits than the first number are reported: Hopper's FP8 products have 14. Below the second they are not
+# sums.
 _SHORT, _LEAST_BITS = 13, 6
-# Hopper's units are simulated term by term: at most so many terms take about a second.
+# Hopper's units are simulated term by term: this many terms take about a second.
 _MOST_TERMS = 1 << 25
 TIES = "casts round elsewhere, as a scale that differs in its last bits, or ties to the other side, make them"
-# A kernel may round what is above this share of the largest number to infinity.
+# A kernel may round values above this share of the largest number to infinity.
 _NEAR_LARGEST = 0.9
-# Codes that one input proves; and codes of figures, which may be chance where a second input does not show them.
+# Codes that a single input proves; and codes of figures, which a second input must confirm because they may be chance.
 CERTAIN = ("shape", "dtype", "not-finite", "wrong-values", "unexplained")
 FIGURES = ("too-bad", "too-good", "gain")
-# Two errors of attention are the same if their ratio is above this.
+# Two errors of attention count as equal if their ratio is above this.
 _JUST = 0.999
-# The audit's codes for what `numerics/conformity.py` explains.
+# The audit's codes for differences that `numerics/conformity.py` explains.
 _CODES = {Difference.LAYOUT: "layout", Difference.SCALE: "factor", Difference.OVERFLOW: "overflow"}
-# Precisions that results are compared with to say what was found, the usual ones first.
+# Precisions that results are compared with to describe what was computed, the usual ones first.
 READINGS = (
     "fp8",
     "fp8:scale=pow2",
@@ -105,15 +107,15 @@ Matrices = tuple[Tensor, ...]
 
 
 class Promise(Protocol):
-    """What a result should be."""
+    """The expected result."""
 
     def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
-        """Judges one result. Without `search`, no mistakes are looked for in a result with the right error."""
+        """Judges one result. Without `search`, no mistakes are searched in a result with the right error."""
 
 
 @dataclass(frozen=True)
 class SampledPlaces:
-    """Which `rows` and `columns` of a result of that shape are judged; of attention, which heads and places."""
+    """The `rows` and `columns` of a result of that shape to judge; for attention, the heads and positions."""
 
     shape: tuple[int, ...]
     rows: Tensor
@@ -122,9 +124,10 @@ class SampledPlaces:
 
 @dataclass(frozen=True)
 class ProductPromise:
-    """a (M, K) times b (N, K) transposed, as their recipe rounds them. `emulated` is the emulation's result where
-    casts rotate operands or draw random numbers: then only its error is compared. On `hopper` FP8 may be summed in
-    few bits. With `places`, a and b are some rows of the operands, and the same of the result are judged."""
+    """The expected product of a (M, K) and transposed b (N, K), rounded by their recipe. `emulated` is the emulation's
+    result if casts rotate operands or draw random numbers: then only its error is compared. On `hopper` FP8 may be
+    summed in few bits. With `places`, a and b are some rows of the operands, and only these parts of the result are
+    judged."""
 
     a: Rounded
     b: Rounded
@@ -152,12 +155,12 @@ class ProductPromise:
         return band if band.failed else AuditFinding(error=error, expected=expected)
 
     def _draws_little(self, shape: tuple[int, int]) -> bool:
-        """Whether chance alone moves the error of stochastic casts: few results are judged, or few numbers are cast."""
+        """Whether chance affects the error of stochastic casts: few results are judged, or few numbers are cast."""
         return self.places is not None or min(*shape, self.a.elements.shape[1]) < _FEW_ROWS
 
     def _judge_overflow(self, result: Tensor, sums: ConformitySums, likely: Tensor) -> AuditFinding:
-        """Judges results where some promised sums are too large for their dtype. These may become infinite or the
-        largest number; the others may differ as ties and last bits make them differ, or have the expected error."""
+        """Judges results if some promised sums overflow their dtype. These may become infinite or the largest number;
+        the others may differ by ties and last bits, or have the expected error."""
         wide = result.to(torch.float64)
         unbounded = torch.where(wide.abs() >= torch.finfo(result.dtype).max, wide.sign() * math.inf, wide)
 
@@ -174,20 +177,20 @@ class ProductPromise:
         return in_band(error, expected)
 
     def _compare_sums(self, result: Tensor, sums: ConformitySums, search: bool) -> AuditFinding:
-        # 1. Within what sums of promised operands allow: nothing to say.
+        # 1. Accept results that some sum of promised operands gives.
         wide = result.to(torch.float64)
         if sums.holds(wide):
             return AuditFinding()
-        # 2. What hardware is known to do is a remark, and no failure.
+        # 2. Known hardware behaviour is a remark, not a failure.
         if self.hopper and self._of_units(result, sums):
             return remark("short-sums", "to the bit what Hopper's FP8 units sum in 14 bits")
-        # 3. A near miss that operands on the edge between two codes explain.
+        # 3. Accept near misses that operands on the edge between two codes explain.
         spans = span(self.a), span(self.b)
         gain = self._gain(wide, sums, spans)
         if not gain and not bool(self._beyond(wide, sums, map(_slack, (self.a, self.b), spans)).any()):
             return remark("other-rounding", TIES)
         steps = (_STEPS * _steps_of(operand) for operand in (self.a, self.b))
-        # 4. A named mistake, if one explains all results.
+        # 4. Report a named mistake, if one explains all results.
         outliers = self._beyond(wide, sums, steps, _DRAWN)
         is_near = not bool(outliers.any())
         if is_near and result.numel() < _ENOUGH:
@@ -195,14 +198,14 @@ class ProductPromise:
         code, reason = self._explain(wide, result, sums) if search and result.numel() >= _ENOUGH else ("", "")
         if code or (gain and is_near):
             return fail(code, reason) if code else fail("gain", gain)
-        # 5. Results that no rounding of operands explains: say where.
+        # 5. Report where results differ that no rounding of operands explains.
         if not is_near and not self._lossless:
             row, column = (int(place) for place in outliers.nonzero()[0])
             if self.places is not None:
                 row, column = int(self.places.rows[row]), int(self.places.columns[column])
             where = f"{int(outliers.sum())} of {outliers.numel()} results, the first in row {row}, column {column}"
             return fail("wrong-values", f"{where}, are further off than operands that round otherwise")
-        # 6. Else the error alone decides, and how many bits sums seem to have.
+        # 6. Otherwise judge the error alone, and how many bits sums seem to have.
         band = in_band(self._error(result), self._error(sums.exact.to(result.dtype)), reason or gain)
         if short := self._short(wide, sums):
             make_finding = remark if band.remark or (band.error is None and short >= _SHORT) else fail
@@ -210,7 +213,7 @@ class ProductPromise:
         return band
 
     def _of_units(self, result: Tensor, sums: ConformitySums) -> bool:
-        """Whether it is what Hopper's units give: to the bit in as many rows as can be simulated, and near in all."""
+        """Whether it matches Hopper's units: bit by bit in as many rows as can be simulated, and nearly in all."""
         a, b = self.a, self.b
         if any(side.treatment is None or side.treatment.fmt not in (E4M3, E5M2) for side in (a, b)):
             return False
@@ -227,8 +230,8 @@ class ProductPromise:
         return all(side.given is None or torch.equal(side.values, side.given.float()) for side in (self.a, self.b))
 
     def _beyond(self, wide: Tensor, sums: ConformitySums, slack: Iterable[Tensor], errors: float = math.inf) -> Tensor:
-        """Where no sum of operands that are off by at most `slack` is rounded to the result. With `errors`, rounding
-        errors are taken as random, and that many standard errors are allowed."""
+        """Marks results that no sum of operands that are off by at most `slack` is rounded to. With `errors`, rounding
+        errors are treated as random, and that many standard errors are allowed."""
         x, y, a, b = (tensor.double() for tensor in (self.a.values.abs(), self.b.values.abs(), *slack))
         extra = ((x + a) @ (y + b).t() - sums.magnitude).clamp(min=0)
         if errors < math.inf:
@@ -237,7 +240,7 @@ class ProductPromise:
         return ~((wide >= low) & (wide <= high))
 
     def _short(self, wide: Tensor, sums: ConformitySums) -> int:
-        """Returns the bits that sums seem to be kept in, if short sums alone explain the result; else 0."""
+        """Returns the number of bits in which sums seem to be kept, if only short sums explain the result; else 0."""
         if bool((wide[sums.exact == 0] != 0).any()):
             return 0
         bits = kept_bits(wide, sums)
@@ -248,10 +251,10 @@ class ProductPromise:
         return bits if fits and _LEAST_BITS <= bits < FLOAT32_BITS else 0
 
     def _gain(self, wide: Tensor, sums: ConformitySums, spans: Sequence[Matrices]) -> str:
-        """Says how much too large results are in the mean, beside what rounding of ties explains; '' if not."""
+        """Describes by how much results are too large on average, beyond what rounding of ties explains; else ''."""
         a, b = self.a.values.double(), self.b.values.double()
         terms = sums.magnitude**2 / (a**2 @ (b**2).t()).clamp(min=torch.finfo(torch.float64).tiny)
-        if float(terms.median()) < _TERMS:  # the rounding of few numbers has a mean of its own
+        if float(terms.median()) < _TERMS:  # the rounding of few numbers has a mean different from zero
             return ""
         columns = [sums.exact]
         for place, ((low, high), values) in enumerate(zip(spans, (self.a.values, self.b.values), strict=True)):
@@ -281,8 +284,8 @@ class ProductPromise:
         return relative_frobenius(result, exact) if bool(exact.any()) else None
 
     def _explain(self, wide: Tensor, result: Tensor, sums: ConformitySums) -> tuple[str, str]:
-        """Returns code and words of the first mistake that explains every element; else of the kind of difference; else
-        of the mistake that comes much nearer."""
+        """Returns code and description of the first mistake that explains every element; or else of the kind of
+        difference; or else of the mistake that is much nearer."""
         distance, nearest = float((wide - sums.exact).square().sum()), (math.inf, "", "")
         for code, words, a, b in self._guesses():
             guess = ConformitySums(a.to(torch.float64), b.to(torch.float64), result.dtype)
@@ -291,7 +294,7 @@ class ProductPromise:
                     return code, words
                 nearest = min(nearest, (float((wide - guess.exact).square().sum()), code, words))
         difference, reason = explain_product(result, sums)
-        # A result of zeros is near to whatever makes numbers small.
+        # A result of zeros is near to any mistake that shrinks numbers.
         if difference not in _CODES and nearest[0] * _NEARER < distance and bool(wide.any()):
             return nearest[1], f"nearest to this: {nearest[2]}"
         return _CODES.get(difference, ""), reason
@@ -311,7 +314,7 @@ class ProductPromise:
 
 @dataclass(frozen=True)
 class AttentionPromise:
-    """Attention of queries, keys and values as they came in `given`, all cast by one treatment."""
+    """The expected attention of queries, keys and values, unchanged in `given`, all cast by one treatment."""
 
     given: Matrices
     treatment: Treatment | None
@@ -343,12 +346,12 @@ class AttentionPromise:
         return self._softmax(_scores(self._queries(q), k)) @ v
 
     def _expected_result(self, weights: bool = False, scores: bool = False) -> Tensor:
-        """Returns the promised result with what lies between in float64, or rounded as operators that are not fused do:
-        `weights` cast from the carrier, `scores` kept in it."""
+        """Returns the promised result with intermediate values in float64, or rounded as unfused operators do:
+        `weights` cast from the carrier, `scores` stored in it."""
         q, k, v = self._cast
         carrier = self.given[0].dtype
         between = _scores(q, k)
-        if scores:  # before they are scaled, and after
+        if scores:  # before they are scaled, and afterwards
             size = math.sqrt(q.shape[-1])
             between = ((between * size).to(carrier).to(q.dtype) / size).to(carrier).to(q.dtype)
         shares = self._softmax(between)
@@ -356,7 +359,7 @@ class AttentionPromise:
 
     @cached_property
     def _cast(self) -> Matrices:
-        """All three, each cast along the contraction of its product: values along their places."""
+        """Returns all three, each cast along the contraction of its product: values along their positions."""
         q, k, turned = (
             _along_last(tensor, self.treatment) for tensor in (*self.given[:2], self.given[2].transpose(-1, -2))
         )
@@ -390,7 +393,7 @@ def _weights(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def _softmax(scores: Tensor, causal: bool, rows: Tensor | None = None) -> Tensor:
-    """Each place sees all, or if causal itself and earlier ones."""
+    """Returns the softmax over all positions or, if causal, over each position and earlier ones."""
     if causal:
         visible = torch.ones(scores.shape[-1], scores.shape[-1], dtype=torch.bool).tril()
         visible = visible if rows is None else visible[rows]
@@ -412,7 +415,7 @@ def _slack(operand: Rounded, ends: Matrices) -> Tensor:
 
 
 def _steps_of(operand: Rounded) -> Tensor:
-    """Returns the distance of each value to its neighbour on the grid; 0 for what is not cast."""
+    """Returns the distance of each value to its neighbour on the grid; 0 if it is not cast."""
     if operand.treatment is None or operand.given is None:
         return torch.zeros_like(operand.elements)
     fmt = operand.treatment.fmt
@@ -435,7 +438,7 @@ def unusable(result: Tensor, shape: tuple[int, ...], finite: bool = True) -> Aud
 
 
 def in_band(error: float | None, expected: float | None, reason: str = "", slack: float = 1.0) -> AuditFinding:
-    """Judges by error alone; `reason` are words for what is known already, `slack` widens the band."""
+    """Judges by error alone; `reason` describes what is already known, `slack` widens the band."""
     unknown = reason or "no known mistake explains it"
     if error is None or expected is None:
         return fail("unexplained", unknown, error, expected)

@@ -1,4 +1,4 @@
-"""Which precision gives the results of a kernel that does not give those of the promised one."""
+"""Finds the precision that a kernel's results match if they do not match the promised one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fp8bench.features.audit.promises import OTHER_READINGS, READINGS
 from fp8bench.formats.recipes import Recipe, ScaleRounding
 from fp8bench.registry import precisions
 
-# Kinds of data that tell precisions apart.
+# Kinds of data that distinguish precisions.
 TELLING = ("normal", "rows of different sizes", "many octaves")
 _SCALES = {
     ScaleRounding.EXACT: "the largest magnitude / the format's largest, not rounded",
@@ -17,9 +17,9 @@ _SCALES = {
 
 
 def describe_reading(promised: str, data: Sequence[str], is_kept: Callable[[str, str], bool]) -> str:
-    """Says what was promised, and which other precision gives the results, if one does.
+    """Describes what was promised, and which other precision the results match, if any.
 
-    `is_kept` says whether they are, on some data, those of a precision; it runs foreign code.
+    `is_kept` tests whether they match a precision on some data; it runs foreign code.
     """
     prefix = f"Promised: {_with_scales(promised)}. Found: "
     readings = list(dict.fromkeys((promised, *READINGS, *OTHER_READINGS)))

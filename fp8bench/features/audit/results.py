@@ -1,5 +1,5 @@
-"""Checks of results: of numbers, and of calls that everyday tests do not make: again, at other addresses, with numbers
-that are not finite, and with sizes and layouts that nobody tries."""
+"""Checks of results: their numbers, and calls that ordinary tests omit: repeated, at other addresses, with numbers that
+are not finite, and with unusual sizes and layouts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Results = dict[str, Tensor]
 
 
 def _numbers(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Holds the results on every shape and kind of data against the promise. Yields the first failure of each result,
+    """Compares the results on every shape and kind of data with the promise. Yields the first failure of each result,
     and each remark once."""
     reported: set[tuple[str, str]] = set()
     for shape in dict.fromkeys(map(auditor.fitting, auditor.subject.shapes)):
@@ -70,7 +70,7 @@ _CHANGES: dict[AuditKind, dict[str, Change]] = {
 
 
 def _relations(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Doubles or permutes operands: results have to follow. On two inputs: one may be wrong by chance."""
+    """Doubles or permutes operands, which must do the same to results. Uses two inputs: one may be wrong by chance."""
     subject, tried = auditor.subject, auditor.first
     if subject.kind is AuditKind.PRODUCT:
         tried = AuditInput(BLOCKS, auditor.fitting(tried.shape._replace(k=2 * BLOCK)))
@@ -83,19 +83,19 @@ def _relations(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 _OTHER = "uniform"
-# A loop of timing is imitated by so many calls, or by those that fit into so many seconds.
+# A timing loop is imitated by this many calls, or by those that fit into this many seconds.
 _CALLS, _LONGEST = 110, 2.0
-# So many calls of small matrices are compared: a result that differs once in 400 calls differs three times.
+# Calls on small matrices that are compared: a result that differs once in 400 calls differs three times.
 _SMALL_CALLS, _SMALL_LONGEST = 1200, 4.0
 _POISONED = 4
-# Of results that differ from call to call so many are judged, those furthest from the first.
+# If results differ from call to call, this many are judged: those furthest from the first.
 _JUDGED = 8
-# The slot of arguments that a check uses next to its first one.
+# The slot for a check's second set of arguments.
 _SECOND = 1
 
 
 def _memory(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Calls the kernel again and again, and changes what lies around it."""
+    """Calls the kernel repeatedly, and changes memory around it."""
     auditor.current, host = auditor.first, auditor.subject.host
     auditor.call(auditor.subject.arguments(_draw(auditor, NORMAL)))
     first = host.reread()
@@ -121,7 +121,7 @@ def _first_of_each_code(findings: Iterable[AuditFinding]) -> Iterator[AuditFindi
 
 
 def _repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matrices, Results]]:
-    """Yields what is wrong, as code and words, if results are not those of the matrices; these; and the results."""
+    """Yields failures of repeated calls as code and description, with the matrices and the results."""
     host = auditor.subject.host
 
     def call_refilled(fresh: Matrices) -> tuple[Matrices, Results]:
@@ -142,7 +142,7 @@ def _repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matrices, Resu
         call_refilled(base)
         yield "keyed", f"{words}, at the same addresses: old results", *call_refilled(changed)
     fresh, _ = call_refilled(base)
-    for _ in range(_POISONED):  # the allocator may hand out the memory of results again
+    for _ in range(_POISONED):  # the allocator may reuse the memory of results
         host.spoil()
         reason = "after results were filled with NaN the next is wrong"
         yield "uninitialised", reason, fresh, unpack_results(host.call(0)[0])
@@ -151,7 +151,7 @@ def _repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matrices, Resu
     yield "late", reason, *call_refilled(_draw(auditor, "outliers along the contraction"))
     call_refilled(base)
     yield "address", "the same values at other addresses: the result is wrong", base, auditor.results(base)
-    # On a GPU inputs are written late on a stream of its own, and the kernel is called on that stream behind them.
+    # On a GPU, inputs are written late on a separate stream, and the kernel is called on that stream after them.
     fresh = _draw(auditor, _OTHER)
     auditor.place(auditor.subject.arguments(fresh), _SECOND)
     auditor.place(auditor.subject.arguments(base))
@@ -161,8 +161,8 @@ def _repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matrices, Resu
 
 
 def _similar_inputs(auditor: Auditor, base: Matrices) -> Iterator[tuple[str, Matrices]]:
-    """Yields matrices that a kernel may take for those that it has seen: by a few elements, by sums, or by largest
-    numbers."""
+    """Yields matrices that a careless kernel confuses with earlier ones: equal except for a few elements, or with equal
+    sums or equal largest numbers."""
     chance = Random(auditor.seed)
     for operand, matrix in enumerate(base):
         rows = matrix.view(-1, matrix.shape[-1])
@@ -180,7 +180,7 @@ def _similar_inputs(auditor: Auditor, base: Matrices) -> Iterator[tuple[str, Mat
 
 
 def _check_small_calls(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Calls it very often on small matrices. Results may differ from call to call; each has to be right."""
+    """Calls it very often on small matrices. Results may differ from call to call, but each must be right."""
     subject, host = auditor.subject, auditor.subject.host
     shape = auditor.fitting(subject.small)
     several = {}
@@ -189,7 +189,7 @@ def _check_small_calls(auditor: Auditor) -> Iterator[AuditFinding]:
             auditor.current = AuditInput(data, shape)
             several[slot] = auditor.matrices(auditor.current)
             auditor.call(subject.arguments(several[slot]), slot)
-    except REFUSALS:  # it may refuse what is small
+    except REFUSALS:  # it may refuse small inputs
         several = {0: auditor.matrices(auditor.first)}
         shape = auditor.first.shape
         auditor.place(subject.arguments(several[0]))
@@ -209,7 +209,7 @@ def _distance(first: Results, results: Results) -> float:
 
 
 def _backward(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Calls a linear layer forward twice, and then both backward: gradients are those of their own forward."""
+    """Calls a linear layer forward twice, then both backward: gradients must belong to the matching forward call."""
     subject, auditor.current = auditor.subject, auditor.first
     pair = [auditor.matrices(auditor.first), _draw(auditor, _OTHER)]
     for order in ((0, 1), (1, 0)):
@@ -222,16 +222,16 @@ def _backward(auditor: Auditor) -> Iterator[AuditFinding]:
                 return
 
 
-# Sizes are tried for so long.
+# Sizes are tried for this many seconds.
 _SIZES_SECONDS = 15.0
 _TILES, _LEAN = "tiles of different sizes", "signs that lean"
-# From so long sums on bfloat16 does not hold sums of signs.
+# From this length on, bfloat16 cannot hold sums of signs.
 _LONG = 2000
 _RANDOM_SIZES = 4
 
 
 def _sizes(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Sizes of real models, of decoding, and some at random; a sample of each result is judged."""
+    """Tries sizes of real models, of decoding, and random ones; a sample of each result is judged."""
     subject, chance = auditor.subject, Random(auditor.seed)
     shapes = [*subject.sizes, *(_random_shape(subject, chance) for _ in range(_RANDOM_SIZES))]
     data = _TILES if _TILES in subject.data else NORMAL
@@ -249,7 +249,7 @@ def _sizes(auditor: Auditor) -> Iterator[AuditFinding]:
     yield from _check_each(auditor, inputs, look, _SIZES_SECONDS)
 
 
-# Decoding multiplies so many rows at most.
+# Decoding multiplies at most this many rows.
 _FEW_ROWS = 8
 
 
@@ -267,7 +267,7 @@ def _special_values(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 def _special_value_failures(auditor: Auditor) -> Iterator[AuditFinding]:
-    """A NaN or infinity must not become an ordinary number, nor zeros anything else."""
+    """Checks that a NaN or infinity does not become an ordinary number, and that zeros stay zeros."""
     subject, matrices, refused = auditor.subject, auditor.matrices(auditor.first), list[AuditFinding]()
 
     def call_with(how: str, changed: Matrices) -> Results:
@@ -311,7 +311,7 @@ def _special_value_failures(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 def _reachable(subject: Subject, results: Results, operand: int, row: int) -> Tensor:
-    """Returns the results that a row of an operand goes into."""
+    """Returns the results that depend on a row of an operand."""
     kind, several = subject.kind, list(results.values())
     result = several[operand == 2 and kind is AuditKind.LINEAR]
     result = result.reshape(-1, result.shape[-1])
@@ -331,7 +331,7 @@ def _set_element(matrices: Matrices, operand: int, index: int, number: float) ->
 
 
 def _extremes(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Sizes that tests leave out: values far from one, tall and long matrices, and rows of zeros among others."""
+    """Tries what tests leave out: values far from one, tall and long matrices, and rows of zeros among others."""
     tall = auditor.fitting(auditor.subject.tall)
     for tried, matrices in _extreme_inputs(auditor):
         auditor.current, results = tried, auditor.results(matrices)
@@ -347,8 +347,8 @@ def _extremes(auditor: Auditor) -> Iterator[AuditFinding]:
 def _extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
     subject, tried = auditor.subject, auditor.first
     matrices = auditor.matrices(tried)
-    # Only operands with scales can be far from one, and not in fp16. In attention the values alone: queries and
-    # keys of another size are another softmax.
+    # Only operands with scales can be far from one, and not in fp16. For attention only the values: scaling queries and
+    # keys changes the softmax.
     operands = (2,) if subject.kind is AuditKind.ATTENTION else range(len(matrices))
     is_scaled = all(cast is None or cast.scaling is not None for cast in subject.promise.treatments)
     for operand in operands if matrices[0].dtype is not torch.float16 and is_scaled else ():
@@ -376,9 +376,9 @@ def _check_each(
     look: Callable[[AuditInput], list[AuditFinding]],
     seconds: float = math.inf,
 ) -> Iterator[AuditFinding]:
-    """Looks for failures where calls may be refused, until one is wrong or time is up."""
+    """Looks for failures in calls that may be refused, until one is wrong or time is up."""
     refused, end = [], time.monotonic() + seconds
-    # The auditor remembers which input is tried: whatever is raised names it.
+    # The auditor records the current input, so that exceptions name it.
     for place, tried in enumerate(inputs):
         auditor.current = tried
         if time.monotonic() > end:
@@ -388,7 +388,7 @@ def _check_each(
             break
         try:
             wrong = look(tried)
-        # A refusal is an answer, unless the kernel lied about why.
+        # A refusal is legitimate, unless the kernel lied about the reason.
         except REFUSALS as error:
             raise_lie(error)
             refused.append(auditor.about(tried, remark("refused", words_of(error))))
@@ -396,13 +396,13 @@ def _check_each(
         if wrong:
             yield wrong[0]
             return
-    # One line for all refusals: a kernel of fixed sizes refuses dozens.
+    # One line for all refusals: a kernel with fixed sizes refuses dozens.
     if refused:
         yield replace(refused[0], why=f"{len(refused)} of {len(inputs)} such calls are refused: {refused[0].why}")
 
 
 def _strides(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Matrices that are slices of others, or lie transposed."""
+    """Tries matrices that are slices of others, or transposed in memory."""
     subject, odd = auditor.subject, AuditInput(NORMAL, auditor.fitting(auditor.subject.odd[1]))
     drawn = [(start, auditor.matrices(start)) for start in (auditor.first, odd)]
 
@@ -427,7 +427,7 @@ def _slice_memory(x: Tensor) -> Tensor:
 
 
 def _transpose_memory(x: Tensor) -> Tensor:
-    """Lies transposed: a matrix, or places and heads."""
+    """Returns a transposed layout of the same values: of a matrix, or of positions and heads."""
     sides = (1, 2) if x.dim() > 2 else (0, 1)
     return x.transpose(*sides).contiguous().transpose(*sides)
 
@@ -436,7 +436,7 @@ _LAID = {"as columns of a wider one": _slice_memory, "as a transposed one": _tra
 
 
 def _odd_shapes(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Sizes that fill no whole tile."""
+    """Tries sizes that do not fill whole tiles."""
 
     def look(tried: AuditInput) -> list[AuditFinding]:
         problems = auditor.problems(tried).items()
@@ -446,7 +446,7 @@ def _odd_shapes(auditor: Auditor) -> Iterator[AuditFinding]:
     yield from _check_each(auditor, [AuditInput(*start) for start in product(kinds, auditor.subject.odd)], look)
 
 
-# The checks that look at values, in the order in which they run.
+# The checks of values, in the order in which they run.
 VALUE_CHECKS = (
     AuditCheck("numbers", _numbers, decides=True),
     AuditCheck("relations", _relations, frozenset(_CHANGES), needs_sound=True),

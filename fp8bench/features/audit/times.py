@@ -1,4 +1,4 @@
-"""Checks of what calls do besides their results: the work that torch sees, and the time that they take.
+"""Checks of calls beyond their results: the work that torch sees, and their times.
 
 This module holds the list of all checks, and runs as the program of the judge: a process that has torch, starts the
 kernel's process, and imports nothing of the kernel.
@@ -38,12 +38,12 @@ _REMEMBERED = ("casts", "products", "copies", "allocations")
 
 
 def _work(auditor: Auditor) -> Iterator[AuditFinding]:
-    """A call with arguments that it has seen must do as much as one with fresh arguments. What a kernel does inside is
-    not seen."""
+    """Checks that a call with known arguments does as much work as one with fresh arguments. Work inside a kernel is
+    invisible."""
     subject = auditor.subject
     auditor.current = AuditInput(NORMAL, auditor.fitting(subject.timed))
     arguments = subject.arguments(auditor.matrices(auditor.current))
-    # Warm calls come first: what happens once for a shape is no work that was remembered.
+    # Warm up first: one-time work per shape is not a cached result.
     auditor.place(arguments)
     subject.host.repeat([0], _WARM, _SECONDS)
     repeated = subject.host.work(0)
@@ -57,15 +57,15 @@ def _work(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 _TIMES, _FEWEST, _SECONDS = 7, 2, 1.0
-# A call may be so many times faster than a measured ceiling (the label `above-ceiling` has the same factor); where
-# none is known, than torch here and now: a narrower dtype and a rising clock may make that much of it.
+# How many times faster than a measured ceiling a call may be (the label `above-ceiling` has the same factor) or, if
+# none is known, than torch in this process, where a narrower dtype and a rising clock may explain this much.
 _ABOVE, _MARGIN = 2.5, 8.0
-# The factor on a GPU: the search may have missed its best shape by so much.
+# The factor on a GPU, where the search for the peak may have missed its best shape by this much.
 _CLOSE = 1.25
 
 
 def fastest(call: Callable[[], object], device: str) -> float:
-    """Returns the fewest seconds that a call of torch's takes in this process."""
+    """Returns the shortest time of a torch call in this process, in seconds."""
     call()
     taken: list[float] = []
     end = time.perf_counter() + _SECONDS
@@ -86,8 +86,8 @@ def _wait(device: str) -> None:
 def bounds(
     ceilings: Ceilings, precision: str, shape: Shape, flops: int, moved: int, device: str
 ) -> Iterator[tuple[float, str]]:
-    """Yields the fewest seconds that are believed of so many FLOPs and bytes, and what says so: the best copy measured
-    in any cache, the best product in this precision or a wider one, and torch's own now."""
+    """Yields the shortest plausible times for these FLOPs and bytes, with their sources: the best measured copy in any
+    cache, the best product in this precision or a wider one, and torch's own now."""
     rank, rates = precisions.get(precision).rank, [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
     wide = [(Limit.PRODUCT, rate.precision) for rate in rates if precisions.get(rate.precision).rank <= rank]
     looks = (
@@ -104,7 +104,7 @@ def bounds(
 
 
 def _product(shape: Shape, device: str) -> float:
-    """Returns FLOPs a second."""
+    """Returns FLOPs per second of torch's product."""
     seconds = []
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(rows, shape.k).to(device, dtype) for rows in (shape.m, shape.n))
@@ -113,33 +113,34 @@ def _product(shape: Shape, device: str) -> float:
 
 
 def _copy(size: int, device: str) -> float:
-    """Returns bytes a second."""
+    """Returns bytes per second of torch's copy."""
     source = torch.empty(max(size // 2, 1), dtype=torch.uint8, device=device)
     return 2 * source.numel() / fastest(partial(torch.clone, source), device)
 
 
-# Shapes are doubled until a call takes so many seconds, or a side is so long.
+# Shapes are doubled until a call takes this many seconds, or a side is this long.
 _LONG_ENOUGH, _LARGEST = 2e-3, 1024
-# So many times more work has to take at least so many times longer, on a busy device too.
+# This many times more work must take at least this many times longer, even on a busy device.
 _MORE, _AT_LEAST = 4, 1.3
-# A suspicion has to show so many times in a row: on a busy machine any single comparison may be wrong.
+# A suspicion must be confirmed this many times in a row: on a busy machine any single comparison may be wrong.
 _AGAIN = 4
-# A quarter of the time on some data fails. Zeros may honestly take 80% of the time (torch's scaled product on a CPU); a
-# kernel that skips their product takes a twentieth.
+# Being this many times faster on some data fails. Zeros may honestly take 80% of the time (torch's scaled product on a
+# CPU); a kernel that skips their product takes a twentieth.
 _SHORT = 4.0
 # A kernel that skips blocks of zeros takes at most this share of the time if half of each operand's rows are zeros.
 _SAVED = 0.8
 
-# The kernel's process may claim so much less time than passed here, as a share and in seconds, for the way there and
-# back. Where it claims less in every round, its clock is not the time's.
+# The kernel's process may report this much less time than passed here, as a share and in seconds, for the
+# communication. If it reports less in every round, its clock is wrong.
 _CLAIMED, _ROUND_TRIP = 0.6, 5e-3
-# Of the timed calls on each kind of data so many are judged.
+# The number of timed calls judged for each kind of data.
 _JUDGED = 2
 
 
 @dataclass(frozen=True)
 class TimedCalls:
-    """The fewest `seconds` of a call by the kernel's clock, of its process, and `passed` here in all; by data."""
+    """For each kind of data, the fewest `seconds` of a call by the kernel's clock and of its process, and those that
+    `passed` here."""
 
     seconds: Mapping[str, float]
     of_process: Mapping[str, float]
@@ -148,10 +149,10 @@ class TimedCalls:
 
 
 def _time_calls(auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL,), judged: int = 1) -> TimedCalls:
-    """Times calls on each kind of data in turns, each on numbers it has not seen, at other addresses or the same ones.
-    Then judges a sample of what `judged` of the calls on each kind gave."""
+    """Times calls on each kind of data in turns, each on unseen numbers, at new addresses or the same ones. Then judges
+    a sample of the results of `judged` calls on each kind."""
     host, chance = auditor.subject.host, Random(auditor.seed)
-    # 1. Call the kernel on each kind of data in turn, on rows in another order each time.
+    # 1. Call the kernel on each kind of data in turn, with rows in a new order each time.
     host.forget()
     base = {kind: auditor.matrices(AuditInput(kind, shape)) for kind in kinds}
     inputs: list[Matrices] = []
@@ -165,12 +166,12 @@ def _time_calls(auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL
         start = time.perf_counter()
         claimed = host.time_calls(range(len(kinds)))
         rounds.append((claimed, time.perf_counter() - start))
-    # 2. Look whether calls have changed their arguments.
+    # 2. Check whether calls have changed their arguments.
     digests = host.digests(range(len(kinds)))
     for kind, sent in zip(kinds, placed, strict=True):
         auditor.note_changes(AuditInput(kind, shape), sent, digests[: len(sent)])
         digests = digests[len(sent) :]
-    # 3. Take the fastest call on each kind of data. The first round may prepare something for the shape.
+    # 3. Take the fastest call on each kind of data. The first round is skipped, because it may prepare the shape.
     timed = rounds[1:]
     by_clock: dict[str, float] = {}
     of_process: dict[str, float] = {}
@@ -178,13 +179,13 @@ def _time_calls(auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL
         calls = [claimed[place] for claimed, _ in timed]
         by_clock[kind] = max(1e-9, min(seconds for seconds, _ in calls))
         of_process[kind] = max(1e-9, min(seconds for _, seconds in calls))
-    # 4. The kernel's process must not claim much less time than passed here.
+    # 4. Check that the kernel's process does not report much less time than passed here.
     claims = [(math.fsum(seconds for seconds, _ in claimed), passed) for claimed, passed in timed]
     wrong_clock = ""
     if all(claimed < _CLAIMED * passed - _ROUND_TRIP for claimed, passed in claims):
         least, waited = min(claims, key=lambda pair: pair[1])
         wrong_clock = f"its process says {units.seconds(least)} where {units.seconds(waited)} passed"
-    # 5. Judge results of the very calls that were timed.
+    # 5. Judge results of the timed calls.
     wrong = None
     if auditor.sound:
         for kind, place in _choose_calls(kinds, len(rounds), judged, chance):
@@ -197,16 +198,16 @@ def _time_calls(auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL
 
 
 def _choose_calls(kinds: tuple[str, ...], rounds: int, judged: int, chance: Random) -> Iterator[tuple[str, int]]:
-    """Yields a kind of data and the place of a timed call on it, for those that are judged. The kernel cannot know
-    which."""
+    """Yields a kind of data and the index of a timed call on it, for the calls to judge. The kernel cannot predict the
+    choice."""
     for slot, kind in enumerate(kinds):
         for which in chance.sample(range(rounds), min(judged, rounds)):
             yield kind, which * len(kinds) + slot
 
 
 def _speed(auditor: Auditor) -> list[AuditFinding]:
-    """Checks times, with limits that leave room for a busy machine, and the results of the very calls that were timed.
-    Returns all findings or raises: times say nothing where a call failed on the way."""
+    """Checks times, with limits that tolerate a busy machine, and the results of the timed calls. Returns all findings
+    or raises: times mean nothing after a failed call."""
     findings = []
     if replaced := ", ".join(auditor.subject.host.find_replaced()):
         findings = [fail("replaced", f"it puts functions of its own in the place of {replaced}: leave them alone")]
@@ -214,23 +215,23 @@ def _speed(auditor: Auditor) -> list[AuditFinding]:
 
 
 def _check_speeds(auditor: Auditor) -> list[AuditFinding]:
-    # 1. A shape whose call is long enough to be compared.
+    # 1. Find a shape whose call is long enough to compare.
     shape = auditor.fitting(auditor.subject.timed)
     timing = _time_calls(auditor, shape)
     while timing.wrong is None and timing.seconds[NORMAL] < _LONG_ENOUGH and max(shape) < _LARGEST:
         shape = Shape(*(2 * side for side in shape))
         timing = _time_calls(auditor, shape)
     auditor.current = tried = AuditInput(NORMAL, shape)
-    # 2. Wrong results, or a clock that is wrong, end it: no time says anything then.
+    # 2. Stop at wrong results or a wrong clock, which make times meaningless.
     if timing.wrong is not None:
         return [timing.wrong]
     if reason := _confirm(lambda: _time_calls(auditor, shape, judged=0).wrong_clock, timing.wrong_clock):
         return [fail("wrong-clock", reason)]
-    # 3. Faster than this machine can be.
+    # 3. Check whether it is faster than the machine can be.
     too_fast = partial(_too_fast, auditor, shape)
     if reason := _confirm(lambda: too_fast(_seconds(auditor, shape)), too_fast(timing.seconds[NORMAL])):
         return [fail("too-fast", reason)]
-    # 4. Faster on some data, or no slower with more work.
+    # 4. Check whether it is faster on some data, or no slower with more work.
     findings = list(_compare_data(auditor, shape))
     for side in ("m", "k") if timing.seconds[NORMAL] >= _LONG_ENOUGH else ():
         larger = shape._replace(**{side: _MORE * getattr(shape, side)})
@@ -240,7 +241,7 @@ def _check_speeds(auditor: Auditor) -> list[AuditFinding]:
 
 
 def _check_growth(auditor: Auditor, shape: Shape, larger: Shape, side: str) -> AuditFinding | None:
-    """Says what is wrong with a call on more work: its results, or that it takes no longer."""
+    """Returns the fault of a call on more work: wrong results, or the same duration."""
     reason = ""
     for _ in range(_AGAIN):
         larger_timing = _time_calls(auditor, larger)
@@ -264,14 +265,14 @@ def _too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
 
 
 def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
-    """Times calls on zeros, ones, integers, uniform and normal numbers in turns, and again while they differ."""
+    """Times calls on zeros, ones, integers, uniform and normal numbers in turns, repeating if they differ."""
     times: dict[str, float] = {}
     for _ in range(_AGAIN):
         timed = _time_calls(auditor, shape, tuple(TIMED), _JUDGED)
         if timed.wrong is not None:
             yield timed.wrong
             return
-        # The fewest seconds of all looks: a slow call says nothing against a kernel.
+        # Keep the shortest time of all repetitions: a slow call is not the kernel's fault.
         for name, seconds in _comparable(auditor, timed).items():
             times[name] = min(seconds, times.get(name, seconds))
         least = min(times, key=times.__getitem__)
@@ -285,13 +286,13 @@ def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
 
 
 def _skips_zeros(auditor: Auditor, shape: Shape) -> bool:
-    """Whether blocks of zeros save time wherever they are, not only where all numbers are zeros."""
+    """Whether blocks of zeros save time anywhere, not only if all numbers are zeros."""
     times = _comparable(auditor, _time_calls(auditor, shape, (HALF_ZEROS, NORMAL), judged=0))
     return times[HALF_ZEROS] < _SAVED * times[NORMAL]
 
 
 def _comparable(auditor: Auditor, timed: TimedCalls) -> Mapping[str, float]:
-    """On a CPU the process's own time: other processes would disturb any comparison by the clock."""
+    """Returns comparable times: on a CPU the process time, because other processes would disturb the clock."""
     return timed.of_process if auditor.subject.device.startswith("cpu") else timed.seconds
 
 
@@ -300,7 +301,7 @@ def _seconds(auditor: Auditor, shape: Shape) -> float:
 
 
 def _confirm(look: Callable[[], str], reason: str) -> str:
-    """Returns why there is something wrong if that shows several times in a row, beginning with `reason`."""
+    """Returns the reason for a suspicion if it is confirmed several times in a row, starting with `reason`."""
     for _ in range(_AGAIN - 1):
         reason = reason and look()
     return reason
@@ -328,8 +329,8 @@ _LIMIT, _MODEL_LIMIT = 300.0, 600.0
 
 
 class RemoteKernel:
-    """Passes requests to the KernelHost of the kernel's process. Once that is lost, every request says so: a fresh
-    process would not have the kernel."""
+    """Passes requests to the KernelHost of the kernel's process. After that process is lost, every request raises: a
+    fresh process would not have the kernel."""
 
     def __init__(self, worker: ProcessWorker) -> None:
         self._worker = worker
@@ -349,8 +350,8 @@ class RemoteKernel:
 
 
 class AuditBench(Bench):
-    """The judge. Its own process has torch and the checks, and starts the kernel's process, which may crash, hang, or
-    change whatever it likes."""
+    """The judge. Its process has torch and the checks, and starts the kernel's process, which may crash, hang, or
+    modify anything."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

@@ -10,7 +10,7 @@ from fp8bench.model.promises import Signature
 
 
 class AuditOutcome(StrEnum):
-    """CANNOT TELL: the callable gave nothing to judge."""
+    """The outcome of an audit. CANNOT TELL: the callable gave nothing to judge."""
 
     PASS = "PASS"
     FAIL = "FAIL"
@@ -19,9 +19,9 @@ class AuditOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """What one check found. `code` is '' where there is nothing to report; with PASS it is a remark. `input` is the
-    smallest input that showed it. `error` is how far results are from the exact product of what went in, `expected`
-    how far the emulation is; None where that says nothing."""
+    """The result of one check. `code` is '' if there is nothing to report; with PASS it is a remark. `input` is the
+    smallest input that showed it. `error` is the distance of results from the exact product of the inputs, `expected`
+    that of the emulation; None if it does not apply."""
 
     check: str = ""
     outcome: AuditOutcome = AuditOutcome.PASS
@@ -58,10 +58,10 @@ def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:
 
 @dataclass(frozen=True)
 class AuditedLayer:
-    """A layer of a converted model: `what` it is now, whether its class promises `low` precision, which precision
-    its product `runs` in ('' if that was not seen), and the FLOPs of its forward products. `wrong` says what is wrong
-    with its numbers, or remarkable, and `code` is its name. A layer that was left as it was has the likely `reason`,
-    and its name (`rule`). `also` are its other paths."""
+    """A layer of a converted model: `what` it is now, whether its class promises `low` precision, the precision in
+    which its product `runs` ('' if unknown), and the FLOPs of its forward products. `wrong` describes a fault or
+    peculiarity of its numbers, and `code` names it. An unconverted layer has the likely `reason` and its name (`rule`).
+    `also` are further paths to it."""
 
     name: str
     what: str
@@ -78,7 +78,7 @@ class AuditedLayer:
 
 @dataclass(frozen=True)
 class CallWork:
-    """What torch sees of one call: allocations, casts, copies without a cast, and products."""
+    """The work of one call as torch sees it: allocations, casts, copies without a cast, and products."""
 
     allocations: int = 0
     casts: int = 0

@@ -1,1 +1,1 @@
-"""Measure: compare callables of your own with a reference: speed, error, memory."""
+"""Measure: compare your callables with a reference: speed, error, memory."""

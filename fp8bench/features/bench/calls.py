@@ -27,7 +27,7 @@ _BELOW_FLOAT32 = 2.0**-30
 
 
 class CallInputs(NamedTuple):
-    """What a callable is called with: by position, and by name."""
+    """The arguments of a callable: by position, and by name."""
 
     places: Sequence[Any]
     names: Mapping[str, Any]
@@ -37,7 +37,7 @@ class CallInputs(NamedTuple):
         return tensors_in((self.places, self.names))
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> CallInputs:
-        """Returns the inputs with another tensor in the place of each."""
+        """Returns the inputs with each tensor replaced."""
         return CallInputs(*tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, tuple(self)))
 
 
@@ -46,12 +46,12 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def describe(tensors: Sequence[Tensor]) -> str:
-    """Writes tensors like '1024x4096 float32, 8 int64'."""
+    """Formats tensors like '1024x4096 float32, 8 int64'."""
     return ", ".join(f"{show_shapes([tensor.shape]) or 'a number'} {str(tensor.dtype)[6:]}" for tensor in tensors)
 
 
 def make_inputs(setup: Setup) -> CallInputs:
-    """Returns new inputs of a case, the same each time. Raises UsageError where there are none."""
+    """Returns fresh inputs of a case, the same each time. Raises UsageError if there are none."""
     params, device = setup.params, setup.facts.key
     if SHAPE in params:
         return draw_inputs(parse_shapes(str(params[SHAPE])), str(params[DTYPE]), device, setup.seed)
@@ -76,7 +76,7 @@ def draw_inputs(shapes: Sequence[Sequence[int]], dtype: str, device: str, seed: 
 
 
 def _load(file: str) -> Any:
-    """Reads tensors and plain containers; a file that would run code is refused."""
+    """Reads tensors and plain containers; rejects files that would run code."""
     try:
         if file.endswith(".safetensors"):
             from safetensors.torch import load_file
@@ -117,7 +117,7 @@ def call(target: str, inputs: CallInputs) -> list[Tensor]:
     try:
         with silent_step(), restore_switches():
             answer = function(*inputs.places, **inputs.names)
-        after = list(map(digest, tensors))  # a device reports here what was wrong with the call
+        after = list(map(digest, tensors))  # errors of asynchronous device work surface here
     except (StepPrinted, LeftRunning, SwitchesChanged) as error:
         raise UsageError(f"{target} cannot be measured: {error}") from error
     except Exception as error:
@@ -126,7 +126,7 @@ def call(target: str, inputs: CallInputs) -> list[Tensor]:
         raise UsageError(f"{target} cannot be measured with {describe(tensors)}: {own_words(error)}.") from error
     if before != after:
         raise UsageError(
-            f"{target} changes its inputs: the next call would get other ones. Let it change copies (.clone())."
+            f"{target} changes its inputs: the next call would get different ones. Let it change copies (.clone())."
         )
     results = tensors_in(answer)
     if not results:
@@ -136,9 +136,9 @@ def call(target: str, inputs: CallInputs) -> list[Tensor]:
 
 
 def exact_results(target: str, inputs: CallInputs, seed: int) -> list[Tensor] | None:
-    """Returns what the callable gives in float64 from the same inputs; None if it refuses them or rounds to less.
+    """Returns the callable's results in float64 for the same inputs; None if it refuses them or loses precision.
 
-    It rounds to less if its results are float32's numbers even where its inputs are not.
+    It loses precision if its results ignore changes that only float64 can represent.
     """
     wide = inputs.changed(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     random = torch.Generator(wide.tensors[0].device).manual_seed(seed)
@@ -165,9 +165,9 @@ def _needs_float64(result: Tensor) -> bool:
 
 
 def difference(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """Returns the largest relative difference of a result from the one that is wanted, in Frobenius norms.
+    """Returns the largest relative difference between a result and the wanted one, in Frobenius norms.
 
-    Of integers it is the share that differs. It is infinite where only one of both is finite, or infinities differ.
+    For integers it is the share that differs. It is infinite if only one of both is finite, or infinities differ.
     """
     return max(_difference_of_one(*pair) for pair in zip(results, wanted, strict=True))
 
@@ -188,5 +188,5 @@ def _difference_of_one(result: Tensor, wanted: Tensor) -> float:
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    """Converts one-byte dtypes, with which torch does no arithmetic, to float32."""
+    """Converts one-byte dtypes, on which torch has no arithmetic, to float32."""
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor

@@ -1,6 +1,6 @@
-"""Quick checks of a callable before it is timed: whether its time and its results mean what they seem to.
+"""Quick checks of a callable before it is timed: whether its time and its results are meaningful.
 
-They are no audit: a callable that looks for them can deceive them.
+They are not an audit: a callable that detects them can deceive them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from fp8bench.protocols import Setup
 from fp8bench.worker.bits import other_numbers
 from fp8bench.worker.state_tensors import address_of, is_foreign
 
-# Results of other inputs differ by more; those of the same inputs at another address, summed in another order, by less.
+# Results of different inputs differ by more than this; those of the same inputs at another address, summed in another
+# order, by less.
 _STALE = 0.01
-# At another shape errors may be so many times those at the first one, or this large.
+# At another shape errors may be this many times those at the first one, or this large.
 _TIMES_AS_FAR, _FAR = 10.0, 0.01
 
 
 def examine(setup: Setup, target: str, against: str) -> list[str]:
-    """Returns what a reader has to know of a callable; raises UsageError where it cannot be compared."""
+    """Returns remarks on a callable for the reader; raises UsageError if it cannot be compared."""
     inputs = make_inputs(setup)
     if target == against:
         if not _is_same(inputs.tensors, make_inputs(setup).tensors):
@@ -65,8 +66,8 @@ def _check_alike(target: str, results: Sequence[Tensor], against: str, wanted: S
 def _check_fresh(
     target: str, inputs: CallInputs, results: Sequence[Tensor], against: str, wanted: Sequence[Tensor]
 ) -> None:
-    """Puts other numbers into the same memory, past torch's version counters: what is remembered by the address or the
-    version of a tensor is then out of date. Raises UsageError for results that are."""
+    """Overwrites the same memory with other numbers, bypassing torch's version counters, so that results cached by
+    address or version become stale. Raises UsageError for stale results."""
     own = {address_of(tensor): tensor for tensor in inputs.tensors if not is_foreign(tensor)}
     try:
         with ExitStack() as others:
@@ -74,18 +75,18 @@ def _check_fresh(
                 others.enter_context(other_numbers(tensor, seed))
             in_place, copies = call(target, inputs), inputs.changed(lambda tensor: tensor.detach().clone())
             elsewhere, again, wanted_elsewhere = (call(name, copies) for name in (target, target, against))
-    except UsageError:  # other numbers may not suit it, as those of a factorisation
+    except UsageError:  # it may need special numbers, like a factorisation
         return
     if not _kinds(in_place) == _kinds(elsewhere) == _kinds(again):  # the shape depends on the numbers
         return
     if difference(in_place, elsewhere) > max(_STALE, 2 * difference(again, elsewhere)):  # more than it draws by chance
         raise UsageError(
-            f"{target} remembers earlier inputs: it gives old results when other numbers come to the same memory. "
-            "Repeated calls would not do all of its work. Let it keep nothing from call to call."
+            f"{target} remembers earlier inputs: it returns old results for new numbers in the same memory, "
+            "so repeated calls would do less work. Remove its cache."
         )
     if _is_same(elsewhere, results) and not _is_same(wanted_elsewhere, wanted):
         raise UsageError(
-            f"{target} gives the same results whatever its inputs hold, and {against} does not. Let it compute them "
+            f"{target} returns the same results for different inputs, but {against} does not. Let it compute them "
             "from its inputs."
         )
 
@@ -103,7 +104,7 @@ def _differs_from_itself(setup: Setup, target: str, results: Sequence[Tensor]) -
 
 
 def _at_half_the_shape(setup: Setup, target: str, against: str, apart: float) -> Iterator[str]:
-    """Remarks on a callable that fails, or is wrong, where each even size is halved and the reference works."""
+    """Remarks on a callable that fails, or is wrong, if each even size is halved and the reference still works."""
     if SHAPE not in setup.params:
         return
     halves = list(map(_halve_even_sides, parse_shapes(str(setup.params[SHAPE]))))
@@ -122,8 +123,8 @@ def _halve_even_sides(shape: Sequence[int]) -> list[int]:
 
 
 def _results_of(inputs: CallInputs, against: str, target: str) -> tuple[list[Tensor], list[Tensor] | str]:
-    """Returns the results of a reference and a callable, or what the callable raises; nothing of both where the
-    reference raises."""
+    """Returns the results of a reference and a callable, or what the callable raises; empty for both if the reference
+    raises."""
     try:
         wanted = call(against, inputs)
     except UsageError:
@@ -135,7 +136,7 @@ def _results_of(inputs: CallInputs, against: str, target: str) -> tuple[list[Ten
 
 
 def _hides_nan(setup: Setup, target: str, against: str) -> Iterator[str]:
-    """Remarks on a callable whose results are finite although an input has a NaN that reaches the reference's."""
+    """Remarks on a callable whose results are finite although a NaN in an input reaches the reference's results."""
     inputs = make_inputs(setup)
     floating = [tensor.detach() for tensor in inputs.tensors if tensor.is_floating_point() and tensor.numel()]
     for first in floating[:1]:

@@ -1,4 +1,4 @@
-"""`fp8bench bench`: callables of your own and a reference, on the same inputs in the same rounds."""
+"""`fp8bench bench`: your callables and a reference, on the same inputs in the same rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request of a comparison of callables. The user's files are read here, and imported in workers only."""
+"""The request of a comparison of callables. The user's files are read here, but only workers import them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _DEFINES_INPUTS = re.compile(rf"^def {INPUTS}\b".encode(), re.MULTILINE)
 
 
 def check_targets(targets: Sequence[str], against: str) -> tuple[str, ...]:
-    """Returns the names of the callables, the reference first. Raises UsageError for one that is named twice."""
+    """Returns the names of the callables, the reference first. Raises UsageError if one is named twice."""
     named = (against, *targets)
     for number, target in enumerate(named):
         _check_place(target)
         if precision_of(target) is None:
-            raise UsageError(f"{target!r:.200} names no callable. Give module:function, or file.py:function.")
+            raise UsageError(f"{target!r:.200} is not a callable. Give module:function, or file.py:function.")
         if target in named[:number]:
             raise UsageError(
-                f"{target} is named twice. Leave it out once: the reference is measured twice in every round anyway."
+                f"{target} is named twice. Name it once: the reference is measured twice in every round anyway."
             )
     return named
 
@@ -43,7 +43,7 @@ def _check_place(target: str) -> None:
 def choose_axes(
     targets: Sequence[str], shapes: Sequence[str], dtype: str | None, inputs: str | None, cache: str
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Returns where inputs come from: shapes, a file of tensors, a function, or else `inputs` in a callable's file.
+    """Returns the source of inputs: shapes, a file of tensors, a function, or else `inputs` in a callable's file.
 
     The reference is the first of the targets.
     """
@@ -66,13 +66,13 @@ def _checked_source(inputs: str) -> str:
 
 
 def _inputs_beside(targets: Sequence[str]) -> str:
-    """Names the function `inputs` of the first file that has one: a candidate's, else the reference's."""
+    """Returns the function `inputs` of the first file that has one: a candidate's, or else the reference's."""
     against, *others = (split_target(target)[0] for target in targets)
     files = [file for file in (*others, against) if file.endswith(".py")]
     if found := next((file for file in files if _DEFINES_INPUTS.search(read_file(Path(file)))), ""):
         return f"{found}:{INPUTS}"
     where = f"define inputs(device, seed) in {files[0]}" if files else "name a function of (device, seed) by --inputs"
     raise UsageError(
-        f"there is nothing to call {targets[1]} with. Give a shape for each argument, as in "
+        f"there are no inputs for {targets[1]}. Give a shape for each argument, as in "
         f"--shape 1024x4096,4096x1024, or {where}."
     )

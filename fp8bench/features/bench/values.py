@@ -1,11 +1,11 @@
-"""Where the inputs of callables come from, as options say it and cases keep it. No torch here."""
+"""The source of callables' inputs, as options and cases represent it. This module does not import torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-# What drawn inputs may be of, and torch's name for it.
+# The dtypes of drawn inputs, with torch's names.
 DTYPES = {
     "fp32": "float32",
     "bf16": "bfloat16",
@@ -20,7 +20,7 @@ _MOST_ELEMENTS = 1 << 40
 
 
 def parse_shapes(text: str) -> tuple[tuple[int, ...], ...]:
-    """Parses '1024x4096,4096x1024', the shape of one tensor behind each comma. Raises ValueError."""
+    """Parses '1024x4096,4096x1024', the shapes of tensors separated by commas. Raises ValueError."""
     shapes = []
     for part in text.split(","):
         sides = part.strip().split("x")

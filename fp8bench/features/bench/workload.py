@@ -1,6 +1,6 @@
 """One call of a callable as a workload. Each callable is a case, named like a precision: `mine.py:gelu`, `torch:relu`.
 
-Importing this module registers both. A run names it as one of its imports, so that its workers import it too.
+Importing this module registers both. A run lists it among its imports, so that its workers import it too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _shapes(text: str) -> str:
 
 
 class CallablePrecision(PlainPrecision):
-    """Stands for a callable where a case has a precision: its mode is the callable's name."""
+    """Represents a callable in place of a case's precision: its mode is the callable's name."""
 
     name = "callable"
     summary = "A callable as it is, in its own dtypes and switches."
@@ -46,7 +46,7 @@ class CallablePrecision(PlainPrecision):
         return self._target
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Refused; the workload `bench` alone overrides that."""
+        """Returns refused; only the workload `bench` overrides that."""
         return refused("a callable is compared by `fp8bench bench` alone")
 
     @contextmanager
@@ -55,7 +55,7 @@ class CallablePrecision(PlainPrecision):
 
 
 def precision_of(word: str) -> CallablePrecision | None:
-    """Returns None for what is no callable's name, such as `fp8-delayed:history=16`."""
+    """Returns a callable's precision; None for other names, such as `fp8-delayed:history=16`."""
     place, colon, name = word.rpartition(":")
     is_place = place.endswith(".py") or _is_dotted(place)
     is_callable = colon and is_place and _is_dotted(name) and place not in precisions.names(hidden=True)
@@ -71,7 +71,7 @@ precisions.add_maker(precision_of)
 
 @workloads.register(BENCH)
 class Callables(Workload):
-    """Calls a callable on the inputs that every other callable of its group gets too."""
+    """Calls a callable on the same inputs as every other callable of its group."""
 
     name = BENCH
     summary = "calls of your own callables and a reference on the same inputs (fp8bench bench)"
@@ -93,7 +93,7 @@ class Callables(Workload):
         return (tuple(pair for pair in params.items() if pair[0] not in unused),)
 
     def work(self, params: Scalars) -> Work:
-        """Declares no FLOPs, which the tape counts."""
+        """Declares no FLOPs; the tape counts them."""
         return Work()
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -114,7 +114,7 @@ class Callables(Workload):
         return function(*inputs.places, **inputs.names)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares the results with those of the reference in float64 from the same inputs, if it computes in that, and
+        """Compares the results with the reference's: in float64 from the same inputs, if it can compute in that, and
         with its usual ones."""
         from fp8bench.features.bench.calls import call, difference, exact_results, make_inputs
 

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     values = [{**encode(mode), "conforms": mode.conforms} for mode in modes]
     document = {"device": encode(facts), "conforms": conforms, "modes": values}
     tell(arguments, partial(page_of, facts, modes, arguments.all), lambda: document)
-    # Nothing compared is no proof: that has an exit code of its own.
+    # An empty comparison proves nothing, and has a separate exit code.
     if not conforms:
         return EXIT_REGRESSION
     return EXIT_OK if any(mode.compared for mode in modes) else EXIT_FAILED
@@ -69,18 +69,20 @@ def run(arguments: argparse.Namespace) -> int:
 def conformity(
     dtypes: Sequence[str], device: str | None, seed: int, imports: tuple[str, ...], observer: JobObserver
 ) -> tuple[DeviceFacts, list[ModeConformity]]:
-    """Compares each precision on the device; by default all that it does, emulated ones included."""
+    """Compares each precision on the device; by default all that it supports, emulated ones included."""
     named = list(dict.fromkeys(precisions.canonical(word) for word in dtypes))
     with ProcessWorker(Settings(seed=seed, imports=imports)) as worker:
         facts = device_named(device or "", worker.probe())
         supports = {name: precisions.get(name).support(facts) for name in named or precisions.names()}
-        # 1. What the device does at all.
+        # 1. Find what the device supports.
         able = {name: support for name, support in supports.items() if support.level is not Level.REFUSED}
         if not able:
             reasons = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
-            raise UsageError(f"{facts.key} does none of these ({reasons}). Give other --dtypes, or another --device.")
+            raise UsageError(
+                f"{facts.key} supports none of these ({reasons}). Give other --dtypes, or another --device."
+            )
         conformities: list[ModeConformity] = []
-        # 2. One precision after the other, each with time to compile.
+        # 2. Check one precision after the other, each with time to compile.
         with observer.counting() as tell:
             for name, support in able.items():
                 tell(len(conformities), len(able), "precisions", name)
@@ -89,16 +91,16 @@ def conformity(
                     conformed = worker.within(COMPILE_SECONDS).conform(name, facts)
                 except WorkerError as error:  # other precisions may still work
                     conformed = (Conformity(mode, "all of it", "", why=str(error)),)
-                    # A kernel that failed may have broken the device for this process.
+                    # A failed kernel may have broken the device for this process.
                     worker.restart()
                 conformities.append(ModeConformity(mode, support, conformed))
     return facts, conformities
 
 
 def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], everything: bool = False) -> Page:
-    """Shows the verdict, a row for each precision, what differs, and what was not done and why.
+    """Shows the verdict, a row for each precision, differences, and what was skipped and why.
 
-    Unless `everything`, differences that conform are only counted, and emulated precisions that conform only named.
+    Unless `everything`, acceptable differences are only counted, and conforming emulated precisions only named.
     """
     # The verdict is about all modes, shown or not.
     good = all(mode.conforms for mode in conformities)
@@ -109,7 +111,7 @@ def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], everythi
     if same := [_describe_mode(mode) for mode in emulated if mode.compared]:
         words = f"emulated here, and torch's kernels give the same: {join_words(same, 20)}"
         parts.append(Part("emulated", "", (Text(words),)))
-    # Only what does not conform is shown unasked: sums in another order are no fault.
+    # By default only what does not conform is shown: another summation order is not a fault.
     listed_kinds = [kind for kind in Difference if kind is not Difference.NONE] if everything else _WRONG
     shown = [case for mode in conformities for case in mode.found if case.difference in listed_kinds]
     if shown:
@@ -184,5 +186,5 @@ def _verdict(conformities: Sequence[ModeConformity]) -> str:
 
 
 def _describe_mode(mode: ModeConformity) -> str:
-    """The name, with a word where some of its casts and products could not be compared."""
+    """Returns the name, with a remark if some of its casts and products could not be compared."""
     return f"{mode.mode} (in part)" if any(case.difference is None for case in mode.found) else mode.mode

@@ -1,8 +1,8 @@
 """A duel's file in a store, and how it is found and shown.
 
-The file is `<store>/duels/<utc>-<id>.jsonl`, JSON lines; each session is on the disk before the next begins. It does
-not lie among the runs: it was measured with another interpreter, or at another commit, two processes at a time, and
-belongs to no series.
+The file is `<store>/duels/<utc>-<id>.jsonl`, JSON lines; each session is on disk before the next begins. It is not
+among the runs: it was measured with another interpreter, or at another commit, two processes at a time, and does not
+belong to any series.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def start_duel(duel: Duel, store: Path) -> DuelWriter:
 
 
 def _check_result(result: CaseResult) -> CaseResult:
-    # Both sides must say the same of the case, or their times would be of two things.
+    # Both sides must describe the case equally, otherwise their times do not compare.
     same = result.before.case.id == result.after.case.id
     problems = [
         "" if same else "its sides are of different cases",
@@ -61,7 +61,7 @@ def _check_result(result: CaseResult) -> CaseResult:
 
 
 class DuelKind(Kind[Duel]):
-    """Duels have no rows, and belong to no history."""
+    """Duels have no rows, and no history."""
 
     name = "duel"
     holds = Duel
@@ -74,12 +74,12 @@ class DuelKind(Kind[Duel]):
         results: dict[str, CaseResult] = {}
         notes, ends = [], []
 
-        # Lines are taken one by one: a file that was cut off has all but its last.
+        # Lines are processed one by one: a truncated file lacks only its last line.
         def take(content: Content) -> None:
             if "result" in content:
                 result = _check_result(decode(CaseResult, content["result"]))
                 results[result.after.case.id] = result
-            # Sessions come after their result, each as soon as it was measured.
+            # Sessions follow their result, each as soon as it was measured.
             elif "session" in content:
                 result = results[content["case"]]
                 sessions = (*result.sessions, decode(Session, content["session"]))
@@ -97,7 +97,7 @@ class DuelKind(Kind[Duel]):
             results=tuple(results.values()),
             notes=tuple(notes),
             troubles=tuple(troubles),
-            # Only its last line says that nothing is missing.
+            # Only the last line marks a complete file.
             finished=ends[-1:] == ["finished"],
             path=str(path),
         )

@@ -1,6 +1,6 @@
 """Workers of a duel's sides, which may have another interpreter or other code.
 
-A worker gets the path of fp8bench's package (this or another one) and of the user's code, and nothing else of this
+A worker gets the path of fp8bench's package (this or another one) and of the user's code, and nothing else from this
 interpreter's path, whose packages would shadow its own.
 """
 
@@ -24,10 +24,10 @@ from fp8bench.model.raw import PROTOCOL, Settings
 from fp8bench.plan.make import make_plan
 
 Handshake = dict[str, Scalar | None]
-# They point to the running interpreter's library: another interpreter must not see them.
+# These point to the running interpreter's library: another interpreter must not see them.
 _ABOUT_THIS_PYTHON = ("PYTHONHOME", "__PYVENV_LAUNCHER__")
-# When glibc returns memory to the system is chance, and a process that does so in every step may take 50% longer. With
-# these it keeps its memory, on both sides alike; a user's own settings stay.
+# glibc returns memory to the system at random times, and a process that does so in every step may take 50% longer. With
+# these settings both sides keep their memory; a user's settings take precedence.
 _CALM = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
@@ -37,8 +37,8 @@ _CALM = {
 
 @dataclass(frozen=True)
 class Start:
-    """How to start a side: its interpreter, and the folders that come before its own packages. `imports` is the
-    user's code. `tree` is the working tree that its code must come from, if it matters."""
+    """How to start a side: its interpreter, and the folders that precede its own packages. `imports` is the user's
+    code. `tree` is the working tree that its code must come from, if it matters."""
 
     name: str
     python: str
@@ -54,7 +54,7 @@ class Start:
 
 
 class PartnerWorker(ProcessWorker):
-    """A worker that greets first. Raises UsageError if it speaks another protocol, or has no torch."""
+    """A worker that starts with a handshake. Raises UsageError if it speaks another protocol, or has no torch."""
 
     def __init__(self, settings: Settings, start: Start) -> None:
         super().__init__(settings, start.python)
@@ -83,7 +83,7 @@ class PartnerWorker(ProcessWorker):
         if not reason:
             try:
                 super()._begin(process)
-            except WorkerFault as fault:  # the user's modules may not import there
+            except WorkerFault as fault:  # the user's modules may not be importable there
                 reason = f"{side}: {str(fault).removeprefix('ImportFailed: ')}"
         if reason:
             self.close()
@@ -105,13 +105,13 @@ def refusal(handshake: Handshake, start: Start) -> str:
     return ""
 
 
-# Processes differ in speed for reasons of their own: with two a side, a few sessions show by how much.
+# Processes differ in speed for internal reasons: with two per side, a few sessions show by how much.
 PROCESSES = 2
 
 
 @dataclass
 class SideWorkers:
-    """The workers of a side. They are alike; the first one makes the passes for errors and memory."""
+    """The workers of a side. They are equal, except that the first one measures errors and memory."""
 
     start: Start
     workers: Sequence[PartnerWorker]
@@ -146,7 +146,7 @@ class SideWorkers:
 
 def refresh(pair: Sequence[SideWorkers], seed: int, number: int) -> None:
     """Starts fresh processes for a session in random order, because a process stays fast or slow until it ends. The
-    first session uses those that run."""
+    first session uses the running ones."""
     workers = [*pair[0].workers, *pair[1].workers]
     if number:
         for worker in workers:

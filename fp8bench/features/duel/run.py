@@ -61,7 +61,7 @@ Pair = tuple[SideWorkers, SideWorkers]
 
 @dataclass
 class DuelEntry:
-    """An arm, and the worker that holds it and no other arm."""
+    """An arm, and the worker that holds only this arm."""
 
     side: str
     worker: Worker
@@ -94,7 +94,7 @@ class DuelTurns:
         return next(entry for entry in self.entries if entry.arm is arm)
 
     def release(self) -> ArmFailed | None:
-        """Gives back all states; returns a failure if an arm has left threads running."""
+        """Releases all states; returns a failure if an arm has left threads running."""
         culprit = None
         for entry in self.entries:
             try:
@@ -118,7 +118,7 @@ class DuelTurns:
         for arm in arms:
             # A minimum over more calls would be lower for that reason alone.
             arm.calls = min(measured_arm.calls for measured_arm in arms)
-            # Another process has run before each slot: caches are cold, and the processor may be another.
+            # Another process has run before each slot, so caches are cold and the core may have changed.
             arm.discard = 1 if arm.step_seconds < WARMED_BELOW_SECONDS else 0
 
     def _run(self, orders: Orders[DuelEntry], rule: StoppingRule, start: float) -> str:
@@ -134,8 +134,8 @@ class DuelTurns:
 
 @dataclass
 class CaseProgress:
-    """What is known of one case so far. `left_out` says why it is not measured, '' if it is. `processes` is how many
-    a side fit into memory so far."""
+    """The progress of one case. `left_out` is why it is not measured, '' if it is. `processes` is how many per side fit
+    into memory so far."""
 
     before: CaseOutcome
     after: CaseOutcome
@@ -188,7 +188,7 @@ class CaseRunner:
     limits: Limits
 
     def measure(self, case: CaseProgress, number: int, rule: StoppingRule) -> None:
-        """Measures one session of a case, with fewer processes a side if memory does not hold all."""
+        """Measures one session of a case, with fewer processes per side if they do not all fit into memory."""
         seed = random.Random(f"{self.seed}:{number}:{case.before.planned.case.id}").getrandbits(32)
         while True:
             entries: list[DuelEntry] = []
@@ -203,7 +203,7 @@ class CaseRunner:
                 failed = raised
             except CompilingFailed as raised:
                 turns.entry_of(raised.arm).worker.restart()
-                continue  # again in a fresh worker, without compiling
+                continue  # retry in a fresh worker, without compiling
             finally:
                 left_over = turns.release()
             failed = failed or left_over
@@ -223,7 +223,7 @@ class CaseRunner:
             return
 
     def _try_other(self, failed: str, case: CaseProgress, seed: int) -> None:
-        """Tries whether the case fails on the other side, too: which side fails first is chance."""
+        """Tests whether the case fails on the other side, too: which side fails first is random."""
         side, outcome = (self.pair[1], case.after) if failed == BEFORE else (self.pair[0], case.before)
         entry = self._entry(side, outcome.planned, 0)
         turns = DuelTurns([entry], seed)
@@ -252,23 +252,25 @@ class CaseRunner:
 
 
 def sessions_of(request: Request) -> int:
-    """Returns how many sessions a duel has unasked."""
+    """Returns the default number of sessions of a duel."""
     return _QUICK_SESSIONS if request.quick else SESSIONS
 
 
 def run_duel(
     question: DuelQuestion, request: Request, store: Path, observer: JobObserver, only: Collection[str] = ()
 ) -> Duel:
-    """Measures both sides, and keeps the results. `only` are ids of cases to measure; empty means all."""
-    # 1. What can be refused before code is copied or built.
+    """Measures both sides, and stores the results. `only` are ids of cases to measure; empty means all."""
+    # 1. Reject invalid requests before code is copied or built.
     if request.ranks is not None:
-        raise UsageError(f"a side of a duel is one process, and this would be {request.ranks} ranks on each.")
+        raise UsageError(
+            f"a side of a duel is one process, but this asks for {request.ranks} ranks. Leave --ranks out."
+        )
     resolved = resolve(request, os.environ)
     check_store(store)
     corpus = resolved.corpus(store)
     start = time.monotonic()
     sessions = question.sessions or sessions_of(request)
-    # 2. Both sides with their processes; whatever fails, they end and folders vanish.
+    # 2. Open both sides with their processes; these end, and folders are removed, whatever fails.
     with ExitStack() as stack:
         *starts, notes = stack.enter_context(open_sides(question, request.imports))
         sides = []
@@ -277,13 +279,13 @@ def run_duel(
             workers = [PartnerWorker(settings, ready) for _ in range(PROCESSES)]
             quantisers = Quantisers(resolved.switches.why_eager)
             sides.append(stack.enter_context(closing(SideWorkers(ready, workers, quantisers))))
-        # 3. Each side says which cases its own code has.
+        # 3. Ask each side which cases its code has.
         identity, names = corpus.identity if corpus else None, [suite.name for suite in resolved.suites]
         with observer.counting() as tell:
             for number, ready_side in enumerate(sides):
                 tell(number, len(sides), "sides", "starting workers")
                 ready_side.meet(request, names, identity)
-        # 4. Only what both have can be compared.
+        # 4. Only cases of both sides can be compared.
         side_a, side_b = sides
         cases = tuple(name for name in side_a.cases if name in side_b.cases)
         if not cases:
@@ -294,7 +296,7 @@ def run_duel(
         selected = tuple(name for name in cases if not only or name in only)
         if not selected:
             raise UsageError(f"the sides would not measure {next(iter(only))}, which was asked for.")
-        # 5. The head of the duel, and what is not compared.
+        # 5. Write the duel's header, and what is not compared.
         begun = Duel(
             secrets.token_hex(4),
             now(),
@@ -320,7 +322,7 @@ def _measure_sessions(
     cases = [begin_case(case, pair) for case in begun.cases]
     try:
         _check_origins(pair)
-        if pair[1].start.commit:  # warn early if the sides cannot differ, as far as that is known by now
+        if pair[1].start.commit:  # warn early if the sides cannot differ, as far as known by now
             for note in (*(note for note in notes if note == SAME), *_idle_notes(pair)):
                 observer.note(f"{note}. Ctrl-C ends the duel")
         for note in notes:
@@ -332,7 +334,7 @@ def _measure_sessions(
         writer.finish("finished")
     except KeyboardInterrupt:
         with ignored():
-            with contextlib.suppress(StoreError):  # a duel without an end line is unfinished, too
+            with contextlib.suppress(StoreError):  # a duel without an end line counts as unfinished, too
                 writer.finish("interrupted")
             observer.note(f"interrupted; what was finished is kept in {writer.path}")
     except Fp8benchError as error:
@@ -348,7 +350,7 @@ def _measure_sessions(
 
 
 class SessionProgress(SilentObserver):
-    """Reports how many of all sessions of cases are done."""
+    """Reports the number of finished sessions of all cases."""
 
     def __init__(self, tell: Tell, total: int) -> None:
         self._tell, self._total, self.done = tell, total, 0
@@ -369,7 +371,7 @@ def _sessions(
         progress.doing("starting workers")
         began = time.monotonic()
         refresh(pair, request.seed, number)
-        # In the first session half of the workers were there already. Later starts count against the budget, too.
+        # Half of the workers were running before the first session. Later starts count against the budget, too.
         starting = (time.monotonic() - began) * (1 if number else 2) * (sessions - 1 - number)
         for place, case in enumerate(cases):
             progress.done = number * len(cases) + place
@@ -379,7 +381,7 @@ def _sessions(
             if case.alive and number == 0:
                 _check_origins(pair)  # more of the user's code may have been imported by now
                 runner.check_values(case)
-            with held_back():  # either the whole case is written, or one more session
+            with held_back():  # either the whole case is written, or another session
                 if number == 0 or (alive and not case.alive):
                     writer.result(case.result)
                 elif alive:
@@ -398,9 +400,9 @@ def _rule(request: Request, share: float | None) -> StoppingRule:
 
 
 def _describe_side(side: SideWorkers, request: Request) -> DuelSide:
-    """Returns a side with its environment. What its worker says of itself wins over what holds in this process."""
+    """Returns a side with its environment. What its worker reports takes precedence over this process."""
     worker, start = side.workers[0], side.start
-    # Digests of imports are computed in this process, and so of this tree's files.
+    # Digests of imports are computed in this process, from this tree's files.
     imports = request.imports if start.imports == request.imports else ()
     environment_here = gather(
         worker.software(), str(worker.handshake["fp8bench"]), request.threads, imports, folder=start.tree
@@ -418,7 +420,7 @@ def _idle_notes(pair: Pair) -> list[str]:
 
 
 def _check_origins(pair: Pair) -> None:
-    """Raises UsageError where side A has loaded code of this tree: then it does not run the revision."""
+    """Raises UsageError if side A has loaded code of this tree instead of the revision."""
     side_a, side_b = (side.start for side in pair)
     if side_a.tree is None or side_b.tree is None:
         return

@@ -1,6 +1,6 @@
-"""What makes the sides of a duel differ: an interpreter, or a working tree of another revision.
+"""The difference between the sides of a duel: an interpreter, or a working tree of another revision.
 
-The tree lies in a temporary folder. When the duel ends, also by SIGKILL, its warden removes the folder; where the
+The tree is in a temporary folder. When the duel ends, even by SIGKILL, its warden process removes the folder; if the
 warden was killed, too, the next duel does.
 """
 
@@ -27,24 +27,23 @@ from fp8bench.store.commit_runs import find_commit
 
 PREFIX = "fp8bench-duel-"
 _LOCK = "owner.lock"
-# A younger folder without a lock may be one that is just being made, by a process that waits for a core.
+# A younger folder without a lock may still be under construction by a process that waits for a core.
 _YOUNG_SECONDS = 600.0
-# A shell that waits for the end of this process, has git forget the tree, and removes the folder, into which a worker
-# that is being ended may still write.
+# A shell script that waits for the end of this process, makes git forget the tree, and removes the folder, into which a
+# terminating worker may still write.
 _WARDEN = """cat; git -C "$1/tree" worktree remove --force "$1/tree"
 for again in 1 2 3 4 5; do rm -rf "$1" && exit; sleep 1; done"""
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Yields a temporary folder; a lock in it, held as long as this process lives, keeps other duels from removing
-    it."""
+    """Yields a temporary folder; a lock in it, held while this process lives, keeps other duels from removing it."""
     sweep()
     try:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
         owner = (folder / PARTIAL).open("w")
         lock(owner, 0)
-        (folder / PARTIAL).rename(folder / _LOCK)  # whoever finds it finds it locked
+        (folder / PARTIAL).rename(folder / _LOCK)  # nobody can find it unlocked
     except OSError as error:
         raise StoreError(
             f"no temporary folder can be made ({error.strerror}). Make room, or set TMPDIR to a folder that has some."
@@ -79,15 +78,15 @@ def sweep() -> None:
 
 
 def package_beside(folder: Path, package: Path) -> Path:
-    """Makes a folder with a link to one package and nothing else, and returns it. The package may lie in a folder of
-    installed packages, which must not come along."""
+    """Creates a folder that only has a link to one package, and returns it. The package may be in a folder of installed
+    packages, which must not be importable."""
     folder.mkdir()
     (folder / package.name).symlink_to(package, target_is_directory=True)
     return folder
 
 
 _GIT_SECONDS = 600.0
-# In a git hook they name the hook's repository, and would win over the folder.
+# In a git hook these name the hook's repository, and would override the folder.
 _WHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR")
 
 
@@ -111,14 +110,14 @@ def revision_of(repository: Path, word: str, option: str) -> str:
     hint = "Give a commit, a branch or a tag; `git fetch` gets those of others."
     if _git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true":
         hint = "The clone is shallow and lacks what is older: `git fetch --unshallow` gets it."
-    raise UsageError(f"{option} {word!r:.200} is no commit of the repository {repository}. {hint}")
+    raise UsageError(f"{option} {word!r:.200} is not a commit of the repository {repository}. {hint}")
 
 
 @contextmanager
 def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterator[Path]:
-    """Checks out the commit below a scratch folder, and removes it afterwards, whatever happens. Hooks do not run:
-    one that installs something would change this tree, too."""
-    # Have git forget the trees of killed duels, whose folders have been removed.
+    """Checks out the commit below a scratch folder, and always removes it afterwards. Hooks do not run: one that
+    installs something would change this tree, too."""
+    # Make git forget the trees of killed duels, whose folders have been removed.
     for line in _git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
         path = Path(line.removeprefix("worktree "))
         if line.startswith("worktree ") and path.parent.name.startswith(PREFIX) and not path.exists():
@@ -169,18 +168,18 @@ def _words(done: subprocess.CompletedProcess[str]) -> str:
 
 def interpreter(word: str, option: str) -> str:
     """Returns the interpreter for a program's name or path, or the folder of a virtual environment. Links are not
-    followed: a virtual environment's Python is a link, and its packages depend on its place."""
+    followed: a virtual environment's Python is a link, and its location determines its packages."""
     folder, option_text = Path(word) / "bin" / "python", f"{option} {word!r:.200}"
     program = str(folder) if Path(word).is_dir() and folder.exists() else shutil.which(word)
     if program is None:
         raise UsageError(
-            f"{option_text} is no program. Give a Python's name or path, or a virtual environment's folder."
+            f"{option_text} is not a program. Give a Python's name or path, or a virtual environment's folder."
         )
     return str(Path(program).absolute())
 
 
 PACKAGE = Path(__file__).resolve().parents[2]
-# The title of a side that is a revision of fp8bench itself begins so.
+# The prefix of a side's title if the side is a revision of fp8bench.
 OWN = "fp8bench at "
 SAME = "both sides are the same: what they differ by is noise"
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
@@ -188,7 +187,7 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 @dataclass(frozen=True)
 class DuelQuestion:
-    """What makes the sides differ, as given on the command line; None is what runs here."""
+    """The difference between the sides, as given on the command line; None means what runs here."""
 
     python_a: str | None = None
     python_b: str | None = None
@@ -202,18 +201,18 @@ Opened = tuple[Start, Start, tuple[str, ...]]
 
 @contextmanager
 def open_sides(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Opened]:
-    # 1. One change at a time.
+    # 1. Allow only one change at a time.
     if question.against is not None and question.against_self is not None:
         raise UsageError(
             "--against and --against-self would change two things at once, and nobody could say which one did it. "
             "Leave one out."
         )
-    # 2. Interpreters before folders: a wrong one is refused before anything is copied.
+    # 2. Interpreters before folders: reject a wrong one before anything is copied.
     pythons = [
         sys.executable if word is None else interpreter(word, option)
         for option, word in (("--python-a", question.python_a), ("--python-b", question.python_b))
     ]
-    # 3. Both sides import from folders with fp8bench alone: nothing installed beside it comes along.
+    # 3. Both sides import from folders that only contain fp8bench, so that no other installed packages are visible.
     with scratch() as folder:
         if question.against is not None or question.against_self is not None:
             with _against(question, pythons, imports, folder) as sides:
@@ -231,19 +230,19 @@ def open_sides(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Ope
 def _against(
     question: DuelQuestion, pythons: Sequence[str], imports: tuple[str, ...], folder: Path
 ) -> Iterator[Opened]:
-    # 1. Which repository: of fp8bench itself, or of the code that is measured.
+    # 1. Choose the repository: of fp8bench, or of the measured code.
     is_fp8bench = question.against is None
     option, word = ("--against-self", question.against_self) if is_fp8bench else ("--against", question.against)
     assert word is not None
     repository = repository_of(PACKAGE if is_fp8bench else Path.cwd(), option)
     if not is_fp8bench and PACKAGE.parent == repository:
-        raise UsageError("this repository is fp8bench's own, whose code --against leaves as it is. Use --against-self.")
+        raise UsageError("this repository is fp8bench's own, which --against does not exchange. Use --against-self.")
     if is_fp8bench and PACKAGE.parent != repository:
         raise UsageError(
             f"{option} wants fp8bench to run from a checkout of its repository, and it runs from {PACKAGE}. Install it "
             "from one with `pip install -e`."
         )
-    # 2. Titles say which commits are compared, and whether this tree has more than its commit.
+    # 2. Titles name the compared commits, and whether this tree has uncommitted changes.
     commit, checked_out = revision_of(repository, word, option), find_commit("HEAD", repository) or ""
     changed = " with uncommitted changes" if is_dirty(repository) else ""
     title = commit[:8] if commit.startswith(word) else f"{word} ({commit[:8]})"
@@ -251,7 +250,7 @@ def _against(
     same = commit == checked_out and not changed and pythons[0] == pythons[1]
     notes = (SAME,) if same else ()
     paths = _own_paths(imports)
-    # 3. The old commit in a tree of its own; the checkout stays as it is.
+    # 3. Check out the old commit in a separate tree; the current checkout is unchanged.
     with worktree(repository, commit, folder, option) as tree:
         if not is_fp8bench:
             # The same fp8bench measures both: only the user's paths move into the old tree.
@@ -288,8 +287,8 @@ def _against(
 
 
 def _own_paths(imports: tuple[str, ...]) -> list[str]:
-    """Returns folders with the user's code for both sides: the working directory if there are imports, and
-    PYTHONPATH. Folders of installed packages belong to this interpreter, and are left out."""
+    """Returns folders with the user's code for both sides: the working directory if there are imports, and PYTHONPATH.
+    Folders of installed packages belong to this interpreter, and are left out."""
     folder = [str(Path.cwd())] if imports else []
     folders = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     return list(dict.fromkeys((*folder, *(path for path in folders if not _INSTALLED & {*Path(path).parts}))))

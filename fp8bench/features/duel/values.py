@@ -1,4 +1,4 @@
-"""The values of a duel: its sides, and the samples of each case on both. Verdicts are computed, and not kept."""
+"""The values of a duel: its sides, and the samples of each case on both. Verdicts are computed, not stored."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.model import DeviceFacts, Environment, Record, Request, Status, Timing
 
-# The sides' names everywhere: A is what was, B is what is.
+# The sides' names everywhere: A is before, B is after.
 BEFORE, AFTER = "A", "B"
 
 
 @dataclass(frozen=True)
 class DuelSide:
-    """One side: its name and title, its interpreter, and what that reported about itself. `commit` is that of the
+    """One side: its name and title, its interpreter, and the environment that this reported. `commit` is that of the
     code which makes the sides differ, '' without a revision."""
 
     name: str
@@ -26,7 +26,7 @@ class DuelSide:
 
 @dataclass(frozen=True)
 class Session:
-    """The samples of one case in one session: of some processes a side, all in the same rounds."""
+    """The samples of one case in one session: of several processes per side, all in the same rounds."""
 
     before: tuple[Timing, ...]
     after: tuple[Timing, ...]
@@ -47,7 +47,7 @@ class CaseResult:
 
     @property
     def refused_alike(self) -> bool:
-        """Whether neither side can measure it, each for a reason of its own."""
+        """Whether neither side can measure it, even if their reasons differ."""
         return all(f"side {name}: " in self.after.reason for name in (BEFORE, AFTER))
 
     @property
@@ -57,8 +57,8 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Duel:
-    """A duel: header and results. `cases` are the ids of all planned cases, each of which should have so many
-    `sessions`; `troubles` were met when its file was read."""
+    """A duel: header and results. `cases` are the ids of all planned cases, each of which should have this many
+    `sessions`; `troubles` were found when its file was read."""
 
     id: str
     started: str

@@ -1,16 +1,16 @@
-"""Judges two sides by their samples, each measured in several processes: is B slower than A, and how sure is that?
+"""Judges two sides by samples from several processes each: is B slower than A, and how certain is that?
 
-A process may be faster or slower than its neighbour for reasons of its own (where its memory lies, how its allocator
+A process may be faster or slower than its neighbour for internal reasons (where its memory is, how its allocator
 behaves), often by a percent, sometimes by half. So processes are compared, not rounds: each gives one number, its best
-case. A side is the geometric mean of the faster three fifths of its processes, which mostly leaves out slow modes that
-some fall into by chance; a smaller share gave wider intervals. What all processes of a session have in common (a
-neighbour, a clock) is removed first: each counts by its distance from the session's median.
+case. A side is the geometric mean of the fastest three fifths of its processes, which mostly leaves out slow modes that
+some enter by chance; a smaller share gave wider intervals. What all processes of a session share (a neighbour, a clock)
+is removed first: each counts by its distance from the session's median.
 
-If nothing had changed, the names A and B would be dealt to a session's processes by chance. The interval holds those
-ratios that would not put the sides further apart than chance does, over all ways of dealing the names: an inverted
-permutation test, exact whatever the times are like, outliers and modes included. With two processes a side it takes
-three sessions; with fewer, only differences are reported that no noise makes. Values (errors, memory) are the same
-whenever the same code runs, and need no statistics.
+If nothing had changed, the names A and B would be assigned to a session's processes by chance. The interval holds those
+ratios that would not put the sides further apart than chance does, over all assignments of the names: an inverted
+permutation test, exact for any distribution of times, including outliers and modes. With two processes per side it
+needs three sessions; with fewer, only differences too large for noise are reported. Values (errors, memory) are the
+same whenever the same code runs, and need no statistics.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _NOTHING = 1e-9
 
 @dataclass(frozen=True)
 class DuelVerdict:
-    """What the times of one case say. `ratio` is after over before, which are in seconds.
+    """The verdict on the times of one case. `ratio` is after over before, which are in seconds.
 
     What slowed a session on both sides is removed from both; their product is that of the measured times.
 
     `apart` is the larger share by which a side's slowest process was slower than its fastest. `chance` is the share of
-    deals that put the sides as far apart, `finest` the least it can be. `distance` is the difference in standard
-    deviations of the deals (`error`, a logarithm), with `freedom` degrees of freedom. `rounds` are those of the session
-    with fewest. `typical` is the ratio of means over all calls. `whole`: whole steps were compared.
+    assignments that put the sides as far apart, `finest` the least it can be. `distance` is the difference in standard
+    deviations of the assignments (`error`, a logarithm), with `freedom` degrees of freedom. `rounds` is that of the
+    session with the fewest. `typical` is the ratio of means over all calls. `whole`: whole steps were compared.
     """
 
     verdict: Verdict
@@ -89,7 +89,7 @@ class DuelVerdict:
 
     @property
     def can_judge(self) -> bool:
-        """Whether there were processes and rounds enough for a difference of any size to be believed."""
+        """Whether there were enough processes and rounds to believe a difference of any size."""
         return self.resolved and self.rounds >= LEAST_ROUNDS
 
     @property
@@ -100,31 +100,31 @@ class DuelVerdict:
 def judge(
     sessions: Sequence[Session], level: float = verdicts.FINAL_LEVEL, same: float = verdicts.SAME
 ) -> DuelVerdict | None:
-    """Judges all sessions; returns None if no session has a round that all of its entries were in."""
+    """Judges all sessions; returns None if no session has a round with all of its entries."""
     shared = [session for session in sessions if _rounds(session)]
     if not shared:
         return None
-    # Whole steps are compared if stretches of a step compensate each other by more than processes differ.
+    # Whole steps are compared if parts of a step compensate for each other by more than processes differ.
     whole_steps = 2 * sum(map(_make_up, shared)) >= len(shared)
-    # 1. Logarithms of the best and of all calls: one row a process.
+    # 1. Compute logarithms of the best case and of all calls: one row per process.
     measured = [(session, _logs(session, whole_steps), len(_rounds(session))) for session in shared]
     logs, of_all_calls = np.concatenate([logs for _, logs, _ in measured], axis=1)
     is_after = np.concatenate(
         [[False] * len(session.before) + [True] * len(session.after) for session, _, _ in measured]
     )
     sizes = [(len(session.before), len(session.after)) for session, _, _ in measured]
-    # 2. How often would names dealt by chance lie as far apart?
+    # 2. How often would randomly assigned names be as far apart?
     deals = _Deals(logs, is_after, sizes)
     rounds = min(rounds for _, _, rounds in measured)
     logs_a, logs_b = logs[~is_after], logs[is_after]
     ratio, typical = deals.interval(level), _Deals(of_all_calls, is_after, sizes).interval(level)
-    # 3. With too few processes for an interval, only sides that do not overlap differ.
+    # 3. With too few processes for an interval, sides differ only if they do not overlap.
     resolved = deals.finest <= 1 - level
     verdict = verdicts.rule(ratio, verdicts.BAND, same) if resolved else _without_interval(logs_a, logs_b)
     # 4. The mean over all calls must not contradict the fastest calls.
     if rounds < LEAST_ROUNDS or not verdicts.agrees(verdict, ratio, typical):
         verdict = Verdict.UNSURE
-    # 5. Seconds of both sides around what they have in common.
+    # 5. Compute seconds of both sides around their common level.
     middle = (_fast_mean(logs_a) + _fast_mean(logs_b)) / 2
     apart = math.expm1(max(float(np.ptp(logs_a)), float(np.ptp(logs_b))))
     return DuelVerdict(
@@ -146,7 +146,7 @@ def judge(
 
 
 def why_unsure(times: DuelVerdict) -> str:
-    # In the order in which a reader can mend it.
+    # In the order in which a reader can fix it.
     if times.rounds < LEAST_ROUNDS:
         rounds = "1 round a session is" if times.rounds == 1 else f"{times.rounds} rounds a session are"
         return f"{rounds} too few; give it more time (--budget) or rounds"
@@ -179,7 +179,7 @@ def _best(timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool) -
 def _make_up(session: Session) -> bool:
     rounds = _rounds(session)
     sides = session.before, session.after
-    # By stretches and by whole steps: stretches that make up for each other widen the first.
+    # By parts and by whole steps: parts that compensate for each other widen the first.
     by_stretch, by_step = (max(_apart(_best(side, rounds, whole)) for side in sides) for whole in (False, True))
     floor = max(BAND, min(by_stretch, by_step))
     return verdicts.cells_make_up([*session.before, *session.after], rounds, floor)
@@ -190,14 +190,14 @@ def _apart(seconds: Sequence[float]) -> float:
 
 
 def _fast_mean(logs: NDArray[np.float64]) -> Any:
-    """Returns the mean of the lowest three fifths of each row, rounded up in number."""
+    """Returns the mean of the lowest three fifths (rounded up) of each row."""
     # The slowest processes were disturbed; the fastest one alone may be luck.
     return np.sort(logs)[..., : -(-3 * logs.shape[-1] // 5)].mean(axis=-1)
 
 
 def _without_interval(logs_a: NDArray[np.float64], logs_b: NDArray[np.float64]) -> Verdict:
-    """Judges where processes are too few for an interval. The nearest processes of different sides must lie further
-    apart than any two of one side, and than known noise."""
+    """Judges with too few processes for an interval. The nearest processes of different sides must be further apart
+    than any two of one side, and than known noise."""
     if min(len(logs_a), len(logs_b)) < 2:
         return Verdict.UNSURE
     least = max(math.log1p(BELIEVED), float(np.ptp(logs_a)), float(np.ptp(logs_b)))
@@ -207,7 +207,7 @@ def _without_interval(logs_a: NDArray[np.float64], logs_b: NDArray[np.float64]) 
 
 
 class _Deals:
-    """All ways of dealing the names A and B anew to the processes of each session; a seeded sample if they are many."""
+    """All ways of reassigning the names A and B to the processes of each session; a seeded sample if there are many."""
 
     def __init__(
         self, logs: NDArray[np.float64], is_after: NDArray[np.bool_], sizes: Sequence[tuple[int, int]]
@@ -222,7 +222,7 @@ class _Deals:
             choices = (itertools.combinations(range(count_a + count_b), count_b) for count_a, count_b in sizes)
             named = _mark_after(sizes, list(itertools.product(*choices)))
         else:
-            # The true deal and a seeded sample: the same samples always give the same verdict.
+            # The true assignment and a seeded sample: the same samples always give the same verdict.
             draw = np.random.default_rng(0)
             deals = []
             for _ in range(_MOST_DEALS - 1):
@@ -231,7 +231,7 @@ class _Deals:
             named = np.concatenate([[is_after], _mark_after(sizes, deals)])
         self.finest = 2 / count if all(count_a == count_b for count_a, count_b in sizes) else 1 / count
         self.finest = max(self.finest, 1 / len(named))
-        # A deal and its mirror image differ only in sign, and every deal has as many of each name.
+        # An assignment and its mirror image differ only in sign, and every one has equally many of each name.
         self._after, self._before = (np.nonzero(names)[1].reshape(len(named), -1) for names in (named, ~named))
 
     @property
@@ -239,9 +239,9 @@ class _Deals:
         return self._apart(0.0)[1]
 
     def interval(self, level: float) -> Interval:
-        """Returns the ratio of B to A; without bounds if there are too few deals for this level. The bounds are the
-        least and greatest shift for which chance would do as much. They are approached from outside, by bisection,
-        because further in chance may again do less."""
+        """Returns the ratio of B to A; unbounded if there are too few assignments for this level. The bounds are the
+        smallest and largest shift that chance explains. They are approached from outside, by bisection, because further
+        inside chance may again explain less."""
         shift, low, high = self.shift, -math.inf, math.inf
         if self.finest <= 1 - level:
             reach = 2 * float(np.ptp(self._logs)) + abs(shift) + _NOTHING
@@ -249,7 +249,7 @@ class _Deals:
         return Interval(math.exp(shift), math.exp(low), math.exp(high), level)
 
     def chance(self, shift: float) -> float:
-        # Sums of the same deal in another order differ in the last bits: the true deal must count.
+        # Sums in another order differ in the last bits: the true assignment must count.
         apart, observed = self._apart(shift)
         return float((np.abs(apart) >= abs(observed) - 1e-12).mean())
 
@@ -257,7 +257,7 @@ class _Deals:
         # Even the farthest shift is as likely: there is no bound.
         if self.chance(shift + outside) > chance:
             return math.copysign(math.inf, outside)
-        # First nearer by halves, then between the last two.
+        # Halve the distance, then bisect the last interval.
         while self.chance(shift + outside / 2) <= chance and abs(outside) > _NOTHING:
             outside /= 2
         inside = outside / 2
@@ -280,7 +280,7 @@ class _Deals:
 
     def _apart(self, shift: float) -> tuple[NDArray[np.float64], float]:
         logs = self._logs - shift * self._is_after
-        for places in self._sessions:  # the same for every deal: names do not change what was measured
+        for places in self._sessions:  # the same for every assignment: names do not change measurements
             logs[places] -= np.median(logs[places])
         means_a, means_b = (_fast_mean(logs[places]) for places in (self._before, self._after))
         return means_b - means_a, float(_fast_mean(logs[self._is_after]) - _fast_mean(logs[~self._is_after]))
@@ -295,7 +295,7 @@ def _mark_after(sizes: Sequence[tuple[int, int]], deals: Sequence[Sequence[Seque
     return rows
 
 
-# These labels are about rounds, on which verdicts here do not rest, or noise, which is in the interval.
+# These labels are about rounds, which verdicts here do not use, or about noise, which the interval includes.
 _OF_A_SUITE = {Label.NOISY, Label.FEW_SAMPLES, Label.BIMODAL, Label.DRIFT, Label.UNPAIRED}
 _DIRECTIONS = {
     Verdict.FASTER: Direction.BETTER,
@@ -347,8 +347,8 @@ def _time(result: CaseResult) -> Comparison:
 
 
 def p_value(times: DuelVerdict) -> float | None:
-    """Returns the chance of so great a difference if nothing had changed; None if processes are too few to say.
-    Below what the number of deals can show, Student's t is used."""
+    """Returns the probability of such a large difference if nothing had changed; None if there are too few processes.
+    Below the resolution of the permutation test, Student's t is used."""
     if not times.resolved:
         return None
     if times.chance > times.finest:

@@ -76,7 +76,7 @@ def _tone(figure: _Figure) -> Tone:
 def _verdict(figure: _Figure) -> Field:
     result, comparison = figure
     statuses = (result.before.status, result.after.status)
-    # A side without a number leaves nothing to compare.
+    # Without a number on one side there is nothing to compare.
     if Status.FAILED in statuses:
         return Field("FAILED", tone=Tone.BAD)
     word = "skipped" if Status.SKIPPED in statuses else direction(comparison)
@@ -111,7 +111,7 @@ _VALUES: tuple[Col[_Figure], ...] = (
 
 def _values(figures: Sequence[_Figure]) -> Iterator[Element]:
     values = [figure for figure in figures if figure[1].metric != TIME]
-    # Hundreds of equal values would hide the few that differ: those are only counted.
+    # Hundreds of equal values would hide the few that differ, so equal ones are only counted.
     apart = [figure for figure in values if figure[1].direction is not Direction.SAME and figure[1].ratio is not None]
     if values:
         title = f"values (errors, memory): {count_directions(comparison for _, comparison in values)}"
@@ -125,7 +125,7 @@ def _notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
         if comparison.why
     ]
     records = [record for result in duel.results for record in (result.before, result.after)]
-    # What a record says of itself is told even where its figures agree.
+    # A record's remarks are shown even if its figures agree.
     reasons += [(record.detail, record.case.id) for record in records if record.is_ok and record.detail]
     return [f"{join_words(about, 3)}: {reason}" for reason, about in together(reasons).items()]
 
@@ -135,7 +135,7 @@ def _ending(duel: Duel) -> Iterator[Text]:
     yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in duel.troubles)
     if missing := len(duel.cases) - len(duel.results):
         yield Text(f"{missing} of {len(duel.cases)} cases were not measured")
-    # Fewer sessions make wider intervals, which a reader should not take for noise.
+    # Fewer sessions make wider intervals, which a reader should not mistake for noise.
     short = sum(0 < len(result.sessions) < duel.sessions and not result.failed for result in duel.results)
     if short:
         yield Text(f"{short} of {len(duel.cases)} cases have fewer sessions than were planned")

@@ -1,7 +1,7 @@
 """Copies the runs of several machines' stores into one, as immutable files by machine and month.
 
-A file is copied byte for byte under its own name, written beside and renamed. It changes only where an interrupted run
-was resumed: if the copy is the beginning of the file, the rest is appended.
+A file is copied byte for byte under its original name, written to a temporary file and renamed. It changes only if an
+interrupted run was resumed: if the copy is a prefix of the file, the rest is appended.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ _COPIES = "copies of runs that were taken, or their beginnings"
 
 @dataclass
 class Collected:
-    """What became of the files: counts of those `taken`, new or longer than before, by machine, and of the `same`.
-    `left` counts files that were left out without a fault, by reason; `failed` has a sentence for each file that is
-    wrong."""
+    """What became of the files: counts by machine of those `taken` (new or grown), and of the `same`. `left` counts
+    files that were left out intentionally, by reason; `failed` has a sentence for each faulty file."""
 
     taken: Counter[str] = field(default_factory=Counter)
     same: int = 0
@@ -74,14 +73,16 @@ def _foreign_files(store: Path, runs: set[Path]) -> Iterator[str]:
     for path in sorted((store / "runs").rglob("*")):
         if path not in runs and path.is_file():
             begun = path.name.endswith(PARTIAL)
-            description = "is what a run left that never began" if begun else "is no run file, or lies where none does"
+            description = (
+                "is what a run left that never began" if begun else "is not a run file, or lies where none does"
+            )
             yield f"{path} {description}. It was not taken."
 
 
 def _take(plan: FleetPlan | None, out: Path, targets: dict[str, Path], collected: Collected, path: Path) -> None:
     running, content, run = is_locked(path), read_file(path), load_run(path)
     if not run.started:
-        raise StoreError(f"{path} was not taken: {run.troubles[0]}, and so is which machine it is of.")
+        raise StoreError(f"{path} was not copied: {run.troubles[0]}, so its machine is unknown.")
     if plan is not None and number_of(plan, run.cell) is None:
         collected.left[_OTHERS] += 1
         return

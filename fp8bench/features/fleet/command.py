@@ -158,7 +158,7 @@ def _status(plan: FleetPlan, arguments: argparse.Namespace) -> int:
 
 def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     file, store, only = arguments.plan.resolve(), arguments.store, arguments.cell
-    # 1. Several workers are processes, each of which comes back here alone.
+    # 1. Several workers are processes, each of which runs this function alone.
     if arguments.workers > 1:
         if only is not None:
             raise UsageError("--cell is for one worker. Leave --workers out.")
@@ -170,9 +170,9 @@ def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     def begins(state: CellState) -> None:
         complain(f"cell {plan.name_of(state.number)} begins: {state.cell.setting}")
 
-    # 2. Measure what nobody else has begun.
+    # 2. Measure cells that nobody else has begun.
     done, refused = work(plan, file, store, arguments.retry, begins, only)
-    # 3. Say what failed, was damaged or was refused; the counts come last, where they are read.
+    # 3. Report failed, damaged and refused cells; the counts come last, where they are read.
     states = states_of(plan, store)
     for state in states:
         if state.number in done and state.why:

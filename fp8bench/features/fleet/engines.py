@@ -1,4 +1,4 @@
-"""A worker of a fleet, which measures waiting cells, each in its own process; and engines that start workers: Slurm, by
+"""A fleet worker, which measures waiting cells, each in a separate process; and engines that start workers: Slurm, by
 submitit, and a Ray cluster, cell by cell."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
 from fp8bench.store.fleet_plans import OUTPUT, add_attempt, folder_of, should_run, states_of
 from fp8bench.store.runs.run_file import check_store
 
-# Asks the kernel for SIGTERM when the parent dies, and becomes the program. preexec_fn would not do: Ray has threads.
+# Asks the kernel for SIGTERM when the parent dies, then execs the program. preexec_fn would be unsafe: Ray has threads.
 _TIE = """
 import ctypes, os, signal, sys
 set_parent_death_signal = 1
@@ -37,8 +37,8 @@ def start_child(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts fp8bench without input. On Linux it gets SIGTERM when the thread that calls this dies, even by SIGKILL.
-    Otherwise a cell would go on beside the next one, on the same device."""
+    """Starts fp8bench without input. On Linux it gets SIGTERM when the calling thread dies, even by SIGKILL. Otherwise
+    a cell would continue next to the following one, on the same device."""
     tie = [sys.executable, "-ISc", _TIE, str(os.getpid())] if sys.platform == "linux" else []
     error = None if output is None else subprocess.STDOUT
     return subprocess.Popen(
@@ -67,16 +67,16 @@ def exit_code(*processes: subprocess.Popen[bytes]) -> int:
     return code
 
 
-# The lock of the worker that measures a cell; the cell's process has another one.
+# The lock of the worker that measures a cell; the cell's process has a different one.
 _CLAIM = "claim"
 
 
 def work(
     plan: FleetPlan, file: Path, store: Path, retry: bool, began: Callable[[CellState], None], only: int | None = None
 ) -> tuple[dict[int, int], dict[int, str]]:
-    """Measures waiting cells until none is left that was not tried; returns exit codes by cell, and why others were
-    not taken. Failed cells are tried again with `retry`. `began` is called with each cell as it begins. `only`
-    restricts it to one cell. Raises StoreError where nothing can be kept in the store."""
+    """Measures waiting cells until all were tried; returns exit codes by cell, and why other cells were refused. With
+    `retry`, failed cells are tried again. `began` is called with each cell as it begins. `only` restricts it to one
+    cell. Raises StoreError if the store is not writable."""
     from fp8bench.jobs.several_runs import exclusively  # heavy
 
     check_store(store)
@@ -96,7 +96,7 @@ def work(
 def _next(
     plan: FleetPlan, store: Path, retry: bool, tried: Collection[int], only: int | None, complete: set[int]
 ) -> CellState | None:
-    """Returns the next cell. `complete` remembers cells that are done: reading all their runs again takes long."""
+    """Returns the next cell. `complete` remembers finished cells, because rereading all their runs takes long."""
     states = states_of(plan, store, complete)
     complete.update(state.number for state in states if state.status is CellStatus.DONE)
     waiting = (state for state in states if should_run(state, retry) and state.number not in tried)
@@ -104,13 +104,14 @@ def _next(
 
 
 def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
-    """Returns the cell's exit code. An interrupt of this worker interrupts the cell, which keeps what it has."""
+    """Returns the cell's exit code. An interrupt of this worker interrupts the cell, which stores its results so
+    far."""
     from fp8bench.pipeline import now  # heavy
 
     folder, started = folder_of(plan, number, store), now()
     words = ["suite", "--plan", str(file), "--cell", str(number), "--store", str(store), "--no-report"]
     begin = time.monotonic()
-    # Sentences folded to a terminal's width would be cut where they are quoted.
+    # Sentences folded to a terminal's width would be truncated where they are quoted.
     unfolded = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     with keeping(folder / OUTPUT, "Move it away."), open_file(folder / OUTPUT, "ab", most=None) as output:
         code = exit_code(start_child(words, output, unfolded))
@@ -122,8 +123,8 @@ def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
 
 @dataclass(frozen=True)
 class Order:
-    """What to start: so many `workers` (None: the engine's default) for the cells of a plan, into a store. `file` is
-    where the plan lies, `options` are the engine's own; with `stays` the caller waits for the end."""
+    """What to start: a number of `workers` (None: the engine's default) for the cells of a plan, into a store. `file`
+    is the plan's path, `options` are the engine's; with `stays` the caller waits for the end."""
 
     plan: FleetPlan
     file: Path
@@ -139,14 +140,14 @@ class Order:
 
     @property
     def words(self) -> list[str]:
-        """The arguments of a worker, behind fp8bench."""
+        """Returns the arguments of a worker, after fp8bench."""
         words = ["fleet", "work", str(self.file.resolve()), "--store", str(self.store.resolve())]
         return [*words, "--retry"] if self.retry else words
 
 
 def run_crew(order: Order) -> None:
-    """Runs workers on this machine until all have ended; they end if this process is interrupted. Raises StoreError
-    where nothing can be kept in the store."""
+    """Runs workers on this machine until all have ended; they end if this process is interrupted. Raises StoreError if
+    the store is not writable."""
     check_store(order.store)
     exit_code(*(start_child(order.words) for _ in range(order.workers or 1)))
 
@@ -156,33 +157,32 @@ Started = Callable[[Sequence[str]], None]
 
 
 def start(engine: str, order: Order, started: Started) -> Sequence[str]:
-    """Starts workers, and waits for them if the order says so; an interrupt of this process ends them. Returns what
-    went wrong with jobs. Raises UsageError where the engine cannot start, and StoreError where nothing can be kept in
-    the store."""
+    """Starts workers, and waits for them if the order says so; an interrupt of this process ends them. Returns the
+    problems of jobs. Raises UsageError if the engine cannot start, and StoreError if the store is not writable."""
     check_store(order.store)
     order.logs.mkdir(parents=True, exist_ok=True)
     return ENGINES[engine](order, started)
 
 
 _MINUTES = 24 * 60
-# A benchmark has its node to itself, and Slurm does not restart it: the next worker resumes what it left.
+# A benchmark has its node to itself, and Slurm does not restart it: the next worker resumes it.
 _SBATCH: Mapping[str, str | bool] = {"exclusive": True, "no-requeue": True}
 _PAUSE_SECONDS = 1.0
 
 
 def _run_in_slurm(order: Order, started: Started) -> Sequence[str]:
-    # 1. Both refusals come before any job: half a crew would be worse than none.
+    # 1. Refuse before starting any job: an incomplete crew would be worse than none.
     try:
         import submitit
     except ImportError:
         raise UsageError(
-            "submitit, which hands out workers, is not installed: pip install 'fp8bench[fleet]'."
+            "submitit, which starts Slurm jobs, is not installed: pip install 'fp8bench[fleet]'."
         ) from None
     try:
         executor = submitit.SlurmExecutor(folder=order.logs)
     except RuntimeError as error:
         raise UsageError(f"there is no Slurm here ({error}). Start it where sbatch is, or use fleet work.") from None
-    # 2. "no" takes back a default, such as exclusive.
+    # 2. "no" disables a default, such as exclusive.
     options = {**_SBATCH, **{name.replace("_", "-"): value or True for name, value in order.options.items()}}
     parameters = {name: value for name, value in options.items() if value != "no"}
     executor.update_parameters(time=_MINUTES, additional_parameters=parameters)
@@ -190,8 +190,8 @@ def _run_in_slurm(order: Order, started: Started) -> Sequence[str]:
         jobs = [executor.submit(run_worker, order.words) for _ in range(order.workers or 1)]
     except submitit.core.utils.FailedJobError as error:
         reason = str(error).strip().rstrip(".")
-        raise UsageError(f"slurm took no job: {reason:.500}. --option NAME=VALUE sets its options.") from None
-    # 3. The jobs' names are known before waiting, so that whoever interrupts can end them by hand.
+        raise UsageError(f"Slurm accepted no job: {reason:.500}. --option NAME=VALUE sets its options.") from None
+    # 3. Report the jobs' names before waiting, so that users who interrupt can cancel them by hand.
     names = [str(job.job_id) for job in jobs]
     started(names)
     try:
@@ -214,7 +214,7 @@ def _is_queued(names: Sequence[str]) -> bool:
     return not queue.returncode and bool(queue.stdout.strip())
 
 
-# Ray sets it for its tasks. Threads are part of what is measured, so cells get the submitting process's value.
+# Ray sets it for its tasks. Threads affect measurements, so cells get the submitting process's value.
 _THREADS = "OMP_NUM_THREADS"
 _ADDRESS = "address"
 _PATIENCE_SECONDS = 30.0
@@ -222,20 +222,20 @@ _CONNECT_SECONDS = 10.0
 
 
 def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
-    """Hands cells to nodes that offer their kind of device as a resource, one at a time; none is tried twice."""
-    # 1. What can be refused without a cluster.
+    """Sends cells to nodes that offer their kind of device as a resource, one at a time; none is tried twice."""
+    # 1. Reject what can be rejected without a cluster.
     plan = order.plan
     if not order.stays:
-        raise UsageError("Ray ends its tasks with the process that gave them. Add --wait.")
+        raise UsageError("Ray ends its tasks when this process ends. Add --wait.")
     if unknown := sorted(set(order.options) - {_ADDRESS}):
         raise UsageError(f"--on ray takes the option {_ADDRESS} alone, not {', '.join(unknown)}.")
     waiting = [state.number for state in states_of(plan, order.store) if should_run(state, order.retry)]
     if any(not plan.cells[number].kind for number in waiting):
         raise UsageError(f"the plan {plan.id} does not say what devices it is for: write it again with this version.")
-    # 2. A connection, unless nothing is left to do.
+    # 2. Connect, unless nothing is left to do.
     ray: Any = _connect_ray(order, sorted({plan.cells[number].kind for number in waiting})) if waiting else None
     started([plan.name_of(number) for number in waiting])
-    # 3. One cell a device at a time: two would measure each other.
+    # 3. Run one cell per device at a time: two would disturb each other.
     running: dict[Any, int] = {}
     troubles = []
     most = order.workers or len(waiting)
@@ -250,7 +250,7 @@ def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
                     ray.get(task)
                 except ray.exceptions.RayError as error:
                     troubles.append(f"cell {number}: {type(error).__name__}: {str(error).strip():.300}")
-    # Unlike Slurm's, tasks die with us, but not before they have put down their runs.
+    # Unlike Slurm's, tasks end with this process, but first they must store their runs.
     except BaseException:
         for task in running:
             ray.cancel(task)
@@ -268,7 +268,7 @@ def _connect_ray(order: Order, kinds: Sequence[str]) -> Any:
         ray: Any = importlib.import_module("ray")
     except ImportError:
         raise UsageError("Ray is not installed: pip install 'fp8bench[ray]'.") from None
-    except (AttributeError, LookupError, OSError, RuntimeError) as error:  # it looks for devices at its import
+    except (AttributeError, LookupError, OSError, RuntimeError) as error:  # it looks for devices when imported
         raise UsageError(f"Ray is installed, and its import fails ({type(error).__name__}: {error}).") from None
     address = order.options.get(_ADDRESS) or os.environ.get("RAY_ADDRESS") or "auto"
     check_answers(address)
@@ -287,8 +287,7 @@ def _connect_ray(order: Order, kinds: Sequence[str]) -> Any:
 
 
 def check_answers(address: str) -> None:
-    """Fails fast, because Ray tries an address where nobody listens for minutes; other forms of address are left to
-    Ray."""
+    """Fails fast, because Ray tries an unreachable address for minutes; other forms of address are left to Ray."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return
@@ -301,7 +300,7 @@ def check_answers(address: str) -> None:
 
 
 def _resource_of(kind: str) -> str:
-    """Returns the resource that a node with such a device is started with."""
+    """Returns the resource name for nodes with such a device."""
     return f"fp8bench:{kind}"
 
 
@@ -321,12 +320,12 @@ def _start_task(ray: Any, order: Order, number: int) -> Any:
 
 
 def run_worker(words: list[str]) -> int:
-    """Runs in a process of submitit's: returns the exit code of a worker, which ends with this process."""
+    """Runs in a process of submitit: returns the exit code of a worker, which ends with this process."""
     return exit_code(start_child(words))
 
 
 def run_on_node(words: list[str], log: str, folder: str, threads: str | None) -> int:
-    """Runs in a process of Ray's: returns the exit code of a worker that takes one cell."""
+    """Runs in a process of Ray: returns the exit code of a worker that takes one cell."""
     environment = {name: value for name, value in os.environ.items() if name != _THREADS}
     if threads is not None:
         environment[_THREADS] = threads

@@ -1,4 +1,4 @@
-"""The values of a fleet report, what it reads of each run, and how far a machine is from others of its kind."""
+"""The values of a fleet report, what it reads of each run, and how far a machine deviates from others of its kind."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def find_differences(fields: Fields, reference: Fields) -> Iterator[str]:
             yield f"{name} {values.get(name, 'none'):.60}, not {expected.get(name, 'none'):.60}"
 
 
-# Facts that identify a machine's hardware, next to the names and memory of its devices.
+# Facts that identify a machine's hardware, in addition to the names and memory of its devices.
 _HARDWARE = ("asv_cpu", "asv_arch", "cpu_count", "cpu_affinity")
-# Facts that identify its software, next to environment variables and the settings of devices.
+# Facts that identify its software, in addition to environment variables and the settings of devices.
 _SOFTWARE = (
     "fp8bench",
     "python",
@@ -157,14 +157,14 @@ class MachineRun:
 
 
 def summarize_run(run: Run) -> MachineRun:
-    # A setting is whole if every case of it was measured, whatever came of it.
+    # A setting is complete if every case of it was measured, with any outcome.
     measured = {record.case.id for record in run.records}
     complete: list[str] = []
     cut: list[str] = []
     for group in run.plan:
         is_whole = all(planned.case.id in measured for planned in group.cases)
         (complete if is_whole else cut).append(group.setting)
-    # The median call alone is kept: memory may not hold the runs of a fleet.
+    # Only the median call is kept: memory may not hold the runs of a fleet.
     times: dict[str, float] = {}
     failed: dict[str, str] = {}
     for record in run.records:
@@ -185,7 +185,7 @@ def summarize_run(run: Run) -> MachineRun:
 
 
 def _median_call(timing: Timing) -> float:
-    """Returns seconds. Disturbed calls hardly move the median, and more calls make it no shorter."""
+    """Returns seconds. Disturbed calls hardly move the median, and it does not depend on the number of calls."""
     calls: list[int] = []
     for slot in timing.slots:
         calls += [sum(segments) for segments in slot.calls_ns]
@@ -231,7 +231,7 @@ def _describe_value(value: object) -> str:
     return "none" if value is None else " ".join(str(value).split())
 
 
-# With fewer machines it cannot be known which one is the outlier.
+# With fewer machines the outlier cannot be identified.
 LEAST_MACHINES = 6
 # A machine is an outlier beyond this many median absolute deviations from its kind's median. If the times of healthy
 # machines scatter by 1%, none is ever named; by 10%, one is named in 7% of fleets of 7 machines and in 1% of 17.

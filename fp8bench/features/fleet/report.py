@@ -39,7 +39,7 @@ _RUNNING = "are still being measured"
 
 @dataclass
 class _Reading:
-    """The runs of a store that count, the number of runs left out by reason, and sentences on what is wrong."""
+    """The accepted runs of a store, the number of skipped runs by reason, and sentences on problems."""
 
     runs: list[MachineRun] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
@@ -83,7 +83,7 @@ def _read(store: Path, belongs: Callable[[Run], bool]) -> _Reading:
     finished: list[tuple[MachineRun, Path, int | None]] = []
     for path in files.files:
         try:
-            # Headers are read first: a store may have thousands of runs of others.
+            # Headers are read first: a store may have thousands of unrelated runs.
             if not belongs(load_head(path)):
                 reading.skipped[_NO_CELL] += 1
                 continue
@@ -95,7 +95,7 @@ def _read(store: Path, belongs: Callable[[Run], bool]) -> _Reading:
             reading.doubts.append(f"{path} could not be read ({error.strerror})")
             continue
         reading.doubts += [f"{path}: {trouble}" for trouble in run.troubles]
-        # A run that grows while it is read would be compared by half.
+        # A run that is still being written would be incomplete.
         if is_running:
             reading.skipped[_RUNNING] += 1
         else:
@@ -111,9 +111,9 @@ def _digest_times(run: Run) -> int | None:
 
 
 def _drop_copies(finished: Sequence[tuple[MachineRun, Path, int | None]], reading: _Reading) -> None:
-    """Adds the finished runs to the reading, except runs of several machines that have equal times to the nanosecond.
+    """Adds the finished runs to the reading, except runs of several machines with times equal to the nanosecond.
 
-    Only one machine can have measured such times, and nothing says which one.
+    Only one machine can have measured such times, and it is unknown which one.
     """
     by_times = together((digest, (run.machine, path)) for run, path, digest in finished if digest is not None)
     copied: set[int | None] = set()
@@ -256,7 +256,7 @@ def _find_outliers(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
 def find_gaps(runs: Sequence[MachineRun], expected: Collection[str]) -> Iterator[MachineAlarm]:
     """Names machines whose runs were cut off, that lack what at least half of the others have, or that sent nothing."""
     by_machine = _group_by_machine(runs)
-    # Dictionaries instead of sets, so that the same runs give the same words.
+    # Dictionaries instead of sets, so that the same runs give the same text.
     complete: dict[str, dict[str, None]] = {}
     for machine, members in by_machine.items():
         complete[machine] = {}

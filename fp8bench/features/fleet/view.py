@@ -84,7 +84,7 @@ def _kinds(report: FleetReport) -> Table:
 
 
 def _hardware_of(kind: MachineKind) -> str:
-    # Eight GPUs of a kind are named once; without any the processor stands for the machine.
+    # Several equal GPUs are named once; without any, the processor stands for the machine.
     devices = [value for name, value in kind.hardware if name.startswith("device ")]
     return " + ".join(dict.fromkeys(devices)) or dict(kind.hardware).get("asv_cpu", units.NONE)
 
@@ -133,7 +133,7 @@ def describe_problems(state: CellState) -> str:
 
 def describe_counts(states: Sequence[CellState]) -> str:
     counts = Counter(state.status for state in states)
-    # In the order of statuses, and not of who came first.
+    # In the order of statuses, independent of the order of cells.
     return ", ".join(f"{counts[status]} {status}" for status in CellStatus if counts[status])
 
 
@@ -162,7 +162,7 @@ def report_rows(report: FleetReport) -> Rows:
     problems = _problems_by_machine(report)
     rows = []
     for figure in report.figures:
-        # Machines in the order of their names, and not of who came first.
+        # Machines sorted by name, independent of the order of runs.
         for machine, seconds in sorted(figure.seconds.items()):
             relative = seconds / figure.middle
             rows.append((figure.kind, machine, figure.case, seconds, relative, problems.get(machine, "")))
@@ -171,12 +171,12 @@ def report_rows(report: FleetReport) -> Rows:
 
 def _problems_by_machine(report: FleetReport) -> dict[str, str]:
     problems = together((alarm.machine, alarm.what.value) for alarm in report.alarms)
-    # The same problem in several kinds is one word.
+    # The same problem in several kinds is listed once.
     return {machine: ", ".join(dict.fromkeys(words)) for machine, words in problems.items()}
 
 
 def report_page(report: FleetReport, name: str) -> Page:
-    # Who stands out comes first: most readers need nothing else.
+    # Machines that stand out come first: most readers need nothing else.
     parts = [
         Part("named", "Machines that stand out", (_outliers(report),)),
         Part("machines", "Machines", (_machines(report),)),

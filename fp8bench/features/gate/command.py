@@ -126,7 +126,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     # 1. Thresholds are read before anything is measured.
     _check(arguments)
     rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()
-    # 2. Where the numbers come from.
+    # 2. Choose the source of the numbers.
     if arguments.against is not None:
         request, sessions = _read_request(arguments.asked)
         question = DuelQuestion(against=arguments.against, sessions=sessions)
@@ -138,11 +138,11 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     else:
         side_a, side_b = arguments.sides
         source = compare_sides(side_a, side_b, arguments.store, observer)
-    # 3. Judge; suspects are measured again before anything fails.
+    # 3. Judge; suspects are re-measured before anything fails.
     for note in check_rules(rules, (*source.comparisons, *source.unchanged), str(arguments.thresholds)):
         observer.note(note)
     verdict = judge_source(source, rules, arguments.rerun, observer)
-    # 4. A comment on a pull request speaks to authors, and has an exit code of its own.
+    # 4. A comment on a pull request addresses authors, and has a separate exit code.
     code, text = verdict.exit_code, ""
     if arguments.comment is not None and source.duel is not None:
         reviewed = review(verdict, source.duel)
@@ -163,7 +163,7 @@ def _check(arguments: argparse.Namespace) -> None:
         "--history": arguments.history,
         "--against": arguments.against is not None,
     }
-    # Exactly one source: two would need a rule of which wins.
+    # Exactly one source: two would need a rule of precedence.
     sources = " and ".join(name for name, is_given in sources_given.items() if is_given)
     if sources not in sources_given:
         words = f"{sources} were" if sources else "nothing was"
@@ -172,9 +172,9 @@ def _check(arguments: argparse.Namespace) -> None:
         count = len(arguments.sides)
         raise UsageError(f"{count} side{'s were' if count != 1 else ' was'} given. Give two: what was, and what is.")
     if (arguments.against is None) != (arguments.asked is None):
-        raise UsageError("--against and --config go together: a commit, and a file that says what is measured.")
+        raise UsageError("--against REV and --config FILE only work together. Give both, or neither.")
     if arguments.comment is not None and arguments.against is None and arguments.duel is None:
-        raise UsageError("--comment is of a duel. Give --against REV with --config FILE, or --duel DUEL.")
+        raise UsageError("--comment only works for duels. Give --against REV with --config FILE, or --duel DUEL.")
     check_files({f"--{name}": getattr(arguments, name) for name in ("comment", "junit", "md")})
 
 
@@ -193,7 +193,7 @@ _NOT_OF_A_DUEL = {
 
 
 def _read_request(file: Path) -> tuple[Request, int | None]:
-    # The options of suite, so that one file serves both.
+    # Options of `suite`, so that one file serves both.
     command = argparse.ArgumentParser()
     suite.add(command)
     values = read_config(file, command)
@@ -204,7 +204,7 @@ def _read_request(file: Path) -> tuple[Request, int | None]:
         raise UsageError(f"{file} names no suite. Add the line `suite: NAME`.")
     request = request_of(arguments)
     import_user_modules(request.imports)
-    # Ignored options are named: nobody should wait for an energy that a duel does not measure.
+    # Name ignored options: nobody should wait for an energy that a duel does not measure.
     for name in idle:
         complain(f"{file}: {name} has no effect on a duel")
     return request, arguments.sessions.runs if "sessions" in values else None
@@ -254,7 +254,7 @@ def _rule(file: Path, case: str, metric: str, value_given: Any) -> ThresholdRule
 
 
 def _share(where: str, value: Any) -> float:
-    """Parses '5%' or '0.05'; a bare 5 is most likely meant as percent, and is refused."""
+    """Parses '5%' or '0.05'; a bare 5 is most likely meant as percent, and is rejected."""
     number, unit = _parse_number(where, value, "a share, like 5% or 0.05")
     share = number / 100 if unit == "%" else number
     if unit not in ("", "%") or not 0 <= share <= _LARGEST or (not unit and share >= 1):

@@ -1,7 +1,7 @@
-"""Judges the steps in a store's history that nobody has acknowledged, on the newest run's machine.
+"""Judges the unacknowledged steps in a store's history, on the newest run's machine.
 
-Suspects are duelled with the last commit that had the old level, if the repository at hand has it; else they are
-measured again, and must lie nearer to the new level than to the old one.
+Suspects are duelled with the last commit that had the old level, if the repository has it; otherwise they are
+re-measured, and must be nearer to the new level than to the old one.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from fp8bench.store.points import cell_of, points_of_run
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 
-# At most so many run files are searched for the newest commit's and the one before it.
+# At most this many run files are searched for those of the newest commit and the one before it.
 _MOST_LOOKED_AT = 200
 _DERIVED = frozenset(name for name, _ in PER.values())
 
 
 def compare_history(path: Path, observer: JobObserver) -> GateSource:
-    # 1. Without a run of this very commit there is nothing to judge: silence would read as a pass.
+    # 1. Without a run of the current commit there is nothing to judge: silence would look like a pass.
     store = existing_store(path, observer)
     newest = next(_runs(store), None)
     title = f"the history in {path}"
@@ -63,7 +63,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
             "here.",
             code=EXIT_FAILED,
         )
-    # 2. What stepped in a series, and what failed tonight and not the night before.
+    # 2. Find steps of series, and failures that are new tonight.
     history = read_history(store, observer)
     series = tuple(_newest_of_series(history, newest))
     steps = all_changes(history, store, observer)
@@ -74,7 +74,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
         return GateSource(
             title, problem=f"there is nothing to compare with: {reason}.", code=EXIT_BASELINE, newest=series
         )
-    # 3. Each step is a suspect until it was seen again.
+    # 3. Each step is a suspect until it was confirmed.
     changes = _judgeable(steps, newest, history)
     pool: Pool = {}
 
@@ -82,7 +82,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
         return _look_again([changes[key_of(suspect)] for suspect in suspects], tonight, store, observer, pool)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
-    # 4. What somebody has accepted, and what was too short to look at, is told and fails nothing.
+    # 4. Mention acknowledged steps and series too short to search, without failing.
     acknowledged = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
     notes = [f"{acknowledged} acknowledged: `fp8bench history regressions --all` tells them"] if acknowledged else []
     notes += [f"{count} series not looked at: {reason}" for reason, count in steps.left.items()]
@@ -103,7 +103,7 @@ def _runs(store: Path) -> Iterator[Run]:
 
 def _latest_nights(newest: Run, store: Path) -> tuple[list[Run], list[Run]]:
     """Returns the newest run with others of its commit, and those of the commit before, newest first: suites may have
-    runs of their own."""
+    separate runs."""
     place = from_facts(newest.environment.facts)
 
     def is_here(run: Run) -> bool:
@@ -117,7 +117,7 @@ def _latest_nights(newest: Run, store: Path) -> tuple[list[Run], list[Run]]:
 
 
 def _failures(tonight: Sequence[Run], night_before: Sequence[Run]) -> Iterator[Comparison]:
-    # Of several runs of a night the newest comes first, and wins.
+    # The newest of several runs of a night takes precedence.
     before, newest = (
         {record.case.id: record for run in reversed(night) for record in run.records}
         for night in (night_before, tonight)
@@ -128,9 +128,9 @@ def _failures(tonight: Sequence[Run], night_before: Sequence[Run]) -> Iterator[C
 
 
 def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]:
-    """Returns the open changes on the newest run's machine; of two changes of one series the one that is worse, else
-    the larger. A time is left out where its ratio to the reference has a series, because it also shows how fast the
-    machine was; a time per FLOP is left to the time."""
+    """Returns the open changes on the newest run's machine; if a series has two, the one that is worse, or else the
+    larger. A time is left out if its ratio to the reference has a series, because it also shows how fast the machine
+    was; a time per FLOP is covered by the time."""
     place = from_facts(newest.environment.facts)
     open_changes = [
         change
@@ -167,8 +167,8 @@ def _as_comparison(trend: Trend) -> Comparison:
 
 
 def _lines_of(history: History, newest: Run) -> list[Line]:
-    """Returns the series of the newest run's machine that the run has continued; all of them, if it is in no history
-    itself. Counts are left out: any change of them is seen."""
+    """Returns the series of the newest run's machine that the run has continued; all of them, if it is not in any
+    history. Counts are left out: any change of them is detected."""
     place, commit = from_facts(newest.environment.facts), newest.environment.get("commit")
     mine: dict[tuple[object, str], bool] = {}
     lines = []
@@ -198,7 +198,7 @@ def _with_relative(history: History) -> set[tuple[object, ...]]:
 def _look_again(
     suspects: Sequence[Change], tonight: Sequence[Run], store: Path, observer: JobObserver, pool: Pool
 ) -> SecondLook:
-    """Has each suspect measured as the newest run was asked that has its case."""
+    """Re-measures each suspect with the request of the newest run that has its case."""
     looks: list[SecondLook] = []
     remaining = list(suspects)
     for run in tonight:
@@ -218,8 +218,8 @@ def _cell(suspect: Change) -> tuple[str, Cell | None]:
 def _looks_of(
     suspects: Sequence[tuple[Change, str]], run: Run, store: Path, observer: JobObserver, pool: Pool
 ) -> Iterator[SecondLook]:
-    """Duels each suspect, by its case in the run, with the commit before its step; measures it again if that fails."""
-    # 1. One duel for all suspects of one commit: that is where builds take their time.
+    """Duels each suspect, by its case in the run, with the commit before its step; re-measures it if that fails."""
+    # 1. One duel for all suspects of a commit, because building takes most of the time.
     alone: list[tuple[Change, str]] = []
     by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
     for since, some in by_commit.items():
@@ -233,7 +233,7 @@ def _looks_of(
         }
         named_again = {key: replace(figure, case=key[0]) for key, figure in figures.items() if figure}
         yield replace(look, comparisons=named_again)
-    # 2. What cannot be built any more is measured again here, against its own history.
+    # 2. Commits that cannot be built any more are re-measured here, against their history.
     if not alone:
         return
     rerun, refused = remeasure_cases(run, {case for _, case in alone}, store, observer)
@@ -255,13 +255,13 @@ def _new_value(change: Change, run: Run) -> Comparison | None:
     if not values or step.before is None or step.after is None:
         return None
     value = statistics.median(values)
-    # 2. Where a ratio has no meaning, NaN or infinity again is as bad as before.
+    # 2. If a ratio is meaningless, NaN or infinity again is as bad as before.
     if not (math.isfinite(step.after) and math.isfinite(value)):
         direction = Direction.SAME if math.isfinite(value) else Direction.WORSE
         return replace(step, direction=direction, after=value)
     if not step.before or not step.after:
         return None
-    # 3. Nearer to the value after the step, in logarithms: a ratio has no other middle.
+    # 3. Check whether it is nearer to the value after the step, in logarithms, which suit a ratio.
     nearer = value > math.sqrt(step.before * step.after)
     ratio = value / step.before
     return replace(

@@ -1,14 +1,14 @@
-"""From comparisons to a verdict: what is suspected, what a second look confirms, what fails a build, and what could be
-slower unseen.
+"""From comparisons to a verdict: suspects, their confirmation by a second look, failures of a build, and slow-downs
+that would go undetected.
 
 A figure is suspected if it is worse by more than its threshold, in ratio and in difference, and by more than chance
-among so many. It fails only if it is so again when measured again, in a fresh process. Stored runs of different times
-do not fail below 10% even then, unless the spread between runs is known: clocks, neighbours and drivers change in
-between. Between two single runs nobody knows the noise, but most cases did not change, and how far these moved says how
-far any may move.
+explains among that many figures. It fails only if a second measurement in a fresh process confirms it. Stored runs of
+different times do not fail below 10% even then, unless the spread between runs is known: clocks, neighbours and drivers
+change in between. Between two single runs the noise is unknown, but most cases did not change, and how far these moved
+shows how far any may move.
 
-A time that could be slower by its threshold unseen is none that passes: the gate cannot tell, and does not end with 0.
-Other figures that noise leaves open are listed only, else no build would ever pass.
+A time whose threshold slow-down would go undetected does not pass: the gate cannot tell, and does not end with 0. Other
+figures that noise leaves open are only listed, or no build would ever pass.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.model.specs import COUNTS, RELATIVE, TIME
 from fp8bench.report.panels import together
 
-# So large a share of suspects may be chance; the second look removes nearly all of that.
+# At most this share of suspects may be chance; the second look removes nearly all of those.
 CHANCE = 0.02
-# With fewer cases nobody can say how far one of them may move.
+# With fewer cases the movement of a single case cannot be estimated.
 LEAST_CASES = 12
-# A second look, too, must be off by so many deviations: it shares the baseline, and its noise, with the first.
+# A second look must also be off by this many deviations: it shares the baseline, and its noise, with the first.
 AGAIN = 3.0
 _QUARTILE = statistics.NormalDist().inv_cdf(0.75)
-# The nearer of two quartiles of n values lies too near by this over the root of n.
+# The nearer of two quartiles of n values is too near by this over the root of n.
 _NEARER = 0.888
 
 
 @dataclass(frozen=True)
 class CaseSpread:
-    """In logarithms: by how much all cases moved together, and the deviation of a single case from that."""
+    """The common shift of all cases, and the deviation of a single case from it, as logarithms."""
 
     shift: float
     deviation: float
@@ -56,9 +56,9 @@ class CaseSpread:
 
 
 def spread_of(logs: Sequence[float]) -> CaseSpread | None:
-    """Returns the spread of unchanged cases among all; None for few cases. It uses the nearer quartile, so that
-    neither what became worse nor what became better counts as noise, even if half of the cases did. A common shift
-    is not a case's own; from 10% on it is more than a machine's mood, and counts."""
+    """Returns the spread of unchanged cases among all; None for few cases. It uses the nearer quartile, so that neither
+    regressions nor improvements count as noise, even if half of the cases changed. A common shift is not attributed to
+    a case; from 10% on it exceeds a machine's usual variation, and counts."""
     if len(logs) < LEAST_CASES:
         return None
     low, middle, high = statistics.quantiles(logs, n=4)
@@ -68,8 +68,8 @@ def spread_of(logs: Sequence[float]) -> CaseSpread | None:
 
 
 def discoveries(p_values: Sequence[float], share: float) -> list[bool]:
-    """Applies Benjamini and Hochberg's rule: at most `share` of what it picks is expected to be chance. Where all
-    are chance, it picks any at all with a probability of `share`."""
+    """Applies the rule of Benjamini and Hochberg: at most `share` of its picks are expected to be chance. If all are
+    chance, it picks any with a probability of `share`."""
     ranked = sorted(range(len(p_values)), key=lambda place: p_values[place])
     passing = [rank for rank, place in enumerate(ranked, 1) if p_values[place] <= share * rank / len(p_values)]
     chosen = set(ranked[: max(passing, default=0)])
@@ -77,7 +77,7 @@ def discoveries(p_values: Sequence[float], share: float) -> list[bool]:
 
 
 class GateOutcome(StrEnum):
-    """What the gate makes of a figure."""
+    """The gate's verdict on a figure."""
 
     REGRESSION = "regression"
     FAILED = "failed"
@@ -97,8 +97,8 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class JudgedFigure:
-    """A figure with its threshold and outcome. `again` is the second look, if there was one. `spread` is how far
-    other cases of the same runs moved, where runs are too few to have a noise of their own."""
+    """A figure with its threshold and outcome. `again` is the second look, if there was one. `spread` is how far other
+    cases of the same runs moved, if runs are too few to estimate their noise."""
 
     comparison: Comparison
     threshold: Threshold
@@ -114,8 +114,8 @@ class JudgedFigure:
 
 @dataclass(frozen=True)
 class SecondLook:
-    """Suspects measured again: comparisons by case and figure, and how; or why there are none (`refused`). Another look
-    after one that `adds_up` has its samples, too, and so sees more."""
+    """Re-measured suspects: comparisons by case and figure, and how they were made; or why there are none (`refused`).
+    A look that `adds_up` shares its samples with later ones, which thus detect more."""
 
     comparisons: Mapping[Key, Comparison]
     how: str = ""
@@ -145,7 +145,7 @@ def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[Ju
     }
     looked = [_judge_first(comparison, rules, relative) for comparison in comparisons]
     tested = [place for place, figure in enumerate(looked) if figure.outcome not in NOT_TESTED]
-    # Where runs are too few to have a spread of their own, the other cases give it.
+    # If runs are too few to show a spread, the other cases provide it.
     alone = together((comparisons[place].metric, place) for place in tested if is_alone(comparisons[place]))
     for places in alone.values():
         spread = spread_of([_log(looked[place]) for place in places])
@@ -164,15 +164,15 @@ def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[Ju
 
 
 def clears(figure: JudgedFigure) -> bool:
-    """Whether all of an interval lies beyond the threshold, by rounds that both sides were in: that is suspected among
-    however many figures."""
+    """Whether a whole interval from shared rounds is beyond the threshold: then it is suspected regardless of the
+    number of figures."""
     ratio = figure.comparison.ratio
     is_paired = figure.comparison.evidence is Evidence.PAIRED
     return is_paired and ratio is not None and ratio.low > 1 + figure.threshold.relative
 
 
 def chance_of(figure: JudgedFigure) -> float | None:
-    """Returns the probability of such a difference where nothing changed; None if it is not known."""
+    """Returns the probability of such a difference if nothing changed; None if it is unknown."""
     if figure.comparison.p_value is not None or figure.spread is None:
         return figure.comparison.p_value
     return figure.spread.chance(_log(figure))
@@ -221,7 +221,7 @@ def exceeds(figure: Comparison, threshold: Threshold) -> bool:
         return False
     if figure.ratio is None:  # from nothing to something
         return figure.direction is Direction.WORSE
-    # Below 10% a few stored runs are unsure, and still suspects.
+    # Below 10% a few stored runs are uncertain, but still suspects.
     surely = figure.direction is Direction.WORSE or (is_alone(figure) and figure.ratio.low > 1)
     return surely and figure.ratio.point > 1 + threshold.relative
 
@@ -243,11 +243,11 @@ def is_alone(figure: Comparison) -> bool:
 
 def _is_worse_again(figure: JudgedFigure, second: Comparison, rules: Rules) -> bool:
     if second.evidence is Evidence.HISTORY:
-        # One new value belongs to the new level: if that is at the threshold, half of such values lie below.
+        # One new value belongs to the new level: if that is at the threshold, half of such values are below it.
         return second.direction is Direction.WORSE
     if figure.spread and second.ratio and is_alone(second) and not figure.spread.beyond(second.ratio.point):
         return False
-    # A ratio to the reference may be settled by the time itself, which has a threshold of its own.
+    # The time may decide about a ratio to the reference, with the threshold of the time.
     same = second.metric == figure.comparison.metric
     return exceeds(second, figure.threshold if same else threshold_of(second, rules))
 
@@ -259,12 +259,12 @@ def _deciding_command(figure: JudgedFigure) -> str:
 
 
 def _is_absent(figure: JudgedFigure, second: Comparison) -> bool:
-    """Whether a second look excludes what the first one saw. That it does not see it again is not enough."""
+    """Whether a second look rules out what the first one found; not finding it again is not enough."""
     if second.direction is Direction.DIFFERS:
         return False
     if second.ratio is None or is_exact(second):
         return True
-    # A slow-down may be hidden by load on the first side, and with few runs by the spread between runs.
+    # A slow-down may be hidden by load on the first side and, with few runs, by the spread between runs.
     least = math.log1p(figure.threshold.relative) - math.log(second.others)
     if is_alone(second):
         least -= AGAIN * figure.spread.deviation if figure.spread else math.log1p(ALONE)
@@ -274,7 +274,7 @@ def _is_absent(figure: JudgedFigure, second: Comparison) -> bool:
 
 
 def _settle(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
-    # 1. Not looked at: only what may fail by itself does.
+    # 1. Without a second look, only what may fail alone fails.
     case = figure.comparison.case
     failed = (second for second in look.comparisons.values() if second.failed and second.case == case)
     second = next(failed, None) or look.comparisons.get(figure.key)
@@ -286,7 +286,7 @@ def _settle(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigur
     # 2. A case that fails now has no number to compare.
     if second.failed:
         return replace(figure, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {second.why}", again=second)
-    # 3. Not so again clears it only if the second look could have seen it.
+    # 3. A second look clears a figure only if it could have detected the change.
     if not _is_worse_again(figure, second, rules):
         if _is_absent(figure, second):
             return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so", again=second)
@@ -294,30 +294,30 @@ def _settle(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigur
         return replace(
             figure, why=f"{look.how}, it was not shown to be absent{note}: {_deciding_command(figure)}", again=second
         )
-    # 4. So again, by two looks: a regression.
+    # 4. Confirmed by two looks: a regression.
     if may_fail(second) or second.p_value is not None or second.evidence is Evidence.HISTORY:
         return replace(figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again", again=second)
-    # 5. So again, by evidence that proves nothing by itself: it stays suspected.
+    # 5. Confirmed, but by evidence that is too weak alone: it stays suspected.
     below = "against a single stored run nothing fails below 10%"
     unlike = second.ratio is not None and second.ratio.point > 1 + ALONE
     cause = second.why if unlike and second.why else below
     return replace(figure, why=f"{look.how}, it was so again; {cause}; {_deciding_command(figure)}", again=second)
 
 
-# The share of builds in which a slow-down has to be found.
+# The share of builds in which a slow-down must be detected.
 POWER = 0.8
-# With fewer nights at its present level a series may miss its threshold: it is young.
+# A series with fewer nights at its present level is young, and may miss its threshold.
 NIGHTS = 14
-# The figures by which a gate that cannot see does not pass.
+# If the gate cannot detect changes of these figures, it does not pass.
 TIMES = (TIME, RELATIVE)
 
 
 @dataclass(frozen=True)
 class Sight:
-    """The smallest slow-down of one figure that both looks would have found, as a share: 0.05 is 5% slower.
+    """The smallest slow-down of one figure that both looks would detect, as a share: 0.05 is 5% slower.
 
-    It is math.inf if none would have been found. `threshold` is the least that may fail. `unknown` says why the noise
-    is not known: then `smallest` is a lower bound. `nights` counts those of a history since its last step.
+    It is math.inf if none would be. `threshold` is the least that may fail. `unknown` is why the noise is unknown: then
+    `smallest` is a lower bound. `nights` counts those of a history since its last step.
     """
 
     case: str
@@ -344,8 +344,8 @@ class Sight:
 def mark_blind(
     figures: Sequence[JudgedFigure], sights: Sequence[Sight], lost: Collection[str]
 ) -> tuple[JudgedFigure, ...]:
-    """Marks the times that may be slower by their threshold without having been found: those of too much noise, those
-    whose interval reaches beyond it, and those of cases that were `lost`, measured before and not comparable now."""
+    """Marks the times with undetectable slow-downs at their threshold: those with too much noise, those whose interval
+    extends beyond it, and those of cases that were `lost`: measured before, and not comparable now."""
     by_key = {sight.key: sight for sight in sights}
     return tuple(_mark_blind(figure, by_key.get(figure.key), lost) for figure in figures)
 
@@ -363,7 +363,7 @@ def _mark_blind(figure: JudgedFigure, sight: Sight | None, lost: Collection[str]
 
 
 def why_blind(sight: Sight, change: Comparison) -> str:
-    """Says why a time may be slower by its threshold unseen; '' if that would have been found."""
+    """Returns why a slow-down at the threshold would go undetected; '' if it would be detected."""
     threshold = units.change(1 + sight.threshold)
     if not sight.enough:
         reason = sight.unknown or change.why
@@ -381,9 +381,8 @@ def why_blind(sight: Sight, change: Comparison) -> str:
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """All figures judged. `title` says what was compared with what. `problem` says why there is nothing to judge,
-    with the exit `code` for that. `sights` are the smallest slow-downs that would have been found, the most blind
-    first."""
+    """All figures judged. `title` names the compared sides. `problem` is why there is nothing to judge, with the exit
+    `code` for that. `sights` are the smallest detectable slow-downs, the least sensitive first."""
 
     title: str
     judged: tuple[JudgedFigure, ...] = ()

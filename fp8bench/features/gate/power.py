@@ -1,7 +1,7 @@
-"""The smallest slow-down that the gate would have found, by its own rules and the noise of the very comparison.
+"""The smallest slow-down that the gate would detect, by its rules and the noise of this comparison.
 
-A slow-down is found if it passes both looks. Each look asks for a least logarithm: for its interval, for its p-value
-among so many, and for what stored times may say. What a look finds is the true slow-down and noise.
+A slow-down is detected if it passes both looks. Each look requires a minimum logarithm: for its interval, for its
+p-value among that many figures, and for stored times. A look measures the true slow-down plus noise.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from fp8bench.features.gate.thresholds import Rules, Threshold, threshold_of
 from fp8bench.model import Comparison, Evidence, Noise
 from fp8bench.model.specs import BAND, spec_of
 
-# The largest slow-down that is considered, a logarithm: a thousand times.
+# The largest slow-down considered, as a logarithm: a factor of a thousand.
 _MOST = math.log(1000.0)
 _NORMAL = NormalDist()
 
 
 class Second(StrEnum):
-    """How suspects will be measured again."""
+    """How suspects will be re-measured."""
 
     NONE = "not"
     AGAIN = "measured again"
@@ -46,16 +46,15 @@ class Second(StrEnum):
 
 
 class _Look(NamedTuple):
-    """The least logarithm that passes, and the standard deviation of what this look measures."""
+    """The least logarithm that passes, and the standard deviation of this look's measurement."""
 
     cut: float
     error: float
 
 
 def _look(fixed: float, evidence: float, error: float, freedom: float) -> _Look:
-    """Makes a look that asks for two things: a fixed logarithm, and so much evidence against noise. If noise is
-    known by few degrees of freedom, it may be larger (Student's distribution is wider than the normal one), and the
-    evidence itself varies."""
+    """Makes a look that requires a fixed logarithm, and evidence against noise. If the noise has few degrees of
+    freedom, the requirement is larger (Student's distribution is wider than the normal one), and varies."""
     error *= math.sqrt(freedom / (freedom - 2)) if math.isfinite(freedom) else 1.0
     if evidence <= fixed:
         return _Look(fixed, error)
@@ -63,7 +62,7 @@ def _look(fixed: float, evidence: float, error: float, freedom: float) -> _Look:
 
 
 def sights_of(judged: Sequence[JudgedFigure], second: Second) -> tuple[Sight, ...]:
-    """Returns the sights of all figures that vary, the most blind first."""
+    """Returns the sights of all varying figures, the least sensitive first."""
     chance = _chance_among(judged)
     varying = [figure for figure in judged if _is_tested(figure) and not is_exact(figure.comparison)]
     return _sort_sights(_sight_of(figure, chance, second) for figure in varying)
@@ -103,7 +102,8 @@ def _least(threshold: Threshold, baseline: float | None) -> float:
 def _smallest(looks: Sequence[_Look]) -> float:
     """Returns the least slow-down that passes all looks in `POWER` of builds.
 
-    Each look with noise may miss an equal part of the rest: then all of them miss no more, whatever they share.
+    Each noisy look may miss an equal part of the rest: then all of them together miss no more, even if they are
+    correlated.
     """
     noisy = sum(look.error > 0 for look in looks)
     reach = _NORMAL.inv_cdf(1 - (1 - POWER) / max(1, noisy))
@@ -124,9 +124,9 @@ def _looks(figure: JudgedFigure, chance: float, second: Second) -> list[_Look]:
         _demands_of_few(figure, chance) if is_alone(change) else _demands_of_many(change, chance)
     )
     freedom, band = change.noise.freedom or math.inf, math.log1p(ALONE if is_alone(change) else BAND)
-    if second is Second.NONE:  # what is then suspected does not pass
+    if second is Second.NONE:  # suspects then do not pass
         return [_look(band, first, error, freedom)]
-    if second is Second.DUEL:  # its noise is not known yet, and far smaller than that of stored runs
+    if second is Second.DUEL:  # its noise is unknown yet, and far smaller than that of stored runs
         return [_look(0.0, first, error, freedom), _Look(math.log1p(verdicts.BAND), 0.0)]
     return [
         _look(0.0 if is_alone(change) else band, first, error, freedom),
@@ -135,7 +135,7 @@ def _looks(figure: JudgedFigure, chance: float, second: Second) -> list[_Look]:
 
 
 def _demands_of_few(figure: JudgedFigure, chance: float) -> tuple[float, float, float, float]:
-    """Returns what each look asks for, and the error of each: of single runs."""
+    """Returns, for single runs, what each look requires, and the error of each."""
     change, spread = figure.comparison, figure.spread
     assert change.noise is not None
     inside = _inside(change)
@@ -165,16 +165,16 @@ def _inside(change: Comparison) -> float:
 
 
 class Newest(NamedTuple):
-    """A series of a history as it is now: as a comparison, and its newest level. The level is None where nights are
-    too few to look for steps."""
+    """The present state of a history's series: as a comparison, and its newest level. The level is None if there are
+    too few nights to look for steps."""
 
     comparison: Comparison
     level: PieceLevel | None
 
 
 def sights_of_history(series: Sequence[Newest], rules: Rules, changes: int, second: Second) -> tuple[Sight, ...]:
-    """Returns which steps a history could show, if they came with the last nights in which one can be found.
-    `changes` is how many it shows anyway."""
+    """Returns which steps a history could show, if they came with the latest nights that allow it. `changes` is how
+    many it already shows."""
     chance, sights = CHANCE / (1 + changes), []
     for comparison, level in series:
         threshold = threshold_of(comparison, rules)
@@ -193,7 +193,7 @@ def _looks_of_step(level: PieceLevel, chance: float, second: Second, band: float
     cut, error = least_step(level, chance)
     looks = [_look(math.log1p(band), cut, error, level.freedom)]
     if second is Second.AGAIN:
-        # One value, which must lie above the middle of both levels: half of the step and its noise.
+        # One value, which must be above the middle of both levels: half of the step plus its noise.
         looks.append(_Look(0.0, 2 * level.noise))
     if second is Second.DUEL:
         looks.append(_Look(math.log1p(min(verdicts.BAND, band)), 0.0))

@@ -1,7 +1,7 @@
-"""What a gate judges: two sides that were measured at different times, or a stored duel.
+"""The gate's sources: two sides that were measured at different times, or a stored duel.
 
 If a run or duel was cut off, cases that were planned and never measured fail. Suspects of runs are duelled if the first
-side is a commit of the repository in the working directory, else the second side's are measured again. Suspects of a
+side is a commit of the repository in the working directory, otherwise the second side's are re-measured. Suspects of a
 duel are duelled again, with fresh processes on both sides.
 """
 
@@ -51,19 +51,19 @@ from fp8bench.units import clock
 from fp8bench.user_code import import_user_modules
 
 Confirm = Callable[[Sequence[Comparison]], SecondLook]
-# Results of second duels, by the commit and the case: another duel adds its sessions to them.
+# Results of second duels, by commit and case: another duel adds its sessions to them.
 Pool = dict[tuple[str, str], CaseResult]
-# Without a budget a suspect that stays one is measured again in so many duels.
+# Without a budget, a remaining suspect is re-measured in at most this many duels.
 MOST_LOOKS = 4
 
 
 @dataclass(frozen=True)
 class GateSource:
-    """Comparisons to judge. `confirm` measures suspects again, `second` says how. `problem` says why there is
-    nothing to judge, with the exit `code` for that. A history has its series as they are now in `newest`, and all
-    that rules may be of in `unchanged`; its comparisons are only changes. `duel` is set if one is judged. `lost` are
-    cases that were measured before and do not compare now. Measuring again ends after `budget` seconds, and takes about
-    `look_seconds` a time, both None where unknown."""
+    """Comparisons to judge. `confirm` re-measures suspects, `second` says how. `problem` is why there is nothing to
+    judge, with the exit `code` for that. A history has its series' present state in `newest`, and all figures that
+    rules may match in `unchanged`; its comparisons are only changes. `duel` is set if one is judged. `lost` are cases
+    that were measured before and do not compare now. Re-measuring ends after `budget` seconds, and takes about
+    `look_seconds` each time, both None if unknown."""
 
     title: str
     comparisons: tuple[Comparison, ...] = ()
@@ -85,7 +85,7 @@ def failed_case(case: str, suite: str, evidence: Evidence, reason: str) -> Compa
 
 
 def unmeasured_cases(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
-    """Yields a failed case for each that unfinished runs had planned and none of the runs has a record of."""
+    """Yields a failed case for each planned case of unfinished runs without a record in any of the runs."""
     planned: dict[str, tuple[str, Run]] = {}
     for run in runs:
         for group in () if run.finished else run.plan:
@@ -99,8 +99,8 @@ def unmeasured_cases(runs: Sequence[Run], evidence: Evidence) -> Iterator[Compar
 
 
 def judge_source(source: GateSource, rules: Rules, rerun: bool, observer: JobObserver) -> GateVerdict:
-    """Takes the first look; others while there are suspects and `rerun` allows it; and computes what could have been
-    seen."""
+    """Takes the first look; further ones while there are suspects and `rerun` allows it; and computes what was
+    detectable."""
     figures = first_look(source.comparisons, rules)
     second = source.second if rerun and source.confirm is not None else Second.NONE
     if source.newest:
@@ -120,14 +120,14 @@ def judge_source(source: GateSource, rules: Rules, rerun: bool, observer: JobObs
 def _remeasure(
     figures: tuple[JudgedFigure, ...], source: GateSource, rules: Rules, rerun: bool, observer: JobObserver
 ) -> tuple[JudgedFigure, ...]:
-    """Measures suspects again until none is left in doubt, or the time is up."""
+    """Re-measures suspects until none is in doubt, or time is up."""
     confirm = source.confirm if rerun else None
     begun, last = time.monotonic(), 0.0
-    # Looks of duels add up: each makes intervals narrower until all suspects are settled.
+    # Looks of duels accumulate: each narrows intervals until all suspects are settled.
     for number in range(MOST_LOOKS):
         suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
         looked = time.monotonic()
-        # Another look that would go past the budget is not begun: a build has its time.
+        # Do not start a look that would exceed the budget: a build's time is limited.
         is_over = number > 0 and source.budget is not None and looked - begun + last > source.budget
         if not suspects or is_over:
             break
@@ -151,12 +151,12 @@ def duel_suspects(
     observer: JobObserver,
     pool: Pool,
 ) -> SecondLook:
-    """Duels the suspects, and judges the sessions of all such duels. A ratio to the reference is settled by the time
-    itself: the sides share rounds."""
-    # 1. Quick runs have few rounds: sessions make up for them.
+    """Duels the suspects, and judges the sessions of all such duels. The time decides about a ratio to the reference,
+    because the sides share rounds."""
+    # 1. Quick runs have few rounds: sessions compensate for that.
     if request.quick:
         question = replace(question, sessions=question.sessions or SESSIONS)
-    # 2. A duel that cannot be is a look that was refused, and no error: other suspects have other looks.
+    # 2. An impossible duel is a refused look, not an error: other suspects have other looks.
     try:
         refuse_code_of_others("what was measured", request.imports)
         import_user_modules(request.imports)
@@ -165,17 +165,17 @@ def duel_suspects(
         return SecondLook({}, refused=str(error).rstrip("."))
     if not duel.finished:
         raise KeyboardInterrupt
-    # 3. Sessions of earlier looks count too, of the same commits.
+    # 3. Sessions of earlier looks of the same commits count, too.
     duel = replace(duel, results=tuple(pool_sessions(result, duel.before.commit, pool) for result in duel.results))
     figures = {key_of(comparison): comparison for comparison in (*comparisons(duel), *compare_means(duel))}
-    # The sides share rounds, so that a ratio to the reference says what the time says.
+    # The sides share rounds, so a ratio to the reference agrees with the time.
     for metric, relative in ((TIME, RELATIVE), (MEAN, RELATIVE_MEAN)):
         figures |= {(case, relative): comparison for (case, name), comparison in figures.items() if name == metric}
     return SecondLook(figures, f"in duel {duel.id}", adds_up=True)
 
 
 def pool_sessions(result: CaseResult, commit: str, pool: Pool) -> CaseResult:
-    """Puts the sessions of the duels before it in front, and keeps them all for the next one."""
+    """Prepends the sessions of earlier duels, and keeps all of them for the next one."""
     key = commit, result.after.case.id
     if result.measured and key in pool:
         result = replace(result, sessions=(*pool[key].sessions, *result.sessions))
@@ -185,7 +185,7 @@ def pool_sessions(result: CaseResult, commit: str, pool: Pool) -> CaseResult:
 
 
 def times_as_long(request: Request, sessions: int) -> float:
-    """Returns how many times as long as a duel of so many sessions a second one of all its cases takes."""
+    """Returns how many times as long a second duel of all its cases takes as one with this many sessions."""
     rounds = request.rounds or QUICK_ROUNDS
     longer = max(LEAST_ROUNDS, rounds) / rounds if request.quick else 1.0
     return longer * max(SESSIONS, sessions) / sessions
@@ -199,7 +199,7 @@ def _full_rounds(request: Request) -> Request:
 def duel_with(
     commit: str, request: Request, store: Path, suspects: Sequence[Comparison], observer: JobObserver, pool: Pool
 ) -> SecondLook | None:
-    """Duels what is here with a commit; returns None if the repository at hand does not have it."""
+    """Duels the current code with a commit; returns None if the repository does not have it."""
     if find_commit(commit, Path()) is None:
         return None
     is_fp8bench = Path.cwd().resolve().is_relative_to(PACKAGE.parent)
@@ -229,9 +229,9 @@ _MOST_LISTED = 5
 
 
 def compare_sides(word_a: str, word_b: str, store: Path, observer: JobObserver) -> GateSource:
-    """Compares two named sides. A missing first side is a problem, and not wrong usage."""
+    """Compares two named sides. A missing first side is a problem, not wrong usage."""
     title = f"{word_b} against {word_a}"
-    # 1. A missing baseline is what a first build has; a missing second side is a mistake.
+    # 1. First builds have no baseline, but a missing second side is a mistake.
     missing: list[StoreError] = []
     sides = []
     for word in (word_a, word_b):
@@ -241,26 +241,26 @@ def compare_sides(word_a: str, word_b: str, store: Path, observer: JobObserver) 
             missing.append(error)
             sides.append([])
     if len(missing) == 2:
-        raise StoreError(f"neither side is there: {missing[0]} And {missing[1]}")
+        raise StoreError(f"neither side exists: {missing[0]} {missing[1]}")
     old, new = sides
     if missing and new:
         return GateSource(title, problem=f"the baseline is missing: {missing[0]}", code=EXIT_BASELINE)
     if missing:
         raise missing[0]
-    # 2. Sides that have nothing in common are a problem, with what they do have.
+    # 2. Sides without common cases are a problem, which lists what they have.
     compared = compared_of(word_a, old, word_b, new, observer)
     title = f"{side_words(compared.after)}; against {side_words(compared.before)}"
     problem, code = _problem(compared)
     if problem:
         return GateSource(title, compared.comparisons, problem=problem, code=code)
 
-    # 3. Suspects are looked at again by a duel if the commit is known, else by measuring again.
+    # 3. Suspects are duelled if the commit is known, otherwise re-measured.
     pool: Pool = {}
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         return _second_look(compared, suspects, store, observer, pool)
 
-    # 4. What was not measured, what changed around it, and which cases came and went.
+    # 4. Collect unmeasured cases, changed conditions, and cases of only one side.
     cut_off = unmeasured_cases(compared.after.runs, Evidence.CROSS_RUN)
     second = Second.DUEL if _commit_to_duel(compared, compared.after.runs[-1]) is not None else Second.AGAIN
     notes = [f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in compared.differing]
@@ -279,7 +279,7 @@ def _problem(compared: Compared) -> tuple[str, int]:
     has_failed = any(comparison.failed for comparison in compared.comparisons)
     if not compared.after.is_measured:
         return ("" if has_failed else f"no case of {compared.after.name} came to a number."), EXIT_FAILED
-    # A case that fails now is judged, whatever keeps the others from comparing.
+    # A case that fails now is judged, even if the others cannot be compared.
     if has_failed:
         return "", 0
     if compared.conditions:
@@ -296,7 +296,7 @@ def _problem(compared: Compared) -> tuple[str, int]:
 def _second_look(
     compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver, pool: Pool
 ) -> SecondLook:
-    """Has each suspect measured as the newest run was asked that has its case: suites may have runs of their own."""
+    """Re-measures each suspect with the request of the newest run that has its case: suites may have separate runs."""
     newest = {suspect.case: compared.after.sightings[suspect.case][-1].run for suspect in suspects}
     by_run = together((newest[suspect.case].id, suspect) for suspect in suspects)
     looks = (_look_by_run(newest[some[0].case], compared, some, store, observer, pool) for some in by_run.values())
@@ -318,8 +318,8 @@ def _look_by_run(
 
 
 def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
-    """Returns the first side's commit if a duel with it would ask the same question; else None. A duel measures what
-    is here on its second side, with one interpreter on both: it would not see the cost of another torch."""
+    """Returns the first side's commit if a duel with it would ask the same question; else None. A duel measures the
+    current code on its second side, with one interpreter on both: it would not show the cost of another torch."""
     head = find_commit("HEAD", Path())
     if head is None or newest.environment.get("commit") != head or compared.differing:
         return None
@@ -347,27 +347,27 @@ def load_duel(word: str, store: Path, observer: JobObserver) -> GateSource:
     path = next(iter(DuelKind().files(store)), None) if word == "last" else DuelKind().find(word, store)
     if path is None:
         raise RunNotFound(f"no duel {word!r:.200} in {store}. Give an id, a file's stem, a path, or 'last'.")
-    # 1. A duel in which nothing was measured is a problem, with its notes.
+    # 1. A duel without measurements is a problem, with its notes.
     duel = DuelKind().load(path)
     title = f"duel {duel.id}: {' against '.join(side.title or side.name for side in (duel.after, duel.before))}"
     notes = (*duel.notes, *duel.troubles)
     if not any(result.measured or result.failed for result in duel.results):
         return GateSource(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED, duel=duel)
-    # 2. Suspects are duelled again, by the commits that it had.
+    # 2. Suspects are duelled again, at the same commits.
     pool: Pool = {}
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         refused = _move_reason(duel)
         if refused:
             return SecondLook({}, refused=refused)
-        # Words like HEAD may have moved since, and commits have not.
+        # Words like HEAD may have moved since; commits have not.
         commit, is_fp8bench = duel.before.commit or None, duel.before.title.startswith(OWN)
         against, against_self = (None, commit) if is_fp8bench else (commit, None)
         sessions = max(SESSIONS, duel.sessions)
         question = DuelQuestion(duel.before.python, duel.after.python, against, against_self, sessions)
         return duel_suspects(question, duel.request, store, suspects, observer, pool)
 
-    # 3. Cases that an interrupt kept from being measured fail.
+    # 3. Cases that were not measured because of an interrupt fail.
     figures = comparisons(duel)
     compared_cases = {comparison.case for comparison in figures}
     cut_off = [

@@ -1,7 +1,7 @@
 """How much worse a figure must be to matter: by a share, and by an amount.
 
-Both must be exceeded: a figure of microseconds doubles and nobody cares, an error of 1e-7 varies by half. A metric's
-spec has defaults; a file of rules may say otherwise for suites, cases and figures.
+Both must be exceeded: a figure of microseconds may double without harm, and an error of 1e-7 varies by half. A metric's
+spec has defaults; a file of rules may override them for suites, cases and figures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from fp8bench.model.specs import spec_of
 
 @dataclass(frozen=True)
 class Threshold:
-    """Worse enough is a ratio beyond 1 + `relative` and a difference beyond `smallest`, in the figure's unit."""
+    """A figure is worse if its ratio exceeds 1 + `relative` and its difference exceeds `smallest`, in the figure's
+    unit."""
 
     relative: float
     smallest: float
@@ -25,8 +26,8 @@ class Threshold:
 
 @dataclass(frozen=True)
 class ThresholdRule:
-    """One line of a file: the figures it is for, by patterns with * and ?, and their thresholds. None leaves the
-    default. `place` is its file and line."""
+    """One line of a file: the figures that it applies to, by patterns with * and ?, and their thresholds. None keeps
+    the default. `place` is its file and line."""
 
     case: str
     metric: str
@@ -44,12 +45,12 @@ Rules = tuple[ThresholdRule, ...]
 
 
 def threshold_of(figure: Comparison, rules: Rules = ()) -> Threshold:
-    """Returns the threshold of the first rule that fits the figure, and the spec's where that is silent."""
+    """Returns the threshold of the first rule that matches the figure; fields that it omits come from the spec."""
     relative, smallest = spec_of(figure.metric).threshold
     rule = ruled_by(figure, rules)
     if rule is None:
         return Threshold(relative, smallest)
-    # A number in another unit would be off by powers of ten, in silence.
+    # A number in another unit would silently be off by powers of ten.
     if rule.unit and rule.unit != figure.unit and rule.smallest is not None:
         raise UsageError(
             f"{rule.place}: smallest is in {rule.unit}, and {figure.metric} of {figure.case} is in "
@@ -68,7 +69,7 @@ def ruled_by(figure: Comparison, rules: Rules) -> ThresholdRule | None:
 
 def check_rules(rules: Rules, comparisons: tuple[Comparison, ...], file: str) -> list[str]:
     idle = [rule for rule in rules if not any(map(rule.fits, comparisons))]
-    # One idle rule may be for another suite; a file of them is a mistake.
+    # One unused rule may be for another suite; a file of them is a mistake.
     if rules and comparisons and len(idle) == len(rules):
         some = comparisons[0]
         raise UsageError(
@@ -80,5 +81,5 @@ def check_rules(rules: Rules, comparisons: tuple[Comparison, ...], file: str) ->
 
 
 def _fits(pattern: str, name: str) -> bool:
-    """Escapes brackets, which case ids have and which would be a class of letters."""
+    """Matches with brackets escaped: case ids have them, and patterns would read them as a class of letters."""
     return fnmatchcase(name, pattern.replace("[", "[[]"))

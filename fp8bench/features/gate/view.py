@@ -32,7 +32,7 @@ from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.naming import many, shorten_line
 
-# What becomes of a test; of others there may be more to say. What nobody can tell passes no test.
+# The JUnit tag for each outcome. A test whose outcome is unknown does not pass.
 _TAGS = {
     GateOutcome.REGRESSION: "failure",
     GateOutcome.FAILED: "error",
@@ -45,8 +45,8 @@ _COUNTED = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 
 
 def as_junit(verdict: GateVerdict) -> str:
-    """Writes a test for each figure, in a suite of tests for each suite. If nothing could be judged, one test is in
-    error: the document is never empty."""
+    """Writes a test for each figure, in a test suite for each suite. If nothing could be judged, one test is in error:
+    the document is never empty."""
     root = ET.Element("testsuites", name="fp8bench gate")
     sights = {sight.key: sight for sight in verdict.sights}
     for name, judged in together((figure.comparison.suite, figure) for figure in verdict.judged).items():
@@ -136,9 +136,9 @@ _SMALLEST = "smallest slow-down"
 
 
 def page_of(verdict: GateVerdict) -> Page:
-    """Shows what failed, what is worse, in doubt and better; the rest is counted. Of the smallest slow-downs that would
-    have been found it shows the worst."""
-    # 1. Only what needs eyes; the rest is a count.
+    """Shows what failed, what is worse, in doubt and better; the rest is counted. For detectable slow-downs it shows
+    the worst."""
+    # 1. Show only what needs attention; the rest is a count.
     parts = [_part(name, title, figures) for name, title in _TITLES.items() if (figures := verdict.of(name))]
     if verdict.problem:
         parts.append(Part("problem", "Why", (Text(verdict.problem, Tone.BAD),)))
@@ -147,13 +147,13 @@ def page_of(verdict: GateVerdict) -> Page:
     parts += list_of("notes", "Notes", (f"- {note}" for note in verdict.notes[:MOST_ROWS]))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
-    # 2. A legend explains what is shown and nothing else.
+    # 2. The legend explains only what is shown.
     shown = verdict.of(*_TITLES)
     looks = (*(figure.comparison for figure in shown), *(figure.again for figure in shown if figure.again is not None))
     labels = label_legend(looks)
     footer = [*([_AGAIN] if any(figure.again for figure in shown) else []), _WORSE, *labels] if shown else []
     facts = [("judged", verdict.counts)] if verdict.judged else []
-    # 3. A pass says how small a slow-down it would have seen: else silence means little.
+    # 3. A pass states the smallest detectable slow-down, or it would mean little.
     if verdict.sights:
         facts.append((_SMALLEST, summary(verdict.sights)))
         builds = f"{100 * POWER:.3g} of 100 builds"
@@ -195,7 +195,7 @@ _MOST_ROWS, _MOST_WHYS = 7, 3
 
 
 class ReviewStatus(StrEnum):
-    """The words that a comment begins with; of several that apply, the first one here."""
+    """The words that a comment begins with; if several apply, the first one here wins."""
 
     QUALITY = "quality blocked"
     REGRESSION = "regression"
@@ -220,7 +220,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Review:
-    """The status, and the reasons for it, a sentence each."""
+    """The status, and a sentence for each reason."""
 
     status: ReviewStatus
     whys: tuple[str, ...] = ()
@@ -234,41 +234,41 @@ class Review:
 def review(verdict: GateVerdict, duel: Duel) -> Review:
     whys: dict[ReviewStatus, list[str]] = {status: [] for status in ReviewStatus}
     unlike = {result.after.case.id: _unlike(result) for result in duel.results}
-    # 1. Other levels on the two sides: they compare nothing, so nothing else is said of them.
+    # 1. Different support levels on the two sides: nothing compares, so nothing else is reported.
     for result in duel.results:
         if (status := unlike[result.after.case.id]) is not None:
             levels = f"{result.before.support.level} on base, {result.after.support.level} on head"
             reason = result.after.reason or result.before.reason or levels
             whys[status].append(f"{result.after.case.id}: {reason}")
-    # 2. Worse numbers are of another status than worse times: they concern quality.
+    # 2. Worse numbers have another status than worse times: they concern quality.
     for figure in verdict.of(GateOutcome.REGRESSION):
         of_numbers = spec_of(figure.comparison.metric).of_workload
         whys[ReviewStatus.QUALITY if of_numbers else ReviewStatus.REGRESSION].append(_change(figure))
-    # 3. Cases without a number, and duels that did not come about.
+    # 3. Cases without a number, and duels that were not possible.
     lost = [figure for figure in verdict.of(GateOutcome.FAILED) if unlike.get(figure.comparison.case) is None]
     whys[ReviewStatus.INFRASTRUCTURE] += [f"{figure.comparison.case}: {figure.why}" for figure in lost]
     whys[ReviewStatus.INFRASTRUCTURE] += [verdict.problem] if verdict.problem and not any(unlike.values()) else []
     whys[ReviewStatus.MISMATCH] += [note for note in duel.notes if note == IDLE]
-    # 4. What stays open.
+    # 4. Undecided figures.
     for outcome, status in (
         (GateOutcome.SUSPECTED, ReviewStatus.SUSPECTED),
         (GateOutcome.CANNOT_TELL, ReviewStatus.CANNOT_TELL),
     ):
         whys[status] += [f"{_change(figure)}: {figure.why}" for figure in verdict.of(outcome)]
-    # The first status with a reason wins: they are in the order of their weight.
+    # The first status with a reason wins: they are in order of weight.
     status = next((status for status, reasons in whys.items() if reasons), ReviewStatus.PASS)
     return Review(status, tuple(whys[status]), _largest_threshold(verdict))
 
 
 def _largest_threshold(verdict: GateVerdict) -> str:
-    """Returns the largest share by which a time may be slower and pass; of all figures where there is no time."""
+    """Returns the largest slow-down, as a share, that still passes; over all figures if there is no time."""
     shares = [sight.threshold for sight in verdict.sights]
     shares = shares or [figure.threshold.relative for figure in verdict.judged if figure.outcome not in NOT_TESTED]
     return f"{100 * max(shares, default=0.0):.3g}%"
 
 
 def _unlike(result: CaseResult) -> ReviewStatus | None:
-    """Returns the status for a case that was not measured alike on both sides; None if it was. A lost worker leaves
+    """Returns the status for a case that was not measured equally on both sides; None if it was. A lost worker leaves
     no detail."""
     failed = [record for record in (result.before, result.after) if record.status is Status.FAILED]
     if len(failed) == 2 or any(not record.detail for record in failed):
@@ -284,7 +284,7 @@ def _change(figure: JudgedFigure) -> str:
 
 
 def comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, command: str) -> str:
-    """Returns Markdown: the outcome, the figure that it rests on, the table, then what else there is to say."""
+    """Returns Markdown: the outcome, the figure behind it, the table, then further remarks."""
     whys = [shorten_line(reason, 300) for reason in reviewed.whys[:_MOST_WHYS]]
     hidden = len(reviewed.whys) - len(whys)
     elements: list[Element] = [Text(reason) for reason in whys[:1]]
@@ -315,7 +315,7 @@ def _figures(verdict: GateVerdict) -> Table:
     sights = {sight.key: sight for sight in verdict.sights}
     places = {key: place for place, key in enumerate(sights)}
     figures = [figure for figure in verdict.judged if figure.comparison.ratio or figure.outcome in _FIRST]
-    # What failed comes first, whatever its place: a table is cut off at its end.
+    # Failures come first, regardless of their place: a table is truncated at its end.
     figures.sort(key=lambda figure: (figure.outcome not in _FIRST, places.get(figure.key, len(places))))
 
     def smallest(figure: JudgedFigure) -> str:

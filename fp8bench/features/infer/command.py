@@ -82,7 +82,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """After an interrupt, shows what was measured until then."""
+    """Measures and shows the result; after an interrupt, shows what was measured until then."""
     from fp8bench.features.infer.job import answer_question
     from fp8bench.features.infer.view import page_of, rows_of, value_of
 
@@ -100,9 +100,9 @@ def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedMod
 
     tokens = arguments.tokens or _TOKENS[arguments.quick]
     size, trained = _model(arguments, tokens)
-    # What one would serve in without low precision: fp32 on a CPU, bf16 elsewhere.
+    # The usual precision for serving without low precision: fp32 on a CPU, bf16 elsewhere.
     reference = arguments.reference or ("fp32" if (arguments.device or "cpu") == "cpu" else "bf16")
-    # An arm that is named twice is measured once.
+    # Measure arms that are named twice only once.
     words = list(dict.fromkeys(filter(None, arguments.arms.split(","))))
     arms = [arm_in_words(word) for word in words]
     baseline = ServedArm(reference)
@@ -122,11 +122,11 @@ def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedMod
 
 
 def _model(arguments: argparse.Namespace, tokens: int) -> tuple[str, ServedModel | None]:
-    """Returns the size to time, and the model to read quality on: None for the usual one."""
+    """Returns the size to time, and the model for quality: None for the default one."""
     from fp8bench.jobs.profile import function_named
 
     if arguments.make and (arguments.trained or arguments.size):
-        raise UsageError(f"{arguments.make} is a model of its own. Leave --size and --from out.")
+        raise UsageError(f"{arguments.make} is your own model. Leave --size and --from out.")
     if arguments.make:
         return function_named(arguments.make), None
     trained, size = None, "nano"
@@ -136,7 +136,7 @@ def _model(arguments: argparse.Namespace, tokens: int) -> tuple[str, ServedModel
         trained, size = trained_model(arguments.trained, arguments.store, tokens)
     size = arguments.size or size
     if size not in SERVED_SIZES:
-        raise UsageError(f"--size {size!r} is no model that is served. Give one of {', '.join(SERVED_SIZES)}.")
+        raise UsageError(f"--size {size!r} cannot be served. Give one of {', '.join(SERVED_SIZES)}.")
     return size, trained
 
 
@@ -146,7 +146,9 @@ def _contexts(arguments: argparse.Namespace) -> tuple[int, ...]:
     try:
         contexts = tuple(sorted({int(word) for word in arguments.contexts.split(",")}))
     except ValueError:
-        raise UsageError(f"--contexts {arguments.contexts!r} is no list of whole numbers. {_CONTEXTS_LIKE}") from None
+        raise UsageError(
+            f"--contexts {arguments.contexts!r} is not a list of whole numbers. {_CONTEXTS_LIKE}"
+        ) from None
     if len(contexts) < LEAST_CONTEXTS:
         raise UsageError(f"--contexts has {len(contexts)}, and a line needs {LEAST_CONTEXTS} or more. {_CONTEXTS_LIKE}")
     return contexts

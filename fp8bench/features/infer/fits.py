@@ -1,8 +1,9 @@
-"""Fits a line to the times over contexts, finds where two lines cross, and gives both intervals by resampling rounds.
+"""Fits a line to the times over contexts, finds where two lines cross, and computes intervals for both by resampling
+rounds.
 
 A context's figure is the best case of its rounds, as everywhere in fp8bench. All arms were measured in the same rounds,
-so these are resampled together; each context is resampled by itself. Few rounds say less than their resamples suggest,
-so the spread of resamples is widened as Student's t widens that of a mean.
+so these are resampled jointly; each context is resampled separately. Few rounds are less certain than their resamples
+suggest, so the spread of resamples is widened, like a mean's by Student's t.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from fp8bench.features.infer.values import LEAST_CONTEXTS, ContextCrossing, Time
 from fp8bench.model import Interval
 from fp8bench.model.measured import Ceiling, Limit
 
-# An interval that is called LEVEL spans the share _DRAWN of resamples: in simulated sweeps of 10 rounds and more, such
-# intervals hold the truth in 95 of 100.
+# An interval with confidence LEVEL spans the share _DRAWN of resamples: in simulated sweeps of 10 rounds and more, such
+# intervals contain the truth in 95 of 100 cases.
 LEVEL, _DRAWN = 0.95, 0.99
 _ENDS = ((1 - _DRAWN) / 2, (1 + _DRAWN) / 2)
-# At so many contexts two lines are compared.
+# The number of contexts at which two lines are compared.
 _PLACES = 256
-# In simulated sweeps of arms that read whole pages, whatever their size, this many times the range of distances from
-# the lines held every context at which the faster arm changes in 9 of 10, and in all where pages are powers of two.
+# In simulated sweeps of arms that read whole pages of any size, this many times the range of distances from the lines
+# covered every context at which the faster arm changes in 9 of 10 cases, and in all if page sizes are powers of two.
 _STEPS = 2.0
 
 
@@ -34,8 +35,8 @@ _STEPS = 2.0
 class LineDraws:
     """A fitted line: `point` is a and b, `draws` those of each resample (resamples, 2).
 
-    `above` is how many seconds each measured context lies above the line, `off` the largest such distance as a share of
-    the context's time; `measured` are each resample's seconds at the contexts themselves.
+    `above` is the seconds by which each measured context is above the line, `off` the largest such distance relative to
+    the context's time; `measured` are each resample's seconds at the contexts.
     """
 
     point: Floats
@@ -60,7 +61,7 @@ class LineDraws:
 
 
 def fastest(samples: Sequence[float]) -> float:
-    """Returns the rounds' best case, which the line is fitted to as well, so that a printed figure lies on its line."""
+    """Returns the rounds' best case, to which the line is fitted as well, so that a printed figure is on its line."""
     return math.exp(best_case(np.array(samples, dtype=np.float64)[:, None]).point)
 
 
@@ -86,10 +87,10 @@ def line_of(rounds: Mapping[int, Sequence[float]]) -> LineDraws | None:
 
 
 def widening(rounds: int) -> float:
-    """Returns the factor by which the spread of resamples is too small for so few rounds.
+    """Returns the factor by which the spread of resamples is too small for few rounds.
 
-    It is Student's t over the normal distribution's 1.96, times what resampling n values loses of their spread, times
-    how much slower the fastest of few rounds are than the fastest of many (found by simulation).
+    It is Student's t over the normal distribution's 1.96, times the spread lost by resampling n values, times how much
+    slower the fastest of few rounds are than the fastest of many (found by simulation).
     """
     freedom = max(1, rounds - 1)
     t = 1.96 + 2.37 / freedom + 2.8 / freedom**2 + 5.6 / freedom**3  # within 1% from 2 degrees on
@@ -99,8 +100,8 @@ def widening(rounds: int) -> float:
 def crossing_of(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -> ContextCrossing:
     """Returns where the arm's line crosses the reference's, within the measured contexts only.
 
-    The interval holds every context at which resamples disagree on which of the two is faster, or agree by less than
-    a step could change: an arm that reads whole pages has steps, which resampling a line cannot show.
+    The interval contains every context at which resamples disagree on the faster one, or agree by less than a step
+    could change: an arm that reads whole pages has steps, which resampling a line cannot show.
     """
     measured = np.array(sorted(contexts))
     first, last = int(measured[0]), int(measured[-1])
@@ -117,10 +118,10 @@ def crossing_of(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -
         return ContextCrossing(None, first, last, faster)
     a, b = arm.point - reference.point
     at = float(min(max(-a / b, first), last))
-    # Lines cross once: the interval lies between the last place with the first sign and the first with the last.
+    # Lines cross once: the interval is between the last place with the first sign and the first with the last.
     start, end = np.flatnonzero(signs == signs[0])[-1], np.flatnonzero(signs == signs[-1])[0]
     begin, until = min(float(places[start]), at), max(float(places[end]), at)
-    # What was measured counts more than the lines.
+    # Measurements take precedence over the lines.
     contrary = measured[
         ((measured < begin) & (measured_signs == signs[-1])) | ((measured > until) & (measured_signs == signs[0]))
     ]
@@ -129,11 +130,11 @@ def crossing_of(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -
 
 
 def _step_height(arm: LineDraws, reference: LineDraws, measured: Any, places: Floats) -> Floats:
-    """Returns by how many seconds either arm may be off its line at these places.
+    """Returns the seconds by which either arm may be off its line at these places.
 
     It is twice the range of the measured contexts' distances, as few contexts seldom meet both ends of a step; a step
-    has as many seconds at shorter contexts as where it was seen. Contexts that are all multiples of a number show no
-    step within it.
+    is assumed to be as high at shorter contexts. Contexts that are all multiples of a number cannot show steps within
+    it.
     """
     expected = reference.point[0] + reference.point[1] * measured
     missed = (arm.above - reference.above) / expected
@@ -146,7 +147,7 @@ def _step_height(arm: LineDraws, reference: LineDraws, measured: Any, places: Fl
 
 
 def copy_rate(ceiling: Ceiling | None) -> float | None:
-    """Returns bytes a second beyond caches, which measured rates have: `ceiling.bytes` bounds what is possible at
-    all, by copies inside them."""
+    """Returns bytes per second beyond caches, from measured rates: `ceiling.bytes` is an upper bound that includes
+    copies inside caches."""
     rates = ceiling.rates if ceiling is not None else ()
     return next((rate.value for rate in rates if rate.limit is Limit.COPY and rate.steady), None)

@@ -1,6 +1,6 @@
-"""Reads quality in a worker of its own, then times decode over contexts, and a prompt, by the ordinary pipeline.
+"""Measures quality in a separate worker, then times decode over contexts, and a prompt, by the ordinary pipeline.
 
-Arms without a kernel of their own have bytes and quality but no times: nobody would serve by what emulates them.
+Arms without a native kernel have bytes and quality but no times: nobody would serve with an emulation.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ from fp8bench.units import size
 
 _MODULE = "fp8bench.features.infer.quality"
 SHIPPED, WEIGHTS = "nano-python", Path(__file__).with_name("nano-python.bin")
-# suites/inference_fixture.py of commit ecade0ae trained the shipped model.
-# Modules left out of the shipped model's training, and the positions that it has.
+# suites/inference_fixture.py of commit ecade0ae trained the shipped model. These are the modules left out of its
+# training, and its number of positions.
 HELD_OUT, WINDOW = ("argparse.py", "statistics.py", "textwrap.py"), 128
 _LIMIT = 1800.0
-# By whether --quick is given.
+# Default contexts, by whether --quick is given.
 _CONTEXTS = {False: (256, 1024, 1025, 2048, 4096), True: (128, 512, 513, 1024, 2048)}
 
 
 def answer_question(
     question: ServingQuestion, store: Path, command: str, observer: JobObserver, trained: ServedModel | None = None
 ) -> ServingAnswer:
-    """Reads quality on `trained` where given, else on the maker's model or the shipped one, then times.
+    """Measures quality on `trained` if given, else on the maker's model or the shipped one, then times.
 
-    After an interrupt, returns what was measured until then. A finished answer is also kept in the store.
+    After an interrupt, returns what was measured until then. A finished answer is also stored.
     """
-    # 1. A model of one's own tells its shape first: questions of memory need it.
+    # 1. Get the shape of a user's model first: memory estimates need it.
     settings = Settings(question.threads, question.seed)
     with claimed(True), ProcessWorker(settings, module=_MODULE) as worker:
         facts = device_named(question.device, worker.probe())
@@ -81,7 +81,7 @@ def answer_question(
         if question.is_own:
             OWN_SHAPES[question.size] = ServedShape(*_ask(worker, "shape", question.size, facts, question.seed))
             question, model = complete_question(question), ServedModel(question.size)
-        # 2. Quality of all arms on the same tokens, before anything is timed.
+        # 2. Measure quality of all arms on the same tokens, before anything is timed.
         _check_memory(question, facts)
         task = QualityTask(
             model, question.tokens, question.arms, facts, question.seed, len(question.arms) * question.rollout
@@ -89,13 +89,13 @@ def answer_question(
         with observer.counting() as tell:
             tell(0, 1, "models", "quality on the same tokens")
             quality: Quality = _ask(worker, "quality", task)
-    # 3. Times, by the suites that everybody can run; an interrupt keeps what is there.
+    # 3. Measure times with the public suites; an interrupt keeps what exists.
     answer = ServingAnswer(question, facts.key, (), question.contexts[0], quality)
     try:
         answer = _measure_times(answer, facts, store, command, observer)
     except KeyboardInterrupt:
         return replace(answer, finished=False)
-    # 4. Only a finished answer is kept: half a one would be compared with whole ones.
+    # 4. Only a finished answer is stored: an incomplete one would be compared with complete ones.
     if not answer.finished:
         return answer
     try:
@@ -113,12 +113,12 @@ def _ask(worker: Worker, name: str, *arguments: Any) -> Any:
 
 
 def complete_question(question: ServingQuestion) -> ServingQuestion:
-    """Fills in the usual contexts where none are named. Raises UsageError for positions the model lacks, or
-    rows that a format cannot divide into groups."""
+    """Fills in the default contexts if none are named. Raises UsageError for positions that the model lacks, or rows
+    that a format cannot divide into groups."""
     shape, usual = served_shape(question.size), _CONTEXTS[question.quick]
     few = tuple(sorted({shape.sequence * part // 8 for part in (1, 2, 4, 8)}))
     contexts = question.contexts or (few if usual[-1] > shape.sequence else usual)
-    if math.gcd(*contexts) > 1:  # one token past a page a cache of whole pages has its step
+    if math.gcd(*contexts) > 1:  # a cache in whole pages takes a step one token after a page
         contexts = tuple(sorted({*contexts, contexts[len(contexts) // 2 - 1] + 1}))
     if contexts[0] < 1 or contexts[-1] > shape.sequence:
         raise UsageError(
@@ -154,7 +154,7 @@ def held_out_text(tokens: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Cuts windows spread over the whole text: the beginning of a module is all imports."""
+    """Cuts windows spread over the whole text, because a module begins with only imports."""
     count = min(max(2, tokens // length), (len(ids) - 1) // length)
     starts = [place * ((len(ids) - length - 1) // count) for place in range(count)]
     return tuple(tuple(ids[start : start + length + 1]) for start in starts)
@@ -163,7 +163,7 @@ def _windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tuple[int, .
 def _measure_times(
     answer: ServingAnswer, facts: DeviceFacts, store: Path, command: str, observer: JobObserver
 ) -> ServingAnswer:
-    # 1. Arms that multiply natively here; without the reference no time says anything.
+    # 1. Choose the arms that multiply natively here; without the reference, times mean nothing.
     question = answer.question
     params = {"size": question.size, "kv": OWN, "weights": OWN}
     supports = {arm: served_support(params, precisions.get(dtype_of(arm)), facts) for arm in question.arms}
@@ -188,21 +188,21 @@ def _measure_times(
         with observer.measuring() as watch:
             return execute(request, store, watch, command, origin="infer")
 
-    # 2. Decoding at every context, then one prompt; an interrupt keeps what decoding has.
+    # 2. Decode at every context, then process one prompt; an interrupt keeps the decoding.
     sizes: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
     decode = measure_suite("decode", native, **sizes, context=question.contexts)
     runs = [decode]
     with suppress(KeyboardInterrupt):
         if decode.finished:
             runs.append(measure_suite("prefill", native, **sizes, context=[answer.prompt]))
-    # 3. A line for each arm, with the reason where an arm has none.
+    # 3. Fit a line for each arm, or give the reason why it has none.
     finished = len(runs) == 2 and runs[-1].finished
     question = question if finished else _measured_part(question, decode)
     times = list(times_of(question, native, decode, runs[-1]))
     kernels = {arm: supports[arm].reason for arm in question.arms}
     times = [replace(time, kernel=kernels[time.arm]) for time in times]
     times += [ArmTimes(arm, why=kernels[arm]) for arm in question.arms if arm not in native]
-    # 4. The measured bandwidth, which says how far decoding could go.
+    # 4. Add the measured bandwidth, which limits decoding.
     ceiling = next((record.ceiling for record in decode.records if record.ceiling is not None), None)
     experts = experts_read(decode, question)
     return replace(
@@ -217,13 +217,13 @@ def _measure_times(
 
 
 def _measured_part(question: ServingQuestion, decode: Run) -> ServingQuestion:
-    """The question as far as it was measured before an interrupt."""
+    """Returns the question, restricted to what was measured before an interrupt."""
     measured = tuple(sorted({_context(record) for record in decode.records}))
     return replace(question, contexts=measured or question.contexts)
 
 
 def experts_read(decode: Run, question: ServingQuestion) -> float | None:
-    """Returns how many experts a layer reads in the mean, in the reference's step at the longest context."""
+    """Returns how many experts a layer reads on average, in the reference's step at the longest context."""
     for record in decode.records:
         experts = record.measurement("distinct_experts")
         if record.is_reference and _context(record) == question.contexts[-1] and experts and experts.samples:
@@ -238,21 +238,21 @@ def _context(record: Record) -> int:
 def times_of(question: ServingQuestion, native: Sequence[ServedArm], decode: Run, prefill: Run) -> Iterator[ArmTimes]:
     case_findings = findings(decode)
     reference: LineDraws | None = None
-    # The reference comes first: the others' crossings need its line.
+    # The reference comes first: the crossings of the others need its line.
     for arm in native:
-        # 1. Its steps at each context, and why one was not timed.
+        # 1. Collect its steps at each context, and why any was not timed.
         records = sorted((_context(record), record) for record in decode.records if is_of(record, arm))
         untimed = ((context, record.reason) for context, record in records if record.timing is None)
         reason = next((f"at a context of {context}: {skipped}" for context, skipped in untimed), "")
         rounds = {context: step_samples(record.timing) for context, record in records if record.timing is not None}
-        # 2. A line through all contexts or none: a crossing outside what was timed is a guess.
+        # 2. Fit a line through all contexts or none: a crossing outside the timed ones is a guess.
         line = line_of(rounds) if len(rounds) == len(question.contexts) else None
         crossing = None
         if arm is native[0]:
             reference = line
         elif line is not None and reference is not None:
             crossing = crossing_of(line, reference, question.contexts)
-        # 3. Labels that withhold verdicts, and the time of its prompt.
+        # 3. Collect labels that withdraw verdicts, and the time of the prompt.
         doubts: dict[str, None] = {}
         for _, record in records:
             doubts |= dict.fromkeys(label.value for label in case_findings[record.case.id].hard)
@@ -271,7 +271,7 @@ def times_of(question: ServingQuestion, native: Sequence[ServedArm], decode: Run
 
 
 def _joules(record: Record | None) -> float | None:
-    """Returns joules a token: the step's, over all tokens of its batch."""
+    """Returns joules per token: the step's, over all tokens of its batch."""
     figures = None if record is None else energy_figures(record)
     return None if record is None or figures is None else figures.gross.middle / record.work.tokens
 
@@ -286,7 +286,7 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
 
     Raises UsageError for a training without a checkpoint, or whose model has no cache of keys and values.
     """
-    # 1. The training and its arm.
+    # 1. Find the training and its arm.
     name, _, arm_name = word.partition(":")
     path = find_training(name, store)
     training = load_head(path)
@@ -296,7 +296,7 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
     if arm_name not in arms:
         raise UsageError(f"{subject} has no arm {arm_name!r:.80}. It has {', '.join(arms)}.")
     settings = arms[arm_name].merge_settings(training.request.settings)
-    # 2. Only what a rank has whole, in fp32, of a model with a cache.
+    # 2. Accept only unsharded fp32 weights of a model with a cache.
     refusals = (
         (
             settings.arch not in ("gpt", "moe"),
@@ -308,7 +308,7 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
     for wrong, problem in refusals:
         if wrong:
             raise UsageError(f"{subject} {problem}. Choose another training.")
-    # 3. Its newest checkpoint; a training may have none.
+    # 3. Load its newest checkpoint; a training may have none.
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:
         steps, every = training.request.steps, training.request.keep
@@ -317,7 +317,7 @@ def trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str
             f"--keep {max(1, steps // 2)}, say."
         )
     folder, place = checkpoint
-    # 4. Where it lies, its config, and text that it has never seen.
+    # 4. Collect its location, its config, and text that it was not trained on.
     words = f"{arm_name} of training {training.id}, step {place.step} of {training.request.steps}"
     config = config_of(settings, training.text.vocabulary)
     folder = folder / "rank-0" if training.request.ranks else folder
@@ -333,7 +333,7 @@ def _tokens(span: TokenSpan) -> array[int]:
             file.seek(span.start * ids.itemsize)
             ids.frombytes(file.read((span.stop - span.start) * ids.itemsize))
     except (OSError, ValueError) as error:
-        raise UsageError(f"the training's text {span.path} cannot be read ({error}). Put it back there.") from None
+        raise UsageError(f"the training's text {span.path} cannot be read ({error}). Restore it.") from None
     if sys.byteorder == "big":
         ids.byteswap()
     return ids

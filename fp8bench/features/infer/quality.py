@@ -1,8 +1,8 @@
 """Compares an arm's predictions with the reference's, token by token on the same text.
 
 Texts are teacher-forced: each position sees the true tokens before it. All arms get the same batch and kernels; the
-reference by another attention kernel gives the floor. Log-probabilities are computed in fp64 from the logits as they
-come. Run as a program, this module is the worker's process.
+reference with another attention kernel gives the noise floor. Log-probabilities are computed in fp64 from the
+unmodified logits. Run as a program, this module is the worker's process.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from fp8bench.worker.step_guards import apart
 from fp8bench.worker.switches import restore_switches
 
 _TAIL = 0.999
-# PPO clips ratios outside of these.
+# PPO clips ratios outside this range.
 _CLIP = (0.8, 1.2)
-# The length of random texts, for a model that brings no tokens.
+# The length of random texts, for a model without tokens.
 WINDOW = 128
 RANDOM_WEIGHTS, RANDOM_TOKENS = "random weights: arithmetic only", "random tokens: arithmetic only"
 
@@ -56,7 +56,7 @@ class Predictions:
 
 
 def weights_in(path: Path, config: GPTConfig, device: str) -> Callable[[str], Tensor]:
-    """Reads a file of bf16 numbers: all weights in the model's own order."""
+    """Reads a file of bf16 numbers: all weights in the model's parameter order."""
     numbers = torch.from_numpy(np.fromfile(path, dtype="<i2").astype(np.int16)).view(torch.bfloat16)
     shapes = served_shapes(config)
     counts = [math.prod(shape) for shape, _ in shapes.values()]
@@ -98,7 +98,7 @@ def quality_of(task: QualityTask, maker: Callable[[], Any] | None = None) -> Qua
 
 
 def rollout_gap(serve: Serve, arm: ServedArm, trainer: ServedArm, text: Tensor, seed: int) -> RolloutGap:
-    """Has the arm continue the first half of each text token by token, and the trainer score all these tokens at once.
+    """Lets the arm continue the first half of each text token by token, and the trainer score all these tokens at once.
 
     All arms sample with the same random numbers.
     """
@@ -107,7 +107,7 @@ def rollout_gap(serve: Serve, arm: ServedArm, trainer: ServedArm, text: Tensor, 
     model, generator = serve(arm, sizes), torch.Generator(str(text.device)).manual_seed(seed)
     for at in range(start, length):
         first = 0 if at == start else at - 1
-        model.calibrates = first == 0  # scales that stay are those of the prompt
+        model.calibrates = first == 0  # kept scales come from the prompt
         logs = F.log_softmax(model.forward(tokens[:, first:at], first, SilentPhases())[:, -1].double(), -1)
         if bool(logs.isnan().any()):  # nothing can be sampled from that
             return gap_of(logs.new_full((len(text), length - start), math.nan))
@@ -119,7 +119,7 @@ def rollout_gap(serve: Serve, arm: ServedArm, trainer: ServedArm, text: Tensor, 
 
 
 def gap_of(gaps: Tensor) -> RolloutGap:
-    """Sums up differences of log-probabilities (texts, tokens): the trainer's less the sampler's."""
+    """Summarizes differences of log-probabilities (texts, tokens): the trainer's minus the sampler's."""
     ratios = gaps.exp()
     clipped = ~((ratios >= _CLIP[0]) & (ratios <= _CLIP[1]))  # NaN is, too
 
@@ -197,7 +197,7 @@ def _predict(model: Decoder | OwnDecoder, text: Tensor) -> Predictions:
 
 def _compare(arm: Predictions, reference: Predictions) -> ArmQuality:
     likely = reference.logs.exp()
-    # Ids that a model masks have no share, though -inf - -inf is NaN.
+    # Ids that a model masks have no weight, though -inf - -inf is NaN.
     kl = torch.where(likely == 0, 0, likely * (reference.logs - arm.logs)).sum(-1).clamp(min=0)
     same_choice = arm.logs.argmax(-1) == reference.logs.argmax(-1)
     return ArmQuality(
@@ -210,7 +210,7 @@ def _compare(arm: Predictions, reference: Predictions) -> ArmQuality:
 
 
 def _over_texts(by_token: Tensor) -> Interval:
-    """Returns the mean over tokens; its interval is over whole texts, as tokens of one text are not independent. Of a
+    """Returns the mean over tokens; its interval is over whole texts, as tokens of one text are not independent. For a
     single text it is unbounded."""
     by_text = by_token.mean(1)
     mean, count = float(by_text.mean()), len(by_text)

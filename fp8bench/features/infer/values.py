@@ -127,12 +127,12 @@ class ArmQuality:
 
 @dataclass(frozen=True)
 class RolloutGap:
-    """How the reference's log-probabilities of an arm's sampled tokens differ from the arm's own: reference less arm.
+    """How the reference's log-probabilities of an arm's sampled tokens differ from the arm's: reference minus arm.
 
     `mean` and `largest` are of the absolute gap. `ratio` is the mean importance ratio, exp(gap): 1 for the same weights
-    in any arithmetic; `least` and `most` are its extremes. `clipped` is the share of tokens that PPO's usual clip
-    takes, `kl` the divergence by Schulman's k3, `effective` the share of samples that the ratios leave, by token, and
-    by text with the product of its tokens' ratios.
+    in any arithmetic; `least` and `most` are its extremes. `clipped` is the share of tokens beyond PPO's usual clip,
+    `kl` the divergence by Schulman's k3, `effective` the effective sample size as a share, by token, and by text with
+    the product of its tokens' ratios.
     """
 
     tokens: int
@@ -148,10 +148,10 @@ class RolloutGap:
 
 @dataclass(frozen=True)
 class Quality:
-    """`itself` is the reference a second time, which must not differ; `floor` the reference by another kernel.
+    """`itself` is a repetition of the reference, which must not differ; `floor` the reference with another kernel.
 
-    `arms` and `rollouts` follow the question's order; only `rollouts` have the reference too. `caution` says why
-    figures show arithmetic only, as with random weights.
+    `arms` and `rollouts` follow the question's order; only `rollouts` include the reference. `caution` says why figures
+    only reflect arithmetic, as with random weights.
     """
 
     model: str
@@ -166,7 +166,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class TimeLine:
-    """TPOT = a + b * context, in seconds and seconds a token of context. `off` is the largest distance of a measured
+    """TPOT = a + b * context, in seconds, and seconds per token of context. `off` is the largest distance of a measured
     context from the line, as a share of its time."""
 
     a: Interval
@@ -176,10 +176,10 @@ class TimeLine:
 
 @dataclass(frozen=True)
 class ContextCrossing:
-    """Where an arm's line crosses the reference's; `at` is None where they surely cross nowhere, or it is not sure.
+    """Where an arm's line crosses the reference's; `at` is None if they do not cross, or it is unclear.
 
-    `faster` says whether the arm is faster at the shortest and at the longest context; None where that is not sure.
-    `contrary` are measured contexts that are the other way round than the lines say.
+    `faster` says whether the arm is faster at the shortest and at the longest context; None if unclear. `contrary` are
+    measured contexts that contradict the lines.
     """
 
     at: float | None
@@ -191,10 +191,10 @@ class ContextCrossing:
 
 @dataclass(frozen=True)
 class ArmTimes:
-    """One arm's times: TPOT by context, its line and crossing, a prompt's TTFT, joules a token in and out.
+    """One arm's times: TPOT by context, its line and crossing, a prompt's TTFT, joules per token in and out.
 
-    `why` says why there are none, `kernel` names what multiplies ('' where the arm has no kernel), and `doubts` are
-    labels of its runs that allow no verdict.
+    `why` is why there are none, `kernel` names the kernel ('' without one), and `doubts` are labels of its runs that
+    rule out a verdict.
     """
 
     arm: ServedArm
@@ -210,7 +210,7 @@ class ArmTimes:
 
 @dataclass(frozen=True)
 class ServingAnswer:
-    """Everything that was measured. `experts` counts those that a step reads in a layer."""
+    """All measurements. `experts` counts those that a step reads per layer."""
 
     question: ServingQuestion
     device: str
@@ -233,10 +233,10 @@ class ServingAnswer:
         return dict(times.tpot).get(self.question.contexts[-1])
 
     def quality_of(self, arm: ServedArm) -> ArmQuality | None:
-        """Returns the noise floor for the reference."""
+        """Returns an arm's quality; for the reference, the noise floor."""
         if self.quality is None:
             return None
-        # The reference has no quality against itself: its floor shows what is no difference.
+        # The reference has no quality against itself: its floor shows what counts as no difference.
         return (self.quality.floor, *self.quality.arms)[self.question.arms.index(arm)]
 
 

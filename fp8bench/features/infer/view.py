@@ -46,7 +46,7 @@ _SURE: dict[tuple[bool | None, bool | None], tuple[str, Tone]] = {
 
 
 def page_of(answer: ServingAnswer, everything: bool = False) -> Page:
-    """The short answer; `everything` also has the bytes and the quality of each arm."""
+    """Returns the short answer; with `everything`, also the bytes and the quality of each arm."""
     question = answer.question
     contexts = f"contexts of {question.contexts[0]} to {question.contexts[-1]} tokens"
     tables: list[Element] = [_times(answer, everything)] if any(time.tpot for time in answer.times) else []
@@ -86,27 +86,27 @@ def _answers(answer: ServingAnswer) -> list[Answer]:
 
 
 def _verdict(time: ArmTimes) -> tuple[str, Tone, str]:
-    """Returns where an arm pays in words, their tone, and what speaks against them; labels withhold a verdict."""
+    """Returns where an arm pays in words, their tone, and objections; labels withdraw a verdict."""
     crossing = time.crossing
     # 1. No line, no verdict: emulated, refused or interrupted.
     if crossing is None:
         if time.why and not time.kernel:
             return "no speed here", Tone.DOUBT, ""
         return "not timed", Tone.DOUBT, time.why
-    # 2. What speaks against it, even where a verdict stands.
+    # 2. Collect objections, even if there is a verdict.
     notes = [LABELS[Label(doubt)].meaning for doubt in time.doubts]
     if crossing.contrary:
         direction = "slower" if crossing.faster[1] == (crossing.contrary[-1] > (crossing.at or 0)) else "faster"
         notes.append(f"measured {direction} at {', '.join(map(str, crossing.contrary))}")
     if time.line is not None and time.line.off > 0.1:
         notes.append(f"measured times are up to {units.percent(time.line.off, 0)} off the line through them")
-    # 3. It pays from a context on, or up to one.
+    # 3. It pays from some context on, or up to one.
     if crossing.at is not None:
         place = f"a context of {crossing.at:.0f} ({crossing.low:.0f} to {crossing.high:.0f})"
         if time.doubts:
             return "cannot tell", Tone.DOUBT, "; ".join([f"times cross at {place}", *notes])
         return f"{'pays from' if crossing.faster[1] else 'pays up to'} {place}", Tone.GOOD, "; ".join(notes)
-    # 4. Or at all contexts, if both ends are sure.
+    # 4. It pays at all contexts or none, if both ends are certain.
     if time.doubts or crossing.faster not in _SURE:
         return "cannot tell", Tone.DOUBT, "; ".join([_ends(crossing.faster), *notes])
     return *_SURE[crossing.faster], "; ".join(notes)
@@ -201,7 +201,7 @@ def _rollouts(answer: ServingAnswer, gaps: Sequence[RolloutGap]) -> Table:
 
 
 def _short(value: float, digits: int) -> str:
-    """Writes a number like 2.7e-3."""
+    """Formats a number like 2.7e-3."""
     if not math.isfinite(value):
         return str(value)
     mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
@@ -213,7 +213,7 @@ def _ratio(arm: ArmQuality) -> str:
 
 
 def _interval(value: Interval, shown: str, times: float = 1.0) -> str:
-    """Writes the point and how far its interval reaches on the longer side."""
+    """Formats the point, and the longer half of its interval."""
     reach = times * max(value.high - value.point, value.point - value.low)
     return f"{shown.format(times * value.point)} +-{shown.replace('+', '').format(reach)}"
 
@@ -235,7 +235,7 @@ def _ends(faster: tuple[bool | None, bool | None]) -> str:
 
 
 def _gain_by_bytes(answer: ServingAnswer, arm: ServedArm) -> str:
-    """Returns the gain by bytes alone, at the longest context, where it is largest."""
+    """Returns the gain that bytes alone predict, at the longest context, where it is largest."""
     return f"{answer.bytes_read(answer.question.arms[0]).total / answer.bytes_read(arm).total:.1f}x"
 
 
@@ -250,7 +250,7 @@ def rows_of(answer: ServingAnswer) -> Rows:
     for arm in answer.question.arms:
         quality, moved = answer.quality_of(arm), answer.bytes_read(arm)
         time = times.get(arm, ArmTimes(arm))
-        # Doubts withhold a crossing from tables as they do from sentences.
+        # Doubts hide a crossing in tables as in sentences.
         line, crossing = time.line, None if time.doubts else time.crossing
         rows.append(
             {
@@ -274,7 +274,7 @@ def rows_of(answer: ServingAnswer) -> Rows:
                 "log_perplexity_ratio": quality and quality.log_perplexity.point,
             }
         )
-    # Arms may have been timed at fewer contexts than others: the columns are those of all rows.
+    # Some arms may have fewer contexts: the columns are those of all rows.
     columns: dict[str, None] = {}
     for row in rows:
         columns |= dict.fromkeys(row)

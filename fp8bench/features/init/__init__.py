@@ -1,1 +1,1 @@
-"""Measure: begin in a project of your own: options, a workload, a CI file."""
+"""Measure: begin in your project: options, a workload, a CI file."""

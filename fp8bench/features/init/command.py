@@ -1,4 +1,4 @@
-"""`fp8bench init`: writes the files that measure a project of your own, here and for every pull request."""
+"""`fp8bench init`: writes the files that measure your project, locally and for every pull request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8bench.features.init.source import find_source
 
 EXAMPLES = ("fp8bench init", "fp8bench suite --config fp8bench.yaml --quick  # what it has written runs")
 _CONFIG, _SUITE, _WORKFLOW = "fp8bench.yaml", "fp8bench_suite.py", ".github/workflows/fp8bench.yml"
-# A committed store changes with each run, so that no commit would ever be what was measured.
+# A committed store would change with each run, so no commit would ever be the measured one.
 _IGNORED = ".fp8bench/"
 _NEXT = f"""Try it:             fp8bench suite --config {_CONFIG} --quick
 Put your code into: {_SUITE}
@@ -43,7 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
     files = {name: arguments.folder / name for name in (_CONFIG, _SUITE, _WORKFLOW)}
     for file in files.values():
         if file.exists() or file.is_symlink():
-            raise UsageError(f"{file} is there already, and init writes over nothing. Move it, or give another folder.")
+            raise UsageError(
+                f"{file} exists already, and init never overwrites files. Move it, or give another folder."
+            )
     source = arguments.install or find_source() or _ask_for_source()
     installed = source or f"fp8bench=={__version__}"
     workflow = _template("workflow").replace("{install}", json.dumps(installed))
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _ask_for_source() -> str:
-    """Asks a person once; returns '' where nobody answers."""
+    """Asks the user once; returns '' if nobody answers."""
     if not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
         return ""
     say("This fp8bench is from a folder of this machine, which a build elsewhere cannot reach. What shall be\n")
@@ -76,7 +78,7 @@ def _ask_for_source() -> str:
 
 
 def _install_problem(source: str, folder: Path) -> str:
-    """Says why a build elsewhere may not be able to install the source; '' if nothing speaks against it."""
+    """Returns why another machine may not be able to install the source; '' if there is no objection."""
     if not source:
         return "this fp8bench is from a folder of this machine, and perhaps in no index"
     is_path = "/" in source and not types.is_address(source.removeprefix("git+"))

@@ -1,4 +1,4 @@
-"""What a build elsewhere can install this fp8bench from."""
+"""Finds a source from which another machine can install this fp8bench."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SSH_ADDRESS = re.compile(r"(?:ssh://)?git@([^:/]+)(?::\d+(?=/))?[:/](.+)")
 
 
 def find_source() -> str:
-    """Returns what pip calls it: a version of an index, an address, or a git address at a commit; '' if only this
+    """Returns pip's name for it: a version of an index, an address, or a git address at a commit; '' if only this
     machine has it."""
     try:
         recorded = metadata.distribution("fp8bench").read_text("direct_url.json")
@@ -27,10 +27,10 @@ def find_source() -> str:
 
 
 def name_source(recorded: str) -> str:
-    """The same from what pip recorded of an installation from an address (PEP 610); '' if that cannot be read."""
+    """Returns the same from pip's record of an installation from an address (PEP 610); '' if that cannot be read."""
     try:
         return _name_origin(json.loads(recorded))
-    except (ValueError, AttributeError):  # no JSON, no mapping, or no port
+    except (ValueError, AttributeError):  # not JSON, not a mapping, or an invalid port
         return ""
 
 
@@ -48,7 +48,8 @@ def _name_origin(origin: dict[str, Any]) -> str:
 
 
 def _name_commit(address: str, commit: str) -> str:
-    """Returns the public form of a git address at a commit: a password in it must not get into a file."""
+    """Returns the public form of a git address at a commit, without a password, which must not be written into a
+    file."""
     if match := _SSH_ADDRESS.fullmatch(address):
         address = f"https://{match[1]}/{match[2]}"
     parts = urlsplit(address)

@@ -30,7 +30,7 @@ from fp8bench.report.words.naming import join_words
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear layer: rows of its activations, and its features out and in."""
+    """A linear layer: rows of its activations, output and input features."""
 
     name: str
     tokens: int
@@ -40,8 +40,8 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class ShapeFinding:
-    """One product of one layer in one mode on one class of devices. `exists` is False where the class has no such
-    product in any shape; it fits if there is no `why`. `padded` are sides that would fit, None where none would."""
+    """One product of one layer in one mode on one class of devices. `exists` is False if the class has no such product
+    in any shape; it fits if there is no `why`. `padded` are sides that would fit, None if none would."""
 
     layer: str
     product: str
@@ -57,9 +57,9 @@ class ShapeFinding:
         return not self.why
 
 
-# One mode of each kind of product; the others multiply as one of these does.
+# One mode of each kind of product; the others multiply like one of these.
 USUAL_MODES = ("fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp4", "nvfp4")
-# Kinds of weights whose products are scaled matrix products; convolutions are none.
+# Kinds of weights whose products are scaled matrix products; convolutions are not.
 _LINEAR_KINDS = ("linear", "conv1d", "experts", "head")
 
 
@@ -95,15 +95,17 @@ def _recipe_of(word: str) -> RecipePrecision:
     precision = precisions.get(word)
     if not isinstance(precision, RecipePrecision):
         scaled = ", ".join(name for name in precisions.names() if isinstance(precisions.get(name), RecipePrecision))
-        raise UsageError(f"{word} scales nothing, and its products take every shape. Give one of {scaled}.")
+        raise UsageError(f"{word} has no scales, and its products take every shape. Give one of {scaled}.")
     return precision
 
 
 def shapes_of(model: str, tokens: int | None) -> list[LinearShape]:
-    """Returns the layers of a known model, or those that a step of your own one calls on a CPU."""
+    """Returns the layers of a known model, or those that a step of a user's model calls on a CPU."""
     if ":" in model or model.endswith(".py"):
         if tokens is not None:
-            raise UsageError("--tokens goes with known models: the batch of your own says its rows. Leave it out.")
+            raise UsageError(
+                "--tokens only works with known models: your model's batch determines its rows. Leave it out."
+            )
         from fp8bench.jobs.profile import coverage_of  # heavy
 
         shapes: dict[LinearShape, None] = {}
@@ -123,7 +125,7 @@ def shapes_of(model: str, tokens: int | None) -> list[LinearShape]:
 def judge_all(
     shapes: Sequence[LinearShape], modes: Sequence[RecipePrecision], devices: Sequence[DeviceClass]
 ) -> list[ShapeFinding]:
-    """Judges every product of every layer, but for weight gradients that a recipe leaves in bf16."""
+    """Judges every product of every layer, except weight gradients that a recipe leaves in bf16."""
     kinds = [(kind, mode) for kind in PRODUCTS for mode in modes]
     judged = [pair for pair in kinds if pair[0] != "weight-gradient" or not pair[1].recipe.high_weight_gradient]
     return [judge(shape, *pair, device) for shape in shapes for pair in judged for device in devices]
@@ -140,16 +142,16 @@ def judge(shape: LinearShape, kind: str, mode: RecipePrecision, device: DeviceCl
         return finding(exists=False, why=reason)
     against = objections(product, device)
     multiples = [objection.multiples for objection in against if objection.multiples is not None]
-    if len(multiples) < len(against):  # no padding answers all of them
+    if len(multiples) < len(against):  # no padding satisfies all of them
         return finding(why="; ".join(objection.why for objection in against if objection.multiples is None))
-    # Each side is padded to a multiple of all that its objections ask for.
+    # Each side is padded to a multiple that satisfies all objections.
     grains = map(math.lcm, (1, 1, 1), *multiples)
     m, n, k = (-(-length // grain) * grain for length, grain in zip(sides, grains, strict=True))
     return finding(why="; ".join(objection.why for objection in against), padded=(m, n, k) if against else None)
 
 
 def fitting_nowhere(findings: Sequence[ShapeFinding]) -> dict[str, list[str]]:
-    """Returns the products that fit on none of the devices as they are, each with its modes."""
+    """Returns the products that fit unpadded on none of the devices, each with its modes."""
     fits = together(((f"{finding.layer} {finding.product}", finding.mode), finding.fits) for finding in findings)
     return together(key for key, some in fits.items() if not any(some))
 
@@ -167,7 +169,7 @@ def page_of(model: str, findings: Sequence[ShapeFinding]) -> Page:
     cols = [Col("device", str), *(Col(mode, partial(count, mode), number=True) for mode in modes)]
     fitting = table("fitting", "", cols, dict.fromkeys(finding.device for finding in findings))
     parts = [Part("fitting", "products that fit as they are; -: there is no such product", (fitting,))]
-    # 2. Each refused product once, with every place that refuses it.
+    # 2. Each refused product once, with every device and mode that refuses it.
     if refused := together(
         ((finding.layer, finding.product, finding.sides, finding.padded, finding.why), (finding.mode, finding.device))
         for finding in findings
@@ -175,11 +177,11 @@ def page_of(model: str, findings: Sequence[ShapeFinding]) -> Page:
     ):
         rows = table("refused", "", _REFUSED, refused.items())
         parts.append(Part("refused", "refused as they are, and what to pad them to", (rows,)))
-    # 3. Modes that have no such product, which padding does not mend.
+    # 3. Modes without such a product, for which padding does not help.
     if lacking := together((finding.why, (finding.mode, finding.device)) for finding in findings if not finding.exists):
         items = Items(tuple(Text(f"{reason}: {_places(places)}") for reason, places in lacking.items()))
         parts.append(Part("missing", "why there is no such product", (items,)))
-    # 4. What no device takes: that is what to change first.
+    # 4. Products that no device takes: change these first.
     lost = fitting_nowhere(findings)
     names = join_words([f"{name} in {', '.join(modes)}" for name, modes in lost.items()])
     words = f"Not taken as they are by any of these devices: {names}."
@@ -198,7 +200,7 @@ _REFUSED: tuple[Col[Refused], ...] = (
 
 
 def _places(places: Iterable[tuple[str, str]]) -> str:
-    """Writes modes and devices like 'fp8, fp8-rowwise on l40s, h100; fp8-block on h100'."""
+    """Formats modes and devices like 'fp8, fp8-rowwise on l40s, h100; fp8-block on h100'."""
     devices = together(dict.fromkeys(places))
     modes = together((tuple(names), mode) for mode, names in devices.items())
     return "; ".join(f"{', '.join(same)} on {', '.join(names)}" for names, same in modes.items())

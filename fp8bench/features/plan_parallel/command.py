@@ -117,11 +117,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _answer(question: ParallelQuestion, checkpointing: str) -> Answer:
-    """Ranks the ways, and returns them with the question's checkpointing. Raises UsageError if none divides evenly."""
+    """Ranks the layouts, and returns them with the question's checkpointing. Raises UsageError if none divides
+    evenly."""
     answer = with_least_checkpointing(question) if checkpointing == _AUTO else (question, ranking(question))
     if not answer[1]:
         raise UsageError(
-            f"{question.batch} sequences cannot be dealt out evenly to {question.gpus} GPUs in any way. Give --batch a "
+            f"{question.batch} sequences cannot be divided evenly among {question.gpus} GPUs. Give --batch a "
             "multiple of them."
         )
     return answer
@@ -133,7 +134,7 @@ def _gpu_counts(text: str) -> tuple[int, ...]:
 
 
 def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
-    # 1. What a GPU holds, before anything is divided.
+    # 1. The contents of a GPU, before anything is divided.
     model = parse_model(arguments.model)
     level = Checkpointing.NONE if arguments.checkpointing == _AUTO else Checkpointing(arguments.checkpointing)
     if arguments.states != "fp32" and arguments.dtype != "fp8":
@@ -149,7 +150,7 @@ def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         rlhf=arguments.rlhf,
         zero_one=arguments.zero_1,
     )
-    # 2. Speeds: published, or set right by a training that was measured.
+    # 2. Speeds: published, or calibrated by a measured training.
     topology = read_topology(arguments.topology)
     by = _training(arguments.calibrate, load) if arguments.calibrate is not None else None
     if arguments.recipe and "fp8" not in (load.precision, by.load.precision if by is not None else ""):
@@ -159,7 +160,7 @@ def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         topology = calibrate(topology, by, recipe)
     elif arguments.recipe:
         topology = with_rate(topology, topology.bf16, recipe)
-    # 3. A question for each number of GPUs; eight sequences a GPU where no batch was named.
+    # 3. A question for each number of GPUs; eight sequences per GPU without an explicit batch.
     return [
         ParallelQuestion(model, gpus, arguments.batch or 8 * gpus, load, topology, by, recipe)
         for gpus in arguments.gpus
@@ -174,22 +175,22 @@ _TRAINING = (
 
 
 def _training(text: str, planned: Load) -> MeasuredTraining:
-    # 1. A model may be words of its own with commas: keys of models belong to it.
+    # 1. A custom model may contain commas: known keys of models belong to it.
     first, *words = (word.strip() for word in text.split(","))
     while words and words[0].partition("=")[0] in KEYS:
         first += f",{words.pop(0)}"
     words.insert(0, first)
     if len(words) < 3:
         raise UsageError(f"--calibrate {text!r:.80} is too short. {_TRAINING}.")
-    # 2. The layout, each part at most once.
+    # 2. The layout, with each part at most once.
     cuts: dict[str, int] = {}
     for cut in words[1].split("+"):
         match = re.fullmatch(r"([a-z]+) ?([1-9]\d{0,5})", cut.strip().lower(), re.ASCII)
         if match is None or match[1] not in _CUTS or _CUTS[match[1]] in cuts:
-            raise UsageError(f"--calibrate: {cut!r:.80} is no part of a layout. {_TRAINING}.")
+            raise UsageError(f"--calibrate: {cut!r:.80} is not a part of a layout. {_TRAINING}.")
         cuts[_CUTS[match[1]]] = int(match[2])
     layout, named = ParallelLayout(**cuts), dict(word.partition("=")[::2] for word in words[3:])
-    # 3. Pace and sizes, which must divide evenly: a rounded one would calibrate to another training.
+    # 3. Pace and sizes, which must divide evenly: a rounded one would describe another training.
     positive = types.whole(whole_number(1, 1 << 30))
     try:
         pace = float(words[2])
@@ -211,7 +212,7 @@ def _training(text: str, planned: Load) -> MeasuredTraining:
             checkpointing=Checkpointing(named.get("checkpointing", planned.checkpointing)),
         )
     except (ValueError, argparse.ArgumentTypeError):
-        raise UsageError(f"--calibrate {text!r:.200} cannot be read, or divides nothing evenly. {_TRAINING}.") from None
+        raise UsageError(f"--calibrate {text!r:.200} cannot be read, or does not divide evenly. {_TRAINING}.") from None
     return MeasuredTraining(parse_model(words[0]), layout, load, pace)
 
 
@@ -220,16 +221,16 @@ def _topology_names() -> list[str]:
 
 
 _FORM = "six lines: node, memory, inside, between, bf16 and fp8, like `node: 8` and `memory: 80 GiB`"
-# The factor and the unit of each line; node and memory are read apart.
+# The factor and the unit of each line; node and memory are parsed separately.
 _FACTORS = {"inside": 1e9, "between": 1e9, "bf16": 1e12, "fp8": 1e12}
 _UNIT = {"inside": "GB/s", "between": "GB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
-# Less memory than this is a number whose unit was forgotten.
+# Less memory than this means that the unit was forgotten.
 _LEAST_MEMORY = 1 << 30
 _NAMES = ("node", "memory", *_FACTORS)
 
 
 def read_topology(file: Path) -> Topology:
-    """Reads a file, or the shipped one of that name. Raises UsageError."""
+    """Reads a file, or the shipped one with that name. Raises UsageError."""
     if not file.suffix and not file.exists():
         if file.name not in _topology_names():
             raise UnknownName(

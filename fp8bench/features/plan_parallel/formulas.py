@@ -1,8 +1,8 @@
 """Predicts by formulas what memory and time a training takes on many GPUs, before it runs.
 
-Weights, gradients and two moments in fp32 are 16 bytes a weight, which FSDP shards; products read bf16 copies. FP8
-products save none of it, because their codes last only as long as the product. FP8-LM's states do: 6 bytes a weight and
-copies of one byte. Activations are bf16; TP divides them along the sequence between products.
+Weights, gradients and two moments in fp32 are 16 bytes per weight, which FSDP shards; products read bf16 copies. FP8
+products save none of it, because their codes last only as long as the product. FP8-LM's states do: 6 bytes per weight
+and copies of one byte. Activations are bf16; TP divides them along the sequence between products.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class Checkpointing(StrEnum):
-    """What backward computes again: nothing, every other product of a block, or the whole block."""
+    """What backward recomputes: nothing, every other product of a block, or the whole block."""
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -23,7 +23,7 @@ class Checkpointing(StrEnum):
 class DecoderModel:
     """A dense decoder like Llama (three products in a feed-forward block) or, not `gated`, like GPT (two).
 
-    The head of a `tied` one multiplies with the embedding's weights.
+    A `tied` head multiplies with the embedding's weights.
     """
 
     name: str
@@ -38,12 +38,12 @@ class DecoderModel:
 
     @property
     def key_width(self) -> int:
-        """Features of all keys together, or of all values."""
+        """Features of all keys together; values have equally many."""
         return self.width * self.key_heads // self.heads
 
     @property
     def block_products(self) -> int:
-        """Weights of a block's linear layers."""
+        """The number of weights in a block's linear layers."""
         return self.width * (2 * self.width + 2 * self.key_width + (3 if self.gated else 2) * self.hidden)
 
     @property
@@ -52,7 +52,7 @@ class DecoderModel:
 
     @property
     def ends(self) -> int:
-        """Weights of the embedding; the head has as many."""
+        """The number of weights of the embedding; the head has equally many."""
         return self.vocabulary * self.width
 
     @property
@@ -60,21 +60,22 @@ class DecoderModel:
         return self.layers * self.block + (1 if self.tied else 2) * self.ends + self.width
 
     def stage_weights(self, pipeline: int) -> int:
-        """Weights of the largest of so many stages. Embedding and head are in different stages, each with its copy."""
+        """Returns the weights of the largest stage of a `pipeline`. Embedding and head are in different stages, each
+        with a copy."""
         ends = 1 if self.tied or pipeline > 1 else 2
         return -(-self.layers // pipeline) * self.block + ends * self.ends
 
     def attention_flops(self, sequence: int) -> float:
-        """FLOPs a token of scores and their product with the values, in all layers."""
+        """Returns FLOPs per token of scores and their product with the values, in all layers."""
         return 6.0 * self.layers * self.width * sequence
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Into how many parts each kind of division cuts a training.
+    """The number of parts into which each kind of division cuts a training.
 
     `copies` keep all states each (DDP), `shards` share them (FSDP, ZeRO-3). `tensor` divides every layer, and the
-    sequence between products; `pipeline` divides the layers, into `virtual` stages a GPU; `context` the sequence.
+    sequence between products; `pipeline` divides the layers, into `virtual` stages per GPU; `context` the sequence.
     """
 
     copies: int = 1
@@ -90,7 +91,7 @@ class ParallelLayout:
 
     @property
     def inner(self) -> int:
-        """How many GPUs work on the same sequences."""
+        """The number of GPUs that work on the same sequences."""
         return self.tensor * self.pipeline * self.context
 
     @property
@@ -108,12 +109,12 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class Load:
-    """What one step does: `local` sequences for the GPUs that share them, in `micro_batches`.
+    """The work of one step: `local` sequences for the GPUs that share them, in `micro_batches`.
 
-    `narrow_gather`: FSDP gathers weights in FP8. `hidden_tensor`: half of TP's traffic hides behind products (async
+    `narrow_gather`: FSDP gathers weights in FP8. `hidden_tensor`: half of TP's traffic overlaps with products (async
     TP). `fused_loss`: the loss is compiled, and writes nothing in fp32. `states` is one of STATES. `rlhf`: memory holds
-    three more models of this size: a critic that trains, a reference and a reward model. `zero_one`: copies share out
-    the optimizer's states (ZeRO-1).
+    three more models of this size: a trained critic, a reference and a reward model. `zero_one`: copies shard the
+    optimizer's states (ZeRO-1).
     """
 
     sequence: int
@@ -136,8 +137,8 @@ class Load:
 
 @dataclass(frozen=True)
 class KeptStates:
-    """Bytes that a training keeps of each weight. `copy` is what products read, as sent; `lying` the same in memory,
-    more in FP8, as Hopper multiplies its codes in one orientation only."""
+    """Bytes that a training stores per weight. `copy` is what products read, as it is sent; `lying` the same in memory,
+    which is more in FP8, because Hopper multiplies codes in one orientation only."""
 
     weight: int
     gradient: int
@@ -155,16 +156,16 @@ class KeptStates:
         return self.optimizer + self.gradient
 
 
-# FP8-LM (arXiv 2310.18313): fp16 master weights and second moments, FP8 gradients and first moments, a scale a tensor.
-# Weights and gradients travel in FP8.
+# FP8-LM (arXiv 2310.18313): fp16 master weights and second moments, FP8 gradients and first moments, one scale per
+# tensor. Weights and gradients are sent in FP8.
 STATES = {"fp32": KeptStates(4, 4, 4, 4, copy=2, lying=2), "fp8-lm": KeptStates(2, 1, 1, 2, copy=1, lying=2)}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """GPUs and their links: bytes of memory, bytes a second that each sends inside a node and between nodes.
+    """GPUs and their links: bytes of memory, bytes per second that each sends inside a node and between nodes.
 
-    `bf16` and `fp8` are FLOPs a second that products reach, not a datasheet's.
+    `bf16` and `fp8` are FLOPs per second that products reach, not a datasheet's.
     """
 
     node: int
@@ -181,15 +182,15 @@ class Topology:
 _BF16, _FP8 = 2, 1
 # The reference and the reward model, which keep only what products read.
 _FROZEN = 2
-# Bytes a logit: in bf16, and in fp32 with its logarithm and gradient; eager code keeps one more copy; a compiled loss
-# keeps only the logit and its gradient, both in bf16.
+# Bytes per logit: bf16 plus fp32 with its logarithm and gradient; eager code keeps one more copy; a compiled loss keeps
+# only the logit and its gradient, both in bf16.
 _LOGIT, _EAGER_LOGIT, _FUSED_LOGIT = 12, 16, 4
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes by what takes them. `gathered` are unsharded weights and gradients, `kept` activations for backward,
-    `block` those of the running block; `critic` and `frozen` are RLHF's other models."""
+    """Bytes by use. `gathered` are unsharded weights and gradients, `kept` activations for backward, `block` those of
+    the running block; `critic` and `frozen` are RLHF's other models."""
 
     states: float
     gathered: float
@@ -218,7 +219,7 @@ def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMem
     )
     optimizer = load.kept_states.optimizer / (layout.copies if shared else 1)
     states = (load.kept_states.gradient + optimizer) * stage / ranks
-    stays = gathered if layout.pipeline > 1 or ranks == 1 else 0.0  # else one model is gathered at a time
+    stays = gathered if layout.pipeline > 1 or ranks == 1 else 0.0  # otherwise one model is gathered at a time
     logit = _FUSED_LOGIT if load.fused_loss else _LOGIT if load.compiled else _EAGER_LOGIT
     return GpuMemory(
         states,
@@ -236,14 +237,14 @@ def _gathered_bytes(model: DecoderModel, layout: ParallelLayout, states: KeptSta
         return (states.lying + states.gradient) * stage
     if layout.shards * layout.context == 1:
         return states.lying * stage
-    # Two blocks, one of them prefetched; the head; one block's gradients, in bf16 and as they are sent.
+    # Two blocks, one of them prefetched; the head; one block's gradients, in bf16 and in the format they are sent in.
     return (
         2 * states.lying * model.block + _BF16 * model.ends + (_BF16 + states.gradient) * model.block
     ) / layout.tensor
 
 
 def _activation_bytes(model: DecoderModel, load: Load) -> float:
-    """Returns bytes a token and layer."""
+    """Returns bytes per token and layer."""
     width, keys, hidden = model.width, model.key_width, model.hidden
     if load.checkpointing is Checkpointing.FULL:
         return _BF16 * width
@@ -253,14 +254,14 @@ def _activation_bytes(model: DecoderModel, load: Load) -> float:
 
 
 def _block_bytes(model: DecoderModel, layout: ParallelLayout) -> float:
-    """Returns bytes a token while a block is computed again: all its activations, two gradients of its widest part, and
+    """Returns bytes per token while a block is recomputed: all its activations, two gradients of its widest part, and
     with TP its gathered inputs, forward and backward."""
     width, keys, hidden = model.width, model.key_width, model.hidden
     activations = _BF16 * (8 * width + 4 * keys + (6 if model.gated else 4) * hidden) / layout.tensor
     return activations + (4 * _BF16 * width * (layout.tensor - 1) / layout.tensor)
 
 
-# Attention's kernels reach this share of the products' rate, and compute scores again in backward.
+# Attention kernels reach this share of the products' rate, and recompute this share of the scores in backward.
 _ATTENTION = 0.55
 _ATTENTION_AGAIN = 0.5
 
@@ -268,8 +269,7 @@ _ATTENTION_AGAIN = 0.5
 @dataclass(frozen=True)
 class StepPace:
     """Seconds of a step. Products (with attention) wait for the traffic of `tensor` and `context`; that of `shards` and
-    `copies` runs beside them, and for `exposed` seconds nothing else does. A pipeline idles for the share `bubble` of
-    its work."""
+    `copies` overlaps with them, except for `exposed` seconds. A pipeline idles for the share `bubble` of its work."""
 
     products: float
     tensor: float
@@ -304,7 +304,7 @@ def pace_of(model: DecoderModel, layout: ParallelLayout, load: Load, topology: T
     gather, scatter = _sharding_seconds(layout, load, topology, stage)
     copied = _copy_seconds(layout, load, topology, stage)
     pieces = load.micro_batches
-    # In a pipeline weights stay gathered, and gradients are summed unsharded, until the step's end.
+    # In a pipeline weights stay gathered, and gradients are summed unsharded, until the end of the step.
     sendings = 1 if layout.pipeline > 1 else pieces
     gathers = 1 if layout.pipeline > 1 else 2 * pieces
     return StepPace(
@@ -329,14 +329,14 @@ def _exposed_seconds(
     sharded: tuple[float, float],
     copied: tuple[float, float],
 ) -> float:
-    """Seconds that products wait for weights and gradients, pass by pass of the micro-batches.
+    """Returns seconds that products wait for weights and gradients, per pass of the micro-batches.
 
-    What one micro-batch's pass asks for hides behind that pass alone. Copies sum their gradients once, behind the
-    last backward; the weights that ZeRO-1 sends come behind the first forward.
+    The traffic of one micro-batch's pass only overlaps with that pass. Copies sum their gradients once, during the last
+    backward; ZeRO-1 sends weights during the first forward.
     """
     gather, scatter = sharded
     summed, returned = copied
-    # Stages of a pipeline keep the weights that they gathered, for all pieces.
+    # Stages of a pipeline keep gathered weights for all pieces.
     regather = 0.0 if layout.pipeline > 1 else gather
     # On one link messages wait for each other; on two they overlap.
     one_link = topology.link(layout.tensor * layout.shards * layout.context) == topology.link(layout.gpus)
@@ -356,7 +356,7 @@ def tokens_a_second(layout: ParallelLayout, load: Load, pace: StepPace) -> float
 def _product_seconds(
     model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, tokens: float
 ) -> tuple[float, float]:
-    """Returns seconds of all forward passes of a step, and of all backward ones with what they compute again."""
+    """Returns seconds of all forward passes of a step, and of all backward ones with their recomputation."""
     recomputed = {
         Checkpointing.NONE: 0.0,
         Checkpointing.SELECTIVE: model.width * (model.key_width + model.width + model.hidden) / model.block_products,
@@ -374,14 +374,16 @@ def _product_seconds(
 
 
 def _tensor_seconds(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, work: float) -> float:
-    """Four gathers and four sums of all activations a layer; six each where forward is computed again."""
+    """Returns seconds of tensor parallelism: four gathers and four sums of all activations per layer; six each if
+    forward is recomputed."""
     times = 12 if load.checkpointing is Checkpointing.FULL else 8
     sent = times * _BF16 * work * model.width * (layout.tensor - 1) / layout.tensor
     return sent / topology.link(layout.tensor) * (0.5 if load.hidden_tensor else 1.0)
 
 
 def _context_seconds(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, work: float) -> float:
-    """Sends keys and values forward, and with their gradients backward; returns what attention does not hide."""
+    """Sends keys and values forward, and with their gradients backward; returns the seconds that attention does not
+    hide."""
     if layout.context == 1:
         return 0.0
     sent = 3 * 2 * _BF16 * work * model.key_width * (layout.context - 1) / layout.tensor
@@ -392,14 +394,14 @@ def _context_seconds(model: DecoderModel, layout: ParallelLayout, load: Load, to
 
 
 def _sharding_seconds(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> tuple[float, float]:
-    """Returns seconds in which a stage's weights are gathered once, and its gradients sent to their owners once."""
+    """Returns seconds for gathering a stage's weights once, and for sending its gradients to their owners once."""
     ranks = layout.shards * layout.context
     share = stage * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
     return (_FP8 if load.narrow_gather else load.kept_states.copy) * share, load.kept_states.gradient * share
 
 
 def _copy_seconds(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> tuple[float, float]:
-    """Returns seconds of the copies' traffic behind backward, and behind forward.
+    """Returns seconds of the copies' traffic during backward, and during forward.
 
     A ring sums gradients over copies; with ZeRO-1 they go to their owners, and weights come back.
     """

@@ -1,4 +1,4 @@
-"""Models that a plan divides: published ones, sizes of the suite transformer, sizes in words, and makers of yours."""
+"""Models that a plan divides: published ones, sizes of the suite transformer, custom sizes, and users' makers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8bench.model.step import Holder
 from fp8bench.nn.sizes import SIZES, GPTConfig
 
 DEFAULT_SEQUENCE = 8192
-# As trained in FP8-LM (arXiv 2310.18313), by Megatron-LM: its heads are tied, and its vocabulary padded.
+# As trained in FP8-LM (arXiv 2310.18313) with Megatron-LM: tied heads, and a padded vocabulary.
 _VOCABULARY = 50304
 _FP8_LM = {"gpt-7b": (32, 4096, 32), "gpt-13b": (40, 5120, 40), "gpt-175b": (96, 12288, 96)}
 FP8_LM_MODELS = {
@@ -85,27 +85,28 @@ def _model(text: str, fields: dict[str, Any]) -> DecoderModel:
 
 
 def _fields_of_maker(maker: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Adds the sizes that one step of the maker's model on a CPU tells. Heads are in no product's shape."""
+    """Adds the sizes that one step of the maker's model on a CPU shows. The number of heads is not visible in any
+    product."""
     from fp8bench.jobs.profile import coverage_of, function_named  # heavy
 
     function_named(maker)
     if "heads" not in fields or fields.keys() - {"heads", "tied"}:
         raise UsageError(
-            f"{maker}: its layers tell all sizes but the number of heads. Write {maker},heads=N, and tied=yes "
+            f"{maker}: its layers show all sizes except the number of heads. Write {maker},heads=N, and tied=yes "
             "if its head is the embedding's weights."
         )
     sizes = sizes_of(coverage_of(maker).holders)
     if sizes is None:
         raise UsageError(
             f"{maker}: its linear layers are not a head and equal blocks of attention and a feed-forward part, "
-            f"by their names and shapes, and formulas know no others. Give sizes: {_FORM}."
+            f"by their names and shapes, and the formulas cover no others. Give sizes: {_FORM}."
         )
     keys, width = sizes.pop("keys"), sizes["width"]
     return {**fields, **sizes, "key-heads": max(1, keys * fields["heads"] // width)}
 
 
 def sizes_of(holders: Sequence[Holder]) -> dict[str, Any] | None:
-    """Returns sizes with the width of all `keys`; None for what is no decoder of equal blocks."""
+    """Returns sizes with the width of all `keys`; None if it is not a decoder of equal blocks."""
     sides: dict[str, list[tuple[int, int]]] = {"head": [], "attn": [], "mlp": []}
     for holder in holders:
         part = "head" if holder.kind == "head" else holder.group
@@ -116,7 +117,7 @@ def sizes_of(holders: Sequence[Holder]) -> dict[str, Any] | None:
     if len(sides["head"]) != 1:
         return None
     ((vocabulary, width),) = sides["head"]
-    # The last product of a feed-forward part alone reads something else than the stream.
+    # Only the last product of a feed-forward part has another input width than the residual stream.
     hidden = {inputs for _, inputs in sides["mlp"]} - {width}
     layers = sum(inputs != width for _, inputs in sides["mlp"])
     if len(hidden) != 1:

@@ -1,9 +1,9 @@
-"""Ranks every way to divide a training among GPUs: those that fit, the fastest first.
+"""Ranks all layouts of a training on GPUs: those that fit, the fastest first.
 
-Memory's band is how far formulas are off on the published trainings that they were fitted to; pace's is how far they
-were off on machines that were held out (reports/plan_parallel/published.toml).
+Memory's band is the error of the formulas on the published trainings that they were fitted to; pace's is their error on
+held-out machines (reports/plan_parallel/published.toml).
 
-Products within a training are slower than by themselves, by an amount that differs between machines. So paces without a
+Products within a training are slower than alone, by an amount that differs between machines. So paces without a
 calibrating training only order layouts, and have no band. One training sets both rates: FP8's is bf16's times the ratio
 that its recipe reached in published trainings.
 """
@@ -30,7 +30,7 @@ from fp8bench.features.plan_parallel.formulas import (
     tokens_a_second,
 )
 
-# Narrower products keep a GPU less busy than its rates say.
+# Narrower products utilize a GPU less than its rates suggest.
 _NARROW = 1024
 # FP8's rate over bf16's in whole trainings, casts included: the median of published machines.
 RECIPES = {"tensorwise": 1.38, "rowwise": 1.09, "mxfp8": 1.29}
@@ -39,7 +39,7 @@ _LEAST_RATE, _MOST_RATE, _HALVINGS = 1e9, 1e18, 60
 
 
 class LayoutKind(StrEnum):
-    """Kinds of layouts; within one, paces were off by similar amounts."""
+    """Kinds of layouts; within one kind, errors of paces were similar."""
 
     DATA = "DDP or FSDP"
     MODEL = "TP or PP"
@@ -55,9 +55,9 @@ def kind_of(model: DecoderModel, layout: ParallelLayout) -> LayoutKind:
     return LayoutKind.MODEL if layout.tensor > 1 or layout.pipeline > 1 else LayoutKind.DATA
 
 
-# The largest error of a pace predicted from another training of the same machine, each of 8 published machines left out
-# in turn: by the kind of that training, the predicted kind, and whether their dtypes agree. Other pairs have too few
-# machines for a band.
+# The largest error of a pace predicted from another training on the same machine, leaving out each of 8 published
+# machines in turn: by the kind of that training, the predicted kind, and whether their dtypes agree. Other pairs have
+# too few machines for a band.
 HELD_OUT = {
     (LayoutKind.DATA, LayoutKind.DATA, True): 0.24,
     (LayoutKind.DATA, LayoutKind.DATA, False): 0.28,
@@ -72,13 +72,13 @@ HELD_OUT_WORDS = (
     "62 of 106 on the one that has long sequences)"
 )
 UNCALIBRATED_WORDS = "25% to 396% too fast in 44 published trainings, by 87% in the middle"
-# Published of a single machine, so that none could be held out.
+# Published for a single machine, so that none could be held out.
 _ALONE = "mxfp8"
 
 
 @dataclass(frozen=True)
 class MeasuredTraining:
-    """One whole training on such GPUs; `pace` in tokens a second of each."""
+    """One whole training on such GPUs; `pace` in tokens per second per GPU."""
 
     model: DecoderModel
     layout: ParallelLayout
@@ -87,7 +87,7 @@ class MeasuredTraining:
 
 
 def calibrate(topology: Topology, training: MeasuredTraining, recipe: str = DEFAULT_RECIPE) -> Topology:
-    """Sets the rates by which formulas give the measured pace. Raises UsageError if no rates do."""
+    """Sets the rates for which the formulas give the measured pace. Raises UsageError if no rates do."""
     least, most = _LEAST_RATE, _MOST_RATE
     for _ in range(_HALVINGS):
         rate = math.sqrt(least * most)
@@ -116,7 +116,7 @@ def pace_with(topology: Topology, training: MeasuredTraining) -> float:
 def pace_band(
     by: MeasuredTraining | None, model: DecoderModel, layout: ParallelLayout, load: Load, recipe: str
 ) -> float | None:
-    """Returns the largest error of such paces on machines that were held out; None where none could be."""
+    """Returns the largest error of such paces on held-out machines; None if none could be held out."""
     if by is None:
         return None
     same = by.load.precision == load.precision
@@ -125,15 +125,15 @@ def pace_band(
     return HELD_OUT.get((kind_of(by.model, by.layout), kind_of(model, layout), same))
 
 
-# The share of a GPU's memory that a plan may take: the rest is for the driver and libraries.
+# The share of a GPU's memory that a plan may use: the rest is for the driver and libraries.
 USABLE = 0.97
-# Shorter pieces of a sequence keep attention's kernels less busy than formulas say.
+# With shorter pieces of a sequence, attention kernels are less efficient than formulas say.
 _SHORTEST = 4096
-# From this length on CP is worth it.
+# From this length on, context parallelism is worthwhile.
 _LONG = 32768
 # Paces within this ratio count as equal: the simpler layout comes first.
 _ALIKE = 1.02
-# Models with published trainings, the ranges of those, and how far off the formulas of memory are on them.
+# Models with published trainings, the ranges of those, and the error of the memory formulas on them.
 MODELS = {
     model.name: model
     for model in (
@@ -148,9 +148,9 @@ MEMORY_ERROR = "12.1%"
 
 @dataclass(frozen=True)
 class ParallelQuestion:
-    """A training of `batch` sequences a step in all; `load` without its sizes, which each layout sets.
+    """A training with a global `batch` of sequences per step; `load` lacks the sizes that each layout sets.
 
-    A training `by` has set the topology's rates, where given.
+    If a training is given in `by`, it has set the topology's rates.
     """
 
     model: DecoderModel
@@ -164,8 +164,8 @@ class ParallelQuestion:
 
 @dataclass(frozen=True)
 class Planned:
-    """One way to divide a training; `tokens` a second of each GPU. A `tight` one does not fit at the upper end of its
-    memory's band."""
+    """One layout of a training; `tokens` per second per GPU. A `tight` one does not fit at the upper end of its memory
+    band."""
 
     layout: ParallelLayout
     load: Load
@@ -177,18 +177,18 @@ class Planned:
 
     @property
     def kinds(self) -> int:
-        """How many kinds of division it has."""
+        """The number of kinds of division."""
         cut = self.layout
         return sum(count > 1 for count in (cut.copies, cut.shards, cut.tensor, cut.pipeline, cut.context))
 
 
 def memory_band(layout: ParallelLayout) -> float:
-    """Returns how far formulas are off on published trainings of that kind, as a share."""
+    """Returns the relative error of the formulas on published trainings of that kind."""
     return 0.05 if layout.tensor == layout.pipeline == 1 else 0.15
 
 
 def ranking(question: ParallelQuestion) -> tuple[Planned, ...]:
-    """Returns all ways that divide evenly: those that fit, the fastest first, then others by their memory."""
+    """Returns all layouts that divide evenly: those that fit, the fastest first, then others by memory."""
     plans = [best for layout in layouts(question) if (best := _best(question, layout)) is not None]
 
     def place(plan: Planned) -> tuple[float, ...]:
@@ -200,8 +200,8 @@ def ranking(question: ParallelQuestion) -> tuple[Planned, ...]:
 
 
 def layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
-    """Yields TP within a node, as far as heads divide; PP by whole layers; CP of the sequence. What remains are copies,
-    shards, or shards within a node with copies between nodes."""
+    """Yields TP within a node, as far as heads divide; PP by whole layers; CP of the sequence. The remaining factor is
+    copies, shards, or shards within a node with copies between nodes."""
     model, gpus = question.model, question.gpus
     for tensor in _divisors(min(question.topology.node, gpus)):
         if gpus % tensor or model.key_heads % tensor:
@@ -221,7 +221,7 @@ def layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
 
 
 def _divide(layers: int, pipeline: int, virtual: int) -> bool:
-    """Tells whether stages are equally long; the embedding and the head may take the place of a layer each."""
+    """Whether stages are equally long; the embedding and the head may each replace a layer."""
     stages = pipeline * virtual
     return stages == 1 or (pipeline > 1 and stages <= layers and -layers % stages <= 2)
 
@@ -231,7 +231,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _best(question: ParallelQuestion, layout: ParallelLayout) -> Planned | None:
-    """Chooses the fastest number of micro-batches that fits; the most where none does."""
+    """Chooses the fastest number of micro-batches that fits; the largest if none does."""
     local = question.batch * layout.inner // question.gpus
     options = [_plan(question, layout, local, count) for count in _divisors(local)]
     fitting = [option for option in options if option.fits]
@@ -251,7 +251,7 @@ Answer = tuple[ParallelQuestion, Sequence[Planned]]
 
 
 class Say(StrEnum):
-    """Whether a kind of division is worth it."""
+    """Whether a kind of division is worthwhile."""
 
     YES = "yes"
     NO = "no"
@@ -259,7 +259,7 @@ class Say(StrEnum):
 
 @dataclass(frozen=True)
 class Ruling:
-    """Whether one kind of division is worth it for this training, and why."""
+    """Whether a kind of division is worthwhile for this training, and why."""
 
     kind: str
     say: Say
@@ -267,7 +267,7 @@ class Ruling:
 
 
 def rulings(question: ParallelQuestion) -> tuple[Ruling, ...]:
-    """Says by rules of thumb which kinds of division are worth it; the ranking has the figures."""
+    """Judges kinds of division by rules of thumb; the ranking has the figures."""
     model, topology, load = question.model, question.topology, question.load
     usable, gpus = USABLE * topology.memory, question.gpus
     alone = memory_of(model, ParallelLayout(copies=gpus), replace(load, local=1, micro_batches=1)).total
@@ -281,7 +281,7 @@ def rulings(question: ParallelQuestion) -> tuple[Ruling, ...]:
         any(layout.pipeline > 1 for layout in all_layouts),
     )
     uneven = f"; but {gpus} GPUs cannot divide this model evenly by it"
-    # Tokens of a GPU's micro-batch from which on products take as long as what FSDP sends for it.
+    # The tokens per micro-batch and GPU from which on products take as long as FSDP's traffic for it.
     sent = (2 * (1 if load.narrow_gather else load.kept_states.copy) + load.kept_states.gradient) * (gpus - 1) / gpus
     hidden = sent * (topology.fp8 if load.precision == "fp8" else topology.bf16) / (6 * topology.link(gpus))
     room = units.size(usable)
@@ -328,7 +328,7 @@ def rulings(question: ParallelQuestion) -> tuple[Ruling, ...]:
 
 
 def with_least_checkpointing(question: ParallelQuestion) -> tuple[ParallelQuestion, tuple[Planned, ...]]:
-    """Ranks with the least checkpointing with which some way fits; with full checkpointing where none does."""
+    """Ranks with the least checkpointing that fits; with full checkpointing if nothing fits."""
     for level in Checkpointing:
         candidate = replace(question, load=replace(question.load, checkpointing=level))
         plans = ranking(candidate)
@@ -338,7 +338,7 @@ def with_least_checkpointing(question: ParallelQuestion) -> tuple[ParallelQuesti
 
 
 def outside(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
-    """Names what lies outside of all published trainings, with their range: bands are a guess there."""
+    """Names sizes outside the range of all published trainings, where bands are a guess."""
     aspects: tuple[tuple[str, Callable[[int], str], int, tuple[int, int]], ...] = (
         ("GPUs", str, gpus, PUBLISHED_GPUS),
         ("weights", units.count, model.weights, PUBLISHED_WEIGHTS),

@@ -1,4 +1,5 @@
-"""What `plan-parallel` shows: the ways of one count of GPUs, or the best ways of several; and the same as values."""
+"""The page of `plan-parallel`: the layouts for one number of GPUs, or the best layouts for several; and the same as
+values."""
 
 from __future__ import annotations
 
@@ -36,14 +37,14 @@ _LEGEND = (
     "what a GPU has: DDP: the whole model, some of the sequences; FSDP: the same, its weights and moments shared out",
     "TP: a part of each product; PP: some layers, VP: in that many stretches; CP: a part of each sequence",
 )
-# Every answer says what the formulas are worth.
+# Every answer states the accuracy of the formulas.
 _ERRORS = (
     f"Pace, by leave-one-machine-out: {HELD_OUT_WORDS}. Without a training it was {UNCALIBRATED_WORDS}. Memory: "
     f"nothing was held out; on the 20 published figures that formulas were fitted to: off by {MEMORY_ERROR} at most."
 )
 # Seconds of a small message within a node: assumed, and printed as such.
 _MESSAGE = 1e-5
-# In shorter steps launches decide, which formulas leave out.
+# In shorter steps launch overhead dominates, which formulas leave out.
 _SHORT = 0.02
 
 
@@ -62,7 +63,7 @@ def page_of(question: ParallelQuestion, plans: Sequence[Planned]) -> Page:
 
 
 def _remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]:
-    # Plans are in order: if the first does not fit, none does.
+    # Plans are sorted: if the first does not fit, none does.
     if not plans[0].fits:
         level = "" if question.load.checkpointing is Checkpointing.FULL else ", or --checkpointing full"
         yield f"No way fits: more GPUs, a smaller batch, shorter sequences{level}."
@@ -73,7 +74,7 @@ def _remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[s
         )
     yield from _remarks_of_rates(question)
     yield from _remarks_of_memory(question, plans[0])
-    # What formulas leave out is said with its size.
+    # State the size of what the formulas leave out.
     if count := _scale_traffic(question, plans[0]).messages:
         yield (
             f"Scales: with one for each whole tensor, a step of the first way waits for {count} messages of 4 bytes: "
@@ -81,7 +82,7 @@ def _remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[s
             f"Paces leave that out: at {units.seconds(_MESSAGE)} each it is {units.seconds(count * _MESSAGE)} of "
             f"{units.seconds(plans[0].pace.step)}. Scales of rows and blocks need no messages."
         )
-    # Bands come from published trainings, and hold for such alone.
+    # Bands come from published trainings, and only hold for similar ones.
     if beyond := outside(question.model, question.gpus, question.load.sequence):
         yield f"No published training is like this: {'; '.join(beyond)}. Bands are a guess here."
 
@@ -123,10 +124,10 @@ def _remarks_of_memory(question: ParallelQuestion, plan: Planned) -> Iterator[st
 
 
 def _scale_traffic(question: ParallelQuestion, plan: Planned) -> ScaleTraffic:
-    """Counts a GPU's messages in a step where TP cuts tensors that have one scale each; else none."""
+    """Returns a GPU's messages per step if TP cuts tensors that have a single scale; else none."""
     if plan.layout.tensor == 1 or plan.load.precision != "fp8" or question.recipe not in ("", "tensorwise"):
         return ScaleTraffic(0, 0.0)
-    # Each stage waits for its own layers only.
+    # Each stage waits only for its layers.
     blocks = -(-question.model.layers // plan.layout.pipeline)
     return scale_traffic_of_cuts(blocks * plan.load.micro_batches, plan.layout.tensor)
 
@@ -175,7 +176,7 @@ def _matrix(question: ParallelQuestion) -> Table:
 
 
 def page_of_counts(answers: Sequence[Answer]) -> Page:
-    """Compares counts of GPUs, each by its best way, and says which kinds of division are worth it at each."""
+    """Compares numbers of GPUs, each by its best layout, and lists worthwhile kinds of division."""
     asked = answers[0][0]
     title = (
         f"{asked.model.name} ({units.count(asked.model.weights)} weights) on GPUs of "
@@ -184,7 +185,7 @@ def page_of_counts(answers: Sequence[Answer]) -> Page:
     )
     best = table("counts", "", _COUNTED, [(question, plans[0]) for question, plans in answers])
     cols: list[Col[Answer]] = [Col("GPUs", lambda answer: str(answer[0].gpus), number=True)]
-    # Rulings come in one order for all counts.
+    # The order of rulings is the same for all numbers of GPUs.
     for place, ruling in enumerate(rulings(asked)):
         cols.append(Col(ruling.kind, partial(_worth, place)))
     matrix = Part("matrix", "each kind of division by itself: is it worth it?", (table("matrix", "", cols, answers),))

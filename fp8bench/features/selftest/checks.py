@@ -1,4 +1,4 @@
-"""Checks of the harness that take a minute on this machine; each of them can fail."""
+"""Checks of the harness that take a minute on this machine; each can fail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NATIVE = Support(Level.NATIVE, "self-test")
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """One check: what it says, whether it held, and what was seen."""
+    """One check: its claim, whether it held, and the observation."""
 
     what: str
     held: bool
@@ -81,7 +81,7 @@ def product(side: int) -> Params:
     )
 
 
-# The side of a product that takes some tenths of a millisecond.
+# The sides of products that take some tenths of a millisecond, on a CPU and a GPU.
 SIDE, GPU_SIDE = 256, 2048
 
 
@@ -90,20 +90,21 @@ def _planted_case(side: int, extra: int, device: str = "cpu") -> Case:
 
 
 def verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
-    """Checks that an identical product is not called different, and one with 10 to 20% of extra work slower."""
+    """Checks that an identical product gets no verdict of a difference, and one with 10 to 20% of extra work is
+    slower."""
     side = GPU_SIDE if facts.accelerated else SIDE
     # 1. The same product four times: reference, control, an equal one and a slower one.
     arms = [
         MeasuredArm(key, PlannedCase(_planted_case(side, extra, facts.key), NATIVE, Work()), facts)
         for key, extra in (("a", 0), ("a'", 0), ("same", 0), ("slowed", 800))
     ]
-    # 2. Rounds as in any suite: the estimator is checked as it is used.
+    # 2. Run rounds as in any suite, because the estimator is checked as used.
     session = RoundSession(arms[0], arms[1], arms[2:])
     session.prepare(worker)
     session.run(worker, StoppingRule(budget=8.0), is_decided, 0, lambda arm, share: None)
     session.release(worker)
     timings = [arm.timing() for arm in arms]
-    # 3. Unsure is allowed for equal ones, and never for extra work.
+    # 3. Unsure is allowed for equal ones, but not for extra work.
     for name, timing, allowed in (
         ("an identical product is not called faster or slower", timings[2], (Verdict.SAME, Verdict.UNSURE)),
         ("a GEMM with injected extra work is called slower", timings[3], (Verdict.SLOWER,)),
@@ -128,7 +129,7 @@ def phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfCheck:
     best = min(range(5), key=lambda number: sum(timing.slots[number].calls_ns[0]))
     cells = timing.slots[best].calls_ns[0]
     unattributed = sum(ns for phase, ns in zip(timing.segments.phases, cells, strict=True) if phase == UNATTRIBUTED)
-    # These two come only with several ranks, and with data that is read from records.
+    # These two occur only with several ranks, and with data from records.
     expected = [phase for phase in Phase if phase not in (Phase.COMMUNICATION, Phase.DECODE)]
     missing = [phase for phase in expected if phase not in timing.segments.phases]
     share = unattributed / sum(cells)

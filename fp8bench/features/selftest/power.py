@@ -2,8 +2,8 @@
 
 Each trial interleaves in the same rounds of a real worker: the reference, its control, an identical candidate (any
 verdict of a difference is a false alarm), and candidates with about 1, 2.5, 5 and 10% of extra work. A comparison may
-use a fixed number of seconds of its own three arms, as if nothing else were measured. States are made anew every few
-trials, so that luck with memory layout is drawn again.
+use a fixed time for its three arms, as if nothing else were measured. States are recreated every few trials, to vary
+the memory layout.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ TRIALS_PER_STATE = 5
 _TINY_PROBE = 200
 _TINY_SECONDS = 5e-8
 _SIZING_ROUNDS = 20
-# Facts of the environment that are written beside the figures.
+# Facts of the environment that are written with the figures.
 _KEPT = ("machine", "system", "python", "torch", "cpu_count", "threads", "commit", "dirty")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What is slowed down, its name on the command line (`key`), and the seconds that a comparison may take."""
+    """The operation to slow down, its name on the command line (`key`), and the seconds per comparison."""
 
     key: str
     name: str
@@ -57,7 +57,7 @@ class Operation:
 
 
 def operations(corpus: str, facts: DeviceFacts) -> tuple[Operation, ...]:
-    """Returns two products and a transformer's step; on one core of 2023 the products take 0.3 and 2 ms."""
+    """Returns two products and a transformer's step; on a core of 2023 the products take 0.3 and 2 ms."""
     if facts.accelerated:
         return (
             Operation("small", f"product of {GPU_SIDE}", "fp32", product(GPU_SIDE), 2.0),
@@ -110,7 +110,7 @@ class Arms:
     seconds: float = 0.0
 
     def extra(self, effect: float) -> int:
-        """Returns how many tiny calls make up the slow-down of a call."""
+        """Returns the number of tiny calls that slow a call down by `effect`."""
         return round(effect * self.step_seconds / self.tiny_seconds)
 
 
@@ -146,7 +146,7 @@ def run_power(
     words: Sequence[str] | None, trials: int, path: Path | None, observer: JobObserver, device: str = "cpu"
 ) -> Power:
     """Runs the experiment on the named operations, or all; writes figures to `path` after every trial."""
-    # 1. Wrong words before a worker starts.
+    # 1. Reject wrong words before a worker starts.
     for word in words or ():
         if word not in OPERATIONS:
             raise UnknownName("operation", word, OPERATIONS)
@@ -154,13 +154,13 @@ def run_power(
         corpus = prepare_corpus(None, Path(folder))
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
             facts = device_named(device, worker.probe())
-            # 2. What the figures depend on is written beside them.
+            # 2. Write the conditions of the figures with them.
             environment = gather(worker.software(), __version__, 1)
             recorded_facts = {**{name: environment.get(name) for name in _KEPT}, "device": facts.name}
             results: list[Arms] = []
             selected = words or OPERATIONS
             chosen = [operation for operation in operations(corpus.identity, facts) if operation.key in selected]
-            # 3. One operation after the other; an interrupt loses the trial that runs, and no more.
+            # 3. Measure one operation after the other; an interrupt only loses the running trial.
             for operation in chosen:
                 done = tuple(results)
                 with observer.counting() as tell:  # each operation has its own time left
@@ -185,12 +185,12 @@ def measure_power(
 ) -> Arms:
     start = time.monotonic()
     result = Arms(operation.name)
-    # Times a tiny call: the step with none, and with about half as much work again.
+    # Time a tiny call: compare the step without any, and with about half as much extra work.
     result.step_seconds = bare = _best_seconds(worker, operation, facts, 0)
     probe = max(_TINY_PROBE, round(0.5 * bare / _TINY_SECONDS))
     result.tiny_seconds = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-9)
     for trial in range(trials):
-        # New states draw their luck with memory anew.
+        # New states vary the memory layout.
         if trial % TRIALS_PER_STATE == 0:
             session = _session(operation, facts, result, trial)
             session.prepare(worker)
@@ -220,7 +220,7 @@ def _session(operation: Operation, facts: DeviceFacts, result: Arms, trial: int)
     def arm(name: str, effect: float = 0.0) -> MeasuredArm:
         return _arm(operation, facts, f"{name}-{trial}", result.extra(effect))
 
-    # Keys have the trial in them: states of the last one may not be found again.
+    # Keys contain the trial, so that states of the previous one are not reused.
     return RoundSession(arm("reference"), arm("control"), [arm(f"candidate-{effect}", effect) for effect in EFFECTS])
 
 
@@ -228,14 +228,14 @@ def _trial(worker: Worker, session: RoundSession, operation: Operation, result: 
     for arm in session.arms:
         arm.slots.clear()
 
-    # A trial costs as long as a verdict takes, or ends without one when its time is up.
+    # A trial takes as long as a verdict, or ends without one when its time is up.
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
         return is_decided(case, reference, control) or _cost(case, reference, control) >= operation.seconds
 
     session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), judge, seed, lambda arm, share: None)
     assert session.reference is not None and session.control is not None
     reference, control = session.reference.timing(), session.control.timing()
-    # Every planted effect is judged by the same reference: they shared its rounds.
+    # All planted effects share the rounds of one reference.
     for effect, arm in zip(EFFECTS, session.candidates, strict=True):
         timing = arm.timing()
         concluded = conclude(timing, reference, control)
@@ -256,7 +256,7 @@ def _trial(worker: Worker, session: RoundSession, operation: Operation, result: 
 
 def _cost(case: Timing, reference: Timing, control: Timing | None) -> float:
     """Returns the seconds that a comparison's three arms took in the candidate's rounds."""
-    # The reference also ran in rounds of other candidates, which are not this comparison's.
+    # The reference also ran in rounds of other candidates, which do not count here.
     rounds = {slot.round for slot in case.slots}
     slots = [*case.slots, *reference.slots, *(control.slots if control is not None else ())]
     return sum(slot.wall_seconds for slot in slots if slot.round in rounds)
@@ -303,7 +303,7 @@ def power_table(power: Power) -> str:
             f"{f'{typical} (at most {longest})':>24}"
         )
     lines.append("")
-    # Without a slow-down every verdict of one is false; with one, 'faster' is.
+    # Without a slow-down every verdict of a difference is false; with one, 'faster' is.
     alarms = [row for row in rows if row.planted == 0]
     compared = sum(row.trials for row in rows)
     lines.append(
@@ -331,7 +331,7 @@ def _outcome_value(outcome: PowerOutcome) -> list[str | float]:
 
 
 def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> None:
-    """Writes all figures and comparisons anew."""
+    """Rewrites all figures and comparisons."""
     content = {
         "environment": environment,
         "rows": [asdict(row) for result in results for row in summarise(result)],

@@ -70,7 +70,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """After an interrupt, shows and keeps what was trained until then."""
+    """Runs the study; after an interrupt, shows and stores what was trained until then."""
     from fp8bench.features.sensitivity.job import keep_study, write_map
 
     check_outputs(arguments)
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         study = _study(arguments, TERMINAL)
         try:
             study = keep_study(study, arguments.store)
-        finally:  # if the store takes nothing, the study is at least shown
+        finally:  # if the store is not writable, the study is at least shown
             code = _result(study).print_result(arguments)
             if arguments.write_map is not None:
                 write_map(study, arguments.write_map)
@@ -106,14 +106,14 @@ def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
 
     check_files({"--write-map": arguments.write_map})
     target = arguments.target or ""
-    # 1. Options that a model of one's own does not have.
+    # 1. Reject options that a user's model does not have.
     for option in ("size", "data") if target else ():
         if getattr(arguments, option) is not None:
             raise UsageError(
                 f"--{option} goes with the transformer, and {target} is a model of your own. Leave one out."
             )
     axis = ("make", (target,)) if target else ("size", (arguments.size or "nano",))
-    # 2. Two cases of an ordinary suite; maps are made of their layers.
+    # 2. Plan two cases of an ordinary suite; maps consist of their layers.
     request = Request(
         Model.name if target else "transformer",
         (arguments.dtype,),
@@ -127,7 +127,7 @@ def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
         isolation=arguments.isolation,
         case_timeout=arguments.case_timeout,
     )
-    # 3. Percentages become shares here, and nowhere else.
+    # 3. Convert percentages to shares, only here.
     gradients = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
     question = StudyQuestion(request, By(arguments.by), arguments.steps, arguments.tolerance / 100, gradients)
     return run_study(question, arguments.store, observer)
@@ -179,7 +179,7 @@ def _reference(study: Study) -> str:
 
 
 def _probes(study: Study) -> Table:
-    by_kind = study.by is By.KIND  # then it has no column of its own
+    by_kind = study.by is By.KIND  # then it needs no separate column
     cols: list[Col[LayerTrial]] = [
         Col("low" if by_kind else "low layer", lambda trial: trial.name),
         Col("kind", lambda trial: trial.kind, when=not by_kind),
@@ -228,7 +228,7 @@ def _suggestion(study: Study) -> Iterator[Element]:
             words += f"layer from another nor {study.low} from {study.reference}; more --steps may"
         yield Text(words)
         return
-    # 2. The map that was trained, and not one put together of single layers.
+    # 2. The map that was trained, not one combined from single layers.
     gap = study.gap(trial)
     assert gap is not None
     every = len(study.candidates[0].low)
@@ -237,7 +237,7 @@ def _suggestion(study: Study) -> Iterator[Element]:
         f"suggested: {study.low} in {trial.name}{of_all}. That map was trained: its loss gap is {_percent(gap)}, "
         f"within the tolerance of {tolerance}"
     )
-    # 3. A tolerance below the noise lets chance decide.
+    # 3. With a tolerance below the noise, chance decides.
     if study.noise is None or study.tolerance < study.noise:
         noise = "noise is unknown" if study.noise is None else f"tolerance is below the noise of {_noise(study)}"
         yield Text(f"mind: the {noise}: a gap may be within it by chance")

@@ -59,7 +59,7 @@ def run_study(question: StudyQuestion, store: Path, observer: JobObserver) -> St
         except KeyboardInterrupt:
             observer.note("interrupted; what was trained is shown")
         finally:
-            MADE.clear()  # models that were made in this process, with --no-isolation
+            MADE.clear()  # models of this process, with --no-isolation
         return runs.study
 
 
@@ -72,7 +72,7 @@ def keep_study(study: Study, store: Path) -> Study:
 
 
 def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
-    """Reads a store's studies, oldest first, and returns a sentence on each file that is none."""
+    """Reads a store's studies, oldest first, and returns a sentence for each unreadable file."""
     studies, troubles = [], []
     for path in sorted((store / "sensitivity").glob("*.json")):
         try:
@@ -96,7 +96,7 @@ def write_map(study: Study, path: Path) -> None:
 def check_precisions(request: Request) -> None:
     check_names(request)
     low, reference = map(precisions.get, (*request.dtypes, request.reference or ""))
-    # Each of these would fail within the study, after minutes of training.
+    # These would only fail within the study, after minutes of training.
     if low.mode == reference.mode:
         raise UsageError(
             f"--dtype and --reference are both {low.mode}: no layer would differ. Give --reference a higher precision."
@@ -122,7 +122,7 @@ def check_precisions(request: Request) -> None:
 def open_study(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: str | None, worker: Worker) -> StudyRuns:
     """Plans a study without running it. Raises UsageError for a precision that the device refuses."""
     request, limits = question.request, Limits(question.request.case_timeout)
-    # 1. The two cases, and whether this device runs them.
+    # 1. Plan the two cases, and check that this device runs them.
     plan = make_plan(request, facts, corpus)
     (group,) = plan.groups
     examine(plan, facts, worker, limits)
@@ -131,12 +131,12 @@ def open_study(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: st
     for planned in (low, reference):
         if planned.skip:
             raise UsageError(f"{planned.case.precision} cannot be run on {planned.case.device}: {planned.skip}.")
-    # 2. The layers that can differ, which only a built model knows.
+    # 2. Find the layers that can differ, which requires building the model.
     precision = precisions.get(low.case.precision)
     device = next(fact for fact in facts if fact.key == low.case.device)
     layers = _layers(low, device, worker.within(limits.numbers(low.work)))
     high = precision.carried_by or precision.mode
-    # 3. A study that has no results yet.
+    # 3. Create a study without results.
     study = Study(
         low.case.workload,
         low.case.params,
@@ -164,7 +164,7 @@ def _layers(planned: PlannedCase, device: DeviceFacts, bench: AskedBench) -> tup
     return tuple(Layer(holder.name, holder.kind, group=holder.group) for holder in holders if holder.converted)
 
 
-# So many other draws of the reference's weights show how much of a gap is noise.
+# The number of other random initial weights of the reference, which show how much of a gap is noise.
 DRAWS = 2
 _ALL = "all layers"
 
@@ -173,7 +173,7 @@ _ALL = "all layers"
 class StudyRuns:
     """Runs one training after the other in the worker; `study` grows with each.
 
-    `low` and `reference` are the cases without a map; `high` is the mode of layers that stay high without one.
+    `low` and `reference` are the cases without a map; `high` is the default mode of layers that stay high.
     """
 
     study: Study
@@ -210,7 +210,7 @@ class StudyRuns:
             if self.reference.precision != UNTOUCHED:
                 precision = self.reference.precision
                 layer_map = map_alone(self.layers, name, names, (self.low.precision, precision))
-            else:  # an untouched model has no layers to map; in a converted copy the others stay as they came
+            else:  # an unconverted model has no layers to map; in a converted copy, other layers are unchanged
                 precision, layer_map = self.low.precision, self._map_of(names)
             trial = LayerTrial(name, kind, precision, layer_map, names)
             self.add(probes=(*self.study.probes, train(f"{name} low", trial, gradients=True)))
@@ -246,13 +246,13 @@ class StudyRuns:
             losses = bench.losses(case, self.facts, steps, trial.draw)
         except WorkerError as error:
             if not (isinstance(error, WorkerFault) and error.out_of_memory):
-                self.worker.restart()  # after an error on a GPU nothing in that process works any more
+                self.worker.restart()  # after an error on a GPU that process is unusable
             return replace(trial, failure=str(error))
         return replace(trial, losses=losses, failure=_why_unsound(losses, steps))
 
 
 def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Returns what is low at a time: (name, kind, names of layers)."""
+    """Returns the groups to lower one at a time: (name, kind, names of layers)."""
     if by is By.LAYER:
         return [(layer.name, layer.kind, (layer.name,)) for layer in layers]
     kinds = dict.fromkeys(layer.kind for layer in layers)
@@ -260,7 +260,7 @@ def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str
 
 
 def _why_unsound(losses: Sequence[float], steps: int) -> str:
-    """Says why losses cannot be compared; '' if they can."""
+    """Returns why losses cannot be compared; '' if they can."""
     wrong = next((step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
     if wrong is not None:
         return f"the loss is {losses[wrong - 1]} in step {wrong}"

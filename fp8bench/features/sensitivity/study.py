@@ -17,19 +17,19 @@ from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.protocols import Layer, key_of
 
 _LAST = 5
-# Devices that add up in another order make the losses of the same weights differ by less.
+# Losses of the same weights differ by less than this on devices with another summation order.
 _SAME = 1e-6
 
 
 class By(StrEnum):
-    """What is in low precision at a time."""
+    """The unit that is lowered at a time."""
 
     LAYER = "layer"
     KIND = "kind"
 
 
 class LossVerdict(StrEnum):
-    """What a run's gap says. NOISE: no larger than gaps of other draws of the reference's weights."""
+    """The meaning of a run's gap. NOISE: no larger than gaps between random initial weights of the reference."""
 
     FAILED = "failed"
     WORSE = "worse"
@@ -40,7 +40,8 @@ class LossVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class LayerTrial:
-    """One training run with the layers `low`, from the draw `draw` of weights; `gradient_error` is the first step's."""
+    """One training run with the layers `low`, from the random initial weights `draw`; `gradient_error` is the first
+    step's."""
 
     name: str
     kind: str
@@ -63,7 +64,7 @@ class LayerTrial:
 
 @dataclass(frozen=True)
 class Study:
-    """Everything that was run; `candidates` begin with all layers low, and each has fewer than the one before.
+    """All runs of a study; `candidates` begin with all layers low, and each has fewer than the previous one.
 
     A suggested map's gap is at most `tolerance`, the error of its first gradients at most `gradient_tolerance`.
     """
@@ -93,14 +94,14 @@ class Study:
         reference, loss = self.baseline.loss, trial.loss
         if reference is None or loss is None:
             return None
-        # A loss of 0 has no share: any excess over it is infinite, none is none.
+        # A loss of 0 has no relative excess: any positive one counts as infinite.
         excess = loss - reference
         return excess / abs(reference) if reference else math.copysign(math.inf, excess) if excess else 0.0
 
     @property
     def noise(self) -> float | None:
-        """The largest gap, of either sign, of another draw of the reference's weights; None without draws, or where
-        all are the same, because a maker sets a seed or loads its weights."""
+        """The largest absolute gap of other initial weights of the reference; None without them, or if all are equal,
+        because a maker sets a seed or loads its weights."""
         gaps = [abs(gap) for draw in self.draws if (gap := self.gap(draw)) is not None]
         largest = max(gaps, default=0.0)
         return largest if largest > _SAME else None
@@ -122,7 +123,7 @@ class Study:
 
         def badness(trial: LayerTrial) -> tuple[bool, float, float]:
             verdict, gap, error = self.verdict(trial), self.gap(trial), trial.gradient_error
-            # Within the noise gaps are luck: there gradients decide.
+            # Gaps within the noise are random, so gradients decide.
             beyond = gap if gap is not None and verdict is LossVerdict.WORSE else 0.0
             return verdict is LossVerdict.FAILED, beyond, math.inf if error is None or math.isnan(error) else error
 
@@ -136,11 +137,11 @@ class Study:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether every gap lies within the noise, and no gradients are asked to decide."""
+        """Whether every gap is within the noise, and gradients are not used to decide."""
         if self.gradient_tolerance is not None:
             return False
         trials = (*self.probes, *self.candidates)
-        # A map chosen among equals would be chosen by chance.
+        # Choosing a map among equals would be arbitrary.
         return bool(trials) and all(self.verdict(trial) is LossVerdict.NOISE for trial in trials)
 
     def stated_map(self, trial: LayerTrial) -> PrecisionMap:
@@ -164,7 +165,7 @@ PrecisionMap = tuple[tuple[str, str], ...]
 def map_of(layers: Sequence[Layer], low: Collection[str], modes: tuple[str, str], high: str) -> PrecisionMap:
     """Returns the map that gives the layers `low` the first of the modes and all others the second.
 
-    `high` is what layers that suites leave high have without a map.
+    `high` is the default of layers that suites leave high.
     """
     requested = {layer.name: modes[0] if layer.name in low else modes[1] for layer in layers}
     usual = {layer.name: high if layer.high else modes[0] for layer in layers}
@@ -172,19 +173,19 @@ def map_of(layers: Sequence[Layer], low: Collection[str], modes: tuple[str, str]
 
 
 def shorten_map(layers: Sequence[Layer], requested: Mapping[str, str], usual: Mapping[str, str]) -> PrecisionMap:
-    """Returns the map with kinds in place of the names of all their layers, and without what is usual anyway."""
+    """Returns the map with kinds replacing the names of all their layers, and without defaults."""
     keys: dict[str, str] = {}
     for kind in dict.fromkeys(layer.kind for layer in layers):
         names = [layer.name for layer in layers if layer.kind == kind]
         modes = {requested[name] for name in names}
-        # One key for a kind whose layers agree, unless they have that mode anyway.
+        # Use one key for a kind whose layers agree, unless that is their default.
         if len(modes) == 1 and any(requested[name] != usual[name] for name in names):
             keys[kind] = modes.pop()
     return _correct_map(layers, keys, requested, usual)
 
 
 def map_alone(layers: Sequence[Layer], word: str, low: Collection[str], modes: tuple[str, str]) -> PrecisionMap:
-    """Returns the map that gives the layers `low`, whose word is their name or kind, the first of the modes, where all
+    """Returns the map that gives the layers `low`, named by their name or kind `word`, the first mode if all others
     have the second."""
     usual = {layer.name: modes[1] for layer in layers}
     return _correct_map(layers, {word: modes[0]}, {**usual, **dict.fromkeys(low, modes[0])}, usual)
@@ -193,8 +194,8 @@ def map_alone(layers: Sequence[Layer], word: str, low: Collection[str], modes: t
 def _correct_map(
     layers: Sequence[Layer], keys: dict[str, str], requested: Mapping[str, str], usual: Mapping[str, str]
 ) -> PrecisionMap:
-    """A key may be one layer's name and another's kind: names the layers that came out wrong."""
-    # Each pass names more layers, so that it ends.
+    """Corrects keys that are one layer's name and another's kind, by naming the layers with a wrong mode."""
+    # Each pass names more layers, so the loop ends.
     while wrong := [name for name, mode in _modes(layers, keys, usual).items() if mode != requested[name]]:
         keys.update({name: requested[name] for name in wrong})
     return tuple(keys.items())
@@ -210,7 +211,7 @@ def as_words(precision_map: PrecisionMap) -> str:
 
 def value_of(study: Study) -> dict[str, Any]:
     document = {"schema": SCHEMA, **encode(study), "noise": encode(study.noise)}
-    # Verdicts and gaps are written out, so that readers of JSON need none of these rules.
+    # Verdicts and gaps are included, so that readers of JSON need none of these rules.
     document["baseline"] = _trial_value(study, study.baseline)
     for part in ("draws", "probes", "candidates"):
         document[part] = [_trial_value(study, trial) for trial in getattr(study, part)]

@@ -1,4 +1,4 @@
-"""Trainings from Python and notebooks, and the user's own loops: watched, and compared."""
+"""Trainings from Python and notebooks, and users' training loops: watched, and compared."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ Stream = str | Path | Sequence[str | Path]
 
 
 class TrainingResult(KeptTraining):
-    """A training as returned by calls: a KeptTraining that prints itself and shows itself in notebooks."""
+    """A training as returned by calls: a KeptTraining with a display for terminals and notebooks."""
 
     def __repr__(self) -> str:
         arms, state = ", ".join(arm.name for arm in self.training.arms), "finished" if self.finished else "unfinished"
@@ -120,14 +120,14 @@ def train(
     make: a function that returns a model of your own with its batches, or 'module:function'
     """
     name = make if isinstance(make, str) else name_of_maker(make)
-    # A function that only this process knows cannot be imported by a worker.
+    # A worker cannot import a function that only this process has.
     in_process = not isinstance(make, str) and ":" not in name
     if in_process:
         options["isolation"] = False
         LIVE[name] = cast(Callable[[], Any], make)
-    # Options of the training itself; those that are left are of the trainer.
+    # Options of the training; the remaining ones belong to the trainer.
     given_options = {name: options.pop(name) for name in list(options) if name in keywords_of(TrainingRequest)}
-    # Options that a command line has, too, are checked by the same declarations.
+    # Options that the command line shares are checked by the same declarations.
     request = request_with_defaults(
         quick,
         steps,
@@ -154,7 +154,8 @@ def train(
 
 
 def name_of_maker(make: Callable[..., Any]) -> str:
-    """The name by which a worker can import it; else, for a lambda or what a session defined, the bare name."""
+    """Returns the name by which a worker can import it; for a lambda or a function defined in a session, the bare
+    name."""
     module, word = getattr(make, "__module__", ""), getattr(make, "__qualname__", type(make).__name__)
     name = f"{module}:{word}"
     if module in ("", "__main__", None) or "<" in word:
@@ -230,7 +231,7 @@ def watch(
     """
     from fp8bench.features.train.lab.own_loop import OwnLoop
 
-    # Without a second arm, rules that compare two find nothing.
+    # Without a second arm, comparing rules find nothing.
     rules = Health((Arm(name, precisions.canonical(precision), ArmRole.REFERENCE),)) if health else None
     with ExitStack() as stack:
         keep = _kept_in(Path(path), stack) if path is not None else None
@@ -245,16 +246,16 @@ def watch(
 
 
 def complain_of(lines: Lines) -> None:
-    """The alarm sink of `watch`: any function of lines may stand in its place."""
+    """The default alarm sink of `watch`; any function of lines can replace it."""
     for line in lines:
         if isinstance(line, TrainingEvent):
             complain(line.sentence)
 
 
 def _kept_in(path: Path, stack: ExitStack) -> Callable[[Lines], None]:
-    """Appends lines to a new file. A full disk ends the file with a warning, and not the training."""
+    """Appends lines to a new file. A full disk ends the file with a warning, but not the training."""
     try:
-        # Opening fails for a file that is there: two streams in one file could not be read again.
+        # Opening fails if the file exists: two streams in one file would be unreadable.
         file: IO[bytes] | None = stack.enter_context(path.open("xb"))
     except OSError as error:
         raise StoreError(f"{path} cannot be made ({error.strerror}). Give another file.") from None
@@ -321,7 +322,7 @@ def lightning_callback(path: str | Path | None = None, **options: Any) -> Any:
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             if len(trainer.optimizers) != 1:
                 raise UsageError(
-                    f"{len(trainer.optimizers)} optimizers have no single step. Watch a part and its optimizer."
+                    f"{len(trainer.optimizers)} optimizers do not share a step. Watch one part and its optimizer."
                 )
             self._loop = self._stack.enter_context(watch(pl_module, trainer.optimizers[0], path, **options))
 
@@ -362,16 +363,18 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
         raise UsageError("compare_streams was given one stream. Give a reference's, and at least one more.")
     if not 0 < margin < 100:
         raise UsageError(f"margin is a percentage above 0 and below 100, not {margin:g}.")
-    # 1. Read the streams: as many seeds of each loop.
+    # 1. Read the streams, equally many seeds per loop.
     files = [list(map(Path, [stream] if isinstance(stream, str | Path) else stream)) for stream in (reference, *others)]
     if not all(files):
         raise UsageError("a list of streams is empty. Give a file for each seed.")
     counts = sorted(set(map(len, files)))
     if len(counts) > 1:
-        raise UsageError(f"streams of {' and '.join(map(str, counts))} seeds do not pair. Give as many files for each.")
+        raise UsageError(
+            f"streams of {' and '.join(map(str, counts))} seeds cannot be paired. Give equally many files for each."
+        )
     streams = [list(map(_read, paths)) for paths in files]
 
-    # 2. Make each loop an arm, and its lines those of the arm in a seed.
+    # 2. Make each loop an arm, with its lines by seed.
     loop_names = _names(files, streams)
     roles = (ArmRole.REFERENCE, *[ArmRole.CANDIDATE] * len(others))
     arms = [Arm(name, "fp32", role) for name, role in zip(loop_names, roles, strict=True)]
@@ -380,7 +383,7 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
         for seed, seed_lines in enumerate(seeds):
             lines += [replace(_drop_time(line), arm=arm.name, seed=seed) for line in seed_lines]
 
-    # 3. Judge them as the arms of a training.
+    # 3. Judge them like the arms of a training.
     steps = 1 + max(line.step for line in lines if line.arm == loop_names[0] and isinstance(line, StepRow))
     curves = curves_of(lines, steps)
     looks = any(isinstance(line, Validation) for line in lines)
@@ -404,7 +407,7 @@ def _loop_row(loop: ArmSummary) -> tuple[object, ...]:
 
 
 def _read(path: Path) -> list[StreamLine]:
-    """The lines of a stream without a last one that was cut off. Raises UsageError where there is no row of a step."""
+    """Returns the lines of a stream, without a truncated last one. Raises UsageError if it has no step."""
     try:
         texts = read_file(path).decode().splitlines()
     except OSError as error:
@@ -416,7 +419,7 @@ def _read(path: Path) -> list[StreamLine]:
         try:
             lines.append(line_of(json.loads(text)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            # A killed loop may leave half of its last line.
+            # A killed loop may leave a truncated last line.
             if number == len(texts) and number > 1:
                 break
             raise UsageError(
@@ -432,7 +435,7 @@ def _drop_time(line: StreamLine) -> StreamLine:
 
 
 def _names(files: Sequence[Sequence[Path]], streams: Sequence[Sequence[Lines]]) -> list[str]:
-    """The loops' own names, else those of their files where names are equal, else these with numbers."""
+    """Returns the loops' names; if some are equal, those of their files, and if these are equal, numbered ones."""
     stems = [paths[0].stem for paths in files]
     for candidates in ([seeds[0][0].arm for seeds in streams], stems):
         if len(set(candidates)) == len(candidates):

@@ -1,6 +1,6 @@
-"""Makes the arms of a training from its request and a device's facts, and decides which of them lie in memory together.
+"""Makes the arms of a training from its request and a device's facts, and decides which of them share memory.
 
-All arms of a seed do, or, where they do not fit, each with the reference. Pure functions, tested for any device.
+All arms of a seed do or, if they do not fit, each with the reference. Pure functions, tested for any device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fp8bench.units import number_or_text_of, size
 from fp8bench.workloads.model import LIVE
 
 MOST_ARMS = 64
-# Settings that have to be the same in all arms, which share weights and batches, or that no sweep can express.
+# Settings that must be equal in all arms, which share weights and batches, or that no sweep can express.
 _SHARED = {
     "make",
     "skip",
@@ -55,7 +55,7 @@ _SWEPT: dict[str, Callable[[str], Scalar]] = {
 } | {"clip": number_or_text_of}
 
 
-# MS-AMP's levels by the table in its documentation: what is kept of a parameter, under scales that are powers of two.
+# MS-AMP's levels, by the table in its documentation: the formats of a parameter's states, with power-of-two scales.
 # --wire sets what ranks send.
 LEVELS: Mapping[str, Arm] = {
     name: Arm(name, "fp8:scale=pow2", settings=(("gradients", "fp8"), *settings))
@@ -68,7 +68,7 @@ LEVELS: Mapping[str, Arm] = {
 
 
 def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
-    """The reference, its bands and candidates; refused ones say why. Raises UsageError where nothing can be
+    """Returns the reference, its bands and candidates; refused ones have a reason. Raises UsageError if nothing can be
     compared."""
     arms = tuple(add_support(arm, request, facts) for arm in _name_arms(request))
     if arms[0].skip:
@@ -82,15 +82,15 @@ def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
 
 
 def arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
-    """The arms trained in seed `number`, counted from 0: the one-ulp arm in the first seed only."""
-    # Chaos is a property of the training, and one seed shows it.
+    """Returns the arms trained in seed `number`, counted from 0; the one-ulp arm only in the first seed."""
+    # Chaotic divergence is a property of the training, so one seed is enough to show it.
     return tuple(arm for arm in arms if not arm.skip and (number == 0 or arm.role is not ArmRole.CHAOS))
 
 
 def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     if request.device is not None:
         return device_named(request.device, facts)
-    # The processor comes first in the facts, and serves where there is nothing else.
+    # The CPU is first in the facts, and is used if there is nothing else.
     return next((fact for fact in facts if fact.accelerated), facts[0])
 
 
@@ -98,7 +98,7 @@ def check_training(request: TrainingRequest) -> None:
     from fp8bench.jobs.profile import function_named
 
     arms, settings = _name_arms(request), request.settings
-    # A name that cannot be imported should fail before any worker starts.
+    # A metric that cannot be imported should fail before any worker starts.
     for metric in settings.metric:
         function_named(metric.removesuffix("=lower"))
     if settings.make:
@@ -119,7 +119,7 @@ def check_training(request: TrainingRequest) -> None:
             check_mixed(arm.precision, word)
 
 
-# Settings of the built-in models and of how ranks divide them.
+# Settings of the built-in models and of their division among ranks.
 _BUILT_IN = (
     "model",
     "arch",
@@ -146,7 +146,7 @@ def _check_own(request: TrainingRequest) -> None:
             name,
             f"--model {name}",
         )
-    # A misspelt built-in model arrives here as the name of a function.
+    # A misspelt built-in model is parsed as the name of a function.
     meant = meant_name("model", name, SIZES)
     if meant and ":" not in name and not Path(f"{name}.py").is_file():
         message = f"{name!r:.80} is no model that fp8bench has. Did you mean --model {meant}?"
@@ -172,11 +172,11 @@ def _check_own(request: TrainingRequest) -> None:
     )
     for wrong, option, reason in refusals:
         if wrong:
-            raise UsageError(f"{option} does not go with a model of your own ({name}): {reason}. Leave it out.")
+            raise UsageError(f"{option} does not work with your own model ({name}): {reason}. Leave it out.")
 
 
 def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
-    # The same precision may be written in two ways, 'fp8' and 'float8'.
+    # The same precision may have two spellings, 'fp8' and 'float8'.
     modes = list(dict.fromkeys(word if word in LEVELS else precisions.canonical(word) for word in request.dtypes))
     leads = [mode for mode in modes if mode not in LEVELS]
     if request.reference in LEVELS or not (leads or request.reference):
@@ -186,17 +186,17 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
     reference = min(leads, key=lambda mode: precisions.get(mode).rank, default="")
     if request.reference is not None:
         reference = precisions.canonical(request.reference)
-    # Where only settings are swept, the precision is compared with itself.
+    # If only settings are swept, the precision is compared with itself.
     modes_compared = [mode for mode in modes if mode != reference] or [reference]
     candidates = {}
     for mode, settings in _swept(request, modes_compared):
-        # A level of MS-AMP brings settings, which no sweep may change.
+        # A level of MS-AMP has settings that no sweep may change.
         level = LEVELS.get(mode, Arm(mode, mode))
         name = " ".join((mode, *(f"{key.replace('_', '-')}={value}" for key, value in settings)))
         if both := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(level.settings).keys():
             raise UsageError(f"--sweep {min(both).replace('_', '-')}: {mode} sets it already. Leave one of them out.")
         candidates[name] = replace(level, name=name, settings=(*level.settings, *settings))
-    # Swept settings at their defaults would be the reference once more.
+    # Swept settings at their defaults would repeat the reference.
     candidates.pop(reference, None)
     if not candidates:
         raise UsageError(
@@ -206,7 +206,7 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
         Arm(f"{reference} again", reference, ArmRole.REPEAT),
         Arm(f"{reference} one ulp", reference, ArmRole.CHAOS),
     )
-    # The reference at every other swept rate: arms are compared with its best one.
+    # The reference also runs at every other swept rate: arms are compared with its best one.
     swept = () if reference in modes_compared else dict(request.sweep).get("rate", ())
     rates = [_value("rate", value) for value in swept]
     arms = (
@@ -225,21 +225,22 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
 
 
 def _swept(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str, Params]]:
-    """Every precision with every combination of the swept settings, and of the swept options that it has."""
+    """Yields every precision with every combination of the swept settings, and of the swept options that it has."""
     axes, base = [_axis(name, values, modes) for name, values in request.sweep], request.settings
     for mode in modes:
         arm_axes = [axis for axis in axes if axis[0] in _SWEPT or _has_option(mode, axis[0])]
         for values in itertools.product(*(values for _, values in arm_axes)):
             chosen = [(name, value) for (name, _), value in zip(arm_axes, values, strict=True)]
             word = ":".join((mode, *(f"{name}={value}" for name, value in chosen if name not in _SWEPT)))
-            # Values that the training has anyway do not make a name longer.
+            # Names omit values that equal the training's.
             changed = [(name, value) for name, value in chosen if name in _SWEPT and value != getattr(base, name)]
             own_mode = word if word in LEVELS else precisions.canonical(word)
             yield own_mode, (*changed, *_batch_for(dict(changed), base))
 
 
 def _batch_for(changed: Mapping[str, Scalar], base: TrainerSettings) -> Iterator[tuple[str, Scalar]]:
-    """The batch of an arm with its own number of micro-batches, so that its steps read the reference's sequences."""
+    """Yields the batch of an arm with a different number of micro-batches, so that its steps read the reference's
+    sequences."""
     if "micro_batches" not in changed:
         return
     count, sequences = int(changed["micro_batches"]), config_of(base, 1).batch * base.micro_batches
@@ -266,7 +267,7 @@ def _axis(name: str, values: Sequence[str], modes: Sequence[str]) -> tuple[str, 
 def _value(setting: str, text: str) -> Scalar:
     try:
         value = _SWEPT[setting](text)
-        # Settings check themselves when they are made.
+        # Settings validate themselves on construction.
         Arm("", "", settings=((setting, value),)).merge_settings(TrainerSettings())
     except (ValueError, UsageError) as error:
         reason = str(error) if isinstance(error, UsageError) else f"{text!r:.80} is not a number."
@@ -283,10 +284,10 @@ def _options_of(mode: str) -> Sequence[Option]:
 
 
 def add_support(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
-    """The arm as the device supports it: as native as the least native precision of its layers."""
+    """Returns the arm with its support by the device: as native as the least native precision of its layers."""
     settings = arm.merge_settings(request.settings)
     config = config_of(settings, 1)
-    # A precision map mixes precisions: the arm is what the worst of them is.
+    # A precision map mixes precisions: the worst of them decides.
     words = (arm.precision, *(word for _, word in settings.precision_map))
     supports = [support(settings, config, precisions.get(word), facts) for word in words]
     refused = next(
@@ -301,15 +302,15 @@ _USABLE = 0.9
 
 
 def check_room(training: Training, costs: Iterable[ArmCost]) -> None:
-    """Raises UsageError where the arms do not fit into memory together, if what each takes is known. Ranks on a CPU
-    share its memory."""
+    """Raises UsageError if the arms do not fit into memory together, if their sizes are known. Ranks on a CPU share its
+    memory."""
     facts = training.device
-    # Ranks on a GPU have one each; on a processor they share its memory.
+    # Each rank on a GPU has its own memory; on a CPU they share it.
     room = int(_USABLE * facts.memory_bytes) // (1 if facts.accelerated else facts.ranks)
     reference, *_ = arms = arms_of_seed(training.arms, 0)
     costs_by_arm = {cost.arm: cost for cost in costs if cost.memory}
     measured = [costs_by_arm.get(reference.name if arm.is_band else arm.name) for arm in arms]
-    # What all keep between steps, plus the most that a step of one adds to it.
+    # What all arms keep between steps, plus the most that a step of one adds.
     needed = most_added = 0
     for cost in measured:
         if cost is None or cost.memory is None:

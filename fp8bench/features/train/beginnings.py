@@ -1,8 +1,8 @@
-"""What a training begins with: its texts, and weights or scales from elsewhere.
+"""The start of a training: its texts, and weights or scales from elsewhere.
 
-A text becomes 16-bit tokens, one a byte; token files as nanoGPT writes them are mapped in place. The
-last tenth is held out, after a gap of one window, unless the text has its own held-out part. What is named in a request
-is resolved and stored in it, so that a resumed training begins with the same.
+A text becomes 16-bit tokens, one per byte; token files in nanoGPT's format are mapped in place. The last tenth is held
+out, after a gap of one window, unless the text has a separate held-out part. Names in a request are resolved and stored
+in it, so that a resumed training begins with the same.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
 from fp8bench.store.runs.listing import largest_scales, load_stored_run, refuse_no_scales, scales_of
 
-# At most so many bytes of a text are read; longer ones can be given as token files.
+# At most this many bytes of a text are read; longer ones can be given as token files.
 MOST_TEXT = 128 << 20
-# One in so many parts is held out.
+# One part in this many is held out.
 _PARTS = 10
-# With fewer windows to validate on, losses would mean nothing.
+# With fewer validation windows, losses would mean nothing.
 LEAST_WINDOWS = 4
 _BYTES_A_TOKEN = 2
 _CHUNK = 1 << 24
-# The largest file of tokens: all of it is read for its digest, and no training here sees a hundredth of this.
+# The largest file of tokens: all of it is read for its digest, and no training here needs a hundredth of this.
 _LARGEST_TOKENS = 32 << 30
-# Names of held-out parts of a saved dataset, by preference.
+# Names of the held-out split in a saved dataset, by preference.
 _HELD_OUT_SPLITS = ("validation", "valid", "test")
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A text in two parts. `whole`: the second part follows the first in one text."""
+    """A text in two parts. `whole`: both are consecutive parts of one text."""
 
     name: str
     train: bytes
@@ -56,18 +56,19 @@ class _Source:
 
 
 def prepare_text(data: str | None, folder: Path, sequence: int) -> TrainingText:
-    """Token files are made in `folder`, once for each text. Raises UsageError where there is no text, or too little."""
-    # 1. Tokens that exist already are mapped; 2. everything else becomes tokens first.
+    """Returns the text; token files are created in `folder`, once per text. Raises UsageError if it is missing or too
+    short."""
+    # 1. Map existing tokens; 2. convert everything else to tokens first.
     files = None if data is None else _token_files(Path(data))
     if data is not None and data.startswith(TASK_TEXT):
         text = _tokenize(_Source(*text_of(data, sequence), whole=False), folder, sequence)
-        # Documents of tasks are as long as a window, and a window must not begin inside one.
+        # Documents of tasks are as long as a window, and a window must begin with one.
         text = replace(text, train=replace(text.train, every=sequence))
     elif files is None:
         text = _tokenize(_source(data), folder, sequence)
     else:
         text = _map_tokens(files, sequence)
-    # A text that is too short would be validated on what it was trained on.
+    # A text that is too short would be validated on its training part.
     title = "Python's own sources" if data is None else f"--data {data}"
     _check_length(f"{title}: the part to train on", text.train, sequence)
     _check_length(f"{title}: the held-out part", text.held_out, sequence)
@@ -84,7 +85,7 @@ def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
 
 def _tokenize(source: _Source, folder: Path, sequence: int) -> TrainingText:
     text = source.train + source.held_out
-    # The digest names the file: texts that are equal share it, and an edited one gets another.
+    # The digest names the file: equal texts share it, and an edited text gets another.
     digest, trained = hashlib.sha256(text).hexdigest(), len(source.train)
     path, tokens = folder / f"{digest[:16]}.tokens", byte_tokens(text)
     if not path.is_file() or read_file(path) != tokens:  # a crash may leave a wrong file of the right length
@@ -125,7 +126,7 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _dataset_text(folder: Path) -> bytes:
-    """The documents of a saved dataset, each with a line break; the first MOST_TEXT bytes."""
+    """Returns the documents of a saved dataset, each with a line break; the first MOST_TEXT bytes."""
     parts, total = [], 0
     for document in _documents(folder):
         parts.append(f"{document}\n".encode(errors="replace"))
@@ -136,7 +137,7 @@ def _dataset_text(folder: Path) -> bytes:
 
 
 def _documents(folder: Path) -> Iterator[str]:
-    """The text column of each row: 'text', or the only column of strings."""
+    """Yields the text column of each row: 'text', or the only column of strings."""
     try:
         import pyarrow
     except ImportError:
@@ -165,7 +166,7 @@ def _documents(folder: Path) -> Iterator[str]:
 
 
 def _token_files(data: Path) -> tuple[Path, Path | None] | None:
-    """A token file and its held-out file, as nanoGPT names them; None for anything else."""
+    """Returns a token file and its held-out file, as nanoGPT names them; None for anything else."""
     train = data / "train.bin" if (data / "train.bin").is_file() else data
     if train.suffix != ".bin" or train.is_dir():
         return None
@@ -174,7 +175,7 @@ def _token_files(data: Path) -> tuple[Path, Path | None] | None:
 
 
 def _map_tokens(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
-    """Token files, read in place. The vocabulary ends with the highest token in them."""
+    """Maps token files in place. The vocabulary ends with their highest token."""
     train, val = files
     length, highest, digest = _read_tokens(train)
     if val is None:
@@ -212,14 +213,14 @@ def _read_tokens(path: Path) -> tuple[int, int, str]:
 
 
 def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
-    """Replace 'TRAINING' or 'TRAINING:ARM' in --start by its checkpoint, and add its digest to a file: a resumed
-    training has to read the same. Raises UsageError."""
+    """Replaces 'TRAINING' or 'TRAINING:ARM' in --start by its checkpoint, and adds a file's digest: a resumed training
+    must read the same. Raises UsageError."""
     if not request.settings.start:
         return request
     if (file := file_of(request.settings.start)) is not None:
         return replace(request, settings=replace(request.settings, start=f"{file.resolve()}::{_digest_of(file)}"))
     word, _, arm_name = request.settings.start.partition(":")
-    # A request names what it begins with by a file and its digest: a resumed training has to find the same.
+    # A request stores its start as a file with its digest, so that a resumed training can verify it.
     path = find_training(word, store)
     training, checkpoint = load_head(path), newest_checkpoint(path)
     trained_with, arm = training.request.settings, arm_name or training.arms[0].name
@@ -245,23 +246,23 @@ def started_from(request: TrainingRequest, store: Path) -> TrainingRequest:
         if wrong:
             raise UsageError(f"--start {word}: {reason}. Choose another training or arm.")
     assert checkpoint is not None
-    # Ranks that divide the batch alone have the same weights, so that any of them serves.
+    # Ranks that only divide the batch have the same weights, so any of them can be used.
     folder = checkpoint[0] / "rank-0" if training.request.ranks else checkpoint[0]
     return replace(request, settings=replace(request.settings, start=f"{folder}::{arm}"))
 
 
 def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
-    """Add the scales of the training or run in --scales-from; a training's are of its last watched steps."""
+    """Adds the scales of the training or run in --scales-from; a training's are those of its last watched steps."""
     if request.scales_from is None or request.settings.scales:
         return request
     words = {*request.dtypes, *dict(request.settings.precision_map).values()}
     if all(precisions.get(word).tensor_scale is TensorScale.NONE for word in words):
         having = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
         raise UsageError(
-            "--scales-from would change nothing: no layer of these dtypes has one float32 scale for a tensor. Add a "
+            "--scales-from would have no effect: no layer of these dtypes has one float32 scale for a tensor. Add a "
             f"dtype that has ({', '.join(having)}), or leave the option out."
         )
-    # 'last' is the last training; a run has to be named.
+    # 'last' means the last training; a run must be named.
     last, word = request.scales_from == "last", request.scales_from
     path = find_training(word, store) if last else KIND.find(word, store)
     if path is None:
@@ -270,14 +271,14 @@ def with_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
     else:
         stored = load_training(path)
         modes = {arm.name: arm.precision for arm in stored.training.arms}
-        # The last reading of each tensor replaces those before it.
+        # The last reading of each tensor replaces earlier ones.
         amaxes = {(line.arm, line.seed, line.layer, line.role): line.amax for line in stored.of(LayerReading)}
         above_0 = ((modes[arm], layer, role, amax) for (arm, _, layer, role), amax in amaxes.items() if amax > 0)
         scales = largest_scales(above_0)
         of = f"training {stored.training.id}"
     settings = replace(request.settings, scales=refuse_no_scales(scales, of))
     named = {layer for _, layer, *_ in scales}
-    if settings.make:  # its layers are known only in the worker, which checks them
+    if settings.make:  # only the worker knows and checks its layers
         return replace(request, settings=settings)
     for layer in layers_of(settings.arch, config_of(settings, 1)):
         if not layer.high and layer.name not in named:

@@ -76,7 +76,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_length(group: argparse._ArgumentGroup) -> None:
-    """Options whose defaults --quick changes, and the margin, which is given in percent."""
+    """Adds options whose defaults --quick changes, and the margin, in percent."""
     steps, seeds = (types.whole(TRAINING_RULES[name]) for name in ("steps", "seeds"))
     group.add_argument("--steps", type=steps, metavar="N", help=f"optimizer steps of an arm; default {_REQUEST.steps}")
     group.add_argument("--seeds", type=seeds, metavar="N", help=f"other weights and batches; default {_REQUEST.seeds}")
@@ -111,7 +111,7 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
     values = vars(arguments)
     settings = {field.name: values[field.name] for field in fields(TrainerSettings) if field.name in values}
     fields_given = {field.name: values[field.name] for field in fields(TrainingRequest) if field.name in values}
-    # Several --sweep of one name add their values.
+    # Repeated --sweep of one name combine their values.
     sweep: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.sweep:
         sweep[name] = (*sweep.get(name, ()), *values)
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
         if name not in FAILURES:
             raise UnknownName("reason to fail", name, FAILURES)
     if arguments.resume is not None:
-        # A maker from --config was not typed, and is part of the stored training anyway.
+        # A maker from --config was not typed, and is stored with the training.
         typed = arguments.make in arguments.words
         check_alone(arguments.words, _BESIDE_RESUME, [arguments.make] if typed and arguments.make else [])
         path = find_training(arguments.resume, arguments.store)
@@ -190,7 +190,7 @@ def _finish(stored: KeptTraining, arguments: argparse.Namespace) -> int:
 
 
 def _exit_code(stored: KeptTraining, failures_named: Sequence[str]) -> int:
-    """The exit code for --fail-on, with a sentence for each reason. An arm that was not trained is no pass."""
+    """Returns the exit code for --fail-on, printing a sentence for each reason. An untrained arm does not pass."""
     from fp8bench.features.train.verdicts.summary import JudgedTraining
     from fp8bench.features.train.words import failures
 

@@ -1,4 +1,4 @@
-"""A training for programs: as JSON, as CSV, and as scalars for boards.
+"""A training as JSON, as CSV, and as scalars for boards.
 
 A board has a series for each arm and seed, and one for each arm with its figures over all seeds.
 """
@@ -24,7 +24,7 @@ COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer", "t
 
 def value_of(judged: JudgedTraining) -> dict[str, Any]:
     training, verdicts = judged.kept, judged.verdicts
-    # An arm that was not trained has a reason instead of a verdict.
+    # An untrained arm has a reason instead of a verdict.
     trained = [arm for arm in verdicts.arms if not arm.arm.skip]
     arms = {summary.arm.name: encode(row_of(summary, verdicts)) for summary in judged.summaries}
     return {
@@ -43,7 +43,7 @@ def value_of(judged: JudgedTraining) -> dict[str, Any]:
 
 
 def row_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, Any]:
-    """The figures of an arm as in the table, by name; None for what is unknown."""
+    """Returns the figures of an arm as in the table, by name; None for unknown ones."""
     judged = summary.verdict.judged if summary.verdict and not summary.arm.skip else None
     learned, matters = (judged.learned.value, judged.matters) if judged else (None, None)
     facts = {"verdict": learned, "matters": matters and matters.value, "words": describe_arm(summary, verdicts)}
@@ -51,7 +51,7 @@ def row_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, Any]:
 
 
 def rows_of(judged: JudgedTraining) -> Rows:
-    """A row for each figure of an arm over all seeds, then the frame; numbers have all their digits."""
+    """Returns a row for each figure of an arm over all seeds, then the frame; with full precision."""
     return COLUMNS, _rows(judged)
 
 
@@ -64,7 +64,7 @@ def _rows(judged: JudgedTraining) -> Iterator[dict[str, Any] | tuple[Any, ...]]:
     for kind, sentences in (("band", bands_of(judged.verdicts)), ("note", notes_of(judged))):
         for sentence in sentences:
             yield {"line": "Summary", "figure": kind, "value": sentence}
-    for row in frame_of((), judged.kept.lines):  # steps have seconds and tokens: a reader divides them
+    for row in frame_of((), judged.kept.lines):  # without rates, which readers can compute from seconds and tokens
         arm = arms.get(row.arm, {"arm": row.arm, "precision": "", "role": ""})
         yield (*arm.values(), *row[1:])
 
@@ -87,19 +87,19 @@ def source_of(training: Training) -> LogSource:
 
 
 def scalars_of(training: Training, lines: Iterable[StreamLine]) -> Iterator[LoggedScalar]:
-    """Yields curves of every arm in every seed. Magnitudes and scales of a layer's tensors are among them."""
+    """Yields curves of every arm in every seed, including magnitudes and scales of layers' tensors."""
     for row in frame_of(training.arms, lines):
         tag = _tag_of(row)
-        if tag and row.arm:  # else it happened to no arm
+        if tag and row.arm:  # otherwise it belongs to no arm
             value = 1.0 if row.line == "TrainingEvent" else float(row.value)
             yield LoggedScalar(f"{safe(row.arm)} seed {row.seed}/{tag}", row.step, value)
 
 
 def _tag_of(row: Row) -> str:
-    """The name of a figure's curve on a board; '' for one that has none."""
+    """Returns the name of a figure's curve on a board; '' if it has none."""
     match row.line, row.figure:
         case "StepRow", "tokens" | "seconds":
-            return ""  # the speed says it
+            return ""  # covered by the speed
         case "StepRow", figure:
             return f"training/{figure}"
         case "StepFigure", figure:

@@ -1,7 +1,7 @@
 """One long frame of a training: a row for each figure of an arm, a seed and a step.
 
-CSV, boards, the page's curves, the terminal's table of last figures and the merging of ranks all read it. A step that
-yields a new `StepFigure` is in the CSV and on boards at once; a row in FIGURES gives it a chart, a column in the
+CSV, boards, the page's curves, the terminal's table of last figures and the merging of ranks all read it. A new
+`StepFigure` of a step appears in the CSV and on boards automatically; a row in FIGURES adds a chart, a column in the
 terminal, and another way to combine the ranks' values than their mean.
 """
 
@@ -30,7 +30,7 @@ SPEED = "tokens_per_second"
 
 
 class Row(NamedTuple):
-    """`line` is the kind of line that the figure is from, `of` the text of a validation."""
+    """One row of the frame. `line` is the kind of line that the figure is from, `of` the text of a validation."""
 
     arm: str
     seed: int
@@ -45,10 +45,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """How a figure is shown. A point of its chart is the `pick` of the values since the point before; without a `title`
-    it has none. `window` says what a point is, `unit` is that of the axis. `shared`: one value for all arms together.
-    `show` writes a value in the terminal, which leaves it out without `heading`. `over_ranks` makes one value of those
-    of all ranks."""
+    """How a figure is shown. A point of its chart is the `pick` of the values since the previous point; without a
+    `title` it has no chart. `window` describes a point, `unit` is that of the axis. `shared`: one value for all arms
+    together. `show` formats a value for the terminal, which leaves it out without `heading`. `over_ranks` combines the
+    values of all ranks."""
 
     name: str
     title: str = ""
@@ -63,7 +63,7 @@ class Figure:
 
 
 _FIGURES = (
-    # Of every step.
+    # Figures of every step.
     Figure("gradient_norm", "norm of the gradients, before clipping", "gradient norm", folded=False),
     Figure("update_ratio", "norm of the update over that of the weights", "update/weights", folded=False),
     Figure("parameter_norm", "norm of the weights", "weight norm"),
@@ -71,17 +71,17 @@ _FIGURES = (
     Figure("loss_scale", "loss scale", "loss scale"),
     Figure("rate", "learning rate", "rate"),
     Figure(SPEED, "throughput in tokens/s", pick=statistics.median, window="of native arms, the median"),
-    # Of a watched step.
+    # Figures of a watched step.
     Figure("memory", "memory in use", pick=max, shared=True, unit="B", window="in watched steps", over_ranks=max),
     Figure("watched_seconds", over_ranks=max),
-    # Of a layer or a tensor in a watched step.
+    # Figures of a layer or a tensor in a watched step.
     Figure("output_amax", over_ranks=max),
     Figure("attention_score", over_ranks=max),
     Figure("batch_norm_drift", over_ranks=max),
 )
 FIGURES: dict[str, Figure] = {figure.name: figure for figure in _FIGURES}
 
-# Fields that say where a figure belongs, and are none.
+# Fields that locate a figure, and are not figures.
 _PLACES = ("arm", "seed", "step", "layer", "role", "of", "name")
 _NAMES: Mapping[type, Sequence[str]] = {
     kind: [field.name for field in fields(kind) if field.name not in _PLACES]
@@ -90,9 +90,10 @@ _NAMES: Mapping[type, Sequence[str]] = {
 
 
 def frame_of(arms: Iterable[Arm], lines: Iterable[StreamLine]) -> Iterator[Row]:
-    """Every figure of every line. A speed is added to timed steps of native arms: that of others means nothing."""
+    """Yields every figure of every line. A speed is added to timed steps of native arms; for others it is
+    meaningless."""
     native = {arm.name for arm in arms if arm.native}
-    # A line may lack a place: a step has no layer, an event no text.
+    # Lines may lack some of these: a step has no layer, an event no text.
     for line in lines:
         of, layer, role, tensor = (getattr(line, name, "") for name in ("of", "layer", "role", "tensor"))
         place = (line.arm, line.seed, line.step, type(line).__name__, of, layer, str(role or tensor))

@@ -1,9 +1,9 @@
 """Trainings in a store: their folders and files, and how they are found, listed, shown, reported and logged.
 
 A folder is `<store>/trainings/<utc>-<commit8>-<id>/`. `steps.jsonl` has the training in its first line, then a line for
-everything that was seen, synced to the disk slice by slice. `places.json` says where a killed training can be resumed:
-the length of the stream at that time, and the folder of the checkpoint. It is replaced atomically once that checkpoint
-is complete, and older checkpoints are removed afterwards, so that what it names always exists.
+every observation, synced slice by slice. `places.json` says where a killed training can be resumed: the length of the
+stream at that time, and the folder of the checkpoint. It is replaced atomically once that checkpoint is complete, and
+older checkpoints are removed afterwards, so that what it names always exists.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _MAKE_ROOM = "What was kept before is in it; make room, or choose another --stor
 
 @dataclass(frozen=True)
 class ResumePlace:
-    """Where a training can be resumed: before a step of a seed, counted from 0, with `length` bytes of its stream.
+    """A place to resume a training: before a step of a seed, counted from 0, with `length` bytes of its stream.
     `folder` is that of the checkpoint, '' before a seed's first step, which needs none. `out` says why arms are no
     longer trained. `digest` is of the stream's lines at that time, '' in older files."""
 
@@ -93,7 +93,7 @@ class TrainingWriter(LineWriter):
         self._lines([plain(line) for line in lines])
 
     def checkpoint(self, number: int, step: int) -> Path:
-        """A new folder for a checkpoint before that step."""
+        """Returns a new folder for a checkpoint before that step."""
         folder = self.path.parent.resolve() / _CHECKPOINTS / f"{number}-{step}"
         with keeping(self.path.parent, _MAKE_ROOM):
             folder.parent.mkdir(exist_ok=True)
@@ -104,23 +104,23 @@ class TrainingWriter(LineWriter):
         return self.path.parent.resolve() / _CHECKPOINTS / place.folder
 
     def keep(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
-        """Make this a place to resume at. Of the earlier ones, the last checkpoint stays."""
-        # The place names its checkpoint, which lies on the disk before the place does.
+        """Makes this a place to resume at. Of the earlier ones, the last checkpoint is kept."""
+        # The place names its checkpoint, which is on disk first.
         name = folder.name if folder is not None else ""
         place = ResumePlace(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
-        # The place before a seed's first step stays: it needs no checkpoint, and is there if both others are damaged.
+        # The place before a seed's first step is kept: it needs no checkpoint, and works if both others are damaged.
         earlier = [old for old in self.places if old.number == number and old.step < step]
         begun, checkpoints = earlier[:1], earlier[1:][1 - _KEPT_CHECKPOINTS :]
         with keeping(self.path.parent, _MAKE_ROOM):
             self._write((*begun, *checkpoints, place))
 
     def go_back(self, place: ResumePlace) -> None:
-        """Cut the stream to that place, but keep events that belong to no step, such as 'resumed'."""
+        """Cuts the stream at that place, but keeps events that do not belong to a step, such as 'resumed'."""
         places = tuple(old for old in self.places if (old.number, old.step) <= (place.number, place.step))
         with keeping(self.path.parent, _MAKE_ROOM):
-            if places != self.places:  # or repeated steps would be taken for those before the later places
+            if places != self.places:  # otherwise repeated steps would seem to precede later places
                 self._write(places)
-            # Events such as 'resumed' tell what happened to the training, and no repeated step makes them again.
+            # Keep events such as 'resumed', which repeated steps do not generate again.
             cut = read_file(self.path)[place.length :].split(b"\n")
             kept_events = [line for line in cut[:-1] if line.startswith(_EVENT) and any(kind in line for kind in _STAY)]
             self._file.truncate(place.length)
@@ -135,7 +135,7 @@ class TrainingWriter(LineWriter):
         remove_others(self.path.parent, places)
 
 
-# Events of the training itself, which do not come again when steps are repeated.
+# Events of the training as a whole, which do not recur when steps are repeated.
 _EVENT, _STAY = b'{"event":', tuple(f'"kind":"{kind}"'.encode() for kind in ("resumed", "restarted", "out"))
 
 
@@ -155,12 +155,12 @@ def start_training(training: Training, store: Path) -> TrainingWriter:
 
 
 def reopen_training(path: Path) -> TrainingWriter:
-    """Open a stream to continue it. Raises StoreError where another process is writing it."""
+    """Opens a stream to continue it. Raises StoreError if another process is writing it."""
     try:
         file = open_file(path, "r+b")
     except OSError as error:
         raise StoreError(f"the training's file {path} cannot be written ({error.strerror}).") from None
-    # Two processes that append would interleave their lines.
+    # Two appending processes would interleave their lines.
     if not lock(file, 0):
         file.close()
         raise StoreError(f"another process is writing the training {path.parent.name}. Wait for its end.")
@@ -176,7 +176,7 @@ def reopen_training(path: Path) -> TrainingWriter:
 
 
 def _places(path: Path) -> tuple[ResumePlace, ...]:
-    """The places up to which the stream is still intact; without any, the first step of the first seed."""
+    """Returns the places before which the stream is intact; if there is none, the first step of the first seed."""
     file = path.with_name(_PLACES)
     try:
         plain = json.loads(read_file(file))
@@ -187,7 +187,7 @@ def _places(path: Path) -> tuple[ResumePlace, ...]:
         raise StoreError(
             f"{file}, which says where to resume, is broken ({error!s:.120}). Remove it to begin at the first step."
         ) from None
-    # A place is believed only if the stream still has what it had then, bit for bit.
+    # A place is only used if the stream before it is unchanged, bit for bit.
     stream = read_file(path)
     begun = ResumePlace(0, 0, stream.find(b"\n") + 1)
 
@@ -200,13 +200,13 @@ def _places(path: Path) -> tuple[ResumePlace, ...]:
 
 
 def newest_checkpoint(path: Path) -> tuple[Path, ResumePlace] | None:
-    """The folder of the newest checkpoint and its place; None where there is none."""
+    """Returns the folder of the newest checkpoint and its place; None if there is none."""
     place = _places(path)[-1]
     return (path.parent.resolve() / _CHECKPOINTS / place.folder, place) if place.folder else None
 
 
 def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:
-    """Remove checkpoints that no place names: older ones, and incomplete ones that a kill left."""
+    """Removes checkpoints that no place names: older ones, and incomplete ones after a kill."""
     named = {place.folder for place in places}
     for path in (folder / _CHECKPOINTS).glob("*"):
         if path.name not in named:
@@ -214,7 +214,7 @@ def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:
 
 
 def find_training(word: str, store: Path) -> Path:
-    """Like KIND.find, with 'last' for the newest; raises RunNotFound where there is none."""
+    """Like KIND.find, with 'last' for the newest; raises RunNotFound if there is none."""
     newest = KIND.newest(store)
     path = newest if word == "last" else KIND.find(word, store)
     if path is None:
@@ -227,20 +227,20 @@ _ROLES = {role.value for role in ArmRole}
 
 
 def _training_from(plain: Any) -> Training:
-    """A training from the header of its file, without the arms and values that only other versions have."""
-    # Roles of other versions are arms that this one cannot judge.
+    """Returns a training from the header of its file, without arms and values that only other versions know."""
+    # Arms with roles of other versions cannot be judged here.
     arms = [dict(arm) for arm in plain["arms"] if arm.get("role", "candidate") in _ROLES]
     for arm in arms:
         arm["settings"] = [pair for pair in arm.get("settings", ()) if pair[0] in SETTINGS_RULES]
     request = plain["request"]
-    # Bands and settings of other versions are unknown here, and change nothing that was measured.
+    # Bands and settings of other versions are unknown here, and do not affect measurements.
     bands = [band for band in request.get("bands", BANDS) if band in BANDS] or ["none"]
     settings = _with_keys(request.get("settings", {}))
     settings = {name: value for name, value in settings.items() if not _is_of_others(name, value)}
     return decode(Training, {**plain, "arms": arms, "request": {**request, "bands": bands, "settings": settings}})
 
 
-# Settings of older headers, with their defaults, which are keys of the optimizer or the schedule now.
+# Settings of older headers, with their defaults, which are now keys of the optimizer or the schedule.
 _OLDER_KEYS: Mapping[str, tuple[str, object]] = {
     "betas": ("optimizer", []),
     "weight_decay": ("optimizer", 0.1),
@@ -250,7 +250,7 @@ _OLDER_KEYS: Mapping[str, tuple[str, object]] = {
 
 
 def _with_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a header; older ones have numbers of the optimizer and the schedule on their own."""
+    """Returns the settings of a header; older ones have separate numbers of the optimizer and the schedule."""
     words = dict(settings)
     for key, (option, default) in _OLDER_KEYS.items():
         value = words.pop(key, default)
@@ -280,7 +280,7 @@ def load_head(path: Path) -> Training:
 
 
 def load_training(path: Path) -> KeptTraining:
-    """Read a training. Broken lines are left out and named in `troubles`; raises StoreError for any other file."""
+    """Reads a training. Broken lines are left out and named in `troubles`; raises StoreError for any other file."""
     sheet = lines_of(path, "the training's file")
     training = read_header(sheet, path, "training", _training_from)
     names = {"", *(arm.name for arm in training.arms)}
@@ -334,9 +334,9 @@ class TrainingKind(Kind[KeptTraining]):
         for path in self.files(store):
             if (path.parent / _CHECKPOINTS).is_dir():
                 try:
-                    # The last line alone says whether the training is finished.
+                    # Only the last line says whether the training is finished.
                     ended = sheet_of(read_file(path).rstrip().rpartition(b"\n")[2]).lines[-1:]
-                except OSError:  # who can say whether they are needed?
+                except OSError:  # then it is unknown whether they are needed
                     continue
                 finished = bool(ended) and ended[0][1].get("end") == "finished"
                 state = "which is finished" if finished else "which was cut off: `train --resume` would begin it anew"
@@ -366,7 +366,7 @@ class TrainingKind(Kind[KeptTraining]):
 
 
 def _line(path: Path) -> str:
-    """A line of `history list`: '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
+    """Returns a line of `history list`: '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
     training = load_head(path)
     arms = ", ".join(arm.name for arm in training.arms if not arm.is_band)
     ranks, settings = training.request.ranks, training.request.settings

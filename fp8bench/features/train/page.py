@@ -1,8 +1,7 @@
 """A training as an HTML page: the table of arms, curves over steps, tensors by layer, and events.
 
 A point of a loss is the mean over the window that ends there. Windows are as long as the endpoint's, so that the last
-point is the endpoint; the first ones have fewer steps. A point of the gap is what it would be, had the training ended
-there.
+point is the endpoint; the first ones have fewer steps. A point of the gap is the gap if the training had ended there.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _MOST_EVENTS = 300
 
 
 def page_of(judged: JudgedTraining) -> Page:
-    """The terminal's page, with charts behind its tables."""
+    """Returns the terminal's page, with charts after its tables."""
     stored, training, text = judged.kept, judged.training, view.whole_page(judged, _MOST_EVENTS)
     parts = (
         *(part for part in text.parts if part.name != "ending"),
@@ -80,8 +79,8 @@ def _worth_showing(element: Element) -> bool:
 
 def _memory(stored: KeptTraining) -> Iterator[Element]:
     uses = {cost.arm: cost.memory for cost in stored.of(ArmCost) if cost.memory is not None}
-    # Peaks are at different moments in different arms; the end of the forward pass is the same one in all.
-    common = any(use.forward for use in uses.values())  # not kept of older trainings
+    # Peaks are at different moments in different arms; the end of the forward pass is the same in all.
+    common = any(use.forward for use in uses.values())  # older trainings did not store it
     sizes = {name: dict(use.forward if common else use.roles) for name, use in uses.items()}
     used = set().union(*sizes.values())
     shown = [role for role in MemoryRole if role.value in used]
@@ -99,7 +98,7 @@ def _memory(stored: KeptTraining) -> Iterator[Element]:
         yield table("memory", f"Tensors {when}, each arm alone in memory", cols, list(sizes))
 
 
-# Points of a line, and at most so many arms have their tensors drawn.
+# The number of points on a line, and of arms whose tensors are drawn.
 _PLACES, _MOST_ARMS = 30, 3
 # Figures of a reading: name, which value is the worst, its value and text.
 _WORST: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
@@ -111,7 +110,7 @@ _WORST: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[
 
 
 def worst_readings(stored: KeptTraining) -> Iterator[Element]:
-    """For each candidate and role, the layer and step with the worst figures over all seeds."""
+    """Yields, for each candidate and role, the layer and step with the worst figures over all seeds."""
     candidates = {arm.name for arm in stored.training.arms if arm.role is ArmRole.CANDIDATE}
     readings = (reading for reading in stored.of(LayerReading) if reading.arm in candidates)
     by_role = together(((reading.arm, reading.role), reading) for reading in readings)
@@ -145,22 +144,22 @@ def tensor_lines(stored: KeptTraining) -> Iterator[Element]:
 
 def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> Iterator[Lines]:
     """Yields a chart for each role of tensors with a line for each layer, those that move most first."""
-    # A line of thirty points shows a drift; the CSV has every reading.
+    # Thirty points are enough to show a drift; the CSV has every reading.
     steps = sorted({reading.step for reading in readings})
     steps = sorted({steps[round(place * (len(steps) - 1) / (_PLACES - 1))] for place in range(_PLACES)})
     for role in Role:
         layers: dict[str, dict[int, float]] = {}
         for reading in readings:
-            # Multiplied by its scale: what the format had to hold.
+            # Multiplied by its scale: the value that the format had to represent.
             magnitude = (reading.amax or 0.0) * reading.scale
             if reading.role == role and reading.step in steps and 0 < magnitude < math.inf:
                 layers.setdefault(reading.layer, {})[reading.step] = math.log2(magnitude)
         if not layers:
             continue
         series = []
-        # Layers that move most come first: a reader looks at few lines.
+        # Layers that move most come first, because a reader looks at few lines.
         for layer in sorted(layers, key=lambda layer: min(layers[layer].values()) - max(layers[layer].values())):
-            # Around its own middle, since layers lie many octaves apart.
+            # Centred at its median, since layers are many octaves apart.
             octaves, middle = layers[layer], median(layers[layer].values())
             marks = [Mark("", octaves[step] - middle) if step in octaves else None for step in steps]
             series.append((layer, tuple(marks)))
@@ -177,12 +176,12 @@ def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> I
 
 # An arm's name with its marks.
 Series = tuple[str, tuple[Mark | None, ...]]
-# At most so many points of a curve are drawn; the CSV has every number.
+# At most this many points of a curve are drawn; the CSV has every number.
 _POINTS = 60
 
 
 def ends_of(steps: int) -> tuple[int, ...]:
-    """How many steps are done at the end of each window, with the last step."""
+    """Returns the number of finished steps at the end of each window, including the last step."""
     count = min(_POINTS, steps)
     return tuple(sorted({1 + round(number * (steps - 1) / max(1, count - 1)) for number in range(count)} | {steps}))
 
@@ -198,7 +197,8 @@ def _draw_losses(training: KeptTraining, curves: Curves, ends: Sequence[int]) ->
     series = []
     for arm in training.training.arms:
         if not arm.is_band:
-            # 1. The mean of each seed's window, 2. then that over seeds; the reference shows their range as a band.
+            # 1. Compute the mean of each seed's window, 2. then that over seeds; the reference shows their range as a
+            # band.
             seeds = [_window_means(curve, ends) for curve in curves_of_arm(curves, arm.name).values()]
             banded = arm.role is ArmRole.REFERENCE
             series.append((arm.name, tuple(_mark_loss(losses, banded) for losses in _by_end(seeds, ends))))
@@ -237,10 +237,10 @@ def _draw_gaps(training: KeptTraining, curves: Curves, ends: Sequence[int], refe
 
 
 def _flag_alarms(training: KeptTraining, series: Iterable[Series], ends: Sequence[int]) -> tuple[Series, ...]:
-    """Alarms stand at the mark of their step, or the last one before it: a value that is not finite has no mark."""
+    """Marks alarms at their step, or at the last mark before it, since a value that is not finite has no mark."""
     flagged = []
     for name, marks in series:
-        # Positions among the marks that are drawn; an alarm moves to the last of them before it.
+        # Positions among the drawn marks; an alarm moves to the last one before it.
         drawn = [place for place, mark in enumerate(marks) if mark is not None]
         alarms = together(
             (bisect_right(drawn, bisect_left(ends, event.step + 1)), event)
@@ -284,13 +284,13 @@ def figure_charts(judged: JudgedTraining) -> Iterator[Lines]:
 
 
 def _draw_figure(figure: Figure, arms: Sequence[Arm], rows: Sequence[tuple[str, int, float]]) -> Iterator[Lines]:
-    # Watched figures come every few steps: points stand where there are values.
+    # Watched figures exist every few steps, so points are placed where there are values.
     steps = sorted({step for _, step, _ in rows})
     ends = [steps[end - 1] + 1 for end in ends_of(len(steps))] if steps else []
     names = ["all arms"] if figure.shared else [arm.name for arm in arms]
     series, different = [], set[float]()
     for name in names:
-        # The rows of an arm come in the order of steps: each window between two points is a slice of them.
+        # The rows of an arm are in order of steps, so each window between two points is a slice of them.
         values = [(step, value) for arm, step, value in rows if figure.shared or arm == name]
         by_end = together((bisect_left(ends, step + 1), value) for step, value in sorted(values))
         points = [figure.pick(by_end[place]) if place in by_end else math.nan for place in range(len(ends))]
@@ -310,7 +310,7 @@ def _draw_figure(figure: Figure, arms: Sequence[Arm], rows: Sequence[tuple[str, 
 
 
 def _window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
-    """The mean loss before each end; NaN where the curve is shorter, or not finite."""
+    """Returns the mean loss before each end; NaN if the curve is shorter, or not finite."""
     window, means = last_of(curve.steps), []
     for end in ends:
         losses = curve.losses[max(0, end - window) : end] if end <= len(curve.losses) else ()
@@ -319,7 +319,7 @@ def _window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
 
 
 def _by_end(seeds: Sequence[Sequence[float]], ends: Sequence[int]) -> Iterator[list[float]]:
-    """The finite values of all seeds at each end."""
+    """Yields the finite values of all seeds at each end."""
     for place in range(len(ends)):
         yield [values[place] for values in seeds if math.isfinite(values[place])]
 
@@ -331,7 +331,7 @@ def _mark_loss(losses: Sequence[float], banded: bool) -> Mark | None:
 
 
 def _mark_gap(gaps: Sequence[float]) -> Mark | None:
-    """In percent; with one seed there is no interval."""
+    """Returns the gap in percent; with one seed there is no interval."""
     gap = gap_of([100 * gap for gap in gaps])
     if gap is None:
         return None

@@ -1,4 +1,4 @@
-"""The progress of a training: a board on a terminal, lines in a log, its page rewritten as it goes, and scalars for
+"""The progress of a training: a board on a terminal, lines in a log, its page rewritten regularly, and scalars for
 boards.
 
 All of it happens between slices, where no step is timed. A failure is reported and does not stop the training.
@@ -77,15 +77,15 @@ class _Watching(TrainingObserver):
 
     @property
     def _arms_with_loss(self) -> list[ArmNow]:
-        """The arms of this seed; the one-ulp arm has no loss after the first."""
+        """The arms of this seed; the one-ulp arm has no loss after the first seed."""
         return [now for now in self._arms.values() if now.loss is not None]
 
     def _where(self, number: int, step: int) -> str:
-        """'seed 2/5, step 120/300, about 40 s left'."""
+        """Returns 'seed 2/5, step 120/300, about 40 s left'."""
         request = self._training.request
         done = (number + step / request.steps) / request.seeds
         if self._done_before is None:
-            # Of a resumed training, or after the first slice: starting a worker takes no part of each later one.
+            # At a resume, or after the first slice: starting a worker is not part of later slices.
             self._done_before, self._begun = done, self._clock()
         remaining = ""
         if done < 1:
@@ -95,7 +95,7 @@ class _Watching(TrainingObserver):
 
 
 class TrainingLines(_Watching):
-    """For logs and pipes: a line after each validation."""
+    """Progress for logs and pipes: a line after each validation."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(say, clock)
@@ -105,7 +105,7 @@ class TrainingLines(_Watching):
     def trained(self, number: int, step: int, lines: Lines) -> None:
         super().trained(number, step, lines)
         where = self._where(number, step)
-        # A log gets a line where held-out losses are new, or where it was silent for long.
+        # A log gets a line for new held-out losses, or after a long silence.
         losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._arms_with_loss)
         validated = any(isinstance(line, Validation) for line in lines)
         silent = self._clock() - self._said_at >= _SILENT_SECONDS
@@ -115,7 +115,7 @@ class TrainingLines(_Watching):
 
 
 class TrainingBoard(_Watching):
-    """For a terminal: a board that stays in place, below the sentences."""
+    """Progress for a terminal: a board that updates in place, below the sentences."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class TrainingBoard(_Watching):
     def trained(self, number: int, step: int, lines: Lines) -> None:
         super().trained(number, step, lines)
         where = self._where(number, step)
-        # A terminal that is redrawn after each slice flickers.
+        # Redrawing a terminal after each slice would flicker.
         if self._arms_with_loss and self._clock() - self._shown_at >= REDRAW_SECONDS:
             self._shown_at = self._clock()
             page = board_of(where, self._arms_with_loss)
@@ -152,7 +152,7 @@ class TrainingBoard(_Watching):
 
 @dataclass
 class ArmNow:
-    """An arm in the present seed. `seconds` is the time of the last timed step, `alarms` are of all seeds, `ended` says
+    """An arm in the current seed. `seconds` is the time of the last timed step, `alarms` are of all seeds, `ended` says
     why the arm ended early."""
 
     arm: Arm
@@ -166,7 +166,7 @@ class ArmNow:
 
     def begin_seed(self) -> None:
         self.loss = self.held_out = None
-        if not self.ended.startswith(_OUT):  # an arm that is out stays so in later seeds
+        if not self.ended.startswith(_OUT):  # an arm that is out stays out in later seeds
             self.ended = ""
 
     def take(self, line: StreamLine) -> None:
@@ -223,7 +223,7 @@ Say = Callable[[str], None]
 def outward(
     inner: TrainingObserver, store: Path, live: Path | None, log: Sequence[LogTarget] = ()
 ) -> Iterator[TrainingObserver]:
-    # Each sink may fail by itself: the training and the others go on.
+    # Each sink may fail separately: the training and the others continue.
     observers: list[_Outward] = []
     if live is not None:
         observers.append(LivePage(live, store, inner.note))
@@ -242,7 +242,7 @@ class _Outward(TrainingObserver):
         self._training = training
 
     def close(self) -> None:
-        """The training has ended, for whatever reason."""
+        """The training has ended, for any reason."""
 
 
 class _Several(TrainingObserver):
@@ -260,7 +260,7 @@ class _Several(TrainingObserver):
 
 
 class LivePage(_Outward):
-    """The report of what was kept so far, which a browser reloads by itself until the training ends."""
+    """The report of what was stored so far, which a browser reloads until the training ends."""
 
     def __init__(self, file: Path, store: Path, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._file, self._store, self._say, self._clock = file, store, say, clock
@@ -273,7 +273,7 @@ class LivePage(_Outward):
         where = f"seed {number + 1} of {request.seeds}, step {step} of {request.steps}"
         written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._write(f"Written while it trains, in {where}, at {written}: all figures are of what was kept.")
-        # A page of a long training takes seconds to write: it may cost two percent of the time.
+        # A page of a long training takes seconds to write; limit it to two percent of the time.
         self._due = self._clock() + max(PAGE_SECONDS, (self._clock() - begun) / _PAGE_SHARE)
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class LivePage(_Outward):
             return
         try:
             stored = load_training(path)
-            # While it goes on the page must not say that the training was cut off.
+            # During the training the page must not say that the training was cut off.
             page = page_of(JudgedTraining(replace(stored, finished=stored.finished or bool(state))))
             if state:
                 head = Part("live", "In progress", (Text(state, Tone.DOUBT),))
@@ -299,7 +299,7 @@ class LivePage(_Outward):
 
 
 class LiveLog(_Outward):
-    """Logs the scalars of all arms as they come, and the summaries of a training that is finished."""
+    """Logs the scalars of all arms as they arrive, and the summaries of a finished training."""
 
     def __init__(self, targets: Sequence[LogTarget], store: Path, say: Say) -> None:
         self._targets, self._store, self._say = targets, store, say

@@ -38,7 +38,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "sgd": {"momentum": 0.9, "weight_decay": 0.1},
     "adafactor": {"beta2_decay": -0.8, "d": 1.0, "weight_decay": 0.1},
 }
-# Why other classes of torch.optim cannot take these steps.
+# Why other classes of torch.optim are not supported.
 NOT_STEPPED = {
     "muon": "it updates matrices only, and a model also has norms and biases",
     "sparseadam": "it takes sparse gradients, and these are dense",
@@ -76,7 +76,7 @@ WIRES, WIRED = ("fp32", "bf16", "fp8"), ("zero", "sp")
 CUT = ("tp", "sp")
 # What a trained model may be scored on (tasks.py).
 TASKS = ("cloze", "copy", "retrieval")
-# Arms that show what chance does to the reference.
+# Arms that show the effect of chance on the reference.
 BANDS = ("repeat", "one-ulp")
 
 
@@ -94,7 +94,7 @@ def _are_rates(value: object) -> bool:
 
 
 def clip_of(clip: float | str) -> tuple[float, str]:
-    """The largest norm in `--clip`, and the kind of group that may have it; '' for all gradients together."""
+    """Returns the largest norm in `--clip`, and the kind of group that it applies to; '' for all gradients together."""
     most, _, group = str(clip).partition("/")
     return number_of(most), group
 
@@ -107,8 +107,8 @@ def _is_clip(value: object) -> bool:
 
 
 def parse_optimizer(word: str) -> tuple[str, dict[str, Any]]:
-    """The name and all keys in 'NAME[:key=value...]', or the class and the given keys in 'FILE.py:CLASS[:...]'. Raises
-    UsageError for what is not listed."""
+    """Returns the name and all keys in 'NAME[:key=value...]', or the class and the given keys in 'FILE.py:CLASS[:...]'.
+    Raises UsageError for unlisted ones."""
     name, _, tail = word.partition(":")
     target, _, keys = tail.partition(":")
     # Keys hold an equals sign; the class of a user's file does not.
@@ -122,7 +122,7 @@ def parse_optimizer(word: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_schedule(word: str) -> tuple[str, dict[str, Any]]:
-    """The name and all keys in 'NAME[:key=value...]'. Raises UsageError for what is not listed."""
+    """Returns the name and all keys in 'NAME[:key=value...]'. Raises UsageError for unlisted ones."""
     name, _, keys = word.partition(":")
     if name not in SCHEDULES:
         raise UsageError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r:.80}.")
@@ -135,7 +135,7 @@ def _pairs(keys: str) -> list[tuple[str, str]]:
 
 
 def _keys_of(option: str, name: str, keys: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults with the given keys; raises UsageError for others and for values out of bounds."""
+    """Returns the defaults with the given keys; raises UsageError for others and for values out of bounds."""
     values = dict(defaults)
     for key, text in _pairs(keys):
         if key not in defaults:
@@ -176,7 +176,7 @@ def _count(default: int, most: int, words: str, group: str = LENGTH) -> Any:
 
 
 def _as_in_a_run(default: Any, name: str, words: str = "", group: str = LENGTH) -> Any:
-    """A field that a run has, too, with its own default, and its own help where given."""
+    """Returns a field that runs have, too, with a separate default and, if given, separate help."""
     shared = _OF_A_RUN[name]
     return option(
         default, shared.rule, words or shared.help, shared.metavar, group, called=shared.called, parse=shared.parse
@@ -184,7 +184,7 @@ def _as_in_a_run(default: Any, name: str, words: str = "", group: str = LENGTH) 
 
 
 def file_of(start: str) -> Path | None:
-    """The file that --start names, also with its digest after '::'; None for a training or its checkpoint."""
+    """Returns the file that --start names, also with its digest after '::'; None for a training or its checkpoint."""
     path = Path(start.partition("::")[0])
     return path if start and is_no_folder(path) else None
 
@@ -201,7 +201,7 @@ def refuse_ranks(request: Any) -> None:
     )
     for word, is_set in of_ranks:
         if ranks is None and (is_set or word in swept):
-            raise UsageError(f"{word} is for several ranks, and there is one. Add --ranks N.")
+            raise UsageError(f"{word} only works with several ranks, but there is one. Add --ranks N.")
     if ranks is not None and not request.isolation:
         raise UsageError("--no-isolation is for one process, and --ranks starts several. Leave one of them out.")
 
@@ -209,7 +209,7 @@ def refuse_ranks(request: Any) -> None:
 @dataclass(frozen=True)
 class TrainerSettings:
     """How a model is trained. An arm may replace some of these by name (`Arm.settings`). `make` names the maker of a
-    user's own model and batches; settings of the built-in models then do not apply."""
+    user's model and batches; settings of the built-in models then do not apply."""
 
     model: str = option(
         "nano",
@@ -386,7 +386,7 @@ SETTINGS_RULES: Mapping[str, Rule] = {name: own.rule for name, own in options_of
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """What a user asks of `fp8bench train`. `margin` is a share of the reference's loss."""
+    """The options of `fp8bench train`. `margin` is a share of the reference's loss."""
 
     dtypes: tuple[str, ...] = _as_in_a_run(("bf16", "fp8"), "dtypes", group="")
     reference: str | None = _as_in_a_run(None, "reference", group=WHAT)
@@ -455,7 +455,7 @@ class TrainingRequest:
 
 
 TRAINING_RULES: Mapping[str, Rule] = {name: own.rule for name, own in options_of(TrainingRequest).items()}
-# A quick training has one seed of so many steps.
+# A quick training has one seed with this many steps.
 QUICK_STEPS = 60
 
 

@@ -1,6 +1,6 @@
 """Plans and runs a training, or resumes one. Its stream of lines is the result.
 
-Memory and energy of each arm are measured in passes of their own, before and after the steps.
+Memory and energy of each arm are measured in separate passes, before and after the steps.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from fp8bench.user_code import import_user_modules
 
 
 def train(request: TrainingRequest, store: Path, observer: TrainingObserver, command: str) -> KeptTraining:
-    """Train all arms of all seeds; after an interrupt `finished` is False. Raises NotKept with what was kept where the
-    store fails, and WorkerError where the reference cannot go on."""
+    """Trains all arms of all seeds; after an interrupt `finished` is False. Raises NotKept with what was stored if the
+    store fails, and WorkerError if the reference cannot continue."""
     request = with_scales(started_from(request, store), store)
     with _ready(request, store) as (worker, text):
         training = _plan(request, worker, text, command)
-        # A user's own model is tried before anything is written: a model that fails leaves no stored training.
+        # A user's model is tried before anything is written, so that a failing model leaves no stored training.
         covered = _coverage_events(training, worker)
         # The number of parameters is known once the reference was built.
         training = replace(training, parameters=_reference(training, worker).parameters)
@@ -74,8 +74,8 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
 
 
 def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, KeptTraining]:
-    """Go on from the last place that was kept; False for a finished training. Raises UsageError where a file is
-    missing, or machine, software, commit, text or plan have changed: losses would not be the same."""
+    """Continues from the last place that was stored; False for a finished training. Raises UsageError if a file is
+    missing, or machine, software, commit, text or plan have changed: losses would differ."""
     stored = load_training(path)
     if stored.finished:
         return False, stored
@@ -85,7 +85,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
     refuse_files_elsewhere(title, request.imports, request.data)
     with _ready(request, store) as (worker, text):
         for difference in _differences(training, _plan(request, worker, text)):
-            raise cannot_resume(title, difference, "The two halves would not be one training; start a new one.")
+            raise cannot_resume(title, difference, "The two parts would not form one training; start a new one.")
         writer = reopen_training(path)
         place = writer.places[-1]
         writer.go_back(place)
@@ -95,7 +95,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
 
 
 def plan_training(request: TrainingRequest, store: Path) -> tuple[Training, ArmState]:
-    """A training as planned, and its reference's state."""
+    """Returns a training as planned, and its reference's state."""
     request = with_scales(started_from(request, store), store)
     with _ready(request, store) as (worker, text):
         training = _plan(request, worker, text)
@@ -117,7 +117,7 @@ def _differences(training: Training, today: Training) -> Iterator[str]:
 
 @contextmanager
 def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, TrainingText]]:
-    """Yields a worker and the text, after everything has been checked that can be without a worker."""
+    """Yields a worker and the text, after all checks that are possible without a worker."""
     # User modules may register precisions that the request names.
     import_user_modules(request.imports)
     check_training(request)
@@ -144,7 +144,7 @@ def no_text(make: str) -> TrainingText:
 
 
 def _plan(request: TrainingRequest, worker: Worker, text: TrainingText, command: str = "") -> Training:
-    """The training as planned for the worker's machine; `parameters` is still 0."""
+    """Returns the training as planned for the worker's machine; `parameters` is still 0."""
     device = device_of(request, worker.probe())
     # The environment includes the modules or files of a user's maker and optimizer.
     targets = request.settings.make, parse_optimizer(request.settings.optimizer)[0]
@@ -161,7 +161,7 @@ def _worker(request: TrainingRequest, settings: Settings) -> Worker:
 
 
 def _coverage_events(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
-    """Check that a user's own model can be trained; the events say how much of it each arm converts."""
+    """Checks that a user's model can be trained; the events say how much of it each arm converts."""
     if not training.request.settings.make:
         return ()
     try:
@@ -179,9 +179,9 @@ def _reference(training: Training, worker: Worker) -> ArmState:
     reference, lab = training.arms[0], lab_of(worker, START_SECONDS)
     try:
         if not (states := lab.begin(training.task((reference,)))):
-            lab.validate(reference.name)  # raises the reason why it could not be built
+            lab.validate(reference.name)  # raises the reason if it could not be built
         if training.request.settings.metric:
-            lab_of(worker, FIRST_SECONDS).validate(reference.name, True)  # a metric that fails does so before any step
+            lab_of(worker, FIRST_SECONDS).validate(reference.name, True)  # a metric should fail before any step
     except WorkerFault as fault:
         raise as_usage(fault) from None
     (state,) = states
@@ -189,7 +189,7 @@ def _reference(training: Training, worker: Worker) -> ArmState:
 
 
 SEVERAL = "several ranks train together, and energy is measured for one process only"
-# Steps that are timed to find out how long one takes.
+# Steps that are timed to estimate the duration of one.
 _FEW_STEPS = 3
 
 
@@ -200,12 +200,12 @@ class _WholeRun(TrainingRun):
     def run_all(self) -> KeptTraining:
         try:
             self.observer.begun(self.training)
-            # Memory is measured with no other arm loaded, so before all of them are.
+            # Measure memory before all arms are loaded, because each is measured alone.
             self._measure_memory()
-            # Now that each arm's size is known: a refusal here costs seconds, an overflow later hours.
+            # Check sizes now that they are known: refusing now costs seconds, overflowing later costs hours.
             check_room(self.training, self._lines_of(ArmCost))
             self._train_seeds()
-            # Windows need steps like the last ones: after them, when losses no longer depend on it.
+            # Windows need steps like the last ones, so they follow them, when losses no longer depend on it.
             self._measure_energy()
             self.writer.finish("finished")
         except KeyboardInterrupt:
@@ -238,7 +238,8 @@ class _WholeRun(TrainingRun):
         return load_training(self.writer.path).of(kind)
 
     def _without(self, has: Callable[[ArmCost], object]) -> list[Arm]:
-        """The trained arms without such a line. Bands of the reference cost what it does, and are left out."""
+        """Returns the trained arms without such a line. Bands of the reference cost as much as it does, and are left
+        out."""
         measured = {cost.arm for cost in self._lines_of(ArmCost) if has(cost)}
         return [arm for arm in self.training.compared_arms if arm.name not in measured]
 
@@ -247,7 +248,7 @@ class _WholeRun(TrainingRun):
             self.writer.append(costs)
 
     def _measure_memory(self) -> None:
-        """Measure every arm's memory alone, before all steps; a resumed training has it already."""
+        """Measures every arm's memory alone, before all steps; a resumed training already has it."""
         missing = self._without(lambda cost: not cost.energy)
         for arm in missing:
             self.observer.working(arm.name, "measuring the memory")
@@ -260,10 +261,11 @@ class _WholeRun(TrainingRun):
                 cost = ArmCost(arm.name, self.training.request.seed, why=reason)
             self._keep(cost)
         if missing and self.training.device.accelerated:
-            self.worker.restart()  # a process that has recorded a GPU's memory is not used for timing
+            self.worker.restart()  # a process that has recorded a GPU's memory must not be used for timing
 
     def _measure_energy(self) -> None:
-        """In windows of each arm's own, with further steps of the arms that the last seed left in memory."""
+        """Measures energy in separate windows per arm, with further steps of the arms that the last seed left in
+        memory."""
         request = self.training.request
         missing = self._without(lambda cost: cost.energy) if request.energy else []
         if not missing:
@@ -287,7 +289,7 @@ class _WholeRun(TrainingRun):
         for arm in arms:
             try:
                 reason = lab.check(arm.name).wrong
-                # A window is as long as its steps: a few of them say how long one takes.
+                # The size of a window depends on the duration of a step, which a few steps show.
                 seconds = 0.0 if reason else lab.loop(arm.name, _FEW_STEPS) / _FEW_STEPS
             except WorkerError as error:
                 reason = str(error)

@@ -1,7 +1,7 @@
-"""Trains one seed: all its arms take turns in slices of a few steps, until the last step.
+"""Trains one seed: its arms run in turns of a few steps, until the last step.
 
-Every slice is kept before the next one starts. After a lost worker, a fresh one repeats what no checkpoint had; an arm
-in whose slice that happens twice is out, and the others go on.
+Every slice is stored before the next one starts. After a lost worker, a fresh one repeats the steps since the last
+checkpoint; an arm that loses its worker twice is excluded, and the others continue.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from fp8bench.measure.limits import HANG_SECONDS, HANG_STEPS
 from fp8bench.measure.sensors.driver import Looks
 from fp8bench.model.readings import Reading
 
-# Steps of an arm before the next arm's turn: a machine that is slow for a while slows all of them.
+# Steps of an arm before the next arm's turn, so that a temporarily slow machine slows all of them.
 SLICE = 5
-# Limit for the first slice, whose time is unknown and includes compiling.
+# Limit in seconds for the first slice, whose time is unknown and includes compiling.
 FIRST_SECONDS = 1800.0
 _FAILURES = 2
-# A driver's figure of how busy the device is covers about so long.
+# A driver's utilization figure covers about this many seconds.
 _LOOK_SECONDS = 1.0
 
 
 @dataclass
 class SeedPace:
-    """The most seconds that a step has taken so far, from which follows when a worker counts as hung."""
+    """The longest time of a step so far, from which the time limit of a worker follows."""
 
     slowest: float = 0.0
 
@@ -65,7 +65,7 @@ def lab_of(worker: Worker, seconds: float) -> Lab:
 
 
 class _Lost(Exception):
-    """The worker was lost in a request: of `arm`, or of all arms where that is None."""
+    """The worker was lost in a request: of `arm`, or of all arms if that is None."""
 
     def __init__(self, arm: Arm | None, error: WorkerError) -> None:
         super().__init__(str(error))
@@ -74,7 +74,7 @@ class _Lost(Exception):
 
 @dataclass
 class TrainingRun:
-    """A training under way: its worker, the file that keeps its lines, and who is told of it."""
+    """A running training: its worker, the file for its lines, and its observer."""
 
     training: Training
     worker: Worker
@@ -84,8 +84,8 @@ class TrainingRun:
 
 @dataclass
 class SeedRun(TrainingRun):
-    """Runs all arms of seed `number`, counted from 0. `out` says why arms are no longer trained; `device` reads how
-    busy the device is, where that is possible."""
+    """Runs all arms of seed `number`, counted from 0. `out` says why arms are no longer trained; `device` reads the
+    device's utilization, if possible."""
 
     number: int
     pace: SeedPace
@@ -96,7 +96,7 @@ class SeedRun(TrainingRun):
     _health: Health = field(init=False)
 
     def run(self, from_start: bool) -> None:
-        """Train from the first step, or from the newest place that can be resumed, to the last step."""
+        """Trains from the first step, or from the newest place that can be resumed, to the last step."""
         self._health = Health(self.training.arms, self.training.request.settings)
         if from_start:
             self.writer.keep(self.number, 0, None, tuple(self.out.items()))
@@ -117,7 +117,7 @@ class SeedRun(TrainingRun):
 
     @property
     def task(self) -> SeedTask:
-        """The arms that began the seed, including those that are out: checkpoints are of all of them."""
+        """The arms that began the seed, including excluded ones: checkpoints cover all of them."""
         out_before = dict(self.writer.places[0].out)
         return self.training.task(tuple(arm for arm in self._arms if arm.name not in out_before), self.number)
 
@@ -126,16 +126,16 @@ class SeedRun(TrainingRun):
         return [arm for arm in self.task.arms if arm.name not in self.out]
 
     def _begin(self) -> int:
-        """Build the arms and restore the newest sound checkpoint; returns the next step."""
+        """Builds the arms and restores the newest sound checkpoint; returns the next step."""
         lab = lab_of(self.worker, START_SECONDS)
         with _faults():
             states = lab.begin(self.task)
-        if not states:  # no arm could be built although the worker is empty: a fresh one would fail, too
+        if not states:  # no arm could be built in an empty worker: a fresh one would fail, too
             lab.validate(self.task.arms[0].name)
         place = self._restore(lab)
         self.writer.go_back(place)
         self._health = Health(self._arms, self.training.request.settings)
-        # Rules have to know what came before the place where training goes on.
+        # Rules must see the lines before the place where training continues.
         self._health.see(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
         if not place.step:
             self._keep_lines(tuple(self._first_lines(states)), 0)
@@ -156,7 +156,7 @@ class SeedRun(TrainingRun):
         return first
 
     def _rounds(self, step: int) -> None:
-        """Give every arm a slice, in an order drawn from the seed, until the last step."""
+        """Runs a slice of every arm, in an order drawn from the seed, until the last step."""
         request = self.training.request
         if step == 0:
             self._validate(step)
@@ -177,7 +177,7 @@ class SeedRun(TrainingRun):
                 self._checkpoint(step)
 
     def _device_use(self, step: int) -> Iterator[StepFigure]:
-        """The driver's figures for about the last second, whichever arms ran in it."""
+        """Yields the driver's figures for about the last second, regardless of arms."""
         if self.device is None or time.monotonic() - self._looked < _LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -190,23 +190,23 @@ class SeedRun(TrainingRun):
             self._keep_lines(self._ask(arm, 0, "validate", arm.name), step)
 
     def _first_lines(self, states: Sequence[ArmState]) -> Iterator[StreamLine]:
-        """Figures of what each arm keeps between steps."""
+        """Yields figures of what each arm keeps in memory between steps."""
         for state in states:
             for role, size in state.bytes_per_parameter:
                 yield StepFigure(state.arm, self.seed, 0, BYTES_PER_PARAMETER, size, role)
 
     def _ask(self, arm: Arm, steps: int, name: str, *arguments: Any) -> Any:
-        """Call the lab; `steps` are those that the call takes."""
+        """Calls a method of the lab; `steps` is the number of training steps in the call, for its time limit."""
         began = time.monotonic()
         with _faults(arm):
-            # The limit follows the slowest step so far, so that a slow machine is not taken for a hung one.
+            # The limit follows the slowest step so far, so that a slow machine is not mistaken for a hung one.
             answer = getattr(lab_of(self.worker, self.pace.limit(max(steps, SLICE))), name)(*arguments)
         if steps:
             self.pace.took(time.monotonic() - began, steps)
         return answer
 
     def _keep_lines(self, lines: Lines, step: int) -> None:
-        # Alarms are stored behind the lines that raised them, so that a resume finds both.
+        # Alarms are stored after the lines that raised them, so that a resume finds both.
         lines = (*lines, *self._health.see(lines))
         with held_back():
             self.writer.append(lines)
@@ -220,12 +220,12 @@ class SeedRun(TrainingRun):
             self.writer.keep(self.number, step, folder, tuple(self.out.items()))
 
     def _go_back(self, lost: _Lost) -> None:
-        """Start a fresh worker, without the arm if it failed before. The reference cannot be left out."""
+        """Starts a fresh worker, without the arm if it failed before. The reference cannot be excluded."""
         name = lost.arm.name if lost.arm is not None else ""
         self._failures[name] = self._failures.get(name, 0) + 1
-        # The lost worker may hang: a fresh one is the only state that is known.
+        # The lost worker may hang, so only a fresh one has a known state.
         self.worker.restart()
-        # A first loss may be the machine's; a second one in the same arm is the arm's.
+        # A first loss may be the machine's fault; a second one in the same arm is the arm's.
         kind, words = "restarted", f"{lost.error}; a fresh worker goes on from the last checkpoint"
         if self._failures[name] == _FAILURES:
             if lost.arm is None or lost.arm.role is ArmRole.REFERENCE:
@@ -243,7 +243,7 @@ def _next(step: int, every: int) -> int:
 
 @contextlib.contextmanager
 def _faults(arm: Arm | None = None) -> Iterator[None]:
-    """Turns a worker's StoreError into the parent's own; any other error means that the arm, or all arms, are lost."""
+    """Converts a worker's StoreError to the parent's; any other error means that the arm, or all arms, are lost."""
     try:
         yield
     except WorkerError as error:

@@ -35,7 +35,7 @@ from fp8bench.worker.products import product_like
 
 
 def advance(trainer: Trainer, phase: Phases = SILENT, watched: bool = True) -> Iterator[StreamLine]:
-    """Take an arm's next step and yield its lines; none where the arm has stopped or is done."""
+    """Takes an arm's next step and yields its lines; none if the arm has stopped or is done."""
     if trainer.stopped or trainer.step == trainer.task.steps:
         return
     if trainer.step == 0 and (product := product_like(trainer.precision, trainer.task.facts)):
@@ -45,12 +45,12 @@ def advance(trainer: Trainer, phase: Phases = SILENT, watched: bool = True) -> I
 
 
 def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[StreamLine]:
-    """Take one step of an arm and yield its lines: the row of figures, readings where the step is watched, and events.
-    Every stride-th step is watched. Without `watched` none is, and how far weights move is not measured."""
+    """Takes one step of an arm and yields its lines: the row of figures, readings if the step is watched, and events.
+    Every stride-th step is watched. Without `watched` none is, and the size of updates is not measured."""
     optimizer, together, started = trainer.optimizer, trainer.together, time.perf_counter()
     measured, watched = watched, watched and trainer.step % trainer.task.stride == 0
 
-    # 1. Fix the rate and the loss scale, and remember what is needed to take the step again if it is not finite.
+    # 1. Fix the rate and the loss scale, and remember the state needed to repeat the step if it is not finite.
     share, scale, casts = trainer.rate_share(), trainer.loss_scale.scale, trainer.remember_casts()
     rate = optimizer.rate * share  # now: a user's schedule changes it with the update
     wire = StepWire(together.rank, again=False) if watched and trainer.task.facts.ranks > 1 else None
@@ -62,14 +62,14 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         # 3. Ranks average their gradients.
         together.average(optimizer.gradients, phase)
 
-        # 4. Unscale and clip: find by what each gradient is divided in the update, and whether the update is skipped.
+        # 4. Unscale and clip: compute the divisor of each gradient, and whether the update is skipped.
         norms = together.norms(optimizer.gradients.norms())
         norm = joint(norms) / scale
         skip = (~(loss + norm).isfinite()).to(torch.float32)
         clippings, clipping = clip(norms, norm, scale, trainer.most_norm, trainer.clip_groups)
         divisors = [divisor * scale for divisor in together.mine(clippings)]
 
-        # 5. Update the weights, and round what is kept in low precision.
+        # 5. Update the weights, and round low-precision state.
         optimizer.weights.draws(seed_of("round", trainer.task.seed, trainer.step))
         with phase.optimizer_step:
             optimizer.step(share, divisors, skip, measured)
@@ -78,14 +78,14 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         norms = together.norms([*optimizer.update_norms, *optimizer.weight_norms])
         moved, sizes = norms[: len(norms) // 2], norms[len(norms) // 2 :]
         figures = torch.stack([loss, norm, clipping, joint(moved), joint(sizes)]).tolist()
-        messages = () if wire is None else wire.sent(together.rank)  # before readings send messages of their own
+        messages = () if wire is None else wire.sent(together.rank)  # before readings send further messages
         if readings is not None:
             together.refresh(phase)
             names = trainer.parameters
             readings.see_update(dict(zip(names, moved, strict=True)), dict(zip(names, sizes, strict=True)))
     seconds = time.perf_counter() - started
 
-    # 7. Yield the row, then the readings of tensors. A watched step takes longer than others: its row has no time.
+    # 7. Yield the row, then the readings of tensors. A watched step takes longer than others, so its row has no time.
     row = _row(trainer, figures, rate, scale, 0.0 if watched else seconds)
     yield row
     if readings is not None:
@@ -95,25 +95,25 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         for message in messages:
             yield StepFigure(*place, WIRE_BYTES, message.bytes, f"{message.operation} {message.dtype}")
 
-    # 8. Adapt the loss scale; look for the first faulty tensor of a step that was not finite.
+    # 8. Adapt the loss scale; find the first faulty tensor of a step that was not finite.
     yield from trainer.end_step(row, casts, lambda: find_faulty_tensor(trainer, scale, casts))
 
 
 def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, finding: bool = False) -> Tensor:
-    """Run all micro-batches of the step forward and backward; returns the mean of their losses over all ranks.
-    `finding`: hooks look at all tensors."""
+    """Runs all micro-batches of the step forward and backward; returns the mean of their losses over all ranks.
+    `finding`: hooks inspect all tensors."""
     maker, count, losses = trainer.made, trainer.settings.micro_batches, []
-    # Gradients of the step before stayed until now: what watches a step reads them after it.
+    # Gradients of the previous step were kept until now, because watching reads them after the step.
     trainer.optimizer.gradients.begin()
     with maker.cached_weights.cast(phase):  # each weight is cast once for all micro-batches
         for number in range(count):
-            # a. The batch, which depends on seed, step and micro-batch alone.
+            # a. The batch, which depends only on seed, step and micro-batch.
             with phase.data_load:
                 batch = maker.read_batch(trainer.step, number)
-            # b. Forward, under the same random numbers in every arm.
+            # b. Forward, with the same random numbers in every arm.
             with maker.seed_batch(trainer.step, number):
                 loss = maker.compute_loss(batch, phase, finding)
-                # c. Backward from the scaled loss: small gradients stay above what a format rounds to zero.
+                # c. Backward from the scaled loss, so that small gradients do not underflow.
                 (loss * (scale / count)).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach().to(torch.float32).reshape(()))
     with phase.communication:
@@ -123,8 +123,8 @@ def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, finding:
 def clip(
     norms: list[Tensor], norm: Tensor, scale: float, most: float, groups: Sequence[str]
 ) -> tuple[list[Tensor], Tensor]:
-    """By what each gradient is divided, and by how much all shrink. `norms` are of scaled gradients, `norm` that of all
-    without the scale; `groups` names the group of each parameter."""
+    """Returns the divisor of each gradient, and the common factor by which all shrink. `norms` are of scaled gradients,
+    `norm` that of all without the scale; `groups` names the group of each parameter."""
     if not most:
         return [torch.ones_like(norm)] * len(norms), torch.ones_like(norm)
     by_group = group_values(zip(groups, norms, strict=True))
@@ -138,7 +138,7 @@ def clip(
 
 
 def find_faulty_tensor(trainer: Trainer, scale: float, casts: CastState) -> FaultyTensor | None:
-    """The first tensor of the step that was not finite, found by taking the step again without an update."""
+    """Finds the first tensor of the step that was not finite, by repeating the step without an update."""
     trainer.recall_casts(casts)
     finder = Finder()
     with trainer.present(SILENT), finder.attach(trainer.model):
@@ -169,7 +169,7 @@ def _row(trainer: Trainer, figures: list[float], rate: float, scale: float, seco
 
 
 def examine_arms(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
-    """Take a step of each arm of a user's model; returns how much each converts. Raises UsageError for what cannot be
+    """Takes a step of each arm of a user's model; returns how much each converts. Raises UsageError if it cannot be
     trained."""
     coverages = []
     for number, arm in enumerate(task.arms):

@@ -1,6 +1,6 @@
 """Tasks on which a trained model is scored, generated without a download.
 
-Every answer is a choice among a few, so that a model that has learnt nothing is right as often as by chance.
+Every answer is a choice among a few, so that a model that has learnt nothing scores at chance.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from fp8bench.errors import UnknownName, UsageError
 
 # Prefix of --data for a text of tasks: `--data task:copy,retrieval`.
 TASK_TEXT = "task:"
-# Prefixes of the names of figures: scores on tasks, and metrics of the user's own.
+# Prefixes of the names of figures: scores on tasks, and users' metrics.
 TASK, METRIC = "task:", "metric:"
 LETTERS, DIGITS = b"abcdefghijklmnopqrstuvwxyz", b"0123456789"
 # Questions of a task, or of each length of it; and the shortest window that has room for one.
 ITEMS, LEAST_SEQUENCE = 128, 16
 _CANDIDATES = 4
-# A hidden word comes after at most so many bytes.
+# A hidden word comes after at most this many bytes.
 _PASSAGE = 48
 CHANCES: Mapping[str, float] = {
     "cloze": 1 / _CANDIDATES,
@@ -35,7 +35,7 @@ _TEXT_BYTES, _LEAST_DOCUMENTS = 1 << 20, 256
 
 @dataclass(frozen=True)
 class TaskItem:
-    """A question: either several `texts`, of which the likeliest should be the right one; or one text whose bytes at
+    """A question: either several `texts`, of which the right one should be the likeliest; or one text whose bytes at
     `places` are answers, each among `choices`. `right` is the index of the true text, or of each true byte in
     `choices`."""
 
@@ -46,13 +46,13 @@ class TaskItem:
 
 
 def _copy_text(drawn: random.Random, length: int) -> bytes:
-    """Random letters twice: 'qwrtz=qwrtz'."""
+    """Returns random letters twice: 'qwrtz=qwrtz'."""
     letters = bytes(drawn.choices(LETTERS, k=(length - 1) // 2))
     return letters + b"=" + letters
 
 
 def _retrieval_text(drawn: random.Random, length: int) -> bytes:
-    """A digit somewhere among letters, and again after the question mark: 'qwr7tzuiop?7'."""
+    """Returns a digit among letters, repeated after the question mark: 'qwr7tzuiop?7'."""
     letters = bytearray(drawn.choices(LETTERS, k=length - 2))
     digit = drawn.choice(DIGITS)
     letters[drawn.randrange(len(letters))] = digit
@@ -60,12 +60,12 @@ def _retrieval_text(drawn: random.Random, length: int) -> bytes:
 
 
 def lengths_of(sequence: int) -> tuple[int, ...]:
-    """The lengths of contexts to retrieve from: an eighth of a window to all of it."""
+    """Returns the lengths of contexts to retrieve from: an eighth of a window to all of it."""
     return tuple(dict.fromkeys(max(8, sequence // part) for part in (8, 4, 2, 1)))
 
 
 def _repeated_retrieval_text(drawn: random.Random, length: int) -> bytes:
-    """A text with one digit, which is asked for at several places after it."""
+    """Returns a text with one digit, which is asked for at several places after it."""
     letters, digit = bytearray(drawn.choices(LETTERS, k=length)), drawn.choice(DIGITS)
     place = drawn.randrange(length // 2)
     letters[place] = digit
@@ -75,7 +75,8 @@ def _repeated_retrieval_text(drawn: random.Random, length: int) -> bytes:
 
 
 def documents_of(tasks: Sequence[str], sequence: int, seed: str, count: int) -> bytes:
-    """Documents as long as a window, task after task; every other one of retrieval asks once, as the items do."""
+    """Returns documents as long as a window, task after task; every other one of retrieval asks once, as the items
+    do."""
     drawn, documents = random.Random(f"{seed}/{sequence}"), []
     for number in range(count):
         turn, task = divmod(number, len(tasks))
@@ -103,12 +104,12 @@ def text_of(word: str, sequence: int) -> tuple[str, bytes, bytes]:
 def check_sequence(option: str, sequence: int) -> None:
     if sequence < LEAST_SEQUENCE:
         raise UsageError(
-            f"{option} asks longer questions than {sequence} tokens. Give a --sequence of at least {LEAST_SEQUENCE}."
+            f"{option} has longer questions than {sequence} tokens. Give a --sequence of at least {LEAST_SEQUENCE}."
         )
 
 
 def items_of(task: str, sequence: int, held_out: bytes) -> Iterator[tuple[str, list[TaskItem]]]:
-    """The questions of a task by the names of their figures; the same ones for every arm and seed."""
+    """Yields the questions of a task by the names of their figures; the same for every arm and seed."""
     drawn = random.Random(f"items/{task}/{sequence}")
     if task == "retrieval":
         for length in lengths_of(sequence):
@@ -127,15 +128,16 @@ def _make_item(text: bytes, places: tuple[int, ...], choices: bytes) -> TaskItem
 
 
 def _clozes(drawn: random.Random, sequence: int, text: bytes) -> Iterator[TaskItem]:
-    """The last word of a passage among others of its length. Raises UsageError for a text with too few."""
-    # Candidates have the hidden word's length, so that no length gives the answer away.
+    """Yields items to choose the last word of a passage among others of its length. Raises UsageError for a text with
+    too few."""
+    # Candidates have the hidden word's length, so that the length does not reveal the answer.
     length = min(sequence, _PASSAGE)
     places = [match for match in _WORDS.finditer(text) if match.end() > length]
     by_length = defaultdict(list)
     for match in places:
         by_length[len(match[0])].append(match[0])
     lengths = {length for length, words in by_length.items() if len(set(words)) >= _CANDIDATES}
-    # A word without three others of its length would be known by its length.
+    # A word without three others of its length would be identified by its length.
     suitable = [match for match in places if len(match[0]) in lengths]
     if len(suitable) < ITEMS:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The values of a training: its arms, the lines of its stream, and who observes it."""
+"""The values of a training: its arms, the lines of its stream, and its observer."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Tokens to train on and to validate on (held out). `tokens` is 'bytes' (a token a byte) or 'given' (a token file,
-    whose bytes are unknown). `identity` identifies the text by its digest."""
+    """Tokens for training and for validation (held out). `tokens` is 'bytes' (a token per byte) or 'given' (a token
+    file, whose bytes are unknown). `identity` identifies the text by its digest."""
 
     train: TokenSpan
     held_out: TokenSpan
@@ -51,8 +51,8 @@ class ArmRole(StrEnum):
 @dataclass(frozen=True)
 class Arm:
     """One way to train the model: a precision, and settings that differ from the training's. `name` is unique in a
-    training. `native` says that the device multiplies in this precision; else its speed means nothing. `skip` says why
-    it is not trained."""
+    training. `native`: the device multiplies in this precision; otherwise its speed is meaningless. `skip` says why it
+    is not trained."""
 
     name: str
     precision: str
@@ -63,13 +63,13 @@ class Arm:
 
     @property
     def is_band(self) -> bool:
-        """Whether it shows what chance does to the reference."""
+        """Whether it shows the effect of chance on the reference."""
         return self.role.value in BANDS
 
     def merge_settings(self, settings: TrainerSettings) -> TrainerSettings:
-        """All settings of the arm. Only candidates take the precision map and stored scales."""
+        """Returns all settings of the arm. Only candidates take the precision map and stored scales."""
         own: dict[str, Any] = dict(self.settings)
-        # The reference and its bands show what no precision map and no stored scale does.
+        # The reference and its bands run without precision map and stored scales.
         pure: dict[str, Any] = {} if self.role is ArmRole.CANDIDATE else {"precision_map": (), "scales": ()}
         return replace(settings, **pure, **own)
 
@@ -89,8 +89,8 @@ class SeedTask:
 
 @dataclass(frozen=True)
 class ArmState:
-    """An arm before its first step. `tokens` is the number in one of its steps. `bytes_per_parameter` is kept between
-    two steps, by purpose, as counted from the tensors."""
+    """An arm before its first step. `tokens` is the number per step. `bytes_per_parameter` is the memory between two
+    steps, by purpose, as counted from the tensors."""
 
     arm: str
     parameters: int
@@ -100,7 +100,8 @@ class ArmState:
 
 @dataclass(frozen=True)
 class Training:
-    """A training before its first step, as kept at the head of its file. Seeds are `seed`, `seed` + 1 and so on."""
+    """A training before its first step, as stored in the first line of its file. Seeds are `seed`, `seed` + 1 and so
+    on."""
 
     id: str
     started: str
@@ -114,7 +115,7 @@ class Training:
 
     @property
     def compared_arms(self) -> list[Arm]:
-        """The reference and the arms that are compared with it, as far as they are trained."""
+        """Returns the reference and the arms that are compared with it, as far as they are trained."""
         return [arm for arm in self.arms if not arm.skip and not arm.is_band]
 
     def task(self, arms: tuple[Arm, ...], number: int = 0) -> SeedTask:
@@ -133,15 +134,15 @@ class StreamLine:
 
 L = TypeVar("L", bound=StreamLine)
 Lines = Sequence[StreamLine]
-# The state of an arm, or of a part of it, as a checkpoint keeps it.
+# The state of an arm, or of a part of it, as a checkpoint stores it.
 State = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class StepRow(StreamLine):
-    """Norms are of all parameters: `gradient_norm` before clipping, which removed the share `clipped`, `update_ratio`
-    of the update over that of the weights. `seconds` is 0 for a watched step, whose time is not the step's alone.
-    `skipped`: something was not finite, and the weights stayed as they were."""
+    """The figures of a step. Norms are of all parameters: `gradient_norm` before clipping, which removed the share
+    `clipped`, `update_ratio` of the update over that of the weights. `seconds` is 0 for a watched step, whose time
+    includes watching. `skipped`: something was not finite, and the weights are unchanged."""
 
     loss: float
     rate: float
@@ -179,28 +180,28 @@ class LayerReading(StreamLine):
     not_finite: float = 0.0
 
 
-# Names of figures. What an arm keeps between two steps, with its purpose ('weights') as the layer;
+# Names of figures. Bytes that an arm keeps between two steps, with their purpose ('weights') as the layer;
 BYTES_PER_PARAMETER = "bytes_per_parameter"
 # the time of a watched step, watching included;
 WATCHED_SECONDS = "watched_seconds"
 # bytes that a rank sends to others in a step, with operation and dtype ('all_to_all uint8') as the layer;
 WIRE_BYTES = "wire_bytes"
-# in a user's own loop, when it begins: gradients are not cleared, the optimizer has lost its moments, or another
+# mistakes of a user's loop, when they begin: gradients are not cleared, the optimizer has lost its moments, or another
 # optimizer trains another module.
 GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN = "gradients_left", "moments_gone", "others_train"
 # Kinds of events. A step was not finite;
 NOT_FINITE = "not-finite"
-# an arm's products are in another precision than its own;
+# an arm's products are in a precision other than its own;
 FALLBACK = "fallback"
-# how much of a user's own model an arm converts;
+# how much of a user's model an arm converts;
 COVERAGE = "coverage"
-# nothing could be seen of a user's own loop for some updates.
+# a user's loop could not be observed for some updates.
 UNSEEN = "unseen"
 
 
 @dataclass(frozen=True)
 class StepFigure(StreamLine):
-    """A further figure of a watched step, of one layer, or of all where `layer` is ''; docs/watching.md lists them.
+    """An additional figure of a watched step, of one layer, or of all if `layer` is ''; docs/watching.md lists them.
     'memory' is of all arms together, 'device_use' and 'device_memory_use' are of no arm."""
 
     name: str
@@ -210,7 +211,7 @@ class StepFigure(StreamLine):
 
 @dataclass(frozen=True)
 class Validation(StreamLine):
-    """The loss per token on text that was never trained on; `of` says which part, and how it was evaluated: 'held-out',
+    """The loss per token on text that was never trained on; `of` names the part, and how it was evaluated: 'held-out',
     'position:0-127' or 'quantised:fp8'."""
 
     of: str
@@ -220,9 +221,8 @@ class Validation(StreamLine):
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
-    """Something that happened in a step: 'not-finite', 'alarm', 'scale-halved', 'stopped',
-    'resumed', or one of the kinds named above. `layer` and `tensor` say where,
-    `values` what was seen there, `remedy` what may help."""
+    """An event in a step: 'not-finite', 'alarm', 'scale-halved', 'stopped', 'resumed', or one of the kinds named above.
+    `layer` and `tensor` say where, `values` what was observed, `remedy` what may help."""
 
     kind: str
     words: str
@@ -252,7 +252,7 @@ class TrainingEvent(StreamLine):
 
 @dataclass(frozen=True)
 class ArmCost(StreamLine):
-    """What one arm takes, measured in passes of its own, each of which makes a line. `kept` is the counted bytes in
+    """The cost of one arm, measured in separate passes, each of which makes a line. `kept` is the counted bytes in
     memory between two steps by purpose, `memory` the peak of a step with no other arm in memory, `energy` that of steps
     like the last ones. `why` says why the figure is missing."""
 
@@ -287,9 +287,9 @@ class KeptTraining:
 
 @dataclass(frozen=True)
 class RankLines:
-    """One rank's lines of some steps, and what shows whether the ranks still train the same model. `same` are digests
-    of what all ranks must have in common. `batches` has, for each checked step, digests of the tokens that this rank
-    read, and of the whole step, of which ranks read `shares` parts. `faults` are errors that this rank found."""
+    """One rank's lines of some steps, and evidence that the ranks still train the same model. `same` are digests of
+    what must be equal on all ranks. `batches` has, for each checked step, digests of the tokens that this rank read,
+    and of the whole step, of which ranks read `shares` parts. `faults` are errors that this rank found."""
 
     lines: tuple[StreamLine, ...]
     same: tuple[tuple[str, int], ...] = ()
@@ -308,7 +308,7 @@ class TrainingObserver:
         """An arm is measured, outside its steps."""
 
     def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
-        """Lines of an arm were kept, which is now at `step` of the seed `number`, counted from 0."""
+        """Lines of an arm were stored, which is now at `step` of the seed `number`, counted from 0."""
 
     def note(self, sentence: str) -> None:
         """Something happened that no line records."""

@@ -40,7 +40,7 @@ from fp8bench.report.terminal.short_answer import Answer, as_sentence, short_ans
 from fp8bench.report.topics.answers import without_option
 from fp8bench.report.words.naming import describe_devices, join_words, many
 
-# Stands under the hints of the arms' columns.
+# Shown under the hints of the arms' columns.
 _LEGEND = ("a verdict is of this model, text and number of steps: it does not transfer to a model of another size",)
 _SHOWN_EVENTS = 12
 _ONLY_IN_WHOLE = ("how", "B/param", "on a device", "events", "to the same loss")
@@ -49,7 +49,7 @@ _LOOKS = "After the last step, on text that was never trained on"
 
 
 def page_of(judged: JudgedTraining) -> Page:
-    """The short answer; `whole_page` has the rest."""
+    """Returns the short answer; `whole_page` has the rest."""
     training, stored, verdicts = judged.training, judged.kept, judged.verdicts
     # Bands have no verdict; the whole page shows them.
     rows = [summary for summary in judged.summaries if not summary.arm.is_band and not summary.arm.skip]
@@ -94,7 +94,7 @@ def _speed_of(summary: ArmSummary) -> str:
 
 
 def _memory_of(summary: ArmSummary, peak_of_reference: int | None) -> str:
-    """For an emulated arm what a device with its formats would take, which is an estimate."""
+    """Returns an arm's memory; for an emulated arm the estimate for a device with its formats."""
     native = summary.arm.native
     peak = summary.peak_memory if native else summary.device_peak_memory
     if not peak or not peak_of_reference:
@@ -112,7 +112,8 @@ def _warnings(stored: KeptTraining) -> Iterator[Text]:
 
 
 def _propose(judged: JudgedTraining, store: str) -> str:
-    """The command that ends the training, or trains as many seeds as open verdicts need; '' where none would help."""
+    """Returns the command that finishes the training, or trains as many seeds as open verdicts need; '' if none would
+    help."""
     request, command = judged.request, judged.training.command
     if not judged.kept.finished:
         return f"train the rest: fp8bench train --resume {judged.training.id} --store {store}"
@@ -208,7 +209,7 @@ def facts_of(training: Training) -> Iterator[tuple[str, str]]:
 
 
 def settings_of(request: TrainingRequest) -> str:
-    """The settings that differ from their defaults, without those in the title."""
+    """Returns the settings that differ from their defaults, without those in the title."""
     usual, settings = TrainerSettings(), request.settings
     titled = {"make", "model", "arch", "scales", "parallel"}
     named = [name for name in SETTINGS_RULES if name not in titled]
@@ -228,7 +229,7 @@ def _how(arm: Arm) -> str:
 
 
 def _number(heading: str, attribute: str, show: Callable[[Any], str] | None = None, hint: str = "") -> Col[ArmSummary]:
-    """A column of numbers; `attribute` of a summary has them."""
+    """Returns a column of numbers, read from `attribute` of a summary."""
     return Col(heading, attrgetter(attribute), number=True, show=show, hint=hint)
 
 
@@ -273,10 +274,10 @@ _FOUR_DIGITS = "{:.4f}".format
 
 
 def last_figures(judged: JudgedTraining) -> Iterator[Part]:
-    """The declared figures of each arm's last step in the first seed."""
+    """Yields the declared figures of each arm's last step in the first seed."""
     arms, seed = judged.training.compared_arms, judged.request.seed
     rows = frame_of(arms, judged.kept.lines)
-    # Rows come in the order of steps, so that the last one of each figure stays.
+    # Rows are in the order of steps, so that the last one of each figure is kept.
     values = {(row.arm, row.figure): row.value for row in rows if row.seed == seed and not row.layer}
     names = [arm.name for arm in arms if (arm.name, "loss") in values]
     cols = [Col("arm", str)]
@@ -293,7 +294,7 @@ def _look_up(values: Mapping[tuple[str, str], Any], figure: str, arm: str) -> fl
 
 
 def looks_of(stored: KeptTraining) -> Iterator[Part]:
-    """Losses on text that was never trained on, after the last step; the mean over seeds."""
+    """Yields losses on text that was never trained on, after the last step; the mean over seeds."""
     last = [look for look in stored.of(Validation) if look.step == stored.request.steps]
     losses = together(((look.arm, look.of), look.loss) for look in last if math.isfinite(look.loss))
     means = {key: fmean(values) for key, values in losses.items()}
@@ -302,9 +303,9 @@ def looks_of(stored: KeptTraining) -> Iterator[Part]:
     arms = [arm.name for arm in stored.training.arms if not arm.is_band and (arm.name, HELD_OUT) in means]
     cols = [Col("arm", str)]
     for of in texts:
-        if of not in positions[1:-1]:  # the first and the last positions of a window say enough
+        if of not in positions[1:-1]:  # the first and the last positions of a window are enough
             cols += [Col(of, partial(_look_up, means, of), number=True, show="{:.3f}".format)]
-    if not stored.request.settings.make:  # the loss of a user's model may be of anything
+    if not stored.request.settings.make:  # the loss of a user's model may be anything
         perplexities = {key: math.exp(min(loss, 700.0)) for key, loss in means.items()}
         cols.insert(2, Col("perplexity", partial(_look_up, perplexities, HELD_OUT), number=True, show="{:.3g}".format))
     if arms:

@@ -49,7 +49,7 @@ def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
 
 
 def describe_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
-    """The arm's verdict, why it has none, or what else it is for."""
+    """Returns the arm's verdict, why it has none, or what else it is for."""
     arm = summary.arm
     if arm.skip or summary.verdict is not None:
         return arm.skip if summary.verdict is None or arm.skip else verdict(summary.verdict, among)
@@ -60,7 +60,7 @@ def describe_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
 
 
 def _bound_so_far(arm: ArmVerdict, among: TrainingVerdicts) -> str:
-    """What few seeds show; of one seed, by what one ulp does in it."""
+    """Returns what few seeds show; for one seed, relative to the effect of one ulp in it."""
     gap = arm.judged.gap
     if gap is None or arm.judged.why is not Why.FEW_PAIRS:
         return ""
@@ -78,7 +78,7 @@ def at_most(interval: Interval) -> str:
 
 
 def _ends(interval: Interval) -> tuple[float, float]:
-    """In percent, rounded outward: narrower ends would claim more."""
+    """Returns the bounds in percent, rounded outward: narrower ones would claim more."""
     scale = 10 ** _decimals(interval)
     low, high = (round(100 * end * scale, 6) for end in (interval.low, interval.high))
     if not math.isfinite(low + high):
@@ -87,8 +87,9 @@ def _ends(interval: Interval) -> tuple[float, float]:
 
 
 def _decimals(interval: Interval) -> int:
-    """The digits that an interval allows to show in percent, '0.24%', '12%', or as many as show that it excludes 0."""
-    # Half of the width says how many digits mean anything.
+    """Returns the significant decimals of an interval in percent, '0.24%', '12%', or enough to show that it excludes
+    0."""
+    # Half of the width determines how many digits are meaningful.
     reach = 100 * (interval.high - interval.low) / 2
     digits = min(4, max(0, 1 - math.floor(math.log10(reach)))) if 0 < reach < math.inf else 2
     # An end that rounds to 0 would hide that the interval excludes it.
@@ -117,14 +118,14 @@ def verdict(arm: ArmVerdict, among: TrainingVerdicts) -> str:
     return f"{judged.learned} by {_span(interval)}: {meaning}"
 
 
-# What --fail-on may name.
+# The values that --fail-on accepts.
 ALARM = "alarm"
 FAILURES = (*(word.replace(" ", "-") for word in Learned if word not in (Learned.BETTER, Learned.WITHIN_NOISE)), ALARM)
 
 
 def failures(judged: JudgedTraining, named: Collection[str]) -> Iterator[str]:
     for arm in judged.verdicts.arms:
-        # A difference inside the margin was tolerated by whoever set it; a worse rate is no failure of the precision.
+        # A difference inside the margin is tolerated; a worse rate is not a failure of the precision.
         counts = not arm.judged.is_tolerated and arm.judged.why is not Why.OTHER_RATE
         if counts and arm.judged.learned.replace(" ", "-") in named:
             yield f"{arm.arm.name}: {verdict(arm, judged.verdicts)}"
@@ -167,7 +168,7 @@ def did_not_learn(among: TrainingVerdicts) -> str:
 
 
 def notes(arm: ArmVerdict) -> Iterator[str]:
-    """Which seeds of the arm do not count, by reason."""
+    """Yields which seeds of the arm do not count, by reason."""
     reasons: dict[str, list[int]] = {}
     for seed, void in arm.voids:
         if seed not in arm.diverged_in:
@@ -177,7 +178,7 @@ def notes(arm: ArmVerdict) -> Iterator[str]:
 
 
 def chance_of_all(among: TrainingVerdicts) -> str:
-    """What 99% means for several arms; '' for one."""
+    """Returns what 99% means for several arms; '' for one."""
     count = len(among.arms)
     if count < 2:
         return ""

@@ -230,7 +230,7 @@ class RanksProcess(WorkerProcess):
             self._receive_replies(0.05)
 
     def _blame(self) -> list[RankState]:
-        """All ranks as they are; notes which failed, because they are about to be ended."""
+        """Returns the states of all ranks; records which failed, because they are about to be ended."""
         states = self._states()
         named = suspects(states)
         self.undecided = len(named) > 1

@@ -222,7 +222,7 @@ class Sampler:
                 last, changed = joules, seen
                 if not self._polling.blind:
                     self.ticks.append(tick)
-                    # Right after a tick nothing is missed while the state is looked at.
+                    # Read the device's state right after a tick, when no other tick can be missed.
                     self._look_around(seen)
             self._after_look(seen)
 

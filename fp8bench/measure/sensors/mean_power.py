@@ -120,7 +120,7 @@ def sufficient(samples: Sequence[PowerSample]) -> bool:
 
 
 def mean_power(samples: Sequence[PowerSample]) -> PowerStretch:
-    """The trapezoid rule over readings. Raises NoReading with too few."""
+    """Returns the mean power by the trapezoid rule. Raises NoReading if there are too few readings."""
     if not sufficient(samples):
         seconds = samples[-1].at - samples[0].at if samples else 0.0
         raise NoReading(

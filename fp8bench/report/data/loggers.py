@@ -1,8 +1,8 @@
 """Scalars for boards that draw curves of many runs: event files of TensorBoard, or a run of Weights & Biases.
 
 A scalar's name is SERIES/TAG. TensorBoard gets a folder for each series (a precision, or an arm in a seed), so that all
-series share the chart of a tag; no torch is needed. Weights & Biases gets the whole name, and its own settings
-(WANDB_MODE, WANDB_API_KEY) say where it goes.
+series share the chart of a tag; no torch is needed. Weights & Biases gets the whole name, and its settings (WANDB_MODE,
+WANDB_API_KEY) determine the destination.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOLD_OF_ENVIRONMENT = ("machine", "fp8bench", "torch", "python", "commit", "dir
 
 
 class LogTarget(NamedTuple):
-    """Where scalars go: a folder of TensorBoard's, or a project of wandb's."""
+    """The destination of scalars: a folder for TensorBoard, or a project of wandb."""
 
     kind: str
     place: str
@@ -40,8 +40,8 @@ class LogTarget(NamedTuple):
 
 
 class LogSource(NamedTuple):
-    """What is logged. `begun` is in seconds since 1970, `config` is what wandb shows beside the curves, and `folder`
-    lies below TensorBoard's."""
+    """The source of scalars. `begun` is in seconds since 1970, `config` is shown by wandb next to the curves, and
+    `folder` is below TensorBoard's."""
 
     id: str
     title: str
@@ -51,7 +51,7 @@ class LogSource(NamedTuple):
 
 
 class LoggedScalar(NamedTuple):
-    """A value of a curve, whose name is SERIES/TAG."""
+    """A point of a curve named SERIES/TAG."""
 
     name: str
     step: int
@@ -59,7 +59,7 @@ class LoggedScalar(NamedTuple):
 
 
 class Sink(Protocol):
-    """Takes scalars; either method may raise anything."""
+    """Receives scalars; either method may raise anything."""
 
     def log(self, name: str, step: int, value: float) -> None: ...
 
@@ -99,7 +99,7 @@ class TensorBoardSink:
         begun = self._source.begun
         file = self._folder / series / f"events.out.tfevents.{begun:010d}.fp8bench.{safe(self._source.id)}.{step}"
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered: a training that is killed leaves whole events.
+        # Unbuffered, so that a killed training leaves complete events.
         writer = RecordWriter(file.open("wb", buffering=0))
         writer.write(Event(wall_time=begun, file_version=_EVENT_FORMAT).SerializeToString())
         return writer
@@ -141,7 +141,7 @@ _SINKS: Mapping[str, Callable[[str, LogSource], Sink]] = {TENSORBOARD: TensorBoa
 
 
 class ScalarLogger:
-    """Sends scalars to sinks. A sink that fails is reported once with the `consequence`, and gets no more."""
+    """Sends scalars to sinks. A sink that fails is reported once with the `consequence`, and then skipped."""
 
     def __init__(
         self, targets: Iterable[LogTarget], source: LogSource, say: Callable[[str], None], consequence: str
@@ -155,7 +155,7 @@ class ScalarLogger:
                 self._report(target, error)
 
     def log(self, name: str, step: int, value: float) -> None:
-        """Leaves out what is not finite, which boards do not draw."""
+        """Logs a value to all sinks; values that are not finite are left out, because boards do not draw them."""
         if not math.isfinite(value):
             return
         for target, sink in list(self._sinks.items()):
@@ -180,7 +180,7 @@ class ScalarLogger:
 
 
 def check_target(target: LogTarget) -> None:
-    """Raises UsageError if nothing can be logged there."""
+    """Raises UsageError if the target is not usable."""
     if target.kind == WANDB:
         check_package("wandb", "'fp8bench[wandb]'", "", wanted_by=f"--log {target}")
         return
@@ -190,7 +190,7 @@ def check_target(target: LogTarget) -> None:
 
 
 def check_package(name: str, install: str, *modules: str, wanted_by: str) -> None:
-    """Raises UsageError if the package that an option needs does not import."""
+    """Raises UsageError if the package that an option needs cannot be imported."""
     try:
         for module in modules:
             import_module(name + module)
@@ -225,7 +225,8 @@ def run_scalars(run: Run, findings: Mapping[str, Finding]) -> Iterator[LoggedSca
 
 
 def _name(record: Record, figure: str) -> str:
-    """'fp8/gemm/best_seconds m=512,n=512@cpu': boards show what follows the last slash, and cut it at its end."""
+    """Returns 'fp8/gemm/best_seconds m=512,n=512@cpu': boards show the part after the last slash, and truncate its
+    end."""
     case = record.case
     version = "" if case.version == "1" else f" v{case.version}"
     params = ",".join(f"{name}={value}" for name, value in case.params)
@@ -233,7 +234,7 @@ def _name(record: Record, figure: str) -> str:
 
 
 def _figures_of(metric: Metric) -> Iterator[tuple[str, float | None]]:
-    # The cost of an emulation must not share a chart with speeds.
+    # The cost of emulation must not share a chart with speeds.
     kind = "emulation_" if metric.cost else ""
     unit = _UNIT_WORDS.get(metric.unit, "")
     if metric.phase != STEP:
@@ -253,7 +254,7 @@ def _figures_of(metric: Metric) -> Iterator[tuple[str, float | None]]:
 
 
 def place_on_curve(run: Run) -> int:
-    """A run's step, in seconds since 1970: its commit's date, or its own start if files had changed."""
+    """Returns a run's step, in seconds since 1970: its commit's date, or its start if files had changed."""
     date = run.environment.get("commit_date")
     dirty = run.environment.get("dirty")
     if isinstance(date, int) and not isinstance(date, bool) and dirty is False and date > 0:
@@ -262,7 +263,7 @@ def place_on_curve(run: Run) -> int:
 
 
 def begun_at(started: str) -> int:
-    """A stored time in seconds since 1970; 0 if it is none."""
+    """Returns a stored time in seconds since 1970; 0 if it is invalid."""
     try:
         return max(0, int(datetime.fromisoformat(started).timestamp()))
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""A run for other programs: tidy rows as CSV, or all of it as one JSON document.
+"""A run for other programs: tidy rows as CSV, or everything as one JSON document.
 
 Tidy rows are one for each case, phase and metric, and one for each size at which a precision begins to pay.
 docs/outputs.md describes the columns.
@@ -24,7 +24,7 @@ from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows
 
 Cell = Scalar | None
 TidyRow = dict[str, Cell]
-# The columns: first what the row is about, ...
+# The columns: first the subject of the row, ...
 _CASE_COLUMNS = (
     "run",
     "started_utc",
@@ -41,7 +41,7 @@ _CASE_COLUMNS = (
     "reason",
     "params",
 )
-# ... then one for each parameter, then the figure. New columns go to the end, so that the others stay.
+# ... then one for each parameter, then the figure. New columns are appended, so that the others keep their places.
 _FIGURE_COLUMNS = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "spread", "ratio_to_reference",
     "ratio_low", "ratio_high", "ratio_confidence", "noise_floor", "n_rounds", "n_samples",
@@ -53,7 +53,7 @@ _FIGURE_COLUMNS = (
 
 
 def columns_of(*runs: Run) -> tuple[str, ...]:
-    """The columns of the rows of some runs, with one for each parameter of their cases."""
+    """Returns the columns for the rows of some runs, with one for each parameter of their cases."""
     params: dict[str, Scalar] = {}
     for run in runs:
         for record in run.records:
@@ -62,7 +62,7 @@ def columns_of(*runs: Run) -> tuple[str, ...]:
 
 
 def rows(run: Run, findings: FindingsById) -> list[TidyRow]:
-    """All rows, in the order of the plan. Each has every column, with None for what it does not have."""
+    """Returns all rows, in the order of the plan. Each has every column, with None for missing values."""
     empty: TidyRow = dict.fromkeys(columns_of(run))
     empty |= {"run": Path(run.path).stem or run.id, "started_utc": run.started}
     device_names = {facts.key: facts.name for facts in run.devices}
@@ -71,9 +71,9 @@ def rows(run: Run, findings: FindingsById) -> list[TidyRow]:
         for group, result in panel.members:
             about = empty | _about(result.record, panel.reference)
             about["device_name"] = device_names.get(panel.device)
-            # A restated figure would be counted twice by whoever sums up rows.
+            # Summing rows would count a restated figure twice.
             metrics = [metric for metric in metrics_within(group, result) if metric.rank is not Rank.RESTATED]
-            # The row of the step's time comes first, and says what became of the case.
+            # The row of the step's time comes first, with the status of the case.
             tidy.append(about | _row(metrics[0]) | _of_the_case(result))
             tidy += [about | _row(metric) for metric in metrics[1:]]
     for row in break_even_rows(run, findings):
@@ -82,14 +82,14 @@ def rows(run: Run, findings: FindingsById) -> list[TidyRow]:
 
 
 def _cell(cell: Cell) -> Cell:
-    """Texts are one line, and None if empty: the CSV has the same."""
+    """Returns a text on one line, None if empty, like the CSV."""
     if isinstance(cell, str):
         return _line(cell) or None
     return cell
 
 
 def _crossing(row: BreakEvenRow) -> TidyRow:
-    """A size between those that were measured, which belongs to no case."""
+    """Returns a row for a size between measured ones, which does not belong to a case."""
     return {
         "suite": row.suite,
         "device": row.device,
@@ -110,7 +110,7 @@ def _crossing(row: BreakEvenRow) -> TidyRow:
     }
 
 
-@lru_cache(maxsize=4096)  # most texts stand in every row of their case
+@lru_cache(maxsize=4096)  # most texts occur in every row of their case
 def _line(text: str) -> str:
     return printable(text).strip()
 
@@ -162,7 +162,7 @@ def _row(metric: Metric) -> TidyRow:
     if ratio is None:
         return row
     row["ratio_to_reference"] = ratio.point
-    if ratio.level < 1:  # an exact one has no ends
+    if ratio.level < 1:  # an exact one has no bounds
         row |= {"ratio_low": ratio.low, "ratio_high": ratio.high, "ratio_confidence": ratio.level or None}
     if metric.name == TIME and 0 < ratio.point < math.inf:
         speed = ratio.inverse
@@ -188,7 +188,7 @@ def run_rows(pairs: Sequence[tuple[Run, FindingsById]]) -> Rows:
 
 
 def run_value(run: Run, findings: FindingsById) -> dict[str, Any]:
-    """All that its file holds, with findings and figures for each record, and break-even sizes."""
+    """Returns everything in the run's file, with findings and figures for each record, and break-even sizes."""
     header = {field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name != "records"}
     results: dict[str, dict[str, Any]] = {}
     for panel in panels_of(run, findings):
@@ -202,7 +202,7 @@ def _result_value(case: NamedCase) -> dict[str, Any]:
     finding = None
     if case.finding:
         finding = {**encode(case.finding), "verdict_words": case.finding.verdict_words}
-        # The record beside it has the case, and times by phase are figures.
+        # The record has the case already, and times by phase are figures.
         finding.pop("case", None)
         finding.pop("typical", None)
     figures = {}

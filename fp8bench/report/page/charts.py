@@ -1,4 +1,4 @@
-"""Charts without their drawings: which are worth one, stacked bars, and each chart as the table of its numbers."""
+"""Charts without their drawings: which are worth drawing, stacked bars, and each chart as the table of its numbers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from fp8bench.report.elements import (
 from fp8bench.report.panels import Result, phases_of
 from fp8bench.report.words.naming import phase_order, phase_words
 
-# Fewer points are read faster as numbers.
+# Fewer points are easier to read as numbers.
 _LEAST_POINTS = 3
-# If the largest whole is more times the smallest, bars of one unit would hide the parts of the small ones.
+# If the largest whole exceeds the smallest by this factor, bars of one unit would hide the parts of the small ones.
 _WIDE = 8.0
 
 
 def worth_drawing(chart: AnyChart) -> bool:
-    """Whether a chart shows more than a table would: three points, in more than one column."""
+    """Whether a chart shows more than a table would: at least three points, in more than one column."""
     return _points(chart) >= _LEAST_POINTS
 
 
@@ -58,12 +58,12 @@ def stack_parts(
     parts: Mapping[str, str],
     rows: Sequence[tuple[str, float, Mapping[str, float]]],
 ) -> Stacks:
-    """Bars of (label, whole, its parts); `parts` are all possible ones, in order, with their words.
+    """Makes bars of (label, whole, its parts); `parts` are all possible ones, in order, with their words.
 
-    If wholes are far apart, bars are shares, with the whole in the label.
+    If wholes differ widely, bars are shares, with the whole in the label.
     """
     totals = [total for _, total, _ in rows]
-    # One long step would make the others' parts too thin to see.
+    # One long step would make the parts of the others too thin to see.
     as_shares = max(totals) > _WIDE * min(totals)
     bars = []
     for label, total, sizes in rows:
@@ -82,8 +82,8 @@ def has_time(result: Result) -> bool:
 
 
 def phase_parts(results: Iterable[Result]) -> dict[str, str]:
-    """The phases of these results in order, with words: the same everywhere, so that each has one colour."""
-    # Every step has time that no phase covers.
+    """Returns the phases of these results in order, with words; the same everywhere, so that each has one colour."""
+    # Every step has unattributed time.
     names = {UNATTRIBUTED}
     for result in filter(has_time, results):
         names |= {name for name, seconds in phases_of(result) if 0 < seconds < math.inf}
@@ -91,12 +91,12 @@ def phase_parts(results: Iterable[Result]) -> dict[str, str]:
 
 
 def numbers_table(chart: AnyChart) -> Table:
-    """Every number of the chart, with its marks' hints."""
+    """Returns a table with every number of the chart, and its marks' hints."""
     return table(f"{chart.name}-numbers", f"{chart.title}: numbers", *_content(chart))
 
 
 def _content(chart: AnyChart) -> tuple[Sequence[Col[Any]], Sequence[Any]]:
-    """Columns and rows; rows of marks and points end with them."""
+    """Returns columns and rows; rows of marks and points end with them."""
     match chart:
         case Bars():
             # A single group has no heading.
@@ -131,7 +131,7 @@ def _number(title: str, of: Callable[[Any], float | None], axis: ChartAxis) -> C
 
 
 def _at(title: str, place: int, unit: str = "") -> Col[Any]:
-    """For rows that end with their values."""
+    """Returns a column for rows that end with their values."""
     return Col(title, lambda row: row[-1][place], number=True, unit=unit)
 
 

@@ -1,8 +1,8 @@
-"""A page as one HTML file that loads nothing: style, script and drawings are in it.
+"""A page as one HTML file that loads nothing: it contains style, script and drawings.
 
-The template escapes everything from outside. The page's policy forbids all but its own style and the script whose hash
-it names, so that even markup that slipped through could neither run nor load. Every report's page begins with a card,
-its answer in short. The page of all reports of a store is made of these cards, without reading runs.
+The template escapes everything from outside. The page's policy only allows its own style and the script whose hash it
+names, so that even injected markup could neither run nor load anything. Every page begins with a card, a short form of
+its answer. The index of a store's reports consists of these cards, without reading runs.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def render(page: Page) -> str:
 def _template() -> jinja2.Template:
     import jinja2
 
-    # Escaping is on for all that the template prints; a missing name is an error, not an empty string.
+    # Escaping is on for everything that the template prints; a missing name is an error, not an empty string.
     environment = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
@@ -102,7 +102,7 @@ def _asset(*names: str) -> str:
 
 
 def charts_of(page: Page) -> dict[str, AnyChart]:
-    """The page's charts by their ids."""
+    """Returns the page's charts by id."""
     charts: dict[str, AnyChart] = {}
     for _, _, blocks in _parts(page, lambda chart: ""):
         charts |= {block.id: block.element for block in blocks if isinstance(block.element, Chart)}
@@ -115,7 +115,7 @@ def _parts(page: Page, draw: Callable[[AnyChart], str]) -> list[tuple[str, Part,
 
 
 class _Ids:
-    """Gives each id of a page once."""
+    """Makes the ids of a page unique."""
 
     def __init__(self) -> None:
         self._taken = {"content", "contents", "tip"}
@@ -139,14 +139,14 @@ def _blocks(part: Part, ids: _Ids, draw: Callable[[AnyChart], str]) -> Iterator[
         elif isinstance(element, Chart):
             anchor = ids.give(element.name)
             numbers = _sheet(numbers_table(element), ids.give(f"{anchor}-numbers"))
-            # Ids within the drawing begin with the chart's own.
+            # Ids within the drawing begin with the chart's id.
             yield _PageBlock(element, anchor, numbers, draw(replace(element, name=anchor)))
         else:
             yield _PageBlock(element)
 
 
 def _sheet(table: Table, anchor: str) -> _Sheet:
-    """Says of each column whether it sorts by values."""
+    """Determines for each column whether it sorts by values."""
     columns = []
     for place, column in enumerate(table.columns):
         has_values = any(row[place].value is not None for row in table.rows)
@@ -155,12 +155,12 @@ def _sheet(table: Table, anchor: str) -> _Sheet:
 
 
 def _set_code(text: str) -> str:
-    """The sentence with what is `between backticks` set as code."""
+    """Returns the sentence with text `between backticks` set as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
 
 
 def _sort_value(field: Field) -> str:
-    """What the script sorts by, as JavaScript reads it; '' if it is the text or unknown."""
+    """Returns the script's sort value in JavaScript syntax; '' if it is the text or unknown."""
     if field.value is None or math.isnan(field.value):
         return ""
     # JavaScript's spelling; 'inf' would sort as text.
@@ -174,11 +174,11 @@ def _sort_value(field: Field) -> str:
     return exact
 
 
-# A card lies within the first bytes of a page.
+# A card is within the first bytes of a page.
 CARD_BYTES = 16384
 # Older reports are not listed.
 MOST_REPORTS = 500
-# These keep a card, escaped, within CARD_BYTES: the commands of many runs would not.
+# These keep an escaped card within CARD_BYTES: the commands of many runs would exceed it.
 _MOST_ANSWERS = 12
 _LONGEST_ANSWER = 240
 _LONGEST_COMMAND = 1000
@@ -188,7 +188,7 @@ _NAMED_BY_TIME = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)")
 
 @dataclass(frozen=True)
 class CardAnswer:
-    """The word on a precision; or a sentence, about ''."""
+    """The verdict on a precision; or a sentence, with '' as the precision."""
 
     about: str
     word: str
@@ -207,7 +207,7 @@ class Card:
 
 @dataclass(frozen=True)
 class ListedReport:
-    """A card with its report's folder, and when that began: '2026-11-26 06:38', or ''."""
+    """A card with its report's folder, and when the report's run began: '2026-11-26 06:38', or ''."""
 
     card: Card
     folder: str
@@ -221,7 +221,7 @@ def card_of(page: Page) -> Card:
 
 
 def _answers(element: Element) -> tuple[CardAnswer, ...]:
-    """The verdicts of a table, or the first sentence."""
+    """Returns the verdicts of a table, or the first sentence."""
     match element:
         case Table():
             titles = ("case", "arm", "verdict")
@@ -238,7 +238,7 @@ def _answers(element: Element) -> tuple[CardAnswer, ...]:
 
 
 def read_card(beginning: str) -> Card | None:
-    """The card at a page's beginning; None if there is none."""
+    """Returns the card at a page's beginning; None if there is none."""
     match = _CARD.search(beginning)
     try:
         if match:

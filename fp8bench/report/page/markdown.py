@@ -1,6 +1,6 @@
 """A page as GitHub's Markdown, for pull requests, wikis and issues. Charts are tables of their numbers.
 
-The title and the answer are seen at first; a line opens the rest.
+Initially the title and the answer are visible; a line unfolds the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fp8bench.report.elements import (
 )
 from fp8bench.report.page.charts import numbers_table
 
-# Lines before the fold; a block that is cut there is repeated whole behind it.
+# Lines before the fold; a block that is cut there is repeated in full after it.
 _MOST_LINES = 25
 _LEAST_CUT = 5
 _REST = "<details><summary>The rest of the report</summary>"
@@ -38,9 +38,9 @@ _SIGNS = {
     Tone.DOUBT: "\N{WHITE CIRCLE} ",
 }
 _SPACES = re.compile(r"\s+")
-# Signs that are marks wherever they stand; an underscore within a word is none.
+# Characters that are markup anywhere; an underscore within a word is not.
 _MARKS = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")
-# Beginnings of lines that are no paragraphs.
+# Beginnings of lines that are not paragraphs.
 _STARTS = re.compile(r"^(?:=|#+(?=\s|$)|[+-](?=[\s-]|$)|\d+(?=[.)](?:\s|$)))")
 
 
@@ -67,15 +67,15 @@ def _lines(blocks: Sequence[str]) -> int:
 
 
 def _split_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The blocks before the fold, and those behind it; of a part after the first all or nothing is before it."""
-    # 1. As many blocks as find room.
+    """Returns the blocks before and after the fold; a part after the first is not split."""
+    # 1. Take as many blocks as fit.
     number = 1
     while _lines(blocks[: number + 1]) + 2 <= _MOST_LINES:
         number += 1
     parts = [place for place, block in enumerate(blocks[:number]) if block.startswith("## ")]
     if len(parts) > 1 and not blocks[number].startswith("## "):
         number = parts[-1]
-    # 2. The block at the fold goes behind it with its headings, and some of its lines stand before it, too.
+    # 2. The block at the fold goes after it with its headings; some of its lines are also shown before it.
     beginning = number
     while beginning > 1 and blocks[beginning - 1].startswith("#"):
         beginning -= 1
@@ -127,7 +127,7 @@ def _chart(chart: AnyChart) -> Sentences:
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Sequence[Field]]) -> str:
-    # A table without rows would be read as text.
+    # A table without rows would be parsed as text.
     if not rows:
         return "No rows."
     lines = [_row([_line(column.title) for column in columns])]
@@ -141,7 +141,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _heading(level: int, text: str) -> str:
-    """A number sign at the end would be taken for the heading's own."""
+    """A trailing number sign would be parsed as part of the heading's markup."""
     line = re.sub(r"#$", r"\\#", _line(text))
     return f"{'#' * level} {line}".rstrip()
 
@@ -149,14 +149,14 @@ def _heading(level: int, text: str) -> str:
 def _paragraph(text: str, tone: Tone = Tone.PLAIN) -> str:
     line = _line(text)
     if start := _STARTS.match(line):
-        # '#' -> '\\#', but '1' -> '1\\', because a list's number is marked by its dot.
+        # '#' -> '\\#', but '1' -> '1\\', because the dot marks a list's number.
         end = start.end()
         line = f"{line[:end]}\\{line[end:]}" if line[0].isdigit() else f"\\{line}"
     return _add_sign(line, tone)
 
 
 def _add_sign(text: str, tone: Tone) -> str:
-    """A sign before it, or bold if it is strong."""
+    """Prepends a sign, or makes the text bold if it is strong."""
     if not text:
         return text
     if tone is Tone.STRONG:

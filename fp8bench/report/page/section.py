@@ -1,8 +1,7 @@
-"""The material of a report, its sections, and the page that they make.
+"""The material of a report, its sections, and the page that they form.
 
-Material is runs with their findings, and a label for each. A section turns it into elements
-and knows no output format. It is a decorated function in the module of its topic (fp8bench/report/topics), or in a
-feature's module `section`.
+Material is runs with their findings, and a label for each. A section turns it into elements and knows no output format.
+It is a decorated function in the module of its topic (fp8bench/report/topics), or in a feature's module `section`.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from fp8bench.report.words.naming import (
 T = TypeVar("T")
 N = TypeVar("N", bound=float)
 Builder = Callable[["Material"], Elements]
-# The most rows of a table with several rows a case.
+# The most rows of a table with several rows per case.
 MOST_ROWS = 300
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report: `elements` yields what there is to show of a material, perhaps nothing.
+    """A section of the report: `elements` yields what there is to show of a material, possibly nothing.
 
-    `rank` is its position on the page. The charts of one that `repeats` show what stands in the main table. `lead`
-    stands under the title, and is left out if all elements are texts.
+    `rank` is its position on the page. If it `repeats`, its charts show what is in the main table. `lead` is shown
+    under the title, unless all elements are texts.
     """
 
     name: str

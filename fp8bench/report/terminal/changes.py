@@ -53,7 +53,7 @@ def page_of(search: Found, store: str, everything: bool = False, options: str = 
     several = len({(change.trend.machine.get("machine"), change.trend.python) for change in search.changes}) > 1
     parts = []
     for title, changes in _sections(search, everything):
-        # Changes between the same commits stand together.
+        # Changes between the same commits are grouped.
         rows: list[tuple[str, Change]] = []
         for place, members in together((_describe_place(change, several), change) for change in changes).items():
             rows += [(place, change) for change in members]
@@ -62,7 +62,7 @@ def page_of(search: Found, store: str, everything: bool = False, options: str = 
     reasons = sorted(search.left.items(), key=lambda pair: (-pair[1], pair[0]))
     ignored = (f"{count_of(count, 'series', 'series')}: {reason}" for reason, count in reasons)
     parts += list_of("left", "not looked at", ignored)
-    # One example is enough to learn the commands.
+    # One example is enough to show the commands.
     alarming = next((change for change in search.changes if change.alarms), None)
     if alarming is not None:
         parts.append(Part("summary", "", tuple(_what_to_do(alarming, options))))
@@ -70,7 +70,8 @@ def page_of(search: Found, store: str, everything: bool = False, options: str = 
 
 
 def _describe_place(change: Change, with_machine: bool) -> str:
-    """'after 00000018 and up to 0000001a, one of 2 commits, most likely 0000001a': the commits that it lies between."""
+    """Returns the commits between which it lies: 'after 00000018 and up to 0000001a, one of 2 commits, most likely
+    0000001a'."""
     words = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
     if change.commits > 1:
         lacking = f" ({change.unmeasured} of them without a figure that compares)" if change.unmeasured else ""
@@ -85,7 +86,7 @@ def _what_to_do(change: Change, options: str) -> Elements:
     comparison = change.comparison
     yield Text("the first of them, commit by commit")
     yield Code(f"fp8bench history show {name}{options}")
-    # Counts are exact, so that measuring again would add nothing.
+    # Counts are exact, so measuring again would add nothing.
     if change.is_counted:
         yield Text("all figures of both commits, judged with what is stored")
         yield Code(f"fp8bench gate {comparison.since[:8]} {comparison.until[:8]} --no-rerun{options}")
@@ -143,7 +144,7 @@ def _summarize(search: Found) -> str:
 
 
 def _is_fewer(change: Change) -> bool:
-    """A count that became less: better perhaps, or no longer the same work."""
+    """Whether a count decreased: an improvement perhaps, or different work."""
     return change.is_counted and not change.is_worse
 
 

@@ -1,6 +1,6 @@
-"""The history as text: what there is, one series commit by commit, the runs, and what is wrong with a store.
+"""The history as text: its series, one series commit by commit, the runs, and problems of a store.
 
-Changes have neither verdict nor colour: neither asv's interval nor the change knows how much runs differ.
+Changes have neither verdict nor colour: asv's interval ignores how much runs differ, and so does the change.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Code, Column, Field, Page, Part, Table, Text
 from fp8bench.report.terminal.layout import list_of
 
-# Numbers by the words for what they count.
+# Counts of things, by their name.
 Counts = Mapping[str, int]
 _HASTY = "~"
-# Further reasons would hide the runs themselves.
+# More reasons would hide the runs themselves.
 _MOST_WORDS = 20
-# Digits of a median beside its interval: with three, all would often read alike.
+# Digits of a median beside its interval: with three, all would often look the same.
 _CLOSE = 4
 
 _NEW_SOURCE = "new source"
@@ -45,17 +45,16 @@ _OF_TREND = (
 
 
 def value(trend: Trend, number: float | None, digits: int = 3) -> str:
-    """A number of a trend in its unit; `digits` are those of times and energies."""
+    """Formats a number of a trend in its unit; `digits` are those of times and energies."""
     return spec_of(trend.series.metric).shown(number, unit_of_series(trend.series), digits)
 
 
 def trends_page(
     endings: Sequence[Ending], store: str, runs: int, commits: int, skipped: Counts, options: str = ""
 ) -> Page:
-    """A line for each series and cell, by machine and interpreter.
+    """Makes a line for each series and cell, by machine and interpreter.
 
-    `skipped` are reasons why runs are not in it, with their numbers; `options` are those with which a command finds the
-    same store.
+    `skipped` counts the runs left out, by reason; `options` are those with which a command finds the same store.
     """
     counts = f"{count_of(len(endings), 'series', 'series')}, {count_of(runs, 'run')} of {count_of(commits, 'commit')}"
     cols: list[Col[Ending]] = [
@@ -81,7 +80,7 @@ def _interpreter(ending: Ending) -> tuple[object, str]:
 
 
 def trend_page(trends: Sequence[Trend], description: str) -> Page:
-    """One series, commit by commit, on every machine and interpreter."""
+    """Shows one series, commit by commit, on every machine and interpreter."""
     columns = (
         Column("conditions", shared=True),
         Column("date (UTC)"),
@@ -101,7 +100,7 @@ def trend_page(trends: Sequence[Trend], description: str) -> Page:
 
 
 def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ...]:
-    """A run as a row of the table of runs, so that the run need not be kept in memory."""
+    """Returns a run as a row of the table of runs, so that the run need not stay in memory."""
     commit = str(run.environment.get("commit") or "none")[:8]
     # An unknown state counts as changed.
     if run.environment.get("dirty") is not False and commit != "none":
@@ -130,7 +129,7 @@ def runs_page(
     options: str = "",
     kept: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Page:
-    """The runs in the order given, and lines on other kept things, by kind.
+    """Shows the runs in the order given, and lines on other stored results, by kind.
 
     `options` are those with which a command finds the same store.
     """
@@ -202,7 +201,7 @@ def _change(figure: Figure, previous: Figure | None) -> str:
         return "new version"
     if figure.source != previous.source:
         return _NEW_SOURCE
-    # No ratio can be made of these.
+    # These have no ratio.
     if previous.value == 0 or not (math.isfinite(previous.value) and math.isfinite(figure.value)):
         if figure.value == previous.value:
             return units.change(1.0)
@@ -215,7 +214,7 @@ def _figure_rows(trend: Trend) -> Iterator[tuple[Field, ...]]:
     version = trend.figures[0].version
     conditions = ""
     for figure in trend.figures:
-        # 1. Rows under the same conditions share a line above them.
+        # 1. Put the conditions that rows share on a line above them.
         news = []
         if figure.version != version:
             news.append(f"version {version} -> {figure.version}: numbers before do not compare")
@@ -223,7 +222,7 @@ def _figure_rows(trend: Trend) -> Iterator[tuple[Field, ...]]:
         if previous is not None and figure.value is not None and previous.under != figure.under:
             news += _new_conditions(previous.under, figure.under)
         conditions = "; ".join(news) or conditions
-        # 2. The figure, and the change if it compares with the previous one.
+        # 2. Show the figure, and the change if it compares with the previous one.
         change = interval = units.NONE
         if previous is not None and (previous.version, previous.source) == (figure.version, figure.source):
             change = _change(figure, previous)

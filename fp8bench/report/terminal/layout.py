@@ -1,4 +1,4 @@
-"""Elements as lines of plain text that fit the width: paragraphs, lists, tables, and colour if wanted.
+"""Elements as lines of plain text that fit the width: paragraphs, lists, tables, and colour if requested.
 
 Text is laid out before it is coloured, so colour shifts no column. Tables have no boxes.
 """
@@ -54,7 +54,7 @@ def painter(color: bool) -> Paint:
 
 
 class _Wrapper(textwrap.TextWrapper):
-    """Breaks a case's name that is too long for a line after a comma."""
+    """Breaks a long case name after a comma."""
 
     def _split(self, text: str) -> list[str]:
         room = self.width - len(self.subsequent_indent)
@@ -65,8 +65,8 @@ class _Wrapper(textwrap.TextWrapper):
 
 
 def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
-    """The text in lines of at most `width`; the first begins with `indent`, the others also with `hang`."""
-    # Names and errors come from others, and must not control the terminal.
+    """Returns the text in lines of at most `width`; the first begins with `indent`, the others also with `hang`."""
+    # Names and errors are untrusted, and must not control the terminal.
     clean = printable(text)
     wrapper = _Wrapper(width, initial_indent=indent, subsequent_indent=indent + hang, break_on_hyphens=False)
     return wrapper.wrap(clean) or [indent.rstrip()]
@@ -88,8 +88,8 @@ def render(page: Page, width: int = 100, color: bool = False, explain: bool = Tr
         head += wrap(page.subtitle, width, hang=INDENT)
     for name, fact in page.facts:
         head += wrap(f"{name}: {fact}", width, INDENT, INDENT)
-    # 2. The parts; a summary stands last, behind the legend or the hint at it:
-    # what to do next must be the last thing on the screen.
+    # 2. The parts; a summary is last, after the legend or the hint at it: the next step must be the last thing on the
+    # screen.
     summary = [part for part in page.parts if part.name == "summary"]
     parts = [part for part in page.parts if part.name != "summary"]
     is_hinted = bool(page.footer) and not explain and not any(part.tight for part in page.parts)
@@ -107,7 +107,7 @@ def render(page: Page, width: int = 100, color: bool = False, explain: bool = Tr
 
 
 def _paint_lines(text: str, tone: Tone, width: int, paint: Paint, indent: str = "") -> list[str]:
-    """The text in lines of that tone; none of ''."""
+    """Returns the text in lines of that tone; none for ''."""
     if text:
         return [paint(line, tone) for line in wrap(text, width, indent, INDENT)]
     return []
@@ -120,7 +120,7 @@ def _part(part: Part, width: int, paint: Paint) -> Iterator[list[str]]:
         block += wrap(part.lead, width, indent, INDENT)
     for place, element in enumerate(part.elements):
         if isinstance(element, Table):
-            if not part.tight and (place or part.lead or element.caption):  # else it stands right under the heading
+            if not part.tight and (place or part.lead or element.caption):  # otherwise directly under the heading
                 yield block
                 block = []
             block += _paint_lines(element.caption, Tone.STRONG if part.tight else Tone.PLAIN, width, paint)
@@ -143,7 +143,7 @@ def _lines(element: Element, width: int, paint: Paint, indent: str) -> list[str]
             for pair in pairs:
                 lines += wrap(pair, width, indent, INDENT)
         case Code():
-            # Something to type, continued behind a backslash.
+            # A command to type, continued with a backslash.
             lines = wrap(element.text, width - 2, INDENT, INDENT)
             lines[:-1] = [f"{line} \\" for line in lines[:-1]]
         case Table():
@@ -154,11 +154,11 @@ def _lines(element: Element, width: int, paint: Paint, indent: str) -> list[str]
 
 
 def _table(element: Table, width: int, paint: Paint) -> list[str]:
-    """Prints what rows share once above them, and a name too long for the first column on its own line.
+    """Formats a table: shared fields once above their rows, and a long name on a separate line.
 
     If that is not enough, the last columns leave the grid and follow each row as 'title: value'.
     """
-    # 1. The columns of the grid, and how wide they are.
+    # 1. Choose the columns of the grid, and their widths.
     grid = [place for place, column in enumerate(element.columns) if not column.shared and not column.below]
     columns = [replace(element.columns[place], title=printable(element.columns[place].title)) for place in grid]
     rows = []
@@ -173,7 +173,7 @@ def _table(element: Table, width: int, paint: Paint) -> list[str]:
     room = _room_for_name(widths[:num_shown], width)
     names = [len(fields[0].text) for fields in rows]
     widths[0] = max([min(len(columns[0].title), room), *(size for size in names if size <= room)])
-    # 2. The titles, then each row under what it shares with its neighbours.
+    # 2. Print the titles, then each row under the fields that it shares with its neighbours.
     titles = [Field(column.title[:size], tone=Tone.STRONG) for column, size in zip(columns, widths, strict=True)]
     lines = _row(titles[:num_shown], columns, widths, width, paint)
     shared_words = ""
@@ -216,7 +216,7 @@ def _row(
 ) -> list[str]:
     name = fields[0].text
     lines: list[str] = []
-    # A long name gets a line of its own, so that one row does not widen the column for all.
+    # A long name gets a separate line, so that one row does not widen the column for all.
     if len(name) > widths[0]:
         lines += wrap(name, width, INDENT, INDENT)
         name = ""

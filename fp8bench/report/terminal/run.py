@@ -1,4 +1,4 @@
-"""A run as text for a terminal: its details, how to read them, and what did not go well; and the plan of --dry-run."""
+"""A run as text for a terminal: its details, how to read them, and problems; and the plan of --dry-run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def render(run: Run, findings: FindingsById, width: int = 100, color: bool = Fal
 
 
 def page_of(run: Run, findings: FindingsById, width: int, report: str = "", options: str = "") -> Page:
-    """The answer, at most `width` wide. `findings` are by case id, `report` is where its page is.
+    """Returns the answer, at most `width` wide. `findings` are by case id, `report` is the path of its page.
 
     `options` are those with which other commands find the run.
     """
@@ -69,14 +69,14 @@ def detail_of(name: str, run: Run, findings: FindingsById, width: int, report: s
     parts = []
     if not panels:
         parts.append(Part("nothing", "", (Text("Nothing was measured."),)))
-    # Doubts about the whole run come first: they hold for every table below.
+    # Doubts about the whole run come first: they apply to every table below.
     if name == "all" and (cautions := (*sitting(entry), *by_chance(entry))):
         parts.append(Part("cautions", "", cautions))
     for panel in panels:
         parts += _DETAILS[name](panel, run, width)
     if ending := _ending(name, run, panels):
         parts.append(Part("ending", "", tuple(ending)))
-    # A detail that this run does not have.
+    # The run does not have this detail.
     if not parts:
         parts.append(Part("nothing", "", (Text(f"This run has no {name}."),)))
     if name == "all":
@@ -130,7 +130,7 @@ def _reference_line(panel: Panel) -> str:
 
 
 def _numbers(panel: Panel) -> list[Element]:
-    """Measurements that no table has, a line for each; and the steps of a sampler."""
+    """Returns a line for each measurement that is in no table, and the steps of a sampler."""
     pairs: list[tuple[str, str]] = []
     elsewhere = _in_other_tables(panel)
     for group in panel.groups:
@@ -141,7 +141,7 @@ def _numbers(panel: Panel) -> list[Element]:
                 in_main_table = metric == panel.error and not measurement.phase
                 if metric in elsewhere or in_main_table or is_of_step(metric):
                     continue
-                # Memory of an emulation is that of emulating, not of the precision.
+                # The memory of an emulated case is the emulation's, not the precision's.
                 is_cost = measurement.unit == "B" and result.is_emulated
                 text = f"{result.mode} {show_value(measurement)}{' (emulated)' * is_cost}"
                 texts.setdefault(error_name(measurement), []).append(text)
@@ -159,7 +159,7 @@ def _conditions(record: Record, run: Run) -> Iterator[str]:
 
 
 def _notes(panel: Panel, run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yields what a note is about, its text, and the place."""
+    """Yields the subject of a note, its text, and the place."""
     is_timed = not about_tensors(panel)
     for group in panel.groups:
         for result in group.results:
@@ -188,7 +188,7 @@ def _notes_of_case(result: Result, is_timed: bool) -> Iterator[tuple[str, str]]:
         yield "", record.detail
 
 
-# Where a line is wanted, and the line.
+# The outputs that include a line, and the line.
 _LEGEND = (
     ("answer all", legend.BEST), ("all", legend.CACHE), ("answer all", legend.SPEED_UP),
     ("answer all", legend.VERDICT), ("answer all", legend.PHASES), ("answer all", legend.BELOW_FLOOR),
@@ -199,7 +199,7 @@ _LEGEND = (
 
 
 def _legend(panels: Sequence[Panel], name: str = "answer") -> list[str]:
-    """How to read the answer, all of a run, or one of its details."""
+    """Returns how to read the answer, all of a run, or one of its details."""
     timed = [panel for panel in panels if not about_tensors(panel)]
     lines = list(_LEGEND) if timed else []
     lines += [("numbers all", line) for line in _of_numbers(timed)]
@@ -252,7 +252,7 @@ _DETAILS: dict[str, Callable[[Panel, Run, int], Iterator[Part]]] = {
 }
 
 
-# More suites and devices are summed up in a table.
+# More suites and devices are summarized in a table.
 _MOST_IN_FULL = 2
 
 
@@ -323,7 +323,8 @@ def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Pa
 
 
 def _support_table(groups: Sequence[Group]) -> Table:
-    """A row for each precision: how the device supports it, and why. Refusals of some groups are told below."""
+    """Returns a row for each precision: how the device supports it, and why. Refusals in some groups are described
+    below."""
     cases = _planned_cases(groups)
     running = {case.case.mode for case in cases if case.runs}
     shown = [case for case in cases if case.runs or case.case.mode not in running]

@@ -1,4 +1,4 @@
-"""The short form of every answer: a question, a line for each precision, what to do next, and a table.
+"""The short form of every answer: a question, a line for each precision, the next step, and a table.
 
 Suites, trainings and inference fill it in; what it leaves out is in `show --all` and on the page.
 """
@@ -14,10 +14,10 @@ from fp8bench.report.elements import Element, Facts, Field, Part, Table, Text, T
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reader is told of one precision.
+    """The answer for one precision.
 
-    `figure` is what the verdict rests on, with its interval. `costs` have the same order in all answers to a question,
-    with '' for what is not known. `reason` is '' where there is none to name.
+    `figure` is the basis of the verdict, with its interval. `costs` have the same order in all answers to a question,
+    with '' for unknown ones. `reason` is '' if there is none.
     """
 
     name: str

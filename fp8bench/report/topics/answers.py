@@ -1,4 +1,4 @@
-"""The answer for each precision of a step: the verdict, what it costs, why, and what would settle it.
+"""The answer for each precision of a step: the verdict, its cost, the reason, and what would settle it.
 
 Terminal and page show the same sentences.
 """
@@ -29,16 +29,16 @@ from fp8bench.report.words.naming import common_tone, shorten_line
 
 QUESTION = "Does low precision pay here?"
 QUESTION_OF_CALLABLES = "Is it faster, and as exact?"
-# Beyond this ratio the smaller of two errors is more exact.
+# Beyond this ratio the smaller of two errors counts as more exact.
 _NEARER = 1.05
 # In letters.
 LONGEST_REASON = 300
 # Longer runs than this are not proposed.
 _MOST_SECONDS = 900
-# Commands with these measure what another command planned.
+# Commands with these options continue another command's plan.
 _OF_ANOTHER_PLAN = ("--plan", "--cell", "--resume")
 _WITH_VALUE = ("--budget", "--rounds", "--seeds")
-# A default run gives a group so many seconds.
+# A default run spends this many seconds per group.
 _GROUP_SECONDS = 10
 _MEASURED = {
     "gradient_error": "gradients",
@@ -80,7 +80,7 @@ def find_answer(cases: Cases) -> Answer:
     else:
         figure = _why_no_speed(results)
     accuracy = _accuracy_of_callables(cases) if cases[0].suite == BENCH else _accuracy(cases)
-    # A reason is only named if it is that of all cases.
+    # A reason is only named if all cases share it.
     reasons = {describe_reason(case) or case.record.reason for case in cases}
     return Answer(
         results[0].mode,
@@ -103,7 +103,7 @@ def _describe_verdicts(results: Sequence[Result]) -> str:
 
 
 def _why_no_speed(results: Sequence[Result]) -> str:
-    """'no hardware for FP8': why a precision is emulated, without how; '' for native ones."""
+    """Returns why a precision is emulated, without how: 'no hardware for FP8'; '' for native ones."""
     reasons = dict.fromkeys(result.record.support.reason.partition(":")[0] for result in results if result.is_emulated)
     return next(iter(reasons), "")
 
@@ -125,7 +125,8 @@ VERDICT_COLUMNS = (
 
 
 def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, ...]]:
-    """Yields a row of VERDICT_COLUMNS for each case but references; memory and energy are over the reference's."""
+    """Yields a row of VERDICT_COLUMNS for each case except references; memory and energy are relative to the
+    reference."""
     for panel in panels:
         for case in panel.members:
             result = case.result
@@ -149,7 +150,7 @@ def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, 
 
 
 def verdict_word(result: Result) -> str:
-    """The verdict as a reader who has never seen the tool understands it."""
+    """Returns the verdict in words for readers who have never seen the tool."""
     plain_words = {
         Standing.EMULATED: "no speed here",
         Standing.SAME: "as fast",
@@ -209,11 +210,11 @@ def _accuracy_of_callables(cases: Cases) -> str:
 
 
 def _memory(cases: Cases) -> str:
-    """'memory +1.1%'; where all is emulated what a device with the formats would take, which is an estimate."""
+    """Returns 'memory +1.1%'; if all cases are emulated, the estimate for a device with the formats."""
     native: list[float] = []
     derived: list[float] = []
     for case in cases:
-        # What an emulation takes here says nothing of a device with its formats.
+        # The memory of an emulation does not apply to a device with its formats.
         share = device_share_of(*case) if case.is_emulated else share_of(*case)
         if share is not None:
             (derived if case.is_emulated else native).append(share)
@@ -249,7 +250,7 @@ def describe_reason(case: NamedCase) -> str:
 
 
 def reason_of(case: NamedCase) -> Reason | None:
-    """Returns what the phases show, those apart that are too short to be told from the cost of marking them."""
+    """Returns the explanation by phases, ignoring those too short compared with the cost of marking them."""
     finding = case.finding
     reference = case.group.lead
     if finding is None or finding.hard:
@@ -317,25 +318,25 @@ def propose(cases: Cases, command: str, under_load: bool = False, budget: float 
 
 
 def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | None) -> Sentences:
-    # 1. Under load more rounds are no remedy.
+    # 1. Under load, more rounds do not help.
     if under_load:
         in_full = without_option(without_option(command, "--quick"), "--rounds")
         yield f"free the machine, and measure again: {in_full}"
     measures = any(f"fp8bench {word} " in command for word in ("suite", BENCH))
     if not measures or any(f" {option}" in command for option in _OF_ANOTHER_PLAN):
         return
-    # 2. More rounds for verdicts that are open.
+    # 2. Propose more rounds for open verdicts.
     if not under_load:
-        # More rounds cannot bring back a verdict that a label took away.
+        # More rounds cannot restore a verdict that a label withdrew.
         unsettled = [case for case in cases if standing(case.result) is Standing.UNSURE and not _is_spoilt(case)]
         usual = _GROUP_SECONDS * len({case.group.case.setting for case in cases})
         yield from _settle(unsettled, command, budget or usual)
-    # 3. What would change the reason.
+    # 3. Propose changes that would affect the reason.
     yield from dict.fromkeys(chain.from_iterable(_change(case, command) for case in cases))
 
 
 def _is_spoilt(case: NamedCase) -> bool:
-    """Whether a label took the verdict away, so that more rounds do not bring it back."""
+    """Whether a label withdrew the verdict, so that more rounds do not restore it."""
     return case.finding is not None and bool({*case.finding.hard} - {Label.CONTENDED})
 
 
@@ -344,7 +345,7 @@ def _settle(cases: Cases, command: str, budget: float) -> Sentences:
     if not speeds:
         return
     plain = without_option(without_option(command, "--quick"), "--rounds")
-    # The range of few rounds says nothing of how many more would be enough.
+    # The range of few rounds does not show how many more would be enough.
     if any(speed.level == 0 for speed in speeds):
         yield f"measure this again in full on a quiet machine: {plain}"
         return
@@ -373,7 +374,7 @@ def _change(case: NamedCase, command: str) -> Sentences:
     losing = {gain.phase for gain in reason.gains if gain.saved < 0}
     if Phase.ATTENTION in losing and params.get("attention") == "auto" and "attention=" not in command:
         yield f"compare torch's kernels of attention, in twice the time: {command} --set attention=auto,math"
-    # A graph cannot hold what a precision remembers from step to step.
+    # A graph cannot keep the state that a precision carries from step to step.
     can_compile = params.get("compile") == "no" and params.get("models") != "rlhf" and not _remembers(case)
     if Phase.CAST in losing and can_compile and "compile=" not in command:
         yield f"let torch.compile fuse the casts into their neighbours: {command} --set compile=yes"

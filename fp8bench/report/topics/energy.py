@@ -1,4 +1,4 @@
-"""What a step of each case takes in joules, what a lower precision saves, and why energy is missing or unclear."""
+"""The joules of a step of each case, what a lower precision saves, and why energy is missing or unclear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run was measured under, what to know about that, and how to measure and render it again."""
+"""The conditions of a run, remarks on them, and how to measure and render it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each case takes of the device's memory, what that is for, and the largest batches that fit."""
+"""The device memory of each case, its composition, and the largest batches that fit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def use_of(record: Record) -> MemoryUse | None:
 
 
 def peak_of(result: Result) -> float | None:
-    """Bytes at the highest point of a step: the figure of every table, chart and row for programs."""
+    """Returns a step's peak memory in bytes: the figure of every table, chart and CSV row."""
     figure = value_of(result.record.measurement(PEAK))
     use = use_of(result.record)
     if figure is None and use is not None:

@@ -1,4 +1,4 @@
-"""What a lower precision costs in numbers: errors, what the data are, scales found from data, and a sampler's steps."""
+"""The accuracy of lower precisions: errors, statistics of the data, scales found from data, and a sampler's steps."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _errors(title: str, panel: Panel) -> Elements:
     errors = [(case.name, case.error) for case in panel.members if case.error is not None]
     strange = [f"{name} ({error})" for name, error in errors if not math.isfinite(error)]
     if strange:
-        yield Text(f"{title}: {figure_words(panel.error)} is no finite number in {join_words(strange)}.", Tone.BAD)
+        yield Text(f"{title}: {figure_words(panel.error)} is not a finite number in {join_words(strange)}.", Tone.BAD)
 
 
 def _by_mode(panel: Panel) -> dict[str, _Errors]:

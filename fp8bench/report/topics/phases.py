@@ -36,7 +36,7 @@ def phases_table(panel: Panel, brief: bool = False) -> Tables:
     if panel.suite != BENCH:  # callables have neither phases nor a declared amount of work
         for case in cases:
             present |= _shares(case).keys()
-    # Phases of a suite's own stand last.
+    # A suite's custom phases are last.
     names = sorted(present, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES))
 
     def seconds(case: NamedCase) -> str:
@@ -127,7 +127,7 @@ _LEAST_PHASES = 3
 
 def _draw_timeline(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
     """Yields one step of each case on one axis of time; nothing for runs that kept no samples of a step's parts."""
-    # 1. A step of each case, and the phases that come in one of them.
+    # 1. Choose a step of each case, and collect all phases in them.
     steps = []
     timings = []
     present: set[str] = set()
@@ -170,7 +170,7 @@ def _find_middle_step(timing: Timing) -> Steps:
     calls = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
     if not calls:
         return []
-    # A mean of steps would have no order of phases.
+    # A mean of several steps would mix their orders of phases, so one median step is drawn.
     step = sorted(calls, key=sum)[(len(calls) - 1) // 2]
     pieces: Steps = []
     for phase, nanoseconds in zip(timing.segments.phases, step, strict=True):

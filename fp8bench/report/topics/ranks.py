@@ -1,4 +1,4 @@
-"""Several ranks: how far apart they are, what they send beside its error, and what they gain over one."""
+"""Several ranks: how far apart they are, what they send at what error, and their gain over one rank."""
 
 from __future__ import annotations
 

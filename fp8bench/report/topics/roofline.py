@@ -1,4 +1,4 @@
-"""What a device does at most, and phases under these roofs: what bounds them, and what a precision could give."""
+"""The peaks of a device, and phases relative to them: what limits each phase, and the possible gain of a precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each kind of work and each module takes of a step; and how much of a model's products is converted."""
+"""The share of each kind of work and each module in a step; and how much of a model's products is converted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many times as fast as the reference each case is, beside its error; and what it sustains."""
+"""How many times as fast as the reference each case is, with its error; and its sustained speed."""
 
 from __future__ import annotations
 

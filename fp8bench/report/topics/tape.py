@@ -1,4 +1,4 @@
-"""What a step does, operator by operator: counted FLOPs, bytes and launches; and from traces, what takes its time."""
+"""The operators of a step: counted FLOPs, bytes and launches; and from traces, what takes its time."""
 
 from __future__ import annotations
 

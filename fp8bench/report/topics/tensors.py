@@ -1,4 +1,4 @@
-"""What formats and scalings leave of tensors: panels whose errors matter, and not their times."""
+"""The errors of formats and scalings on tensors: panels about errors, not times."""
 
 from __future__ import annotations
 

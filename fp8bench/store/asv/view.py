@@ -111,9 +111,7 @@ def write_commit(store: Path, new_run: TrackedRun, timeout: float = LOCK_SECONDS
         runs = [run for run in runs_of_commit(store, new_run.commit) if run.identity.home.is_same(home)]
         tracked = [run for run in runs if run.content.points]
         if all(run.run.id != new_run.run.id for run in tracked):
-            raise StoreError(
-                f"the run {new_run.run.id} is not to be found in {store}, so that it is not in asv's view."
-            )
+            raise StoreError(f"the run {new_run.run.id} was not found in {store}, so it is not in asv's view.")
         aside: list[Path] = []
         write_place(results_of(store), tracked, aside)
         return aside
@@ -154,7 +152,7 @@ def _settle_identity(results: Path, identity: Identity, aside: list[Path]) -> Id
     if entry and entry["machine"] != folder.name:
         raise AsvFileError(
             f"{folder / 'machine.json'} is of machine {entry['machine']!r:.80}, and its folder of {folder.name!r:.80}: "
-            "asv shows nothing of that folder. Correct the one or the other."
+            "asv shows nothing of that folder. Make them equal."
         )
     # 2. Update it: on this machine by its current facts, else by those of the run.
     stored = identify(entry or identity.machine)

@@ -90,7 +90,7 @@ def _open(path: Path) -> Iterator[tuple[sqlite3.Connection, bool]]:
     with contextlib.closing(sqlite3.connect(path, _LOCK_SECONDS, isolation_level=None)) as connection:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version not in (0, _VERSION):
-            raise _Unfit("it is of another version")
+            raise _Unfit("it has another version")
         yield connection, version == 0
 
 

@@ -100,7 +100,7 @@ def load_sheet(path: Path) -> tuple[Run, FileLines]:
     """Like load_run, with the lines of the file."""
     sheet = lines_of(path, "the run file")
     if not (sheet.lines or sheet.broken):
-        raise StoreError(f"{path} is no run file: it is empty.")
+        raise StoreError(f"{path} is not a run file: it is empty.")
     refuse_newer(sheet, path)
     header, run, reason = _find_header(sheet, path)
     reading = _RunReading(run)
@@ -108,7 +108,7 @@ def load_sheet(path: Path) -> tuple[Run, FileLines]:
     if run is None:
         broken = f"line {header}, the header, is broken ({reason})" if header else ""
         if not reading.records:
-            raise StoreError(f"{path} is no run file: {broken or 'it has no header'}.")
+            raise StoreError(f"{path} is not a run file: {broken or 'it has no header'}.")
         reading.troubles.insert(0, f"{broken or 'the header is gone'}: what was asked, planned and run on is lost")
     return _to_run(reading, path), sheet
 
@@ -168,10 +168,10 @@ def _take(reading: _RunReading, content: Content) -> None:
         reading.notes.append(decode(str, content["note"]))
     elif "end" in content:
         if content["end"] not in ("finished", "interrupted"):
-            raise Malformed("an end of no known kind")
+            raise Malformed("an end of an unknown kind")
         reading.finished = content["end"] == "finished"
     elif "schema" in content:
-        raise Malformed("a header that is none, or a second one")
+        raise Malformed("an invalid header, or a second one")
     else:
         raise UnknownKind
 
@@ -207,7 +207,7 @@ def _header(content: Content, path: Path) -> Run:
     check_schema(content, path)
     run = decode(Run, content.get("header"))
     if not all(0 <= group.reference < len(group.cases) for group in run.plan):
-        raise Malformed("the reference of a group is none of its cases")
+        raise Malformed("the reference of a group is not among its cases")
     return run
 
 
@@ -298,6 +298,4 @@ def lock_run(file: IO[Any], path: Path) -> None:
     """Locks the file, where the file system has locks. Raises StoreError where another process has it."""
     if not lock(file, 0):
         file.close()
-        raise StoreError(
-            f"another process is writing the run {path.stem}. Wait for its end, or start a run of your own."
-        )
+        raise StoreError(f"another process is writing the run {path.stem}. Wait for its end, or start another run.")

@@ -1,1 +1,1 @@
-"""One of several processes that measure together, and what launches them."""
+"""One of several processes that measure together, and their launcher."""

@@ -1,8 +1,8 @@
 """The bench of one rank: joins the others in a process group, and reports its progress.
 
-It refuses connections of strangers: gloo takes whoever comes first, and asks nobody who he is. Only Linux tells whose a
-connection is. How well communication is hidden is measured by the parts of a step alone, at once and in turn, in rounds
-of random order.
+It refuses connections of strangers, because gloo accepts any connection without authentication. Only Linux reveals the
+owner of a connection. How well communication is hidden is measured by running the parts of a step alone, at once and in
+sequence, in rounds of random order.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from fp8bench.worker.clock import PhaseClock
 
 _FILE = "start-line"
 _NUMBER = 8
-# For so long a rank waits awake: one that sleeps wakes up too late to begin with the others.
+# A rank spins for this long: one that sleeps wakes up too late to begin with the others.
 _AWAKE_SECONDS = 5e-4
 _NAP_SECONDS = 1e-4
 
 
 class Heart:
-    """Writes this rank's progress into a mapped file: half a microsecond a beat."""
+    """Writes this rank's progress into a mapped file: half a microsecond per beat."""
 
     def __init__(self, file: Path) -> None:
         self.folder = file.parent
@@ -54,7 +54,8 @@ class Heart:
         self.phase(OUTSIDE)
 
     def phase(self, code: int) -> None:
-        """Notes the phase of a step. A phase that an exception leaves stays noted: the rank failed in it."""
+        """Records the phase of a step. If an exception leaves a phase, it stays recorded, because the rank failed in
+        it."""
         if sys.exception() is not None:
             return
         self._beats += 1
@@ -68,11 +69,11 @@ class Heart:
 
 class StartLine:
     """Where ranks begin something together: `meet` returns when all have come as often as this one. A barrier of gloo
-    or NCCL wakes threads and sends messages, 0.3 ms and more for each slot; ranks of one machine do not need one."""
+    or NCCL wakes threads and sends messages, 0.3 ms and more for each slot, which ranks of one machine do not need."""
 
     def __init__(self, folder: Path, rank: int, ranks: int, wait_seconds: float) -> None:
         with (folder / _FILE).open("ab") as opened:
-            os.ftruncate(opened.fileno(), ranks * _NUMBER)  # the same on all ranks: what is there stays
+            os.ftruncate(opened.fileno(), ranks * _NUMBER)  # the same on all ranks: existing content is kept
         with (folder / _FILE).open("r+b") as opened:
             self._times = memoryview(mmap.mmap(opened.fileno(), ranks * _NUMBER)).cast("q")
         self._rank = rank
@@ -86,9 +87,9 @@ class StartLine:
             waited = time.monotonic() - begun
             if waited > self._wait_seconds:
                 late = ", ".join(f"rank {rank}" for rank, count in enumerate(times) if count < count_here)
-                raise TimeoutError(f"{late} did not come to the start line within {self._wait_seconds:g} s")
+                raise TimeoutError(f"{late} did not reach the start line within {self._wait_seconds:g} s")
             if waited < _AWAKE_SECONDS:
-                os.sched_yield()  # whoever is late may need this core
+                os.sched_yield()  # a late rank may need this core
             else:
                 time.sleep(_NAP_SECONDS)
 
@@ -110,8 +111,8 @@ class _End(NamedTuple):
 
 
 def watch_groups(c10d: Any) -> None:
-    """Has torch raise when it makes a process group to which a stranger is connected. All connections of a group exist
-    once it is made, and none comes later, so that no stranger's bytes are read."""
+    """Makes torch raise when it makes a process group to which a stranger is connected. All connections of a group
+    exist once it is made, and none comes later, so that no stranger's bytes are read."""
     make: Callable[..., Any] = c10d._new_process_group_helper
 
     def make_checked(*arguments: Any, **named: Any) -> Any:
@@ -134,7 +135,7 @@ def refuse_strangers() -> None:
         if connection.state == _ESTABLISHED and connection.here in doors
     }
     for end in ends:
-        # An end without an inode belongs to nobody any more: it was closed.
+        # An end without an inode has no owner any more, because it was closed.
         if (end.here, end.there) in taken and end.inode != "0" and end.owner != os.geteuid():
             raise PermissionError(
                 f"a process of another user (number {end.owner}) has connected to this rank, where only ranks belong: "
@@ -155,7 +156,7 @@ def _own_sockets() -> Iterator[str]:
     for file in folder.iterdir() if folder.exists() else ():
         try:
             kind, _, number = str(file.readlink()).partition(":")
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
         if kind == "socket":
             yield number.strip("[]")
@@ -163,7 +164,7 @@ def _own_sockets() -> Iterator[str]:
 
 # Seconds of each round, by part.
 Rounds = dict[str, list[float]]
-# Fewer rounds agree by chance too often. Short parts have more, until the slowest rank has taken these seconds.
+# Fewer rounds agree by chance too often. Short parts have more, until the slowest rank has taken this many seconds.
 _LEAST_ROUNDS, _MOST_ROUNDS, _ROUNDS_SECONDS = 6, 15, 0.15
 # Long enough that a barrier's own skew is small.
 _LEAST_SECONDS = 3e-3
@@ -179,7 +180,8 @@ class RankMeeting(NamedTuple):
 
 
 def step_rounds(parts: StepParts, together: RankMeeting, seed: int) -> Rounds:
-    """Returns seconds of the parts of a step, of both at once and in turn, and of rank 0's steps while others wait."""
+    """Returns seconds of the parts of a step, of both at once and in sequence, and of rank 0's steps while others
+    wait."""
     import torch.distributed as dist
 
     if parts.together is None:
@@ -255,7 +257,7 @@ def _most(value: float) -> float:
     return float(most)
 
 
-# What a rank sends in a step, and seconds of each round of what a step is made of; or why nobody can tell.
+# What a rank sends in a step, and seconds per round of the parts of a step; or why that is unknown.
 StepAnswer = tuple[tuple[Sent, ...], Rounds] | str | None
 # Prefixes of the environment variables that configure launchers and communication libraries.
 RECORDED = (
@@ -269,15 +271,15 @@ RECORDED = (
 )
 
 
-# Ranks import torch and users' code at their own pace, so their first meeting may take long.
+# Seconds for the first meeting: ranks import torch and users' code at different speeds.
 _MEETING_SECONDS = 300.0
 
 
 def _meet(folder: Path, rank: int, ranks: int) -> Store:
-    """Waits until all ranks have come here. Returns the store in which they exchange the ports that they listen on."""
+    """Waits until all ranks have arrived. Returns the store in which they exchange their listening ports."""
     from torch._C._distributed_c10d import FileStore, PrefixStore
 
-    # A file in a private folder, because a store that listens on a port would trust whoever connects.
+    # A file in a private folder, because a store that listens on a port would trust any connection.
     store = FileStore(str(folder / MEETING), ranks)
     store.set(f"here/{rank}", "")
     store.wait([f"here/{number}" for number in range(ranks)], timedelta(seconds=_MEETING_SECONDS))
@@ -309,20 +311,20 @@ class RankBench(Bench):
             world_size=self._size,
             device_id=torch.device("cuda", 0) if on_gpu else None,
         )
-        # Slots begin together, so that how late each rank is from then on can be measured.
+        # Slots begin together, so that each rank's delay from then on can be measured.
         self._meet = StartLine(heart.folder, self._rank, self._size, wait_seconds).meet
 
     def probe(self) -> tuple[DeviceFacts, ...]:
         return tuple(replace(device, ranks=self._size) for device in super().probe())
 
     def software(self) -> dict[str, Scalar | None]:
-        """Adds the settings of this rank, which a launcher may have changed."""
+        """Adds this rank's settings, which a launcher may have changed."""
         variables = {name: text for name, text in sorted(os.environ.items()) if name.startswith(RECORDED)}
         return {**super().software(), **{f"env {name}": text for name, text in variables.items()}}
 
     def release(self, key: str) -> tuple[str, ...]:
-        """Also freezes what is left once no state is: imports that live as long as this process. Each garbage
-        collection would spend 0.1 s on DTensor and torchao."""
+        """Like the base class; when no state is left, also freezes the remaining objects: imports that live as long as
+        this process. Each garbage collection would spend 0.1 s on DTensor and torchao."""
         still_running = super().release(key)
         if not (self._prepared or self._kept):
             gc.freeze()

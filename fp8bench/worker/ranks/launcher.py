@@ -1,8 +1,8 @@
-"""The process that starts the ranks, once, and says which of them failed.
+"""The process that starts the ranks, once, and reports which of them failed.
 
-measure.process.WorkerProcess starts it, and it ends with its parent as a worker does. Its warden ends what the ranks
-have left and removes the folder of their files, whether the parent lets go or was killed. torch's own launcher is not
-used: it listens on all interfaces, and unpickles what it is sent.
+measure.process.WorkerProcess starts it, and it ends with its parent like a worker. Its warden ends leftover processes
+of the ranks and removes the folder of their files, whether the parent finishes or is killed. torch's launcher is not
+used: it listens on all interfaces, and unpickles what it receives.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pathlib import Path
 from fp8bench.model.ranks import MARK
 from fp8bench.worker.main import die_with_parent, keep_from_children
 
-# How long ranks have to end after SIGTERM, before SIGKILL.
+# Seconds that ranks have to end after SIGTERM, before SIGKILL.
 _ENDING_SECONDS = 1.0
-# How long to wait for killed processes, which usually go at once.
+# Seconds to wait for killed processes, which usually end at once.
 _GONE_SECONDS = 5.0
 _POLL_SECONDS = 0.005
 
 
 def launch(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[int, int]:
-    """Runs a module in so many ranks to their end; returns how those ended that failed, by rank. As soon as one has
+    """Runs a module in `ranks` processes to their end; returns the statuses of failed ones, by rank. As soon as one has
     failed the others are ended, which is returned as SIGTERM."""
     environment = {**os.environ, MARK: Path(folder).name, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-P", "-m", module, folder, str(wait_seconds)]
@@ -48,7 +48,7 @@ def launch(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[in
 
 
 def _end_ranks(running: dict[int, int]) -> dict[int, int]:
-    """Ends ranks, and returns how those ended that failed, with their own exit code if they failed by themselves."""
+    """Ends ranks, and returns the statuses of failed ones, with their exit codes if they failed by themselves."""
     failed = {}
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in running:
@@ -65,16 +65,16 @@ def _end_ranks(running: dict[int, int]) -> dict[int, int]:
 
 
 def _marked_processes(mark: bytes) -> Iterator[int]:
-    """Yields the processes started by ranks or their descendants, in whatever session; none without /proc. Every rank
-    has the name of its launch in the environment."""
+    """Yields the processes started by ranks or their descendants, in any session; none without /proc. Every rank has
+    the name of its launch in the environment."""
     for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # another user's, or gone
+        with contextlib.suppress(OSError):  # another user's, or already ended
             if mark in file.read_bytes().split(b"\0"):
                 yield int(file.parent.name)
 
 
 def _end_all(folder: str, launcher: int) -> None:
-    """Ends ranks and what they have left, then removes the folder. The launcher ends by itself after its ranks."""
+    """Ends ranks and their leftover processes, then removes the folder. The launcher ends by itself after its ranks."""
     end = time.monotonic() + _GONE_SECONDS
     mark = f"{MARK}={Path(folder).name}".encode()
     while (remaining := list(_marked_processes(mark))) and time.monotonic() < end:
@@ -88,7 +88,7 @@ def _end_all(folder: str, launcher: int) -> None:
 
 
 def _is_there(pid: int) -> bool:
-    """Tells whether a process exists, also as a zombie: the launcher is one until the parent has read its exit code."""
+    """Whether a process exists, including zombies: the launcher is one until the parent has read its exit code."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""A rank: answers the same requests as its neighbours, over a socket to the process that measures.
+"""A rank: answers the same requests as the other ranks, over a socket to the process that measures.
 
 The launcher starts it as `python -m fp8bench.worker.ranks.main FOLDER SECONDS` (or another module, whose bench does
 more). FOLDER holds the socket, and takes this rank's heartbeat and stderr; SECONDS is how long a collective waits for
@@ -21,7 +21,7 @@ from fp8bench.worker.ranks.bench import Heart, RankBench
 
 
 def _connect(folder: Path, rank: int, purpose: str) -> int:
-    """Connects to the process that measures and says what the connection is for; returns its descriptor."""
+    """Connects to the process that measures and sends the purpose of the connection; returns its descriptor."""
     with socket.socket(socket.AF_UNIX) as opened:
         opened.connect(str(folder / PARENT))
         descriptor = os.dup(opened.fileno())
@@ -32,7 +32,7 @@ def _connect(folder: Path, rank: int, purpose: str) -> int:
 
 
 def _show_one_gpu(rank: int) -> None:
-    """Lets this rank see one GPU, its own, or none if there are fewer; must come before torch looks."""
+    """Makes only one GPU visible to this rank, or none if there are fewer; must run before torch initializes."""
     name = "HIP_VISIBLE_DEVICES" if Path("/dev/kfd").exists() else "CUDA_VISIBLE_DEVICES"
     variable = os.environ.get(name)
     visible = [word for word in variable.split(",") if word] if variable is not None else None

@@ -137,7 +137,7 @@ def test_steps_that_are_not_alike_are_said_to_be(makers: str, fp8bench: Say, sho
 
 # Their words, and what is said. The first ones always run.
 WRONG = [
-    (["{}:complex_numbers"], "its parameter weight is complex64, and casts, optimizers and errors here are of real"),
+    (["{}:complex_numbers"], "its parameter weight is complex64, but casts, optimizers and errors need real"),
     (["{}:fails"], "fails in forward: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     (["{}:nosuch"], "makers.py has no 'nosuch'. Callables in it: Stuck"),
     (["{}:make", "--forward", "--optimizer", "sgd"], "--forward has no optimizer step"),
@@ -145,13 +145,13 @@ WRONG = [
     (["{}:wants"], "is called without arguments, and missing a required argument: 'size'"),
     (["{}:without_batch"], "gives Linear; expected (model, batch)"),
     (["{}:without_products"], "can be converted"),
-    (["{}:stuck"], "cannot be copied, and every arm is a copy: TypeError: cannot pickle"),
-    (["{}:large"], "memory does not suffice for it and a copy"),
+    (["{}:stuck"], "cannot be copied, but every arm needs a copy: TypeError: cannot pickle"),
+    (["{}:large"], "not enough memory for it and a copy"),
     (["{}:elsewhere"], "the batch is on meta, and the model is measured on cpu"),
     (["{}:frozen"], "needs a gradient. Profile its --forward"),
     (["{}:raises"], "fails: ValueError: no checkpoint here (makers.py, line"),
     (["nosuch:make"], "No module named 'nosuch'"),
-    (["nosuch"], "names no function. Give module:function"),
+    (["nosuch"], "is not a function. Give module:function"),
     (["{}:make", "--dtypes", "nosuch"], "unknown dtype 'nosuch'"),
     (["{}:make", "--skip", "nosuch"], "unknown layer of this model 'nosuch'"),
     (["{}:make", "--precision-map", "9=bf16"], "unknown layer of this model '9'"),

@@ -60,6 +60,6 @@ def test_who_asked_for_none_is_told_how(store: Path, fp8bench: Say) -> None:
 
     run = keep(grid_run(), store)
     code, _, error = fp8bench("show", run.id, "--shares")
-    assert code == 2 and "Measure it again, with --shares." in unfolded(error)
+    assert code == 2 and "Measure it again with --shares." in unfolded(error)
     code, _, error = fp8bench("show", run.id, "--shares", "--tape")
     assert code == 2 and "Give one of them" in unfolded(error)

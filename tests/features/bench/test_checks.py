@@ -53,7 +53,7 @@ REFUSED = [
     ("one", "takes 1 positional argument but 2 were given"),
     ("transposed", "returns 64x128 float32, and torch:matmul 128x64 float32: they do not do the same work"),
     ("halves", "returns 128x64 float16, and torch:matmul 128x64 float32"),
-    ("in_place", "changes its inputs: the next call would get other ones. Let it change copies"),
+    ("in_place", "changes its inputs: the next call would get different ones. Let it change copies"),
     ("nothing", "returns nothing, so that results cannot be compared"),
     ("word", "returns str without a tensor"),
     ("raises", "cannot be measured with 128x32 float32, 32x64 float32: ValueError: no such kernel (mine.py, line"),
@@ -61,9 +61,9 @@ REFUSED = [
     ("talks", "a step printed 'hello hello"),
     ("switches", "cannot be measured: it left the number of threads at "),
     ("threads", "a step left 1 running (helper)"),
-    ("remembers", "remembers earlier inputs: it gives old results when other numbers come to the same memory"),
+    ("remembers", "remembers earlier inputs: it returns old results for new numbers in the same memory"),
     ("remembers_weight", "remembers earlier inputs"),
-    ("constant", "gives the same results whatever its inputs hold, and torch:matmul does not"),
+    ("constant", "returns the same results for different inputs, but torch:matmul does not"),
 ]
 
 
@@ -161,15 +161,15 @@ def test_names_and_inputs_are_checked_before_a_worker_starts(tmp_path: Path) -> 
     axes = dict(choose_axes(("torch:relu", mine), (), None, None, "hot"))
     assert axes["inputs"] == (f"{tmp_path / 'mine.py'}:inputs",) and axes["against"] == ("torch:relu",)
     for targets, against, sentence in (
-        (["torch.relu"], "torch:relu", "names no function"),
-        (["a b:f"], "torch:relu", "names no callable"),
-        (["fp8:exact"], "torch:relu", "names no callable"),
-        (["torch:relu"], "torch:relu", "is named twice. Leave it out once: the reference is measured twice"),
-        ([mine, mine], "torch:relu", "is named twice. Leave it out once"),
+        (["torch.relu"], "torch:relu", "is not a function"),
+        (["a b:f"], "torch:relu", "is not a callable"),
+        (["fp8:exact"], "torch:relu", "is not a callable"),
+        (["torch:relu"], "torch:relu", "is named twice. Name it once: the reference is measured twice"),
+        ([mine, mine], "torch:relu", "is named twice. Name it once"),
     ):
         with pytest.raises(UsageError, match=sentence):
             check_targets(targets, against)
-    with pytest.raises(UsageError, match=r"nothing to call torch:abs with. Give a shape for each argument"):
+    with pytest.raises(UsageError, match=r"no inputs for torch:abs. Give a shape for each argument"):
         choose_axes(("torch:relu", "torch:abs"), (), None, None, "hot")
     with pytest.raises(UsageError, match="or leave both out"):
         choose_axes(("torch:relu", mine), ("8x8",), None, "mine.py:inputs", "hot")

@@ -53,7 +53,7 @@ def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> Non
     page = Path("page.html").read_text()
     assert "mine.py:low" in page and "more exact)" in page and "When to use FP8" not in page
     code, _, err = fp8bench("advise", run_id)
-    assert code == 2 and "compares callables, and advice is on precisions" in unfolded(err)
+    assert code == 2 and "compares callables, but advice is about precisions" in unfolded(err)
 
 
 def test_without_float64_an_answer_says_so(fp8bench: Say, store: Path) -> None:
@@ -79,7 +79,7 @@ WRONG = [
     (["mine.py:product", "--shape", "8x8,4x4"], "torch:matmul cannot be measured with 8x8 float32, 4x4 float32"),
     (["mine.py:product", "--shape", "8y8"], "'8y8' is not a shape; expected sizes with x between"),
     (["mine.py:product", "--inputs", "mine.py:no_inputs"], "mine.py:no_inputs gives int without tensors"),
-    (["torch:mm"], "there is nothing to call torch:mm with. Give a shape for each argument"),
+    (["torch:mm"], "there are no inputs for torch:mm. Give a shape for each argument"),
     (["absent.py:f", "--shape", "8x8"], "absent.py:f: there is no file 'absent.py' here"),
     (["mine.py:talks", "--shape", "8x8,8x8"], "mine.py:talks cannot be measured: a step printed 'hello"),
     (["mine.py:crashes", "--shape", "8x8,8x8"], "the worker crashed during 'examine'"),

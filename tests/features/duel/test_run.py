@@ -277,6 +277,9 @@ def test_fp8bench_has_its_own_option_for_its_own_code(
     if not (ROOT / ".git").exists():
         pytest.skip("needs a checkout of fp8bench")
     monkeypatch.chdir(ROOT)
-    for words, told in (("--against HEAD", "Use --against-self"), ("--against-self no-such-revision", "is no commit")):
+    for words, told in (
+        ("--against HEAD", "Use --against-self"),
+        ("--against-self no-such-revision", "is not a commit"),
+    ):
         assert main(["duel", "suite", "gemm", *words.split(), "--store", str(tmp_path)]) == 2
         assert told in unfolded(capsys.readouterr().err)

@@ -120,7 +120,7 @@ def test_a_path_a_name_and_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for word in (str(link), "env/bin/python", "env", str(tmp_path / "env")):
         assert interpreter(word, "--python-a") == str(link)
     for word in ("", "no-such-python", "/nowhere/python", "."):
-        with pytest.raises(UsageError, match=r"--python-a .*is no program"):
+        with pytest.raises(UsageError, match=r"--python-a .*is not a program"):
             interpreter(word, "--python-a")
     monkeypatch.setenv("PATH", str(link.parent))
     assert interpreter("python", "--python-a") == str(link)
@@ -256,7 +256,7 @@ def test_a_duel_that_begins_meanwhile_leaves_it_alone(temporary: Path, monkeypat
 def test_an_unknown_revision(commits: Path, tmp_path: Path) -> None:
     """For a shallow clone, as CI makes them, the sentence says how to get more."""
     for word in ("nope", "", "--help", "v1:file", "0" * 40):
-        with pytest.raises(UsageError, match=r"is no commit of the repository .*Give a commit"):
+        with pytest.raises(UsageError, match=r"is not a commit of the repository .*Give a commit"):
             revision_of(repository_of(commits, OPTION), word, OPTION)
     git(tmp_path, "clone", "-q", "--depth", "1", commits.as_uri(), "shallow")
     with pytest.raises(UsageError, match=r"`git fetch --unshallow`"):

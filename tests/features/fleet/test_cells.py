@@ -145,7 +145,10 @@ def flipped(store: Path, line: int) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
-    "garbled attempts": (lambda folder, store: garbled(folder / "attempts.jsonl"), "attempts.jsonl: line 1 is no JSON"),
+    "garbled attempts": (
+        lambda folder, store: garbled(folder / "attempts.jsonl"),
+        "attempts.jsonl: line 1 is not JSON",
+    ),
     "attempts are a folder": (lambda folder, store: (folder / "attempts.jsonl").mkdir(parents=True), "Is a directory"),
     "output is a folder": (lambda folder, store: (folder / OUTPUT).mkdir(parents=True), f"{OUTPUT} is no file"),
     "a file": (lambda folder, store: (folder.parent.mkdir(parents=True), folder.touch())[1], "is no folder"),
@@ -188,7 +191,7 @@ def test_a_plan_is_read_back_and_nonsense_is_none(plan: FleetPlan, tmp_path: Pat
     whole = json.dumps(changed_document(file), indent=1) + "\n"
     fleet = json.loads(whole)["fleet"]
     for text, words in (
-        (file.read_text().replace('"rounds": 2', '"rounds": 3'), "its checksum is not that of what it says"),
+        (file.read_text().replace('"rounds": 2', '"rounds": 3'), "its checksum does not match its content"),
         ("", "is no plan of a fleet"),
         ("[1]", "is no plan of a fleet"),
         ("[" * 50_000, "is no plan of a fleet"),

@@ -61,7 +61,7 @@ def test_byte_equal_copies_by_machine_and_month(tmp_path: Path, fp8bench: Say) -
     code, shown, _ = fp8bench("show", "a000000", "--store", str(out))
     assert code == 0 and "gemm" in shown
     checked = verify(out)
-    assert checked.files == 3 and not any("is no run file" in fault.what for fault in checked.faults)
+    assert checked.files == 3 and not any("is not a run file" in fault.what for fault in checked.faults)
     assert sum(collect(None, two, tmp_path / "every").taken.values()) == 4
 
 
@@ -80,9 +80,9 @@ def test_one_that_was_gone_on_with_replaces_its_beginning(tmp_path: Path) -> Non
 @for_each(
     ("what", "said"),
     [
-        ("foreign", "is no run file, or lies where none does"),
+        ("foreign", "is not a run file, or lies where none does"),
         ("empty", "it is empty"),
-        ("binary", "is no run file"),
+        ("binary", "is not a run file"),
         ("headless", "the header is gone"),
         ("newer", "newer"),
         ("no store", "it is no directory"),
@@ -134,5 +134,5 @@ def test_on_the_command_line(tmp_path: Path, fp8bench: Say) -> None:
     code, out, _ = fp8bench(*words)
     assert code == 0 and "taken: 2 of node-a, 1 of node-b" in out and "left out: 1" in out
     code, out, err = fp8bench(*words, str(tmp_path / "nowhere"))
-    assert code == 3 and "here before: 3" in out and "refused: 1" in out and "is no store" in " ".join(err.split())
+    assert code == 3 and "here before: 3" in out and "refused: 1" in out and "is not a store" in " ".join(err.split())
     assert fp8bench("fleet", "collect", str(tmp_path / "x.json"), str(two[0]))[0] == 2

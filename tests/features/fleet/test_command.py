@@ -22,12 +22,12 @@ def test_from_plan_to_status(plan: Path, fp8bench: Say) -> None:
 @for_each(
     ("command", "words", "said"),
     [
-        ("suite", "--plan PLAN", "--plan and --cell go together"),
-        ("suite", "--cell 1", "--plan and --cell go together"),
+        ("suite", "--plan PLAN", "--plan FILE and --cell NUMBER only work together"),
+        ("suite", "--cell 1", "--plan FILE and --cell NUMBER only work together"),
         ("suite", "--plan PLAN --cell 3", "cell 3 is not one of 0 to 2"),
         ("suite", "--plan PLAN --cell 0 --quick", "and --quick"),
         ("suite", "gemm --plan PLAN --cell 0", "and gemm was given too"),
-        ("suite", "gemm --write-plan other.json", "--write-plan goes with --dry-run"),
+        ("suite", "gemm --write-plan other.json", "--write-plan only works with --dry-run"),
         ("suite", "--plan nowhere.json --cell 0", "nowhere.json cannot be read"),
         ("suite", "gemm --dry-run --write-plan .", "it is a directory"),
         ("suite", "gemm --dry-run --write-plan PLAN/x", "cannot be written"),

@@ -229,7 +229,7 @@ def test_an_action_that_cannot_compare(job: Job) -> None:
     """For lack of the commit, or of a program: it says so all the same."""
     first = job.repository.commit(20_000)
     outputs, text = job.compared("0" * 40)
-    assert outputs == {"code": "2", "status": "infrastructure error"} and "is no commit of the repository" in text
+    assert outputs == {"code": "2", "status": "infrastructure error"} and "is not a commit of the repository" in text
     job.program("fp8bench", "exit 139")
     outputs, text = job.compared(first)
     assert outputs == {"code": "139", "status": "infrastructure error"} and "ended with 139" in text

@@ -60,7 +60,7 @@ def test_the_first_rule_that_fits(tmp_path: Path) -> None:
         *((f"gemm:\n  time: {{smallest: {number}}}", "expected a number") for number in ("1e999", "1.2.3")),
         ("gemm:\n  time: {smallest: 5 parsec}", "unknown unit 'parsec'"),
         ("gemm:\n  time: {smallest: [1, 2]}", "expected a number"),
-        ("gemm:\n  time: ignore\ngemm:\n  time: ignore", "the key 'gemm' stands there twice"),
+        ("gemm:\n  time: ignore\ngemm:\n  time: ignore", "the key 'gemm' occurs twice"),
         *((text, "an empty pattern fits nothing") for text in ('"":\n  time: ignore', 'gemm:\n  "": ignore')),
         *((text, "cannot be read (") for text in ("gemm: [", "\x00")),
     ],

@@ -309,13 +309,13 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality)
     [
         ("--size gpt2 --contexts 128,256,512,2048", "has positions for 1 to 1024"),
         ("--contexts 128,256", "a line needs 4"),
-        ("--contexts a,b,c,d", "no list of whole numbers"),
-        ("--size nan", "no model that is served"),
+        ("--contexts a,b,c,d", "not a list of whole numbers"),
+        ("--size nan", "cannot be served"),
         ("--arms kv=fp9", "is no arm"),
         ("--size llama3-8b --batch 128 --contexts 1,2,3,131072", "Choose a smaller batch"),
         ("--size mixtral-8x7b --reference fp32 --quick", "takes 174 GiB"),
         (f"{MODELS}:own --size nano", "Leave --size and --from out"),
-        (MODELS, "names no function"),
+        (MODELS, "is not a function"),
         ("--from last", "no training 'last'"),
     ],
 )

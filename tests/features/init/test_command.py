@@ -200,7 +200,7 @@ def test_it_writes_over_nothing(there: str, store: Path, tmp_path: Path, fp8benc
     file.parent.mkdir(parents=True)
     file.symlink_to("nowhere")
     code, out, err = unfolding(fp8bench)("init", str(tmp_path / "project"))
-    assert (code, out) == (2, "") and "is there already" in err
+    assert (code, out) == (2, "") and "exists already" in err
     assert [path for path in (tmp_path / "project").rglob("*") if not path.is_dir()] == [file]
 
 

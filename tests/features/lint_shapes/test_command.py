@@ -45,10 +45,10 @@ def test_what_fits_and_what_does_not_is_told(say: Say, words: str, code: int, sa
     ("words", "said"),
     [
         ("gpt3", "Did you mean 'gpt2'"),
-        ("net.py", "names no function"),
-        ("net.py:make --tokens 4", "--tokens goes with known models"),
+        ("net.py", "is not a function"),
+        ("net.py:make --tokens 4", "--tokens only works with known models"),
         ("gpt2 --tokens 0", "expected a whole number from 1"),
-        ("gpt2 --dtypes fp32", "fp32 scales nothing"),
+        ("gpt2 --dtypes fp32", "fp32 has no scales"),
         ("gpt2 --devices h1000", "Did you mean 'h100'"),
     ],
 )

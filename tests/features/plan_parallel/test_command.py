@@ -92,7 +92,7 @@ def test_counts_of_gpus_are_compared(say: Say, topology: Path) -> None:
     code, out, _ = say("llama3-405b", "--topology", str(topology), "--gpus", "8,512")
     assert code == 0
     code, _, err = say("nano", "--topology", str(topology), "--gpus", "2,3", "--batch", "8")
-    assert code == 2 and "8 sequences cannot be dealt out evenly to 3 GPUs" in err
+    assert code == 2 and "8 sequences cannot be divided evenly among 3 GPUs" in err
 
 
 MAKER = """
@@ -297,12 +297,12 @@ def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
         ("llama3-8b --gpus 8 --topology h100 --recipe mxfp8", "add --dtype fp8"),
         ("llama3-8 --gpus 8", "required: --topology"),
         ("llama3-8 --gpus 8 --topology FILE", "llama3-8b"),
-        ("nano --gpus 3 --batch 5 --topology FILE", "cannot be dealt out evenly"),
+        ("nano --gpus 3 --batch 5 --topology FILE", "cannot be divided evenly"),
         ("nano --gpus 0", "--gpus"),
         ("nano --gpus 8,x", "--gpus"),
         ("net.py:make --gpus 2 --topology FILE", "Write net.py:make,heads=N"),
-        ("net.py,heads=8 --gpus 2 --topology FILE", "names no function"),
-        ("net.py:make,heads=8,layers=3 --gpus 2 --topology FILE", "its layers tell all sizes but"),
+        ("net.py,heads=8 --gpus 2 --topology FILE", "is not a function"),
+        ("net.py:make,heads=8,layers=3 --gpus 2 --topology FILE", "its layers show all sizes except"),
         ("layers=2,width=64 --gpus 2 --topology FILE", "lacks heads. Give layers="),
         ("layers=2,width=64,heads=0 --gpus 2 --topology FILE", "'heads=0' cannot be read"),
         ("layers=2,width=64,heads=8,depth=3 --gpus 2 --topology FILE", "'depth=3' cannot be read"),
@@ -313,10 +313,10 @@ def test_states_of_fp8_lm(say: Say, topology: Path) -> None:
         ("nano --gpus 2 --topology nowhere.yaml", "nowhere.yaml cannot be read"),
         ("nano --gpus 8 --topology FILE --calibrate llama3-8b,FSDP8", "is too short"),
         ("nano --gpus 8 --topology FILE --calibrate llama3-9b,FSDP8,3", "unknown model 'llama3-9b'"),
-        ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8+FSDP2,3", "'FSDP2' is no part"),
-        ("nano --gpus 8 --topology FILE --calibrate nano,EP8,3", "'EP8' is no part"),
+        ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8+FSDP2,3", "'FSDP2' is not a part"),
+        ("nano --gpus 8 --topology FILE --calibrate nano,EP8,3", "'EP8' is not a part"),
         ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,nan", "cannot be read"),
-        ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,3,batch=7", "divides nothing evenly"),
+        ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,3,batch=7", "does not divide evenly"),
         ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,3,seq=7", "cannot be read"),
         ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,1e15", "more than these links carry"),
     ],

@@ -206,7 +206,7 @@ def test_documents_fill_a_window_and_held_out_ones_differ() -> None:
     [
         ({"tasks": ("copies",)}, "copy"),
         ({"tasks": ("copy",), "sequence": 8}, "at least 16"),
-        ({"metric": ("f",)}, "names no function"),
+        ({"metric": ("f",)}, "is not a function"),
         ({"make": "pkg:make", "tasks": ("copy",)}, "Leave it out"),
     ],
 )

@@ -68,14 +68,14 @@ def newest(store: Path) -> KeptTraining:
         (["--optimizer", "adamw:betas=0.9"], "two numbers from 0 to 0.999999 as betas"),
         (["--device", "cuda:9"], "unknown device on this machine 'cuda:9'"),
         (["--data", "nowhere.txt"], "nowhere.txt cannot be read"),
-        (["--wire", "fp8"], "--wire is for several ranks"),
+        (["--wire", "fp8"], "--wire only works with several ranks"),
         (["--json", "--csv", "-"], "both print on stdout"),
         (["--dry-run", "--csv", "-"], "--dry-run measures nothing"),
         (["--resume", "last"], "The store has no trainings yet"),
         (["--step", "3"], "Did you mean '--steps'?"),
         (["--fail-on", "worse,divreged"], "Did you mean 'diverged'"),
         (["--live", "no/x.html"], "there is no directory"),
-        (["--live", "a.html", "--dry-run"], "nothing for --live"),
+        (["--live", "a.html", "--dry-run"], "--live would have no data"),
         (["--resume", "last", "--steps", "3"], "and --steps was given too"),
     ],
 )
@@ -216,12 +216,12 @@ def test_fp8_keys_of_a_compiled_training_mean_the_fp8_that_compiles(store: Path)
         "max_grad_nrm: 1": "my.yaml: unknown key 'max_grad_nrm'. Did you mean 'max_grad_norm'?",
         "clip: 1\nmax_grad_norm: 2": "my.yaml: 'max_grad_norm' sets what another key sets",
         "use_flash_attention: false": (
-            "my.yaml: use_flash_attention: 'false' is not taken: attention is torch's own kernel"
+            "my.yaml: use_flash_attention: 'false' is not supported: attention is torch's own kernel"
         ),
         "rates: {atn: 2}": "unknown parameters of --rates 'atn'. Did you mean 'attn'?",
         "rates: {attn: fast}": "my.yaml: rates: expected kinds of parameters",
         "clip: 1/layer": "my.yaml: clip: expected a number from 0, alone or as NUMBER/GROUP",
-        "num_epochs: 3": "num_epochs: '3' is not taken: write steps: N",
+        "num_epochs: 3": "num_epochs: '3' is not supported: write steps: N",
         "precision_map: {norm: tf32}": "--precision-map norm=tf32: tf32 rounds what products read",
     }.items(),
 )

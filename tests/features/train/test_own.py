@@ -104,12 +104,12 @@ def test_makers_are_known_by_what_a_worker_can_import() -> None:
     [
         ({"settings": {"arch": "mlp"}}, "--arch is for built-in models"),
         ({"settings": {"rates": (("head", 2.0),)}}, "--rates is for"),
-        ({"settings": {"start": "last"}}, "--start last does not go with"),
+        ({"settings": {"start": "last"}}, "--start last does not work with"),
         ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is for"),
         ({"data": "text.txt"}, "--data is for"),
         ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is for"),
         ({"sweep": (("micro-batches", ("1", "2")),)}, "arms would not read the same batches"),
-        ({"settings": {"make": "net.py"}}, "names no function. Give module:function"),
+        ({"settings": {"make": "net.py"}}, "is not a function. Give module:function"),
     ],
 )
 def test_options_of_the_built_in_models_are_refused(asked: dict[str, Any], words: str) -> None:

@@ -86,7 +86,7 @@ def test_what_is_no_run_is_not_taken(ours: Path, theirs: Path) -> None:
     (folder / "20260101T000000Z-00000001-b.jsonl").write_text('{"schema":99,"header":{}}\n')
     merged = merge_runs(ours, theirs)
     assert len(merged.copied) == 1 and len(merged.failed) == 2
-    assert "is no run file" in merged.failed[0] and "newer fp8bench" in merged.failed[1]
+    assert "is not a run file" in merged.failed[0] and "newer fp8bench" in merged.failed[1]
 
 
 def test_a_full_disk_leaves_no_half_a_run(ours: Path, theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

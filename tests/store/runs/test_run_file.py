@@ -359,7 +359,7 @@ def test_a_reference_that_is_no_case_breaks_the_header(place: int, tmp_path: Pat
     writer.path.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
     read = load_run(writer.path)
     assert len(read.records) == len(run.records)
-    assert "the reference of a group is none of its cases" in read.troubles[0]
+    assert "the reference of a group is not among its cases" in read.troubles[0]
 
 
 @for_each("spoil", [b"", b'{"record":', b"x"])

@@ -1,1 +1,1 @@
-"""Rules that notice that a training is not well, one class a rule, over the lines that it streams."""
+"""Rules that detect problems of a training, one class per rule, from its stream of lines."""

@@ -12,13 +12,12 @@ from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import Arm, ArmRole, StreamLine, TrainingEvent
 from fp8bench.registry import precisions
 
-# An episode ends once a rule has found nothing for so many steps; then it may alarm again.
+# An episode ends once a rule has found nothing for this many steps; then it may alarm again.
 REST = 50
 
 
 class Health:
-    """Raises an alarm for each episode in the stream of a training. After a resume it is given the stored lines
-    again."""
+    """Raises one alarm per episode in the stream of a training. After a resume it reads the stored lines first."""
 
     def __init__(self, arms: Sequence[Arm], settings: TrainerSettings | None = None) -> None:
         self._arms = {arm.name: arm for arm in arms}
@@ -28,13 +27,13 @@ class Health:
         self._last: dict[tuple[int, str, str, str, str], int] = {}
 
     def see(self, lines: Iterable[StreamLine]) -> tuple[TrainingEvent, ...]:
-        """The alarms of the next lines. Alarms of one rule in one step become one, about the first tensor."""
+        """Returns the alarms of the next lines. Alarms of one rule in one step become one, about the first tensor."""
         alarms: dict[tuple[str, int, int, str], list[TrainingEvent]] = {}
         for line in lines:
             if isinstance(line, TrainingEvent):
                 continue
             for rule in self._rules_of(line.seed, line.arm):
-                # A rule reads every line of its kinds, also while it rests after an alarm.
+                # A rule reads every line of its kinds, even between alarms.
                 words = rule.see(line) if isinstance(line, rule.reads) else ""
                 if words and self._is_new(rule, line):
                     key = (rule.arm.name, line.seed, line.step, rule.name)
@@ -42,10 +41,10 @@ class Health:
         return tuple(map(_merge_tensors, alarms.values()))
 
     def _rules_of(self, seed: int, arm: str) -> list[HealthRule[Any]]:
-        """The rules that read an arm's lines: its own, and those that compare another arm with it."""
+        """Returns the rules for an arm's lines: its own, and those that compare another arm with it."""
         if seed not in self._seeds:
             self._seeds.add(seed)
-            # Rules keep state: each arm of each seed has its own.
+            # Rules keep state, so each arm of each seed has separate instances.
             for watched in map(self._pair_arm, self._arms.values()):
                 for kind in RULES:
                     rule = kind(watched)
@@ -59,7 +58,7 @@ class Health:
         if arm.role not in (ArmRole.CANDIDATE, ArmRole.REPEAT):
             return WatchedArm(arm.name, slowest=slowest)
         reference = ""
-        for base in self._arms.values():  # a reference at the same rate comes first: then only arithmetic differs
+        for base in self._arms.values():  # a reference at the same rate is preferred: then only arithmetic differs
             if base.role is ArmRole.OTHER_RATE and set(base.settings) <= set(arm.settings):
                 return WatchedArm(arm.name, base.name, slowest)
             if base.role is ArmRole.REFERENCE:
@@ -99,7 +98,7 @@ _HIGH = ("fp32", "bf16", "tf32")
 
 def changes_something(remedy: Remedy, precision: str, settings: TrainerSettings, layer: str) -> bool:
     """Whether an arm of this precision with these settings would train differently with the remedy."""
-    # A remedy that the arm has already is no advice.
+    # A remedy that the arm already has is useless advice.
     name, chosen = precision.partition(":")[0], precisions.get(precision).chosen
     match remedy:
         case Remedy.LAYER_IN_BF16:

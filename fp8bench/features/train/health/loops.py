@@ -1,4 +1,4 @@
-"""Health rules that need only the training itself; most find mistakes in a loop or its batches."""
+"""Health rules that need only the training itself; most detect mistakes in a loop or its batches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fp8bench.features.train.health.tensors import Before, FigureRule, TensorRul
 from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN, LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
-# No rule over losses looks further back.
+# No rule over losses looks back further.
 _LOSSES = 60
 
 
 class LossRule(HealthRule[Any]):
-    """A rule over losses; silent where another optimizer trains against the module."""
+    """A rule over losses; silent if another optimizer trains against the module."""
 
     reads = StepRow | StepFigure
     _losses: deque[float] = newest(_LOSSES)
@@ -26,7 +26,7 @@ class LossRule(HealthRule[Any]):
     _guessing: float = math.inf
 
     def see(self, line: StepRow | StepFigure) -> str:
-        # The number of classes tells what guessing costs: ln of it.
+        # With the number of classes, the loss of guessing is known: its logarithm.
         if isinstance(line, StepFigure):
             self._alone &= line.name != OTHERS_TRAIN
             if line.name == "classes" and line.value > 1:
@@ -38,7 +38,7 @@ class LossRule(HealthRule[Any]):
         return self.judge([*self._losses]) if self._alone else ""
 
     def judge(self, losses: list[float]) -> str:
-        """The sentence of an alarm about the newest loss, the last of these, or ''."""
+        """Returns the sentence of an alarm about the newest (last) loss, or ''."""
         raise NotImplementedError
 
 
@@ -61,11 +61,11 @@ class LossBackUp(LossRule):
     _best: float = math.inf
 
     def judge(self, losses: list[float]) -> str:
-        # The first losses are the level that a collapse goes back to.
+        # The first losses are the level to which a collapse returns.
         if len(self._first) < self.first:
             self._first.append(losses[-1])
         earlier, last = losses[: -self.stays], losses[-self.stays :]
-        # A mean of ten steps: a single lucky batch is no level to come back up from.
+        # Use a mean of ten steps, because a single lucky batch is not a level.
         if len(earlier) >= 10:
             self._best = min(self._best, fmean(earlier[-10:]))
         if len(earlier) < self.first:
@@ -73,7 +73,7 @@ class LossBackUp(LossRule):
         low, began = min(last), median(self._first)
         if low > max(self._first) + self.above * abs(began):
             return f"the loss has stayed above {low:.4g} for {self.stays} steps; it began at {began:.4g}"
-        # What was learned is the scale: half of it lost is a collapse, whatever the loss is called.
+        # The scale is what was learned: losing half of it is a collapse, whatever the loss function.
         learned = began - self._best
         noise = noise_of_values(earlier) if len(earlier) > 10 else math.inf
         if learned <= 0 or low - self._best < max(self.lost * learned, self.noise * noise):
@@ -115,7 +115,7 @@ class LossLeaked(LossRule):
         earlier, last = losses[-20 - self.last : -self.last], losses[-self.last :]
         if len(earlier) < 20 or min(earlier) <= 0 or not 0 < max(last) < self.share * min(earlier):
             return ""
-        # In octaves, since a leak divides the loss, and noise is a share of it.
+        # Compare in octaves, since a leak divides the loss, and noise is proportional to it.
         noise = noise_of_values([math.log2(value) for value in earlier])
         if math.log2(min(earlier) / max(last)) < self.noise * noise:
             return ""
@@ -141,7 +141,7 @@ class NoUpdate(HealthRule[Any]):
 
     def see(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
-            # A watched step has a digest of all weights, which no rounding hides.
+            # A watched step has a digest of all weights, which detects any change.
             if line.name != "weights_before":
                 return ""
             same, self._weights = line.value == self._weights and not self._learned, line.value
@@ -149,7 +149,7 @@ class NoUpdate(HealthRule[Any]):
         if line.skipped or not math.isfinite(line.loss):
             return ""
         self._first = self._first or line.loss
-        # A loss that has come down to nothing needs no update.
+        # A loss near zero needs no update.
         self._learned = abs(line.loss) <= LEARNED * abs(self._first)
         if self._learned:
             return ""
@@ -183,7 +183,7 @@ class SameInputs(FigureRule):
         return super().see(line)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        # Full-batch training repeats its inputs by intention.
+        # Full-batch training repeats its inputs intentionally.
         from_the_first = line.value >= line.step
         if line.value < self.again or (from_the_first and self._examples >= self.few):
             return ""
@@ -233,7 +233,7 @@ class DeadUnits(TensorRule):
         self._first = self._first or reading.layer
         usual = median(layer_reading.zeros for layer_reading in previous) if previous else math.nan
         risen = bool(previous) and reading.zeros >= max(self.share, usual + self.rise)
-        # The first layer may see sparse data; later ones see what layers made.
+        # The first layer may get sparse data; later ones get the output of layers.
         never = reading.layer != self._first and previous and min(reading.zeros, previous[-1].zeros) >= self.always
         if not risen and not never:
             return ""
@@ -252,7 +252,7 @@ class NormGain(FigureRule):
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        # A gain near 0 doubles with ease.
+        # A gain near 0 doubles easily.
         lowest = max(min(last), self.least)
         if not line.value > self.times * lowest:
             return ""
@@ -348,7 +348,7 @@ class DataDrift(HealthRule[StepFigure]):
         usual, size = fmean(self._first), median(self._deviations or [0.0])
         moved = [value - usual for value in self._last]
         least = min(map(abs, moved))
-        # Batches of one source lie on both sides of its mean.
+        # Batches of one source are on both sides of its mean.
         same_side = min(moved) > 0 or max(moved) < 0
         if len(moved) < self.last or not same_side or least <= max(self.noise * stdev(self._first), self.far * size):
             return ""

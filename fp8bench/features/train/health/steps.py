@@ -1,4 +1,4 @@
-"""What a health rule is, and the rules over figures of whole steps: losses, norms, updates.
+"""The base class of health rules, and the rules over figures of whole steps: losses, norms, updates.
 
 A rule reads the lines of one arm and seed in order, and may raise an alarm at each.
 """
@@ -25,7 +25,7 @@ L = TypeVar("L", StepRow, LayerReading, StepFigure)
 
 @dataclass(frozen=True)
 class WatchedArm:
-    """The arm that a rule watches, the one that it is compared with, and the least rate factor of its parameters."""
+    """The arm that a rule watches, the one that it is compared with, and the smallest rate factor of its parameters."""
 
     name: str
     reference: str = ""
@@ -37,18 +37,19 @@ RULES: list[type[HealthRule[Any]]] = []
 
 
 def newest(length: int) -> Any:
-    """A field that keeps the newest `length` values."""
+    """Returns a dataclass field that keeps the newest `length` values."""
     return field(init=False, default_factory=lambda: deque(maxlen=length))
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 @dataclass(eq=False)
 class HealthRule(ABC, Generic[L]):
-    """One kind of trouble in a training: a subclass with a `name` is applied to every training, and in the docs.
+    """One kind of problem in a training: a subclass with a `name` is applied to every training, and documented.
 
-    It reads the lines of the types in `reads`. `alarms_at` says when it alarms, the docstring of a rule why there.
-    With `compares` it also reads the rows of the arms that its own is compared with. While the rule named by `until`
-    alarms, this one is silent."""
+    It reads the lines of the types in `reads`. `alarms_at` says when it alarms, the docstring of a rule justifies the
+    limit. With `compares` it also reads the rows of the arms that its arm is compared with. While the rule named by
+    `until` alarms, this one is silent.
+    """
 
     name: ClassVar[str]
     reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType] = StepRow
@@ -69,11 +70,11 @@ class HealthRule(ABC, Generic[L]):
 
     @abstractmethod
     def see(self, line: L) -> str:
-        """Read the next line; returns the sentence of an alarm for as long as something is wrong, else ''."""
+        """Reads the next line; returns the sentence of an alarm while something is wrong, else ''."""
 
 
 class Remedy(StrEnum):
-    """A change of one thing, as it is told."""
+    """A recommended change of a single setting."""
 
     RAISE_MARGIN = "raise the margin of delayed scales by an octave"
     SHORTER_HISTORY = "shorter history or interval of delayed scales"
@@ -117,11 +118,11 @@ class GradientSpike(HealthRule[StepRow]):
         return alarm
 
     def _judge(self, norm: float, loss: float) -> str:
-        # Medians: a spike must not raise the level that the next one is measured by.
+        # Medians, because a spike must not raise the level for the next one.
         usual = median(self._norms)
         multiple = norm / max(usual, 1e-300)
         if multiple > self.times_with_loss:
-            # The largest multiple met so far is what this training does when it is well.
+            # The largest multiple so far is normal for this training.
             most = max(max(self._norms) / max(usual, 1e-300), *self._multiples, math.sqrt(self.times))
             middle = median(self._losses)
             is_far = loss - middle > self.far * (max(self._losses) - middle)
@@ -147,7 +148,7 @@ class UpdateBurst(HealthRule[StepRow]):
         ratio, ratios = line.update_ratio, self._ratios
         if line.skipped or not math.isfinite(ratio):
             return ""
-        # The newest ratio enters afterwards, and is no part of what it is compared with.
+        # The newest ratio is added afterwards, so that it is not compared with itself.
         usual = median(ratios) if len(ratios) >= self.fewest else math.inf
         ratios.append(ratio)
         if ratio <= self.times * usual:
@@ -191,10 +192,10 @@ class LossPlateau(HealthRule[Any]):
         length = len(self._losses) // 2 // self.parts * self.parts
         if length < self.least or len(self._losses) % self.often:
             return ""
-        # A rate that has nearly come down moves nothing, and a flat loss is no trouble then.
+        # A rate that has decayed changes little, and a flat loss is then normal.
         if min(self._rates[-length], line.rate) < max(self._rates) / 2:
             return ""
-        # Four means in a row tell a flat course from a slow fall within noise.
+        # Four consecutive means distinguish a flat course from a slow fall within noise.
         part = length // self.parts
         losses = self._losses[-length:]
         means = [fmean(losses[start : start + part]) for start in range(0, length, part)]
@@ -205,7 +206,7 @@ class LossPlateau(HealthRule[Any]):
             return ""
         if spread > self.flat or error > self.noise or norm < self.gradients * norm_before:
             return ""
-        # Predictions as uncertain as the loss: there is nothing more to learn from this text.
+        # If predictions are as uncertain as the loss, nothing more can be learned from this text.
         if self._entropies and abs(fmean(self._entropies) - means[-1]) < self.entropy * size:
             return ""
         return f"the loss has stood at {fmean(means):.4g} for {length} steps, the gradient norm at {norm:.3g}"
@@ -224,7 +225,7 @@ class NotFiniteStep(HealthRule[StepRow]):
         self._skipped = self._skipped + 1 if line.skipped else 0
         figures = {name: getattr(line, name) for name in ("loss", "gradient_norm", "parameter_norm")}
         wrong = [name for name, value in figures.items() if not math.isfinite(value)]
-        # A dynamic loss scale finds its height by overflowing now and then.
+        # A dynamic loss scale occasionally overflows to find its level.
         scaled = line.skipped and line.loss_scale > 1 and wrong == ["gradient_norm"]
         if not wrong or (scaled and self._skipped < self.allowed):
             return ""
@@ -260,11 +261,11 @@ class GradientScale(HealthRule[StepRow]):
         if len(earlier) < self.keep:
             return ""
         moved, loss = (median(logs[-self.last :]) - median(logs[: -self.last]) for logs in (norms, losses))
-        # Beyond everything before: a slow drift has no such step.
+        # Beyond all earlier values: a slow drift has no such step.
         gap = min(last) - max(earlier) if moved > 0 else min(earlier) - max(last)
         if abs(moved) < max(self.octaves, self.noise * noise_of_values(earlier)) or gap < self.beyond:
             return ""
-        # A loss that moved by another factor says that the model changed, not the scale.
+        # If the loss changed by another factor, the model changed, not the scale.
         if min(abs(loss), abs(loss - moved)) > 0.5:
             return ""
         direction, with_loss = "larger" if moved > 0 else "smaller", ", and so is the loss" if abs(loss) > 0.5 else ""
@@ -289,7 +290,7 @@ class LossGap(HealthRule[StepRow]):
         arm, reference = self.arm.name, self.arm.reference
         if not reference:
             return ""
-        # Arms take turns in slices: the losses of a step arrive apart.
+        # Arms run in turns, so the losses of a step do not arrive together.
         losses = self._losses.setdefault(line.step, {})
         losses[line.arm] = line.loss
         if len(losses) < 2:
@@ -308,5 +309,5 @@ class LossGap(HealthRule[StepRow]):
 
 
 def noise_of_values(values: Sequence[float]) -> float:
-    """The standard deviation of values around a smooth course, from the differences of neighbours."""
+    """Returns the standard deviation of values around a smooth course, from the differences of neighbours."""
     return 1.4826 * median(abs(following - value) for value, following in pairwise(values)) / math.sqrt(2)

@@ -22,7 +22,7 @@ _LEAST_SCALE, _LARGEST_SCALE = 2.0**-127, 2.0**127
 
 
 class TensorRule(HealthRule[LayerReading]):
-    """A rule over the readings of each tensor by itself: `judge` receives a reading and the `keep` before it."""
+    """A rule over the readings of each tensor: `judge` receives a reading and the `keep` previous ones."""
 
     reads = LayerReading
     keep: ClassVar[int] = 1
@@ -38,11 +38,11 @@ class TensorRule(HealthRule[LayerReading]):
 
     @abstractmethod
     def judge(self, reading: LayerReading, previous: Before) -> str:
-        """The sentence of an alarm, or ''."""
+        """Returns the sentence of an alarm, or ''."""
 
 
 def octaves(scale: float) -> float | None:
-    """log2 of a scale; None for one that is not positive and finite."""
+    """Returns log2 of a scale; None if it is not positive and finite."""
     return math.log2(scale) if 0 < scale < math.inf else None
 
 
@@ -51,12 +51,12 @@ def known_octaves(magnitudes: Iterable[float]) -> list[float]:
 
 
 def scale_of(reading: LayerReading) -> float | None:
-    """In octaves; None where there is none, or for a tensor of zeros, whose 1 says nothing."""
+    """Returns the scale in octaves; None without one, or for a tensor of zeros, whose scale of 1 is meaningless."""
     return octaves(reading.scale) if reading.amax else None
 
 
 class _Jump(TensorRule):
-    """A scale leaves the median of those before it, in the direction of `sign`."""
+    """A scale departs from the median of earlier ones, in the direction of `sign`."""
 
     keep = 6
     fewest = 4
@@ -66,13 +66,13 @@ class _Jump(TensorRule):
     sign: ClassVar[int]
 
     def judge(self, reading: LayerReading, previous: Before) -> str:
-        # Scales are compared in octaves, which formats and powers of two are made of.
+        # Compare scales in octaves, the unit of formats and powers of two.
         now = scale_of(reading)
         scales = [value for value in map(scale_of, previous) if value is not None]
         if now is None or len(scales) < self.fewest:
             return ""
         moved = self.sign * (now - median(scales))
-        # Gradients of rare tokens jump by six octaves in a healthy training.
+        # Gradients of rare tokens jump by six octaves even in a healthy training.
         limit = self.gradients if reading.role == Role.GRADIENT else self.far
         if moved < limit or min(self.sign * (now - old) for old in scales) < 2:
             return ""
@@ -179,7 +179,7 @@ class UnderflowCreep(TensorRule):
     _first: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
     def judge(self, reading: LayerReading, previous: Before) -> str:
-        # The first readings are the measure: how much underflows at all is the format's matter.
+        # The first readings are the baseline: how much underflows at all depends on the format.
         first = self._first.setdefault((reading.layer, reading.role), [])
         if len(first) < self.keep:
             first.append(reading.underflow)
@@ -230,7 +230,7 @@ def of(reading: LayerReading) -> str:
 
 
 class FigureRule(HealthRule[StepFigure]):
-    """A rule over one figure, for each layer by itself; the last `keep` are kept."""
+    """A rule over one figure, separately for each layer; the last `keep` values are kept."""
 
     reads = StepFigure
     figure: ClassVar[str]
@@ -247,7 +247,7 @@ class FigureRule(HealthRule[StepFigure]):
         return self.judge(line, last)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        """The sentence of an alarm, or ''; `last` ends with the newest figure."""
+        """Returns the sentence of an alarm, or ''; `last` ends with the newest figure."""
         raise NotImplementedError
 
 
@@ -291,19 +291,19 @@ class LayerStill(HealthRule[Any]):
             if line.role == Role.WEIGHT:
                 self._moved.setdefault(line.layer, math.nan)
             return ""
-        # Tables and norms move at rates of their own, and are left out of the median.
+        # Tables and norms learn at different rates, and are left out of the median.
         if line.name in ("embedding_spread", "gain"):
             self._no_matrices.add(line.layer)
             self._moved.pop(line.layer, None)
         if line.name == "rate_share":
             self._shares[line.layer] = line.value
-        # Only a layer with a weight reading is a matrix.
+        # Only a layer with a weight reading counts as a matrix.
         matrix = line.layer in self._moved and line.layer not in self._no_matrices
         if line.name != "update_ratio" or not matrix or not math.isfinite(line.value):
             return ""
         self._moved[line.layer] = line.value
         usual = median(value for value in self._moved.values() if math.isfinite(value))
-        # A layer may be slow because --rates or its group says so.
+        # A layer may be slow intentionally, by --rates or its group.
         slowest = min(1.0, self.arm.slowest, self._shares.get(line.layer, 1.0))
         low = line.value < self.share * slowest * usual
         self._low[line.layer] = self._low[line.layer] + 1 if low else 0
@@ -324,7 +324,7 @@ class AttentionOverflow(FigureRule):
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        if not line.value >= self.largest:  # NaN is for the rule of tensors that are not finite
+        if not line.value >= self.largest:  # NaN is covered by the rule for tensors that are not finite
             return ""
         return f"attention scores of {line.layer or 'a layer'} reach {line.value:.4g}"
 

@@ -1,1 +1,1 @@
-"""Training in several precisions side by side, in the worker; and what watches a training."""
+"""Training in several precisions side by side, in the worker; and observation of trainings."""

@@ -1,7 +1,7 @@
-"""Weights on the disk: checkpoints, and what a training may begin with.
+"""Weights on disk: checkpoints, and initial weights of trainings.
 
-A checkpoint has the state of each arm in its own file, and a head that identifies the training. A training may begin
-with a checkpoint's weights, with those of a file with a state dict, and with stored scales.
+A checkpoint has the state of each arm in a separate file, and a head that identifies the training. A training may begin
+with a checkpoint's weights, with those of a state dict file, and with stored scales.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VERSION = 1
 
 
 class _DigestingFile:
-    """A file with the digest of what was written, and the disk's last error, which torch's writer hides."""
+    """A file with a digest of its content, and the latest disk error, which torch's writer hides."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -61,7 +61,7 @@ def write(folder: str, task: SeedTask, memories: Mapping[str, State], rank: int)
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
-        # A full disk is the user's to mend: the error says so, and the training can be resumed.
+        # The user can fix a full disk: the error says so, and the training can be resumed.
         with keeping(f"the checkpoint {target}", "Make room, and resume."):
             partial.mkdir(parents=True)
             files = {}
@@ -69,7 +69,7 @@ def write(folder: str, task: SeedTask, memories: Mapping[str, State], rank: int)
                 files[name] = _write_arm(partial / f"{number}.pt", memory)
             head = {"version": _VERSION, "task": _task_digest(task), "rank": rank, "arms": files}
             write_whole(partial / _HEAD, json.dumps(sealed(head), indent=1))
-            # The folder gets its name once all of it is on the disk: a kill leaves the old one, or none.
+            # The folder gets its final name once it is complete on disk: after a kill there is the old one, or none.
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
     finally:
@@ -89,18 +89,18 @@ def _write_arm(path: Path, memory: State) -> dict[str, str]:
 
 
 def read(folder: str, task: SeedTask, rank: int) -> dict[str, State]:
-    """The state of every arm that was kept. Raises StoreError for what is missing or damaged."""
+    """Returns the state of every stored arm. Raises StoreError if one is missing or damaged."""
     place = Path(folder)
     head = _head(place)
     if head.get("version") != _VERSION or head.get("task") != _task_digest(task):
         raise StoreError(f"the checkpoint {place} is from another training. Resume with the settings it began with.")
-    if (writer := head.get("rank", rank)) != rank:  # nothing else tells rows of one rank from those of another
+    if (writer := head.get("rank", rank)) != rank:  # only this number distinguishes rows of different ranks
         raise StoreError(f"the checkpoint {place} is of rank {writer}, not of rank {rank}. Move it back to its folder.")
     return {name: _load_arm(place / file["file"], file["sha256"]) for name, file in head["arms"].items()}
 
 
 def weights(folder: str, arm: str) -> list[Tensor]:
-    """One arm's weights, in the order of its model's parameters, of whatever training. Raises StoreError."""
+    """Returns one arm's weights, in the order of its model's parameters, from any training. Raises StoreError."""
     place = Path(folder)
     files = _head(place)["arms"]
     if arm not in files:
@@ -117,24 +117,22 @@ def _head(place: Path) -> State:
 
 
 def _load_arm(path: Path, digest: str) -> State:
-    """Loads tensors and plain values only: nothing in the file is run."""
+    """Loads only tensors and plain values; code in the file is never run."""
     try:
         with open_file(path, most=MEMORY_BYTES) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise StoreError(
-                    f"the checkpoint's file {path} is damaged: its SHA-256 is not the one that was recorded."
-                )
+                raise StoreError(f"the checkpoint's file {path} is damaged: its SHA-256 differs from the recorded one.")
             file.seek(0)
             memory: State = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise StoreError(f"the checkpoint's file {path} cannot be read ({error.strerror}).") from None
     except pickle.UnpicklingError:
-        raise StoreError(f"the checkpoint's file {path} holds more than tensors and plain values.") from None
+        raise StoreError(f"the checkpoint's file {path} has more than tensors and plain values.") from None
     return memory
 
 
 def _task_digest(task: SeedTask) -> str:
-    """Identifies the trainings that may use a checkpoint: by seed, arms, settings, steps, text and number of ranks."""
+    """Returns a digest of what makes a checkpoint usable: seed, arms, settings, steps, text and number of ranks."""
     parts = repr((task.seed, task.arms, task.settings, task.steps, task.text.identity, task.facts.ranks))
     return hashlib.sha256(parts.encode()).hexdigest()
 
@@ -165,7 +163,7 @@ def apply_start(model: nn.Module, settings: TrainerSettings, arm: Arm, seed: int
 def _move_by_an_ulp(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        # Each weight moves by its own coin, up or down by one unit.
+        # Each weight moves randomly up or down by one unit.
         up = torch.rand(parameter.shape, generator=generator) < 0.5
         parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))
 
@@ -186,7 +184,7 @@ def frozen_in(model: nn.Module) -> list[Tensor]:
 
 
 def take_file(model: nn.Module, start: str, make: str = "") -> None:
-    """Load the state dict of 'FILE::DIGEST'. Raises UsageError where it is not of the model that `make` makes."""
+    """Loads the state dict of 'FILE::DIGEST'. Raises UsageError if it does not match the model that `make` makes."""
     name, _, digest = start.rpartition("::")
     path = Path(name)
     with open_file(path, most=MEMORY_BYTES) as file:
@@ -194,7 +192,7 @@ def take_file(model: nn.Module, start: str, make: str = "") -> None:
             raise UsageError(f"--start {path} has changed since the training began. Restore the file.")
     stored = _load_file(path)
     tensors = model.state_dict(keep_vars=True)
-    # A tied parameter appears once among the parameters, and under both names in the file.
+    # A tied parameter is listed once among the parameters, but under both names in the file.
     missing = [text for text, _ in model.named_parameters() if text not in stored]
     unknown = [text for text in stored if text not in tensors]
     if missing or unknown:
@@ -221,7 +219,7 @@ def take_file(model: nn.Module, start: str, make: str = "") -> None:
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:
-    """Loads tensors only: nothing in the file is run."""
+    """Loads only tensors; code in the file is never run."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -233,7 +231,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
         raise UsageError(f"--start {path} needs the package safetensors, which is not installed.") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError, KeyError):
         raise UsageError(
-            f"--start {path} is no state dict: torch.load, with weights_only, cannot read it. Give what torch.save "
+            f"--start {path} is not a state dict: torch.load, with weights_only, cannot read it. Give what torch.save "
             "made of model.state_dict(), or a .safetensors."
         ) from None
     for name in _WITHIN:
@@ -244,7 +242,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
         or not content
         or not all(isinstance(tensor, Tensor) for tensor in content.values())
     ):
-        raise UsageError(f"--start {path} is no state dict: expected tensors by name. Save model.state_dict().")
+        raise UsageError(f"--start {path} is not a state dict: expected tensors by name. Save model.state_dict().")
     for prefix in _PREFIXES:
         if all(name.startswith(prefix) for name in content):
             content = {name.removeprefix(prefix): tensor for name, tensor in content.items()}
@@ -252,7 +250,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
 
 
 def apply_scales(arithmetic: Arithmetic, settings: TrainerSettings, mode: str, name: str) -> Arithmetic:
-    """Give a layer's arithmetic its stored scales, if settings have any. Raises UsageError for a layer without."""
+    """Gives a layer's arithmetic its stored scales, if settings have any. Raises UsageError for a layer without."""
     if not settings.scales:
         return arithmetic
     rule = StaticScales(0, source="stored", known=settings.scales)

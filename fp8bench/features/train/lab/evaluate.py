@@ -1,8 +1,8 @@
 """Windows of a text, for training as a pure function of seed and step, for validation in fixed order; held-out losses,
-scores on tasks, and metrics of the user's own.
+scores on tasks, and users' metrics.
 
-No position in the text is kept: after a resume a step reads the same windows, and so do all arms of a seed, however the
-step is cut into micro-batches.
+No position in the text is stored: after a resume a step reads the same windows, and so do all arms of a seed,
+regardless of how the step is cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fp8bench.user_code.named import named
 Batch = tuple[Tensor, Tensor]
 # Digests are taken modulo this.
 DIGESTS = 1 << 63
-# Bits of Philox's counter of 256 that number the draws of a step, and words it gives for each count.
+# Bits of Philox's 256-bit counter that number the draws of a step, and words per count.
 _DRAWS_BITS, _WORDS = 192, 4
 
 
@@ -49,26 +49,26 @@ class TokenWindows:
             raise ValueError(f"{text.path} has {len(self._tokens)} tokens here; a window of {length} needs one more")
 
     def draw(self, seed: int, step: int, micro_batch: int, batch: int) -> Batch:
-        """Rows `micro_batch` x `batch` and following of the step's windows."""
+        """Returns rows from `micro_batch` x `batch` on of the step's windows."""
         return self._batch(self._ids(self._starts(seed, step, micro_batch, batch)))
 
     def digest(self, seed: int, step: int, micro_batch: int, batch: int) -> int:
-        """A digest of what `draw` reads; those of the parts of a step add up to the step's, modulo DIGESTS."""
+        """Returns a digest of what `draw` reads; those of the parts of a step add up to the step's, modulo DIGESTS."""
         ids = self._ids(self._starts(seed, step, micro_batch, batch)).astype(np.uint64)
         rows = (ids * np.arange(1, ids.shape[1] + 1, dtype=np.uint64)).sum(1, dtype=np.uint64)
         places = np.arange(micro_batch * batch + 1, (micro_batch + 1) * batch + 1, dtype=np.uint64)
         return int((rows * places).sum(dtype=np.uint64)) % DIGESTS
 
     def _starts(self, seed: int, step: int, micro_batch: int, batch: int) -> NDArray[np.uint64]:
-        """Philox, by its counter: numpy promises its words for a key in every version."""
-        # The counter jumps to the first word of this micro-batch, so that cuts of a step read the same windows.
+        """Returns start positions by Philox's counter: numpy guarantees its output for a key in every version."""
+        # Jump the counter to the first word of this micro-batch, so that any division of a step reads the same windows.
         blocks, offset = divmod(micro_batch * batch, _WORDS)
         generator = np.random.Philox(key=seed, counter=(step << _DRAWS_BITS) + blocks)
         words = generator.random_raw(offset + batch)[offset:]
         return words % np.uint64(-(-self._places // self._every)) * np.uint64(self._every)
 
     def in_order(self, batch: int, most: int) -> list[Batch]:
-        """At most `most` windows that do not overlap, spread evenly over the text, as batches."""
+        """Returns at most `most` windows that do not overlap, spread evenly over the text, as batches."""
         all_windows = (self._places - 1) // self._length + 1
         count = min(most, all_windows)
         numbers = np.arange(count, dtype=np.uint64) * np.uint64(all_windows) // np.uint64(count)
@@ -89,20 +89,20 @@ class TokenWindows:
         return host[:, :-1].contiguous(), host[:, 1:].contiguous()
 
 
-# A trained model is quantised to these from its weights, without the training's scales. bf16 is what the others are
-# compared with, whatever an arm was trained in.
+# A trained model is quantised to these from its weights, without the training's scales. The others are compared with
+# bf16, regardless of the arm's precision.
 QUANTISED = ("bf16", "fp8", "nvfp4")
-# A validation reads about so many tokens, in at least so many windows, and so many tokens at a time.
+# A validation reads about this many tokens, in at least this many windows, and this many tokens at a time.
 _TOKENS = 4096
 _LEAST_WINDOWS = 16
 _TOKENS_A_PASS = 1024
-# Losses by position are given for so many parts of a window.
+# Losses by position are given for this many parts of a window.
 _PARTS = 8
 _SILENT = SilentPhases()
 Scaled = Callable[[str, Arithmetic], Arithmetic]
 
 
-# Losses by position in a window, summed over so many windows.
+# Losses by position in a window, summed over this many windows.
 Sums = tuple[list[float], int]
 
 
@@ -116,7 +116,7 @@ class Evaluation:
         self._config, self._layers, self._facts = config, layers, facts
         length = config.sequence
         windows = TokenWindows(text.held_out, length, facts.key, config.vocabulary)
-        # Long windows are few: fewer than these would make losses of single sentences.
+        # Long windows are few: fewer than these would reduce losses to single sentences.
         most = max(_LEAST_WINDOWS, _TOKENS // length)
         self.held_out = windows.in_order(max(config.batch, _TOKENS_A_PASS // length), most)
 
@@ -151,12 +151,12 @@ class Evaluation:
 
 # Returns logits (texts, tokens, vocabulary) for tokens (texts, tokens).
 Predict = Callable[[Tensor], Tensor]
-# Task items are evaluated so many tokens at a time.
+# Task items are evaluated this many tokens at a time.
 _TASK_TOKENS_A_PASS = 4096
 
 
 class Scores:
-    """An arm's scores on tasks and by the user's own metrics. Tasks need a built-in model, and so its `config`."""
+    """An arm's scores on tasks and by the user's metrics. Tasks need a built-in model, and so its `config`."""
 
     def __init__(
         self, task: SeedTask, settings: TrainerSettings, held_out: Sequence[Any], config: GPTConfig | None = None
@@ -166,7 +166,8 @@ class Scores:
         self._items = {} if config is None else _items(settings.tasks, task.text, config.sequence)
 
     def of(self, model: Any) -> Iterator[tuple[str, float]]:
-        """A metric receives the model itself, or, for a built-in one, a function from tokens to logits."""
+        """Yields all scores. A metric receives the model itself or, for a built-in one, a function from tokens to
+        logits."""
         called = model
         if self._config is not None:
             called = lambda tokens: cast_to(model.logits(tokens, _SILENT), model.around["logits"])  # noqa: E731
@@ -189,8 +190,8 @@ class Scores:
             yield f"{TASK}{name}", float(_rightness(logs, right).mean())
 
     def _rows(self, texts: Sequence[bytes]) -> tuple[Tensor, Tensor]:
-        """Token ids as rows of one length, padded at the end, where that changes nothing; and each text's own
-        length."""
+        """Returns token ids as rows of equal length, padded at the end, which changes nothing; and the length of each
+        text."""
         assert self._config is not None
         lines = [np.frombuffer(text, dtype=np.uint8) for text in texts]
         length = -(-max(map(len, lines)) // LINE) * LINE
@@ -203,7 +204,7 @@ class Scores:
 
 @lru_cache(maxsize=1)
 def _items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> dict[str, list[TaskItem]]:
-    """Raises UsageError for a text whose bytes are unknown, or without words."""
+    """Returns the items of tasks. Raises UsageError for a text whose bytes are unknown, or without words."""
     if text.tokens == "given" and tasks:
         raise UsageError("--tasks needs the bytes of a text, and the tokens of a .bin cannot be decoded. Give a text.")
     held_out = b""
@@ -218,27 +219,27 @@ def _items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> dict[st
 
 
 def _chosen(predict: Predict, rows: Tensor, like: TaskItem) -> Tensor:
-    """The logits of each choice at each place, (texts, places, choices)."""
+    """Returns the logits of each choice at each place, (texts, places, choices)."""
     places, choices = (torch.tensor(list(numbers), device=rows.device) for numbers in (like.places, like.choices))
     return predict(rows)[:, places - 1][:, :, choices].double()
 
 
 def _whole(predict: Predict, rows: Tensor, lengths: Tensor) -> Tensor:
-    """The log-probability of each text, (texts)."""
+    """Returns the log-probability of each text, (texts)."""
     logs = predict(rows)[:, :-1].double().log_softmax(-1).gather(-1, rows[:, 1:, None])[..., 0]
     inside = torch.arange(1, rows.shape[1], device=rows.device) < lengths[:, None]
     return logs.where(inside, 0.0).sum(1)
 
 
 def _rightness(logs: Tensor, right: Tensor) -> Tensor:
-    """1 where the true choice is the likeliest, its share among equals, NaN where logits are not finite."""
+    """Returns 1 if the true choice is the likeliest, its share among equals, NaN if logits are not finite."""
     best = logs == logs.amax(-1, keepdim=True)
     share = best.gather(-1, right[..., None])[..., 0] / best.sum(-1)
     return share.where(logs.isfinite().all(-1), torch.nan)
 
 
 def metric_values(metric: str, model: Any, held_out: Sequence[Any]) -> Iterator[tuple[str, float]]:
-    """What a metric of the user's own returns: one figure, or several by name. Raises UsageError."""
+    """Yields the results of a user's metric: one figure, or several by name. Raises UsageError."""
     word = metric.removesuffix("=lower")
     try:
         value = named(word)(model, held_out)
@@ -246,7 +247,7 @@ def metric_values(metric: str, model: Any, held_out: Sequence[Any]) -> Iterator[
         figures = {f"{METRIC}{word}{f'.{name}' if name else ''}": float(number) for name, number in values.items()}
     except Exception as error:
         raise UsageError(
-            f"--metric {word} gives no figure: {own_words(error)}. It is called with the model and the held-out "
+            f"--metric {word} returned no figure: {own_words(error)}. It is called with the model and the held-out "
             "batches, and has to return a number, or a mapping of names to numbers."
         ) from error
     yield from figures.items()

@@ -31,9 +31,10 @@ from fp8bench.workloads.model import MADE
 if TYPE_CHECKING:
     from fp8bench.features.train.lab.trainer import Trainer
 
-# What a ProcessWorker runs to have one.
+# The module that a ProcessWorker runs as a lab.
 MODULE = "fp8bench.features.train.lab.lab"
-# Once an arm is done, its last steps are repeated to measure it: other batches each time, at the final learning rate.
+# A finished arm repeats this many of its last steps for measurements: with other batches each time, at the final
+# learning rate.
 _REPEATED_STEPS = 50
 
 
@@ -52,7 +53,7 @@ class Lab(Bench):
     _rank = 0
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
-        """Drop the previous seed and build every arm. An arm that cannot be built raises when it is used."""
+        """Drops the previous seed and builds every arm. An arm that cannot be built raises when it is used."""
         from fp8bench.features.train.lab.trainer import Trainer
 
         self._start_over(task)
@@ -68,7 +69,7 @@ class Lab(Bench):
         self._trainers: dict[str, Trainer] = {}
         self._unbuilt: dict[str, DescribedFault] = {}
         MADE.clear()
-        # The arms of the last seed must have left the device before the next ones are built.
+        # The arms of the previous seed must leave the device before the next ones are built.
         gc.collect()
         self._task = task
         device = self._select_device(task.facts)
@@ -76,7 +77,7 @@ class Lab(Bench):
         return device
 
     def examine(self, task: SeedTask) -> tuple[tuple[str, Coverage], ...]:  # type: ignore[override]
-        """Take a step of every arm of a user's model; returns what each converts. Raises for what cannot be trained."""
+        """Takes a step of every arm of a user's model; returns what each converts. Raises for untrainable ones."""
         from fp8bench.features.train.step import examine_arms
 
         self._start_over(task)
@@ -84,7 +85,7 @@ class Lab(Bench):
             return examine_arms(task)
 
     def alone(self, task: SeedTask) -> ArmCost:
-        """Measure the memory of the task's only arm with no other arm loaded. Drops the previous seed."""
+        """Measures the memory of the task's only arm with no other arm loaded. Drops the previous seed."""
         (arm,), device, hardware = task.arms, self._start_over(task), hardware_of_arm(task)
         with self._running(precisions.get(arm.precision)):
             make = made_alone(task, arm, hardware)
@@ -96,7 +97,7 @@ class Lab(Bench):
         return ArmCost(arm.name, task.seed, kept=sizes_kept, memory=use)
 
     def advance(self, arm: str, steps: int) -> tuple[StreamLine, ...]:
-        """Take up to `steps` steps and return their lines. An arm that has stopped or is done returns none."""
+        """Takes up to `steps` steps and returns their lines. An arm that has stopped or is done returns none."""
         from fp8bench.features.train import step
 
         trainer = self._trainer(arm)
@@ -107,11 +108,11 @@ class Lab(Bench):
             return tuple(lines)
 
     def loop(self, key: str, steps: int) -> float:
-        """Returns the seconds of so many more steps, back to back. They change the arm and return no lines."""
+        """Returns the seconds of `steps` further steps, back to back. They change the arm and return no lines."""
         trainer, facts, silent = self._trainer(key), self._task.facts, SilentPhases()
         device = self._select_device(facts)
         with self._running(trainer.precision):
-            # Host time around all of them; what is still queued at the end belongs to the last one.
+            # Host time around all of them; work still queued at the end counts for the last step.
             start = time.perf_counter()
             for _ in range(steps):
                 another_step(trainer, silent)
@@ -132,7 +133,8 @@ class Lab(Bench):
         gc.collect()
 
     def save(self, folder: str) -> tuple[str, ...]:
-        """Keep the state of every arm, all or nothing, but of the returned ones, whose state is not finite."""
+        """Saves the state of every arm, or of none if writing fails; arms with a state that is not finite are skipped
+        and returned."""
         from fp8bench.features.train.lab.checkpoint import write
 
         not_finite = self._not_finite()
@@ -146,7 +148,7 @@ class Lab(Bench):
         return tuple(name for name, trainer in self._trainers.items() if not finite(trainer.memory()))
 
     def restore(self, folder: str) -> tuple[tuple[str, int], ...]:
-        """Returns the next step of each arm. An arm that the checkpoint lacks has stopped."""
+        """Restores a checkpoint and returns the next step of each arm. An arm that it lacks has stopped."""
         # An arm that was not finite is in no checkpoint, and stays stopped.
         memories = self._read(folder)
         for name, trainer in self._trainers.items():
@@ -175,7 +177,7 @@ class Lab(Bench):
 
     @contextmanager
     def _running(self, precision: Precision | None = None) -> Iterator[None]:
-        """Applies a precision's switches; afterwards switches and random state are as before."""
+        """Applies a precision's switches; afterwards restores switches and random state."""
         import torch
 
         facts = self._task.facts
@@ -187,7 +189,7 @@ class Lab(Bench):
 
 
 def another_step(trainer: Trainer, phase: Phases) -> None:
-    """Take a step; an arm that is done repeats one of its last. Raises NotFinite."""
+    """Takes a step; an arm that is done repeats one of its last. Raises NotFinite."""
     from fp8bench.features.train import step
 
     trainer.repeat(_REPEATED_STEPS)
@@ -198,7 +200,7 @@ def another_step(trainer: Trainer, phase: Phases) -> None:
 
 
 def hardware_of_arm(task: SeedTask) -> Hardware:
-    """What hardware with the formats would keep for the arithmetics that the task's only arm emulates."""
+    """Returns what hardware with the formats would store for the arithmetic that the task's only arm emulates."""
     (arm,) = task.arms
     settings = arm.merge_settings(task.settings)
     if task.facts.ranks > 1:
@@ -213,7 +215,7 @@ def hardware_of_arm(task: SeedTask) -> Hardware:
 
 
 def made_alone(task: SeedTask, arm: Arm, hardware: Hardware) -> Make:
-    """How an arm is made without readings of its tensors, which would take memory of their own."""
+    """Returns how to make an arm without readings of its tensors, which would use memory."""
     from fp8bench.features.train.lab.trainer import Trainer
 
     def make(listener: Told | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:

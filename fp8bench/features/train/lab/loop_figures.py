@@ -1,5 +1,5 @@
-"""Figures of a loop that has no reference to compare with: what it does with gradients and its optimizer between steps,
-and what inputs, predictions and gains of norms are like.
+"""Figures of a loop without a reference: its handling of gradients and its optimizer between steps, its inputs,
+predictions and the gains of norms.
 
 No tensor is read between watched steps.
 """
@@ -22,10 +22,10 @@ from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_
 
 # Inputs are compared by at most this many of their values.
 _LOOKED_AT = 1 << 12
-# With fewer examples, or fewer values in each, equal ones are no surprise.
+# With fewer examples, or fewer values per example, equal ones are expected.
 _LEAST_COPIES = 8
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
-# Parameters, their gradients, and the version that each gradient had.
+# Parameters, their gradients, and the version of each gradient at that time.
 Left = list[tuple[Tensor, Tensor, int]]
 
 
@@ -34,7 +34,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 class LoopHabits:
-    """What a loop does with a module and its optimizer; `pop_mistakes` returns each new mistake once."""
+    """Observes what a loop does with a module and its optimizer; `pop_mistakes` returns each new mistake once."""
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -60,14 +60,15 @@ class LoopHabits:
     def take_inputs(self, inputs: Any, watched: bool = False) -> None:
         self._data = data_figures(inputs) if watched else {}
         fingerprint, self.examples = fingerprint_of(inputs)
-        # Compared on the device: the host need not wait for the result.
+        # Compared on the device, so that the host need not wait for the result.
         if fingerprint is not None:
             same = fingerprint == self._inputs if self._inputs is not None else torch.zeros_like(fingerprint)
             self._inputs, self._repeats = fingerprint, (self._repeats + 1) * same
 
     def figures(self, parameters: Parameters) -> dict[tuple[str, str], Tensor | float]:
-        """By name and layer: how many steps in a row had the same inputs, and lower rates as shares of the highest."""
-        # Groups of an optimizer may learn at different rates: health rules have to know the slow ones.
+        """Returns, by name and layer: how many steps in a row had the same inputs, and lower rates as shares of the
+        highest."""
+        # Groups of an optimizer may learn at different rates: health rules must know the slow ones.
         highest = self.rate()
         shares: dict[int, float] = {}
         for rate, group in self._groups():
@@ -82,7 +83,8 @@ class LoopHabits:
         return slower | data | {("inputs_again", ""): self._repeats, ("examples", ""): float(self.examples)}
 
     def backward_begins(self) -> None:
-        """Gradients that nothing has touched since were not cleared, and add up."""
+        """Detects gradients that were not cleared, and add up, because nothing has touched them since the last
+        backward."""
         untouched = (parameter.grad is grad and grad._version == version for parameter, grad, version in self._left)
         self._began = True
         self._was_cleared |= not self._left or not all(untouched)
@@ -96,7 +98,7 @@ class LoopHabits:
         self._set(MOMENTS_GONE, states < self._states or age < self._age)
 
     def rate(self) -> float:
-        """The highest of all groups; NaN for an optimizer that finds its own."""
+        """Returns the highest rate of all groups; NaN for an optimizer that finds its own."""
         return max((rate for rate, _ in self._groups()), default=math.nan)
 
     def end_update(self) -> None:
@@ -125,14 +127,15 @@ class LoopHabits:
         return [(parameter, gradient, gradient._version) for parameter, gradient in pairs if gradient is not None]
 
     def _moments(self) -> tuple[int, float]:
-        """For how many parameters the optimizer has a state, and its age in steps; 0 where it waits on a GPU."""
+        """Returns for how many parameters the optimizer has a state, and its age in steps; 0 if it is on a GPU and
+        would block."""
         state = self._optimizer.state
         age = next(iter(state.values())).get("step", 0) if state else 0
         waits = isinstance(age, Tensor) and age.device.type != "cpu"
         return len(state), 0.0 if waits else float(age)
 
 
-# Receives the single number that a backward begins from, detached at its end; None where it begins from anything else.
+# Receives the single number that a backward begins from, detached at its end; None if it begins from anything else.
 Listener = Callable[[Tensor | None], None]
 _listeners: list[tuple[Listener, Listener]] = []
 _running: list[bool] = []
@@ -141,8 +144,8 @@ _plain_backward = torch.autograd.backward
 
 @contextmanager
 def listening(begins: Listener, ended: Listener) -> Iterator[None]:
-    """Call `begins` and `ended` around every backward but those inside another one, as checkpoints run them. Every way
-    into backward passes through `torch.autograd.backward`, which is wrapped while there is a listener."""
+    """Calls `begins` and `ended` around every backward except nested ones, as in checkpointing. All backward passes go
+    through `torch.autograd.backward`, which is wrapped while there is a listener."""
     listener = begins, ended
     _listeners.append(listener)
     torch.autograd.backward = _backward  # type: ignore[assignment]
@@ -162,7 +165,7 @@ def _backward(tensors: Tensor | Tensors, *args: Any, **named: Any) -> None:
     root = roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
     for begins, _ in listeners:
         begins(root)
-    # Backward inside backward, as checkpointing does it, is no step of the loop.
+    # A nested backward, as in checkpointing, is not a step of the loop.
     _running.append(True)
     try:
         _plain_backward(tensors, *args, **named)
@@ -189,13 +192,13 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 def fingerprint_of(inputs: Any) -> tuple[Tensor | None, int]:
-    """A number that is equal for equal inputs and differs for others, and the number of examples."""
+    """Returns a number that is equal for equal inputs and differs for others, and the number of examples."""
     tensors = [tensor.detach() for tensor in tensors_in(inputs) if tensor.numel()]
     if not tensors:
         return None, 0
     total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     for tensor in tensors:
-        # A sample of evenly spaced values is enough for moments, and costs the same for any batch.
+        # A sample of evenly spaced values is enough for moments, at the same cost for any batch.
         flat = tensor.flatten()
         values = flat[:: -(-len(flat) // _LOOKED_AT)].to(torch.float64)
         total = total + (values * _vector(values.shape, values.device)).sum().to(total.device)
@@ -203,8 +206,8 @@ def fingerprint_of(inputs: Any) -> tuple[Tensor | None, int]:
 
 
 def data_figures(inputs: Any) -> dict[str, Number]:
-    """Of a sample of the first tensor given to a model: mean, deviation, and the share of examples that equal
-    another."""
+    """Returns, for a sample of the first tensor given to a model: mean, deviation, and the share of duplicate
+    examples."""
     several = (tensor.detach() for tensor in tensors_in(inputs) if tensor.numel() > 1 and tensor.dtype != torch.bool)
     tensor = next(several, None)
     if tensor is None or tensor.is_complex():
@@ -231,12 +234,12 @@ def gains_of(model: nn.Module) -> dict[str, Tensor]:
     return {path: gain for path, gain in gains if isinstance(gain, nn.Parameter) and gain.ndim == 1}
 
 
-# A loss may be scaled and averaged in at most so many operations after its cross entropy.
+# A loss may be scaled and averaged in at most this many operations after its cross entropy.
 _CHAIN = 8
 
 
 def predictions_of(root: Tensor) -> dict[str, Number]:
-    """Of a cross entropy: classes, mean entropy and the largest range of logits. Empty for any other loss."""
+    """Returns, for a cross entropy: classes, mean entropy and the largest range of logits. Empty for any other loss."""
     node: Any = root.grad_fn
     for _ in range(_CHAIN):
         if node is None or node.name().startswith("NllLoss"):

@@ -1,5 +1,5 @@
-"""Gradients, weights and updates in low precision: kept from one micro-batch or step to the next in few kernels,
-without the host waiting."""
+"""Gradients, weights and updates in low precision: stored from one micro-batch or step to the next in few kernels,
+without blocking the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.moments import Storage, in_arithmetic, scaled
 from fp8bench.protocols import Operand
 
-# As in FP8-LM: a scale is halved where more values than this share saturate, else it doubles over 1000 steps.
+# As in FP8-LM: a scale is halved if more than this share of values saturates, otherwise it doubles over 1000 steps.
 MOST_SATURATED = 1e-5
 _GROWTH = 2 ** (1 / 1000)
 
@@ -30,12 +30,12 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Zeros where backward found none, as for an expert without tokens."""
+    """Returns the gradient; zeros if backward found none, as for an expert without tokens."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 class Gradients:
-    """Gradients in float32, added up by autograd. They stay until the next step begins."""
+    """Gradients in float32, accumulated by autograd. They are kept until the next step begins."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
@@ -55,18 +55,18 @@ class Gradients:
         return self.of(self._parameters)
 
     def accept(self) -> None:
-        """Take what lies in the parameters' `grad` but comes from no backward."""
+        """Takes gradients in the parameters' `grad` that do not come from a backward."""
 
     def norms(self) -> list[Tensor]:
         return list(torch._foreach_norm(list(map(dense, self.of(self._parameters)))))
 
     def give(self, parameters: Tensors) -> None:
-        """Put the gradients into the parameters' `grad` for an update."""
+        """Puts the gradients into the parameters' `grad` for an update."""
         for parameter, gradient in zip(parameters, self.of(parameters), strict=True):
             parameter.grad = gradient
 
     def take_back(self, parameters: Tensors) -> None:
-        """Free what `give` has restored."""
+        """Frees what `give` has restored."""
 
     def end(self) -> None:
         """Called when the weights are updated."""
@@ -138,13 +138,13 @@ class _BFloat16:
         return self.operand.data.to(torch.float32)
 
     def end(self) -> None:
-        """There is no scale to adapt."""
+        """Does nothing, because there is no scale to adapt."""
 
 
 class AutomaticScale:
-    """E4M3 codes under one scale for all micro-batches of a step, as all devices share one in FP8-LM. It takes the
-    magnitude expected by the first micro-batch to `share` of the format's largest. The share is halved after a step in
-    which too many values were larger, and grows back to 1. Gradients that are not finite are restored as NaN."""
+    """E4M3 codes under one scale for all micro-batches of a step, like the scale that all devices share in FP8-LM. It
+    maps the magnitude expected from the first micro-batch to `share` of the format's largest value. The share is halved
+    after a step with too many larger values, and grows back to 1. Gradients that are not finite are restored as NaN."""
 
     def __init__(self, like: Tensor, micro_batches: int) -> None:
         self._micro_batches = micro_batches
@@ -170,39 +170,39 @@ class AutomaticScale:
         return self._codes.to(torch.float32) * self._inverse
 
     def end(self) -> None:
-        # As FP8-LM adapts its scale: at once down, slowly up.
+        # FP8-LM adapts its scale like this: down at once, up slowly.
         too_many = self._saturated > MOST_SATURATED * self._codes.numel() * self._micro_batches
         share = torch.where(too_many, self.share / 2, (self.share * _GROWTH).clamp(max=1.0))
         self.share = torch.where(self._inverse.isfinite(), share, self.share)
 
 
 class Weights:
-    """Float32 weights, which are the parameters themselves."""
+    """Float32 weights, which are the parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter] = ()) -> None:
-        """`layers` are the parameters that products in low precision read."""
+        """Prepares storage; `layers` are the parameters that low-precision products read."""
         self._parameters, self._layers = parameters, layers
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Gives the parameters their values for the body."""
+        """Gives the parameters their values during the body."""
         yield
 
     def draws(self, seed: int) -> None:
-        """Seed the random rounding, if there is any."""
+        """Seeds the random rounding, if there is any."""
 
     def raise_precision(self) -> None:
-        """Give the parameters the values that an update begins from."""
+        """Gives the parameters the values from which an update begins."""
 
     def round(self, parameters: Tensors) -> None:
-        """Round parameters that a step has changed, and keep them."""
+        """Rounds parameters that a step has changed, and stores them."""
 
     def stored_tensors(self) -> list[Tensor]:
         return [parameter.detach() for parameter in self._parameters]
 
 
 class HalfWeights(Weights):
-    """fp16 weights under one scale a tensor, as in FP8-LM; between steps the float32 parameters have no memory."""
+    """fp16 weights with one scale per tensor, as in FP8-LM; between steps the float32 parameters use no memory."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter] = ()) -> None:
         super().__init__(parameters, layers)
@@ -213,7 +213,7 @@ class HalfWeights(Weights):
         self._release()
 
     def _make_storage(self) -> Storage:
-        """Scales are powers of two, so that rounding a rounded weight again, as in a skipped step, changes nothing."""
+        """Uses power-of-two scales, so that rounding a rounded weight again, as in a skipped step, changes nothing."""
         return scaled(FP16, ScaleRounding.POWER_OF_TWO)
 
     @contextmanager
@@ -227,7 +227,7 @@ class HalfWeights(Weights):
             self._release()
 
     def _show_master(self, parameter: Tensor) -> None:
-        """Give a parameter the value of its stored weights."""
+        """Gives a parameter the value of its stored weights."""
         parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
 
     def _release(self) -> None:
@@ -244,7 +244,7 @@ class HalfWeights(Weights):
 
 
 class EightBitWeights(HalfWeights):
-    """fp16 weights, from which updates begin, and E4M3 copies that passes see, as in MS-AMP's O3."""
+    """fp16 weights, from which updates begin, and E4M3 copies that forward and backward use, as in MS-AMP's O3."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter]) -> None:
         self._eight, self._codes = scaled(E4M3, ScaleRounding.POWER_OF_TWO), dict[Tensor, Operand]()
@@ -273,7 +273,7 @@ class EightBitWeights(HalfWeights):
 
 
 class StochasticWeights(HalfWeights):
-    """bf16 weights, rounded up or down at random so that small updates are not lost; a seed for each step."""
+    """bf16 weights, rounded up or down at random so that small updates are not lost; seeded for each step."""
 
     def _make_storage(self) -> Storage:
         self._drawn = torch.Generator(self._parameters[0].device)
@@ -287,10 +287,10 @@ class StochasticWeights(HalfWeights):
 
 
 def stochastic_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Rounds float32 at random: adds sixteen random bits below the last bit that is kept, and cuts them off."""
-    # Sixteen bits are cut off: a random number of as many bits decides the direction.
+    """Rounds float32 stochastically: adds sixteen random bits below the last bit that is kept, and truncates."""
+    # Sixteen bits are dropped: a random number of equally many bits decides the direction.
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
-    # A carry out of the random bits rounds up, with the probability that the cut bits ask for.
+    # A carry out of the random bits rounds up, with a probability equal to the dropped fraction.
     cut = ((x.contiguous().view(torch.int32) + noise) & ~0xFFFF).view(torch.float32)
     return torch.where(x.isfinite(), cut, x).to(torch.bfloat16)
 
@@ -304,7 +304,7 @@ MASTERS = {
 
 
 def rounded_update(fmt: str) -> Callable[[Tensors, Tensors], None] | None:
-    """Returns a function that rounds how far weights have moved, and moves them by that instead; None for fp32."""
+    """Returns a function that rounds the updates of weights, and applies the rounded ones; None for fp32."""
     if fmt == "fp32":
         return None
     storage = scaled(E4M3) if fmt == "fp8" else in_arithmetic(PlainArithmetic(torch.bfloat16))
@@ -319,7 +319,8 @@ def rounded_update(fmt: str) -> Callable[[Tensors, Tensors], None] | None:
 
 
 def state_storages(fmt: str) -> tuple[Storage, Storage] | None:
-    """How first moments, and second ones, are kept between steps; None for fp32. FP8-LM has E4M3 and scaled fp16."""
+    """Returns the storages of first and second moments between steps; None for fp32. FP8-LM has E4M3 and scaled
+    fp16."""
     if fmt == "fp32":
         return None
     if fmt == "fp8lm":

@@ -1,6 +1,6 @@
-"""What a trainer trains: an arm's model with its batches and losses.
+"""The trained object: an arm's model with its batches and losses.
 
-A built-in architecture, whole or a rank's part of it, is made here; a user's own model in own_model.py.
+A built-in architecture, whole or a rank's part of it, is made here; a user's model in own_model.py.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ WrapArithmetic = Callable[[str, Arithmetic], Arithmetic]
 
 
 class MadeModel:
-    """A model in an arm's precision, with its batches, its losses and what it is scored on. Makers fill in the rest:
-    models.py's architectures (BuiltInModel) or a user's function (OwnModel). `tokens` is the number in a step."""
+    """A model in an arm's precision, with its batches, losses and scoring. Subclasses fill in the rest: models.py's
+    architectures (BuiltInModel) or a user's function (OwnModel). `tokens` is the number per step."""
 
     model: nn.Module
     together: Alone
@@ -53,7 +53,7 @@ class MadeModel:
         self._wrap = wrap
 
     def finish(self) -> None:
-        """Find what is trained and cast; called once the model is there."""
+        """Collects what is trained and cast; called once the model exists."""
         named = self.model.named_parameters()
         self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         self.cached_weights = CachedWeights(self.model)
@@ -70,33 +70,33 @@ class MadeModel:
 
     @property
     def has_own_rates(self) -> bool:
-        """Whether the optimizer is a user's, whose rates no schedule of ours changes."""
+        """Whether the optimizer is a user's, whose rates our schedules do not change."""
         return False
 
     def read_batch(self, step: int, number: int) -> Any:
-        """This rank's part of a step's micro-batch."""
+        """Returns this rank's part of a step's micro-batch."""
         raise NotImplementedError
 
     def seed_batch(self, step: int, number: int) -> AbstractContextManager[None]:
-        """Seeds what a micro-batch draws at random."""
-        # Ranks that divide a micro-batch read its parts one after the other.
+        """Seeds the random numbers of a micro-batch."""
+        # Ranks that divide a micro-batch read consecutive parts of it.
         part = number * self.together.shares + self.together.share
         torch.manual_seed(seed_of("step", self.task.seed, step, part))
         return nullcontext()
 
     def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
-        """The loss of a batch. `watched`: hooks on modules have to be called, which a compiled graph does not do."""
+        """Returns the loss of a batch. `watched`: hooks on modules must run, which a compiled graph would skip."""
         raise NotImplementedError
 
     def digest_batches(self, step: int) -> tuple[int, int]:
-        """Digests of the tokens that this rank reads in a step, and of those that all ranks read in it."""
+        """Returns digests of the tokens that this rank reads in a step, and of those that all ranks read in it."""
         raise NotImplementedError
 
     def repeat_steps(self, count: int) -> None:
-        """The last steps are taken again."""
+        """Prepares to repeat the last steps."""
 
     def validate(self, place: tuple[str, int, int], last: bool) -> Iterator[Validation]:
-        """The held-out losses of an arm, a seed and a step; `last` adds what only a finished training gets."""
+        """Yields the held-out losses of an arm, a seed and a step; `last` adds those of a finished training."""
         raise NotImplementedError
 
 
@@ -121,11 +121,11 @@ class BuiltInModel(MadeModel):
         self._forward: Forward = self._compile() if settings.compile == "yes" else self.model
 
     def _build(self) -> LanguageModel:
-        """Weights are drawn from the seed in float32 whatever the precision."""
+        """Builds the model, with weights drawn from the seed in float32 regardless of the precision."""
         settings, facts, seed = self.settings, self.task.facts, self.task.seed
         keys = dict(settings.precision_map)
         share = self.together.share
-        source = f"{seed}/rank-{share}" if share else f"{seed}"  # each rank rounds at random by itself
+        source = f"{seed}/rank-{share}" if share else f"{seed}"  # each rank rounds at random independently
         layers = {layer.name: layer for layer in self._layers}
 
         def choose(name: str) -> Arithmetic:
@@ -141,7 +141,7 @@ class BuiltInModel(MadeModel):
         torch.manual_seed(seed_of("weights", seed))
         with torch.device(facts.key):
             model = models.built(settings, self._config, choose, carrier)
-        # Unit scaling changes weights and layers, and so comes before anything that looks at them.
+        # Unit scaling changes weights and layers, so it must precede everything that inspects them.
         if self.precision.unit_scaled:
             scale_to_unit(model, self._config.sequence)
         around = {layer.name: key_of(layer, keys) for layer in models.around_of(settings.arch, self._config)}
@@ -153,7 +153,7 @@ class BuiltInModel(MadeModel):
         return model
 
     def _round_attention(self, model: LanguageModel) -> None:
-        """Give the attention cores the arm's precision; each layer keeps its own scales."""
+        """Gives the attention cores the arm's precision; each layer has separate scales."""
         for path, module in model.named_modules():
             if isinstance(module, SelfAttention):
                 prescaled = self.settings.attention == "prescaled"
@@ -171,7 +171,7 @@ class BuiltInModel(MadeModel):
 
     @property
     def _rows(self) -> int:
-        """The sequences of a micro-batch that this rank reads."""
+        """The number of sequences of a micro-batch that this rank reads."""
         return self._config.batch // self.together.shares
 
     def read_batch(self, step: int, number: int) -> Batch:
@@ -192,5 +192,6 @@ class BuiltInModel(MadeModel):
         return rank_sum % DIGESTS, step_sum % DIGESTS
 
     def validate(self, place: tuple[str, int, int], last: bool) -> Iterator[Validation]:
-        """`last` adds losses by position, on other text, and with weights quantised after training."""
+        """Like the base class; `last` adds losses by position, on other text, and with weights quantised after
+        training."""
         yield from self._evaluation.look(self.model, place, last)

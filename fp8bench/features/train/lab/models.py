@@ -38,7 +38,7 @@ _BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 EXPERTS = 8
 _RATED = "kinds of layers (attn, mlp, conv), and beginnings of paths (blocks.0, blocks.0.attn.qkv)"
-# The norms of each block, without the last one of the model.
+# The norms of each block, without the model's last one.
 _NORMS: Mapping[str, tuple[str, ...]] = {
     "mlp": ("norms.{}",),
     "cnn": ("blocks.{}.norm_first", "blocks.{}.norm_second"),
@@ -48,11 +48,11 @@ _ROUND = 128
 
 
 def config_of(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
-    """The sizes of a model. Experts are half as wide as the mlp they replace: a token visits two."""
+    """Returns the sizes of a model. Experts are half as wide as the mlp they replace: a token visits two."""
     if settings.model not in SIZES:
         raise UnknownName("model", settings.model, SIZES)
     size = SIZES[settings.model]
-    # Products want sides in round numbers: the vocabulary is padded.
+    # Products need round sides, so the vocabulary is padded.
     vocabulary_of_text = -(-vocabulary // _ROUND) * _ROUND
     return replace(
         size,
@@ -66,7 +66,8 @@ def config_of(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
 
 
 def layers_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
-    """The layers that take a precision, in the order in which they are built; the head stays in high precision."""
+    """Returns the layers that take a precision, in the order in which they are built; the head stays in high
+    precision."""
     parts = list(_BLOCKS[arch])
     if arch == "moe":
         for number in range(config.experts):
@@ -125,7 +126,7 @@ def check(settings: TrainerSettings) -> None:
 
 
 def check_effective(arms: Sequence[TrainerSettings]) -> None:
-    """Raises UsageError for a --wire that no arm sends anything in."""
+    """Raises UsageError for a --wire that no arm uses."""
     changed = [arm for arm in arms if arm.wire != WIRES[0]]
     if changed and not any(arm.parallel in WIRED for arm in changed):
         raise UsageError(
@@ -135,7 +136,7 @@ def check_effective(arms: Sequence[TrainerSettings]) -> None:
 
 
 def _around(settings: TrainerSettings) -> list[str]:
-    """The precisions that the map gives to operations around products."""
+    """Returns the precisions that the map gives to elementwise operations."""
     layers = around_of(settings.arch, config_of(settings, 1))
     keys = {key_of(layer, dict(settings.precision_map)) for layer in layers}
     return [mode for key, mode in settings.precision_map if key in keys]
@@ -243,7 +244,7 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
     if cut and (misfit := _misfit(config, facts.ranks, precision)):
         return refused(misfit)
     readers = 1 if cut else facts.ranks
-    # Weight gradients are contracted over the tokens, in multiples that the device takes.
+    # Weight gradients are contracted over the tokens, in multiples that the device accepts.
     rows, along = config.batch // readers * config.sequence, precision.multiples[0]
     if settings.compile == "yes" and (reason := uncompilable(precision, config, rows)):
         return refused(reason)
@@ -252,7 +253,7 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
         if not (isinstance(recipe, Recipe) and recipe.hadamard):
             return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
     counted = f"batch x sequence is {rows}" + " of each rank" * (readers > 1)
-    if settings.arch == "cnn":  # a line and a place more than the text has
+    if settings.arch == "cnn":  # a line and a position more than the text has
         rows = config.batch * (config.sequence // LINE + 1) * (LINE + 1)
         counted = f"with an image's line and column of zeros the batch has {rows}"
     if rows % along:
@@ -264,7 +265,7 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
 
 
 def _support_of(settings: TrainerSettings, precision: Precision, facts: DeviceFacts) -> Support:
-    """A precision's own support; one with unit scaling has constants for some models only."""
+    """Returns a precision's support; one with unit scaling has constants for some models only."""
     unlike = (
         (
             settings.make or (settings.arch != "gpt" and f"--arch {settings.arch}"),
@@ -284,7 +285,7 @@ def _support_of(settings: TrainerSettings, precision: Precision, facts: DeviceFa
 
 
 def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
-    """Why native products cannot take a rank's share of a block's features; '' where they can."""
+    """Returns why native products cannot take a rank's share of a block's features; '' if they can."""
     most = max(precision.multiples)
     features = config.width, config.key_heads * config.head_width, config.hidden
     wrong = sorted({feature // ranks for feature in features if feature // ranks % most})
@@ -295,7 +296,7 @@ def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
 
 
 def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:
-    """The model, with weights drawn in float32 by torch's current generator on its current device."""
+    """Returns the model, with weights drawn in float32 by torch's current generator on its current device."""
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.text_models import TextCNN, WindowMLP
     from fp8bench.nn.whole_layers import surround

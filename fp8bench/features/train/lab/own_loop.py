@@ -1,4 +1,4 @@
-"""Watches a training loop of the user's own by hooks on the module and on the optimizer, whose step ends a step."""
+"""Watches a user's training loop by hooks on the module and the optimizer, whose step ends a training step."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fp8bench.features.train.lab.readings import Figures, dense, read
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
 from fp8bench.features.train.values import UNSEEN, Lines, StepFigure, StepRow, TrainingEvent, Validation
 
-# After so many updates in a row without a row of figures, an event says why.
+# After this many consecutive updates without a row of figures, an event gives the reason.
 _SILENT = 3
 
 
 class OwnLoop:
     """Makes a row of every step and watches every `stride`-th, after which `told` receives the lines. Norms of
-    gradients are those that the optimizer meets, the norm of the parameters that of the last watched step. A step whose
-    loss is not known has no row; three of those in a row are an event."""
+    gradients are those that the optimizer gets, the norm of the parameters that of the last watched step. A step with
+    an unknown loss has no row; three consecutive ones cause an event."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class OwnLoop:
     ) -> None:
         """`tokens` is the number in a step; `scaler` is a GradScaler, whose scale is recorded."""
         if stride < 1:
-            raise UsageError(f"stride={stride!r}: one step in every stride is watched. Give a whole number from 1 on.")
+            raise UsageError(f"stride={stride!r}: must be a whole number from 1 on: one step per stride is watched.")
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise UsageError("the module has no parameter that requires a gradient: there is nothing to watch.")
         self._module, self._optimizer, self._told = module, optimizer, told
@@ -75,17 +75,17 @@ class OwnLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove all hooks and pass on the remaining rows, however the loop has ended."""
+        """Removes all hooks and passes on the remaining rows, however the loop has ended."""
         self._hooks.close()
         self._attached.close()
         self._tell(())
 
     def loss(self, value: Tensor | float) -> None:
-        """Give the loss of a micro-batch, for a module that does not return it."""
+        """Sets the loss of a micro-batch, for a module that does not return it."""
         self._losses.append(torch.as_tensor(value, device=self._watch.device).detach().reshape(()))
 
     def held_out(self, value: Tensor | float, tokens: int = 1) -> None:
-        """Give the present loss on held-out data."""
+        """Sets the current loss on held-out data."""
         self._told((Validation(self._name, 0, self._step, "held-out", float(value), tokens),))
 
     @property
@@ -107,7 +107,7 @@ class OwnLoop:
     def _see_output(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        # The loss is what the module returns, else what backward begins with.
+        # The loss is what the module returns, or else what backward begins with.
         loss = loss_of(output)
         if loss is not None:
             self.loss(loss)
@@ -134,8 +134,9 @@ class OwnLoop:
     def _before_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Read the gradients now, or after the closure that the optimizer is called with has made them."""
-        # With a closure, gradients exist only after it ran.
+        """Reads the gradients now or, if the optimizer is called with a closure, after the closure has computed
+        them."""
+        # With a closure, gradients only exist after it ran.
         closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
         if closure is None:
             self._read_gradients()
@@ -178,7 +179,7 @@ class OwnLoop:
             ratio = joint(moved) / joint(sizes)
             self._seen.named |= {(name, ""): value for name, value in self._predictions.items()}
             self._seen.named |= self._habits.figures(self._trained_parameters)
-        # A row needs both: gradients that the optimizer met, and a loss.
+        # A row needs both: gradients that the optimizer got, and a loss.
         loss = self._loss()
         if self._norm is not None and loss is not None:
             row_seconds = 0.0 if self._seen is not None else seconds
@@ -202,8 +203,8 @@ class OwnLoop:
         return torch.stack([root.to(torch.float32) for root in self._roots]).sum() if self._roots else None
 
     def _unseen(self, has_row: bool) -> tuple[TrainingEvent, ...]:
-        """An event after the third update in a row without a row; none again until rows have come back."""
-        # One silent update may be a warm-up; three in a row are a loop that nothing is seen of.
+        """Returns an event after the third consecutive update without a row; none again until there were rows."""
+        # One silent update may be a warm-up; three in a row mean that the loop cannot be observed.
         self._silent = 0 if has_row else self._silent + 1
         self._seen_rows |= has_row
         if self._silent != _SILENT:
@@ -223,8 +224,8 @@ class OwnLoop:
         return "no loss was found where backward began. Give it by loss(value) on what fp8bench.watch returned"
 
     def _tell(self, lines: Lines) -> None:
-        """Pass on the rows since the last time, then the lines of the watched step."""
-        # Here the host may wait for the device: figures are read as well.
+        """Passes on the rows since the last time, then the lines of the watched step."""
+        # Here the host may wait for the device, since figures are read as well.
         scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         numbers = read([figures for _, figures, _, _ in self._rows])
         rows = [
@@ -250,7 +251,7 @@ class OwnLoop:
 
 
 def loss_of(output: Any) -> Tensor | None:
-    """The loss in a module's output: a single number, an entry or attribute `loss`, or the first of a tuple."""
+    """Returns the loss in a module's output: a single number, an entry or attribute `loss`, or the first of a tuple."""
     if isinstance(output, tuple) and output:
         output = output[0]
     elif isinstance(output, dict):

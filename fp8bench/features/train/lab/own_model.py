@@ -1,8 +1,7 @@
-"""Makes a user's own model: as its maker returned it, converted, with its batches and, where there is one, its
-optimizer.
+"""Makes a user's model: unchanged or converted, with its batches and, if it has one, its optimizer.
 
-Batches are the same for every arm of a seed, in whatever order arms ask for them, and after a resume. No position is
-kept: a function is called with the step, and an iterable is started again and read up to it.
+Batches are the same for every arm of a seed, in any order of arms, and after a resume. No position is stored: a
+function is called with the step, and an iterable is restarted and read up to it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from fp8bench.workloads.model import copy_made
 
 class OwnModel(MadeModel):
     """A copy of what a user's maker returns. Batches are numbered by micro-batch; `tokens` are those of the last step,
-    or examples where a batch has no tokens."""
+    or examples if a batch has no tokens."""
 
     def __init__(
         self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
@@ -60,7 +59,7 @@ class OwnModel(MadeModel):
         self.scores = Scores(task, settings, [on_device(batch, facts.key, copy=True) for batch in self._held_out])
         self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
         self.tokens = size_of(given.batch) * settings.micro_batches
-        self._steps_ahead = 0  # by which the next batch is later than the step that reads it
+        self._steps_ahead = 0  # by how many the next batch is later than the step that reads it
         self.loss_words = ""
         self.conversion = self._conversion(model)
         if self.conversion is not None:
@@ -68,7 +67,7 @@ class OwnModel(MadeModel):
         self.finish()
 
     def _conversion(self, model: nn.Module) -> Conversion | None:
-        """None where nothing is converted."""
+        """Returns the conversion; None if nothing is converted."""
         keys, seed = dict(self.settings.precision_map), self.task.seed
         if self.precision.name == UNTOUCHED and not keys:
             return None
@@ -78,7 +77,7 @@ class OwnModel(MadeModel):
             mode = keys[key] if key is not None else self.precision.mode
             if mode == UNTOUCHED:
                 return None
-            # Each layer rounds at random by itself, the same way after a resume.
+            # Each layer rounds at random independently, and reproducibly after a resume.
             drawn = self.arithmetic(mode).layer(f"{seed}/{layer.name}")
             self.arithmetics[layer.name] = watched = self.watch_arithmetic(
                 apply_scales(drawn, self.settings, mode, layer.name)
@@ -88,7 +87,7 @@ class OwnModel(MadeModel):
         return Conversion(model, choose, skip=self.settings.skip, keys=keys, multiples=self._multiples(), shown=True)
 
     def _multiples(self) -> tuple[int, int]:
-        """What the sides of native products have to be multiples of; 1 where products are emulated, or on a CPU."""
+        """Returns the multiples that sides of native products must have; 1 if products are emulated, or on a CPU."""
         facts, names = self.task.facts, (self.precision.mode, *dict(self.settings.precision_map).values())
         modes = [precisions.get(name) for name in names if name != UNTOUCHED]
         native = [mode.multiples for mode in modes if mode.support(facts).level is Level.NATIVE and facts.accelerated]
@@ -126,7 +125,7 @@ class OwnModel(MadeModel):
                 )
 
     def repeat_steps(self, count: int) -> None:
-        """Repeated steps read the batches that come next."""
+        """Prepares to repeat steps, which read the batches that come next."""
         self._steps_ahead += count
 
     def read_batch(self, step: int, number: int) -> Any:
@@ -150,7 +149,7 @@ class OwnModel(MadeModel):
         if not self._held_out:
             return
         facts = self.task.facts
-        # Dropout and samplers of a user's model draw the same at every validation.
+        # Dropout and samplers of a user's model must draw the same at every validation.
         with seeded(seed_of("held-out", self.task.seed), facts):
             copies = (on_device(batch, facts.key, copy=True) for batch in self._held_out)
             losses = [float(self.compute_loss(batch, SILENT)) for batch in copies]
@@ -159,7 +158,7 @@ class OwnModel(MadeModel):
         yield Validation(*place, "held-out", mean, sum(tokens))
 
     def coverage(self) -> Coverage | None:
-        """How much is converted, counted in a step of an unconverted copy; None for the model as it came."""
+        """Returns how much is converted, counted in a step of an unconverted copy; None for an unconverted model."""
         if self.conversion is None:
             return None
         unconverted = OwnModel(self.task, Arm(self.arm.name, UNTOUCHED, ArmRole.REFERENCE))
@@ -182,14 +181,14 @@ class OwnModel(MadeModel):
         return replace(coverage, loss=unconverted.loss_words)
 
 
-# At most so many held-out batches are read from an iterable, which may be endless, and so many from a function.
+# The maximum number of held-out batches read from an iterable, which may be endless, and from a function.
 _MOST_HELD_OUT, _HELD_OUT_CALLS = 64, 8
-# So many of the first batches are read twice and compared.
+# This many of the first batches are read twice and compared.
 _COMPARED = 3
 
 
 class OwnBatches:
-    """Batches by their number from 0: an iterable is read in order, again and again; a function is called."""
+    """Batches by their number from 0: an iterable is read repeatedly in order; a function is called."""
 
     def __init__(self, name: str, maker: Given, seed: int, facts: DeviceFacts) -> None:
         self._name, self._given, self._seed, self._facts = name, maker, seed, facts
@@ -197,7 +196,7 @@ class OwnBatches:
         self._next, self._reader = 0, self._in_order()
         if self._source is None or callable(self._source):
             return
-        # An iterator ends after its first reader, and arms take turns.
+        # An iterator ends after its first reader, but several arms read it.
         once = iter(self._source) is self._source
         if once or getattr(self._source, "persistent_workers", False):
             reason = "can be read only once" if once else "keep their workers, which arms cannot share"
@@ -213,7 +212,7 @@ class OwnBatches:
             if callable(self._source):
                 with self._seed_source("batch", place):
                     return self._source(place, self._seed)
-            # Another arm is behind: start again, and read up to its place.
+            # Another arm is behind: restart, and read up to its place.
             if place < self._next:
                 self._next, self._reader = 0, self._in_order()
             self._next, skipped = place + 1, place - self._next
@@ -244,7 +243,7 @@ class OwnBatches:
 
 
 def held_out_of(name: str, maker: Given, facts: DeviceFacts) -> list[Any]:
-    """The batches to validate on, the same every time; none where the maker gives none."""
+    """Returns the batches to validate on, the same every time; none if the maker gives none."""
     source = maker.held_out
     if source is None:
         return []
@@ -259,7 +258,7 @@ def held_out_of(name: str, maker: Given, facts: DeviceFacts) -> list[Any]:
 
 
 def check_batches(name: str, maker: Given, seed: int, facts: DeviceFacts) -> None:
-    """Raises UsageError where batches differ when they are read again: arms would not be trained on the same data."""
+    """Raises UsageError if batches differ when they are read again: arms would train on different data."""
     first, second = (OwnBatches(name, maker, seed, facts) for _ in range(2))
     read = [first.at(place) for place in range(_COMPARED)]
     for place, batch in enumerate(read):
@@ -280,7 +279,8 @@ def _same(batch: Any, second: Any) -> bool:
 
 
 def size_of(batch: Any) -> int:
-    """The number of tokens in a batch whose first tensor holds integers in rows; else the number of its examples."""
+    """Returns the number of tokens in a batch whose first tensor has integers in rows, or else its number of
+    examples."""
     first = next((tensor for _, tensor in tensors_in(batch)), None)
     if first is None or not first.ndim:
         return 1

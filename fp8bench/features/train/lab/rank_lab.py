@@ -1,6 +1,6 @@
-"""The lab of one of several ranks, which trains its part of every arm; and how the answers of all ranks become one.
+"""The lab of one of several ranks, which trains its part of every arm; and the merging of the answers of all ranks.
 
-The parent compares what all ranks must have in common, and combines the parts.
+The parent compares what must be equal on all ranks, and combines the parts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fp8bench.worker.faults import DescribedFault
 from fp8bench.worker.ranks.bench import RankBench
 from fp8bench.worker.ranks.main import main
 
-# What a RanksWorker runs.
+# The module that a RanksWorker runs.
 MODULE = "fp8bench.features.train.lab.rank_lab"
 T = TypeVar("T")
 
@@ -47,7 +47,8 @@ class RankLab(RankBench, Lab):
     """One of several labs, which all receive the same calls at the same time."""
 
     def begin(self, task: SeedTask) -> tuple[ArmState, ...]:
-        """An arm that fails to build on one rank is dropped on all: the others would wait for it in every step."""
+        """Builds the arms. An arm that fails on one rank is dropped on all: the others would wait for it in every
+        step."""
         states = super().begin(task)
         for rank, faults in enumerate(_from_all_ranks(self._unbuilt)):
             for name, fault in faults.items():
@@ -60,10 +61,10 @@ class RankLab(RankBench, Lab):
         trainer = self._trainer(arm)
         first = trainer.step
         lines = super().advance(arm, steps)
-        # Digests of the text cost time: watched steps alone have them.
+        # Digests of the text cost time, so only watched steps have them.
         looked_at = [step for step in range(first, trainer.step) if step % self._task.stride == 0]
         batches = tuple((step, *trainer.made.digest_batches(step)) for step in looked_at)
-        # After the slice: every wrong exchange leaves different weights, or a fault of its own.
+        # After the slice: every wrong exchange leaves different weights, or a recorded fault.
         weights, faults = trainer.weights_digest()
         same = ("the number of steps", trainer.step), ("the weights", weights), ("the scales", trainer.scales_digest())
         return RankLines(lines, same, batches, trainer.together.shares, faults)
@@ -72,7 +73,7 @@ class RankLab(RankBench, Lab):
         return self._on_all_ranks(lambda: super(RankLab, self).save(self._own_folder(folder)))
 
     def _not_finite(self) -> tuple[str, ...]:
-        """Arms that are not finite on any rank: a checkpoint that some ranks lack could not be resumed."""
+        """Returns arms that are not finite on any rank: a checkpoint that some ranks lack could not be resumed."""
         return tuple(sorted(set().union(*_from_all_ranks(super()._not_finite()))))
 
     def _read(self, folder: str) -> dict[str, State]:
@@ -82,7 +83,7 @@ class RankLab(RankBench, Lab):
         return f"{folder}/rank-{self._rank}"
 
     def _on_all_ranks(self, body: Callable[[], T]) -> T:
-        """Raises StoreError on every rank if `body` raises it on any of them."""
+        """Runs `body`; raises StoreError on every rank if it fails on any of them."""
         answer, failure = None, ""
         try:
             answer = body()
@@ -97,7 +98,7 @@ class RankLab(RankBench, Lab):
 
 # Digests are taken modulo this.
 _DIGESTS = 1 << 63
-# Figures of parts of a tensor that combine by their largest, or by their mean.
+# Figures of parts of a tensor that are merged by their mean, and by their maximum.
 _MEANS = ("zeros", "underflow", "saturated", "not_finite")
 _LARGEST_OF = ("amax", "largest_scale", "lag", "drift")
 
@@ -109,7 +110,7 @@ def _merge_slices(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
 
 
 def _costs(answers: Sequence[ArmCost]) -> ArmCost:
-    """The memory of the rank that takes most, with that of each rank; the reason, if one rank has none."""
+    """Returns the memory of the rank that takes most, with that of each rank; the reason, if one rank has none."""
     combined = most_memory([answer.memory or answer.why for answer in answers])
     if isinstance(combined, str):
         return next(answer for answer in answers if answer.memory is None)
@@ -125,19 +126,22 @@ def _check_same(answers: Sequence[RankLines]) -> None:
             raise RanksDisagree(f"in a slice rank {rank} {answer.faults[0]}")
         for (name, first), (_, digest) in zip(answers[0].same, answer.same, strict=True):
             if digest != first:
-                raise RanksDisagree(f"after a slice {name} of rank {rank} are not those of rank 0")
+                raise RanksDisagree(f"after a slice {name} of rank {rank} differ from those of rank 0")
 
 
 def _check_batches(answers: Sequence[RankLines]) -> None:
-    """All ranks mean the same batch, and their parts add up to it, times the ranks that read the same part."""
+    """Checks that all ranks read the same batch: their parts must add up to it, times the ranks that read the same
+    part."""
     for looked_at in _by_position([answer.batches for answer in answers]):
         step, _, step_digest = looked_at[0]
         for rank, (_, _, digest) in enumerate(looked_at):
             if digest != step_digest:
-                raise RanksDisagree(f"in step {step} rank {rank} reads another text than rank 0, or with another seed")
+                raise RanksDisagree(
+                    f"in step {step} rank {rank} reads a different text than rank 0, or uses another seed"
+                )
         copies = len(answers) // answers[0].shares
         if (sum(part for _, part, _ in looked_at) - copies * step_digest) % _DIGESTS:
-            raise RanksDisagree(f"in step {step} the ranks did not read the batch with each sequence once")
+            raise RanksDisagree(f"in step {step} the ranks did not read each sequence of the batch exactly once")
 
 
 def _merged_lines(answers: Sequence[tuple[StreamLine, ...]]) -> Iterator[StreamLine]:
@@ -155,7 +159,7 @@ def _by_position(answers: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:
 
 
 def _row(rows: Sequence[StepRow]) -> StepRow:
-    """A step takes as long as its slowest rank; all other figures have to be the same bit for bit."""
+    """Merges rows of a step, which takes as long as its slowest rank; all other figures must be bit-identical."""
     first = rows[0]
     for rank, row in enumerate(rows):
         for field in fields(row):
@@ -169,7 +173,7 @@ def _row(rows: Sequence[StepRow]) -> StepRow:
 
 
 def _reading(parts: Sequence[LayerReading]) -> LayerReading:
-    """A tensor whose parts, of equally many values, lie on the ranks; one that all ranks have stays as it is."""
+    """Merges readings of a tensor whose equal parts are on the ranks; one that all ranks have is unchanged."""
     first = parts[0]
     if all(part == first for part in parts):
         return first
@@ -213,7 +217,7 @@ def _figure(parts: Sequence[StepFigure]) -> StepFigure:
 
 
 def _event(parts: Sequence[TrainingEvent]) -> TrainingEvent:
-    """An event that all ranks have; else that of the first rank that knows where it happened."""
+    """Returns an event that all ranks have; otherwise that of the first rank that knows where it happened."""
     if all(part == parts[0] for part in parts):
         return parts[0]
     rank, event = next(((rank, part) for rank, part in enumerate(parts) if part.layer), (0, parts[0]))
@@ -221,7 +225,7 @@ def _event(parts: Sequence[TrainingEvent]) -> TrainingEvent:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Equal values keep their bits."""
+    """Returns the mean; equal values keep their bits."""
     return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
 
 
@@ -234,7 +238,7 @@ _MERGE_BY_KIND: dict[type, Callable[..., StreamLine]] = {
 }
 
 
-# All ranks evaluate the whole text with the same weights; only scales may be a rank's own.
+# All ranks evaluate the whole text with the same weights; only scales may differ between ranks.
 MERGES: Merges = {"advance": _merge_slices, "validate": lambda answers: tuple(_merged_lines(answers)), "alone": _costs}
 
 

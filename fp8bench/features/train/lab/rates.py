@@ -1,4 +1,4 @@
-"""Learning rates and loss scales step by step, and the groups of parameters with a rate or a clipping of their own."""
+"""Learning rates and loss scales step by step, and the groups of parameters with separate rates or clipping."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from fp8bench.features.train.lab.low_precision import Tensors
 from fp8bench.features.train.request import LARGEST_LOSS_SCALE, TrainerSettings, parse_schedule
 from fp8bench.units import number_of
 
-# The share of the steps, at the end, in which wsd falls.
+# The final share of the steps in which wsd decreases the rate.
 _WSD_FALLS = 0.2
 # Bad validations in a row before plateau halves the rate.
 PATIENCE = 2
 
 
 class RateSchedule:
-    """The share of the full learning rate in each step: a scheduler of torch on its own optimizer, at a rate of 1."""
+    """The share of the full learning rate in each step: a scheduler of torch on a separate optimizer with a rate of
+    1."""
 
     def __init__(self, settings: TrainerSettings, steps: int) -> None:
-        # A scheduler of torch on one empty parameter: its share of the rate is all that is asked.
+        # Run a scheduler of torch on one empty parameter, to get its share of the rate.
         name, keys = parse_schedule(settings.schedule)
         self._optimizer = SGD([torch.empty(0)], lr=1.0)
         self._scheduler = _scheduler(self._optimizer, name, keys["warmup"], keys.get("floor", 0.0), steps)
@@ -43,14 +44,14 @@ class RateSchedule:
             self._plateau = ReduceLROnPlateau(self._optimizer, factor=0.5, patience=PATIENCE, min_lr=keys["floor"])
 
     def share(self, step: int) -> float:
-        """The share in a step, counted from 0. Steps come in order; a step that is repeated gets the last share."""
+        """Returns the share in a step, counted from 0. Steps are in order; a repeated step gets the last share."""
         while self._scheduler.last_epoch < step:
             self._optimizer.step()  # which changes nothing; torch warns where a schedule is ahead of its optimizer
             self._scheduler.step()
         return float(self._optimizer.param_groups[0]["lr"])
 
     def see_held_out(self, loss: float) -> None:
-        """Take in a held-out loss, by which plateau lowers the rate."""
+        """Records a held-out loss, from which plateau lowers the rate."""
         if self._plateau is not None:
             self._plateau.step(loss)
 
@@ -68,7 +69,7 @@ class RateSchedule:
 
 
 def _scheduler(optimizer: SGD, name: str, warmup: float, floor: float, steps: int) -> LRScheduler:
-    """A linear warm-up, then the schedule named; one-cycle has its own warm-up, from 1/25 along a cosine."""
+    """Returns a linear warm-up, then the schedule named; one-cycle has its own warm-up, from 1/25 along a cosine."""
     if name == "one-cycle" and warmup * steps > 1:
         final = 1 / (25 * floor) if floor else math.inf
         return OneCycleLR(
@@ -96,7 +97,7 @@ def _scheduler(optimizer: SGD, name: str, warmup: float, floor: float, steps: in
 
 
 def kind_of(name: str, dimensions: int) -> str:
-    """A parameter's kind, as --rates names it: 'embedding', 'head', 'norm' (anything of one dimension) or 'layer'."""
+    """Returns a parameter's kind, as --rates names it: 'embedding', 'head', 'norm' (one dimension) or 'layer'."""
     first = name.partition(".")[0]
     if first in ("embedding", "positions", "head"):
         return "head" if first == "head" else "embedding"
@@ -108,13 +109,14 @@ _LAYERS = {"attn": "attn", "first": "conv", "second": "conv"}
 
 
 def _layer_kind(name: str, dimensions: int) -> str:
-    """As kind_of, but with the kind of layer in place of 'layer'."""
+    """Like kind_of, but with the kind of layer in place of 'layer'."""
     kind = kind_of(name, dimensions)
     return kind if kind != "layer" else next((_LAYERS[word] for word in name.split(".") if word in _LAYERS), "mlp")
 
 
 def factor_of(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) -> float:
-    """The longest matching path prefix wins, then the kind of layer, then the kind of parameter."""
+    """Returns a parameter's rate factor: longest matching path prefix wins, then the kind of layer, then the kind of
+    parameter."""
     factors = dict(rates)
     prefixes = [key for key in factors if name == key or name.startswith(f"{key}.")]
     if prefixes:
@@ -123,7 +125,7 @@ def factor_of(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) 
 
 
 def group_of(name: str, dimensions: int, group: str) -> str:
-    """The name of the gradients that are clipped together with this one; `group` is '' for all."""
+    """Returns the name of the gradients that are clipped together with this one; `group` is '' for all."""
     if group == "kind":
         return _layer_kind(name, dimensions)
     if group == "block":
@@ -132,13 +134,13 @@ def group_of(name: str, dimensions: int, group: str) -> str:
     return name if group == "tensor" else ""
 
 
-# A dynamic loss scale begins with the first, is never below the least, and doubles after so many steps.
+# A dynamic loss scale begins with the first, is never below the second, and doubles after this many steps.
 _FIRST, _LEAST, GROWTH = 2.0**16, 1.0, 200
 
 
 @dataclass
 class LossScale:
-    """Fixed, or `dynamic`: halved at an overflow, and doubled after 200 steps without one."""
+    """A loss scale: fixed, or `dynamic`: halved at an overflow, and doubled after 200 steps without one."""
 
     scale: float
     dynamic: bool = False
@@ -147,7 +149,7 @@ class LossScale:
     def see(self, finite: bool) -> None:
         if not self.dynamic:
             return
-        # The count starts again at each overflow, as GradScaler's does.
+        # The count restarts at each overflow, as GradScaler's does.
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
             self.scale = max(_LEAST, self.scale / 2)

@@ -1,6 +1,6 @@
-"""Figures of one tensor and of its rounding: computed on its device, read by the host once a step.
+"""Figures of one tensor and of its rounding: computed on its device, read by the host once per step.
 
-Values that are not finite are counted, and enter no other figure. docs/watching.md has the definitions.
+Values that are not finite are counted, and excluded from other figures. docs/watching.md has the definitions.
 """
 
 from __future__ import annotations
@@ -32,21 +32,20 @@ Number = float | Tensor
 Figures = dict[str, Number]
 
 _INFINITY, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF
-# A value counts as saturated beyond this, which leaves room for the rounding of a float32 scale and its inverse.
+# A value counts as saturated beyond this factor, which tolerates the rounding of a float32 scale and its inverse.
 _SLACK = 1 + 2.0**-21
 _LARGEST = {fmt.largest: fmt for fmt in FORMATS.values()}
-# Squares of magnitudes between these, and their sums over a row, stay within float32.
+# Squares of magnitudes between these, and their sums over a row, do not overflow or underflow float32.
 _PLAIN = (2.0**-45, 2.0**45)
-# A GPU looks at so many values at a time: 256 MiB of float32.
+# A GPU processes this many values at a time: 256 MiB of float32.
 _PIECE = 1 << 26
 _CARRIERS = {torch.bfloat16: BF16, torch.float16: FP16}
 
 
 @dataclass(frozen=True)
 class TensorCast:
-    """How a tensor was cast: the format and scaling of its elements, as far as known. `scale` multiplied it, where it
-    does not come from the tensor alone. `left` are the rounded values that a product takes, None where nothing was
-    rounded."""
+    """How a tensor was cast: the format and scaling of its elements, as far as known. `scale` multiplied it, if it does
+    not come from the tensor alone. `left` are the rounded values that a product takes, None if nothing was rounded."""
 
     fmt: Format | None = None
     scaling: Scaling | None = None
@@ -55,12 +54,12 @@ class TensorCast:
 
 
 def reads_at_once(x: Tensor) -> bool:
-    """Whether reading a number costs next to nothing, as it does on a CPU."""
+    """Whether reading a number is almost free, as on a CPU."""
     return x.device.type == "cpu"
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """The stored values of a sparse gradient, else the gradient."""
+    """Returns the stored values of a sparse gradient, or else the gradient."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
@@ -75,19 +74,19 @@ def cast_of(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role
 
 
 def figures_of(x: Tensor, cast: TensorCast | None = None) -> Figures:
-    """All figures of a tensor, and of its cast if there was one. Nothing waits for a GPU."""
+    """Returns all figures of a tensor, and of its cast if there was one. Nothing waits for a GPU."""
     if not x.numel():
         return {}
-    # On a CPU reading a number is free, and the extremes spare most of the work.
+    # On a CPU reading a number is free, and the extremes save most of the work.
     rows, cast = as_rows(x), cast or TensorCast()
     quick = _quick(rows, cast) if reads_at_once(x) else None
     return _count_figures(rows, cast) if quick is None else quick
 
 
 def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
-    """The figures of healthy values on a CPU, where the least and largest magnitude spare most of the work; else None.
-    Magnitudes are compared as integers, which order them and have half as many bits for bfloat16. Comparing with a
-    number takes ten times as long on a CPU."""
+    """Returns the figures of healthy values on a CPU, where the smallest and largest magnitude save most of the work;
+    else None. Magnitudes are compared as integers, which order them and have half as many bits for bfloat16. Comparing
+    floats with a number takes ten times as long on a CPU."""
     values, count = x.to(torch.float32), x.numel()
     shift = 16 if x.dtype == torch.bfloat16 else 0
     magnitude = _MAGNITUDE >> shift
@@ -127,7 +126,8 @@ def _quick(x: Tensor, cast: TensorCast) -> Figures | None:
 
 
 def _count_figures(x: Tensor, cast: TensorCast) -> Figures:
-    """The figures of any values, in few kernels and without reading any; large tensors are taken in pieces."""
+    """Returns the figures of any values, in few kernels and without reading any; large tensors are processed in
+    pieces."""
     rounded = None if cast.left is None else as_rows(cast.left)
     rows = max(1, _PIECE // x.shape[1])
     places = [slice(top, top + rows) for top in range(0, len(x), rows)]
@@ -182,7 +182,8 @@ def _merge_pieces(parts: Sequence[Figures]) -> Figures:
 
 
 def _range(x: Tensor, amax: float | None, cast: TensorCast) -> Figures:
-    """How much of a format's range the values use. `amax` is their largest magnitude, if all are known to be finite."""
+    """Returns how much of a format's range the values use. `amax` is their largest magnitude, if all are known to be
+    finite."""
     if cast.fmt is None:
         return {}
     figures: Figures = {"largest": cast.fmt.largest}
@@ -192,14 +193,14 @@ def _range(x: Tensor, amax: float | None, cast: TensorCast) -> Figures:
     if cast.scale is not None:
         limit = limit / (cast.scale if amax is None else float(cast.scale))
         figures["scale"] = cast.scale
-    elif cast.scaling is not None:  # the tensor's own scale: 1 where it is not finite, else nothing saturates
+    elif cast.scaling is not None:  # the tensor's own scale: 1 if it is not finite, otherwise nothing saturates
         figures["own_scale"] = float(cast.scaling.rounding is ScaleRounding.POWER_OF_TWO)
         limit = limit if amax is None else math.inf
     return figures | {"saturated": 0 if amax is not None and amax <= limit else _beyond(x.abs(), limit)}
 
 
 def _blocks(x: Tensor, fmt: Format, scaling: Scaling, waits: bool) -> Figures:
-    """Like `_range`, for many scales, without those of blocks of zeros and those that round everything to zero."""
+    """Like `_range`, for many scales, skipping those of blocks of zeros and those that round everything to zero."""
     blocks = blocks_of(x.to(torch.float32).abs(), fmt, scaling)
     steps = blocks.steps.to(torch.float64)
     sound = (steps > 0) & (steps < math.inf)
@@ -226,7 +227,7 @@ def _ones(bits: Tensor) -> Tensor:
 
 
 def _norm(rows: Tensor) -> Tensor:
-    """Rows are summed in float32, the total in float64."""
+    """Returns the norm; rows are summed in float32, the total in float64."""
     norm: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=-1).to(torch.float64))
     return norm
 
@@ -237,7 +238,7 @@ def _number(bits: int, shift: int) -> float:
 
 
 def read(figures: Sequence[Figures]) -> list[dict[str, float]]:
-    """Figures as numbers. This is the only place that waits for a device."""
+    """Returns figures as numbers. This is the only place that waits for a device."""
     waiting = [value for value in chain.from_iterable(map(dict.values, figures)) if isinstance(value, Tensor)]
     if waiting and waiting[0].device.type != "cpu":
         numbers = iter(torch.stack([value.to(torch.float64) for value in waiting]).tolist())
@@ -253,7 +254,7 @@ def _next_number(value: Number, numbers: Iterator[float]) -> float:
 def reading_of(
     arm: str, seed: int, step: int, layer: str, role: str, figures: Mapping[str, float], scale_before: float | None
 ) -> LayerReading:
-    """A line of the stream from figures that were read; `scale_before` is that of the previous reading."""
+    """Makes a line of the stream from figures that were read; `scale_before` is that of the previous reading."""
     count = figures.get("count", 0)
     if not count:
         return LayerReading(arm, seed, step, layer, role, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -288,7 +289,8 @@ def reading_of(
 
 
 def _moments(figures: Mapping[str, float]) -> tuple[float, float]:
-    """Of the finite values; those in `figures` are of all, the others taken as 0. NaN without any."""
+    """Returns the moments of the finite values; those in `figures` are of all, with the others taken as 0. NaN without
+    any."""
     count, finite = figures["count"], figures["finite"]
     if not finite or figures["variance"] == math.inf:  # the squares are beyond float32
         return math.nan, math.nan
@@ -299,7 +301,7 @@ def _moments(figures: Mapping[str, float]) -> tuple[float, float]:
 
 
 def _scale(figures: Mapping[str, float]) -> float:
-    """What values were multiplied by: the geometric mean of many scales, 1 without any."""
+    """Returns what values were multiplied by: the geometric mean of many scales, 1 without any."""
     if "own_scale" in figures and figures["finite"] == figures["count"]:
         rounding = ScaleRounding.POWER_OF_TWO if figures["own_scale"] else ScaleRounding.EXACT
         return float(float_factor(torch.tensor(figures["amax"]), _LARGEST[figures["largest"]], rounding))
@@ -319,13 +321,13 @@ def _signal_to_noise(figures: Mapping[str, float]) -> float | None:
     return min(2 * decibels(figures["signal"], figures["noise"]), EXACT_DB)  # of norms, not of their squares
 
 
-# So many queries have their scores computed at a time: those of a long context would not fit into memory.
+# Scores are computed for this many queries at a time: all scores of a long context would not fit into memory.
 _QUERIES = 256
 _KIB = 1024
 
 
 def attention_score(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """The largest q k / sqrt(head width) that enters softmax, in the first sequence. Queries may share keys."""
+    """Returns the largest q k / sqrt(head width) that enters softmax, in the first sequence. Queries may share keys."""
     queries, keys = (tensor[0].detach().to(torch.float32) for tensor in (q, k))
     if len(keys) != len(queries):
         keys = keys.repeat_interleave(len(queries) // len(keys), 0)
@@ -338,15 +340,15 @@ def attention_score(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def embedding_spread(weight: Tensor) -> Tensor:
-    """The root mean square distance of rows from their mean: 0 where all tokens have the same vector."""
+    """Returns the root mean square distance of rows from their mean: 0 if all tokens have the same vector."""
     rows = weight.detach().to(torch.float32)
     norm: Tensor = torch.linalg.vector_norm(rows - rows.mean(0))
     return norm / math.sqrt(max(len(rows), 1))
 
 
 def batch_norm_drift(x: Tensor, mean: Tensor, channels_last: bool) -> Tensor:
-    """How many of the batch's standard deviations a running mean is off, as the root mean square over channels.
-    `channels_last` says where channels are: in the last dimension, or, as in torch's own layers, in the second."""
+    """Returns how many of the batch's standard deviations a running mean is off, as the root mean square over channels.
+    `channels_last`: channels are in the last dimension instead of the second, as in torch's layers."""
     channels = x.detach().to(torch.float32).transpose(0, -1 if channels_last else 1).flatten(1)
     deviation, batch = torch.std_mean(channels, 1, correction=0)
     return ((mean - batch) / deviation).square().mean().sqrt()
@@ -363,7 +365,7 @@ def begin_peak(device: torch.device) -> None:
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """The peak of tensors on a GPU since `begin_peak`; on a CPU the peak of the process since its start."""
+    """Returns the peak of tensors on a GPU since `begin_peak`; on a CPU the peak of the process since its start."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB

@@ -41,7 +41,7 @@ from fp8bench.user_code.named import named
 
 
 def seed_of(purpose: str, *numbers: int) -> int:
-    """A seed of 32 bits, the most that a CPU generator takes, different for each purpose and numbers."""
+    """Returns a seed of 32 bits, the most that a CPU generator takes, different for each purpose and numbers."""
     words = "/".join((purpose, *map(str, numbers)))
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big")
 
@@ -52,8 +52,8 @@ _LISTED: Mapping[str, Callable[..., Optimizer]] = {
     "sgd": partial(SGD, fused=True),
     "adafactor": Adafactor,
 }
-# At most this many weights are updated at a time, because they are copied to compute how far they move. What is kept in
-# low precision is restored for an update, so that of such weights it is only a small part of the model at a time.
+# At most this many weights are updated at a time, because they are copied to compute their updates. Weights in low
+# precision are restored for an update, so for them it is at most this fraction of the model at a time.
 _MOST_ELEMENTS, _LOW_PARTS = 1 << 24, 16
 # How reports name the states that torch's optimizers keep for a parameter.
 _STATE_NAMES = {
@@ -68,10 +68,10 @@ _STATE_NAMES = {
 
 
 class Bucket:
-    """Parameters and the optimizer that updates them. Gradients lie in the `holders`: the parameters, or the masters of
-    a HighAccumulation. All are divided as the model's parameter at `place`; in a user's own optimizer (None) each by
-    itself, and parameters without a gradient stay as they are. States of a parameter's shape are kept in the `storages`
-    between steps."""
+    """Parameters and the optimizer that updates them. Gradients are in the `holders`: the parameters, or the masters of
+    a HighAccumulation. All are divided like the model's parameter at `place`; in a user's optimizer (None) each
+    separately, and parameters without a gradient are unchanged. States with a parameter's shape are kept in the
+    `storages` between steps."""
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class Bucket:
         self._stored: dict[tuple[Tensor, str], Operand] = {}
 
     def begin_states(self) -> None:
-        """Let torch make its states now, by a step of zeros at a rate of 0; it changes no weight and is not counted."""
+        """Lets torch create its states now, by a step of zeros at a rate of 0; it changes no weight and is not
+        counted."""
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         (group,) = self.optimizer.param_groups
@@ -118,9 +119,9 @@ class Bucket:
         return self._storages[_STATE_NAMES.get(name) == "second moment"]
 
     def update(self, share: float, divisors: Tensors, skip: Tensor) -> bool:
-        """Take the optimizer's step at a share of its rates, unless `skip` is 1; returns False if it was skipped."""
+        """Takes the optimizer's step at a share of its rates, unless `skip` is 1; returns False if it was skipped."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
-        # A share of the rates for this step alone; a user's schedule sets them, too.
+        # Set a share of the rates for this step only; a user's schedule sets them, too.
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * share
@@ -186,16 +187,18 @@ class StepOptimizer:
 
     @property
     def rate(self) -> float:
-        """The full learning rate; of a user's optimizer that of its first group, as its schedule has set it."""
+        """Returns the full learning rate; for a user's optimizer that of its first group, as its schedule has set
+        it."""
         return float(self._buckets[0].optimizer.param_groups[0]["lr"]) if self._rate is None else self._rate
 
     @torch.no_grad()
     def step(self, share: float, divisors: Tensors, skip: Tensor, measured: bool = True) -> None:
-        """Update by the gradients over `divisors`, one for each parameter, at a share of the rate. Where `skip` is 1
-        nothing changes. How far weights move is 0 unless it is `measured`, which takes a copy of them."""
+        """Updates by the gradients divided by `divisors`, one per parameter, at a share of the rate. If `skip` is 1
+        nothing changes. The size of updates is only computed if `measured`, which takes a copy of the weights, and is 0
+        otherwise."""
         self.weights.raise_precision()
         stepped = True
-        # Bucket by bucket: only one of them is copied, restored and rounded at a time.
+        # Bucket by bucket, so that only one of them is copied, restored and rounded at a time.
         for bucket in self._buckets:
             copied = bucket.parameters if measured or self._round_updates else []
             copies = [parameter.detach().clone() for parameter in copied]
@@ -229,7 +232,7 @@ class StepOptimizer:
         return [size for _, size in self._norms.values()]
 
     def stored_tensors(self) -> dict[str, list[Tensor]]:
-        """All tensors that stay in memory between two steps, by purpose."""
+        """Returns all tensors that stay in memory between two steps, by purpose."""
         by_name: dict[str, list[Tensor]] = {name: [] for name in _STATE_NAMES.values()}
         for bucket in self._buckets:
             for name, tensors in bucket.states():
@@ -238,7 +241,7 @@ class StepOptimizer:
         return {"weights": self.weights.stored_tensors(), "gradients": self.gradients.stored_tensors(), **states}
 
     def memory(self) -> State:
-        """What the next step depends on. Gradients are computed again, their scales are not."""
+        """Returns the state that the next step depends on. Gradients are computed again, but their scales are not."""
         schedule = {} if self._schedule is None else self._schedule.state_dict()
         buckets = [bucket.memory() for bucket in self._buckets]
         weights, gradients = self.weights.stored_tensors(), self.gradients.memory()
@@ -256,7 +259,8 @@ class StepOptimizer:
 
 
 def make_step_optimizer(parameters: Parameters, settings: TrainerSettings) -> StepOptimizer:
-    """The optimizer that --optimizer names, in buckets of parameters with the same rate, weight decay and clipping."""
+    """Returns the optimizer that --optimizer names, in buckets of parameters with the same rate, weight decay and
+    clipping."""
     trained, fmt = list(parameters.values()), settings.gradients
     parts = 1 if settings.parallel == "zero" else settings.micro_batches  # an owner receives their mean, once
     gradients = Gradients(trained) if fmt == "fp32" else LowGradients(trained, parts, fmt == "fp8")
@@ -284,7 +288,7 @@ def make_step_optimizer(parameters: Parameters, settings: TrainerSettings) -> St
             if name in _LISTED:
                 bucket.begin_states()
             buckets.append(bucket)
-    weights = MASTERS[settings.master](trained, layers)  # last: it frees what optimizers have begun with
+    weights = MASTERS[settings.master](trained, layers)  # last: it frees the initial values of optimizers
     return StepOptimizer(parameters, buckets, gradients, weights, settings.updates, settings.rate)
 
 
@@ -301,8 +305,8 @@ def _named_optimizer(name: str, parameters: Tensors, rate: float, keys: Mapping[
 def wrap_own_optimizer(
     name: str, model: nn.Module, make: Callable[..., Any], schedule: Callable[..., Any] | None, updates: str = "fp32"
 ) -> StepOptimizer:
-    """Wraps the optimizer and schedule that the maker `name` gives. Whether a step is skipped is decided on the host,
-    which waits for the device once more. Raises UsageError for what cannot be stepped."""
+    """Wraps the optimizer and schedule that the maker `name` gives. The host decides whether a step is skipped, which
+    waits for the device once more. Raises UsageError for unsupported optimizers."""
     try:
         optimizer = make(model)
         scheduler = schedule(optimizer) if schedule is not None else None
@@ -321,7 +325,7 @@ def wrap_own_optimizer(
         )
     optimized = parameters_of(optimizer)
     low, high = (getattr(optimizer, word, optimized) for word in ("trained", "masters"))
-    # A HighAccumulation updates masters; gradients have to be read there.
+    # A HighAccumulation updates masters, so gradients must be read there.
     masters = dict(zip(map(id, low), high, strict=True))
     parameters = {path: parameter for path, parameter in model.named_parameters() if id(parameter) in masters}
     if len(parameters) < len(masters):
@@ -333,7 +337,7 @@ def wrap_own_optimizer(
 
 
 def _check_optimizer(optimizer: object, source: str, advice: str) -> Optimizer:
-    """Raises UsageError for what is no optimizer, or takes no steps of dense gradients computed once."""
+    """Raises UsageError for an object that is not an optimizer, or cannot step with dense gradients computed once."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"{source} returns {type(optimizer).__name__}. {advice}")
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):

@@ -25,12 +25,12 @@ from fp8bench.nn.parallel.ways import cut_of
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases
 
-# At most so many gradient values are sent together,
+# At most this many gradient values are sent together,
 _MOST_ELEMENTS = 1 << 24
-# and so many values of sharded weights or gradients: smaller, as a whole gradient is freed once it is sent.
+# and this many values of sharded weights or gradients: fewer, because a whole gradient is freed once it is sent.
 _MOST_SHARDED = 1 << 22
 _DIGESTED_ELEMENTS = 1 << 20
-# For each rank, two sums of the same float32 numbers in different orders differ by at most this share of the sum of
+# Per rank, two sums of the same float32 numbers in different orders differ by at most this share of the sum of
 # magnitudes: torch adds in blocks of fewer than 100 and then in pairs.
 _ROUNDING = 2.0**-16
 
@@ -38,51 +38,51 @@ T = TypeVar("T")
 
 
 class Alone:
-    """A training by one rank. A batch is cut into `shares` parts, of which this rank reads number `share`."""
+    """A training by one rank. A batch is divided into `shares` parts, of which this rank reads number `share`."""
 
     shares = 1
     share = rank = 0
 
     def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
-        """Make a layer's scales come from the largest magnitudes of all ranks."""
+        """Makes a layer's scales depend on the largest magnitudes of all ranks."""
         return arithmetic
 
     def take(self, model: LanguageModel) -> None:
-        """Reduce a model to what this rank computes."""
+        """Reduces a model to what this rank computes."""
 
     def own(self, parameters: Parameters) -> Parameters:
-        """The part of each parameter that this rank keeps and updates."""
+        """Returns the part of each parameter that this rank keeps and updates."""
         return parameters
 
     @contextmanager
     def present(self, phase: Phases) -> Iterator[None]:
-        """The model's parameters have their values in the body: for one step, or one validation."""
+        """Gives the model's parameters their values during the body: for one step, or one validation."""
         yield
 
     def refresh(self, phase: Phases) -> None:
-        """Give the model's parameters their new values, after an update inside `present`."""
+        """Gives the model's parameters their new values, after an update inside `present`."""
 
     def mean(self, loss: Tensor) -> Tensor:
-        """The mean over all ranks."""
+        """Returns the mean over all ranks."""
         return loss
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
-        """Average gradients over all ranks, in place."""
+        """Averages gradients over all ranks, in place."""
 
     def norms(self, norms: Tensors) -> list[Tensor]:
-        """Norms of whole parameters from those of this rank's parts, in the same order."""
+        """Returns norms of whole parameters from those of this rank's parts, in the same order."""
         return list(norms)
 
     def mine(self, values: Sequence[T]) -> list[T]:
-        """From one value for each parameter, those of the parameters that this rank keeps."""
+        """Selects, from one value per parameter, those of the parameters that this rank keeps."""
         return list(values)
 
     def common(self, parameters: Parameters) -> list[nn.Parameter]:
-        """The parameters that must be the same on all ranks."""
+        """Returns the parameters that must be equal on all ranks."""
         return list(parameters.values())
 
     def faults(self) -> tuple[str, ...]:
-        """What was wrong with what this rank received since the last call."""
+        """Returns errors in what this rank received since the last call."""
         return ()
 
 
@@ -93,7 +93,7 @@ class Together(Alone):
         self._group, self.rank = group, group.rank
 
     def _over_ranks(self, amax: Tensor) -> Tensor:
-        """Infinite where it is NaN on any rank: a maximum over several need not keep a NaN."""
+        """Returns the maximum over ranks; infinite if it is NaN on any, because a maximum may drop a NaN."""
         return self._group.largest(torch.where(amax.isnan(), torch.inf, amax))
 
 
@@ -123,7 +123,7 @@ class DataParallel(Together):
 
 
 def digest_of(tensors: Iterable[Tensor]) -> int:
-    """63 bits that change with any bit of float32 tensors, and with the place of each value."""
+    """Returns 63 bits that change with any bit of float32 tensors, and with the position of each value."""
     total = place = 0
     for tensor in tensors:
         for part in torch.split(tensor.detach().reshape(-1), _DIGESTED_ELEMENTS):
@@ -135,7 +135,7 @@ def digest_of(tensors: Iterable[Tensor]) -> int:
 
 class FullySharded(DataParallel):
     """Every rank reads an equal part of every micro-batch, and keeps and updates an equal number of rows of each
-    weight, padded with zeros. Whole weights exist during a step only. Unlike torch's fully_shard, which works on
+    weight, padded with zeros. Whole weights exist only during a step. Unlike torch's fully_shard, which works on
     modules with DTensors, a step casts all weights once, and checkpoints and AdamW's kernels take plain tensors."""
 
     def own(self, parameters: Parameters) -> Parameters:
@@ -148,7 +148,7 @@ class FullySharded(DataParallel):
         return dict(zip(parameters, self._own, strict=True))
 
     def _rows_by_rank(self, tensor: Tensor) -> Tensor:
-        """(ranks, rows of each, ...)."""
+        """Returns a view (ranks, rows per rank, ...)."""
         rows = -(-len(tensor) // self.shares)
         if missing := rows * self.shares - len(tensor):
             tensor = F.pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, missing])
@@ -179,7 +179,7 @@ class FullySharded(DataParallel):
                     weight.detach().copy_(rows.reshape(-1, *weight.shape[1:])[: len(weight)])
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
-        """Each rank receives the mean of its own rows; the gradients of whole parameters are freed."""
+        """Gives each rank the mean of its rows; the gradients of whole parameters are freed."""
         sums = []
         with phase.communication:
             for part in self._buckets:
@@ -188,7 +188,7 @@ class FullySharded(DataParallel):
                 )
                 for parameter in self._wholes[part]:
                     parameter.grad = None
-                # Sums and magnitudes travel separately, and show later whether rows arrived as they were sent.
+                # Sums and magnitudes are sent separately, and show later whether rows arrived unchanged.
                 sums.append(torch.stack((rows.sum(1), torch.linalg.vector_norm(rows, 1, 1))))
                 rows_kept, mean = self._own[part], self._group.own_part(rows) / self.shares
                 for parameter, piece in zip(
@@ -198,7 +198,7 @@ class FullySharded(DataParallel):
             self._check(torch.stack(sums))
 
     def _check(self, sums: Tensor) -> None:
-        """Compares what this rank received with sums that travel separately: no other rank has these rows."""
+        """Compares what this rank received with sums that were sent separately: no other rank has these rows."""
         # Float sums in another order differ by rounding: the bound follows from the magnitudes.
         expected_sums = self._group.added(sums)[:, :, self.share] / self.shares
         for part, (expected, size) in zip(self._buckets, expected_sums, strict=True):
@@ -211,7 +211,7 @@ class FullySharded(DataParallel):
         return list(squares.sqrt().to(torch.float32))
 
     def faults(self) -> tuple[str, ...]:
-        """Parameters have to be present."""
+        """Like the base class; parameters must be present."""
         wrong, self._wrong = bool(self._wrong), torch.zeros_like(self._wrong)
         cut = [self._rows_by_rank(weight.detach())[self.share] for weight in self._wholes]
         gathered, rows = map(_bits, cut), map(_bits, self._own)
@@ -228,20 +228,21 @@ def _bits(tensor: Tensor) -> Tensor:
 
 class TensorParallel(Together):
     """Each rank has some heads and hidden features of every block, and reads whole batches. Between the parts of a
-    block all ranks have the same values bit for bit, so that a wrong sum on one of them shows."""
+    block all ranks have bit-identical values, so that a wrong sum on one of them is detected."""
 
     def __init__(self, group: RankGroup, config: GPTConfig) -> None:
         super().__init__(group)
         self._config = config
 
     def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
-        """Scales come from all ranks where a tensor is cut; of other tensors every rank has the same magnitudes."""
+        """Makes scales depend on all ranks if a tensor is divided; of other tensors every rank has the same
+        magnitudes."""
         cut = cut_of(f"{layer}.weight", self._config)
         roles = cut_roles(cut) if cut is not None else tuple(Role) if ".core." in layer else ()
         return scaled_together(arithmetic, roles, self._over_ranks) if roles else arithmetic
 
     def take(self, model: LanguageModel) -> None:
-        """Keep this rank's share of every block."""
+        """Keeps only this rank's share of every block."""
         assert isinstance(model, GPT)
         share_blocks(model, self._config, self._group)
 
@@ -258,7 +259,7 @@ class TensorParallel(Together):
             self._group.phase = SilentPhases()
 
     def norms(self, norms: Tensors) -> list[Tensor]:
-        """Norms of cut parameters over all shares; parameters that all ranks have count once."""
+        """Returns norms of divided parameters over all shares; parameters that all ranks have count once."""
         stacked = torch.stack(list(norms))
         added = self._group.added(stacked.to(torch.float64).square()).sqrt().to(torch.float32)
         return list(torch.where(self._cut.to(stacked.device).repeat(len(stacked) // len(self._cut)), added, stacked))

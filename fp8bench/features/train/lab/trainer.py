@@ -1,4 +1,4 @@
-"""Trains one arm of a seed: its state from step to step, what it does after a step that was not finite, validations and
+"""Trains one arm of a seed: its state from step to step, its reaction to steps that were not finite, validations and
 checkpoints. The step itself is in features/train/step.py."""
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Trainer:
         return ArmState(self.arm.name, count, self.tokens, tuple(sizes))
 
     def _stored_tensors(self) -> dict[str, list[Tensor]]:
-        """All tensors that lie in memory between two steps, by kind; those of casts appear with the first cast."""
+        """Returns all tensors that stay in memory between two steps, by kind; those of casts appear with the first
+        cast."""
         further = {
             "casts": [*self._cast_tensors()],
             "statistics": [*self.model.buffers()],
@@ -96,14 +97,14 @@ class Trainer:
         }
 
     def rate_share(self) -> float:
-        """The share of the optimizer's rates in the next step. A user's schedule has changed those already."""
+        """Returns the share of the optimizer's rates in the next step. A user's schedule has changed those already."""
         return 1.0 if self.made.has_own_rates else self._schedule.share(self.step)
 
     def end_step(
         self, row: StepRow, casts: CastState, find: Callable[[], FaultyTensor | None]
     ) -> Iterator[TrainingEvent]:
-        """Adapt the loss scale. After a step that was not finite, `find` its first faulty tensor and do what --on-nan
-        says."""
+        """Adapts the loss scale. After a step that was not finite, finds its first faulty tensor with `find` and does
+        what --on-nan says."""
         self.loss_scale.see(not row.skipped)
         if row.skipped or not math.isfinite(row.parameter_norm):
             yield from self._handle_not_finite(row, casts, find)
@@ -111,21 +112,21 @@ class Trainer:
         self.step += 1
 
     def weights_digest(self) -> tuple[int, tuple[str, ...]]:
-        """A digest of the weights that all ranks share, and what is wrong with what this rank received."""
+        """Returns a digest of the weights that all ranks share, and errors in what this rank received."""
         with self.present(SILENT):
             return digest_of(self.together.common(self.parameters)), self.together.faults()
 
     def scales_digest(self) -> int:
-        """A digest of the scales that come from earlier casts."""
+        """Returns a digest of the scales that come from earlier casts."""
         return digest_of(tensor for tensor in self._cast_tensors() if tensor.dtype == torch.float32)
 
     def _cast_tensors(self) -> Iterator[Tensor]:
-        """What casts remember; it appears with the first cast."""
+        """Yields the state of casts, which appears with the first cast."""
         for arithmetic in self.arithmetics.values():
             yield from arithmetic.memory().values()
 
     def repeat(self, last: int) -> None:
-        """Let an arm that is done take its last steps again, from its present weights."""
+        """Lets an arm that is done repeat its last steps, from its current weights."""
         # Energy windows need steps after the last one.
         if self.step == self.task.steps:
             first = max(0, self.step - last)
@@ -134,10 +135,10 @@ class Trainer:
 
     @contextmanager
     def present(self, phase: Phases) -> Iterator[None]:
-        """The model's parameters have their values in the body."""
+        """Gives the model's parameters their values during the body."""
         watch = self.made.watch_casts
         with self.optimizer.weights.present(), self.together.present(phase):
-            if watch is not None:  # whole weights that exist for one step are otherwise of unknown role
+            if watch is not None:  # the role of weights that exist for one step would otherwise be unknown
                 for parameter in self.parameters.values():
                     watch(Operand(parameter), parameter, Role.WEIGHT, None)
             yield
@@ -145,8 +146,8 @@ class Trainer:
     def _handle_not_finite(
         self, row: StepRow, casts: CastState, find: Callable[[], FaultyTensor | None]
     ) -> Iterator[TrainingEvent]:
-        """Halve the loss scale, or find the first faulty tensor and do what --on-nan says."""
-        # A dynamic loss scale that came down has explained the overflow.
+        """Halves the loss scale, or finds the first faulty tensor and does what --on-nan says."""
+        # A dynamic loss scale that was halved explains the overflow.
         if row.skipped and math.isfinite(row.loss) and self.loss_scale.scale < row.loss_scale:
             self.recall_casts(CastState({}, casts.statistics))
             yield self.event("scale-halved", f"gradients overflowed under a loss scale of {row.loss_scale:g}")
@@ -162,7 +163,7 @@ class Trainer:
             yield self.event("stopped", f"the arm is stopped: {reason}")
 
     def _stop_reason(self, row: StepRow) -> str:
-        """'' where the arm goes on after a step that was not finite."""
+        """Returns why the arm stops after a step that was not finite; '' if it continues."""
         if not math.isfinite(row.parameter_norm):
             return "its weights are not finite; resume from the last checkpoint"
         if self._skipped + 1 == _MOST_SKIPPED:
@@ -177,14 +178,15 @@ class Trainer:
         return CastState(arithmetics, _copy(dict(self.model.named_buffers())))
 
     def recall_casts(self, casts: CastState) -> None:
-        """Take over these tensors: the caller must not use them any more."""
+        """Takes over these tensors: the caller must not use them any more."""
         for name, memory in casts.arithmetics.items():
             self.arithmetics[name].recall({key: tensor.to(self.task.facts.key) for key, tensor in memory.items()})
         for name, buffer in self.model.named_buffers():
             buffer.copy_(casts.statistics[name])
 
     def validate(self, last: bool = False) -> tuple[StreamLine, ...]:
-        """`last` adds what only a finished training gets. What casts remember is restored: no later step changes."""
+        """Validates; `last` adds what only a finished training gets. The state of casts is restored, so that later
+        steps do not change."""
         place, casts = (self.arm.name, self.task.seed, self.step), self.remember_casts()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
@@ -200,7 +202,7 @@ class Trainer:
         finally:
             for module, mode in modes:
                 module.training = mode
-            # Validation casts, too: without this, delayed scales would depend on when one validates.
+            # Validation casts, too: without restoring, delayed scales would depend on the times of validation.
             self.recall_casts(casts)
 
     def memory(self) -> State:

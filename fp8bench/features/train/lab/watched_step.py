@@ -1,8 +1,8 @@
-"""Watches a training through hooks that are attached during watched steps only, and makes the lines of those steps.
+"""Watches a training through hooks that are attached only during watched steps, and makes the lines of those steps.
 
-Watching changes no number: it reads tensors that the step makes anyway, and draws nothing at random. A tensor is read
-once a step, in the first micro-batch, and not again when a block is recomputed. Of a compiled module only the weights
-are read.
+Watching changes no number: it reads tensors that the step computes anyway, and draws no random numbers. A tensor is
+read once per step, in the first micro-batch, and not again when a block is recomputed. For a compiled module only the
+weights are read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
 
 
 class ModelWatch:
-    """The modules and parameters of one model that are watched. `scales` alone change from step to step."""
+    """The watched modules and parameters of one model. Only `scales` change from step to step."""
 
     def __init__(self, model: nn.Module, arm: str = "", seed: int = 0, inside: bool = True) -> None:
         """Without `inside`, only weights are watched."""
@@ -53,7 +53,7 @@ class ModelWatch:
         self.scales: dict[str, float] = {}
         self.model = model
         self.modules = {module: path for path, module in reversed([*_eager_modules(model, "")])} if inside else {}
-        # torch.compile puts its own name before each path.
+        # torch.compile prepends its prefix to each path.
         trained = ((path, parameter) for path, parameter in model.named_parameters() if parameter.requires_grad)
         self.parameters = {path.removeprefix("_orig_mod."): parameter for path, parameter in trained}
         matrices = ((path, parameter) for path, parameter in self.parameters.items() if parameter.ndim >= _MATRIX)
@@ -64,7 +64,7 @@ class ModelWatch:
         self.device = next(iter(self.parameters.values())).device
 
     def table(self, layer: str) -> Tensor:
-        """An embedding's values as the model looks them up: rounded to its precision."""
+        """Returns an embedding's values as the model looks them up: rounded to its precision."""
         module = dict(self.model.named_modules()).get(layer)
         arithmetic = getattr(self.model, "around", {}).get(layer, getattr(module, "arithmetic", None))
         return cast_to(self.weights[layer].detach(), arithmetic, Role.WEIGHT)
@@ -91,14 +91,14 @@ class ModelWatch:
 
 
 _MATRIX = 2
-# Computes what a tensor was multiplied by: only a faulty tensor needs it.
+# Computes what a tensor was multiplied by: only needed for a faulty tensor.
 Scale = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class FaultyTensor:
     """The first tensor that was not finite. `amax` is of its finite elements, `share` that of the others, `scale` what
-    it was multiplied by before it was rounded, None where it was not."""
+    it was multiplied by before rounding, None if it was not."""
 
     layer: str
     tensor: str
@@ -122,13 +122,13 @@ class FaultyTensor:
 
 
 class Finder:
-    """Looks at tensors, waiting for each, until one is not finite."""
+    """Checks tensors, waiting for each, until one is not finite."""
 
     def __init__(self) -> None:
         self.place: FaultyTensor | None = None
 
     def see(self, layer: str, tensor: str, x: Tensor, backward: bool = False, scale: Scale | None = None) -> None:
-        # The first faulty tensor is the cause; what follows is its consequence.
+        # The first faulty tensor is the cause; later ones are consequences.
         if self.place is not None or not x.is_floating_point():
             return
         values = x.detach().to(torch.float32)
@@ -205,7 +205,7 @@ class WatchedStep:
 
     @torch.no_grad()
     def see_update(self, moved: Mapping[str, Tensor], sizes: Mapping[str, Tensor]) -> None:
-        """The weights have changed: takes norms of the changes and of the weights, by parameter."""
+        """Records an update of the weights: norms of the changes and of the weights, by parameter."""
         self.named["memory", ""] = bytes_in_use(self._watch.device)
         for layer, weight in self._watch.weights.items():
             self._see(layer, Role.WEIGHT, weight)
@@ -238,7 +238,7 @@ class WatchedStep:
         self._see(path, role, source, lambda x: cast_of(inner, operand, x, role))
 
     def _see_output(self, path: str, both_sides: bool, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Sees a layer's output; with `both_sides` also its input and the gradient of its output."""
+        """Records a layer's output; with `both_sides` also its input and the gradient of its output."""
         if not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return
         # A block that is recomputed passes twice.
@@ -268,7 +268,8 @@ class WatchedStep:
 
 
 def is_watched(step: int, stride: int) -> bool:
-    """The first step, and one at random in each stride: what recurs every few steps is met in all its phases."""
+    """Whether a step is watched: the first one, and a random one per stride, so that periodic effects are not
+    missed."""
     number = step // stride
     return step % stride == (random.Random(number).randrange(stride) if number else 0)
 
@@ -278,7 +279,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _eager_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """A module and those inside it, without the compiled ones, whose hooks would not run."""
+    """Yields a module and those inside it, without the compiled ones, whose hooks would not run."""
     if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
         return
     yield path, module

@@ -1,8 +1,8 @@
-"""Chooses how ranks train together; and the two ways that send FP8: whole weights with owners (zero), and a stream
+"""Chooses how ranks train together; and the two ways that send FP8: whole weights with owners (zero), and activations
 divided by tokens (sp).
 
-Some numbers of each exchange are compared with what arrived, rounded by the format's definition and not by the code
-that sends them.
+Some numbers of each exchange are compared with what arrived, rounded by the format's definition independently of the
+sending code.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def together_of(settings: TrainerSettings, config: GPTConfig, facts: DeviceFacts
     return DataParallel(group)
 
 
-# So many numbers of each tensor are compared.
+# The number of values of each tensor that are compared.
 _SAMPLED = 64
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# For each rank, the share of the sum of magnitudes by which sums in different orders may differ.
+# Per rank, the share of the sum of magnitudes by which sums in different orders may differ.
 _ROUNDING = {"fp32": 2.0**-20, "bf16": 2.0**-7}
 
 
 def sample(tensor: Tensor, turn: int) -> Tensor:
-    """The largest magnitude, then 64 of the numbers: different ones each turn."""
+    """Returns the largest magnitude, then 64 of the numbers: different ones each turn."""
     flat = tensor.detach().flatten().to(torch.float32)
     stride = max(1, len(flat) // _SAMPLED)
     places = (torch.arange(_SAMPLED, device=flat.device) * stride + turn) % len(flat)
@@ -67,7 +67,7 @@ def alike(tensor: Tensor, expected: Tensor) -> Tensor:
 
 
 def as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
-    """What arrives of numbers of tensors with these largest magnitudes."""
+    """Returns what arrives if numbers of tensors with these largest magnitudes are sent."""
     if wire != "fp8":
         return numbers.to(_DTYPES[wire]).to(torch.float32)
     scale = largest_scale(amax)
@@ -75,7 +75,7 @@ def as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
 
 
 def mean_as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
-    """What the mean of (ranks, ...) under one scale becomes, added up in the order of ranks."""
+    """Returns what the mean of (ranks, ...) under one scale becomes, added up in the order of ranks."""
     total = torch.zeros_like(numbers[0])
     for number in numbers:
         total += as_sent(number, amax, wire)
@@ -83,7 +83,7 @@ def mean_as_sent(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
 
 
 def wrong_means(got: Tensor, numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
-    """Which numbers are not the mean of what ranks sent: in FP8 to the bit, else up to rounding."""
+    """Marks numbers that are not the mean of what ranks sent: in FP8 to the bit, otherwise up to rounding."""
     mean = mean_as_sent(numbers, amax, wire)
     if wire == "fp8":
         return ~alike(got, mean)
@@ -91,15 +91,15 @@ def wrong_means(got: Tensor, numbers: Tensor, amax: Tensor, wire: str) -> Tensor
     return difference.isfinite() & (difference > _ROUNDING[wire] * numbers.abs().sum(0))
 
 
-# Samples of at most so many steps are kept, as when memory is measured nothing asks for them.
+# Samples of at most this many steps are kept, because memory measurements never consume them.
 _MOST_STEPS = 64
 
 
 class ZeroTensors(FullySharded):
     """Every rank reads an equal part of every micro-batch, and keeps and updates some whole weights, divided as in
-    FP8-LM. Gradients go to owners and weights come from them in the format `wire`: all ranks, the owner too, compute
-    with the weights as sent. After a slice some numbers of each are compared with what ranks sent, in FP8 to the bit.
-    """
+    FP8-LM. Gradients go to owners and weights come from them in the format `wire`: all ranks, including the owner,
+    compute with the weights as sent. After a slice some numbers of each are compared with what ranks sent, in FP8 to
+    the bit."""
 
     def __init__(self, group: RankGroup, wire: str) -> None:
         super().__init__(group)
@@ -129,7 +129,7 @@ class ZeroTensors(FullySharded):
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
         gradients_sent, turn = [gradient_of(weight) for weight in self._wholes], self._turn
-        # Before the exchange: it may reuse the memory of gradients.
+        # Before the exchange, which may reuse the memory of gradients.
         sent = _samples(gradients_sent, turn)
         means = self._owned.means(gradients_sent, phase)
         for weight in self._wholes:
@@ -141,14 +141,14 @@ class ZeroTensors(FullySharded):
         self._turn += 1
 
     def norms(self, norms: Tensors) -> list[Tensor]:
-        """Each norm is its owner's; `norms` may be several figures of all parameters, one after the other."""
+        """Returns each norm from its owner; `norms` may be several figures of all parameters, one after the other."""
         squares = torch.stack(list(norms)).to(torch.float64).square().view(-1, len(self._own))
         placed = squares.new_zeros(len(squares), len(self._wholes))
         placed[:, self.mine(range(len(self._wholes)))] = squares
         return list(self._group.added(placed).sqrt().to(torch.float32).flatten())
 
     def faults(self) -> tuple[str, ...]:
-        """Parameters have to be present."""
+        """Like the base class; parameters must be present."""
         samples = list(self._seen)
         self._seen.clear()
         place = torch.tensor(self.mine(range(len(self._wholes))))
@@ -159,7 +159,7 @@ class ZeroTensors(FullySharded):
             wrong = wrong_means(received, all_sent[..., 1:], all_sent[..., :1].amax(0), self._wire)
             faults.append(self._fault("received a gradient that is not the mean of what all ranks sent", wrong, place))
         owned = _samples([parameter.detach() for parameter in self._own], 0)
-        # Each rank fills in its own tensors: all rows together show what owners have.
+        # Each rank fills in its tensors; all rows together show what owners have.
         rows = owned.new_zeros(len(self._wholes), owned.shape[1])
         rows[place.to(owned.device)] = owned
         all_rows = torch.stack(self._group.all_of(rows))
@@ -170,7 +170,7 @@ class ZeroTensors(FullySharded):
         return tuple(filter(None, faults))
 
     def _fault(self, words: str, wrong: Tensor, place: Tensor) -> str:
-        """Names the first wrong tensor; '' where there is none."""
+        """Names the first wrong tensor; '' if there is none."""
         tensors = wrong.any(-1).view(-1, len(place)).any(0).nonzero().flatten().tolist()
         return f"{words}: {self._names[int(place[tensors[0]])]}" if tensors else ""
 
@@ -179,13 +179,13 @@ def _samples(tensors: Tensors, turn: int) -> Tensor:
     return torch.stack([sample(tensor, turn) for tensor in tensors])
 
 
-# Notes of at most so many exchanges are kept.
+# Notes of at most this many exchanges are kept.
 _MOST_NOTED = 1024
 
 
 class _Note(NamedTuple):
     """Samples of an exchange: of what this rank sent, after its largest magnitude, and of what it received. Shapes are
-    (numbers) and (ranks, numbers) where tokens were gathered, the other way round where they were scattered."""
+    (numbers) and (ranks, numbers) if tokens were gathered, and the reverse if they were scattered."""
 
     sent: Tensor
     received: Tensor
@@ -193,7 +193,7 @@ class _Note(NamedTuple):
 
 
 class NotedGroup(RankGroup):
-    """Notes samples of every exchange of tokens."""
+    """Records samples of every exchange of tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,7 +216,7 @@ class NotedGroup(RankGroup):
 
 
 class BF16Group(RankGroup):
-    """Sends at most 16 bits a number, and returns the dtype it was given."""
+    """Sends at most 16 bits per number, and returns the dtype it was given."""
 
     def all_parts(self, x: Tensor) -> Tensor:
         return super().all_parts(_narrow(x)).to(x.dtype)
@@ -243,9 +243,9 @@ STREAMS: dict[str, type[NotedGroup]] = {"fp32": NotedGroup, "bf16": _NotedBF16, 
 
 
 class SequenceParallel(TensorParallel):
-    """Tensor parallelism where each rank has only its own tokens between the parts of blocks: the stream is cut before
-    the first block and gathered after the last. After a slice samples of every exchange are compared with what ranks
-    sent: all gather the same stream, so that weights would not show a wrong sum."""
+    """Tensor parallelism in which each rank only has its tokens between the parts of blocks: activations are divided
+    before the first block and gathered after the last. After a slice samples of every exchange are compared with what
+    ranks sent: all gather the same activations, so weights would not reveal a wrong sum."""
 
     def __init__(self, group: RankGroup, config: GPTConfig, wire: str) -> None:
         super().__init__(group, config)
@@ -265,7 +265,8 @@ class SequenceParallel(TensorParallel):
         model.norm.register_forward_pre_hook(lambda _, inputs: (exchanged(inputs[0], stream.gathered, own),))
 
     def own(self, parameters: Parameters) -> Parameters:
-        """Norms inside blocks see this rank's tokens only: their gradients are summed over ranks."""
+        """Returns this rank's part. Norms inside blocks only get this rank's tokens: their gradients are summed over
+        ranks."""
         within = {name: parameter for name, parameter in parameters.items() if name.startswith("blocks.")}
         self._summed = [parameter for name, parameter in within.items() if cut_of(name, self._config) is None]
         return super().own(parameters)
@@ -298,7 +299,7 @@ class SequenceParallel(TensorParallel):
 
     def _is_wrong(self, note: _Note, all_sent: Tensor) -> bool:
         narrow, in_fp8 = _is_narrow(note.dtype), self._wire == "fp8"
-        # What arrived is computed again from what all ranks say they sent.
+        # Recompute what arrived from what all ranks report to have sent.
         all_sent = all_sent.view(len(all_sent), *note.sent.shape)
         if note.received.ndim > 1:
             expected = as_sent(all_sent[:, 1:], all_sent[:, :1], "fp32" if narrow and not in_fp8 else self._wire)

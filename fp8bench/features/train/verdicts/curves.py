@@ -1,10 +1,10 @@
 """The curves of a training, what is compared of them, and the verdicts on pairs of seeds.
 
-What is compared was declared in advance: the mean training loss over the last third of the steps. Gaps are paired over
-seeds and judged by Student's t: the interval of 99% decides, that of 95% is shown. An interval spans those of the same
-training ended at any of its last ten steps, so that a verdict seldom turns on the last. A verdict is two facts: whether
-there is a difference (the interval against 0), and whether it matters (against the margin). It is each arm's own: of a
-hundred arms that do not differ from their reference, at most one is called worse or better.
+The compared figure was declared in advance: the mean training loss over the last third of the steps. Gaps are paired
+over seeds and judged by Student's t: the interval of 99% decides, that of 95% is shown. An interval spans those of the
+same training ended at any of its last ten steps, so that a verdict seldom depends on the last one. A verdict is two
+facts: whether there is a difference (the interval against 0), and whether it matters (against the margin). It is about
+a single arm: of a hundred arms that do not differ from their reference, at most one is called worse or better.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fp8bench.report.panels import together
 HELD_OUT = "held-out"
 _TENTHS = 10
 _THIRDS = 3
-# An interval spans those at so many steps: at the last one, and at those before it within the last tenth.
+# An interval spans those at this many steps: the last one, and earlier ones within the last tenth.
 _ENDS = 10
-# A reference whose loss has fallen to this share of its first knows its text by heart, and gaps relative to it mean
-# nothing. For bytes that is 0.055 a token; text that was learned and not copied stays above 0.6.
+# A reference whose loss has fallen to this share of its first one has memorized its text, and gaps relative to it are
+# meaningless. For bytes that is 0.055 per token; text that was learned and not copied stays above 0.6.
 _NEARLY_ZERO = 0.01
 _STOPPED = "stopped"
 
@@ -47,7 +47,7 @@ class Void(StrEnum):
 
 @dataclass(frozen=True)
 class Curve:
-    """One arm in one seed: its rows in the order of steps, of which `steps` were asked for."""
+    """One arm in one seed: its rows in the order of steps; `steps` is the requested number."""
 
     steps: int
     rows: tuple[StepRow, ...] = ()
@@ -64,14 +64,14 @@ class Curve:
 
     @property
     def endpoint(self) -> float:
-        """NaN if a step of the last tenth is not finite, or the arm did not come to its end."""
+        """The mean final loss; NaN if a step of the last tenth is not finite, or the arm did not finish."""
         end = self.losses[-last_of(self.steps) :]
         return math.fsum(end) / len(end) if self.whole and all(map(math.isfinite, end)) else math.nan
 
     @property
     def fall(self) -> float:
-        """From the first step to the endpoint, or on held-out text if more: a first batch may be easy. NaN where
-        void."""
+        """The fall of the loss from the first step to the endpoint, or on held-out text if more: a first batch may be
+        easy. NaN if void."""
         if not (self.rows and self.rows[0].loss > 0):
             return math.nan
         fell, first_look, last_look = 1 - self.endpoint / self.rows[0].loss, *map(self.held_out.get, (0, self.steps))
@@ -99,12 +99,12 @@ def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
 
 
 def curves_of_arm(curves: Curves, arm: str) -> dict[int, Curve]:
-    """By seed."""
+    """Returns the curves of an arm by seed."""
     return {seed: curve for (name, seed), curve in curves.items() if name == arm}
 
 
 def _curve(lines: Lines, steps: int) -> Curve:
-    """Of several lines for one step the last counts."""
+    """Makes a curve; the last of several lines for one step counts."""
     rows = {line.step: line for line in lines if isinstance(line, StepRow)}
     looks = (line for line in lines if isinstance(line, Validation) and line.of == HELD_OUT)
     events = (line.kind for line in lines if isinstance(line, TrainingEvent))
@@ -118,8 +118,8 @@ def _curve(lines: Lines, steps: int) -> Curve:
 
 @dataclass(frozen=True)
 class Pair:
-    """One seed: the share by which the arm's mean loss over the last third of the steps lies above its reference's.
-    `held_out` is None where a point is void. `earlier` are the gaps had the training ended some steps before."""
+    """One seed: the share by which the arm's mean loss over the last third of the steps exceeds its reference's.
+    `held_out` is None if a point is void. `earlier` are the gaps if the training had ended some steps before."""
 
     seed: int
     gap: float
@@ -131,7 +131,7 @@ class Pair:
 def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
     if not (reference.whole and arm.whole):
         return Void.NOT_FINISHED
-    # An endpoint that is not finite leaves nothing to compare, whatever came before.
+    # An endpoint that is not finite leaves nothing to compare, regardless of earlier steps.
     old, new = reference.endpoint, arm.endpoint
     if math.isnan(old) or math.isnan(new):
         return Void.NOT_FINITE
@@ -149,8 +149,8 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
 
 
 def gaps_at(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
-    """Return the gap of the loss as if the training had ended after each of these numbers of steps: of the means over
-    the last third of them. Steps without a finite loss in both count in neither. NaN where there is no share."""
+    """Returns the gap of the loss as if the training had ended after each of these numbers of steps, from the means
+    over the last third of them. Steps without a finite loss in both count in neither. NaN if there is no share."""
     pairs = list(zip(reference.losses, arm.losses, strict=False))
     gaps = []
     for end in ends:
@@ -160,20 +160,21 @@ def gaps_at(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
 
 
 def _gap_of_means(losses: Sequence[tuple[float, float]]) -> float | None:
-    """Of (reference, arm), each finite in both. None where there is no share."""
-    # A step that one arm skipped would else count for the other alone.
+    """Returns the gap of (reference, arm) losses that are finite in both. None if there is no share."""
+    # Otherwise a step that one arm skipped would count only for the other.
     both = [pair for pair in losses if math.isfinite(sum(pair))]
     old, new = map(sum, zip(*both, strict=True)) if both else (0.0, 0.0)
     return new / old - 1 if old > 0 else None
 
 
 def _late(steps: int) -> int:
-    """The first of the steps that are compared."""
+    """Returns the first of the steps that are compared."""
     return steps - max(1, steps // _THIRDS)
 
 
 def _held_out_gap(reference: Curve, arm: Curve) -> float | None:
-    """The gap of the means over all looks in the last third of the steps. None if the last one is not finite."""
+    """Returns the gap of the means over all validations in the last third of the steps. None if the last one is not
+    finite."""
     steps = sorted(step for step in reference.held_out.keys() & arm.held_out if step > _late(arm.steps))
     looks = [(reference.held_out[step], arm.held_out[step]) for step in steps]
     return _gap_of_means(looks) if looks and math.isfinite(sum(looks[-1])) else None
@@ -183,14 +184,14 @@ LEAST_PAIRS = 5
 DECIDING, SHOWN = 0.99, 0.95
 # No verdict asks for more seeds than this.
 MOST_SEEDS = 1000
-# The seeds asked for decide with a probability of at least 80%, if gap and spread are as estimated: in 80 of 100 cases
-# chance moves the mean by no more than this.
+# The proposed number of seeds decides with a probability of at least 80%, if gap and spread are as estimated: in 80 of
+# 100 cases chance moves the mean by no more than this.
 _POWER = statistics.NormalDist().inv_cdf(0.9)
 
 
 class Learned(StrEnum):
-    """The verdict on an arm, in the order in which they are tried. Worse and better are differences that are surely
-    there, however small; within noise, there is none to be seen, and none beyond the margin."""
+    """The verdict on an arm, in the order in which they are tried. Worse and better are certain differences, however
+    small; within noise, no difference is visible, and none beyond the margin."""
 
     DIVERGED = "diverged"
     DID_NOT_LEARN = "did not learn"
@@ -201,7 +202,7 @@ class Learned(StrEnum):
 
 
 class Matters(StrEnum):
-    """Whether a difference is beyond the margin: surely, surely not, or perhaps."""
+    """Whether a difference is beyond the margin: certainly, certainly not, or perhaps."""
 
     YES = "yes"
     NO = "no"
@@ -222,8 +223,8 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class Gap:
-    """The share by which an arm's loss lies above its reference's: the mean over pairs, with intervals from two pairs
-    on. `deviation` is that from pair to pair by which the interval that decides is as wide as it is."""
+    """The share by which an arm's loss exceeds its reference's: the mean over pairs, with intervals if there are at
+    least two. `deviation` is the deviation between pairs that corresponds to the width of the deciding interval."""
 
     point: float
     pairs: int
@@ -234,8 +235,8 @@ class Gap:
 
 @dataclass(frozen=True)
 class JudgedArm:
-    """What the pairs of one arm say. `matters` is None where there are too few, or another reason leaves no verdict.
-    `more_seeds` would decide; None where that is unknown, or where further seeds would be void, too, for the reason
+    """The verdict on the pairs of one arm. `matters` is None if there are too few, or another reason rules out a
+    verdict. `more_seeds` would decide; None if that is unknown, or if further seeds would be void, too, for the reason
     `void`."""
 
     learned: Learned
@@ -248,7 +249,7 @@ class JudgedArm:
 
     @property
     def is_tolerated(self) -> bool:
-        """Whether it is worse, and by less than the margin."""
+        """Whether it is worse, but by less than the margin."""
         return self.learned is Learned.WORSE and self.matters is Matters.NO
 
 
@@ -269,7 +270,8 @@ def gap_of(gaps: Sequence[float]) -> Gap | None:
 
 
 def judge(pairs: Sequence[Pair], margin: float, looks: bool = True) -> JudgedArm:
-    """The verdict on pairs, none of which diverged. Without `looks` there is no held-out text that has to agree."""
+    """Returns the verdict on pairs, none of which diverged. Without `looks` there is no held-out text that must
+    agree."""
     gap = _gap_over_ends(pairs)
     held_out = gap_of([pair.held_out for pair in pairs if pair.held_out is not None])
     open_arm = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
@@ -293,7 +295,7 @@ def _gap_over_ends(pairs: Sequence[Pair]) -> Gap | None:
     earlier = list(map(gap_of, by_end))
     decides = _hull(gap.decides, [gap_before.decides for gap_before in earlier if gap_before and gap_before.decides])
     shown = _hull(gap.shown, [gap_before.shown for gap_before in earlier if gap_before and gap_before.shown])
-    # The deviation that would give the hull's width: more seeds are estimated by it.
+    # The deviation that would give the hull's width, from which the number of seeds is estimated.
     reach = (decides.high - decides.low) / 2
     deviation = reach * math.sqrt(gap.pairs) / quantile(DECIDING, gap.pairs - 1)
     return replace(gap, deviation=deviation, decides=decides, shown=shown)
@@ -305,7 +307,8 @@ def _hull(last: Interval, earlier: Sequence[Interval]) -> Interval:
 
 
 def rule(interval: Interval, margin: float) -> Learned:
-    """Worse lies above 0, better below; what holds 0 is within noise inside the margin, else inconclusive."""
+    """Returns worse for an interval above 0, better below; one that includes 0 is within noise inside the margin, else
+    inconclusive."""
     if interval.low > 0:
         return Learned.WORSE
     if interval.high < 0:
@@ -321,8 +324,8 @@ def importance(interval: Interval, margin: float) -> Matters:
 
 
 def _agrees(learned: Learned, matters: Matters, held_out: Interval, margin: float) -> bool:
-    """Whether held-out text agrees: by its sign, or, inside the margin, by not surely being on the other side or beyond
-    the margin."""
+    """Whether held-out text agrees: by its sign or, inside the margin, by not certainly being on the other side or
+    beyond the margin."""
     sign = {Learned.WORSE: 1, Learned.BETTER: -1}.get(learned, 0)
     if matters is not Matters.NO:
         return sign * held_out.point > 0
@@ -336,21 +339,21 @@ def _interval(point: float, deviation: float, count: int, level: float) -> Inter
 
 
 def seeds_until(gap: Gap, margin: float) -> int | None:
-    """The fewest further seeds that probably decide; None if too many are needed."""
+    """Returns the smallest number of further seeds that probably decides; None if too many are needed."""
 
     def decides(count: int) -> bool:
         reach, moved = (value * gap.deviation / math.sqrt(count) for value in (quantile(DECIDING, count - 1), _POWER))
         nearest, furthest = max(0.0, abs(gap.point) - moved), abs(gap.point) + moved
         return nearest > reach or furthest <= margin - reach or 2 * reach <= margin
 
-    # More seeds decide more: the fewest that do are found by bisection.
+    # More seeds decide more, so the smallest number is found by bisection.
     counts = range(max(gap.pairs + 1, LEAST_PAIRS), MOST_SEEDS + 1)
     place = bisect_left(counts, True, key=decides)
     return counts[place] - gap.pairs if place < len(counts) else None
 
 
 def bound_of_one(gap: float, chaos: float) -> Interval | None:
-    """What one ulp did bounds a gap of the same seed: Student's t with one degree of freedom. None where it did
-    nothing. Both share the reference's own chance, which makes their ratio slightly narrower."""
+    """Bounds a gap by the effect of one ulp in the same seed: Student's t with one degree of freedom. None if that had
+    no effect. Both share the reference's chance, which makes their ratio slightly narrower."""
     reach = quantile(SHOWN, 1) * abs(chaos)
     return Interval(gap, gap - reach, gap + reach, SHOWN) if reach else None

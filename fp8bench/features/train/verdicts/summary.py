@@ -1,6 +1,6 @@
 """The results of each arm of a training: the figures of its row, its energy, and verdicts on its scores.
 
-Scores are of tasks, of the user's own metrics, and losses after quantising; they are paired over seeds.
+Scores are of tasks, of users' metrics, and losses after quantising; they are paired over seeds.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from fp8bench.report.words.naming import many
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """Losses are means over seeds: `loss` over the last tenth of the steps, `held_out` after the last one.
-    `tokens_per_second` is by the median step of a native arm. Memory is that of the arm alone, for bands the
-    reference's, `device_peak_memory` what it would be where hardware keeps the formats. `wire` is what a rank sends in
-    a step, in bytes by operation and dtype. `events` is None for an arm without a step, `verdict` for the reference and
-    its bands."""
+    """The results of one arm. Losses are means over seeds: `loss` over the last tenth of the steps, `held_out` after
+    the last one. `tokens_per_second` is by the median step of a native arm. Memory is that of the arm alone, for bands
+    the reference's, `device_peak_memory` what it would be if hardware stores the formats. `wire` is what a rank sends
+    per step, in bytes by operation and dtype. `events` is None for an arm without a step, `verdict` for the reference
+    and its bands."""
 
     arm: Arm
     steps: int
@@ -75,14 +75,13 @@ class ArmSummary:
 
     @property
     def on_a_device(self) -> int | None:
-        """What hardware with the formats would hold of an emulated arm."""
+        """Bytes that hardware with the formats would need for an emulated arm."""
         return None if self.arm.native else self.device_peak_memory
 
 
 @dataclass(frozen=True)
 class JudgedTraining:
-    """A training with what follows from its lines, computed once it is asked for. `summaries` are of every arm, in
-    order."""
+    """A training with everything derived from its lines, computed on demand. `summaries` are of every arm, in order."""
 
     kept: KeptTraining
 
@@ -114,7 +113,7 @@ class JudgedTraining:
 def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     stored, verdicts, curves = judged.kept, judged.verdicts, judged.curves
     peaks = {line.arm: line.memory for line in stored.of(ArmCost) if line.memory is not None}
-    # A user's own optimizer has its state only after its first step.
+    # A user's optimizer has its state only after its first step.
     kept_bytes = {}
     for line in stored.of(ArmCost):
         if line.kept and stored.request.settings.make:
@@ -129,7 +128,7 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     summaries = []
     for arm in stored.training.arms:
         arm_curves = [*curves_of_arm(curves, arm.name).values()]
-        alone = reference if arm.is_band else arm.name  # what is measured of it alone is the reference's
+        alone = reference if arm.is_band else arm.name  # a band alone costs as much as the reference
         memory = peaks.get(alone)
         summary = ArmSummary(
             arm,
@@ -150,8 +149,8 @@ def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
 
 
 def _first_by_arm(stored: KeptTraining, name: str) -> dict[str, dict[str, float]]:
-    """A figure by layer, of each arm's first step that has it."""
-    # Later steps send and keep the same: the first one is enough.
+    """Returns a figure by layer, of each arm's first step that has it."""
+    # Later steps send and keep the same, so the first one is enough.
     first: dict[str, tuple[tuple[int, int], dict[str, float]]] = {}
     for figure in stored.of(StepFigure):
         if figure.name == name:
@@ -166,8 +165,8 @@ def mean_of(values: Sequence[float]) -> float | None:
 
 
 def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, float | None]:
-    """Gaps are of the last third of the steps; they have their interval of 95%, 'gap_deciding' that of 99%. A band is a
-    figure of the arm that shows it."""
+    """Returns the figures of an arm. Gaps are of the last third of the steps; they have their interval of 95%,
+    'gap_deciding' that of 99%. A band is a figure of the arm that shows it."""
     verdict = summary.verdict
     energy = summary.energy
     speed = verdict.speed.adjusted if verdict and verdict.speed else None
@@ -223,7 +222,7 @@ def energy_of(use: EnergyUse) -> TrainedEnergy:
 
 @dataclass(frozen=True)
 class ScoreVerdict:
-    """An arm's figure compared with the reference's, in the mean over seeds: `worse` is in points of a task, else a
+    """An arm's figure compared with the reference's, on average over seeds: `worse` is in points of a task, else a
     share, paired over seeds, with the interval of 99%."""
 
     arm: str
@@ -244,7 +243,7 @@ _IN_BF16 = "quantised:bf16"
 
 
 def verdicts_of_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
-    """Against the reference's; the reference's own quantised weights against these in bf16."""
+    """Compares with the reference's scores; the reference's own quantised weights with these in bf16."""
     scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for line in stored.of(StepFigure):
         if line.name.startswith((TASK, METRIC)):
@@ -269,7 +268,7 @@ def verdicts_of_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tupl
 def _verdict(
     request: TrainingRequest, verdict: ScoreVerdict, values: _Values, old_values: _Values
 ) -> ScoreVerdict | None:
-    """None where no seed has both."""
+    """Returns the verdict; None if no seed has both."""
     both = [(values[seed], old_values[seed]) for seed in values if seed in old_values]
     pairs, name = [pair for pair in both if math.isfinite(sum(pair))], verdict.figure
     if not pairs:
@@ -277,7 +276,7 @@ def _verdict(
     new, old = zip(*pairs, strict=True)
     verdict = replace(verdict, reference=math.fsum(old) / len(pairs), own=math.fsum(new) / len(pairs))
     if name.startswith(TASK):
-        # No difference in so many questions bounds the true one: at 99% by 4.6 over their number.
+        # No difference in this many questions bounds the true one: at 99% by 4.6 over their number.
         floor = -math.log(1 - DECIDING) / (ITEMS * len(pairs))
         chance = CHANCES[name.removeprefix(TASK).partition("@")[0]]
         worse = _widen(gap_of([before - after for after, before in pairs]), floor)
@@ -290,7 +289,7 @@ def _verdict(
 
 
 def _is_above(scores: Sequence[float], chance: float, floor: float) -> bool:
-    """Whether the scores of all seeds together are surely above chance."""
+    """Whether the scores of all seeds together are certainly above chance."""
     gap = _widen(gap_of([score - chance for score in scores]), floor)
     return gap is not None and gap.decides is not None and gap.decides.low > 0
 
@@ -302,7 +301,7 @@ def _lower_is_better(request: TrainingRequest, name: str) -> bool:
 
 
 def _widen(gap: Gap | None, floor: float) -> Gap | None:
-    """No interval is finer than what so many questions resolve: no difference in them bounds that of all."""
+    """Widens an interval to what this many questions resolve: no difference in them bounds that of all."""
     if gap is None or gap.decides is None or gap.decides.high - gap.point >= floor:
         return gap
     return replace(gap, decides=Interval(gap.point, gap.point - floor, gap.point + floor, gap.decides.level))
@@ -325,7 +324,7 @@ def _judge_score(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chanc
 
 
 def still_open(gap: Gap | None, bound: float) -> str:
-    """'open: 3 seeds of the 5 that are needed', or how many more would settle a share of `bound`."""
+    """Returns 'open: 3 seeds of the 5 that are needed', or how many more would settle a share of `bound`."""
     if gap is None or gap.pairs < LEAST_PAIRS:
         return f"open: {many(gap.pairs if gap else 0, 'seed')} of the {LEAST_PAIRS} that are needed"
     count = seeds_until(gap, bound)
@@ -337,7 +336,7 @@ _HOW: Mapping[Matters | None, str] = {Matters.NO: "inside", Matters.YES: "all of
 
 
 def describe_importance(learned: Learned, matters: Matters | None, margin: float) -> str:
-    """Return what a difference means, such as 'real, inside the 1% you tolerate'."""
+    """Returns the meaning of a difference, such as 'real, inside the 1% you tolerate'."""
     limit = f"{100 * margin:.4g}%"
     return f"real, {_HOW.get(matters, 'perhaps beyond')} " + (
         f"the {limit} you tolerate" if learned is Learned.WORSE else f"the margin of {limit}"
@@ -353,7 +352,7 @@ _TONES: Mapping[Learned | None, Tone] = {
 
 
 def tone_of(verdict: JudgedArm | ScoreVerdict) -> Tone:
-    """Green where nothing is lost, red where something is, yellow where it is open or tolerated."""
+    """Returns green if nothing is lost, red if something is, yellow if it is open or tolerated."""
     tolerated = verdict.learned is Learned.WORSE and verdict.matters is Matters.NO
     return Tone.DOUBT if tolerated else _TONES.get(verdict.learned, Tone.DOUBT)
 

@@ -34,19 +34,19 @@ from fp8bench.features.train.verdicts.curves import (
 from fp8bench.model import Interval
 from fp8bench.report.panels import together
 
-# 'No worse' means something only if an arm that lost this share of what the reference learned would be outside the
-# margin. A reference whose loss fell by less than the second share has met noise only.
+# 'No worse' only means something if an arm that lost this share of what the reference learned would be outside the
+# margin. A reference whose loss fell by less than the second share has only seen noise.
 _LOST = 0.1
 _LEAST_FALL = 0.1
-# Courses of losses are fitted over the last two thirds of the steps: the logarithm of a third is the furthest back.
+# Loss curves are fitted over the last two thirds of the steps: the logarithm of a third is the furthest back.
 _LEAST = -math.log(3)
 _LEAST_POINTS = 10
 
 
 @dataclass(frozen=True)
 class ArmVerdict:
-    """The verdict on one arm, its pairs, and why other seeds have no pair. `speed` is None where it is unknown or means
-    nothing."""
+    """The verdict on one arm, its pairs, and why other seeds have no pair. `speed` is None if it is unknown or
+    meaningless."""
 
     arm: Arm
     judged: JudgedArm
@@ -62,8 +62,8 @@ class ArmVerdict:
 
 @dataclass(frozen=True)
 class RepeatBand:
-    """The reference repeated under the same seed: the number of steps, the first that differs (None where all have the
-    same bits), and the largest gap of any step, infinite where a loss is not finite."""
+    """The reference repeated with the same seed: the number of steps, the first that differs (None if all have the same
+    bits), and the largest gap of any step, infinite if a loss is not finite."""
 
     steps: int
     first: int | None
@@ -72,9 +72,9 @@ class RepeatBand:
 
 @dataclass(frozen=True)
 class TrainingVerdicts:
-    """`falls` are those of the reference's loss by seed. Without `looks` there is no held-out text, and the training
-    loss alone decides. `chaos` is what one ulp does in the first seed. `rates` is the number of the reference's
-    learning rates, whose best is compared with each arm's best."""
+    """The verdicts of a training. `falls` are those of the reference's loss by seed. Without `looks` there is no
+    held-out text, and only the training loss decides. `chaos` is the effect of one ulp in the first seed. `rates` is
+    the number of the reference's learning rates, whose best is compared with each arm's best."""
 
     reference: str
     margin: float
@@ -88,17 +88,18 @@ class TrainingVerdicts:
     rates: int = 1
 
     def of(self, name: str) -> ArmVerdict | None:
-        """None for the reference and its bands."""
+        """Returns an arm's verdict; None for the reference and its bands."""
         return next((arm for arm in self.arms if arm.arm.name == name), None)
 
 
 def least_fall(margin: float) -> float:
-    """By what share the reference's loss has to fall, so that losing a tenth of that is a gap above the margin."""
+    """Returns the share by which the reference's loss must fall, so that losing a tenth of that is a gap above the
+    margin."""
     return max(_LEAST_FALL, margin / (margin + _LOST))
 
 
 def verdicts_of(training: Training, lines: Lines, curves: Curves | None = None) -> TrainingVerdicts:
-    """`curves` are those of the lines, if the caller has them."""
+    """Computes the verdicts; `curves` are those of the lines, if the caller has them."""
     request = training.request
     seeds = tuple(range(request.seed, request.seed + request.seeds))
     looks = not request.settings.make or any(isinstance(line, Validation) for line in lines)
@@ -118,14 +119,14 @@ def verdicts_on(
     best_curves = {seed: curves.get((reference.name, seed), Curve(steps)) for seed in seeds}
     least = least_fall(margin)
     learned = not any(curve.blew_up or curve.fall < least for curve in best_curves.values())
-    # 1. What chance does to the reference: nondeterminism in every seed, chaos in the first.
+    # 1. The effect of chance on the reference: nondeterminism in every seed, chaos in the first.
     chaos: list[Pair] = []
     for arm in by_role.get(ArmRole.CHAOS, ()):
         chaos += _pairs(base_curves, arm, curves)[0]
     repeats: list[tuple[Curve, Curve]] = []
     for arm in by_role.get(ArmRole.REPEAT, ()):
         repeats += [(base_curves[seed], curve) for seed, curve in curves_of_arm(curves, arm.name).items()]
-    # 2. Each candidate against the reference at its best rate; of several rates only the best keeps its verdict.
+    # 2. Compare each candidate with the reference at its best rate; of several rates only the best keeps its verdict.
     candidates = by_role.get(ArmRole.CANDIDATE, [])
     verdicts = [_arm_verdict(reference, arm, best_curves, curves, margin, learned, looks) for arm in candidates]
     return TrainingVerdicts(
@@ -145,7 +146,7 @@ def verdicts_on(
 
 
 def _best(arms: Sequence[Arm], curves: Curves, seeds: Iterable[int]) -> Arm:
-    """The arm with the lowest mean endpoint; the first one where no arm has an endpoint in every seed."""
+    """Returns the arm with the lowest mean endpoint; the first one if no arm has an endpoint in every seed."""
 
     def mean(arm: Arm) -> float:
         ends = [curves[arm.name, seed].endpoint if (arm.name, seed) in curves else math.nan for seed in seeds]
@@ -156,7 +157,7 @@ def _best(arms: Sequence[Arm], curves: Curves, seeds: Iterable[int]) -> Arm:
 
 
 def _at_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Curves) -> ArmVerdict:
-    """Only the best of an arm's rates keeps its verdict: the others become inconclusive."""
+    """Keeps only the verdict at the best of an arm's rates: the others become inconclusive."""
 
     def without_rate(arm: Arm) -> tuple[object, ...]:
         return arm.precision, *(pair for pair in arm.settings if pair[0] != "rate")
@@ -181,7 +182,7 @@ def _arm_verdict(
     learned: bool,
     looks: bool,
 ) -> ArmVerdict:
-    """`base` are the reference's curves by seed."""
+    """Returns an arm's verdict; `base` are the reference's curves by seed."""
     pairs, voids = _pairs(base, arm, curves)
     least = least_fall(margin)
     diverged = tuple(
@@ -191,7 +192,7 @@ def _arm_verdict(
         and not curve.blew_up
         and (ended.blew_up or (ended.fall <= 0 and curve.fall >= least))  # no lower than it began
     )
-    # Divergence and a reference that did not learn overrule what pairs say.
+    # Divergence and a reference that did not learn override the pairs.
     judged = judge(pairs, margin, looks)
     void = Counter(reason for _, reason in voids).most_common(1)[0][0] if voids else None
     if judged.why is Why.FEW_PAIRS and void in INCURABLE:
@@ -215,7 +216,8 @@ def _arm_verdict(
 def _pairs(
     base: Mapping[int, Curve], arm: Arm, curves: Curves
 ) -> tuple[tuple[Pair, ...], tuple[tuple[int, Void], ...]]:
-    """The arm's pairs, and the seeds without one. Seeds in which the reference has the same losses count once."""
+    """Returns the arm's pairs, and the seeds without one. Seeds in which the reference has the same losses count
+    once."""
     pairs: list[Pair] = []
     voids: list[tuple[int, Void]] = []
     losses_met: set[tuple[float, ...]] = set()
@@ -243,9 +245,9 @@ def _repeat_band(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
 
 @dataclass(frozen=True)
 class AdjustedSpeed:
-    """How much sooner an arm comes to a loss, above 1 for faster: `raw` by the time of steps, `adjusted` to the same
-    loss (docs/watching.md). `bounded`: it is at most so fast, as its reference passed its last loss within a third of
-    the steps. None where the better loss no longer surely falls."""
+    """How much sooner an arm reaches a loss, above 1 for faster: `raw` by the time of steps, `adjusted` to the same
+    loss (docs/watching.md). `bounded`: it is at most this fast, as its reference passed its last loss within a third of
+    the steps. None if the better loss no longer certainly falls."""
 
     raw: Interval
     adjusted: Interval | None
@@ -253,7 +255,7 @@ class AdjustedSpeed:
 
 
 def adjusted_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
-    """`pairs` are (reference, arm), one a seed. None for fewer than five that were timed."""
+    """Returns the speed from `pairs` of (reference, arm), one per seed. None for fewer than five that were timed."""
     timed = [(pair, log) for pair in pairs if (log := _log_speed(*pair)) is not None]
     if len(timed) < LEAST_PAIRS:
         return None
@@ -285,8 +287,8 @@ def _jackknife(point: float, estimates: Sequence[float]) -> Interval:
 
 
 def log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
-    """The logarithm of how many times fewer steps the arm takes; minus infinity for less than a third as many. None
-    where the better loss does not fall, or was not followed so far back."""
+    """Returns the logarithm of how many times fewer steps the arm takes; minus infinity for less than a third as many.
+    None if the better loss does not fall, or was not recorded that far back."""
     rise = statistics.fmean(arm.endpoint - reference.endpoint for reference, arm in pairs)
     better, sign = (1, -1.0) if rise < 0 else (0, 1.0)
     place = _place_above([pair[better].losses for pair in pairs], sign * rise)
@@ -294,8 +296,8 @@ def log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
 
 
 def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None:
-    """The logarithm of the step at which the mean of curves was `rise` above its endpoint, over the endpoint's step.
-    Minus infinity where that is before the last two thirds; None where losses there do not fall throughout."""
+    """Returns the logarithm of the step at which the mean of curves was `rise` above its endpoint, over the endpoint's
+    step. Minus infinity if that is before the last two thirds; None if losses there do not fall throughout."""
     steps = len(curves[0])
     places = np.log(np.arange(1, steps + 1) / (steps - (last_of(steps) - 1) / 2))
     losses = np.array(curves).mean(axis=0)
@@ -304,7 +306,7 @@ def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None
         return None
     bend, slope, _ = (float(term) for term in np.polyfit(places[fitted], losses[fitted], 2))
     if max(slope, slope + 2 * bend * _LEAST) >= 0:
-        # A parabola that turns up at its end would claim a loss that rises again.
+        # A parabola that turns up at its end would imply a loss that rises again.
         bend, slope = 0.0, float(np.polyfit(places[fitted], losses[fitted], 1)[0])
     if slope >= 0:
         return None
@@ -316,7 +318,7 @@ def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None
 
 
 def _log_speed(reference: Curve, arm: Curve) -> float | None:
-    """The median over steps that were timed in both arms; None where none was."""
+    """Returns the median over steps that were timed in both arms; None if none was."""
     logs = [
         math.log(new.tokens / new.seconds * old.seconds / old.tokens)
         for old, new in zip(reference.rows, arm.rows, strict=True)

@@ -10,7 +10,7 @@ from fp8bench.report.page.drawing.plots import draw_lines, draw_scatter
 from fp8bench.report.page.drawing.rows import draw_bars, draw_stacks
 from fp8bench.report.page.drawing.sheet import Sheet
 
-# Functions that draw a class of charts and return the height; 0 if there is nothing to draw.
+# The drawing function of each class of charts; it returns the height, or 0 if there is nothing to draw.
 _DRAWN_BY: dict[type[AnyChart], Callable[[Sheet, Any], float]] = {
     Bars: draw_bars,
     Scatter: draw_scatter,

@@ -1,4 +1,4 @@
-"""Texts beside the marks of a chart, as many as find room."""
+"""Places texts beside the marks of a chart, as many as fit."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from fp8bench.report.page.drawing.scale import LABELS, cut_to_room
 from fp8bench.report.page.drawing.sheet import Sheet
 
-# Longer labels are cut in the middle.
+# Longer labels are shortened in the middle.
 _LABEL_ROOM = 190.0
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle in pixels of the sheet, y down."""
+    """A rectangle in pixels of the sheet, with y pointing down."""
 
     left: float
     top: float
@@ -30,7 +30,7 @@ class Box:
         return within_width and self.top <= box.top and box.bottom <= self.bottom
 
 
-# A text's box, its anchor, and the anchor's place.
+# A text's box, its anchor, and the position of the anchor.
 Spot = tuple[Box, str, float]
 
 
@@ -41,7 +41,7 @@ def write_beside(
     frames: Sequence[Box],
     boxes_at: Callable[[float, float, float, float], Iterable[Spot]],
 ) -> None:
-    """Writes texts (x, y, text, style) beside their places, as many as find room."""
+    """Writes texts (x, y, text, style) beside their positions, as many as fit."""
     written = 0
     for x, y, label, style in texts:
         if written == LABELS:
@@ -59,7 +59,7 @@ def write_beside(
 
 
 def boxes_over(x: float, y: float, wide: float, size: float) -> Iterable[Spot]:
-    """Boxes above a mark, higher, and below it, for texts over lines."""
+    """Returns boxes for a label: above a mark, higher, and below it."""
     half = size * 0.6
     for lines in (-1, -2, -3, -4, 1, 2, 3):
         middle = y + lines * size * 1.25

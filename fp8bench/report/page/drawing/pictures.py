@@ -1,7 +1,7 @@
 """Charts as files for slides and papers, drawn by matplotlib like on the page, in its light colours.
 
-A sheet collects the shapes, and the page's own styles say how they look. Only --plots imports this, and matplotlib with
-it.
+A sheet collects the shapes, and the page's styles determine their look. Only --plots imports this module, and with it
+matplotlib.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _EDGE = 20.0
 _TITLE = 17.0
 _SMALL = 12.0
 _LINE = 17.0
-# Texts stay texts, fonts are embedded as journals want it, and the same charts give the same bytes.
+# Texts stay texts, fonts are embedded as journals require, and output is reproducible.
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
@@ -43,7 +43,7 @@ _SETTINGS: dict[Any, Any] = {
     "path.simplify": False,
 }
 _CODES = {"M": [Path.MOVETO], "L": [Path.LINETO], "C": [Path.CURVE4] * 3, "z": [Path.CLOSEPOLY]}
-# Each format's name for a description, and dates, which would change the bytes.
+# Each format's metadata key for a description, and dates, which would change the bytes.
 _DESCRIBED_BY = {"png": "Description", "svg": "Description", "pdf": "Subject"}
 _NO_DATES: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 _BOLD_FROM = 550
@@ -52,11 +52,11 @@ Style = Mapping[str, str]
 
 
 def picture(chart: AnyChart, page_title: str, form: str) -> bytes:
-    """The chart as a file in that format, with its title above and its description below."""
+    """Returns the chart as a file in that format, with its title above and its description below."""
     sheet = _PictureSheet(chart)
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters that the font lacks are boxes
-        # A user's own matplotlibrc must not change the file.
+        warnings.simplefilter("ignore")  # characters missing from the font are boxes
+        # A user's matplotlibrc must not affect the file.
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
         figure = sheet.figure(draw_on(sheet, chart), chart.title)
@@ -98,7 +98,7 @@ class _PictureSheet(Sheet):
         self._texts.append((x, y + 0.36 * self.size, text, options))
 
     def figure(self, height: float, title: str) -> Figure:
-        # 1. The figure has room for the title above the chart and the description below it.
+        # 1. Make room for the title above the chart and the description below it.
         wide = self.width + 2 * _EDGE
         heading = textwrap.wrap(_plain(title), int(self.width / (0.62 * _TITLE)))
         words = textwrap.wrap(_plain(self.description), int(self.width / (0.55 * _SMALL)))
@@ -106,7 +106,7 @@ class _PictureSheet(Sheet):
         high = top + height + 12 + _LINE * len(words) + _EDGE
         figure = Figure(figsize=(wide / _PIXELS, high / _PIXELS), facecolor=looks("path", "")["--raised"])
         place = Affine2D().translate(_EDGE, top).scale(1 / wide, -1 / high).translate(0, 1) + figure.transFigure
-        # 2. Shapes, then texts.
+        # 2. Draw shapes, then texts.
         for layer, steps, look in self._shapes:
             if (patch := _patch(steps, look)) is not None:
                 patch.set(transform=place, zorder=layer)
@@ -118,13 +118,13 @@ class _PictureSheet(Sheet):
         texts += [(0.0, height + 12 + _LINE * (n + 0.7), line, quiet) for n, line in enumerate(words)]
         for x, y, text, options in texts:
             artist = figure.text(x, y, _plain(text), transform=place, zorder=3, va="baseline", **options)
-            # A dollar sign in a name is no formula.
+            # A dollar sign in a name does not start a formula.
             artist.set(parse_math=False, rotation_mode="anchor", fontsize=options["fontsize"] * _POINTS / _PIXELS)
         return figure
 
 
 def _patch(steps: Steps, look: Style) -> PathPatch | None:
-    """None for what cannot be seen."""
+    """Returns a patch; None if it is invisible."""
     face = _color(look, "fill")
     edge = _color(look, "stroke")
     if not (face[1] or edge[1]):
@@ -133,7 +133,7 @@ def _patch(steps: Steps, look: Style) -> PathPatch | None:
     codes: list[Any] = []
     for command, numbers in steps:
         pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
-        if command == "L" and pairs == points[-1:]:  # a dot by its round ends, which matplotlib would leave out
+        if command == "L" and pairs == points[-1:]:  # a dot made of round line ends, which matplotlib would omit
             pairs = [(numbers[0] + 0.01, numbers[1])]
         points += pairs or [points[0]]
         codes += _CODES[command]
@@ -156,18 +156,18 @@ def _color(look: Style, name: str) -> tuple[str, float]:
 
 
 def _plain(text: str) -> str:
-    """One line of what fonts, XML and metadata can hold."""
+    """Returns one line of characters that fonts, XML and metadata can represent."""
     return " ".join(FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text).split())
 
 
 @cache
 def looks(kind: str, classes: str) -> Style:
-    """The properties that the page's light styles give a path or text with these classes."""
+    """Returns the properties that the page's light styles give a path or text with these classes."""
     look: dict[str, str] = {}
     for names, properties in sorted(_rules(), key=lambda rule: len(rule[0] - {":root", "path", "text"})):
         if names <= {":root", kind, *classes.split()}:
             look |= properties
-    # Variables may be made of others.
+    # Variables may refer to others.
     while variable_texts := {name: text for name, text in look.items() if "var(" in text}:
         for name, text in variable_texts.items():
             values = [look[variable] for variable in re.findall(r"--[\w-]+", text) if variable in look]
@@ -177,7 +177,7 @@ def looks(kind: str, classes: str) -> Style:
 
 @cache
 def _rules() -> Sequence[tuple[frozenset[str], Style]]:
-    """What both stylesheets say of the page and of drawings unconditionally, by tag and class."""
+    """Returns the unconditional rules of both stylesheets for the page and drawings, by tag and class."""
     page = files("fp8bench.report.page")
     text = page.joinpath("style.css").read_text("utf-8") + page.joinpath("drawing", "charts.css").read_text("utf-8")
     text = re.sub(r"/\*.*?\*/|@[^{;]+\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}", "", text, flags=re.DOTALL)
@@ -189,9 +189,9 @@ def _rules() -> Sequence[tuple[frozenset[str], Style]]:
 
 
 def _parse_selectors(selectors: str) -> Iterator[frozenset[str]]:
-    """':root' or '.drawing .a.b' as names, with ':is(.a, .b)' as alternatives. Other selectors do not matter here."""
+    """Yields ':root' or '.drawing .a.b' as names, with ':is(.a, .b)' as alternatives; skips other selectors."""
     for selector in re.split(r",(?![^(]*\))", selectors):
-        # Only what holds for a drawing on the page holds for a picture.
+        # Only rules for drawings on the page apply to a picture.
         name = selector.strip().removeprefix(".drawing ")
         if name == ":root":
             yield frozenset({name})

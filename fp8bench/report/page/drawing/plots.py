@@ -36,7 +36,7 @@ from fp8bench.report.panels import together
 _GAP = 8.0
 # The most labels along the axis of places.
 _MOST_PLACES = 7
-# With more places, marks are only seen when they are pointed at.
+# With more places, marks are only visible on hovering.
 _FAINT_FROM = 60
 
 Marks = Sequence[Mark | None]
@@ -48,7 +48,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class _LinePlot:
-    """A chart of lines on its sheet: the series that are drawn, with the shape and class of each, and both scales.
+    """A chart of lines on its sheet: the drawn series, with the shape and class of each, and both scales.
 
     A mark without a place on the axis is None.
     """
@@ -75,7 +75,7 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     series = [(name, _drop_undrawable(marks[-PLACES:])) for name, marks in chart.series[:SERIES]]
     marks = list(_present(chart.series))
     num_drawn = sum(1 for _ in _present(series))
-    # What has no place on the axis, and what is beyond the limits, are counted apart.
+    # Marks without a place on the axis, and those beyond the limits, are counted separately.
     num_drawable = sum(drawable(mark.value) for mark in marks)
     sheet.omit(placeless(numbers_of(marks)), num_drawable - num_drawn)
     # 2. Fit the axis of values to the settled places, or to all if nothing is drawn there.
@@ -128,7 +128,7 @@ def _values_and_ends(series: Series) -> list[float]:
 
 
 def _write_flags(plot: _LinePlot) -> None:
-    """Writes what happened at marks beside them."""
+    """Writes events beside their marks."""
     x = plot.x
     y = plot.y
     texts = []
@@ -138,7 +138,7 @@ def _write_flags(plot: _LinePlot) -> None:
             if mark is None or not mark.flag or not plot.has_on_axis(mark):
                 continue
             texts += [(x.at(place), y.at(mark.value), flag, style) for flag in mark.flag.split(", ")]
-    # Flags keep off the ticks on the left and the last values on the right.
+    # Flags avoid the ticks on the left and the last values on the right.
     frame = Box(x.start - 4, y.end - 4, x.end + 8, y.start)
     write_beside(plot.sheet, texts, [], [frame], boxes_over)
 
@@ -171,7 +171,7 @@ def _draw_axes_of_lines(plot: _LinePlot) -> None:
     sheet.lines("axis", [plot.line_across(y.low)], layer=0)
     ticks = [[(x.at(place), y.start), (x.at(place), y.start + 4)] for place in range(len(places))]
     sheet.lines("ticks", ticks)
-    # The last place always has its label.
+    # The last place always has a label.
     room = (x.end - x.start) / _MOST_PLACES
     stride = max(1, -(-(len(places) - 1) // (_MOST_PLACES - 1)))
     labelled = range((len(places) - 1) % stride, len(places), stride)
@@ -200,7 +200,7 @@ def _draw_line(plot: _LinePlot, name: str, marks: Marks) -> None:
 
 
 def _unbroken(marks: Marks) -> list[Placed]:
-    """Neighbouring marks with their places; a place without a mark ends a stretch."""
+    """Returns runs of neighbouring marks with their places; a place without a mark ends a run."""
     stretches: list[Placed] = []
     previous: Mark | None = None
     for place, mark in enumerate(marks):
@@ -213,7 +213,7 @@ def _unbroken(marks: Marks) -> list[Placed]:
 
 
 def _draw_intervals(plot: _LinePlot, style: str, stretch: Placed) -> None:
-    """Draws a band if all marks have intervals, else a whisker for each that has one."""
+    """Draws a band if all marks have intervals, or else a whisker for each that has one."""
     upper = []
     lower = []
     for place, mark in stretch:
@@ -228,10 +228,10 @@ def _draw_intervals(plot: _LinePlot, style: str, stretch: Placed) -> None:
 
 
 def _clip_line(points: Sequence[Point], y: Scale) -> list[list[Point]]:
-    """The pieces of a line that lie on the axis."""
+    """Returns the pieces of a line that are within the axis."""
     pieces: list[list[Point]] = []
     for (left, first), (right, last) in pairwise(points):
-        # The shares of this stretch at which it enters and leaves the axis.
+        # The fractions of this segment at which it enters and leaves the axis.
         begin = 0.0
         end = 1.0
         if first != last:
@@ -252,7 +252,7 @@ def _clip_line(points: Sequence[Point], y: Scale) -> list[list[Point]]:
 
 
 def _thin_out(marks: Placed, most: int) -> Placed:
-    """At most so many marks at even distances, and all that have a tone."""
+    """Returns at most `most` marks at even distances, and all that have a tone."""
     if len(marks) <= most:
         return marks
     chosen = {round(number * (len(marks) - 1) / (most - 1)) for number in range(most)}
@@ -260,7 +260,7 @@ def _thin_out(marks: Placed, most: int) -> Placed:
 
 
 def _write_last_values(plot: _LinePlot) -> None:
-    """Writes each series' last value right of the lines, one below the other where they would overlap."""
+    """Writes each series' last value to the right of the lines, stacked if they would overlap."""
     sheet = plot.sheet
     y = plot.y
     texts = []
@@ -270,28 +270,28 @@ def _write_last_values(plot: _LinePlot) -> None:
         if last is not None:
             texts.append((y.at(last.value), plot.looks[name][1], show_number(last.value, plot.chart.axis.unit)))
             last_place = max(last_place, *(place for place, mark in enumerate(marks) if mark is not None))
-    # By height, and by class where heights are equal, so that the drawing is always the same.
+    # Sort by height, then class, so that the drawing is deterministic.
     texts.sort(key=lambda text: text[:2])
     heights: list[float] = []
     for height, _, _ in texts:
-        # Pushed down by the one above.
+        # Pushed down by the text above.
         heights.append(max(height, heights[-1] + sheet.size if heights else height))
     for number, (_, style, text) in enumerate(texts):
-        lowest = y.start - (len(texts) - 1 - number) * sheet.size  # below the axis stand other texts
+        lowest = y.start - (len(texts) - 1 - number) * sheet.size  # below the axis there are other texts
         sheet.text(plot.x.at(last_place) + _GAP + 2, min(heights[number], lowest), text, f"last {style}")
 
 
-# Points of a scatter stand alone, so they are larger than marks on lines.
+# Points of a scatter are isolated, so they are larger than marks on lines.
 _DOT = 9.5
 # The most ticks of the left axis.
 _TICKS = 7
-# A legend of more series would be longer than the chart.
+# A legend with more series would be longer than the chart.
 _NAMED = 16
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """Where points stand: in the plot by both scales, in the margin by y alone. Either may be missing."""
+    """The position of points: in the plot by both scales, in the margin only by y. Either may be missing."""
 
     plot: Box | None
     margin: Box | None
@@ -316,7 +316,7 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     title = cut_to_room(chart.y.title, sheet.width - sheet.measure(margin_title) - 12, sheet.size)
     sheet.text(0, top + 8, title, "quiet")
     sheet.text(sheet.width, top + 8, margin_title, "quiet", anchor="end")
-    # 3. Draw axes, then lines, whiskers, marks and labels, so that none hides the next.
+    # 3. Draw axes, then lines, whiskers, marks and labels, so that each layer stays visible.
     frame = _frame(chart, points, sheet, top + 24)
     end = _axes(sheet, chart, frame)
     spots = _spots(points, names, frame)
@@ -381,7 +381,7 @@ def _frame(chart: Scatter, points: list[ChartPoint], sheet: Sheet, top: float) -
 
 
 def _axes(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
-    """Draws grid, ticks, margin and axis; returns where they end."""
+    """Draws grid, ticks, margin and axis; returns their lower end."""
     first = frame.plot or frame.margin
     assert first is not None
     heights = [(frame.y.at(value), text) for value, text in frame.y.ticks(_TICKS)]
@@ -409,12 +409,12 @@ def _below(sheet: Sheet, axis: ChartAxis, scale: Scale, plot: Box) -> None:
 
 
 def _spots(points: Sequence[ChartPoint], names: Sequence[str], frame: _Frame) -> list[Point]:
-    """Where each point stands. In the margin each series has a column of its own."""
+    """Returns the position of each point. In the margin each series has a separate column."""
     in_margin = {point.series for point in points if point.x is None}
     columns = [name for name in names if name in in_margin]
     spots = []
     for point in points:
-        # Points without x share the margin with others of their series.
+        # Points without x are in the margin, in the column of their series.
         if point.x is not None and frame.x:
             x = frame.x.at(point.x)
         else:
@@ -443,8 +443,9 @@ def _labels(
     whiskers: Sequence[Sequence[Point]],
     frames: Sequence[Box],
 ) -> None:
-    """Labels points: strong ones, then each series' first, then second ones; joined strands need none."""
-    # Labels must not cover a point, nor a whisker.
+    """Labels points by priority: strong ones, the first of each series, then second ones; joined strands need no
+    labels."""
+    # Labels must not cover points or whiskers.
     taken = [Box(x - 6, y - 6, x + 6, y + 6) for x, y in spots]
     for (left, first), (right, last) in whiskers:
         taken.append(Box(left, min(first, last) - 2, right, max(first, last) + 2))

@@ -1,4 +1,4 @@
-"""Charts of rows that share an axis, with labels left of them: bars and stacks of parts."""
+"""Charts of rows that share an axis, with labels to their left: bars and stacks of parts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _APART_TEXTS = 10.0
 
 @dataclass(frozen=True)
 class Row:
-    """Where a row stands: the middle of its shapes, and its band."""
+    """The position of a row: the middle of its shapes, and its band."""
 
     y: float
     top: float
@@ -82,7 +82,7 @@ def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], heig
 
 
 def foot(sheet: Sheet, scale: Scale, axis: ChartAxis, rows: Rows) -> float:
-    """Draws the axis under the rows, and its lines behind them; returns where it ends."""
+    """Draws the axis under the rows, and its lines behind them; returns its lower end."""
     places = [(scale.at(value), text) for value, text in scale.ticks(7)]
     bottom = rows.bottom + 4
     if places:
@@ -94,7 +94,7 @@ def foot(sheet: Sheet, scale: Scale, axis: ChartAxis, rows: Rows) -> float:
 
 
 def along(sheet: Sheet, places: Sequence[tuple[float, str]], y: float) -> None:
-    """Writes texts along an axis, those left out that would run into the one before."""
+    """Writes texts along an axis, skipping those that would overlap the previous one."""
     end = -math.inf
     for x, text in sorted(places):
         half = sheet.measure(text) / 2
@@ -104,7 +104,8 @@ def along(sheet: Sheet, places: Sequence[tuple[float, str]], y: float) -> None:
 
 
 def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> float:
-    """Draws (shape or 'box' or 'hatch', class, text) side by side, in as many lines as needed; returns the end."""
+    """Draws (shape or 'box' or 'hatch', class, text) side by side, in as many lines as needed; returns the lower
+    end."""
     x = 0.0
     most = sheet.width / 3
     for shape, style, label in entries:
@@ -165,7 +166,7 @@ def draw_bars(sheet: Sheet, chart: Bars) -> float:
 
 
 def _scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
-    """Ratios stand on a logarithmic axis, so that 2x and 0.5x are equally far from 1x."""
+    """Returns a logarithmic scale for ratios, so that 2x and 0.5x are equally far from 1x."""
     values = [1.0]
     room_below = room_above = 0.0  # for the values left and right of bars
     for mark in marks:
@@ -179,7 +180,7 @@ def _scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
 
 
 def _start_lines(rows: Rows) -> list[tuple[float, float]]:
-    """Where rows begin and end; rows without a heading between them share a line."""
+    """Returns where rows begin and end; rows without a heading between them share a line."""
     spans: list[tuple[float, float]] = []
     for row in rows.rows:
         top = row.top
@@ -199,14 +200,14 @@ def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale) -> None:
     sheet.box("mark band", 0, row.top, sheet.width, row.height, layer=1, hint=mark_hint(mark, chart.axis))
     places = [scale.at(value) for value in _samples(mark)]
     if places:
-        # Bar and strokes are centred in the row together.
+        # Centre bar and strokes together in the row.
         row = replace(row, y=row.y - _STROKES / 2)
         top = row.y + _THICK / 2 + 2
         sheet.lines(f"samples {style}", [[(x, top), (x, top + _STROKES)] for x in places])
     origin = scale.at(1.0)
     end = scale.at(mark.value)
     is_below = mark.value < 1
-    # Even a case as fast as the reference must be seen.
+    # Even a case that is exactly as fast as the reference must be visible.
     thick = max(_THINNEST, abs(end - origin))
     sheet.box(f"bar {style}", origin - thick if is_below else origin, row.y - _THICK / 2, thick, _THICK)
     reach = [origin, end, *(scale.at(value) for value in ends(mark, log=True))]
@@ -219,14 +220,14 @@ def _bar(sheet: Sheet, chart: Bars, mark: Mark, row: Row, scale: Scale) -> None:
 
 
 _STACKED = 18.0
-# Smaller shares carry no text.
+# Smaller shares have no text.
 _LEAST_SHARE = 0.03
-# Rests are hatched.
+# Remainders are hatched.
 _RESTS = ("other", "the rest")
 
 
 class _Stack(NamedTuple):
-    """A row of parts: their numbers and values as they follow each other, and their sum."""
+    """A row of parts: their numbers and values in sequence, and their sum."""
 
     label: str
     pieces: Sequence[tuple[int, float]]
@@ -264,7 +265,7 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
         name = chart.parts[part]
         entries.append(("hatch" if name in _RESTS else "box", styles[part], name))
     places = arrange_rows(sheet, [("", [row.label for row in rows])], 30.0, legend(sheet, entries, 0.0))
-    # 3. Draw each row, with its sum unless a timeline or shares make that clear.
+    # 3. Draw each row, with its sum unless a timeline or shares make that obvious.
     totals = ["" if chart.pieces or unit == "%" else show_number(row.total, unit) for row in rows]
     room = max(map(sheet.measure, totals)) + _GAP
     scale = Scale(0.0, max(row.total for row in rows), places.left, sheet.width - room, unit=unit)
@@ -276,7 +277,8 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
 
 
 def _styles(chart: Stacks) -> list[str]:
-    """A phase has the same class in all charts, by its first word; other parts take the remaining ones in order."""
+    """Returns the class of each part: a phase has the same one in all charts, by its first word; other parts get the
+    remaining ones in order."""
     places = [_PHASES.get(part.partition(" ")[0]) for part in chart.parts]
     unused = (place for place in count() if place not in places)
     styles = []
@@ -307,7 +309,7 @@ def _stack(sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _Stack, plac
         words = show_number(sums[part], unit)
         words += "" if unit == "%" else f" ({units.percent(share)})"
         words += f" in {len(sides)} pieces" if len(sides) > 1 else ""
-        # All pieces of a part are one shape with one hint, so that a keyboard reaches it once.
+        # All pieces of a part are one shape with one hint, so that keyboard users reach it once.
         boxes = [[(x, top), (end, top), (end, bottom), (x, bottom)] for x, end in sides]
         style = f"mark {styles[part]}" + " piece" * bool(chart.pieces)
         sheet.lines(style, boxes, hint=make_hint(f"{row.label}, {name}", words), closed=True)

@@ -1,7 +1,7 @@
-"""From values to pixels, the ticks a person would write, how much of a chart is drawn, and its texts.
+"""Maps values to pixels: scales with readable ticks, limits on what is drawn, and texts.
 
-What is not drawn stands in the table beside a chart. The page uses the reader's own font, so widths are those of a wide
-one (DejaVu Sans).
+What is not drawn is in the table beside a chart. The page uses the reader's font, so widths are those of a wide font
+(DejaVu Sans).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from itertools import accumulate
 from fp8bench import units
 from fp8bench.report.elements import ChartAxis, ChartPoint, Mark
 
-# Values closer than this, relative to their size, count as equal: ticks between them would read alike.
+# Values closer than this, relative to their size, count as equal: ticks between them would look the same.
 _ALIKE = 1e-9
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _STRIDES = (1, 2, 3, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 2000, 5000)
-# The least range of an axis of ratios: small differences must not look large.
+# The smallest range of an axis of ratios: small differences must not look large.
 _LEAST_RATIO = 1.1
 # Smaller numbers without a unit are errors, and read better as 8.0e-04.
 _EXPONENT_BELOW = 0.01
@@ -38,7 +38,7 @@ _PREFIXES = {
 
 @dataclass(frozen=True)
 class Scale:
-    """`low` stands at pixel `start`, `high` at `end`."""
+    """Maps `low` to pixel `start`, and `high` to `end`."""
 
     low: float
     high: float
@@ -52,7 +52,7 @@ class Scale:
         share = value - self.low
         length = self.high - self.low
         if self.log:
-            # A quotient beyond all numbers is a difference of logarithms.
+            # If the quotient overflows, use a difference of logarithms.
             quotient = value / self.low
             share = math.log(quotient) if quotient < math.inf else math.log(value) - math.log(self.low)
             length = math.log(self.high) - math.log(self.low)
@@ -68,7 +68,7 @@ class Scale:
 def fit_scale(
     values: Iterable[float], start: float, end: float, log: bool = False, unit: str = "", pad: float = 0.0
 ) -> Scale:
-    """A scale with room for these values, and on either side the share `pad` of the whole."""
+    """Returns a scale for these values, with the share `pad` of the whole as margin on either side."""
     ordered = sorted(values) or [1.0]
     low = ordered[0]
     high = ordered[-1]
@@ -127,10 +127,11 @@ def _linear_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
 
 
 def _log_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
-    """Powers of two for sizes and ratios near 1, else 1-2-5 or powers of ten; none if that makes too few."""
+    """Returns powers of two for sizes and ratios near 1, otherwise 1-2-5 or powers of ten; none if that gives too
+    few."""
     first = math.log10(low)
     last = math.log10(high)
-    # How many times the axis doubles decides which ticks a person would write.
+    # The number of doublings along the axis decides the ticks.
     octaves = (last - first) / math.log10(2)
     if unit == "x" and octaves <= 3.2 and low > 0.2:
         if octaves >= 1.3:
@@ -153,7 +154,7 @@ def _log_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
 
 
 def _ratio_ticks(low: float, high: float) -> list[float]:
-    """Powers of two, and from 0.75 up what lies between them."""
+    """Returns powers of two, and from 0.75 up values between them."""
     ticks: list[float] = []
     for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1):
         between = 1.5 * 2.0**power
@@ -171,14 +172,14 @@ def _powers(base: float, low: float, high: float, most: int) -> list[float]:
 
 
 def _texts(values: Sequence[float], unit: str, log: bool) -> list[str]:
-    """The values in the fewest digits that tell them apart and are right."""
+    """Formats the values with the fewest digits that distinguish them and are exact."""
     size = max((abs(value) for value in values), default=0.0)
     sizes = values if log else [size] * len(values)
     exact = [_number(_tick(value, unit, 15, size)) for value, size in zip(values, sizes, strict=True)]
     texts: list[str] = []
     for digits in range(2, 13):
         texts = [_tick(value, unit, digits, size) for value, size in zip(values, sizes, strict=True)]
-        # Fewer digits may tell ticks apart and still be wrong: 0.13x for 0.125x.
+        # Fewer digits may distinguish ticks but be wrong: 0.13x for 0.125x.
         is_right = all(map(_is_close, map(_number, texts), exact))
         if is_right and len(set(texts)) == len(texts):
             break
@@ -209,7 +210,7 @@ def _tick(value: float, unit: str, digits: int, size: float) -> str:
 
 
 def _plain(number: str) -> str:
-    """Without trailing zeros: '2.50' -> '2.5', '1.00e-07' -> '1e-07'."""
+    """Removes trailing zeros: '2.50' -> '2.5', '1.00e-07' -> '1e-07'."""
     number = re.sub(r"(\.\d*?)0+(?=\D|$)", r"\1", number)
     return re.sub(r"\.(?=\D|$)", "", number)
 
@@ -220,10 +221,10 @@ PLACES = 200
 SERIES = 8
 LABELS = 12
 POINTS = 400
-# The most marks of lines that can be pointed at and tabbed to.
+# The maximum number of marks of lines that can be hovered and tabbed to.
 POINTED = 120
 
-# Beyond these, differences and steps between ticks are no numbers any more.
+# Beyond these, differences and steps between ticks overflow.
 _SMALLEST = 1e-300
 _LARGEST = 1e300
 
@@ -254,7 +255,7 @@ def placeless(values: Iterable[float], log: bool = False) -> int:
 
 ELLIPSIS = "\u2026"
 
-# Widths in units of the font's size; other letters are as wide as a digit.
+# Widths in units of the font size; other letters are as wide as a digit.
 _WIDTHS = {
     **dict.fromkeys("ijl'", 0.3),
     **dict.fromkeys(" .,:;/\\|IJ", 0.34),
@@ -266,7 +267,7 @@ _WIDTHS = {
     **dict.fromkeys("w=+<>#~^\u00d7\u00b1", 0.84),
     **dict.fromkeys("mMW%@\u2026\u2014", 1.0),
 }
-# Digits are all equally wide; most letters are close to that.
+# All digits have the same width; most letters are close to that.
 _DIGIT = 0.64
 # Letters outside of ASCII, and those of East Asian scripts.
 _OTHER = 0.75
@@ -283,7 +284,7 @@ _SPACES = re.compile(r"\s+")
 
 @dataclass(frozen=True)
 class Hint:
-    """What a mark says: in short to a screen reader, in full on hovering."""
+    """The description of a mark: short for a screen reader, full on hovering."""
 
     short: str
     full: str
@@ -300,13 +301,13 @@ def width(text: str, size: float, bold: bool = False) -> float:
 
 
 def cut_to_room(text: str, room: float, size: float, bold: bool = False) -> str:
-    """One line of at most `room` pixels, cut in the middle, because ends tell names apart."""
+    """Returns one line of at most `room` pixels, shortened in the middle, because ends distinguish names."""
     text = _SPACES.sub(" ", text).strip()
     if width(text, size, bold) <= room + 0.01:
         return text
     room = max(0.0, room - width(ELLIPSIS, size, bold))
     num_last = _fitting(text[::-1], room / 2, size, bold)
-    # Both ends stay: the first letters name the suite, the last ones the size.
+    # Both ends are kept: the first letters name the suite, the last ones the size.
     end = text[len(text) - num_last :]
     num_first = _fitting(text, room - width(end, size, bold), size, bold)
     return text[:num_first].rstrip() + ELLIPSIS + end.lstrip()
@@ -318,8 +319,8 @@ def _fitting(text: str, room: float, size: float, bold: bool) -> int:
 
 
 def escape(text: str) -> str:
-    """A text for XML and HTML, between tags and in quotes; line ends survive in an attribute."""
-    # Forbidden even as a number: an XML parser would refuse the whole drawing.
+    """Escapes a text for XML and HTML, between tags and in quotes; line ends survive in an attribute."""
+    # XML forbids these even as character references: a parser would reject the whole drawing.
     clean = FORBIDDEN.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
     return html.escape(clean, quote=True).replace("\n", "&#10;")
 
@@ -335,7 +336,7 @@ def x_ends(point: ChartPoint, log: bool = False) -> list[float]:
 
 
 def _drawable_ends(bounds: Sequence[float | None], log: bool) -> list[float]:
-    """Returns both bounds, the lower first; nothing if one cannot be drawn."""
+    """Returns both bounds, the lower first; nothing if either cannot be drawn."""
     ends = [value for value in bounds if value is not None and drawable(value, log)]
     if len(ends) == 2:
         return sorted(ends)
@@ -343,7 +344,7 @@ def _drawable_ends(bounds: Sequence[float | None], log: bool) -> list[float]:
 
 
 def mark_hint(mark: Mark, axis: ChartAxis, *names: str) -> Hint:
-    """'name, label: 0.512x [0.508x, 0.515x]', then the mark's own hint on another line."""
+    """Returns 'name, label: 0.512x [0.508x, 0.515x]', followed by the mark's hint on another line."""
     text = write_value(mark.value, axis)
     if mark.low is not None and mark.high is not None and math.isfinite(mark.low) and math.isfinite(mark.high):
         text += f" [{write_value(mark.low, axis)}, {write_value(mark.high, axis)}]"

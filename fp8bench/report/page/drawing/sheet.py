@@ -1,6 +1,6 @@
 """The sheet on which all charts are drawn, in pixels with x to the right and y down, as one SVG element.
 
-Shapes have neither colour nor font but a class; the page's stylesheet decides (charts.css).
+Shapes have a class instead of colour and font; the page's stylesheet decides (charts.css).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from fp8bench.report.elements import Chart
 from fp8bench.report.page.drawing.scale import SERIES, Hint, escape, width
 
 _WIDTH = 880.0
-# Letters in pixels, as in charts.css.
+# The font size in pixels, as in charts.css.
 _SIZE = 13.0
-# Shapes tell series apart without colour; the factors make them look equally large.
+# Shapes distinguish series without colour; the factors make them look equally large.
 _SHAPE_SIZES = {"o": 1.0, "s": 0.9, "^": 1.1, "D": 0.82, "v": 1.1}
 SHAPES = tuple(_SHAPE_SIZES)
 # Corners around the middle, with y up.
@@ -41,7 +41,7 @@ Steps = Sequence[Step]
 
 
 class Sheet:
-    """Collects shapes; `svg` gives them as one element."""
+    """Collects shapes; `svg` returns them as one element."""
 
     width = _WIDTH
     size = _SIZE
@@ -52,7 +52,7 @@ class Sheet:
         self._drawn: list[tuple[int, str]] = []  # elements with their layers
         self._markers: dict[str, str] = {}  # ids by their paths
         self._role = "img"
-        self._omitted: list[str] = []  # what is said of what is not drawn
+        self._omitted: list[str] = []  # descriptions of what is not drawn
 
     def lines(
         self, style: str, lines: Sequence[Line], layer: int = 1, hint: Hint | None = None, closed: bool = False
@@ -67,7 +67,7 @@ class Sheet:
         self.lines(style, [corners], layer, hint, closed=True)
 
     def hatch(self, x: float, y: float, wide: float, high: float, layer: int = 1) -> None:
-        """Fills a box with lines from its right or upper edge down to the left."""
+        """Fills a box with diagonal lines from its right or upper edge down to the left."""
         lines = []
         offset = 3.0
         while offset < wide + high:
@@ -79,7 +79,7 @@ class Sheet:
             self.lines("hatch", lines, layer)
 
     def dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: Hint | None = None) -> None:
-        """A marker, whose path is in the sheet once."""
+        """Draws a marker, whose path is stored in the sheet once."""
         # Hundreds of points share few outlines, which keeps the page small.
         marker = self._markers.setdefault(_marker(shape, size), f"{self._name}-m{len(self._markers)}")
         place = f'href="#{marker}" x="{_to_decimals(x)}" y="{_to_decimals(y)}"'
@@ -108,13 +108,13 @@ class Sheet:
 
     @property
     def description(self) -> str:
-        """The chart's own, and what is not drawn."""
+        """The chart's description, plus what is not drawn."""
         return " ".join(filter(None, (self._chart.description.strip(), *self._omitted)))
 
     def svg(self, height: float) -> str:
         paths = "".join(f'<path id="{name}" d="{path}"/>' for path, name in self._markers.items())
         content = [f"<defs>{paths}</defs>"] if paths else []
-        # Layers decide what covers what; within one the order of drawing does.
+        # Layers determine what covers what; within a layer the order of drawing does.
         content += [element for _, element in sorted(self._drawn, key=lambda drawn: drawn[0])]
         lines = "\n".join(content)
         return (
@@ -127,7 +127,7 @@ class Sheet:
         )
 
     def _words(self, hint: Hint | None) -> str:
-        """Attributes with which a mark can be reached by keyboard, and says what it is."""
+        """Returns attributes that make a mark reachable by keyboard, and describe it."""
         if hint is None:
             return ""
         # Screen readers do not see an image's children, so a chart with marks is a group.
@@ -136,7 +136,7 @@ class Sheet:
 
 
 def looks_of(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """The shape and class of each series; no two of a chart's first SERIES look alike, and no two of 40."""
+    """Returns the shape and class of each series; no two of a chart's first SERIES look alike, and no two of 40."""
     return {
         name: (SHAPES[(number + number // SERIES) % len(SHAPES)], f"s{number % SERIES + 1}")
         for number, name in enumerate(dict.fromkeys(names))
@@ -161,7 +161,7 @@ def outline(shape: str, size: float) -> Steps:
         return along_lines([corners], closed=True)
     points = list(_QUARTER)
     for _ in range(3):
-        # Each further quarter is the last one turned by 90 degrees.
+        # Each further quarter is the previous one rotated by 90 degrees.
         points += [(-y, x) for x, y in points[-6:]]
     steps: list[Step] = [("M", (0.0, size / 2))]
     for place in range(0, len(points), 3):
@@ -178,7 +178,7 @@ def _marker(shape: str, size: float) -> str:
 
 
 def _path(steps: Steps) -> str:
-    """Commands in as few letters as two decimals take: 'M1 2H3'."""
+    """Formats commands with as few characters as two decimals allow: 'M1 2H3'."""
     parts = []
     x = y = ""
     for command, numbers in steps:
@@ -196,7 +196,7 @@ def _path(steps: Steps) -> str:
 
 
 def _to_decimals(number: float) -> str:
-    """'3.1'. Rounded twice, so that floating-point noise does not decide between two hundredths."""
+    """Formats '3.1'. Rounds twice, so that floating-point noise does not decide between two hundredths."""
     text = f"{round(float(number), 6):.2f}".rstrip("0").rstrip(".")
     if text == "-0":
         return "0"

@@ -114,7 +114,7 @@ def test_an_unfit_file_is_refused_with_what_it_has(corpus: Corpus, tmp_path: Pat
         (kept(tmp_path / "c", {**state, name: torch.ones(3)}), rf"{name} has shape \[3\]"),
         (kept(tmp_path / "d", {**state, name: state[name] / 0}), "not finite"),
         (kept(tmp_path / "e", [1, 2]), "expected tensors by name"),
-        (named(tmp_path / "junk.pt"), "is no state dict"),
+        (named(tmp_path / "junk.pt"), "is not a state dict"),
         (f"{tmp_path / 'a'}::0", "has changed"),
     )
     for start, words in cases:

@@ -279,7 +279,7 @@ def test_a_metric_gets_the_model_and_the_held_out_batches(tmp_path: Path) -> Non
     scores = dict(metric_values(f"{file}:g", SimpleNamespace(), held_out))
     assert scores == {f"metric:{file}:g.a": 1.0, f"metric:{file}:g.b": 3.5}
     for name in ("words", "fails"):
-        with pytest.raises(UsageError, match="gives no figure"):
+        with pytest.raises(UsageError, match="returned no figure"):
             list(metric_values(f"{file}:{name}", None, held_out))
     with pytest.raises(UsageError, match="has no 'h'"):
         list(metric_values(f"{file}:h", None, held_out))

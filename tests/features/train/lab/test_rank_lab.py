@@ -176,8 +176,8 @@ def _timeless(lines: tuple[StreamLine, ...]) -> list[StreamLine]:
 def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: RanksWorker) -> None:
     """Another seed or text, one part twice, one bit of a weight, gradients that are not averaged, another scale, and
     faults that a rank finds itself (planted one by one in test_ways.py)."""
-    text = "in step 0 rank 1 reads another text than rank 0, or with another seed"
-    weights = "after a slice the weights of rank 1 are not those of rank 0"
+    text = "in step 0 rank 1 reads a different text than rank 0, or uses another seed"
+    weights = "after a slice the weights of rank 1 differ from those of rank 0"
     several = asked(ranks, 60)
     for seed, parallel, reason in (
         (planted.SEED, "ddp", text),
@@ -186,7 +186,7 @@ def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: Ranks
         (planted.WEIGHTS, "ddp", weights),
         (planted.AVERAGE, "ddp", weights),
         (planted.AVERAGE, "fsdp", "in a slice rank 1 received gradients for its rows that are not the mean"),
-        (planted.SCALES, "ddp", "after a slice the scales of rank 1 are not those of rank 0"),
+        (planted.SCALES, "ddp", "after a slice the scales of rank 1 differ from those of rank 0"),
     ):
         arm = "fp8-delayed" if seed == planted.SCALES else "fp32"
         several.begin(of_ranks(corpus, arm, seed=seed, parallel=parallel))

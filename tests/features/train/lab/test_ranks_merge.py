@@ -55,10 +55,10 @@ def test_a_step_is_that_of_all_ranks_and_takes_as_long_as_the_slowest() -> None:
         ),
         (said(replace(ROW, skipped=True)), "skipped is False on rank 0 and True on rank 1"),
         (replace(said(ROW), faults=("lost its rows",)), "rank 1 lost its rows"),
-        (said(ROW, weights=2), "the weights of rank 1 are not those of rank 0"),
+        (said(ROW, weights=2), "the weights of rank 1 differ from those of rank 0"),
         (said(ROW, ROW), "different kinds"),
-        (said(ROW, whole=9), "in step 3 rank 1 reads another text"),
-        (said(ROW, own=1), "did not read the batch"),
+        (said(ROW, whole=9), "in step 3 rank 1 reads a different text"),
+        (said(ROW, own=1), "did not read each sequence"),
     ],
 )
 def test_what_must_be_the_same_is_compared(other: RankLines, why: str) -> None:

@@ -209,6 +209,6 @@ def test_nothing_in_a_file_is_run(lab: Lab, tmp_path: Path) -> None:
     head: dict[str, Any] = changed_document(kept / "checkpoint.json")
     head["arms"]["bf16"]["sha256"] = hashlib.sha256((kept / "0.pt").read_bytes()).hexdigest()
     (kept / "checkpoint.json").write_text(json.dumps(head))
-    with pytest.raises(StoreError, match="holds more than tensors and plain values"):
+    with pytest.raises(StoreError, match="has more than tensors and plain values"):
         lab.restore(str(kept))
     assert not (tmp_path / "harm").exists()
