@@ -107,13 +107,13 @@ def run(
         raise UsageError(f"sessions: {error}.") from None
     several = partial(execute_sessions, request, sessions=count, apart=pause)
     several = several if count > 1 else partial(execute, request)
-    return _measured(several, store, observer, progress, report, log)
+    return _measure_run(several, store, observer, progress, report, log)
 
 
 suite = run
 
 
-def _measured(
+def _measure_run(
     measure: Callable[[Path, Observer, str], model.Run],
     store: str | Path,
     observer: Observer | None,
@@ -123,19 +123,19 @@ def _measured(
 ) -> Run:
     targets = log_targets(log)
     kept = folder("store", store)
-    with _told(observer, progress) as told:
+    with _observe(observer, progress) as told:
         done = measure(kept, told, command_line())
-    _followed(done, kept, progress and observer is None, report, targets)
-    return _shown(done)
+    _follow_up(done, kept, progress and observer is None, report, targets)
+    return _to_frame_run(done)
 
 
-def _told(observer: Observer | None, progress: bool) -> AbstractContextManager[Observer]:
+def _observe(observer: Observer | None, progress: bool) -> AbstractContextManager[Observer]:
     if observer is not None:
         return nullcontext(observer)
     return (TERMINAL if progress else SILENT).measuring()
 
 
-def _followed(done: model.Run, store: Path, told: bool, report: bool, log: Sequence[LogTarget] = ()) -> None:
+def _follow_up(done: model.Run, store: Path, told: bool, report: bool, log: Sequence[LogTarget] = ()) -> None:
     """Does what follows a run on the command line, too. A run that was not kept has no report."""
     wanted = Wanted(Pages() if report and done.path else None, log)
     after_run(done, store, wanted, TERMINAL.note if told else SILENT.note)
@@ -204,7 +204,7 @@ def profile(
     )
     given = (model, batch) if loss is None else (model, batch, loss)
     measure = partial(profile_live, given, request) if live else partial(profile_maker, request)
-    return _measured(measure, store, observer, progress, report, log)
+    return _measure_run(measure, store, observer, progress, report, log)
 
 
 def resume(
@@ -226,20 +226,20 @@ def resume(
         raise UsageError(f"the run {run.id} was not stored. Give a stored run, its id, its file, or 'last'.")
     kept = folder("store", store)
     path = Path(run.path) if isinstance(run, model.Run) else find_run(str(run), kept)
-    with _told(observer, progress) as told:
+    with _observe(observer, progress) as told:
         resumed, done = go_on(path, kept, told, command_line())
     if resumed:
-        _followed(done, kept, progress and observer is None, report)
-    return _shown(done)
+        _follow_up(done, kept, progress and observer is None, report)
+    return _to_frame_run(done)
 
 
-def _shown(run: model.Run) -> Run:
+def _to_frame_run(run: model.Run) -> Run:
     return run if isinstance(run, Run) else Run(**{field.name: getattr(run, field.name) for field in fields(run)})
 
 
 def load(run: str | Path | model.Run, store: str | Path = DEFAULT_STORE) -> Run:
     """Returns a stored run; its `.results` are the rows of --csv, its `.verdicts` those of the terminal's answer."""
-    return _shown(run if isinstance(run, model.Run) else load_stored_run(str(run), folder("store", store)))
+    return _to_frame_run(run if isinstance(run, model.Run) else load_stored_run(str(run), folder("store", store)))
 
 
 def findings(run: model.Run) -> Findings:

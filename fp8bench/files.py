@@ -49,7 +49,7 @@ class Damaged(ValueError):
     """What was read differs from what was written."""
 
 
-def sealed(content: dict[str, Any]) -> dict[str, Any]:
+def seal(content: dict[str, Any]) -> dict[str, Any]:
     """The object with a checksum of its content, whatever its formatting."""
     return {**content, _SUM: _checksum(compact(content).encode())}
 
@@ -64,7 +64,7 @@ def with_checksum(plain: str) -> str:
     return f'{plain[:-1]},"{_SUM}":"{_checksum(plain.encode())}"}}'
 
 
-def unsealed(content: dict[str, Any]) -> dict[str, Any]:
+def unseal(content: dict[str, Any]) -> dict[str, Any]:
     """The object without its checksum, if it has one. Raises Damaged if the two do not agree."""
     if _SUM not in content:
         return content
@@ -82,7 +82,7 @@ def unsealed_line(line: bytes) -> tuple[dict[str, Any], str]:
     content = json.loads(line)
     if not isinstance(content, dict):
         raise Damaged("expected an object")
-    return unsealed(content), str(content.get(_SUM, ""))
+    return unseal(content), str(content.get(_SUM, ""))
 
 
 def compact(content: object) -> str:
@@ -133,7 +133,7 @@ def open_file(path: Path, mode: str = "rb", most: int | None = LARGEST_FILE) -> 
     if str(path).startswith(_STREAMS):
         return cast(BufferedRandom, path.open(mode))
 
-    def open_checked(name: str, flags: int) -> int:
+    def open_regular(name: str, flags: int) -> int:
         with contextlib.suppress(FileNotFoundError):  # opening a device may already change something
             _check(os.stat(name), most)  # noqa: PTH116
         descriptor = os.open(name, flags | os.O_NONBLOCK, 0o666)
@@ -144,7 +144,7 @@ def open_file(path: Path, mode: str = "rb", most: int | None = LARGEST_FILE) -> 
             raise
         return descriptor
 
-    return cast(BufferedRandom, open(path, mode, opener=open_checked))
+    return cast(BufferedRandom, open(path, mode, opener=open_regular))
 
 
 def check_file(path: Path, most: int | None = LARGEST_FILE) -> None:
@@ -263,7 +263,7 @@ class LineWriter:
         self._recount()
 
     @classmethod
-    def started(cls, path: Path, head: dict[str, Any]) -> Self:
+    def start(cls, path: Path, head: dict[str, Any]) -> Self:
         """Makes a file together with its first line, and locks it: nobody ever sees it empty."""
         partial = path.with_suffix(PARTIAL)
         try:
@@ -371,7 +371,7 @@ def is_locked(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+def lock_folder(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
     """Holds a folder's lock, for which it waits up to `seconds`. Not reentrant.
 
     Reading, merging and writing belong under one lock.

@@ -33,10 +33,10 @@ from fp8bench.measure.handle import (
     LocalWorker,
     ProcessWorker,
     Worker,
-    claimed,
+    claim_process,
     counting_worker,
 )
-from fp8bench.measure.interrupts import held_back, ignored
+from fp8bench.measure.interrupts import hold_back_interrupts, ignore_interrupts
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import trace_folder
 from fp8bench.measure.ranks.worker import RanksWorker
@@ -87,7 +87,7 @@ def execute(
     start = time.monotonic()
     request = with_stored_scales(request, store)
     with _ready(request, store) as ready, Meters(request.energy) as meters:
-        run = replace(_opened(request, ready, meters, command, folder), origin=origin)
+        run = replace(_open_run(request, ready, meters, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=of_cell(run.plan, cell[1]), cell=cell[0])
         observer.planned(run.plan)
@@ -133,7 +133,7 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
     refuse_elsewhere(run)
     request = replace(run.request, trace=None, isolation=True)
     with _ready(request, store) as ready, Meters(request.energy) as meters:
-        opened = _opened(request, ready, meters, command, None, has_reference_added(run.plan))
+        opened = _open_run(request, ready, meters, command, None, has_reference_added(run.plan))
         again = replace(opened, origin=AGAIN)
         differs = foreign(run, again.plan, again.devices, again.environment)
         if differs:
@@ -178,24 +178,24 @@ def _measure(
                 writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
                 noted.add(stem)
             budget = share_of(run.request.budget, start, len(groups) - place)
-            untimed = _untimed(run, group, worker if group is groups[-1] else None, ready.untimed)
+            untimed = _untimed_worker(run, group, worker if group is groups[-1] else None, ready.untimed)
             done = _group(group, run, budget, ready, meters, observer, quantisers, ceilings, lost, untimed)
             known = with_reruns(done, run, store)
             measured += [replace(record, sessions=sessions.get(record.case.id, ())) for record in known]
-            with held_back():
+            with hold_back_interrupts():
                 writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:
                 observer.finished(record)
             add_reruns(done, run, store)
         writer.finish("finished")
     except KeyboardInterrupt:
-        with ignored(), contextlib.suppress(StoreError):  # without an end line a run is unfinished, too
+        with ignore_interrupts(), contextlib.suppress(StoreError):  # without an end line a run is unfinished, too
             writer.finish("interrupted")
     except StoreError as error:
         raise NotKept(str(error), replace(run, records=(*run.records, *measured), troubles=(str(error),))) from None
     finally:
         writer.close()
-    with ignored():
+    with ignore_interrupts():
         return load_run(writer.path)
 
 
@@ -205,13 +205,13 @@ def _ceilings(run: Run, groups: Sequence[Group], store: Path, ready: Ready, obse
         return {}
     first = {case.case.device: case.case for group in reversed(groups) for case in reversed(group.cases) if case.runs}
 
-    def measured(device: DeviceFacts) -> Ceilings:
+    def measure(device: DeviceFacts) -> Ceilings:
         observer.working(first[device.key], MEASURING_CEILINGS, 0.0)
         return measure_ceilings(ready.timing, device)
 
     by_device = {}
     for device in (device_facts for device_facts in run.devices if device_facts.key in first):
-        wanted = partial(measured, device) if ready.switches.ceilings else None
+        wanted = partial(measure, device) if ready.switches.ceilings else None
         try:
             known = current_ceilings(store, run.environment, device, wanted)
         except WorkerError:  # the run goes on without a ceiling, in a fresh worker
@@ -244,7 +244,7 @@ def _ready(request: Request, store: Path, write: bool = True) -> Iterator[Ready]
     A worker starts when it is first asked something.
     """
     with ExitStack() as stack:
-        stack.enter_context(claimed(request.isolation))
+        stack.enter_context(claim_process(request.isolation))
         resolved = resolve(request, os.environ)
         if write:
             if request.trace is not None:
@@ -272,11 +272,11 @@ def worker_for(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
     try:
         yield worker
     finally:
-        with ignored():
+        with ignore_interrupts():
             worker.close()
 
 
-def _opened(
+def _open_run(
     request: Request, ready: Ready, meters: Meters, command: str, folder: Path | None, compares: bool = True
 ) -> Run:
     """The run with its header, before anything is measured but the cost of looking."""
@@ -326,7 +326,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _untimed(run: Run, group: Group, last: Worker | None, other: Worker) -> Worker | None:
+def _untimed_worker(run: Run, group: Group, last: Worker | None, other: Worker) -> Worker | None:
     """Who counts the operators of a group: a worker that times nothing, or the one that has timed the `last` group and
     times nothing any more, unless the other one is there already. What is compiled is counted elsewhere."""
     if run.origin == AGAIN or run.request.ranks is not None:

@@ -103,6 +103,6 @@ def meant_name(kind: str, given: str, known: Collection[str]) -> str | None:
     return bare[near[0]] if near else None
 
 
-def where_explained(kind: str) -> str:
+def explaining_command(kind: str) -> str:
     """Returns the command that lists the names of a kind; '' if there is none."""
     return _EXPLAINED.get(kind, "")

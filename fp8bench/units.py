@@ -45,7 +45,7 @@ def symbol(unit: str) -> str:
     return _SYMBOLS.get(unit, unit)
 
 
-def written() -> dict[str, tuple[float, str]]:
+def typed_units() -> dict[str, tuple[float, str]]:
     """Every unit that a person may type, with its factor and the unit in which figures are stored."""
     named = [
         (name, scale, base)
@@ -74,7 +74,7 @@ def _scale_of(value: float, digits: int, scales: Sequence[tuple[float, str]]) ->
     return next((scale for scale in scales if abs(value) >= scale[0] * just_one), scales[-1])
 
 
-def _prefixed(value: float | None, base: str, digits: int) -> str:
+def _with_prefix(value: float | None, base: str, digits: int) -> str:
     if value is None:
         return NONE
     if value == 0 or not math.isfinite(value):
@@ -85,12 +85,12 @@ def _prefixed(value: float | None, base: str, digits: int) -> str:
 
 def seconds(value: float | None, digits: int = 3) -> str:
     """A duration: 0.0243 -> '24.3 ms'."""
-    return _prefixed(value, "s", digits)
+    return _with_prefix(value, "s", digits)
 
 
 def joules(value: float | None, digits: int = 3) -> str:
     """An energy: 0.0191 -> '19.1 mJ'."""
-    return _prefixed(value, "J", digits)
+    return _with_prefix(value, "J", digits)
 
 
 def clock(value: float) -> str:
@@ -210,13 +210,13 @@ def decibels(value: float | None) -> str:
     return "exact" if value >= EXACT_DB else f"{round(value, 1) + 0.0:.1f} dB"  # + 0.0: never '-0.0 dB'
 
 
-def shown(value: float | None, unit: str, digits: int = 3) -> str:
+def describe(value: float | None, unit: str, digits: int = 3) -> str:
     """A number in its unit; `digits` are those of times and energies."""
     if value is None:
         return NONE
     unit = symbol(unit)
     if unit in _PREFIXED:
-        return _prefixed(value, unit, digits)
+        return _with_prefix(value, unit, digits)
     known: dict[str, Callable[[float], str]] = {
         "B": size,
         "x": ratio,

@@ -40,10 +40,10 @@ def encode(values: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
     check_input(values)
     codes = torch.empty(values.shape, dtype=code_dtype(fmt), device=values.device)
     for part, filled in _pieces(values.detach(), codes):
-        filled.copy_(encoded(part, fmt))
+        filled.copy_(encode_values(part, fmt))
         if not checked:
             continue
-        decoded = _decoded(filled, fmt)
+        decoded = _decode(filled, fmt)
         if not torch.equal(decoded, part.to(torch.float32)) and _wrong(decoded, part, fmt).any():
             raise UsageError(_off_grid(values, fmt))
     return codes
@@ -63,7 +63,7 @@ def decode(codes: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
             raise UsageError(f"{fmt.name} has codes from 0 to {(1 << fmt.bits) - 1}, and {wrong} is not one of them.")
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for part, filled in _pieces(codes, values):
-        filled.copy_(_decoded(part, fmt))
+        filled.copy_(_decode(part, fmt))
     return values
 
 
@@ -118,7 +118,7 @@ def _value(code: int, fmt: Format) -> float:
     return -magnitude if negative else magnitude
 
 
-def encoded(values: Tensor, fmt: Format) -> Tensor:
+def encode_values(values: Tensor, fmt: Format) -> Tensor:
     """Codes of values on the grid, and arbitrary codes for others. Independent of how torch's casts overflow."""
     values = values.to(torch.float32)
     if fmt.has_nan:  # one NaN for all: casts of NaN differ between devices, and between lengths
@@ -141,7 +141,7 @@ def encoded(values: Tensor, fmt: Format) -> Tensor:
     return magnitude | wider.bitwise_right_shift(7).bitwise_left_shift(fmt.bits - 1)
 
 
-def _decoded(codes: Tensor, fmt: Format) -> Tensor:
+def _decode(codes: Tensor, fmt: Format) -> Tensor:
     if fmt in _HALVES:
         return codes.view(_HALVES[fmt]).to(torch.float32)
     if fmt is TF32:
@@ -157,13 +157,14 @@ def _wrong(decoded: Tensor, values: Tensor, fmt: Format) -> Tensor:
 def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     flat = source.flatten(), target.flatten()
     if source.device.type != "cpu":
+        # In pieces that stay in a CPU's caches; a GPU takes everything in one launch.
         return iter([flat])
-    return zip(*(torch.split(whole, _PIECE) for whole in flat), strict=True)
+    return zip(*(torch.split(tensor, _PIECE) for tensor in flat), strict=True)
 
 
 def _off_grid(values: Tensor, fmt: Format) -> str:
     flat = values.detach().to(torch.float32).flatten()
-    wrong = _wrong(_decoded(encoded(flat, fmt), fmt), flat, fmt)
+    wrong = _wrong(_decode(encode_values(flat, fmt), fmt), flat, fmt)
     count, first = int(wrong.sum()), float(flat[wrong][0])
     nans = int(flat.isnan().sum())
     if nans and not fmt.has_nan:

@@ -150,11 +150,11 @@ def _of_kind(product: Product, device: DeviceClass) -> Iterator[Objection]:
     if product.scheme is Scheme.ROW and device is not H100:
         # On Hopper cuBLAS scales rows since 12.9; elsewhere CUTLASS's kernel and hipBLASLt accept less.
         if product.b.fmt not in (E4M3, FNUZ[0]):
-            why = f"with a scale a row the second operand is E4M3, not {product.b.fmt.name}"
-            yield Objection(why)
+            reason = f"with a scale a row the second operand is E4M3, not {product.b.fmt.name}"
+            yield Objection(reason)
         if product.output not in _row_outputs(device).split(" or "):
-            why = f"with a scale a row the output is {_row_outputs(device)}, not {product.output}"
-            yield Objection(why)
+            reason = f"with a scale a row the output is {_row_outputs(device)}, not {product.output}"
+            yield Objection(reason)
     if product.scheme in (Scheme.BLOCK, Scheme.MXFP8) and not product.a.fmt is product.b.fmt is E4M3:
         yield Objection(f"with scales of {_SPANS[product.scheme]} elements both operands are E4M3")
     if product.scheme in MX and device.is_amd and product.output == "fp32":
@@ -199,8 +199,8 @@ def _of_shape(product: Product, device: DeviceClass) -> Iterator[Objection]:
         for rule in broken:
             multiples = [1, 1, 1]
             multiples[place] = rule[place]
-            why = f"{side}={product.sides[place]} is no multiple of {rule[place]}"
-            yield Objection(why, (multiples[0], multiples[1], multiples[2]))
+            reason = f"{side}={product.sides[place]} is no multiple of {rule[place]}"
+            yield Objection(reason, (multiples[0], multiples[1], multiples[2]))
             break
 
 

@@ -65,8 +65,8 @@ class Scaling:
         if self.scale not in ROUNDINGS:
             raise RecipeRefused(f"scales are kept in float32, e8m0 or e4m3fn, not in {_name(self.scale)}.")
         if self.rounding not in ROUNDINGS[self.scale]:
-            known = ", ".join(ROUNDINGS[self.scale])
-            raise RecipeRefused(f"scales in {_name(self.scale)} are not rounded by {self.rounding!s}. Give {known}.")
+            choices = ", ".join(ROUNDINGS[self.scale])
+            raise RecipeRefused(f"scales in {_name(self.scale)} are not rounded by {self.rounding!s}. Give {choices}.")
         if self.scale is E8M0 and (self.rows, self.columns) != (1, 32):
             raise RecipeRefused(f"MX blocks are 1 x 32 elements, not {self.rows} x {self.columns}.")
         if self.scale is E4M3 and (self.rows, self.columns) not in ((1, 16), (16, 16)):
@@ -76,8 +76,8 @@ class Scaling:
     def name(self) -> str:
         """'tensor', 'row', '1x128', '1x32 e8m0' or '1x16 e4m3fn', followed by the rounding of its scales."""
         extent = "tensor" if not self.rows else "row" if not self.columns else f"{self.rows}x{self.columns}"
-        kept = f" {self.scale.name}" if self.scale else ""
-        return f"{extent}{kept} {self.rounding}"
+        scale_format = f" {self.scale.name}" if self.scale else ""
+        return f"{extent}{scale_format} {self.rounding}"
 
     @property
     def turns(self) -> bool:
@@ -212,7 +212,7 @@ class Recipe:
         )
 
     @property
-    def unscaled(self) -> bool:
+    def is_unscaled(self) -> bool:
         return all(treatment.scaling is None for treatment in self.treatments)
 
     @property

@@ -46,7 +46,7 @@ def of_squares(laid: Tensor, across: int) -> Tensor:
     return laid.t()[:, :across]
 
 
-def swizzled(scales: Tensor) -> Tensor:
+def swizzle(scales: Tensor) -> Tensor:
     """Bytes of 1x32 or 1x16 blocks, in one dimension; tiles are filled with zeros."""
     return swizzled_into(torch.empty(bytes_in_tiles(*scales.shape), dtype=scales.dtype, device=scales.device), scales)
 
@@ -65,7 +65,7 @@ def bytes_in_tiles(down: int, across: int) -> int:
     return (down + -down % TILE_ROWS) * (across + -across % TILE_COLUMNS)
 
 
-def unswizzled(laid: Tensor, down: int, across: int) -> Tensor:
+def unswizzle(laid: Tensor, down: int, across: int) -> Tensor:
     wide = -(-across // TILE_COLUMNS)
     tiles = laid.view(-1, wide, _QUARTER, TILE_COLUMNS, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1, wide * TILE_COLUMNS)[:down, :across]

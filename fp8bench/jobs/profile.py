@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import NotSent, UsageError
-from fp8bench.measure.handle import claimed
+from fp8bench.measure.handle import claim_process
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Request, Run
 from fp8bench.model.run import PROFILE
@@ -66,7 +66,7 @@ def profile(request: Request, store: Path, observer: Observer, command: str, not
 def coverage_of(maker: str) -> Coverage:
     """Runs a step of the model on a CPU, untimed, and returns its products as they would be converted in fp8."""
     request = Request(Model.name, ("fp8",), ("cpu",), UNTOUCHED, axes=(("make", (function_named(maker),)),))
-    with claimed(True), worker_for(request, None) as worker:
+    with claim_process(True), worker_for(request, None) as worker:
         facts = worker.probe()
         plan, limits = make_plan(request, facts, None), Limits()
         examine(plan, facts, worker, limits)

@@ -94,14 +94,16 @@ class WindowResult:
     def why(self) -> str:
         return "; ".join(dict.fromkeys(self.reasons))
 
-    def concluded(self, source: str, before: Energy | Unavailable, after: Energy | Unavailable) -> EnergyUse:
+    def conclude(self, source: str, idle_before: Energy | Unavailable, idle_after: Energy | Unavailable) -> EnergyUse:
         self.reasons += [
             f"idle power: {unavailable.reason}"
-            for unavailable in (before, after)
+            for unavailable in (idle_before, idle_after)
             if isinstance(unavailable, Unavailable)
         ]
-        idle_before, idle_after = (energy.watts if isinstance(energy, Energy) else None for energy in (before, after))
-        return EnergyUse(source, tuple(self.windows), idle_before, idle_after, self.why)
+        watts_before, watts_after = (
+            energy.watts if isinstance(energy, Energy) else None for energy in (idle_before, idle_after)
+        )
+        return EnergyUse(source, tuple(self.windows), watts_before, watts_after, self.why)
 
 
 # An arm, and a phase of its step or '' for the whole step.
@@ -127,21 +129,26 @@ class WindowPass:
                 of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             return results
         source = self._meter.kind.value
+        # A flushed cache would be part of what is metered.
         for arm in arms:
             if arm.cache == COLD:
                 results[arm.key].use = EnergyUse(source, why=_FLUSHED)
         arms = [arm for arm in arms if arm.cache != COLD]
         if not arms:
             return results
-        before = self._meter.idle(self._rule.idle_seconds) if metered else None
-        each = {(arm.key, ""): results[arm.key] for arm in arms}
-        self._in_turns([(arm, "") for arm in arms], each, worker, self._window, "{mode} ended the windows: {cause}")
-        after = self._meter.idle(self._rule.idle_seconds) if metered else None
+        # Idle power is metered on both sides of the windows, because it drifts as a device warms up.
+        idle_before = self._meter.idle(self._rule.idle_seconds) if metered else None
+        by_turn = {(arm.key, ""): results[arm.key] for arm in arms}
+        self._in_turns([(arm, "") for arm in arms], by_turn, worker, self._window, "{mode} ended the windows: {cause}")
+        idle_after = self._meter.idle(self._rule.idle_seconds) if metered else None
+        # An unmetered run still has its sustained turns.
         for of_arm in (results[arm.key] for arm in arms):
-            if before is None or after is None:
+            if idle_before is None or idle_after is None:
                 of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             else:
-                of_arm.use = replace(of_arm.concluded(source, before, after), power_limits=self._meter.power_limits())
+                of_arm.use = replace(
+                    of_arm.conclude(source, idle_before, idle_after), power_limits=self._meter.power_limits()
+                )
         return results
 
     def phases(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, tuple[PhaseEnergy, ...]]:
@@ -152,14 +159,10 @@ class WindowPass:
         turns = [(arm, phase) for arm in arms for phase in dict.fromkeys(arm.timing().segments.phases)]
         results = {(arm.key, phase): WindowResult() for arm, phase in turns}
         self._in_turns(turns, results, worker, self._phase_window, "{phase} of {mode} ended this: {cause}")
-        return {
-            arm.key: tuple(
-                PhaseEnergy(phase, tuple(windows_found.windows), windows_found.why)
-                for (key, phase), windows_found in results.items()
-                if key == arm.key
-            )
-            for arm in arms
-        }
+        energies: dict[str, tuple[PhaseEnergy, ...]] = {arm.key: () for arm in arms}
+        for (key, phase), result in results.items():
+            energies[key] += (PhaseEnergy(phase, tuple(result.windows), result.why),)
+        return energies
 
     def _in_turns(
         self,
@@ -171,10 +174,11 @@ class WindowPass:
     ) -> None:
         """Gives each turn its windows in balanced random orders, an emulation one only. A fault ends all that are
         left."""
+        # Emulated arms get one window: their energy is of the emulation and only fills its row.
         turns: list[Turn] = []
         orders: Orders[Turn] = Orders(random.Random(self._seed))
         for number in range(self._rule.windows):
-            turns += orders.next([turn for turn in every if number == 0 or not turn[0].emulated])
+            turns += orders.next([turn for turn in every if number == 0 or not turn[0].is_emulated])
         for place, (arm, phase) in enumerate(turns):
             self._tell(arm, place / len(turns))
             try:
@@ -182,22 +186,24 @@ class WindowPass:
             except WorkerError as cause:
                 # The states of all may be gone: the windows so far have to do.
                 worker.restart()
-                why = ended.format(mode=arm.planned.case.mode, phase=phase, cause=cause)
-                for left, name in turns[place:]:
-                    results[left.key, name].reasons.append(why)
+                reason = ended.format(mode=arm.planned.case.mode, phase=phase, cause=cause)
+                for skipped, name in turns[place:]:
+                    results[skipped.key, name].reasons.append(reason)
                 return
 
     def _window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
-        turn_seconds = 0.0 if arm.emulated else self._rule.turn_seconds
+        # A window ends when the meter has enough and the turn's seconds are over, whichever is later.
+        turn_seconds = 0.0 if arm.is_emulated else self._rule.turn_seconds
         steps = max(1, round(CHUNK_SECONDS / arm.step_seconds))
         limit = arm.limits.slot(arm.step_seconds, steps)
-        settling = self._settled(arm, worker, turn_seconds)
+        settling = self._settle(arm, worker, turn_seconds)
         seconds: list[float] = []
         with self._meter.window() as window:
             while not window.enough or sum(seconds) < turn_seconds:
                 seconds.append(worker.within(limit).loop(arm.key, steps))
         clock = self._meter.device.glance().get("sm_clock") if turn_seconds else None
         done = steps * len(seconds)
+        # Long loops may diverge; what is wrong at the end spoils the window.
         wrong = worker.within(arm.limits.numbers(arm.planned.work)).check(arm.key).wrong
         energy = window.energy
         if wrong:
@@ -222,7 +228,7 @@ class WindowPass:
         times = max(1, round(CHUNK_SECONDS / max(replay.seconds, 1e-7)))
         limit, chunks, seconds = arm.limits.slot(replay.seconds, times), 0, 0.0
         with self._meter.window() as window:
-            while not window.enough or (seconds < SHORTEST and not window.failed):
+            while not window.enough or (seconds < SHORTEST and not window.has_failed):
                 seconds += worker.within(limit).loop_phase(arm.key, times)
                 chunks += 1
         wrong = worker.within(limit).drop_phase(arm.key)
@@ -232,7 +238,7 @@ class WindowPass:
         else:
             result.windows.append(_kept_window(energy, times * chunks))
 
-    def _settled(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
+    def _settle(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
         """Runs the case ahead of its window: until the device has settled before a turn, else for half a turn."""
         if turn_seconds:
             settler = Settler(self._meter.device, self._rule.settling_seconds, self._clock)

@@ -168,7 +168,7 @@ class EmulatedCore:
 
     def _round(self, x: Tensor, part: str, scaled: bool = True) -> Tensor:
         arithmetic = self.parts[part]
-        cast = arithmetic.cast if scaled else arithmetic.unscaled
+        cast = arithmetic.cast if scaled else arithmetic.cast_without_scale
         rounded: Tensor = _StraightThrough.apply(x, arithmetic, cast)  # type: ignore[no-untyped-call]
         return rounded
 

@@ -197,6 +197,7 @@ def convolve(
     (O, height, width, I). `operands` are those of the weight, if it was cast already.
     """
     x = x.to(arithmetic.carrier)
+    # Without an explicit product torch's own convolution takes rounded operands.
     if not arithmetic.explicit:
         form = _Form(arithmetic, geometry, layout)
         y: Tensor = _ConvolvedProduct.apply(x, weight, form, phase, operands)  # type: ignore[no-untyped-call]

@@ -69,6 +69,7 @@ class KeptHeads:
         self.scale: Tensor | None = None
         self.scales: Tensor | None = None
         self.blocks = BlockCodes(self.kept) if isinstance(self.kept.shared, int) and self.kept.shared else None
+        # Codes of half a byte lie in pairs; any other format has a dtype of its own.
         columns, dtype = self.width, plain or torch.float8_e4m3fn
         if self.blocks is not None:
             columns, dtype = -(-self.width // 2), torch.uint8
@@ -76,6 +77,7 @@ class KeptHeads:
         self.codes = torch.zeros(*shape[:3], columns, dtype=torch.uint8, device=device)
         if dtype is not torch.uint8:
             self.codes = torch.zeros(shape, dtype=dtype, device=device)
+        # Scales of rows begin at 1, so that empty places decode to zero.
         if self.kept.shared == "row":
             self.scales = torch.ones(*shape[:3], 1, device=device)
 
@@ -94,12 +96,14 @@ class KeptHeads:
         elif self.blocks is not None:
             assert self.scales is not None
             self.codes[:, :, place], self.scales[:, :, place] = self.blocks.encode_rows(x)
+        # A carrier needs no code, everything else is scaled, cut off at the largest code and cast.
         elif self.kept.fmt is None:
             self.codes[:, :, place] = x
         else:
             scale = self.scale
             if self.kept.shared == "row":
                 assert self.scales is not None
+                # A row of zeros would divide by zero: its scale stops at a bound instead.
                 scale = E4M3.largest / x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
                 self.scales[:, :, place] = scale.reciprocal()
             wide = x.float() if scale is None else x.float() * scale

@@ -125,18 +125,18 @@ class RecipePrecision(Precision):
     multiples = (16, 16)
     words: ClassVar[str]
     block: ClassVar[tuple[int, int]] = (0, 0)
-    kept: ClassVar[Format | None] = None
+    scale_format: ClassVar[Format | None] = None
     element: ClassVar[Format | None] = None
 
     def __init__(self, chosen: Scalars | None = None) -> None:
         super().__init__(chosen)
         try:
-            self.recipe = self.made()
+            self.recipe = self.make_recipe()
         except RecipeRefused as error:
             raise RecipeRefused(f"{self.mode}: {error}") from None
 
-    def made(self) -> Recipe:
-        scaling = Scaling(*self.block, self.kept, self.scale)
+    def make_recipe(self) -> Recipe:
+        scaling = Scaling(*self.block, self.scale_format, self.scale)
         return self.recipe_of(Treatment(fmt, scaling) for fmt in self.formats)
 
     @property
@@ -184,10 +184,10 @@ class RecipePrecision(Precision):
         return kept_by_nobody(self.recipe) or self.native(facts)
 
     def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
-        given, weight, gradient = treatments
+        inputs, weight, gradient = treatments
         sums = str(self.chosen.get("accumulator", Accumulator.FP32))
         return Recipe(
-            given,
+            inputs,
             weight,
             gradient,
             delayed,

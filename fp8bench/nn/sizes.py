@@ -93,7 +93,7 @@ class GPTConfig:
         return self.width // self.heads
 
     @property
-    def grouped(self) -> bool:
+    def has_grouped_heads(self) -> bool:
         return self.key_heads != self.heads
 
     @property

@@ -36,6 +36,7 @@ class Axis:
 
     def values(self, given: Sequence[str]) -> list[Scalar]:
         """Parsed values in the order given, without repetitions. Raises UsageError."""
+        # A dictionary keeps the order and drops repetitions.
         parsed: dict[Scalar, None] = {}
         for text in given:
             try:
@@ -88,8 +89,8 @@ def auto_or(parse: Callable[[str], Scalar]) -> Callable[[str], Scalar]:
 def one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
-            near = meant_name("choice", text, choices)
-            hint = f"; the nearest is {near!r}" if near else ""
+            nearest = meant_name("choice", text, choices)
+            hint = f"; the nearest is {nearest!r}" if nearest else ""
             raise ValueError(f"expected one of {', '.join(choices)}{hint}")
         return text
 

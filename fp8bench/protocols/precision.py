@@ -57,9 +57,9 @@ class Precision(ABC):
         self.chosen: Mapping[str, Scalar] = {**defaults, **(chosen or {})}
 
     def by(self, backend: Backend) -> Self:
-        other = copy.copy(self)
-        other.backend = backend
-        return other
+        copied = copy.copy(self)
+        copied.backend = backend
+        return copied
 
     @property
     def whole_layers(self) -> bool:
@@ -71,8 +71,9 @@ class Precision(ABC):
 
     @property
     def plain_mode(self) -> str:
-        given = [(option, self.chosen[option.name]) for option in self.options]
-        words = [f"{option.name}={value}" for option, value in given if value != option.parse(option.default)]
+        choices = [(option, self.chosen[option.name]) for option in self.options]
+        # Only options that differ from their defaults are part of the name, so that one precision has one name.
+        words = [f"{option.name}={value}" for option, value in choices if value != option.parse(option.default)]
         return ":".join([self.name, *words])
 
     @property
@@ -163,7 +164,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def float32_products(setting: str) -> Iterator[None]:
     import torch
 
-    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     # Newer switches, which the older one overwrites, have a value that the older one lacks.
     backends: Any = torch.backends
     newer = [(switch, switch.fp32_precision) for switch in (backends.cuda.matmul, backends.mkldnn.matmul)]
@@ -173,10 +174,10 @@ def float32_products(setting: str) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(products)
         torch.backends.cudnn.allow_tf32 = convolutions
-        for switch, own in newer:
-            switch.fp32_precision = own
+        for switch, setting in newer:
+            switch.fp32_precision = setting
 
 
 @contextmanager
@@ -188,9 +189,9 @@ def one_thread() -> Iterator[None]:
     """
     import torch
 
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)

@@ -57,7 +57,7 @@ def key_of(layer: Layer, keys: Collection[str]) -> str | None:
     return next((word for word in words_for(layer) if word in keys), None)
 
 
-def around_refused(precision: Precision, key: str) -> str:
+def around_objection(precision: Precision, key: str) -> str:
     if precision.whole_layers:
         return f"{precision.mode} has a library's products only, and {key} multiplies nothing: choose backend=emulated"
     if precision.float32_products != "highest":
@@ -104,8 +104,9 @@ class Setup:
         """The arithmetic of one layer: an instance of its own where it remembers something."""
         key = key_of(layer, self.layers)
         chosen = self.layers[key] if key is not None else self.high if layer.high else self.arithmetic
-        own = chosen.layer(layer.name)
-        return own if self.scales is None else own.scaled_by(self.scales, layer.name)
+        arithmetic = chosen.layer(layer.name)
+        # Scales from data are kept for each layer by its name.
+        return arithmetic if self.scales is None else arithmetic.scaled_by(self.scales, layer.name)
 
     def around(self, layers: Iterable[Layer]) -> dict[str, Arithmetic]:
         """The arithmetics of layers without products, where the map has one."""

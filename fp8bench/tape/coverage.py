@@ -131,11 +131,11 @@ class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
         # The node of the graph that each call of backward belongs to; None in forward.
         self.nodes: list[int | None] = []
 
-    def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         place, node, _ = self.modules.now()
         self.places.append(place)
         self.nodes.append(None if node is None else node._sequence_nr())
-        return super().called(func, args, named)
+        return super().run_call(func, args, named)
 
 
 def coverage_of(
@@ -165,7 +165,7 @@ def coverage_of(
 
 def _record_step(model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object]) -> _PlacedTape:
     tape = _PlacedTape(model, held)
-    with tape.modules.watched(), torch.autograd.set_multithreading_enabled(False), tape:
+    with tape.modules.watch(), torch.autograd.set_multithreading_enabled(False), tape:
         step()
     return tape
 

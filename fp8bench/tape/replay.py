@@ -246,7 +246,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
                     memory = self._memories.pop(tensor.untyped_storage()._cdata, None)
                     self._count(0 if memory is None else memory.copy())
             return func(*args, **named)
-        self._why = _why_refused(func, given)
+        self._why = _refusal(func, given)
         if self._why:
             self._forget()
             return func(*args, **named)
@@ -254,7 +254,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = _written_tensors(func, args, kwargs)
-        noted = self._noted(list(args)), {name: self._noted(value) for name, value in kwargs.items()}
+        noted = self._note_part(list(args)), {name: self._note_part(value) for name, value in kwargs.items()}
         for tensor in written:
             memory = self._memory_of(tensor)
             self._count(memory.copy())
@@ -263,9 +263,11 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         states = tuple((generator, generator.get_state()) for generator in drawing) if self._check else ()
         result = func(*args, **kwargs)
         check = BitsCheck(bits_of(func, result, written), states) if self._check else None
-        places = tuple(self._made(tensors_within(result)))
+        places = tuple(self._assign_registers(tensors_within(result)))
         self._calls.append(
-            ReplayedCall(func, tuple(noted[0]), noted[1], False, tuple(map(self._noted, written)), places, (), check)
+            ReplayedCall(
+                func, tuple(noted[0]), noted[1], False, tuple(map(self._note_part, written)), places, (), check
+            )
         )
         return result
 
@@ -279,11 +281,11 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         self._generators.update(dict.fromkeys(generators))
         return generators
 
-    def _noted(self, part: Any) -> Any:
+    def _note_part(self, part: Any) -> Any:
         if isinstance(part, Tensor):
             return self._tensor(part)
         if isinstance(part, list | tuple) and tensors_within(part):
-            return [self._noted(inner) for inner in part]
+            return [self._note_part(inner) for inner in part]
         return part
 
     def _tensor(self, tensor: Tensor) -> _Given | Register:
@@ -302,7 +304,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             self._registers += 1
         return Register(memory.registers[spec])
 
-    def _made(self, results: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    def _assign_registers(self, results: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
         """Assigns registers to tensors of a result that do not lie in what the phase was given."""
         for place, tensor in enumerate(results):
             storage, spec = tensor.untyped_storage(), _spec_of(tensor)
@@ -339,7 +341,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
                 yield Rewritten(whole, whole.clone(), tuple(memory.floating))
 
 
-def _why_refused(func: Any, given: Sequence[Tensor]) -> str:
+def _refusal(func: Any, given: Sequence[Tensor]) -> str:
     """Returns why an operator cannot be called again by itself, or ''."""
     if not isinstance(func, torch._ops.OpOverload):
         return f"{func} is more than one operator"

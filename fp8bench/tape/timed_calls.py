@@ -77,7 +77,7 @@ class RunningModules(Generic[L]):
         self._last_task = _FORWARD
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         with ExitStack() as hooks:
             hooks.callback(register_module_forward_pre_hook(self._enter).remove)
             hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
@@ -230,7 +230,7 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
         self.calls = []
         with ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(self._paths.watched())
+            stack.enter_context(self._paths.watch())
             begins = register_optimizer_step_pre_hook(lambda *given: setattr(self, "_optimizing", _task()))
             ends = register_optimizer_step_post_hook(lambda *given: setattr(self, "_optimizing", None))
             for hook in (begins, ends):
@@ -241,7 +241,7 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
             finally:
                 self._optimizing = None
 
-    def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         module, node, backward = self._paths.now()
         optimizing = self._optimizing is not None and self._optimizing == _task() and not (module and not backward)
         source = args[1] if len(args) > 1 and func is not _TO else args[0] if args else None

@@ -33,8 +33,8 @@ def use_by_hand(device: torch.device) -> bool:
 def find_by_hand(definition: Definition, tensors: Sequence[torch.Tensor]) -> Definition | None:
     """The same cast by Triton kernels; None where none is written for it."""
     launch = importlib.import_module("fp8bench.formats.triton_casts.launch")
-    found: Definition | None = launch.by_hand(definition, tensors)
-    return found
+    by_triton: Definition | None = launch.by_hand(definition, tensors)
+    return by_triton
 
 
 def give_up(reason: str) -> None:

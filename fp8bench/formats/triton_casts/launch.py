@@ -77,7 +77,7 @@ class ByHand(Definition):
     def build(self) -> Compiled:
         """Raises what Triton raises; from then on torch compiles the casts of this process."""
         try:
-            with _selected(torch.device(self.device)):
+            with _use_device(torch.device(self.device)):
                 for launch in self.launches:
                     launch.compile()
         except Exception as error:
@@ -109,7 +109,7 @@ def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
     """Launches through Triton, and returns its compiled kernels."""
     device = tensors[0].device
     compiled = []
-    with _selected(device):
+    with _use_device(device):
         counter, zeros = _allocate(_scratch_of(plans), device)
         for plan in plans:
             values: dict[str, object] = {**plan.constants}
@@ -143,7 +143,7 @@ class Repeat:
             if addresses[index] % ALIGNMENT:
                 return False
         if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
-            with _selected(self._device):
+            with _use_device(self._device):
                 return self(addresses)
         stream = _stream(self._device)
         counter, zeros = _allocate(self._scratch, self._device)
@@ -160,8 +160,8 @@ class Repeat:
 
 def _wide(plans: Sequence[Plan]) -> set[int]:
     """Numbers the tensors that are read and written by whole vectors."""
-    found = [plan.arguments.get(name) for plan in plans for name in _WIDE]
-    return {argument.index for argument in found if isinstance(argument, Pointer)}
+    pointers = [plan.arguments.get(name) for plan in plans for name in _WIDE]
+    return {argument.index for argument in pointers if isinstance(argument, Pointer)}
 
 
 def _resolve(argument: Argument, tensors: Sequence[Tensor], counter: Tensor | None, zeros: Tensor | None) -> object:
@@ -205,6 +205,6 @@ def _stream(device: torch.device) -> int:
     return handle
 
 
-def _selected(device: torch.device) -> Any:
+def _use_device(device: torch.device) -> Any:
     """Makes a device the current one: Triton launches there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -46,7 +46,7 @@ _OF_TREND = (
 
 def value(trend: Trend, number: float | None, digits: int = 3) -> str:
     """A number of a trend in its unit; `digits` are those of times and energies."""
-    return spec_of(trend.series.metric).shown(number, unit_of_series(trend.series), digits)
+    return spec_of(trend.series.metric).to_text(number, unit_of_series(trend.series), digits)
 
 
 def trends_page(
