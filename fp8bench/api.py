@@ -99,12 +99,14 @@ def run(
     failed cases are records. With `isolation=False` workloads that a notebook defines can be measured, and a crash ends
     this process.
     """
+    # 1. Options are checked as the command line's are, before a worker starts.
     request = Request(suite, **request_fields(Request, options))
     request = replace(request, imports=(*request.imports, *files_of(suite)))
     try:
         count, pause = parse_sessions(str(sessions))
     except ArgumentTypeError as error:
         raise UsageError(f"sessions: {error}.") from None
+    # 2. Several sessions are runs of their own, from which one answer comes.
     several = partial(execute_sessions, request, sessions=count, apart=pause)
     several = several if count > 1 else partial(execute, request)
     return _measure_run(several, store, observer, progress, report, log)
@@ -122,10 +124,10 @@ def _measure_run(
     log: str | Iterable[str],
 ) -> Run:
     targets = log_targets(log)
-    kept = folder("store", store)
-    with _observe(observer, progress) as told:
-        done = measure(kept, told, command_line())
-    _follow_up(done, kept, progress and observer is None, report, targets)
+    folder_of_runs = folder("store", store)
+    with _observe(observer, progress) as observing:
+        done = measure(folder_of_runs, observing, command_line())
+    _follow_up(done, folder_of_runs, progress and observer is None, report, targets)
     return _to_frame_run(done)
 
 
@@ -135,10 +137,10 @@ def _observe(observer: Observer | None, progress: bool) -> AbstractContextManage
     return (TERMINAL if progress else SILENT).measuring()
 
 
-def _follow_up(done: model.Run, store: Path, told: bool, report: bool, log: Sequence[LogTarget] = ()) -> None:
+def _follow_up(done: model.Run, store: Path, announces: bool, report: bool, log: Sequence[LogTarget] = ()) -> None:
     """Does what follows a run on the command line, too. A run that was not kept has no report."""
-    wanted = Wanted(Pages() if report and done.path else None, log)
-    after_run(done, store, wanted, TERMINAL.note if told else SILENT.note)
+    outputs = Wanted(Pages() if report and done.path else None, log)
+    after_run(done, store, outputs, TERMINAL.note if announces else SILENT.note)
 
 
 # Fields of a request that profile does not take, or under another name.
@@ -191,6 +193,7 @@ def profile(
     batch: what the forward of a live model takes
     loss: of a live model whose forward returns no loss: a function of its output
     """
+    # A live model is pickled into the worker; a maker's name is imported there.
     live = not isinstance(model, str)
     if live == (batch is None) or (loss is not None and not live):
         raise UsageError("profile takes 'module:function' alone, or a model with a batch, and a loss if it needs one.")
@@ -202,8 +205,8 @@ def profile(
         precision_map=pairs(precision_map),
         isolation=isolation,
     )
-    given = (model, batch) if loss is None else (model, batch, loss)
-    measure = partial(profile_live, given, request) if live else partial(profile_maker, request)
+    parts = (model, batch) if loss is None else (model, batch, loss)
+    measure = partial(profile_live, parts, request) if live else partial(profile_maker, request)
     return _measure_run(measure, store, observer, progress, report, log)
 
 
@@ -224,12 +227,12 @@ def resume(
     """
     if isinstance(run, model.Run) and not run.path:
         raise UsageError(f"the run {run.id} was not stored. Give a stored run, its id, its file, or 'last'.")
-    kept = folder("store", store)
-    path = Path(run.path) if isinstance(run, model.Run) else find_run(str(run), kept)
-    with _observe(observer, progress) as told:
-        resumed, done = go_on(path, kept, told, command_line())
+    folder_of_runs = folder("store", store)
+    path = Path(run.path) if isinstance(run, model.Run) else find_run(str(run), folder_of_runs)
+    with _observe(observer, progress) as observing:
+        resumed, done = go_on(path, folder_of_runs, observing, command_line())
     if resumed:
-        _follow_up(done, kept, progress and observer is None, report)
+        _follow_up(done, folder_of_runs, progress and observer is None, report)
     return _to_frame_run(done)
 
 

@@ -43,10 +43,10 @@ class UnknownName(UsageError):
 
     def __init__(self, kind: str, given: str, known: Iterable[str], shown: str = "") -> None:
         names = sorted(known)
-        near = meant_name(kind, given, names)
-        hint = f" Did you mean {near!r}?" if near else ""
+        nearest = meant_name(kind, given, names)
+        hint = f" Did you mean {nearest!r}?" if nearest else ""
         message = f"unknown {kind} {given!r}.{hint} Known: {shown or ', '.join(names) or 'none'}."
-        super().__init__(message, given, near, explaining_command(kind).split())
+        super().__init__(message, given, nearest, explaining_command(kind).split())
         self.known = names
 
 

@@ -108,12 +108,12 @@ def _checksum(text: bytes) -> str:
 
 
 @contextlib.contextmanager
-def keeping(what: object, remedy: str = "", kind: type[StoreError] = StoreError) -> Iterator[None]:
-    """Turns an OSError into the error `kind`, with the sentence that `what` cannot be written."""
+def keeping(subject: object, remedy: str = "", kind: type[StoreError] = StoreError) -> Iterator[None]:
+    """Turns an OSError into the error `kind`, with the sentence that `subject` cannot be written."""
     try:
         yield
     except OSError as error:
-        raise kind(f"{what} cannot be written ({error.strerror}). {remedy}".rstrip()) from None
+        raise kind(f"{subject} cannot be written ({error.strerror}). {remedy}".rstrip()) from None
 
 
 def read_file(path: Path, most: int = LARGEST_FILE) -> bytes:
@@ -158,18 +158,21 @@ def is_no_folder(path: Path) -> bool:
 
 
 def _check(status: os.stat_result, most: int | None) -> None:
+    # Pipes and devices could block for ever, or change when they are read.
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(status.st_mode):
-        what = next((name for is_kind, name in _SPECIAL if is_kind(status.st_mode)), "a device")
-        raise OSError(errno.EINVAL, f"it is {what}: put a regular file in its place")
+        kind = next((name for is_kind, name in _SPECIAL if is_kind(status.st_mode)), "a device")
+        raise OSError(errno.EINVAL, f"it is {kind}: put a regular file in its place")
     _check_size(status.st_size, most)
 
 
 def _check_size(size: int, most: int | None) -> None:
     if most is not None and size > most:
-        why = f"it has {units.size(size)}, and at most {units.size(most)} are read: move it away, or give a smaller one"
-        raise OSError(errno.EFBIG, why)
+        reason = (
+            f"it has {units.size(size)}, and at most {units.size(most)} are read: move it away, or give a smaller one"
+        )
+        raise OSError(errno.EFBIG, reason)
 
 
 def make_store(store: Path) -> None:
@@ -318,12 +321,13 @@ class LineWriter:
             self._sums += sums_of(text.encode())
             self._last += len(values)
         except OSError as error:
+            # Whatever part reached the file counts, so that the next line gets the right number.
             with contextlib.suppress(OSError):  # part of it may be in the file
                 self._recount()
-            there = os.path.isfile(self.path) and self._last > 1  # noqa: PTH113 - is_file raises where it may not look
-            before = "What was finished before is in it; make room" if there else "Make room"
+            has_lines = os.path.isfile(self.path) and self._last > 1  # noqa: PTH113 - is_file raises where it may not look
+            advice = "What was finished before is in it; make room" if has_lines else "Make room"
             raise StoreError(
-                f"{self.called} {self.path} cannot be written ({error.strerror}). {before}, or choose another --store "
+                f"{self.called} {self.path} cannot be written ({error.strerror}). {advice}, or choose another --store "
                 "DIR."
             ) from None
 
@@ -382,8 +386,8 @@ def lock_folder(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
         file = open_file(path, "ab", most=None)
     except OSError as error:
         is_file = os.path.isfile(folder)  # noqa: PTH113 - is_file raises where it may not look
-        why = f"{folder} is a file" if is_file else error.strerror
-        raise StoreError(f"the lock {path} cannot be made ({why}). Choose another --store DIR.") from None
+        reason = f"{folder} is a file" if is_file else error.strerror
+        raise StoreError(f"the lock {path} cannot be made ({reason}). Choose another --store DIR.") from None
     with file:
         if not lock(file, seconds):
             raise StoreError(
@@ -407,7 +411,7 @@ def check_folder(option: str, folder: Path) -> None:
     try:
         try_writing(folder)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"{option} {str(folder)!r:.200} cannot be written ({why}). Give a folder; it is made if it is not there."
+            f"{option} {str(folder)!r:.200} cannot be written ({reason}). Give a folder; it is made if it is not there."
         ) from None

@@ -84,17 +84,20 @@ def execute(
     early: what was finished is kept and returned, with `finished` False.
     Raises NotKept, which holds the run, where the store fails meanwhile.
     """
+    # 1. Refuse, before any worker starts, what cannot be measured.
     start = time.monotonic()
     request = with_stored_scales(request, store)
     with _ready(request, store) as ready, Meters(request.energy) as meters:
         run = replace(_open_run(request, ready, meters, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=of_cell(run.plan, cell[1]), cell=cell[0])
+        # 2. The plan is shown and the header stored before the first group.
         observer.planned(run.plan)
         writer = start_run(run, store)
         for words in filter(None, (note, *run.notes)):
             writer.note(words)
         run = replace(run, path=str(writer.path))
+        # 3. Measure what the plan holds.
         return _measure(run, run.plan.groups, store, writer, ready, meters, observer, start, sessions)
 
 
@@ -105,6 +108,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
     """
     start = time.monotonic()
     run = load_run(path)
+    # A file with damage would be continued on top of it, so that is refused first.
     refuse_lost(run)
     groups = missing_groups(run)
     if run.finished and not groups:
@@ -112,6 +116,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
     refuse_elsewhere(run)
     store = store_of(path) or store
     with _ready(run.request, store) as ready, Meters(run.request.energy) as meters:
+        # Another machine, version or environment would mix two measurements in one run.
         facts = ready.timing.probe()
         environment = gather(ready.timing.software(), __version__, run.request.threads, run.request.imports)
         plan = make_plan(run.request, facts, ready.text, has_reference_added(run.plan))
@@ -119,6 +124,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         refuse_foreign(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))
+        # The file is read again after it was opened: a group that was cut off must be measured whole.
         run = load_run(path)  # without the records of groups that were cut off in their middle
         return True, _measure(run, missing_groups(run), store, writer, ready, meters, observer, start)
 
@@ -134,16 +140,16 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
     request = replace(run.request, trace=None, isolation=True)
     with _ready(request, store) as ready, Meters(request.energy) as meters:
         opened = _open_run(request, ready, meters, command, None, has_reference_added(run.plan))
-        again = replace(opened, origin=AGAIN)
-        differs = foreign(run, again.plan, again.devices, again.environment)
+        repeated = replace(opened, origin=AGAIN)
+        differs = foreign(run, repeated.plan, repeated.devices, repeated.environment)
         if differs:
             raise UsageError(f"the run {run.id} is of another world: {differs}. Measure where it was measured.")
-        groups = tuple(group for group in again.plan if any(planned.case.id in cases for planned in group.cases))
-        again = replace(again, plan=replace(again.plan, groups=groups))
-        observer.planned(again.plan)
-        writer = start_run(again, store)
-        again = replace(again, path=str(writer.path))
-        return _measure(again, groups, store, writer, ready, meters, observer, start)
+        groups = tuple(group for group in repeated.plan if any(planned.case.id in cases for planned in group.cases))
+        repeated = replace(repeated, plan=replace(repeated.plan, groups=groups))
+        observer.planned(repeated.plan)
+        writer = start_run(repeated, store)
+        repeated = replace(repeated, path=str(writer.path))
+        return _measure(repeated, groups, store, writer, ready, meters, observer, start)
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
@@ -174,14 +180,16 @@ def _measure(
     try:
         ceilings = _ceilings(run, groups, store, ready, observer)
         for place, group in enumerate(groups):
+            # Another run on the machine is noted as soon as it is seen, because it disturbs both.
             for stem in sorted(set(running_beside(writer.path)) - noted):
                 writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
                 noted.add(stem)
             budget = share_of(run.request.budget, start, len(groups) - place)
             untimed = _untimed_worker(run, group, worker if group is groups[-1] else None, ready.untimed)
             done = _group(group, run, budget, ready, meters, observer, quantisers, ceilings, lost, untimed)
-            known = with_reruns(done, run, store)
-            measured += [replace(record, sessions=sessions.get(record.case.id, ())) for record in known]
+            # Earlier runs of the same cases widen the interval; this run is added to them only at the end.
+            with_earlier = with_reruns(done, run, store)
+            measured += [replace(record, sessions=sessions.get(record.case.id, ())) for record in with_earlier]
             with hold_back_interrupts():
                 writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:
@@ -211,14 +219,14 @@ def _ceilings(run: Run, groups: Sequence[Group], store: Path, ready: Ready, obse
 
     by_device = {}
     for device in (device_facts for device_facts in run.devices if device_facts.key in first):
-        wanted = partial(measure, device) if ready.switches.ceilings else None
+        measure_now = partial(measure, device) if ready.switches.ceilings else None
         try:
-            known = current_ceilings(store, run.environment, device, wanted)
+            ceilings = current_ceilings(store, run.environment, device, measure_now)
         except WorkerError:  # the run goes on without a ceiling, in a fresh worker
             ready.timing.restart()
             continue
-        if known is not None:
-            by_device[device.key] = known
+        if ceilings is not None:
+            by_device[device.key] = ceilings
     return by_device
 
 
@@ -252,8 +260,8 @@ def _ready(request: Request, store: Path, write: bool = True) -> Iterator[Ready]
             check_store(store)  # before the text lies there: a store that is new is made as one
         corpus = resolved.corpus(store, write)
         timing, untimed = (stack.enter_context(worker_for(request, corpus)) for _ in range(2))
-        wanted = request.counters and write
-        counting = stack.enter_context(counting_worker(settings_of(request, corpus))) if wanted else None
+        counts = request.counters and write
+        counting = stack.enter_context(counting_worker(settings_of(request, corpus))) if counts else None
         yield Ready(corpus, resolved.switches, timing, untimed, counting)
 
 
@@ -287,6 +295,7 @@ def _open_run(
     used = {planned.case.device for group in plan for planned in group.cases if planned.runs}
     environment = gather(worker.software(), __version__, request.threads, request.imports, folder=folder)
     for fact in facts:
+        # Settings of devices that nothing runs on would make runs look different.
         if fact.key in used:
             environment = environment.also(device_state_of(fact, meters.of(fact)))
     return Run(
@@ -326,18 +335,18 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _untimed_worker(run: Run, group: Group, last: Worker | None, other: Worker) -> Worker | None:
+def _untimed_worker(run: Run, group: Group, last: Worker | None, idle_worker: Worker) -> Worker | None:
     """Who counts the operators of a group: a worker that times nothing, or the one that has timed the `last` group and
     times nothing any more, unless the other one is there already. What is compiled is counted elsewhere."""
     if run.origin == AGAIN or run.request.ranks is not None:
         return None  # what is measured again is timed again: its operators are known
     compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
-    return other if last is None or compiled or other.pid is not None else last
+    return idle_worker if last is None or compiled or idle_worker.pid is not None else last
 
 
-def share_of(budget: float | None, start: float, left: int) -> float | None:
+def share_of(budget: float | None, start: float, parts_left: int) -> float | None:
     """One part's share of what is left of a budget that began to run at `start`, in seconds."""
-    return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / left
+    return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / parts_left
 
 
 def _group(
@@ -354,6 +363,7 @@ def _group(
 ) -> tuple[Record, ...]:
     request, facts, switches = run.request, {device.key: device for device in run.devices}, ready.switches
     windows = window_rule_for(request) if request.ranks is None else None
+    # Suites about numbers are timed for nobody's sake: neither energy nor compiled quantisers.
     if not workloads.get(group.cases[0].case.workload).fused:
         windows, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
     used = next((facts[planned.case.device] for planned in group.cases if planned.runs), None)

@@ -95,11 +95,11 @@ def joules(value: float | None, digits: int = 3) -> str:
 
 def clock(value: float) -> str:
     """A waiting time in whole seconds: 192.4 -> '3 min 12 s'."""
-    whole = max(0, round(value))
-    minutes, rest = divmod(whole, 60)
+    seconds = max(0, round(value))
+    minutes, seconds_left = divmod(seconds, 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{minutes} min {seconds_left:02d} s" if minutes else f"{seconds_left} s"
 
 
 def moment(milliseconds: float | None) -> str:
@@ -147,8 +147,8 @@ def bytes_of(text: str) -> int:
     )
     if match is None:
         raise ValueError("expected a size like 2GiB, 512MB or 1.5G")
-    number, prefix, rest = match.groups()
-    base = 1000 if rest is not None and rest.lower() == "b" else 1024
+    number, prefix, suffix = match.groups()
+    base = 1000 if suffix is not None and suffix.lower() == "b" else 1024
     return int(Decimal(number) * base ** (" kmgt".index(prefix.lower()) if prefix else 0))
 
 
@@ -217,7 +217,7 @@ def describe(value: float | None, unit: str, digits: int = 3) -> str:
     unit = symbol(unit)
     if unit in _PREFIXED:
         return _with_prefix(value, unit, digits)
-    known: dict[str, Callable[[float], str]] = {
+    formats: dict[str, Callable[[float], str]] = {
         "B": size,
         "x": ratio,
         RATIO: relative_error,
@@ -226,13 +226,13 @@ def describe(value: float | None, unit: str, digits: int = 3) -> str:
         "": significant,
         "ppm": lambda value: f"{significant(value)} ppm",
     }
-    return known[unit](value) if unit in known else count(value, unit)
+    return formats[unit](value) if unit in formats else count(value, unit)
 
 
 def span(values: Iterable[float], show: Callable[[float], str]) -> str:
     """'1.21x to 2.10x'; one text where both ends read alike, '' without values."""
-    known = list(values)
-    return " to ".join(dict.fromkeys((show(min(known)), show(max(known))))) if known else ""
+    numbers = list(values)
+    return " to ".join(dict.fromkeys((show(min(numbers)), show(max(numbers))))) if numbers else ""
 
 
 def relative_error(value: float | None) -> str:

@@ -82,6 +82,7 @@ class CodesKernel(Kernel):
     def examples(self) -> list[Tensor]:
         down, across = (_FEW, _MORE) if self.by_square else (_DOWN, _ACROSS)
         rows, columns = down * self.side, across * self.side
+        # Memory for codes only in the orientations that the kernel writes.
         outputs = []
         if self.straight:
             outputs.append(squares(_empty_codes(self, rows, columns), self.side))

@@ -43,6 +43,7 @@ def encode(values: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
         filled.copy_(encode_values(part, fmt))
         if not checked:
             continue
+        # Decoded codes show in one comparison whether every value was on the grid; the slow look follows only if not.
         decoded = _decode(filled, fmt)
         if not torch.equal(decoded, part.to(torch.float32)) and _wrong(decoded, part, fmt).any():
             raise UsageError(_off_grid(values, fmt))
@@ -56,6 +57,7 @@ def decode(codes: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
     """
     if codes.dtype != code_dtype(fmt):
         raise TypeError(f"codes of {fmt.name} are {code_dtype(fmt)}, not {codes.dtype}.")
+    # Formats whose bits fill their bytes have a value for every code.
     if checked and codes.numel() and fmt.bits < codes.element_size() * _BYTE:
         least, most = (int(end) for end in codes.aminmax())
         if least < 0 or most >= 1 << fmt.bits:
@@ -87,6 +89,7 @@ def unpack(packed: Tensor, fmt: Format, columns: int | None = None) -> Tensor:
         return packed
     if packed.dtype != torch.uint8 or not packed.ndim:
         raise TypeError(f"cannot unpack {packed.dtype} of {packed.ndim} dimensions: give uint8 of one or more.")
+    # Two codes share a byte, so an odd row has half a byte to spare.
     room = 2 * packed.shape[-1]
     columns = room if columns is None else columns
     if columns not in (room, room - 1) or columns < 0:
@@ -107,10 +110,12 @@ def _value(code: int, fmt: Format) -> float:
     mantissa = code & ((1 << fmt.mantissa_bits) - 1)
     exponent = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
     negative = fmt.signed and bool(code >> (fmt.bits - 1))
+    # A format without zeros, e8m0, has no subnormals either.
     if exponent or not fmt.zeros:
         magnitude = 2.0 ** (exponent - fmt.bias) * (1 + mantissa / (1 << fmt.mantissa_bits))
     else:
         magnitude = mantissa * fmt.smallest_subnormal
+    # Codes above the largest value are infinity, without a mantissa, or NaN.
     if magnitude > fmt.largest:
         magnitude = float("inf") if fmt.has_infinity and not mantissa else float("nan")
     if negative and not magnitude and not fmt.signed_zero:
@@ -166,6 +171,7 @@ def _off_grid(values: Tensor, fmt: Format) -> str:
     flat = values.detach().to(torch.float32).flatten()
     wrong = _wrong(_decode(encode_values(flat, fmt), fmt), flat, fmt)
     count, first = int(wrong.sum()), float(flat[wrong][0])
+    # NaN first: rounding again would not help there.
     nans = int(flat.isnan().sum())
     if nans and not fmt.has_nan:
         verb = "is" if nans == 1 else "are"

@@ -59,7 +59,6 @@ class Kernel(Definition):
         """The dimensions of each argument whose sizes are free."""
 
     def options(self) -> Mapping[str, object]:
-        """Inductor's options for this kernel."""
         return {}
 
 
@@ -207,6 +206,7 @@ def _trace(kernel: Kernel) -> tuple[FakeTensorMode, torch.fx.GraphModule, list[T
     mode = FakeTensorMode(shape_env=ShapeEnv())
 
     def fake(real: Tensor, free: Sequence[int]) -> Tensor:
+        # Sizes that are free become symbols, so that one kernel serves all of them.
         sizes = [DimDynamic.DYNAMIC if number in free else DimDynamic.STATIC for number in range(real.dim())]
         return mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 

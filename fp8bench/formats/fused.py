@@ -83,11 +83,13 @@ def join_lanes(values: Sequence[Tensor], target: torch.dtype, exact: bool = Fals
 def joined_magnitudes(values: Sequence[Tensor], origin: Tensor, target: torch.dtype, exact: bool = False) -> Tensor:
     """Joins magnitudes, and gives them the signs of the words that they come from."""
     bits = [value.view(torch.int32) for value in values]
+    # One lane: its sign bit is where float32 has it.
     if len(values) == 1:
         return bits[0].bitwise_or(origin.to(torch.float32).view(torch.int32).bitwise_and(_SIGN)).view(torch.float32)
     if target is torch.float32:
         signs = origin.bitwise_left_shift(_HALF), origin
         return _joined_floats([bit.bitwise_or(by.bitwise_and(_SIGN)) for bit, by in zip(bits, signs, strict=True)])
+    # Two lanes: the upper halves of two float32 numbers are two bfloat16 ones in a word.
     low, high = bits if exact else map(_nearest_bf16, bits)
     low = low.bitwise_right_shift(_HALF).bitwise_and(_LOW_HALF)
     return low.bitwise_or(high.bitwise_and(_HIGH_HALF)).bitwise_or(origin.bitwise_and(_BOTH_SIGNS))
@@ -276,6 +278,7 @@ class ValuesKernel(Kernel):
         every = 2 if self.twos else 1
         columns = torch.arange(source.shape[-1], dtype=torch.int32, device=key.device) * every
         rows = torch.arange(prod(source.shape[:-1]), dtype=torch.int32, device=key.device).view(*source.shape[:-1], 1)
+        # Blocks that run down a column lie apart in memory, but their numbers still count along the rows.
         if self.layout is Layout.UPRIGHT:
             columns = columns * (source.shape[0] * source.shape[1])
             return [

@@ -83,12 +83,14 @@ def _parts_of(module: ModuleType) -> dict[str, Any]:
     """
     call = module.Runner.call
     libraries, helpers = {}, []
+    # Whatever the wrapper calls is torch's own guard, or a function of a library that was compiled for it.
     for name in ({*call.__code__.co_names} & {*vars(module)}) - {"torch"}:
         value = getattr(module, name)
         if value is getattr(torch._C._dynamo.guards, name, getattr(torch._C._dynamo.guards, f"_{name}", None)):
             helpers.append(name)
         elif isinstance(value, BuiltinFunctionType) and (file := getattr(value.__self__, "__file__", None)):
             libraries[name] = [file, _digest(Path(file))]
+        # Anything else could not be found again without torch's compiler.
         else:
             raise LookupError(name)
     text = textwrap.dedent(inspect.getsource(call))

@@ -128,6 +128,7 @@ def layout_of(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryLayou
 def factor_of(x: Tensor, quantisation: Quantisation, layout: MemoryLayout, scale: Tensor | None) -> Tensor | None:
     """The factor in the shape that a kernel takes: `scale`, or computed from `x`. None for kernels without."""
     kernel = layout.kernel
+    # Blocks compute their scales inside the kernel; only NVFP4 also needs the tensor's.
     if quantisation.scaling is None or not kernel.factor:
         return None
     if kernel.scaling is not None:
@@ -135,6 +136,7 @@ def factor_of(x: Tensor, quantisation: Quantisation, layout: MemoryLayout, scale
     factors = factor(x, quantisation.fmt, quantisation.scaling)[0] if scale is None else scale.to(torch.float32)
     if kernel.layout is Layout.FLAT:
         return factors.reshape(())
+    # A kernel over columns has a transposed matrix before it, whose rows are the columns in memory.
     by_row = factors.expand(*x.shape[:-1], 1)
     if kernel.layout is Layout.ROWS:
         return by_row.reshape(layout.height, 1)

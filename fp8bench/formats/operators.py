@@ -50,6 +50,7 @@ class Kernels:
 
     def get(self, kernel: Definition) -> Compiled | None:
         ready = self._ready.get(kernel)
+        # The worker reads the counts to say whether timed steps ran compiled kernels.
         with self._lock:
             if ready is not None:
                 self.fused[ready.bits] += 1
@@ -81,6 +82,7 @@ class Kernels:
         Raises what torch or a compiler raises; such a kernel stays eager and is not wanted again.
         """
         for kernel in kernels:
+            # A kernel that several cases ask for is compiled once.
             if kernel in self._ready:
                 continue
             try:
@@ -88,6 +90,7 @@ class Kernels:
             except Exception as error:
                 self.refused[kernel] = f"{type(error).__name__}: {error}"
                 raise
+            # Whatever happened, it is not asked for again.
             finally:
                 with self._lock:
                     self.wanted.pop(kernel, None)

@@ -109,10 +109,13 @@ def _words(treatment: Treatment) -> str:
 
 
 def _without_units(scheme: Scheme, device: DeviceClass) -> str:
+    # 1. Devices without any units.
     if not device.is_nvidia and not device.is_amd:
         return "no CPU has units for it: emulated, in any shape"
+    # 2. FP8 comes with Ada; AMD's devices here all have it.
     if scheme in FP8:
         return "" if device.is_amd or device.at_least(ADA) else "NVIDIA's FP8 units begin at compute capability 8.9"
+    # 3. Blocks of 32 or 16 elements came later, and not everywhere in both kinds.
     if device.is_amd and scheme is Scheme.NVFP4:
         return "AMD has no units for NVFP4's scales"
     if device.is_amd:
@@ -227,6 +230,7 @@ def te_refusal(product: Product, device: DeviceClass) -> str:
     scheme = product.scheme
     if scheme not in _TE_SCHEMES:
         return ""
+    # In the order in which devices gained the recipes.
     if not device.at_least(ADA):
         return "its FP8 begins at compute capability 8.9"
     if scheme is Scheme.BLOCK and not device.at_least(HOPPER):

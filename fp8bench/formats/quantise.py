@@ -105,7 +105,7 @@ def round_values(
 def rounded_magnitudes(
     magnitudes: Tensor, fmt: Format, random: Tensor | None = None, overflow: Overflow = Overflow.SATURATE
 ) -> Tensor:
-    """Like `quantised`, for numbers without sign and formats other than e8m0."""
+    """Like `round_values`, for numbers without sign and formats other than e8m0."""
     if fmt.min_exponent == _MIN_EXPONENT:
         return _apply_overflow(_round_bits(magnitudes, fmt, random), fmt, overflow)
     # High enough that rounding still shows what overflows, and low enough that no sum becomes infinite.

@@ -52,7 +52,7 @@ def swizzle(scales: Tensor) -> Tensor:
 
 
 def swizzled_into(memory: Tensor, scales: Tensor) -> Tensor:
-    """Like `swizzled`, into memory of that size."""
+    """Like `swizzle`, into memory of that size."""
     down, across = scales.shape
     filled = pad(scales, (0, -across % TILE_COLUMNS, 0, -down % TILE_ROWS))
     high, wide = filled.shape[0] // TILE_ROWS, filled.shape[1] // TILE_COLUMNS

@@ -84,6 +84,7 @@ class Places:
 
     def numbers(self, parts: Tensor) -> Tensor:
         """The index in memory of each row's scale, int32, for a matrix viewed as `parts`."""
+        # Each index counts along its own dimension and broadcasts over the others.
         order = (2, 3, 4, 5, 0, 1, 6) if self.turned else (0, 1, 2, 5, 3, 4, 6)
         down, quarter, line, row, across, block, _ = (
             torch.arange(parts.shape[place], dtype=torch.int32, device=parts.device).view(
@@ -92,6 +93,7 @@ class Places:
             for place in order
         )
         wide, inside = parts.shape[order[4]], line * self.scaling.rows + row
+        # Plain scales lie row by row. A line of a tile holds four rows, one of each quarter of its 128.
         if not self.tiled:
             return (down * self.scaling.rows + row) * wide + across
         return (down * wide + across) * _TILE + inside * (TILE_COLUMNS**2) + quarter * TILE_COLUMNS + block
@@ -166,7 +168,6 @@ class TiledCodesKernel(Kernel):
 
     def examples(self) -> list[Tensor]:
         (high, wide), device = self.places.least, torch.device(self.device)
-        # Examples are whole tiles, and turned ones differ in shape, so that torch takes both sides for free.
         down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.places.turned else (_DOWN, _ACROSS)
         rows, columns = down * high, across * wide
         shape = (columns, rows) if self.places.turned else (rows, columns)
@@ -313,7 +314,6 @@ def unscaled_codes(x: Tensor) -> Tensor:
 def _scale_tensors(targets: list[_Tiled], sources: list[Tensor], draw: Draw | None, amaxes: Sequence[Tensor]) -> None:
     above = [tiled.above for tiled in targets if tiled.above is not None]
     keys = [tiled.key for tiled in targets if tiled.key is not None]
-    # Without a given amax the tensor's scale costs a pass of its own over the source.
     if above and not amaxes:
         amaxes = [largest_magnitude(source) for source in sources]
     parts = [amax.view(-1) for amax in amaxes] if above else []
@@ -360,12 +360,15 @@ class _Tiled(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, fmt: Format, scaling: Scaling, stochastic: bool) -> _Tiled:
         nvfp4, rows = scaling.scale is E4M3, len(x)
+        # Kernels see whole blocks; what is filled up is cut off when codes are taken.
         matrix, _ = whole_blocks(x.detach(), scaling.rows, scaling.columns)
         down, across = len(matrix), matrix.shape[1] // scaling.columns
+        # Scales and NVFP4's tensor scale share one memory, which is what a product takes.
         size, in_byte = bytes_in_tiles(rows, across), 2 if fmt is E2M1 else 1
         memory = torch.empty(size + nvfp4 * FLOAT_BYTES, dtype=torch.uint8, device=x.device)
         above = memory[size:].view(torch.float32).view(()) if nvfp4 else None
         key = torch.empty((), dtype=torch.int32, device=x.device) if stochastic else None
+        # Only whole tiles can be written directly; other scales are put into tiles afterwards.
         tiled = not rows % TILE_ROWS and not across % TILE_COLUMNS
         scales = memory[:size] if tiled else torch.empty(down * across, dtype=torch.uint8, device=x.device)
         codes = torch.empty(down, matrix.shape[1] // in_byte, dtype=torch.uint8, device=x.device)
@@ -437,11 +440,8 @@ def _run_tiled_codes_both(
     scale_format: str,
     rounding: str,
 ) -> None:
-    written, tensors = (
-        (fmt, rows, columns, scale_format, rounding),
-        (x, out, scales, y, out_of_y, scales_of_y, above, key),
-    )
-    # Of the same memory and of different ones are two launches: the key must tell them apart.
+    written = fmt, rows, columns, scale_format, rounding
+    tensors = x, out, scales, y, out_of_y, scales_of_y, above, key
     same = x.data_ptr() == y.data_ptr()
     call_key = call_key_of("tiled_codes_both", x, (above, key), same, tiled, tiled_y, *written)
     if not repeat_call(call_key, tensors):

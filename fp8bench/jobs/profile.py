@@ -75,7 +75,7 @@ def coverage_of(maker: str) -> Coverage:
         return worker.within(limits.numbers(planned.work)).coverage(planned.case, device) or Coverage()
 
 
-def profile_live(given: tuple[Any, ...], request: Request, store: Path, observer: Observer, command: str) -> Run:
+def profile_live(parts: tuple[Any, ...], request: Request, store: Path, observer: Observer, command: str) -> Run:
     """Profiles a model at hand, which the request names by its class.
 
     Workers load it from a file. A model that cannot be sent is measured in this process, and the run says why.
@@ -83,21 +83,21 @@ def profile_live(given: tuple[Any, ...], request: Request, store: Path, observer
     name = dict(request.axes)["make"][0]
     try:
         if not request.isolation:
-            why = "as was asked"
+            reason = "as was asked"
         else:
             with tempfile.TemporaryDirectory(prefix="fp8bench-model-") as folder:
                 try:
-                    file = _file_of(given, name, Path(folder))
+                    file = _file_of(parts, name, Path(folder))
                     return profile(replace(request, imports=(*request.imports, str(file))), store, observer, command)
                 except NotSent as error:
-                    why = f"it cannot be sent to another one: {error}"
-        LIVE[name] = lambda: given
-        here = replace(request, isolation=False, case_timeout=None)
+                    reason = f"it cannot be sent to another one: {error}"
+        LIVE[name] = lambda: parts
+        in_process = replace(request, isolation=False, case_timeout=None)
         import torch
 
         begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(range(torch.cuda.device_count()) if begun else ()):  # the caller's numbers stay
-            return profile(here, store, observer, command, f"{name} was measured in this process: {why}")
+            return profile(in_process, store, observer, command, f"{name} was measured in this process: {reason}")
     finally:
         LIVE.pop(name, None)
 
@@ -112,13 +112,13 @@ LIVE[{name!r}] = partial(sent, {file!r})
 """
 
 
-def _file_of(given: tuple[Any, ...], name: str, folder: Path) -> Path:
+def _file_of(parts: tuple[Any, ...], name: str, folder: Path) -> Path:
     """Writes the model into a file, and a module that loads it; returns the module."""
     import torch
 
     module, file = folder / "sent.py", folder / "model.pt"
     try:
-        torch.save(given, file)
+        torch.save(parts, file)
     except Exception as error:
         raise NotSent(own_words(error)) from error
     module.write_text(_MODULE.format(name=name, file=str(file)))

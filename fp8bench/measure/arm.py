@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
@@ -295,11 +296,8 @@ class MeasuredArm:
             return
         assert self.segmentation is not None
         codes = [CELL_PHASES.index(phase) for phase in self.segmentation.segments.phases]
-        slots = []
-        for slot in self.slots:
-            calls = tuple(by_phase_totals(codes, call) for call in slot.calls_ns)
-            slots.append(replace(slot, calls_ns=calls))
-        self.slots = slots
+        totals = partial(by_phase_totals, codes)
+        self.slots = [replace(slot, calls_ns=tuple(map(totals, slot.calls_ns))) for slot in self.slots]
         self.segmentation = by_phase(self.segmentation.codes)
         self.varying = True
 

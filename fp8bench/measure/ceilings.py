@@ -31,7 +31,7 @@ def ceiling_of(planned: PlannedCase, ceilings: Ceilings | None) -> Ceiling | Non
         names = (planned.case.precision, *(name for _, name in planned.case.precision_map))
         rank = max(precisions.get(name).rank for name in names)
         products = [rate for rate in products if precisions.get(rate.precision).rank <= rank]
-    flops = max((run for rate in products for run in rate.runs), default=None)
+    flops = max((max(rate.runs) for rate in products), default=None)
     return Ceiling(flops, ceilings.best(Limit.CACHED), ceilings.rates, ceilings.device)
 
 

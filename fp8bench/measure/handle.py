@@ -304,7 +304,7 @@ def built(folder: Path, system: str = sys.platform) -> Path | str:
         return f"calls of the allocator are counted on Linux only, and this is {system}"
     # $CC first: somebody who sets it means it.
     named = os.environ.get("CC", "").split()[:1]
-    compiler = next((path for name in (*named, *_COMPILERS) if (path := shutil.which(name))), None)
+    compiler = next(filter(None, map(shutil.which, (*named, *_COMPILERS))), None)
     if compiler is None:
         return "counting calls of the allocator needs a C compiler, and there is none: install gcc"
     probe = folder / "allocator_probe.so"

@@ -88,10 +88,12 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
         return _union(typing.get_args(kind))
     if origin is tuple:
         return _tuple(typing.get_args(kind))
+    # Containers before classes: a mapping is a class, too.
     if origin is not None and issubclass(origin, Mapping):
         return _mapping(typing.get_args(kind)[1])
     if dataclasses.is_dataclass(kind):
         decode_one = _dataclass(cast(type, kind))
+        # Frequent values are decoded once and shared, which they can be because they are frozen.
         return _remembering(decode_one) if cast(type, kind).__name__ in _REPEATED else decode_one
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _enum(kind)
@@ -108,6 +110,7 @@ def _mapping(inside: Any) -> Callable[[Any], Any]:
         for key, item in plain.items():
             try:
                 values[key] = decode_one(item)
+            # The path grows from the inside out, one name a level.
             except Malformed as error:
                 raise Malformed(f".{key}{error}") from None
         return values
@@ -224,6 +227,7 @@ def _union(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
     def decode(plain: Any) -> Any:
         if type(plain) in plain_kinds:
             return plain
+        # The first kind that fits is meant; kinds of one union differ in what they accept.
         for decode_one in decoders:
             try:
                 return decode_one(plain)
@@ -253,6 +257,7 @@ def _float(plain: Any) -> float:
             return float(plain)
         except OverflowError:
             raise Malformed(": a whole number too large for a float") from None
+    # JSON has no such numbers, so they are stored as text.
     if plain in ("inf", "-inf", "nan"):
         return float(plain)
     raise Malformed(f": expected float, found {plain!r:.60}")

@@ -84,7 +84,7 @@ def positive(value: float, unit: str, source: str) -> Reading:
 
 
 def grown(earlier: Readings, later: Readings) -> Readings:
-    """By how much counters have grown from one reading to a later one, for all names in `after`."""
+    """By how much counters have grown from one reading to a later one, for all names in `later`."""
     return {name: _growth(earlier.get(name, Unavailable("it was not read before")), later[name]) for name in later}
 
 

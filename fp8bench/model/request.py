@@ -338,6 +338,7 @@ class Request:
             raise UsageError("--static-scales finds scales, and --scales-from has them. Leave one of them out.")
 
     def _check_ranks(self) -> None:
+        # All of these time or count one process; with several nobody could say whose figures they are.
         alone = {
             "--no-isolation": not self.isolation,
             "--energy phases": self.energy_of == PHASE_ENERGY,

@@ -5,7 +5,7 @@ The caller chooses the arithmetic of each layer by its path in the model: `block
 so do embedding, norms, logits and the residual stream unless `around` gives them another one. The stream has the
 carrier's dtype; norms and loss are computed in fp32 (fp64 for the reference).
 
-Also here: `compiled`, a model through torch.compile, and `take_blocks`, whole blocks by a backend.
+Also here: `take_blocks`, whole blocks by a backend.
 """
 
 from __future__ import annotations

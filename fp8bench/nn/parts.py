@@ -63,7 +63,7 @@ class FeedForward(nn.Module):
 
 
 class NormedFeedForward(nn.Module):
-    """RMS norm, up, activation, down. Where the arithmetic can, norm and up are one layer, or (`whole`) all of it."""
+    """RMS norm, up, activation, down. Where it can, norm and up are one layer, or all is (`both_products`)."""
 
     def __init__(self, width: int, hidden: int, gated: bool, choose: Choose, both_products: bool) -> None:
         super().__init__()

@@ -114,9 +114,9 @@ class PlainPrecision(Precision):
 class RecipePrecision(Precision):
     """A precision whose options make a recipe at once: an impossible one is refused before anything is planned.
 
-    `words` names its formats where a device has no units for them. Unless `made` is overridden, all roles are scaled
-    alike: `block` has the rows and columns that share a scale, kept in the format `kept`, and `element` is the format
-    of every role, None where options choose it.
+    `words` names its formats where a device has no units for them. Unless `make_recipe` is overridden, all roles are
+    scaled alike: `block` has the rows and columns that share a scale, kept in `scale_format`, and `element` is the
+    format of every role, None where options choose it.
     """
 
     carried_by = "bf16"

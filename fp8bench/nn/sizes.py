@@ -39,7 +39,6 @@ class DenoiserSizes(NamedTuple):
 
     @property
     def blocks(self) -> GPTConfig:
-        """A DiT's blocks."""
         heads, tokens = heads_of(self.width), (self.image // PATCH) ** 2
         return GPTConfig(0, self.width, self.layers, heads, heads, 4 * self.width, self.batch, tokens)
 

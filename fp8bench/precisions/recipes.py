@@ -98,6 +98,7 @@ class Fp8Delayed(RecipePrecision):
     def make_recipe(self) -> Recipe:
         history, margin, interval = (int(self.chosen[name]) for name in ("history", "margin", "interval"))
         delayed = Delayed(history, Amax(str(self.chosen["algorithm"])), margin, interval)
+        # The scale is known before the tensor, so that rounding and history are all that there is to choose.
         return self.recipe_of((Treatment(fmt, TENSOR) for fmt in self.formats), delayed)
 
 
@@ -179,10 +180,12 @@ class MxFp4(RecipePrecision):
 
     def make_recipe(self) -> Recipe:
         scaling = Scaling(1, 32, E8M0, self.scale)
+        # Only gradients are rounded stochastically: their errors add up over a training, those of weights do not.
         plain = Treatment(E2M1, scaling)
         return self.recipe_of((plain, plain, Treatment(E2M1, scaling, self.chosen["stochastic"] == "on")))
 
 
+# Input, weight and gradient.
 _MXFP6_FORMATS = {"e3m2": (E3M2, E3M2, E3M2), "e2m3": (E2M3, E2M3, E2M3), "hybrid": (E2M3, E2M3, E3M2)}
 
 
@@ -227,6 +230,7 @@ class MxFp8(RecipePrecision):
     options = (MX_SCALE, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT, CASTS)
 
 
+# One E4M3 scale for so many elements, as the units of Blackwell multiply them.
 _NVFP4_BLOCK = 16
 
 
@@ -281,7 +285,9 @@ _SCALINGS: dict[str, tuple[int, int, Format | None, ScaleRounding]] = {
     "mx": (1, 32, E8M0, ScaleRounding.RCEIL),
     "nvfp4": (1, 16, E4M3, ScaleRounding.NEAREST),
 }
+# Words of options that stand for no scaling, the usual rounding, and the common format.
 _NONE, _AUTO, _SAME = "none", "auto", "same"
+# E8M0 has powers of two only: it is for scales, and no element format.
 _ELEMENTS = tuple(name for name, fmt in FORMATS.items() if fmt is not E8M0)
 
 
@@ -323,6 +329,7 @@ class Custom(RecipePrecision):
     )
 
     def make_recipe(self) -> Recipe:
+        # A role without a format of its own has the common one.
         words = [str(self.chosen[role]) for role in ("input", "weight", "gradient")]
         common = str(self.chosen["format"])
         return self.recipe_of(Treatment(FORMATS[common if word == _SAME else word], self._scaling()) for word in words)
@@ -338,5 +345,6 @@ class Custom(RecipePrecision):
             if rounding != _AUTO:
                 raise RecipeRefused(f"scaling={_NONE} leaves scale={rounding} nothing to round: leave one out.")
             return None
+        # Each scaling has the rounding that its hardware uses unless another one is chosen.
         rows, columns, scale_format, usual = _SCALINGS[extent]
         return Scaling(rows, columns, scale_format, usual if rounding == _AUTO else ScaleRounding(rounding))

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole, PhaseMemory
@@ -150,8 +150,8 @@ class AllocatorMeter(MemoryMeter):
         return replace(most, held=at_peak.held, on_device=at_peak.on_device, forward=at_peak.forward)
 
     def _live(self) -> frozenset[int]:
-        mine = (segment for segment in self._backend.memory_snapshot() if segment["device"] == self._index)
-        blocks = (block for segment in mine for block in segment["blocks"])
+        segments = self._backend.memory_snapshot()
+        blocks = chain.from_iterable(segment["blocks"] for segment in segments if segment["device"] == self._index)
         return frozenset(block["address"] for block in blocks if block["state"] == "active_allocated")
 
     def _leave(self) -> None:

@@ -40,6 +40,7 @@ class ScaleBook:
 
     def begin_step(self) -> None:
         self._steps += 1
+        # A book that calibrates watches anyway; one with known scales looks again every so many steps.
         if self.known is not None and self.rule.refresh:
             self.watching = self._steps % self.rule.refresh == 0
 
@@ -51,6 +52,7 @@ class ScaleBook:
         self._kept[layer, role] = state
 
     def states(self) -> tuple[LayerScale, ...]:
+        # A scale that has cast nothing, as of an expert without tokens, has no state yet.
         states = ((*key, state()) for key, state in self._kept.items())
         return tuple(LayerScale(layer, role, *state) for layer, role, state in states if state is not None)
 
@@ -103,8 +105,8 @@ class Arithmetic(ABC):
     summed in few bits), so it exists only as a product of matrices. `settles`: the first casts are unlike later ones,
     whose scales come from earlier casts. `plain`: operands are torch's own values in the carrier's dtype, without
     scales. `takes_amax`: `cast_both` can use a tensor's known largest magnitude. Where one product serves several
-    weights (`grouped`), `groups` is what sides must be multiples of, and `part_rows` what the rows of each weight's
-    part must be; else `groups` is 0.
+    weights (`multiply_groups`), `groups` is what sides must be multiples of, and `part_rows` what the rows of each
+    weight's part must be; else `groups` is 0.
     """
 
     carrier: torch.dtype

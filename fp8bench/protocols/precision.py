@@ -53,10 +53,12 @@ class Precision(ABC):
     backend: Backend | None = None
 
     def __init__(self, chosen: Mapping[str, Scalar] | None = None) -> None:
+        # An instance has a value for every option, so that no reader has to know defaults.
         defaults = {option.name: option.parse(option.default) for option in self.options}
         self.chosen: Mapping[str, Scalar] = {**defaults, **(chosen or {})}
 
     def by(self, backend: Backend) -> Self:
+        # A copy: the same precision may take part with several backends.
         copied = copy.copy(self)
         copied.backend = backend
         return copied
@@ -100,6 +102,7 @@ class Precision(ABC):
     def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
         """The arithmetic of hardware that stores the precision's codes, used for their layout only: `arithmetic` where
         nothing is emulated, else the reason why it is unknown."""
+        # A native arithmetic stores codes already, in the layout of the device.
         if self.support(facts).is_native:
             return self.arithmetic(facts)
         return f"{self.mode} is emulated, and says nothing of how hardware would keep it"
@@ -107,6 +110,7 @@ class Precision(ABC):
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Sets the global switches of this precision for the body; plain IEEE fp32 products by default."""
+        # Set for every case, because an earlier one may have left another setting.
         with float32_products(self.float32_products):
             yield
 

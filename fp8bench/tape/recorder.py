@@ -129,14 +129,14 @@ class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
         self.seconds = 0.0
 
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        given, seen = (
+        inputs, named_inputs = (
             tuple(map(_note_tensors, args)),
             {name: _note_tensors(argument) for name, argument in named.items()},
         )
         begun = perf_counter()
         result = func(*args, **named)
         self.seconds += perf_counter() - begun
-        self.calls.append(Call(func, self._phase, _task() != _NO_TASK, given, seen, _note_tensors(result)))
+        self.calls.append(Call(func, self._phase, _task() != _NO_TASK, inputs, named_inputs, _note_tensors(result)))
         return result
 
 

@@ -65,9 +65,9 @@ class ReplayedCall:
         else:
             result = self.operator(*self.args, **self.kwargs)
         if self.results:
-            made = (result,) if isinstance(result, Tensor) else tensors_within(result)
+            tensors = (result,) if isinstance(result, Tensor) else tensors_within(result)
             for place, register in self.results:
-                registers[register] = made[place]
+                registers[register] = tensors[place]
         return result
 
     def free(self, registers: list[Tensor | None]) -> None:
@@ -147,8 +147,8 @@ def bits_of(operator: Any, result: object, written: Sequence[object]) -> tuple[i
     """Returns a checksum for each tensor that a call has made or written; views of others are neither."""
     schema = operator._schema
     is_view = any(value.alias_info for value in schema.returns)
-    made = not is_view and not schema.name.split("::")[1].startswith(_UNWRITTEN)
-    return tuple(map(_bits, (*(tensors_within(result) if made else ()), *tensors_within(list(written)))))
+    makes_tensors = not is_view and not schema.name.split("::")[1].startswith(_UNWRITTEN)
+    return tuple(map(_bits, (*(tensors_within(result) if makes_tensors else ()), *tensors_within(list(written)))))
 
 
 def _bits(tensor: Tensor) -> int:
@@ -239,14 +239,14 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if self._why:
             return func(*args, **named)
-        given = tensors_within((args, named))
+        inputs = tensors_within((args, named))
         if self._stack[-1] != self._phase:
             for tensor in _written_tensors(func, args, named):
                 if tensor.layout is torch.strided:  # memory that another phase writes is other memory from then on
                     memory = self._memories.pop(tensor.untyped_storage()._cdata, None)
                     self._count(0 if memory is None else memory.copy())
             return func(*args, **named)
-        self._why = _refusal(func, given)
+        self._why = _refusal(func, inputs)
         if self._why:
             self._forget()
             return func(*args, **named)
@@ -297,9 +297,9 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         if spec not in memory.registers:  # a view that autograd has made without an operator
             source = Register(next(iter(memory.registers.values())))
             memory.registers[spec] = self._registers
-            made = ((0, self._registers),)
+            results = ((0, self._registers),)
             self._calls.append(
-                ReplayedCall(lambda of: _lying(spec, of.untyped_storage(), of.device), (source,), {}, True, (), made)
+                ReplayedCall(lambda of: _lying(spec, of.untyped_storage(), of.device), (source,), {}, True, (), results)
             )
             self._registers += 1
         return Register(memory.registers[spec])
@@ -336,18 +336,18 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
     def _rewritten(self) -> Iterator[Rewritten]:
         for memory in self._given:
             if memory.rewritten and memory.kept is not None:
-                whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.kept)
+                all_bytes = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.kept)
                 self._bytes += memory.kept.nbytes()
-                yield Rewritten(whole, whole.clone(), tuple(memory.floating))
+                yield Rewritten(all_bytes, all_bytes.clone(), tuple(memory.floating))
 
 
-def _refusal(func: Any, given: Sequence[Tensor]) -> str:
+def _refusal(func: Any, inputs: Sequence[Tensor]) -> str:
     """Returns why an operator cannot be called again by itself, or ''."""
     if not isinstance(func, torch._ops.OpOverload):
         return f"{func} is more than one operator"
     if func.overloadpacket.__name__ in _MOVING:
         return f"{func} gives a tensor other memory"
-    for tensor in given:
+    for tensor in inputs:
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return f"{func} is given a {type(tensor).__name__}, a kind of tensor of its own"
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:

@@ -61,6 +61,7 @@ def describe(device: torch.device) -> str:
 def why_not(device: torch.device) -> str:
     import torch
 
+    # ROCm's compiler has other conversions, whose bits were not compared.
     if torch.version.hip is not None:
         return "the Triton kernels are written for NVIDIA's conversions"
     if importlib.util.find_spec("triton") is None:

@@ -92,6 +92,7 @@ def find_scale(x, scale, inverse, state, size, LARGEST: tl.constexpr, POWER_OF_T
         values = tl.load(x + start + offsets, mask=start + offsets < size, other=0.0)
         largest = tl.maximum(largest, magnitude(values))
     last, bits = arrive(state, widen(tl.max(largest, axis=0), x.dtype.element_ty))
+    # The last program has everyone's maximum: it alone writes the scale.
     if last:
         factor = factor_of(bits, LARGEST, POWER_OF_TWO)
         tl.store(scale, factor)
@@ -277,6 +278,7 @@ def find_peaks(x, peaks, rows, columns, LINES: tl.constexpr, DOWN: tl.constexpr,
     across = tl.cdiv(columns, ACROSS)
     column = (tl.program_id(0) % across) * ACROSS + tl.arange(0, ACROSS)
     largest = magnitude(tl.zeros((DOWN, ACROSS), x.dtype.element_ty))
+    # Several tiles down before the atomic maximum, which would otherwise be the bottleneck.
     for step in range(0, LINES, DOWN):
         row = (tl.program_id(0) // across) * LINES + step + tl.arange(0, DOWN)
         inside = (row < rows)[:, None] & (column < columns)[None, :]

@@ -111,6 +111,7 @@ def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
     compiled = []
     with _use_device(device):
         counter, zeros = _allocate(_scratch_of(plans), device)
+        # The first run goes through Triton's own launcher, which compiles; later ones repeat its result.
         for plan in plans:
             values: dict[str, object] = {**plan.constants}
             for name, argument in plan.arguments.items():
@@ -127,6 +128,7 @@ class Repeat:
         self._scratch = _scratch_of(plans)
         self._launches = []
         for plan, kernel in zip(plans, compiled, strict=True):
+            # Constants take their places among the arguments, because the compiled function has both.
             names = getattr(kernels, plan.function).arg_names
             values = [plan.arguments[name] if name in plan.arguments else plan.constants[name] for name in names]
             pointers = [(place, value.index) for place, value in enumerate(values) if isinstance(value, Pointer)]

@@ -110,6 +110,7 @@ def _plan_codes(kernel: CodesKernel, tensors: Sequence[Tensor], processors: int)
 def _plan_current(kernel: CurrentCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     rows, columns = tensors[0].shape
     size = rows * columns
+    # Two launches: no program can use the scale before all have looked at the tensor.
     find = Plan(
         "find_scale",
         min(_parts(size, _FLAT_BLOCK), 8 * processors),
@@ -203,6 +204,7 @@ def _plan_blocks(arguments: Arguments, rows: int, columns: int, constants: Const
         "TURNED": arguments["turned"] is not None,
         "SIDE": SIDE,
     }
+    # The scale's place differs by kind; x and the sizes are the same for all.
     sizes = {"rows": rows, "columns": columns, "across": across}
     arguments = {"x": Pointer(0), **arguments, **sizes}
     warps = _MOST_WARPS if kinds["TURNED"] and not square else 16
@@ -215,10 +217,12 @@ Oriented = Sequence[tuple[Kernel, int]]
 
 def _plan_orientations(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
     first, begins = kernels[0]
+    # Blocks of other lengths have no Triton kernel.
     if isinstance(first, RowCodesKernel) and first.block not in (0, SIDE):
         return []
     if isinstance(first, RowCodesKernel):
         stretches, down, side, length, width = tensors[begins].shape
+        # The kernel's input comes as stretches, whose product gives back the matrix.
         operand = down * side, stretches * length * width
         rows, columns = operand[::-1] if first.turned else operand
         outputs = {_is_turned(kernel): number for kernel, number in kernels}
@@ -260,7 +264,8 @@ def _plan_rows(kernel: RowCodesKernel, outputs: dict[bool, int], begins: int, ro
     peaks = Zeros(columns)
     codes, inverse = (_output(outputs, False, number) for number in (1, 2))
     arguments: Arguments = {"x": Pointer(begins), "codes": codes, "inverse": inverse, **sizes}
-    width = max(_power_of_two_from(columns), 16)
+    # Triton's ranges are powers of two.
+    width = max(1 << (columns - 1).bit_length(), 16)
     plans = []
     # One pass gives codes and the maxima of columns only while a row fits into registers.
     at_once = straight and turned and width <= _LONGEST_WITH_PEAKS
@@ -344,7 +349,3 @@ def _optional(begins: int, *present: bool) -> list[Pointer | None]:
 
 def _parts(length: int, part: int) -> int:
     return -(-length // part)
-
-
-def _power_of_two_from(length: int) -> int:
-    return 1 << max(length - 1, 0).bit_length()

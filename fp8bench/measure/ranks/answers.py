@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -26,7 +27,7 @@ Merges = Mapping[str, Callable[[Sequence[Any]], Any]]
 def merge_answers(name: str, answers: Sequence[Any], more_merges: Merges = MappingProxyType({})) -> Any:
     """One answer to a request that all ranks have answered, in the order of ranks. Raises RanksDisagree.
 
-    `more` adds merges for the requests of another bench than the worker's own.
+    `more_merges` adds merges for the requests of another bench than the worker's own.
     """
     merges = {**_MERGED, **more_merges}
     return merges[name](answers) if name in merges else answers[0]
@@ -124,8 +125,8 @@ def _step_parts(
     parts = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
     if len(parts) < len(answers):
         return next((((), Overlap(why=answer), None) for answer in answers if isinstance(answer, str)), None)
-    sent = tuple(message for messages, _ in parts for message in messages)
-    ranks = [rounds for _, rounds in parts]
+    messages, ranks = zip(*parts, strict=True)
+    sent = tuple(chain.from_iterable(messages))
     seconds = {}
     for name in ranks[0]:
         of_ranks = [rank[name] for rank in ranks]
