@@ -187,7 +187,7 @@ def _measure(
             budget = share_of(run.request.budget, start, len(groups) - place)
             untimed = _untimed_worker(run, group, worker if group is groups[-1] else None, ready.untimed)
             done = _group(group, run, budget, ready, meters, observer, quantisers, ceilings, lost, untimed)
-            # Earlier runs of the same cases widen the interval; this run is added to them only at the end.
+            # Earlier runs of the same cases widen the interval; this run joins them afterwards.
             with_earlier = with_reruns(done, run, store)
             measured += [replace(record, sessions=sessions.get(record.case.id, ())) for record in with_earlier]
             with hold_back_interrupts():

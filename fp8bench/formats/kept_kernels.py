@@ -119,7 +119,7 @@ def _library(file: str) -> Any:
     spec = importlib.util.spec_from_loader("kernel", loader)
     assert spec is not None
     name, earlier = f"_{_ADDRESSES}", os.environ.get(f"_{_ADDRESSES}")
-    # The loaded library asks the environment for the address of the check of its arguments.
+    # The library looks up the function that returns a tensor's address in the environment.
     os.environ[name] = str(getattr(torch._C._dynamo.guards, name.lower()))
     try:
         library = importlib.util.module_from_spec(spec)

@@ -77,6 +77,7 @@ class MemoryLayout:
         out.copy_(matrix.view(out.shape[::-1]).t() if self.turned else matrix.reshape(out.shape))
 
     def _shape(self) -> tuple[int, ...]:
+        # The shape is a view of the words in memory, in which each dimension is a loop of the kernel.
         rows, columns = self.kernel.block
         match self.kernel.layout:
             case Layout.FLAT:

@@ -63,6 +63,7 @@ def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
     """Native where torch has a scaled product for all products of a recipe, else emulated, and why."""
     if not (is_nvidia(facts) or is_amd(facts) or is_intel(facts)):
         return emulated_everywhere(facts, words)
+    # Short sums are a model of what Hopper's units do, so they are only emulated.
     if recipe.accumulator is not Accumulator.FP32:
         return emulated_because(f"sums of {recipe.accumulator_bits} bits are a model, which no kernel follows")
     # What counts is the recipe in this device's own formats: MI300 has others of the same width.

@@ -62,6 +62,7 @@ def values(
     """
     check_input(x)
     check_scaling(fmt, scaling, scale)
+    # Refused before anything is computed, with the names of the caller's arguments.
     if out is not None:
         check_output(out, x)
     if scaling is None:

@@ -90,6 +90,7 @@ class Kept:
         Where nothing can be written, the next process measures again.
         """
         with contextlib.suppress(OSError, StoreError), lock_folder(self._path.parent):
+            # Another process may have measured meanwhile: all must run the same kernel.
             first = self.read()
             if first is not None:
                 return first

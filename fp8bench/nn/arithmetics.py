@@ -271,7 +271,7 @@ class ScaledArithmetic(RecipeArithmetic):
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
-        # Two casts under different scales, or one cast under scales of each row and each column.
+        # One cast cannot serve both products: cast for this one only, or by rows and by columns in one call.
         if not self._cast_serves_both(role):
             if treatment.scaling is None or not self._cast_alike(role):
                 return self.cast(tensor, role), None

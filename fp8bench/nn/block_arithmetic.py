@@ -61,6 +61,7 @@ class BlockArithmetic(RecipeArithmetic):
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
+        # One launch where both casts share their kernel; else one after the other.
         if self._in_tiles(role) and self._can_cast_both_at_once(role):
             return self._tiled_both(tensor, role, amax)
         if treatment.scaling is None or treatment.scaling.scale is not None or not self._cast_alike(role):
@@ -154,6 +155,7 @@ def _scales_of(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:
     scale = operand.scale
     if scale is None:
         raise ValueError("codes with scales of blocks need their scales")
+    # float32 scales lie in rows or squares, those of MX and NVFP4 in the tiles that units read.
     if scale.dtype == torch.float32:
         return [scale], [_ROWS if _by_rows(operand.data, scale) else _SQUARES], []
     tiles = SwizzleType.SWIZZLE_32_4_4.value

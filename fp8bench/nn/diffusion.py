@@ -58,11 +58,13 @@ class Sampling(Exercise):
         for layer in self.layer.modules():
             if not isinstance(layer, Linear | Convolution):
                 continue
+            # Plain products multiply by weights in the carrier, so that no step casts them again.
             if layer.arithmetic.plain:
                 layer.weight.data = layer.weight.data.to(layer.arithmetic.carrier)
                 continue
             low = _multiplier(layer, layer.arithmetic)
             vars(layer).update(low)
+            # The first and last steps may run in high precision: both multipliers are kept ready.
             if self.plan.first + self.plan.last:
                 self.switched.append((layer, low, _multiplier(layer, self.high)))
             let_go(layer.weight)

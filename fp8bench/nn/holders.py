@@ -107,6 +107,7 @@ def weight_of(module: nn.Module, name: str = "weight") -> Any:
     parametrized = getattr(module, "parametrizations", {})
     if name not in parametrized:
         return getattr(module, name, None)
+    # Some parametrizations change in training when they are read; looking must change nothing.
     modes = [(part, part.training) for part in parametrized[name].modules()]
     parametrized[name].eval()
     try:
@@ -255,6 +256,7 @@ def _weight_objection(held: ProductWeight) -> tuple[str, str] | None:
         return "dtype", f"its weight is {str(weight.dtype).removeprefix('torch.')}, quantised already"
     if type(weight) not in (torch.Tensor, nn.Parameter):
         return "dtype", f"its weight is a {type(weight).__name__}, a kind of tensor of its own"
+    # Each group is a product of its own, and hundreds of launches say nothing about a precision.
     groups = int(getattr(held.module, "groups", 1))
     if groups > MOST_GROUPS:
         return "groups", f"{groups} groups of channels are as many small products: at most {MOST_GROUPS} are converted"
@@ -267,7 +269,7 @@ def _head_of(model: nn.Module, paths: dict[nn.Module, list[str]]) -> nn.Module |
     declared = says() if callable(says) else None
     if isinstance(declared, nn.Module) and declared in paths:
         return declared
-    # 1. A head that shares an embedding's weight is one whatever it is called.
+    # A head that shares an embedding's weight is one whatever it is called.
     tables = {id(path.weight) for path in paths if isinstance(path, nn.Embedding)}
     layers = [path for path in paths if kind_of(path)[0]]
     tied = next((layer for layer in layers if id(weight_of(layer)) in tables), None)

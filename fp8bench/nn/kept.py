@@ -184,6 +184,7 @@ class IntegerWeight:
             self.native = torch._convert_weight_to_int4pack_for_cpu(codes, 1), scales_and_zeros
 
     def times(self, x: Tensor, phase: Phases) -> Tensor:
+        # torch's kernels for CPUs restore weights while they multiply; other devices do it ahead.
         if self.native and x.dtype is torch.bfloat16 and not self.low_inputs:
             with phase.gemm:
                 if self.name == "int8":
@@ -268,6 +269,7 @@ def draw_cached_values(
 
 def draw_weights(shapes: Shapes, seed: int, device: str) -> Callable[[str], Tensor]:
     """Random fp32 weights, each made on request: a whole fp32 model need not fit beside the kept one."""
+    # A generator for each weight, so that a weight does not depend on those drawn before it.
     places = {name: place for place, name in enumerate(shapes)}
 
     def weight(name: str) -> Tensor:

@@ -252,6 +252,7 @@ def multiplied_by(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> It
     try:
         for path, arithmetic in arithmetics.items():
             layer = model.get_submodule(path)
+            # Only what the layer itself has is put back; the rest it has from its class.
             multiplier = {name: vars(layer)[name] for name in _MULTIPLIER if name in vars(layer)}
             usual.append((layer, multiplier))
             vars(layer).update(dict.fromkeys(multiplier), arithmetic=arithmetic)

@@ -49,7 +49,7 @@ def on_device(value: Any, device: torch.device | str, copy: bool = False) -> Any
             if id(part) not in placed:
                 placed[id(part)] = part.to(device, non_blocking=True, copy=copy)
             return placed[id(part)]
-        # 1. Containers are rebuilt with moved parts, and keep their class.
+        # Containers are rebuilt with moved parts, and keep their class.
         if isinstance(part, Mapping):
             # A custom class may have attributes.
             mapping = shallow(part) if isinstance(part, MutableMapping) else {}
@@ -145,6 +145,7 @@ def _ways(batch: Any, takes_one: bool) -> Iterator[Callable[[Any], Arguments]]:
         if takes_one:
             yield lambda batch: ((batch,), {})
     elif isinstance(batch, list | tuple):
+        # A pair of a sequence and a mapping is meant as positions and names.
         both = len(batch) == 2 and isinstance(batch[0], list | tuple) and isinstance(batch[1], Mapping)
         yield (lambda pair: (tuple(pair[0]), dict(pair[1]))) if both else (lambda places: (tuple(places), {}))
 

@@ -189,6 +189,7 @@ class OwnDecoder:
 
     def layer_of(self, held: ProductWeight) -> int | None:
         """The number of the block that a linear layer is in, if it is in any."""
+        # The first number in its path is the layer's, as in Hugging Face's names.
         match = None if held.head else re.search(r"(?:^|\.)(\d+)(?:\.|$)", held.name)
         if match is None:
             return None

@@ -78,6 +78,7 @@ def _make_given(name: str, seed: int, **parts: Any) -> Given:
             raise UsageError(f"{name}: its {word} is {shown_type(parts[word])}. Give a function.")
     if parts.get("schedule") is not None and parts.get("optimizer") is None:
         raise UsageError(f"{name} gives a schedule and no optimizer that it could be of. Give both.")
+    # A single batch is its own first one; of several the first is drawn.
     if "batch" in parts:
         return Given(**parts)
     batches = parts["batches"]

@@ -159,7 +159,7 @@ class StaticScale:
         bound = self._book.rule.bound
         if bound is not None:
             self._bound(x, self._scale.scale, bound)
-        # A bounded scale may be renewed at any step, so it is kept only for a recomputed block.
+        # A bound may renew the scale at any cast; a recomputed block needs the scale that was used.
         if bound is not None or self._used is not None:
             self._used = None if bound is None else self._scale
         return self._scale

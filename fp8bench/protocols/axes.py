@@ -90,6 +90,7 @@ def auto_or(parse: Callable[[str], Scalar]) -> Callable[[str], Scalar]:
 def one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
+            # A typing error is the usual reason, and its cure is the nearest choice.
             nearest = meant_name("choice", text, choices)
             hint = f"; the nearest is {nearest!r}" if nearest else ""
             raise ValueError(f"expected one of {', '.join(choices)}{hint}")

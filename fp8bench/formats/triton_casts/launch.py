@@ -114,6 +114,7 @@ def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
         # The first run goes through Triton's own launcher, which compiles; later ones repeat its result.
         for plan in plans:
             values: dict[str, object] = {**plan.constants}
+            # Numbers of tensors become the tensors of this call.
             for name, argument in plan.arguments.items():
                 values[name] = _resolve(argument, tensors, counter, zeros)
             compiled.append(getattr(kernels, plan.function)[(plan.programs,)](**values, num_warps=plan.warps))

@@ -322,6 +322,7 @@ class OwnedTensors:
         with phase.cast:
             sent = [tensor.to(self.sent_as) for tensor in self.newest(owned, wholes)]
         self._group.from_owners(sent, self.owners)
+        # Tensors that are their own message lie in place already.
         pairs = [(weight, tensor) for weight, tensor in zip(wholes, sent, strict=True) if weight is not tensor]
         if pairs:
             torch._foreach_copy_([weight for weight, _ in pairs], [tensor for _, tensor in pairs])
