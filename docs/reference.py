@@ -153,7 +153,11 @@ def gate_rows() -> Rows:
         phases = [spec.kept_where if spec.kept_where in CELL_PHASES else "\0" for spec in alike]
         names = dict.fromkeys(spec.replace(phase, "<phase>") for spec, phase in zip(alike, phases, strict=True))
         sure = ": counted, so that one more fails, without a second check" if alike[0].counted else ""
-        yield _names(names), f"{100 * relative:g}%", (units.shown(smallest, alike[0].unit) if smallest else "0") + sure
+        yield (
+            _names(names),
+            f"{100 * relative:g}%",
+            (units.describe(smallest, alike[0].unit) if smallest else "0") + sure,
+        )
     yield "anything else", f"{100 * default[0]:g}%", "0"
 
 

@@ -99,21 +99,23 @@ def run(
     is impossible; failed cases are records. With `isolation=False` workloads that a notebook defines can be measured,
     and a crash ends this process.
     """
+    # 1. Options are checked as the command line's are, before a worker starts.
     request = Request(suite, **request_fields(Request, options))
     request = replace(request, imports=(*request.imports, *files_of(suite)))
     try:
         count, pause = parse_sessions(str(sessions))
     except ArgumentTypeError as error:
         raise UsageError(f"sessions: {error}.") from None
+    # 2. Several sessions are runs of their own, from which one answer comes.
     several = partial(execute_sessions, request, sessions=count, apart=pause)
     several = several if count > 1 else partial(execute, request)
-    return _measured(several, store, observer, progress, report, log)
+    return _measure_run(several, store, observer, progress, report, log)
 
 
 suite = run
 
 
-def _measured(
+def _measure_run(
     measure: Callable[[Path, Observer, str], model.Run],
     store: str | Path,
     observer: Observer | None,
@@ -122,23 +124,23 @@ def _measured(
     log: str | Iterable[str],
 ) -> Run:
     targets = log_targets(log)
-    kept = folder("store", store)
-    with _told(observer, progress) as told:
-        done = measure(kept, told, command_line())
-    _followed(done, kept, progress and observer is None, report, targets)
-    return _shown(done)
+    folder_of_runs = folder("store", store)
+    with _observe(observer, progress) as observing:
+        done = measure(folder_of_runs, observing, command_line())
+    _follow_up(done, folder_of_runs, progress and observer is None, report, targets)
+    return _to_frame_run(done)
 
 
-def _told(observer: Observer | None, progress: bool) -> AbstractContextManager[Observer]:
+def _observe(observer: Observer | None, progress: bool) -> AbstractContextManager[Observer]:
     if observer is not None:
         return nullcontext(observer)
     return (TERMINAL if progress else SILENT).measuring()
 
 
-def _followed(done: model.Run, store: Path, told: bool, report: bool, log: Sequence[LogTarget] = ()) -> None:
-    """Does the steps that follow a run on the command line. A run that could not be stored has no report."""
-    wanted = Wanted(Pages() if report and done.path else None, log)
-    after_run(done, store, wanted, TERMINAL.note if told else SILENT.note)
+def _follow_up(done: model.Run, store: Path, announces: bool, report: bool, log: Sequence[LogTarget] = ()) -> None:
+    """Does what follows a run on the command line, too. A run that was not kept has no report."""
+    outputs = Wanted(Pages() if report and done.path else None, log)
+    after_run(done, store, outputs, TERMINAL.note if announces else SILENT.note)
 
 
 # Fields of a request that profile does not take, or takes under another name.
@@ -191,6 +193,7 @@ def profile(
     batch: what the forward of a live model takes
     loss: a function of a live model's output, if its forward returns no loss
     """
+    # A live model is pickled into the worker; a maker's name is imported there.
     live = not isinstance(model, str)
     if live == (batch is None) or (loss is not None and not live):
         raise UsageError("profile takes 'module:function' alone, or a model with a batch, and a loss if it needs one.")
@@ -202,9 +205,9 @@ def profile(
         precision_map=pairs(precision_map),
         isolation=isolation,
     )
-    given = (model, batch) if loss is None else (model, batch, loss)
-    measure = partial(profile_live, given, request) if live else partial(profile_maker, request)
-    return _measured(measure, store, observer, progress, report, log)
+    parts = (model, batch) if loss is None else (model, batch, loss)
+    measure = partial(profile_live, parts, request) if live else partial(profile_maker, request)
+    return _measure_run(measure, store, observer, progress, report, log)
 
 
 def resume(
@@ -224,22 +227,22 @@ def resume(
     """
     if isinstance(run, model.Run) and not run.path:
         raise UsageError(f"the run {run.id} was not stored. Give a stored run, its id, its file, or 'last'.")
-    kept = folder("store", store)
-    path = Path(run.path) if isinstance(run, model.Run) else find_run(str(run), kept)
-    with _told(observer, progress) as told:
-        resumed, done = go_on(path, kept, told, command_line())
+    folder_of_runs = folder("store", store)
+    path = Path(run.path) if isinstance(run, model.Run) else find_run(str(run), folder_of_runs)
+    with _observe(observer, progress) as observing:
+        resumed, done = go_on(path, folder_of_runs, observing, command_line())
     if resumed:
-        _followed(done, kept, progress and observer is None, report)
-    return _shown(done)
+        _follow_up(done, folder_of_runs, progress and observer is None, report)
+    return _to_frame_run(done)
 
 
-def _shown(run: model.Run) -> Run:
+def _to_frame_run(run: model.Run) -> Run:
     return run if isinstance(run, Run) else Run(**{field.name: getattr(run, field.name) for field in fields(run)})
 
 
 def load(run: str | Path | model.Run, store: str | Path = DEFAULT_STORE) -> Run:
     """Returns a stored run; its `.results` are the rows of --csv, its `.verdicts` those of the terminal's answer."""
-    return _shown(run if isinstance(run, model.Run) else load_stored_run(str(run), folder("store", store)))
+    return _to_frame_run(run if isinstance(run, model.Run) else load_stored_run(str(run), folder("store", store)))
 
 
 def findings(run: model.Run) -> Findings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fp8bench.suggestions import meant_name, where_explained
+from fp8bench.suggestions import explaining_command, meant_name
 
 EXIT_OK = 0
 EXIT_REGRESSION = 1
@@ -43,10 +43,10 @@ class UnknownName(UsageError):
 
     def __init__(self, kind: str, given: str, known: Iterable[str], shown: str = "") -> None:
         names = sorted(known)
-        near = meant_name(kind, given, names)
-        hint = f" Did you mean {near!r}?" if near else ""
+        nearest = meant_name(kind, given, names)
+        hint = f" Did you mean {nearest!r}?" if nearest else ""
         message = f"unknown {kind} {given!r}.{hint} Known: {shown or ', '.join(names) or 'none'}."
-        super().__init__(message, given, near, where_explained(kind).split())
+        super().__init__(message, given, nearest, explaining_command(kind).split())
         self.known = names
 
 
@@ -94,7 +94,7 @@ class RunNotFound(StoreError):
     """No run has that id, file stem or path."""
 
     def __init__(self, message: str, given: str = "", nearest: str | None = None) -> None:
-        super().__init__(message, given, nearest, where_explained("run").split())
+        super().__init__(message, given, nearest, explaining_command("run").split())
 
 
 class AsvFileError(StoreError):

@@ -49,8 +49,8 @@ class Damaged(ValueError):
     """What was read differs from what was written."""
 
 
-def sealed(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the object with a checksum of its content, independent of formatting."""
+def seal(content: dict[str, Any]) -> dict[str, Any]:
+    """The object with a checksum of its content, whatever its formatting."""
     return {**content, _SUM: _checksum(compact(content).encode())}
 
 
@@ -64,8 +64,8 @@ def with_checksum(plain: str) -> str:
     return f'{plain[:-1]},"{_SUM}":"{_checksum(plain.encode())}"}}'
 
 
-def unsealed(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the object without its checksum, if it has one. Raises Damaged if the checksum is wrong."""
+def unseal(content: dict[str, Any]) -> dict[str, Any]:
+    """The object without its checksum, if it has one. Raises Damaged if the two do not agree."""
     if _SUM not in content:
         return content
     plain = {name: value for name, value in content.items() if name != _SUM}
@@ -82,7 +82,7 @@ def unsealed_line(line: bytes) -> tuple[dict[str, Any], str]:
     content = json.loads(line)
     if not isinstance(content, dict):
         raise Damaged("expected an object")
-    return unsealed(content), str(content.get(_SUM, ""))
+    return unseal(content), str(content.get(_SUM, ""))
 
 
 def compact(content: object) -> str:
@@ -108,12 +108,12 @@ def _checksum(text: bytes) -> str:
 
 
 @contextlib.contextmanager
-def keeping(what: object, remedy: str = "", kind: type[StoreError] = StoreError) -> Iterator[None]:
-    """Turns an OSError into the error `kind`, which says that `what` cannot be written."""
+def keeping(subject: object, remedy: str = "", kind: type[StoreError] = StoreError) -> Iterator[None]:
+    """Turns an OSError into the error `kind`, with the sentence that `subject` cannot be written."""
     try:
         yield
     except OSError as error:
-        raise kind(f"{what} cannot be written ({error.strerror}). {remedy}".rstrip()) from None
+        raise kind(f"{subject} cannot be written ({error.strerror}). {remedy}".rstrip()) from None
 
 
 def read_file(path: Path, most: int = LARGEST_FILE) -> bytes:
@@ -134,7 +134,7 @@ def open_file(path: Path, mode: str = "rb", most: int | None = LARGEST_FILE) -> 
     if str(path).startswith(_STREAMS):
         return cast(BufferedRandom, path.open(mode))
 
-    def open_checked(name: str, flags: int) -> int:
+    def open_regular(name: str, flags: int) -> int:
         with contextlib.suppress(FileNotFoundError):  # opening a device may already change something
             _check(os.stat(name), most)  # noqa: PTH116
         descriptor = os.open(name, flags | os.O_NONBLOCK, 0o666)
@@ -145,7 +145,7 @@ def open_file(path: Path, mode: str = "rb", most: int | None = LARGEST_FILE) -> 
             raise
         return descriptor
 
-    return cast(BufferedRandom, open(path, mode, opener=open_checked))
+    return cast(BufferedRandom, open(path, mode, opener=open_regular))
 
 
 def check_file(path: Path, most: int | None = LARGEST_FILE) -> None:
@@ -159,18 +159,21 @@ def is_no_folder(path: Path) -> bool:
 
 
 def _check(status: os.stat_result, most: int | None) -> None:
+    # Pipes and devices could block for ever, or change when they are read.
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(status.st_mode):
-        what = next((name for is_kind, name in _SPECIAL if is_kind(status.st_mode)), "a device")
-        raise OSError(errno.EINVAL, f"it is {what}: give a regular file")
+        kind = next((name for is_kind, name in _SPECIAL if is_kind(status.st_mode)), "a device")
+        raise OSError(errno.EINVAL, f"it is {kind}: put a regular file in its place")
     _check_size(status.st_size, most)
 
 
 def _check_size(size: int, most: int | None) -> None:
     if most is not None and size > most:
-        why = f"it has {units.size(size)}, and at most {units.size(most)} are read: move it away, or give a smaller one"
-        raise OSError(errno.EFBIG, why)
+        reason = (
+            f"it has {units.size(size)}, and at most {units.size(most)} are read: move it away, or give a smaller one"
+        )
+        raise OSError(errno.EFBIG, reason)
 
 
 def make_store(store: Path) -> None:
@@ -264,8 +267,8 @@ class LineWriter:
         self._recount()
 
     @classmethod
-    def started(cls, path: Path, head: dict[str, Any]) -> Self:
-        """Creates a file together with its first line, and locks it: no reader sees it empty."""
+    def start(cls, path: Path, head: dict[str, Any]) -> Self:
+        """Makes a file together with its first line, and locks it: nobody ever sees it empty."""
         partial = path.with_suffix(PARTIAL)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -319,12 +322,13 @@ class LineWriter:
             self._sums += sums_of(text.encode())
             self._last += len(values)
         except OSError as error:
-            with contextlib.suppress(OSError):  # part of the line may be in the file
+            # Whatever part reached the file counts, so that the next line gets the right number.
+            with contextlib.suppress(OSError):  # part of it may be in the file
                 self._recount()
-            there = os.path.isfile(self.path) and self._last > 1  # noqa: PTH113 - is_file raises where it may not look
-            before = "What was finished before is in it; make room" if there else "Make room"
+            has_lines = os.path.isfile(self.path) and self._last > 1  # noqa: PTH113 - is_file raises where it may not look
+            advice = "What was finished before is in it; make room" if has_lines else "Make room"
             raise StoreError(
-                f"{self.called} {self.path} cannot be written ({error.strerror}). {before}, or choose another --store "
+                f"{self.called} {self.path} cannot be written ({error.strerror}). {advice}, or choose another --store "
                 "DIR."
             ) from None
 
@@ -372,8 +376,8 @@ def is_locked(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Holds a folder's lock, after waiting up to `seconds` for it. Not reentrant.
+def lock_folder(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
+    """Holds a folder's lock, for which it waits up to `seconds`. Not reentrant.
 
     Reading, merging and writing belong under one lock.
     """
@@ -383,8 +387,8 @@ def locked(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
         file = open_file(path, "ab", most=None)
     except OSError as error:
         is_file = os.path.isfile(folder)  # noqa: PTH113 - is_file raises where it may not look
-        why = f"{folder} is a file" if is_file else error.strerror
-        raise StoreError(f"the lock {path} cannot be made ({why}). Choose another --store DIR.") from None
+        reason = f"{folder} is a file" if is_file else error.strerror
+        raise StoreError(f"the lock {path} cannot be made ({reason}). Choose another --store DIR.") from None
     with file:
         if not lock(file, seconds):
             raise StoreError(
@@ -408,7 +412,7 @@ def check_folder(option: str, folder: Path) -> None:
     try:
         try_writing(folder)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"{option} {str(folder)!r:.200} cannot be written ({why}). Give a folder; it is made if it is not there."
+            f"{option} {str(folder)!r:.200} cannot be written ({reason}). Give a folder; it is made if it is not there."
         ) from None

@@ -33,10 +33,10 @@ from fp8bench.measure.handle import (
     LocalWorker,
     ProcessWorker,
     Worker,
-    claimed,
+    claim_process,
     counting_worker,
 )
-from fp8bench.measure.interrupts import held_back, ignored
+from fp8bench.measure.interrupts import hold_back_interrupts, ignore_interrupts
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import trace_folder
 from fp8bench.measure.ranks.worker import RanksWorker
@@ -84,17 +84,20 @@ def execute(
     finished work is stored and returned, with `finished` False. Raises NotKept, which holds the run, if the store fails
     during the run.
     """
+    # 1. Refuse, before any worker starts, what cannot be measured.
     start = time.monotonic()
     request = with_stored_scales(request, store)
     with _ready(request, store) as ready, Meters(request.energy) as meters:
-        run = replace(_opened(request, ready, meters, command, folder), origin=origin)
+        run = replace(_open_run(request, ready, meters, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=of_cell(run.plan, cell[1]), cell=cell[0])
+        # 2. The plan is shown and the header stored before the first group.
         observer.planned(run.plan)
         writer = start_run(run, store)
         for words in filter(None, (note, *run.notes)):
             writer.note(words)
         run = replace(run, path=str(writer.path))
+        # 3. Measure what the plan holds.
         return _measure(run, run.plan.groups, store, writer, ready, meters, observer, start, sessions)
 
 
@@ -105,6 +108,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
     """
     start = time.monotonic()
     run = load_run(path)
+    # A file with damage would be continued on top of it, so that is refused first.
     refuse_lost(run)
     groups = missing_groups(run)
     if run.finished and not groups:
@@ -112,6 +116,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
     refuse_elsewhere(run)
     store = store_of(path) or store
     with _ready(run.request, store) as ready, Meters(run.request.energy) as meters:
+        # Another machine, version or environment would mix two measurements in one run.
         facts = ready.timing.probe()
         environment = gather(ready.timing.software(), __version__, run.request.threads, run.request.imports)
         plan = make_plan(run.request, facts, ready.text, has_reference_added(run.plan))
@@ -133,19 +138,19 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
     refuse_elsewhere(run)
     request = replace(run.request, trace=None, isolation=True)
     with _ready(request, store) as ready, Meters(request.energy) as meters:
-        opened = _opened(request, ready, meters, command, None, has_reference_added(run.plan))
-        again = replace(opened, origin=AGAIN)
-        differs = foreign(run, again.plan, again.devices, again.environment)
+        opened = _open_run(request, ready, meters, command, None, has_reference_added(run.plan))
+        repeated = replace(opened, origin=AGAIN)
+        differs = foreign(run, repeated.plan, repeated.devices, repeated.environment)
         if differs:
             raise UsageError(
                 f"the run {run.id} was measured under other conditions: {differs}. Measure under the same ones."
             )
-        groups = tuple(group for group in again.plan if any(planned.case.id in cases for planned in group.cases))
-        again = replace(again, plan=replace(again.plan, groups=groups))
-        observer.planned(again.plan)
-        writer = start_run(again, store)
-        again = replace(again, path=str(writer.path))
-        return _measure(again, groups, store, writer, ready, meters, observer, start)
+        groups = tuple(group for group in repeated.plan if any(planned.case.id in cases for planned in group.cases))
+        repeated = replace(repeated, plan=replace(repeated.plan, groups=groups))
+        observer.planned(repeated.plan)
+        writer = start_run(repeated, store)
+        repeated = replace(repeated, path=str(writer.path))
+        return _measure(repeated, groups, store, writer, ready, meters, observer, start)
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
@@ -177,28 +182,33 @@ def _measure(
     try:
         ceilings = _ceilings(run, groups, store, ready, observer)
         for place, group in enumerate(groups):
+            # Another run on the machine is noted as soon as it is seen, because it disturbs both.
             for stem in sorted(set(running_beside(writer.path)) - noted):
                 writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
                 noted.add(stem)
             budget = share_of(run.request.budget, start, len(groups) - place)
             untimed = _untimed(run, group, worker if group is groups[-1] else None, ready.untimed)
             done = _group(group, run, budget, ready, meters, observer, quantisers, ceilings, lost, errors, untimed)
-            known = with_reruns(done, run, store)
-            measured += [replace(record, sessions=sessions.get(record.case.id, ())) for record in known]
-            with held_back():
+            # Earlier runs of the same cases widen the interval; this run joins them afterwards.
+            with_earlier = with_reruns(done, run, store)
+            measured += [replace(record, sessions=sessions.get(record.case.id, ())) for record in with_earlier]
+            with hold_back_interrupts():
                 writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:
                 observer.finished(record)
             add_reruns(done, run, store)
         writer.finish("finished")
     except KeyboardInterrupt:
-        with ignored(), contextlib.suppress(StoreError):  # a run without an end line counts as unfinished, too
+        with (
+            ignore_interrupts(),
+            contextlib.suppress(StoreError),
+        ):  # without an end line it is unfinished, too
             writer.finish("interrupted")
     except StoreError as error:
         raise NotKept(str(error), replace(run, records=(*run.records, *measured), troubles=(str(error),))) from None
     finally:
         writer.close()
-    with ignored():
+    with ignore_interrupts():
         return load_run(writer.path)
 
 
@@ -208,20 +218,20 @@ def _ceilings(run: Run, groups: Sequence[Group], store: Path, ready: Ready, obse
         return {}
     first = {case.case.device: case.case for group in reversed(groups) for case in reversed(group.cases) if case.runs}
 
-    def measured(device: DeviceFacts) -> Ceilings:
+    def measure(device: DeviceFacts) -> Ceilings:
         observer.working(first[device.key], MEASURING_CEILINGS, 0.0)
         return measure_ceilings(ready.timing, device)
 
     by_device = {}
     for device in (device_facts for device_facts in run.devices if device_facts.key in first):
-        wanted = partial(measured, device) if ready.switches.ceilings else None
+        measure_now = partial(measure, device) if ready.switches.ceilings else None
         try:
-            known = current_ceilings(store, run.environment, device, wanted)
+            ceilings = current_ceilings(store, run.environment, device, measure_now)
         except WorkerError:  # the run goes on without a ceiling, in a fresh worker
             ready.timing.restart()
             continue
-        if known is not None:
-            by_device[device.key] = known
+        if ceilings is not None:
+            by_device[device.key] = ceilings
     return by_device
 
 
@@ -247,7 +257,7 @@ def _ready(request: Request, store: Path, write: bool = True) -> Iterator[Ready]
     A worker starts at the first request to it.
     """
     with ExitStack() as stack:
-        stack.enter_context(claimed(request.isolation))
+        stack.enter_context(claim_process(request.isolation))
         resolved = resolve(request, os.environ)
         if write:
             if request.trace is not None:
@@ -255,8 +265,8 @@ def _ready(request: Request, store: Path, write: bool = True) -> Iterator[Ready]
             check_store(store)  # before the text is written there: a new store must be created as one
         corpus = resolved.corpus(store, write)
         timing, untimed = (stack.enter_context(worker_for(request, corpus)) for _ in range(2))
-        wanted = request.counters and write
-        counting = stack.enter_context(counting_worker(settings_of(request, corpus))) if wanted else None
+        counts = request.counters and write
+        counting = stack.enter_context(counting_worker(settings_of(request, corpus))) if counts else None
         yield Ready(corpus, resolved.switches, timing, untimed, counting)
 
 
@@ -275,11 +285,11 @@ def worker_for(request: Request, corpus: Corpus | None) -> Iterator[Worker]:
     try:
         yield worker
     finally:
-        with ignored():
+        with ignore_interrupts():
             worker.close()
 
 
-def _opened(
+def _open_run(
     request: Request, ready: Ready, meters: Meters, command: str, folder: Path | None, compares: bool = True
 ) -> Run:
     """Returns the run with its header, before anything is measured except the overhead of the meters."""
@@ -290,6 +300,7 @@ def _opened(
     used = {planned.case.device for group in plan for planned in group.cases if planned.runs}
     environment = gather(worker.software(), __version__, request.threads, request.imports, folder=folder)
     for fact in facts:
+        # Settings of devices that nothing runs on would make runs look different.
         if fact.key in used:
             environment = environment.also(device_state_of(fact, meters.of(fact)))
     return Run(

@@ -50,6 +50,7 @@ class Registry(Generic[T]):
             for word in (name, *aliases):
                 self._check_name(word, leaf)
             self._check(name, leaf)
+            # All names are checked before any is entered, so that a failure leaves the registry as it was.
             for word in (name, *aliases):
                 holder = self._leaves.get(self._aliases.get(word, word))
                 if holder is not None and _address(holder) != _address(leaf):
@@ -115,6 +116,7 @@ class Registry(Generic[T]):
                 f"{_address(leaf)} registers as {name!r} and has {self._words[0]} = {getattr(leaf, self._words[0])!r}. "
                 "Write the same name twice."
             )
+        # The wrong type would show much later, in a report or a comparison.
         for word, kind in _KINDS.items():
             value = getattr(leaf, word, None)
             if word in self._words and type(value) is not kind:
@@ -176,10 +178,11 @@ class PrecisionRegistry(Registry[Precision]):
         return super().canonical(word)
 
     def get(self, word: str) -> Precision:
-        """Returns a precision with the options of the word; raises UsageError for unsupported options."""
+        """A precision with the options of the word; raises UsageError for options it does not take."""
+        # Makers read words that are no leaf's name, such as a precision with its own syntax.
         for make in self._makers:
-            if (made := make(word)) is not None:
-                return made
+            if (from_maker := make(word)) is not None:
+                return from_maker
         name, *pairs = word.split(":")
         leaf = self._leaves[self._name(name)]
         chosen = [pair.removeprefix(_BACKEND) for pair in pairs if pair.startswith(_BACKEND)]
@@ -196,16 +199,16 @@ class PrecisionRegistry(Registry[Precision]):
 
     def _chosen(self, word: str, leaf: type[Precision], pairs: Sequence[str]) -> dict[str, Scalar]:
         chosen: dict[str, Scalar] = {}
-        known = {key: option for option in leaf.options for key in (option.name, *option.aliases)}
+        by_name = {key: option for option in leaf.options for key in (option.name, *option.aliases)}
         for pair in pairs:
             key, equals, value = pair.partition("=")
             if not key or not equals or not value:
                 raise UsageError(
                     f"the dtype {word!r} has no OPTION=VALUE behind a colon but {pair!r}. {_options(leaf)}"
                 )
-            if key not in known:
-                raise UnknownName(f"option of dtype {leaf.name}", key, known)
-            option = known[key]
+            if key not in by_name:
+                raise UnknownName(f"option of dtype {leaf.name}", key, by_name)
+            option = by_name[key]
             if option.name in chosen:
                 raise UsageError(f"the dtype {word!r} gives {option.name} twice. Keep one of the two.")
             chosen[option.name] = option.value(leaf.name, value)

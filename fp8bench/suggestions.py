@@ -95,14 +95,14 @@ def meant_name(kind: str, given: str, known: Collection[str]) -> str | None:
     word = given.lower().removeprefix("torch.")
     if kind == "argument":
         word = word.replace("_", "-")
-    for name, others in _ELSEWHERE.get(kind, {}).items():
-        if word in others.split() and name.partition(" ")[0] in known:
+    for name, aliases in _ELSEWHERE.get(kind, {}).items():
+        if word in aliases.split() and name.partition(" ")[0] in known:
             return name
     bare = {name.lstrip("-"): name for name in sorted(known)}
-    near = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.6)
-    return bare[near[0]] if near else None
+    matches = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.6)
+    return bare[matches[0]] if matches else None
 
 
-def where_explained(kind: str) -> str:
+def explaining_command(kind: str) -> str:
     """Returns the command that lists the names of a kind; '' if there is none."""
     return _EXPLAINED.get(kind, "")

@@ -45,8 +45,8 @@ def symbol(unit: str) -> str:
     return _SYMBOLS.get(unit, unit)
 
 
-def written() -> dict[str, tuple[float, str]]:
-    """Returns every unit that a person may type, with its factor and the stored unit."""
+def typed_units() -> dict[str, tuple[float, str]]:
+    """Every unit that a person may type, with its factor and the unit in which figures are stored."""
     named = [
         (name, scale, base)
         for base, scales in {**_PREFIXED, "B": (*_BINARY, (1, "B"))}.items()
@@ -76,7 +76,7 @@ def _scale_of(value: float, digits: int, scales: Sequence[tuple[float, str]]) ->
     return next((scale for scale in scales if abs(value) >= scale[0] * just_one), scales[-1])
 
 
-def _prefixed(value: float | None, base: str, digits: int) -> str:
+def _with_prefix(value: float | None, base: str, digits: int) -> str:
     if value is None:
         return NONE
     if value == 0 or not math.isfinite(value):
@@ -86,22 +86,22 @@ def _prefixed(value: float | None, base: str, digits: int) -> str:
 
 
 def seconds(value: float | None, digits: int = 3) -> str:
-    """Formats a duration: 0.0243 -> '24.3 ms'."""
-    return _prefixed(value, "s", digits)
+    """A duration: 0.0243 -> '24.3 ms'."""
+    return _with_prefix(value, "s", digits)
 
 
 def joules(value: float | None, digits: int = 3) -> str:
-    """Formats an energy: 0.0191 -> '19.1 mJ'."""
-    return _prefixed(value, "J", digits)
+    """An energy: 0.0191 -> '19.1 mJ'."""
+    return _with_prefix(value, "J", digits)
 
 
 def clock(value: float) -> str:
-    """Formats a waiting time in whole seconds: 192.4 -> '3 min 12 s'."""
-    whole = max(0, round(value))
-    minutes, rest = divmod(whole, 60)
+    """A waiting time in whole seconds: 192.4 -> '3 min 12 s'."""
+    seconds = max(0, round(value))
+    minutes, seconds_left = divmod(seconds, 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{minutes} min {seconds_left:02d} s" if minutes else f"{seconds_left} s"
 
 
 def moment(milliseconds: float | None) -> str:
@@ -150,8 +150,8 @@ def bytes_of(text: str) -> int:
     )
     if match is None:
         raise ValueError("expected a size like 2GiB, 512MB or 1.5G")
-    number, prefix, rest = match.groups()
-    base = 1000 if rest is not None and rest.lower() == "b" else 1024
+    number, prefix, suffix = match.groups()
+    base = 1000 if suffix is not None and suffix.lower() == "b" else 1024
     return int(Decimal(number) * base ** (" kmgt".index(prefix.lower()) if prefix else 0))
 
 
@@ -213,14 +213,14 @@ def decibels(value: float | None) -> str:
     return "exact" if value >= EXACT_DB else f"{round(value, 1) + 0.0:.1f} dB"  # + 0.0 avoids '-0.0 dB'
 
 
-def shown(value: float | None, unit: str, digits: int = 3) -> str:
-    """Formats a number in its unit; `digits` apply to times and energies."""
+def describe(value: float | None, unit: str, digits: int = 3) -> str:
+    """A number in its unit; `digits` are those of times and energies."""
     if value is None:
         return NONE
     unit = symbol(unit)
     if unit in _PREFIXED:
-        return _prefixed(value, unit, digits)
-    known: dict[str, Callable[[float], str]] = {
+        return _with_prefix(value, unit, digits)
+    formats: dict[str, Callable[[float], str]] = {
         "B": size,
         "x": ratio,
         RATIO: relative_error,
@@ -229,13 +229,13 @@ def shown(value: float | None, unit: str, digits: int = 3) -> str:
         "": significant,
         "ppm": lambda value: f"{significant(value)} ppm",
     }
-    return known[unit](value) if unit in known else count(value, unit)
+    return formats[unit](value) if unit in formats else count(value, unit)
 
 
 def span(values: Iterable[float], show: Callable[[float], str]) -> str:
-    """Formats a range, '1.21x to 2.10x'; a single text if both ends look equal, '' without values."""
-    known = list(values)
-    return " to ".join(dict.fromkeys((show(min(known)), show(max(known))))) if known else ""
+    """'1.21x to 2.10x'; one text where both ends read alike, '' without values."""
+    numbers = list(values)
+    return " to ".join(dict.fromkeys((show(min(numbers)), show(max(numbers))))) if numbers else ""
 
 
 def relative_error(value: float | None) -> str:

@@ -89,7 +89,7 @@ def _energy(facts: DeviceFacts) -> dict[str, Any]:
         with meter_for(facts) as meter:
             (begun, first), opened = counter.tick(), time.monotonic()
             with meter.window() as window:
-                while not window.failed and (not window.enough or time.monotonic() < opened + _WINDOW):
+                while not window.has_failed and (not window.enough or time.monotonic() < opened + _WINDOW):
                     counter.work()
             ended, last = counter.tick()
             energy = window.energy

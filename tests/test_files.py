@@ -31,7 +31,7 @@ from fp8bench.files import (
     end_line,
     is_locked,
     lock,
-    locked,
+    lock_folder,
     make_store,
     read_file,
     try_writing,
@@ -74,13 +74,13 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 from fp8bench.errors import AsvFileAbsent
-from fp8bench.files import locked
+from fp8bench.files import lock_folder
 from fp8bench.store.asv.files import ResultsFile, load_results, save_results
 from fp8bench.store.asv.rows import AsvRow
 from dataclasses import replace
 path, mine = Path(sys.argv[1]), sys.argv[2]
 for number in range(25):
-    with locked(path.parent.parent, 240):
+    with lock_folder(path.parent.parent, 240):
         try:
             file = load_results(path)
         except AsvFileAbsent:
@@ -146,14 +146,14 @@ def test_whatever_step_fails_the_old_file_stands(old: Path, monkeypatch: pytest.
 
 
 def test_a_lock_that_stays_taken_is_a_sentence(tmp_path: Path) -> None:
-    with contextlib.suppress(ZeroDivisionError), locked(tmp_path, 0):
+    with contextlib.suppress(ZeroDivisionError), lock_folder(tmp_path, 0):
         with (
             pytest.raises(StoreError, match=r"another process has held the lock .*\.lock for 0 s\. Wait"),
-            locked(tmp_path, 0),
+            lock_folder(tmp_path, 0),
         ):
             raise AssertionError("it is held twice")
         raise ZeroDivisionError
-    with locked(tmp_path, 0):
+    with lock_folder(tmp_path, 0):
         assert [path.suffix for path in tmp_path.iterdir()] == [""]
 
 
@@ -161,11 +161,11 @@ def test_a_lock_is_waited_for(tmp_path: Path) -> None:
     order = []
 
     def second() -> None:
-        with locked(tmp_path, 240):
+        with lock_folder(tmp_path, 240):
             order.append("second")
 
     waiting = threading.Thread(target=second)
-    with locked(tmp_path, 0):
+    with lock_folder(tmp_path, 0):
         waiting.start()
         waiting.join(0.1)
         order.append("first")
@@ -178,7 +178,7 @@ def test_where_a_file_system_has_no_locks_it_goes_on_without(tmp_path: Path, mon
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(files.fcntl, "flock", flock)
-    with locked(tmp_path, 0), locked(tmp_path, 0):
+    with lock_folder(tmp_path, 0), lock_folder(tmp_path, 0):
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
@@ -226,7 +226,7 @@ def test_in_a_read_only_folder_nothing_is_left(read_only: Path) -> None:
             step()
     with (
         pytest.raises(StoreError, match=r"the lock .* cannot be made \(Permission denied\)"),
-        locked(read_only.parent, 0),
+        lock_folder(read_only.parent, 0),
     ):
         raise AssertionError("the lock is held")
     assert read_only.read_text() == OLD and list(read_only.parent.iterdir()) == [read_only]
@@ -371,7 +371,7 @@ def test_a_pipe_in_the_place_of_a_lock_is_not_waited_for(tmp_path: Path) -> None
     os.mkfifo(tmp_path / files.LOCK)
     with pytest.raises(OSError, match="named pipe"):
         is_locked(tmp_path / files.LOCK)
-    with pytest.raises(StoreError, match="named pipe"), locked(tmp_path):
+    with pytest.raises(StoreError, match="named pipe"), lock_folder(tmp_path):
         pass
 
 

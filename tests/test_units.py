@@ -76,7 +76,7 @@ SHOWN: dict[Callable[..., str], list[tuple[float | None, str]]] = {
 @for_each(("function", "value", "text"), [(function, *row) for function, rows in SHOWN.items() for row in rows])
 def test_numbers_as_text(function: Callable[[float | None], str], value: float | None, text: str) -> None:
     assert function(value) == text
-    assert function is not units.joules or units.shown(value, "J") == text
+    assert function is not units.joules or units.describe(value, "J") == text
 
 
 @for_each(("value", "digits", "text"), [(0.996e-3, 2, "1.0 ms"), (0.99951e-3, 4, "999.5 us")])
@@ -145,18 +145,18 @@ def test_a_metric_says_its_unit_at_its_end(metric: str, unit: str) -> None:
     ],
 )
 def test_measured_numbers_are_shown_by_their_units(value: float | None, unit: str, text: str) -> None:
-    assert units.shown(value, unit) == text
+    assert units.describe(value, unit) == text
 
 
 def test_a_plain_ratio_is_shown_by_its_metric() -> None:
-    assert spec_of("gradient_vanished").shown(0.25, "ratio") == "25.0%"
-    assert spec_of("gradient_vanished").shown(0.0, "ratio") == "0%"
-    assert spec_of("relative_loss").shown(1.000421, "x") == "1.00042x"
-    assert spec_of("gradient_error").shown(0.25, "ratio") == spec_of("gradient_error").shown(0.25, "") == "2.5e-01"
+    assert spec_of("gradient_vanished").to_text(0.25, "ratio") == "25.0%"
+    assert spec_of("gradient_vanished").to_text(0.0, "ratio") == "0%"
+    assert spec_of("relative_loss").to_text(1.000421, "x") == "1.00042x"
+    assert spec_of("gradient_error").to_text(0.25, "ratio") == spec_of("gradient_error").to_text(0.25, "") == "2.5e-01"
 
 
 def test_units_that_a_person_writes() -> None:
-    known = units.written()
+    known = units.typed_units()
     assert (known["mJ"], known["us"], known["MiB"], known["x"], known[""]) == (
         (1e-3, "J"),
         (1e-6, "s"),

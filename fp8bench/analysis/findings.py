@@ -162,7 +162,7 @@ def _mark_chosen(records: Sequence[Record], results: list[Finding], standard: _S
     if len(timings) < LEAST_CANDIDATES:
         return results
     fastest = verdicts.find_fastest(timings, standard.timing, standard.control)
-    if fastest is not None and results[places[fastest]].judged:
+    if fastest is not None and results[places[fastest]].is_judged:
         note = (
             f"the fastest of {len(timings)} by these rounds, and not timed again: chosen so, its speed-up is too good"
         )

@@ -71,7 +71,7 @@ class Metric:
 
     @property
     def shown(self) -> str:
-        return self.spec.shown(self.value)
+        return self.spec.to_text(self.value)
 
 
 class Reference(NamedTuple):

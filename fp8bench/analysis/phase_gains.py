@@ -127,12 +127,12 @@ def find_reason(gains: Sequence[PhaseGain], unclear: Collection[str] = ()) -> Re
     """
     seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
     net = reference - seconds
-    largest = max((abs(gain.saved) for gain in gains), default=0.0)
+    largest = max((abs(gain.saved_seconds) for gain in gains), default=0.0)
     least = _LEAST_PART * max(abs(net), largest)
-    clear = [gain for gain in gains if gain.is_clear and gain.phase not in unclear and abs(gain.saved) >= least]
+    clear = [gain for gain in gains if gain.is_clear and gain.phase not in unclear and abs(gain.saved_seconds) >= least]
     if len(gains) < 2 or not clear:
         return None
-    clear.sort(key=lambda gain: -abs(gain.saved))
+    clear.sort(key=lambda gain: -abs(gain.saved_seconds))
     return Reason(_find_cause(clear, net, reference), tuple(_choose_shown(clear)), seconds, reference)
 
 
@@ -140,17 +140,17 @@ def _choose_shown(clear: Sequence[PhaseGain]) -> list[PhaseGain]:
     """Returns the largest differences, including a gain and a loss if both are clear."""
     shown = list(clear[:_MOST_PHASES])
     for gains in (True, False):
-        side = [gain for gain in clear if (gain.saved > 0) is gains]
+        side = [gain for gain in clear if (gain.saved_seconds > 0) is gains]
         if side and side[0] not in shown:
             shown[-1] = side[0]
     return shown
 
 
 def _find_cause(clear: Sequence[PhaseGain], net: float, reference: float) -> Cause:
-    faster = [gain for gain in clear if gain.saved > 0]
-    gained = sum(gain.saved for gain in faster)
-    lost = -sum(gain.saved for gain in clear if gain.saved < 0)
-    casts = -sum(gain.saved for gain in clear if gain.phase == Phase.CAST)
+    faster = [gain for gain in clear if gain.saved_seconds > 0]
+    gained = sum(gain.saved_seconds for gain in faster)
+    lost = -sum(gain.saved_seconds for gain in clear if gain.saved_seconds < 0)
+    casts = -sum(gain.saved_seconds for gain in clear if gain.phase == Phase.CAST)
     if gained > 0 and casts >= _CASTS_SHARE * gained and casts >= lost / 2:
         return Cause.CASTS
     if min(gained, lost) > _CANCEL * abs(net):
@@ -158,6 +158,6 @@ def _find_cause(clear: Sequence[PhaseGain], net: float, reference: float) -> Cau
     in_faster = sum(gain.reference_seconds for gain in faster)
     if faster and abs(net) < _SMALL_GAIN * reference and in_faster < _SMALL_SHARE * reference:
         return Cause.SMALL_SHARE
-    if net > 0 and abs(clear[0].saved - net) <= (1 - _ALL) * net and lost <= (1 - _ALL) * net:
+    if net > 0 and abs(clear[0].saved_seconds - net) <= (1 - _ALL) * net and lost <= (1 - _ALL) * net:
         return Cause.ONE_PHASE
     return Cause.PHASES

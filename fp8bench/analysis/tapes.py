@@ -306,15 +306,17 @@ class StepShares:
             share = part.seconds / shares.whole
             seconds = self._seconds_of(share)
             yield SharePart(part.kind.value, part.module, direction, part.what, part.calls, share, seconds)
-        yield SharePart(UNATTRIBUTED, "", "", "", 0, shares.unattributed, self._seconds_of(shares.unattributed))
+        yield SharePart(
+            UNATTRIBUTED, "", "", "", 0, shares.unattributed_share, self._seconds_of(shares.unattributed_share)
+        )
 
     @property
     def by_kind(self) -> dict[str, float]:
         """Shares of the step by kind of work, with the rest; convolutions are separate from other products."""
         if self.shares is None:
             return {}
-        shares = self.shares.summed(_kind_in_words)
-        return {**dict(sorted(shares.items(), key=lambda part: -part[1])), UNATTRIBUTED: self.shares.unattributed}
+        shares = self.shares.sum_by(_kind_in_words)
+        return {**dict(sorted(shares.items(), key=lambda part: -part[1])), UNATTRIBUTED: self.shares.unattributed_share}
 
     @property
     def by_module(self) -> dict[str, float]:

@@ -45,10 +45,10 @@ class TorchProducts(Backend):
 
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         assert isinstance(precision, RecipePrecision)
-        own = precision.own_support(facts)
-        if not own.is_emulated:
-            return own
-        return refused(f"torch multiplies no such thing here ({own.reason}): choose backend=emulated, or auto")
+        support = precision.own_support(facts)
+        if not support.is_emulated:
+            return support
+        return refused(f"torch multiplies no such thing here ({support.reason}): choose backend=emulated, or auto")
 
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
         return native_arithmetic(recipe_of(precision), facts)
@@ -78,12 +78,12 @@ class Torchao(Backend):
         recipe = RECIPES.get(precision.plain_mode)
         if recipe is None:
             return wrong_pairing(self.name, precision, RECIPES)
-        own = precision.own_support(facts)
-        if own.is_native:
+        support = precision.own_support(facts)
+        if support.is_native:
             return native(f"torchao's recipe {recipe}, on torch's scaled product")
-        if own.is_emulated:
-            return emulated(f"torchao's own emulation of its recipe {recipe}: {own.reason.partition(':')[0]}")
-        return own
+        if support.is_emulated:
+            return emulated(f"torchao's own emulation of its recipe {recipe}: {support.reason.partition(':')[0]}")
+        return support
 
     def imported(self) -> None:
         logging.disable(logging.WARNING)  # torchao warns of kernels built for other versions of Python and torch

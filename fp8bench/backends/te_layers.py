@@ -75,8 +75,8 @@ class TransformerEngine(Backend):
             return refused("Transformer Engine runs on NVIDIA's GPUs: choose backend=auto, or another device")
         device = nvidia_class(facts.capability)
         for a, b in precision.recipe.products:
-            if why := te_refusal(Product(_SIDE, _SIDE, _SIDE, a, b), device):
-                return refused(f"Transformer Engine: {why}; this device has {device.words}")
+            if reason := te_refusal(Product(_SIDE, _SIDE, _SIDE, a, b), device):
+                return refused(f"Transformer Engine: {reason}; this device has {device.words}")
         return native(f"Transformer Engine's {CLASSES[precision.name]}")
 
     def imported(self) -> None:
@@ -114,15 +114,16 @@ class TransformerEngine(Backend):
             return whole(te.Linear(inputs, outputs, **plain), {"weight": weight})
 
         def fuse(layers: Fused) -> WholeLayer:
-            first, *others = layers.weights
+            first, *further = layers.weights
+            # A whole block, one product after a norm, or a feed-forward part: what the layer fuses tells which.
             if layers.heads:
                 return block(layers)
-            if not others:
+            if not further:
                 module = te.LayerNormLinear(first.shape[1], first.shape[0], **normed, **plain)
                 return whole(module, {"layer_norm_weight": layers.norms[0], "weight": first})
             activation = "swiglu" if layers.gated else "gelu"
-            module = te.LayerNormMLP(first.shape[1], others[0].shape[1], activation=activation, **normed, **plain)
-            return whole(module, {"layer_norm_weight": layers.norms[0], "fc1_weight": first, "fc2_weight": others[0]})
+            module = te.LayerNormMLP(first.shape[1], further[0].shape[1], activation=activation, **normed, **plain)
+            return whole(module, {"layer_norm_weight": layers.norms[0], "fc1_weight": first, "fc2_weight": further[0]})
 
         def block(layers: Fused) -> WholeLayer:
             qkv, _, up, _ = layers.weights
@@ -135,8 +136,8 @@ class TransformerEngine(Backend):
 
         def whole(module: Any, weights: Mapping[str, nn.Parameter]) -> WholeLayer:
             for name, weight in weights.items():
-                *path, own = name.split(".")
-                setattr(reduce(getattr, path, module), own, weight)
+                *path, attribute = name.split(".")
+                setattr(reduce(getattr, path, module), attribute, weight)
 
             def in_step(x: Tensor, first: bool | None) -> Tensor:
                 with torch.autocast(facts.kind, dtype=torch.bfloat16), autocast():
@@ -151,6 +152,7 @@ class TransformerEngine(Backend):
 def arguments_of(precision: RecipePrecision) -> dict[str, Any] | None:
     """The arguments for the class of a mode's recipe; None if it has no such recipe."""
     recipe, chosen = precision.recipe, precision.chosen
+    # Its recipes have fixed accumulators and no high-precision weight gradient.
     if precision.name not in CLASSES or recipe.high_weight_gradient or recipe.accumulator is not Accumulator.FP32:
         return None
     formats = {"fp8_format": str(chosen["formats"]).upper()} if "formats" in chosen else {}

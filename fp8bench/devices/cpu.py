@@ -107,21 +107,21 @@ class Cpu(Device):
         This keeps the machine from running full; for an exact limit the caller must count tensors."""
         if sys.platform != "linux":
             raise CannotLimit(f"no limit on a process's memory is kept on {sys.platform}; on Linux it is (RLIMIT_DATA)")
-        before, most = resource.getrlimit(resource.RLIMIT_DATA)
-        wanted = data_bytes() + limit * _HOLES + _BESIDE_BYTES
-        bounds = [number for number in (before, most) if number != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min([wanted, *bounds]), most))
+        soft, most = resource.getrlimit(resource.RLIMIT_DATA)
+        bytes_allowed = data_bytes() + limit * _HOLES + _BESIDE_BYTES
+        bounds = [number for number in (soft, most) if number != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_DATA, (min([bytes_allowed, *bounds]), most))
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_DATA, (before, most))
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, most))
 
     def end_where_memory_does(self, shared_by: int = 1) -> None:
         """Limits memory to what is free, or the kernel would end this process, or another one."""
         with contextlib.suppress(CannotLimit, OSError, ValueError):
             if sys.platform == "linux" and (free := free_bytes()):
-                before, most = resource.getrlimit(resource.RLIMIT_DATA)
-                bounds = [number for number in (before, most) if number != resource.RLIM_INFINITY]
+                soft, most = resource.getrlimit(resource.RLIMIT_DATA)
+                bounds = [number for number in (soft, most) if number != resource.RLIM_INFINITY]
                 resource.setrlimit(resource.RLIMIT_DATA, (min([data_bytes() + free // shared_by, *bounds]), most))
 
 
@@ -169,8 +169,11 @@ def last_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int
     for index in (system / f"cpu{first}" / "cache").glob("index*"):
         try:
             level, size, shared = ((index / name).read_text() for name in ("level", "size", "shared_cpu_list"))
-            ends = [[int(end) for end in part.split("-")] for part in shared.split(",")]
-            caches.append((int(level), int(size.strip().removesuffix("K")) << 10, sum(e[-1] - e[0] + 1 for e in ends)))
+            sharing = 0
+            for part in shared.split(","):
+                first_core, _, last_core = part.partition("-")
+                sharing += int(last_core or first_core) - int(first_core) + 1
+            caches.append((int(level), int(size.strip().removesuffix("K")) << 10, sharing))
         except (OSError, ValueError):
             continue
     return max(caches)[1:]

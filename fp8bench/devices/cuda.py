@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from fp8bench.model import DeviceFacts
-from fp8bench.profiler.gpu import AllocatorMeter, Gpu, fraction_limited
+from fp8bench.profiler.gpu import AllocatorMeter, Gpu, limit_fraction
 from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter
 from fp8bench.registry import devices
 
@@ -34,8 +34,8 @@ _UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 def pci_address(properties: object) -> str:
     """Returns domain, bus and device in hexadecimal, as the driver writes them; '' if torch is too old to tell."""
     parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    known = [part for part in parts if isinstance(part, int)]
-    return "{:08X}:{:02X}:{:02X}".format(*known) if len(known) == len(parts) else ""
+    numbers = [part for part in parts if isinstance(part, int)]
+    return "{:08X}:{:02X}:{:02X}".format(*numbers) if len(numbers) == len(parts) else ""
 
 
 def why_no_kernels(arch: str, built: Sequence[str]) -> str:
@@ -43,9 +43,9 @@ def why_no_kernels(arch: str, built: Sequence[str]) -> str:
     NVIDIA's machine code (sm_90) runs on its own major capability from its minor one on; with an 'a' only on that very
     one. Its intermediate code (compute_90) runs on all later ones. AMD's code runs on what it was made for."""
     have = _architecture(arch)
-    known = [architecture for architecture in map(_architecture, built) if architecture is not None]
+    architectures = [architecture for architecture in map(_architecture, built) if architecture is not None]
     fits = any(name.partition(":")[0] == arch.partition(":")[0] or "generic" in name for name in built)
-    if not built or fits or (have is not None and any(_runs(have, architecture) for architecture in known)):
+    if not built or fits or (have is not None and any(_runs(have, architecture) for architecture in architectures)):
         return ""
     return (
         f"this torch has no kernels for {arch}: it was built for {', '.join(built)}. Install a build of torch that has "
@@ -129,7 +129,7 @@ class Cuda(Gpu):
 
         if any(name in os.environ for name in _UNCOUNTED):
             raise CannotLimit("with its caching switched off torch's allocator keeps no limit")
-        with fraction_limited(torch.cuda, index, limit):
+        with limit_fraction(torch.cuda, index, limit):
             yield
 
     def occupy(self, index: int, seconds: float) -> None:

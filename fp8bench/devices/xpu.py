@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from fp8bench.model import DeviceFacts
-from fp8bench.profiler.gpu import AllocatorMeter, Gpu, fraction_limited
+from fp8bench.profiler.gpu import AllocatorMeter, Gpu, limit_fraction
 from fp8bench.protocols import CannotLimit, MemoryMeter
 from fp8bench.registry import devices
 
@@ -55,4 +55,4 @@ class Xpu(Gpu):
 
         if not hasattr(torch.xpu, "get_per_process_memory_fraction"):
             raise CannotLimit("this torch's allocator for XPUs keeps no limit; 2.13's does")
-        return fraction_limited(torch.xpu, index, limit)
+        return limit_fraction(torch.xpu, index, limit)

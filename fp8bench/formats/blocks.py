@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, E8M0_LARGEST_CODE, Format
-from fp8bench.formats.quantise import bits_of, on_grid, quantised, rounded_magnitudes, saturated, signed
+from fp8bench.formats.quantise import bits_of, copy_signs, limit_magnitudes, on_grid, round_values, rounded_magnitudes
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 
 _EXPONENT_MASK = 0x7F800000
@@ -107,7 +107,7 @@ def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRoundin
     Infinity saturates to 448, NaN stays; a scale that NEAREST rounds to zero makes a block of zeros.
     """
     scale = quotient(quotient(amax, _like(amax, E2M1.largest)), tensor_scale)
-    return _up(scale, E4M3) if rounding is ScaleRounding.UP else quantised(scale, E4M3)
+    return _up(scale, E4M3) if rounding is ScaleRounding.UP else round_values(scale, E4M3)
 
 
 def largest_of(blocks: Tensor, inside: tuple[int, ...] | None = None) -> Tensor:
@@ -164,8 +164,8 @@ def block_values(
     With `random` numbers for each element rounding is stochastic. `tensor_scale` is NVFP4's, computed from these blocks
     unless it is given.
     """
-    left = magnitudes_left([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, random)
-    return [signed(tensor, lane, fmt) for tensor, lane in zip(left, lanes, strict=True)]
+    rounded = magnitudes_left([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, random)
+    return [copy_signs(tensor, lane, fmt) for tensor, lane in zip(rounded, lanes, strict=True)]
 
 
 def magnitudes_left(
@@ -178,7 +178,7 @@ def magnitudes_left(
 ) -> list[Tensor]:
     """Like `block_values`, for numbers without signs. With `apart`, a fused kernel computes all scales before the first
     element."""
-    scaled = _scaled(magnitudes, fmt, scaling, tensor_scale, apart)
+    scaled = _scale_blocks(magnitudes, fmt, scaling, tensor_scale, apart)
     # An infinite element stays infinite under these scales, saturated or not; but with one bit of mantissa and random
     # numbers the inverse of its step would be 0.
     lost = random is not None and fmt.mantissa_bits == 1
@@ -199,10 +199,10 @@ def block_elements(
     `inside` are the dimensions of a block in any other layout. A NaN makes the scale of its block NaN where scales are
     e8m0 or e4m3 (the elements then mean nothing); under float32 scales it stays alone.
     """
-    scaled = _scaled([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, apart=False, inside=inside)
+    scaled = _scale_blocks([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, apart=False, inside=inside)
     elements = _elements(scaled, fmt, scaling, random, saturate=True)
     return (
-        [signed(element, lane, fmt) for element, lane in zip(elements, lanes, strict=True)],
+        [copy_signs(element, lane, fmt) for element, lane in zip(elements, lanes, strict=True)],
         scaled.scales,
         scaled.above,
     )
@@ -217,7 +217,7 @@ class _Scaled(NamedTuple):
     left: Tensor
 
 
-def _scaled(
+def _scale_blocks(
     magnitudes: Lanes,
     fmt: Format,
     scaling: Scaling,
@@ -225,21 +225,26 @@ def _scaled(
     apart: bool,
     inside: tuple[int, ...] | None = None,
 ) -> _Scaled:
+    # The largest magnitude of each block; `inside` names the dimensions that a block spans.
     amax = largest_of(reduce(torch.maximum, magnitudes), inside)
-    kept: Callable[[Tensor], Tensor] = _kept if apart else lambda scales: scales
+    store: Callable[[Tensor], Tensor] = _store_scales if apart else lambda scales: scales
+    # Plain float scales: multiply by the inverse, so that a kernel divides once a block and not once an element.
     if scaling.scale is None:
-        factor = kept(float_factor(amax, fmt, scaling.rounding))
-        scales = kept(inverse_of(factor))
+        factor = store(float_factor(amax, fmt, scaling.rounding))
+        scales = store(inverse_of(factor))
         return _Scaled([magnitude * factor for magnitude in magnitudes], scales, None, scales)
+    # MX: the scale is a power of two, so that multiplying by its inverse is exact.
     if scaling.scale is E8M0:
-        scales, inverse = map(kept, mx_scale(amax, fmt, scaling.rounding))
+        scales, inverse = map(store, mx_scale(amax, fmt, scaling.rounding))
         return _Scaled([magnitude * inverse for magnitude in magnitudes], scales, None, scales)
     # From the blocks' amaxes, which saves a pass over the tensor.
     above = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
     scales = nvfp4_block_scale(amax, above, scaling.rounding)
-    left = kept(scales * above)
-    divisor = torch.where(left == 0, torch.inf, left)  # under a scale of zero every element is zero, with its sign
-    return _Scaled([magnitude / divisor for magnitude in magnitudes], scales, above, left)
+    decoding = store(scales * above)
+    divisor = torch.where(
+        decoding == 0, torch.inf, decoding
+    )  # under a scale of zero every element is zero, with its sign
+    return _Scaled([magnitude / divisor for magnitude in magnitudes], scales, above, decoding)
 
 
 def _elements(scaled: _Scaled, fmt: Format, scaling: Scaling, random: Lanes | None, saturate: bool) -> list[Tensor]:
@@ -248,9 +253,9 @@ def _elements(scaled: _Scaled, fmt: Format, scaling: Scaling, random: Lanes | No
     if scaling.scale is None:
         return [rounded_magnitudes(tensor, fmt, by) for tensor, by in pairs]
     # A NaN is in its block's scale already.
-    return [on_grid(saturated(tensor, fmt) if saturate else tensor, fmt, by) for tensor, by in pairs]
+    return [on_grid(limit_magnitudes(tensor, fmt) if saturate else tensor, fmt, by) for tensor, by in pairs]
 
 
-def _kept(scales: Tensor) -> Tensor:
+def _store_scales(scales: Tensor) -> Tensor:
     """Has Inductor store the scales: it does not repeat the operations before, and its loop has vectors of scales."""
     return scales.as_strided(scales.shape, scales.stride())

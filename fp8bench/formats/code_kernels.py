@@ -72,16 +72,17 @@ class CodesKernel(Kernel):
     by_square: bool = False
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        given, *others = tensors
-        scale = others.pop() if self.scaled else None
-        codes = given if self.fmt is None else elements(given, self.fmt, scale)
-        for out in others:
+        source, *outputs = tensors
+        scale = outputs.pop() if self.scaled else None
+        codes = source if self.fmt is None else elements(source, self.fmt, scale)
+        for out in outputs:
             out.copy_(codes)
         return ()
 
     def examples(self) -> list[Tensor]:
         down, across = (_FEW, _MORE) if self.by_square else (_DOWN, _ACROSS)
         rows, columns = down * self.side, across * self.side
+        # Memory for codes only in the orientations that the kernel writes.
         outputs = []
         if self.straight:
             outputs.append(squares(_empty_codes(self, rows, columns), self.side))
@@ -114,10 +115,10 @@ class RowCodesKernel(Kernel):
     turned: bool
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        given, out, inverse = tensors
-        amax = given.abs().amax((3, 4), keepdim=True).to(torch.float32)
+        source, out, inverse = tensors
+        amax = source.abs().amax((3, 4), keepdim=True).to(torch.float32)
         scale = float_factor(amax, self.fmt, self.rounding)
-        out.copy_(elements(given, self.fmt, scale))
+        out.copy_(elements(source, self.fmt, scale))
         inverse.copy_(inverse_of(scale))
         return ()
 
@@ -125,9 +126,9 @@ class RowCodesKernel(Kernel):
         down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.turned else (_DOWN, _ACROSS)
         rows, columns = down * self.side, across * (self.block or self.side)
         shape = (columns, rows) if self.turned else (rows, columns)
-        given = stretches(_numbers(self, *shape), self.side, self.block, self.turned)
+        source = stretches(_numbers(self, *shape), self.side, self.block, self.turned)
         out = stretches(_empty_codes(self, rows, columns), self.side, self.block)
-        return [given, out, torch.empty(len(given), down, self.side, 1, 1, device=self.device)]
+        return [source, out, torch.empty(len(source), down, self.side, 1, 1, device=self.device)]
 
     def free(self) -> list[Sequence[int]]:
         return [(0, 1), (0, 1), (0, 1)] if self.block else [(1, 3), (1, 3), (1,)]
@@ -150,20 +151,20 @@ class SquareScalesKernel(Kernel):
     block: int
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        given, scale, inverse, turned = tensors
-        current = float_factor(given.abs().amax((2, 3)).to(torch.float32), self.fmt, self.rounding)
+        source, scale, inverse, turned = tensors
+        current = float_factor(source.abs().amax((2, 3)).to(torch.float32), self.fmt, self.rounding)
         scale.copy_(current)
         for memory in (inverse, turned):
             memory.copy_(inverse_of(current))
         return ()
 
     def examples(self) -> list[Tensor]:
-        given = squares(_numbers(self, _FEW * self.block, _MORE * self.block), self.block).transpose(1, 2)
+        source = squares(_numbers(self, _FEW * self.block, _MORE * self.block), self.block).transpose(1, 2)
         scale = torch.empty(_FEW, _MORE, device=self.device)
         # Rows of inverses are filled up, to different lengths.
         inverse = torch.empty(_FEW, _MORE + 3, device=self.device)[:, :_MORE]
         turned = torch.empty(_MORE, _FEW + 2, device=self.device)[:, :_FEW].t()
-        return [given, scale, inverse, turned]
+        return [source, scale, inverse, turned]
 
     def free(self) -> list[Sequence[int]]:
         return [(0, 1)] * 4
@@ -211,16 +212,18 @@ class DelayedScaleKernel(Kernel):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         used, inverse, history, casts, scale, amax = tensors
+        # An amax that is not finite would poison the history for as many casts as it is long.
         finite, count = amax.isfinite(), casts + 1
         entry = torch.where(finite, amax, 0.0)
-        here = torch.arange(len(history), dtype=casts.dtype, device=history.device) == casts.remainder(len(history))
-        entered = torch.where(here, entry, history)
+        at_place = torch.arange(len(history), dtype=casts.dtype, device=history.device) == casts.remainder(len(history))
+        entered = torch.where(at_place, entry, history)
         # The most recent as a maximum, too, which shares the kernel of the history.
-        largest = (entered if self.delayed.algorithm is Amax.MAX else torch.where(here, entry, 0.0)).amax()
-        wanted = float_factor(largest, self.fmt, ScaleRounding.EXACT) / 2.0**self.delayed.margin
+        largest = (entered if self.delayed.algorithm is Amax.MAX else torch.where(at_place, entry, 0.0)).amax()
+        # The next cast uses this scale; the present one was already taken.
+        next_scale = float_factor(largest, self.fmt, ScaleRounding.EXACT) / 2.0**self.delayed.margin
         renewed = finite & (largest > 0) & (count.remainder(self.delayed.interval) == 0)
         # Copies of the present scale come first: compiled code writes memory in the arguments' order.
-        values = scale, inverse_of(scale), entered, count, torch.where(renewed, wanted, scale)
+        values = scale, inverse_of(scale), entered, count, torch.where(renewed, next_scale, scale)
         for memory, value in zip((used, inverse, history, casts, scale), values, strict=True):
             memory.copy_(value)
         return ()

@@ -40,10 +40,11 @@ def encode(values: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
     check_input(values)
     codes = torch.empty(values.shape, dtype=code_dtype(fmt), device=values.device)
     for part, filled in _pieces(values.detach(), codes):
-        filled.copy_(encoded(part, fmt))
+        filled.copy_(encode_values(part, fmt))
         if not checked:
             continue
-        decoded = _decoded(filled, fmt)
+        # Decoded codes show in one comparison whether every value was on the grid; the slow look follows only if not.
+        decoded = _decode(filled, fmt)
         if not torch.equal(decoded, part.to(torch.float32)) and _wrong(decoded, part, fmt).any():
             raise UsageError(_off_grid(values, fmt))
     return codes
@@ -56,6 +57,7 @@ def decode(codes: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
     """
     if codes.dtype != code_dtype(fmt):
         raise TypeError(f"codes of {fmt.name} are {code_dtype(fmt)}, not {codes.dtype}.")
+    # Formats whose bits fill their bytes have a value for every code.
     if checked and codes.numel() and fmt.bits < codes.element_size() * _BYTE:
         least, most = (int(end) for end in codes.aminmax())
         if least < 0 or most >= 1 << fmt.bits:
@@ -63,7 +65,7 @@ def decode(codes: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
             raise UsageError(f"{fmt.name} has codes from 0 to {(1 << fmt.bits) - 1}, and {wrong} is not one of them.")
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     for part, filled in _pieces(codes, values):
-        filled.copy_(_decoded(part, fmt))
+        filled.copy_(_decode(part, fmt))
     return values
 
 
@@ -87,6 +89,7 @@ def unpack(packed: Tensor, fmt: Format, columns: int | None = None) -> Tensor:
         return packed
     if packed.dtype != torch.uint8 or not packed.ndim:
         raise TypeError(f"cannot unpack {packed.dtype} of {packed.ndim} dimensions: give uint8 of one or more.")
+    # Two codes share a byte, so an odd row has half a byte to spare.
     room = 2 * packed.shape[-1]
     columns = room if columns is None else columns
     if columns not in (room, room - 1) or columns < 0:
@@ -107,10 +110,12 @@ def _value(code: int, fmt: Format) -> float:
     mantissa = code & ((1 << fmt.mantissa_bits) - 1)
     exponent = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
     negative = fmt.signed and bool(code >> (fmt.bits - 1))
+    # A format without zeros, e8m0, has no subnormals either.
     if exponent or not fmt.zeros:
         magnitude = 2.0 ** (exponent - fmt.bias) * (1 + mantissa / (1 << fmt.mantissa_bits))
     else:
         magnitude = mantissa * fmt.smallest_subnormal
+    # Codes above the largest value are infinity, without a mantissa, or NaN.
     if magnitude > fmt.largest:
         magnitude = float("inf") if fmt.has_infinity and not mantissa else float("nan")
     if negative and not magnitude and not fmt.signed_zero:
@@ -118,7 +123,7 @@ def _value(code: int, fmt: Format) -> float:
     return -magnitude if negative else magnitude
 
 
-def encoded(values: Tensor, fmt: Format) -> Tensor:
+def encode_values(values: Tensor, fmt: Format) -> Tensor:
     """Codes of values on the grid, and arbitrary codes for others. Independent of how torch's casts overflow."""
     values = values.to(torch.float32)
     if fmt.has_nan:  # one NaN for all: casts of NaN differ between devices, and between lengths
@@ -141,7 +146,7 @@ def encoded(values: Tensor, fmt: Format) -> Tensor:
     return magnitude | wider.bitwise_right_shift(7).bitwise_left_shift(fmt.bits - 1)
 
 
-def _decoded(codes: Tensor, fmt: Format) -> Tensor:
+def _decode(codes: Tensor, fmt: Format) -> Tensor:
     if fmt in _HALVES:
         return codes.view(_HALVES[fmt]).to(torch.float32)
     if fmt is TF32:
@@ -157,14 +162,16 @@ def _wrong(decoded: Tensor, values: Tensor, fmt: Format) -> Tensor:
 def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     flat = source.flatten(), target.flatten()
     if source.device.type != "cpu":
+        # In pieces that stay in a CPU's caches; a GPU takes everything in one launch.
         return iter([flat])
-    return zip(*(torch.split(whole, _PIECE) for whole in flat), strict=True)
+    return zip(*(torch.split(tensor, _PIECE) for tensor in flat), strict=True)
 
 
 def _off_grid(values: Tensor, fmt: Format) -> str:
     flat = values.detach().to(torch.float32).flatten()
-    wrong = _wrong(_decoded(encoded(flat, fmt), fmt), flat, fmt)
+    wrong = _wrong(_decode(encode_values(flat, fmt), fmt), flat, fmt)
     count, first = int(wrong.sum()), float(flat[wrong][0])
+    # NaN first: rounding again would not help there.
     nans = int(flat.isnan().sum())
     if nans and not fmt.has_nan:
         verb = "is" if nans == 1 else "are"

@@ -59,7 +59,6 @@ class Kernel(Definition):
         """The dimensions of each argument whose sizes are free."""
 
     def options(self) -> Mapping[str, object]:
-        """Inductor's options for this kernel."""
         return {}
 
 
@@ -79,9 +78,9 @@ class PairKernel(Kernel):
         return self.first.device
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        own = len(self.first.free())
-        self.first(*tensors[:own])
-        self.second(*tensors[own:])
+        count = len(self.first.free())
+        self.first(*tensors[:count])
+        self.second(*tensors[count:])
         return ()
 
     def examples(self) -> list[Tensor]:
@@ -110,7 +109,7 @@ class Compiled:
     bits: int = 0
 
 
-def compiled(kernel: Definition) -> Compiled:
+def compile_kernel(kernel: Definition) -> Compiled:
     """Compiles a kernel, for a CPU with each width of vectors, of which the fastest is taken.
 
     A CPU's kernel that this machine has compiled before is loaded without torch's compiler. Raises whatever torch or a
@@ -118,26 +117,30 @@ def compiled(kernel: Definition) -> Compiled:
     """
     with _compiling, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's about itself
+        # 1. Some kernels build themselves, as Triton's do.
         if (built := kernel.build()) is not None:
             return built
+        # 2. An earlier process may have compiled it, and loading is much quicker.
         assert isinstance(kernel, Kernel)
-        if (kept := kept_kernels.read(kernel)) is not None:
-            return Compiled(*kept)
-        made = _compiled(kernel)
-        kept_kernels.keep(kernel, made.run, made.bits, _MODULES.get(made.run, ()))
-        return made
+        if (stored := kept_kernels.read(kernel)) is not None:
+            return Compiled(*stored)
+        # 3. Compile, and store the result for the next process.
+        result = _compile(kernel)
+        kept_kernels.keep(kernel, result.run, result.bits, _MODULES.get(result.run, ()))
+        return result
 
 
-def _compiled(kernel: Kernel) -> Compiled:
+def _compile(kernel: Kernel) -> Compiled:
     widths = vector_width.widths(kernel.device) if any(kernel.free()) else ()
+    # Measuring is slow, so the choice is stored for all processes.
     if len(widths) < 2:
         return Compiled(_built(kernel, *widths), *widths)
-    kept = vector_width.Kept(_made_of(kernel))
-    bits = kept.read()
-    return Compiled(_built(kernel, bits), bits) if bits else _fastest(kernel, widths, kept)
+    choice = vector_width.Kept(_made_of(kernel))
+    bits = choice.read()
+    return Compiled(_built(kernel, bits), bits) if bits else _fastest(kernel, widths, choice)
 
 
-def _fastest(kernel: Kernel, widths: Sequence[int], kept: vector_width.Kept) -> Compiled:
+def _fastest(kernel: Kernel, widths: Sequence[int], choice: vector_width.Kept) -> Compiled:
     built: dict[int, Callable[..., object]] = {}
     for bits in widths:
         with contextlib.suppress(Exception):  # a compiler may fail in any way
@@ -145,7 +148,7 @@ def _fastest(kernel: Kernel, widths: Sequence[int], kept: vector_width.Kept) -> 
     if not built:
         return Compiled(_built(kernel, widths[0]), widths[0])  # which raises the reason
     bits, seconds = vector_width.fastest(built, kernel.examples())
-    bits = kept.keep(bits, kernel=str(kernel), seconds=seconds)
+    bits = choice.keep(bits, kernel=str(kernel), seconds=seconds)
     return Compiled(built[bits] if bits in built else _built(kernel, bits), bits)
 
 
@@ -158,16 +161,16 @@ def _built(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
     from torch._inductor import config, standalone_compile
 
     with config.patch(_options(kernel, bits, config)):
-        mode, graph, inputs = _traced(kernel)
+        mode, graph, inputs = _trace(kernel)
         # Without this context torch 2.11, which finds no outputs in the graph, would make fixed sizes free.
-        with torch._guards.tracing(torch._guards.TracingContext(mode)), kept_kernels.modules_made() as made:
+        with torch._guards.tracing(torch._guards.TracingContext(mode)), kept_kernels.modules_made() as modules:
             run: Callable[..., object] = standalone_compile(graph, [*inputs], dynamic_shapes="from_tracing_context")
-    _MODULES[run] = made
+    _MODULES[run] = modules
     return run
 
 
 def _made_of(kernel: Kernel) -> str:
-    _, graph, inputs = _traced(kernel)
+    _, graph, inputs = _trace(kernel)
     return "\n".join([graph.code, *(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}" for tensor in inputs)])
 
 
@@ -177,7 +180,7 @@ def _options(kernel: Kernel, bits: int, config: object) -> dict[str, object]:
     Threads as many as torch has at a call, and no process left behind; on a GPU divisions, products and subnormals as
     in torch's separate operations.
     """
-    wanted: dict[str, object] = {
+    options: dict[str, object] = {
         "cpp.dynamic_threads": True,
         "compile_threads": 1,
         "emulate_precision_casts": True,
@@ -189,12 +192,12 @@ def _options(kernel: Kernel, bits: int, config: object) -> dict[str, object]:
     }
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         # Inductor would compile a file and load it in a process of 110 MB to learn what torch knows already.
-        wanted["cpp.vec_isa_ok"] = True
-    known = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
-    return {name: value for name, value in wanted.items() if name in known}
+        options["cpp.vec_isa_ok"] = True
+    supported = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
+    return {name: value for name, value in options.items() if name in supported}
 
 
-def _traced(kernel: Kernel) -> tuple[FakeTensorMode, torch.fx.GraphModule, list[Tensor]]:
+def _trace(kernel: Kernel) -> tuple[FakeTensorMode, torch.fx.GraphModule, list[Tensor]]:
     """The kernel's operations as a graph, and tensors without memory for it, with free sizes as symbols."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -203,6 +206,7 @@ def _traced(kernel: Kernel) -> tuple[FakeTensorMode, torch.fx.GraphModule, list[
     mode = FakeTensorMode(shape_env=ShapeEnv())
 
     def fake(real: Tensor, free: Sequence[int]) -> Tensor:
+        # Sizes that are free become symbols, so that one kernel serves all of them.
         sizes = [DimDynamic.DYNAMIC if number in free else DimDynamic.STATIC for number in range(real.dim())]
         return mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8bench.formats.blocks import block_values, inverse_of, magnitudes_left
 from fp8bench.formats.compiling import Kernel
 from fp8bench.formats.grids import BF16, E4M3, E8M0, Format, Overflow
-from fp8bench.formats.quantise import drawn_bits, quantised, rounded_magnitudes
+from fp8bench.formats.quantise import drawn_bits, round_values, rounded_magnitudes
 from fp8bench.formats.recipes import Scaling
 
 _HALF = 16
@@ -47,50 +47,52 @@ def result_words(out: Tensor, twos: bool) -> Tensor:
     return out
 
 
-def lanes(given: Tensor) -> list[Tensor]:
-    if given.dtype is not torch.int32:
-        return [given.to(torch.float32)]
-    return [half.view(torch.float32) for half in (given.bitwise_left_shift(_HALF), given.bitwise_and(_HIGH_HALF))]
+def lanes(source: Tensor) -> list[Tensor]:
+    if source.dtype is not torch.int32:
+        return [source.to(torch.float32)]
+    return [half.view(torch.float32) for half in (source.bitwise_left_shift(_HALF), source.bitwise_and(_HIGH_HALF))]
 
 
-def magnitudes(given: Tensor) -> list[Tensor]:
-    if given.dtype is not torch.int32:
-        return [given.to(torch.float32).abs()]
-    halves = given.bitwise_left_shift(_HALF).bitwise_and(_MAGNITUDE), given.bitwise_and(_HIGH_MAGNITUDE)
+def magnitudes(source: Tensor) -> list[Tensor]:
+    if source.dtype is not torch.int32:
+        return [source.to(torch.float32).abs()]
+    halves = source.bitwise_left_shift(_HALF).bitwise_and(_MAGNITUDE), source.bitwise_and(_HIGH_MAGNITUDE)
     return [half.view(torch.float32) for half in halves]
 
 
-def float_lanes(given: Tensor) -> list[Tensor]:
+def float_lanes(source: Tensor) -> list[Tensor]:
     """The lanes of float32 numbers, one or two of which are in a word (of 64 bits)."""
-    if given.dtype is torch.float32:
-        return [given]
-    halves = given.to(torch.int32), given.bitwise_right_shift(_WORD).to(torch.int32)
+    if source.dtype is torch.float32:
+        return [source]
+    halves = source.to(torch.int32), source.bitwise_right_shift(_WORD).to(torch.int32)
     return [half.view(torch.float32) for half in halves]
 
 
-def joined(values: Sequence[Tensor], target: torch.dtype, exact: bool = False) -> Tensor:
+def join_lanes(values: Sequence[Tensor], target: torch.dtype, exact: bool = False) -> Tensor:
     """Joins two lanes to words of `target` values; a single lane is returned as it is. `exact`: no rounding is
     needed."""
     if len(values) == 1:
         return values[0]
     if target is torch.float32:
         return _joined_floats([value.view(torch.int32) for value in values])
-    kept = values if exact else [quantised(value, BF16, overflow=Overflow.INFINITY) for value in values]
-    low, high = (tensor.view(torch.int32) for tensor in kept)
+    rounded = values if exact else [round_values(value, BF16, overflow=Overflow.INFINITY) for value in values]
+    low, high = (tensor.view(torch.int32) for tensor in rounded)
     return low.bitwise_right_shift(_HALF).bitwise_and(_LOW_HALF).bitwise_or(high.bitwise_and(_HIGH_HALF))
 
 
-def joined_magnitudes(values: Sequence[Tensor], given: Tensor, target: torch.dtype, exact: bool = False) -> Tensor:
+def joined_magnitudes(values: Sequence[Tensor], origin: Tensor, target: torch.dtype, exact: bool = False) -> Tensor:
     """Joins magnitudes, and gives them the signs of the words that they come from."""
     bits = [value.view(torch.int32) for value in values]
+    # One lane: its sign bit is where float32 has it.
     if len(values) == 1:
-        return bits[0].bitwise_or(given.to(torch.float32).view(torch.int32).bitwise_and(_SIGN)).view(torch.float32)
+        return bits[0].bitwise_or(origin.to(torch.float32).view(torch.int32).bitwise_and(_SIGN)).view(torch.float32)
     if target is torch.float32:
-        signs = given.bitwise_left_shift(_HALF), given
+        signs = origin.bitwise_left_shift(_HALF), origin
         return _joined_floats([bit.bitwise_or(by.bitwise_and(_SIGN)) for bit, by in zip(bits, signs, strict=True)])
+    # Two lanes: the upper halves of two float32 numbers are two bfloat16 ones in a word.
     low, high = bits if exact else map(_nearest_bf16, bits)
     low = low.bitwise_right_shift(_HALF).bitwise_and(_LOW_HALF)
-    return low.bitwise_or(high.bitwise_and(_HIGH_HALF)).bitwise_or(given.bitwise_and(_BOTH_SIGNS))
+    return low.bitwise_or(high.bitwise_and(_HIGH_HALF)).bitwise_or(origin.bitwise_and(_BOTH_SIGNS))
 
 
 def _joined_floats(bits: list[Tensor]) -> Tensor:
@@ -101,8 +103,8 @@ def _joined_floats(bits: list[Tensor]) -> Tensor:
 def _nearest_bf16(bits: Tensor) -> Tensor:
     """Rounds magnitudes so that their upper half is the nearest bfloat16. A NaN, all bits of which may be set, stays
     one."""
-    kept = bits.bitwise_and(_MAGNITUDE).clamp(max=_LARGEST_NAN)
-    return kept + kept.bitwise_right_shift(_HALF).bitwise_and(1) + (_LOW_HALF >> 1)
+    bounded = bits.bitwise_and(_MAGNITUDE).clamp(max=_LARGEST_NAN)
+    return bounded + bounded.bitwise_right_shift(_HALF).bitwise_and(1) + (_LOW_HALF >> 1)
 
 
 class Layout(StrEnum):
@@ -193,18 +195,21 @@ class ValuesKernel(Kernel):
 
         Factors are () or (rows, 1), or (1, words) for COLUMNS; for NVFP4's UPRIGHT blocks it is the tensor's scale.
         """
-        given, out, *others = tensors
-        factor = others[0] if self.factor else None
-        random = self._random(given, others[-1]) if self.stochastic else None
+        # Which optional tensors there are is fixed when the kernel is compiled.
+        source, out, *optional = tensors
+        factor = optional[0] if self.factor else None
+        random = self._random(source, optional[-1]) if self.stochastic else None
+        # Magnitudes take fewer instructions than signed numbers, but need a format whose zero has a sign.
         if self.fmt.signed_zero:
-            left = self._left(magnitudes(given), factor, random)
-            out.copy_(joined_magnitudes(left, given, self.target, self.exact))
+            rounded = self._left(magnitudes(source), factor, random)
+            out.copy_(joined_magnitudes(rounded, source, self.target, self.exact))
         else:
-            values = self._left(lanes(given), factor, random)
-            out.copy_(joined(values, self.target, self.exact))
+            values = self._left(lanes(source), factor, random)
+            out.copy_(join_lanes(values, self.target, self.exact))
         return ()
 
     def examples(self) -> list[Tensor]:
+        # Sizes of the examples decide what torch takes for free, so each layout has distinct ones above 1.
         shapes = {
             Layout.FLAT: (_MANY,),
             Layout.ROWS: (_ROWS * 32, _COLUMNS * 32),
@@ -215,13 +220,14 @@ class ValuesKernel(Kernel):
         }
         device = torch.device(self.device)
         x = torch.randn(shapes[self.layout], generator=torch.Generator().manual_seed(0)).to(device, self.source)
-        given, out = words(x, self.twos), result_words(torch.empty_like(x, dtype=self.target), self.twos)
-        factors = {Layout.ROWS: (given.shape[0], 1), Layout.COLUMNS: (1, x.shape[-1])}
+        inputs, out = words(x, self.twos), result_words(torch.empty_like(x, dtype=self.target), self.twos)
+        # Factors are computed outside: a kernel that reduced the tensor first would be two kernels.
+        factors = {Layout.ROWS: (inputs.shape[0], 1), Layout.COLUMNS: (1, x.shape[-1])}
         factor = torch.full(factors.get(self.layout, ()), 0.75, dtype=torch.float32, device=device)
         if self.layout is Layout.COLUMNS:
             factor = result_words(factor, self.twos)
         key = torch.zeros((), dtype=torch.int32, device=device)
-        return [given, out, *([factor] if self.factor else []), *([key] if self.stochastic else [])]
+        return [inputs, out, *([factor] if self.factor else []), *([key] if self.stochastic else [])]
 
     def free(self) -> list[Sequence[int]]:
         free = _FREE[self.layout]
@@ -246,34 +252,37 @@ class ValuesKernel(Kernel):
     def _elements(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
         drawn: Sequence[Tensor | None] = random or [None] * len(values)
         if factor is None:
-            return [self._rounded(value, by) for value, by in zip(values, drawn, strict=True)]
+            return [self._round(value, by) for value, by in zip(values, drawn, strict=True)]
         # Columns have factors of their own, two neighbours' in a word, too.
         factors = float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
-        rounded = [self._rounded(value * by, draw) for value, by, draw in zip(values, factors, drawn, strict=True)]
+        rounded = [self._round(value * by, draw) for value, by, draw in zip(values, factors, drawn, strict=True)]
         return [tensor * inverse_of(by) for tensor, by in zip(rounded, factors, strict=True)]
 
-    def _rounded(self, values: Tensor, random: Tensor | None) -> Tensor:
-        how = rounded_magnitudes if self.fmt.signed_zero else quantised
+    def _round(self, values: Tensor, random: Tensor | None) -> Tensor:
+        how = rounded_magnitudes if self.fmt.signed_zero else round_values
         return how(values, self.fmt, random, self.overflow)
 
     def _upright(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
         """Each column of words holds columns of elements, whose blocks have scales of their own."""
         assert self.scaling is not None
-        left = []
+        rounded = []
         blocks = magnitudes_left if self.fmt.signed_zero else block_values
         for lane, value in enumerate(values):
             drawn = [random[lane].unsqueeze(-1)] if random else None
-            left += blocks([value.unsqueeze(-1)], self.fmt, self.scaling, factor, drawn)
-        return [tensor.squeeze(-1) for tensor in left]
+            rounded += blocks([value.unsqueeze(-1)], self.fmt, self.scaling, factor, drawn)
+        return [tensor.squeeze(-1) for tensor in rounded]
 
-    def _random(self, given: Tensor, key: Tensor) -> list[Tensor]:
+    def _random(self, source: Tensor, key: Tensor) -> list[Tensor]:
         """Random numbers for each lane, counted along the rows of the operand, which are columns in memory if it is
         transposed."""
         every = 2 if self.twos else 1
-        columns = torch.arange(given.shape[-1], dtype=torch.int32, device=key.device) * every
-        rows = torch.arange(prod(given.shape[:-1]), dtype=torch.int32, device=key.device).view(*given.shape[:-1], 1)
+        columns = torch.arange(source.shape[-1], dtype=torch.int32, device=key.device) * every
+        rows = torch.arange(prod(source.shape[:-1]), dtype=torch.int32, device=key.device).view(*source.shape[:-1], 1)
+        # Blocks that run down a column lie apart in memory, but their numbers still count along the rows.
         if self.layout is Layout.UPRIGHT:
-            columns = columns * (given.shape[0] * given.shape[1])
-            return [drawn_bits(columns + (rows + lane * given.shape[0] * given.shape[1]), key) for lane in range(every)]
-        rows = rows * (given.shape[-1] * every)
+            columns = columns * (source.shape[0] * source.shape[1])
+            return [
+                drawn_bits(columns + (rows + lane * source.shape[0] * source.shape[1]), key) for lane in range(every)
+            ]
+        rows = rows * (source.shape[-1] * every)
         return [drawn_bits(rows + (columns + lane), key) for lane in range(every)]

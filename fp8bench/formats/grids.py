@@ -71,12 +71,12 @@ class Format:
     @property
     def overflows(self) -> tuple[Overflow, ...]:
         """The ways of overflowing that the format has codes for."""
-        ways = [Overflow.SATURATE]
+        overflows = [Overflow.SATURATE]
         if self.has_infinity:
-            ways.append(Overflow.INFINITY)
+            overflows.append(Overflow.INFINITY)
         elif self.has_nan:
-            ways.append(Overflow.NAN)
-        return tuple(ways)
+            overflows.append(Overflow.NAN)
+        return tuple(overflows)
 
 
 # The OCP 8-bit formats, as on NVIDIA; "fn" is finite: all codes but NaN's are numbers.

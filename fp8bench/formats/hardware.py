@@ -72,7 +72,9 @@ def nvidia_class(capability: tuple[int, int]) -> DeviceClass:
     """The class of NVIDIA's devices of that compute capability; an unlisted one is a class of its own."""
     listed = [kind for kind in CLASSES if kind.capability and kind.capability[0] == capability[0]]
     fitting = [kind for kind in listed if kind.capability and kind.capability <= capability]
-    return fitting[-1] if fitting else DeviceClass("", f"compute capability {_shown(capability)}", capability)
+    return (
+        fitting[-1] if fitting else DeviceClass("", f"compute capability {_write_capability(capability)}", capability)
+    )
 
 
 def amd_class(arch: str) -> DeviceClass | None:
@@ -81,10 +83,10 @@ def amd_class(arch: str) -> DeviceClass | None:
 
 
 def device_class(word: str) -> DeviceClass:
-    known = {name: kind for kind in CLASSES for name in (kind.name, *kind.aliases)}
-    if word.lower() not in known:
-        raise UnknownName("class of devices", word, list(known))
-    return known[word.lower()]
+    classes = {name: kind for kind in CLASSES for name in (kind.name, *kind.aliases)}
+    if word.lower() not in classes:
+        raise UnknownName("class of devices", word, list(classes))
+    return classes[word.lower()]
 
 
 AMPERE = (8, 0)
@@ -107,8 +109,10 @@ native, emulated, refused = (partial(Support, level) for level in (Level.NATIVE,
 def from_capability(facts: DeviceFacts, first: tuple[int, int], words: str) -> Support:
     have = facts.capability or (0, 0)
     if have >= first:
-        return native(f"{words} units from compute capability {_shown(first)}")
-    return refused(f"{words} needs compute capability {_shown(first)}; this device has {_shown(have)}")
+        return native(f"{words} units from compute capability {_write_capability(first)}")
+    return refused(
+        f"{words} needs compute capability {_write_capability(first)}; this device has {_write_capability(have)}"
+    )
 
 
 def is_intel(facts: DeviceFacts) -> bool:
@@ -136,11 +140,11 @@ def emulated_everywhere(facts: DeviceFacts, words: str) -> Support:
     return unknown_kind(facts, words)
 
 
-def emulated_because(why: str) -> Support:
-    return emulated(f"{why}: values rounded, products in fp32")
+def emulated_because(reason: str) -> Support:
+    return emulated(f"{reason}: values rounded, products in fp32")
 
 
-def _shown(pair: tuple[int, int]) -> str:
+def _write_capability(pair: tuple[int, int]) -> str:
     return f"{pair[0]}.{pair[1]}"
 
 
@@ -165,10 +169,10 @@ def multiplied_bits(name: str) -> int | None:
 
 def foreign_kernel(names: Iterable[str], most_bits: int) -> str:
     """The first kernel that multiplies wider numbers than `most_bits`, if none multiplies as narrow ones; else ''."""
-    known = [(name, bits) for name in names if (bits := multiplied_bits(name)) is not None]
-    if not known or any(bits <= most_bits for _, bits in known):
+    widths = [(name, bits) for name in names if (bits := multiplied_bits(name)) is not None]
+    if not widths or any(bits <= most_bits for _, bits in widths):
         return ""
-    return known[0][0]
+    return widths[0][0]
 
 
 def has_hopper_units(facts: DeviceFacts) -> bool:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import StoreError
-from fp8bench.files import compact, sealed, unsealed, write_whole
+from fp8bench.files import compact, seal, unseal, write_whole
 from fp8bench.formats import vector_width
 
 Call = Callable[..., object]
@@ -44,24 +44,24 @@ def read(kernel: object) -> tuple[Call, int] | None:
     """A kept kernel, and the bits of its vectors; None where there is none that is unchanged."""
     path = _file_of(kernel)
     try:
-        kept = unsealed(json.loads(_read_own(path))) if path is not None else None
-        return None if kept is None else (_call_of(kept), int(kept["bits"]))
+        stored = unseal(json.loads(_read_own(path))) if path is not None else None
+        return None if stored is None else (_call_of(stored), int(stored["bits"]))
     except Exception:  # noqa: BLE001 - whatever is wrong with it, the compiler makes it anew
         return None
 
 
-def keep(kernel: Any, run: Call, bits: int, made: Sequence[ModuleType]) -> None:
+def keep(kernel: Any, run: Call, bits: int, modules: Sequence[ModuleType]) -> None:
     """Keeps a kernel of which torch has made these modules, if it can be called without torch's compiler and then
     writes the same bits. Where nothing can be written, the next process compiles again."""
     path = _file_of(kernel)
-    if path is None or len(made) != 1:
+    if path is None or len(modules) != 1:
         return
     try:
-        kept = {**_parts_of(made[0]), "bits": bits, "kernel": str(kernel)}
-        if _writes_alike(run, _call_of(kept), kernel.examples()):
+        stored = {**_parts_of(modules[0]), "bits": bits, "kernel": str(kernel)}
+        if _writes_alike(run, _call_of(stored), kernel.examples()):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.parent.chmod(0o700)
-            write_whole(path, compact(sealed(kept)), sync=False)
+            write_whole(path, compact(seal(stored)), sync=False)
             path.chmod(0o600)  # whatever the umask: see _read_own
     except (OSError, StoreError, LookupError, TypeError, AttributeError, SyntaxError, RuntimeError):
         return
@@ -71,9 +71,9 @@ def keep(kernel: Any, run: Call, bits: int, made: Sequence[ModuleType]) -> None:
 def modules_made() -> Iterator[list[ModuleType]]:
     from torch._inductor.codecache import PyCodeCache
 
-    known, made = len(PyCodeCache.modules), list[ModuleType]()
-    yield made
-    made.extend(PyCodeCache.modules[known:])
+    first, modules = len(PyCodeCache.modules), list[ModuleType]()
+    yield modules
+    modules.extend(PyCodeCache.modules[first:])
 
 
 def _parts_of(module: ModuleType) -> dict[str, Any]:
@@ -83,28 +83,32 @@ def _parts_of(module: ModuleType) -> dict[str, Any]:
     """
     call = module.Runner.call
     libraries, helpers = {}, []
+    # Whatever the wrapper calls is torch's own guard, or a function of a library that was compiled for it.
     for name in ({*call.__code__.co_names} & {*vars(module)}) - {"torch"}:
         value = getattr(module, name)
         if value is getattr(torch._C._dynamo.guards, name, getattr(torch._C._dynamo.guards, f"_{name}", None)):
             helpers.append(name)
         elif isinstance(value, BuiltinFunctionType) and (file := getattr(value.__self__, "__file__", None)):
             libraries[name] = [file, _digest(Path(file))]
+        # Anything else could not be found again without torch's compiler.
         else:
             raise LookupError(name)
     text = textwrap.dedent(inspect.getsource(call))
     return {"call": text, "libraries": libraries, "helpers": sorted(helpers)}
 
 
-def _call_of(kept: dict[str, Any]) -> Call:
+def _call_of(stored: dict[str, Any]) -> Call:
     guards: Any = torch._C._dynamo.guards
     names: dict[str, Any] = {"torch": torch}
-    for name, (file, digest) in kept["libraries"].items():
+    # A library that changed since is another kernel.
+    for name, (file, digest) in stored["libraries"].items():
         if _digest(Path(file)) != digest:
             raise LookupError(file)
         names[name] = _library(file).kernel
-    for name in kept["helpers"]:
+    for name in stored["helpers"]:
         names[name] = getattr(guards, name, None) or getattr(guards, f"_{name}")
-    exec(compile(kept["call"], "<kept kernel>", "exec"), names)
+    # Only wrapper code that this user's own process wrote comes here: _read_own has checked who owns the file.
+    exec(compile(stored["call"], "<kept kernel>", "exec"), names)
     call = names["call"]
     return lambda *arguments: call(None, [*arguments])
 
@@ -114,23 +118,25 @@ def _library(file: str) -> Any:
     loader = importlib.machinery.ExtensionFileLoader("kernel", file)
     spec = importlib.util.spec_from_loader("kernel", loader)
     assert spec is not None
-    name, before = f"_{_ADDRESSES}", os.environ.get(f"_{_ADDRESSES}")
+    name, earlier = f"_{_ADDRESSES}", os.environ.get(f"_{_ADDRESSES}")
+    # The library looks up the function that returns a tensor's address in the environment.
     os.environ[name] = str(getattr(torch._C._dynamo.guards, name.lower()))
     try:
         library = importlib.util.module_from_spec(spec)
         loader.exec_module(library)
         return library
     finally:
-        os.environ.pop(name) if before is None else os.environ.update({name: before})
+        os.environ.pop(name) if earlier is None else os.environ.update({name: earlier})
 
 
-def _writes_alike(run: Call, kept: Call, examples: Sequence[Tensor]) -> bool:
-    own, other = ([example.clone() for example in examples] for _ in range(2))
-    run(*own)
-    kept(*other)
+def _writes_alike(run: Call, reloaded: Call, examples: Sequence[Tensor]) -> bool:
+    expected, written = list(map(torch.clone, examples)), list(map(torch.clone, examples))
+    # The stored kernel counts only if it writes the same bits as the one that was just compiled.
+    run(*expected)
+    reloaded(*written)
     return all(
         torch.equal(tensor.view(torch.uint8), same.view(torch.uint8))
-        for tensor, same in zip(map(_flat, own), map(_flat, other), strict=True)
+        for tensor, same in zip(map(_flat, expected), map(_flat, written), strict=True)
     )
 
 
@@ -142,6 +148,7 @@ def _file_of(kernel: Any) -> Path | None:
     """None for a kernel of a GPU, and without a C++ compiler, where none can have been compiled."""
     if kernel.device != "cpu" or (compiler := shutil.which(os.environ.get("CXX", "g++"))) is None:
         return None
+    # The compiler by size and time: its version costs a process to ask.
     about = Path(compiler).resolve().stat()
     options = sorted(f"{key}={value}" for key, value in os.environ.items() if key.startswith(_OPTIONS))
     parts = (
@@ -159,12 +166,12 @@ def _file_of(kernel: Any) -> Path | None:
 @cache
 def _surroundings() -> tuple[str, ...]:
     """What else determines a compiled kernel: torch, this Python, the processor, and our own sources."""
-    own = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(Path(__file__).parent.glob("*.py")):
-        own.update(file.read_bytes())
+        digest.update(file.read_bytes())
     processor = vector_width._processor()
     python = str(sys.implementation.cache_tag)
-    return torch.__version__, str(torch.version.git_version), python, processor, own.hexdigest()
+    return torch.__version__, str(torch.version.git_version), python, processor, digest.hexdigest()
 
 
 def _folder() -> Path:

@@ -55,11 +55,11 @@ class MemoryLayout:
         if self.filled:
             rows, columns = matrix_of(matrix.shape)
             matrix = pad(matrix.view(rows, columns), (0, self.width - columns, 0, self.height - rows))
-        return matrix if aligned(matrix) else matrix.clone()
+        return matrix if is_aligned(matrix) else matrix.clone()
 
     def takes(self, out: Tensor) -> bool:
         laid = out.t() if self.turned else out
-        return out.dtype is self.kernel.target and not self.filled and laid.is_contiguous() and aligned(out)
+        return out.dtype is self.kernel.target and not self.filled and laid.is_contiguous() and is_aligned(out)
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.height, self.width, dtype=self.kernel.target, device=device)
@@ -77,6 +77,7 @@ class MemoryLayout:
         out.copy_(matrix.view(out.shape[::-1]).t() if self.turned else matrix.reshape(out.shape))
 
     def _shape(self) -> tuple[int, ...]:
+        # The shape is a view of the words in memory, in which each dimension is a loop of the kernel.
         rows, columns = self.kernel.block
         match self.kernel.layout:
             case Layout.FLAT:
@@ -90,58 +91,64 @@ class MemoryLayout:
         return self.height, self.width
 
 
-def layout_of(x: Tensor, out: Tensor, what: Quantisation) -> MemoryLayout | None:
+def layout_of(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryLayout | None:
     """The kernel and layout of a call; None for empty and huge tensors, and for blocks of whole rows.
 
     Depends on shapes, strides and dtypes only.
     """
-    scaling = what.scaling
+    scaling = quantisation.scaling
     if not 0 < x.numel() <= MOST_ELEMENTS or (scaling is not None and scaling.rows > 1 and scaling.columns == 0):
         return None
-    turned = _turned(x, what)
+    # 1. Take a transposed matrix as what it is in memory, so that both are read along the rows.
+    turned = _is_turned(x, quantisation)
     layout, block = _layout(scaling, turned)
     rows, columns = matrix_of((x.t() if turned else x).shape)
+    # 2. Fill up to whole blocks: kernels have no code for a block that is cut off.
     height, width = _whole(rows, block[0]), _whole(columns, block[1])
     divided = block[1] if block[1] > 1 else height * width if layout is Layout.FLAT else width
+    # 3. Take two bfloat16 in a word wherever none would be split between blocks.
     paired = x.dtype is torch.bfloat16 and divided % 2 == 0
     source = torch.bfloat16 if paired else torch.float32
     target = torch.bfloat16 if paired and out.dtype is torch.bfloat16 else torch.float32
+    # 4. Everything else about the kernel follows from the request.
     kernel = ValuesKernel(
-        fmt=what.fmt,
+        fmt=quantisation.fmt,
         scaling=scaling if block != (0, 0) else None,
         layout=layout,
         source=source,
         target=target,
         device=str(x.device),
         block=block,
-        overflow=what.overflow,
+        overflow=quantisation.overflow,
         factor=scaling is not None and (block == (0, 0) or (scaling.scale is E4M3 and layout is Layout.UPRIGHT)),
-        stochastic=what.stochastic,
+        stochastic=quantisation.stochastic,
     )
     return MemoryLayout(kernel, height, width, turned, (height, width) != (rows, columns))
 
 
-def factor_of(x: Tensor, what: Quantisation, layout: MemoryLayout, scale: Tensor | None) -> Tensor | None:
+def factor_of(x: Tensor, quantisation: Quantisation, layout: MemoryLayout, scale: Tensor | None) -> Tensor | None:
     """The factor in the shape that a kernel takes: `scale`, or computed from `x`. None for kernels without."""
     kernel = layout.kernel
-    if what.scaling is None or not kernel.factor:
+    # Blocks compute their scales inside the kernel; only NVFP4 also needs the tensor's.
+    if quantisation.scaling is None or not kernel.factor:
         return None
     if kernel.scaling is not None:
         return current_tensor_scale(x)
-    factors = factor(x, what.fmt, what.scaling)[0] if scale is None else scale.to(torch.float32)
+    factors = factor(x, quantisation.fmt, quantisation.scaling)[0] if scale is None else scale.to(torch.float32)
     if kernel.layout is Layout.FLAT:
         return factors.reshape(())
-    each = factors.expand(*x.shape[:-1], 1)
+    # A kernel over columns has a transposed matrix before it, whose rows are the columns in memory.
+    by_row = factors.expand(*x.shape[:-1], 1)
     if kernel.layout is Layout.ROWS:
-        return each.reshape(layout.height, 1)
-    return result_words(each.reshape(1, layout.width).contiguous(), kernel.twos)
+        return by_row.reshape(layout.height, 1)
+    return result_words(by_row.reshape(1, layout.width).contiguous(), kernel.twos)
 
 
-def _turned(x: Tensor, what: Quantisation) -> bool:
+def _is_turned(x: Tensor, quantisation: Quantisation) -> bool:
     """Whether to take x as the transpose of a matrix; random numbers are counted along rows, or up a column's block."""
     if x.dim() != 2 or x.is_contiguous() or not x.t().is_contiguous():
         return False
-    return not what.stochastic or _layout(what.scaling, True)[0] is Layout.UPRIGHT
+    return not quantisation.stochastic or _layout(quantisation.scaling, True)[0] is Layout.UPRIGHT
 
 
 def _layout(scaling: Scaling | None, turned: bool) -> tuple[Layout, tuple[int, int]]:
@@ -160,6 +167,6 @@ def _whole(length: int, block: int) -> int:
     return length if block < 2 else -(-length // block) * block
 
 
-def aligned(x: Tensor) -> bool:
+def is_aligned(x: Tensor) -> bool:
     """Whether words can be read where it lies."""
     return x.data_ptr() % (_GPU_VECTOR if x.is_cuda else _WIDEST_WORD) == 0

@@ -33,7 +33,7 @@ from fp8bench.formats.code_kernels import (
 from fp8bench.formats.codes import DTYPES, torch_codes
 from fp8bench.formats.compiling import Definition, Kernel, PairKernel
 from fp8bench.formats.grids import FORMATS, Format
-from fp8bench.formats.memory_layout import MOST_ELEMENTS, aligned
+from fp8bench.formats.memory_layout import MOST_ELEMENTS, is_aligned
 from fp8bench.formats.quantise import check_input
 from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import by_columns, filled_squares, turned_rows
@@ -69,7 +69,7 @@ def codes_both(x: Tensor, fmt: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
     return straight, turned
 
 
-def codes_turned(straight: Tensor) -> Tensor:
+def transpose_codes(straight: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return straight.t().contiguous()
     turned = torch.empty(straight.shape[::-1], dtype=straight.dtype, device=straight.device)
@@ -87,9 +87,9 @@ def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -
     if torch.compiler.is_compiling() or not x.numel():
         return _plain_row_codes(x, fmt, scaling)
     check_input(x)
-    made = _Rows.of(x.detach(), fmt, block)
-    torch.ops.fp8bench.row_codes(*made.memory, fmt.name, rounding.value, block)
-    return made.result()
+    cast = _Rows.of(x.detach(), fmt, block)
+    torch.ops.fp8bench.row_codes(*cast.memory, fmt.name, rounding.value, block)
+    return cast.result()
 
 
 def row_codes_both(
@@ -139,7 +139,7 @@ def square_codes(
     if use_by_hand(x.device):
         return _square_codes_by_hand(x.detach(), fmt, rounding, both)
     rows, columns = x.shape
-    x, whole = whole_blocks(x.detach(), SQUARE, SQUARE)
+    x, is_whole = whole_blocks(x.detach(), SQUARE, SQUARE)
     matrix, swapped = laid(x)
     down, across = (length // SQUARE for length in matrix.shape)
     scale = torch.empty(down, across, dtype=torch.float32, device=x.device)
@@ -148,12 +148,12 @@ def square_codes(
         matrix, scale, inverse[:, :across], turned_inverse[:, :down].t(), fmt.name, rounding.value
     )
     # `scale` is in the order of the squares in memory, as `codes` expects it.
-    made = codes_both(x, fmt, scale) if both else (codes(x, fmt, scale),)
+    results = codes_both(x, fmt, scale) if both else (codes(x, fmt, scale),)
     inverses = (turned_inverse, inverse) if swapped else (inverse, turned_inverse)
     shapes = (rows, columns), (columns, rows)
     return tuple(
-        (data if whole else data[:height, :width].contiguous(), turned_rows(memory))
-        for data, memory, (height, width) in zip(made, inverses, shapes, strict=False)
+        (data if is_whole else data[:height, :width].contiguous(), turned_rows(memory))
+        for data, memory, (height, width) in zip(results, inverses, shapes, strict=False)
     )
 
 
@@ -164,8 +164,8 @@ def _square_codes_by_hand(
     inverse, turned_inverse = filled_squares(down, across, x.device)
     straight, turned = _memory_for_codes(x, fmt, both)
     torch.ops.fp8bench.square_codes(x, inverse, turned_inverse, straight, turned, fmt.name, rounding.value)
-    made = (straight, turned_rows(inverse))
-    return (made,) if turned is None else (made, (turned, turned_rows(turned_inverse)))
+    result = (straight, turned_rows(inverse))
+    return (result,) if turned is None else (result, (turned, turned_rows(turned_inverse)))
 
 
 def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
@@ -261,8 +261,10 @@ def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tens
     if not x.numel():
         return None
     matrix, swapped = laid(x)
+    # The memory decides which orientation is straight: x may be the transpose of what lies there.
     if swapped:
         out, turned = turned, out
+    # A scale for each square fixes its side; otherwise the side is free, and chosen for the shape.
     by_square = scale is not None and scale.dim() == 2
     side = len(matrix) // len(scale) if scale is not None and by_square else _side(matrix.shape)
     which = out is not None, turned is not None, scale is not None, by_square
@@ -349,9 +351,9 @@ def _matrix_and_outputs(
     """The matrix that lies row by row, and whether x is its transpose; memory for its codes and those of its transpose,
     and which of both there are."""
     matrix, swapped = laid(x)
-    straight, other = (turned, out) if swapped else (out, turned)
-    outputs = [memory for memory in (straight, other) if memory is not None]
-    return matrix, swapped, outputs, (straight is not None, other is not None)
+    straight, transpose = (turned, out) if swapped else (out, turned)
+    outputs = [memory for memory in (straight, transpose) if memory is not None]
+    return matrix, swapped, outputs, (straight is not None, transpose is not None)
 
 
 def _run_square_scales(matrix: Tensor, scale: Tensor, inverse: Tensor, turned: Tensor, fmt: str, rounding: str) -> None:
@@ -447,7 +449,7 @@ def laid(x: Tensor) -> tuple[Tensor, bool]:
         matrix, turned = x.t(), True
     else:
         matrix, turned = x.contiguous().view(matrix_of(x.shape)), False
-    return (matrix if aligned(matrix) else matrix.clone()), turned
+    return (matrix if is_aligned(matrix) else matrix.clone()), turned
 
 
 def _side(lengths: Sequence[int]) -> int:

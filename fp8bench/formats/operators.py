@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats import quantise, scaled
-from fp8bench.formats.compiling import Compiled, Definition, compiled
+from fp8bench.formats.compiling import Compiled, Definition, compile_kernel
 from fp8bench.formats.grids import E8M0, FORMATS, Format, Overflow
 from fp8bench.formats.memory_layout import MemoryLayout, Quantisation, factor_of, layout_of
 from fp8bench.formats.quantise import check_input, check_output, check_seed, checked_overflow, key_of
@@ -50,6 +50,7 @@ class Kernels:
 
     def get(self, kernel: Definition) -> Compiled | None:
         ready = self._ready.get(kernel)
+        # The worker reads the counts to say whether timed steps ran compiled kernels.
         with self._lock:
             if ready is not None:
                 self.fused[ready.bits] += 1
@@ -65,10 +66,10 @@ class Kernels:
 
     def repeat(self, key: Hashable, addresses: Sequence[int]) -> bool:
         """Repeats the launch of an earlier call; False, and nothing, where there is none for it."""
-        kept = self._repeats.get(key)
-        if kept is None:
+        repeat = self._repeats.get(key)
+        if repeat is None:
             return False
-        launch, order = kept
+        launch, order = repeat
         if not launch([addresses[number] for number in order]):
             return False
         with self._lock:
@@ -81,13 +82,15 @@ class Kernels:
         Raises what torch or a compiler raises; such a kernel stays eager and is not wanted again.
         """
         for kernel in kernels:
+            # A kernel that several cases ask for is compiled once.
             if kernel in self._ready:
                 continue
             try:
-                self._ready[kernel] = compiled(kernel)
+                self._ready[kernel] = compile_kernel(kernel)
             except Exception as error:
                 self.refused[kernel] = f"{type(error).__name__}: {error}"
                 raise
+            # Whatever happened, it is not asked for again.
             finally:
                 with self._lock:
                     self.wanted.pop(kernel, None)
@@ -110,35 +113,42 @@ def values(
 
     Without `out` the result has the memory layout of x.
     """
+    # 1. Refuse what no kernel could do, with the caller's own names.
     check_input(x)
     check_scaling(fmt, scaling, scale)
     if overflow is not Overflow.SATURATE:
         overflow = checked_overflow(fmt, overflow)
     if seed is not None:
         check_seed(seed)
+    # 2. Provide memory, in which the result has the layout of x.
     if out is None:
         out = torch.empty_like(x, dtype=torch.float32, requires_grad=False)
     else:
         check_output(out, x)
-    family, *written = _written(scaling)
+    # 3. Operators take plain values, so what describes the call is written out.
+    family, *written = _operator_arguments(scaling)
     getattr(torch.ops.fp8bench, family)(x.detach(), out, fmt.name, overflow.value, *written, scale, seed)
     return out
 
 
-def _written(scaling: Scaling | None) -> tuple[str, int, int, str, str]:
+def _operator_arguments(scaling: Scaling | None) -> tuple[str, int, int, str, str]:
     if scaling is None:
         return "round", 0, 0, "", ""
-    kept = scaling.scale.name if scaling.scale else ""
+    scale_format = scaling.scale.name if scaling.scale else ""
     if scaling.scale is not None:
         family = "mx" if scaling.scale is E8M0 else "nvfp4"
     else:
         family = "tensor" if not scaling.rows else "row" if not scaling.columns else "block"
-    return family, scaling.rows, scaling.columns, kept, scaling.rounding.value
+    return family, scaling.rows, scaling.columns, scale_format, scaling.rounding.value
 
 
 @lru_cache
-def _read(rows: int, columns: int, kept: str, rounding: str) -> Scaling | None:
-    return Scaling(rows, columns, FORMATS[kept] if kept else None, ScaleRounding(rounding)) if rounding else None
+def _read(rows: int, columns: int, scale_format: str, rounding: str) -> Scaling | None:
+    return (
+        Scaling(rows, columns, FORMATS[scale_format] if scale_format else None, ScaleRounding(rounding))
+        if rounding
+        else None
+    )
 
 
 def _run(
@@ -154,24 +164,25 @@ def _run(
     seed: Tensor | None,
 ) -> None:
     scaling = _read(rows, columns, scale_format, rounding)
-    what = Quantisation(FORMATS[fmt], scaling, Overflow(overflow), seed is not None)
-    layout = layout_of(x, out, what)
+    quantisation = Quantisation(FORMATS[fmt], scaling, Overflow(overflow), seed is not None)
+    layout = layout_of(x, out, quantisation)
+    # Without a compiled kernel torch's separate operations give the same bits.
     kernel = KERNELS.get(layout.kernel) if layout else None
     if layout is not None and kernel is not None:
-        _run_fused(kernel, layout, x, out, factor_of(x, what, layout, scale), seed)
+        _run_kernel(kernel, layout, x, out, factor_of(x, quantisation, layout, scale), seed)
     elif scaling is None:
-        quantise.round_to(x, what.fmt, out, overflow=what.overflow, seed=seed)
+        quantise.round_to(x, quantisation.fmt, out, overflow=quantisation.overflow, seed=seed)
     else:
-        scaled.values(x, what.fmt, scaling, seed=seed, scale=scale, out=out)
+        scaled.values(x, quantisation.fmt, scaling, seed=seed, scale=scale, out=out)
 
 
-def _run_fused(
+def _run_kernel(
     kernel: Compiled, layout: MemoryLayout, x: Tensor, out: Tensor, factor: Tensor | None, seed: Tensor | None
 ) -> None:
     direct = layout.takes(out)
     written = layout.empty(out.device) if not direct else out.t() if layout.turned else out
-    others = [tensor for tensor in (factor, None if seed is None else key_of(seed)) if tensor is not None]
-    kernel.run(layout.words(layout.matrix(x)), layout.result_words(written), *others)
+    optional = [tensor for tensor in (factor, None if seed is None else key_of(seed)) if tensor is not None]
+    kernel.run(layout.words(layout.matrix(x)), layout.result_words(written), *optional)
     if not direct:
         layout.keep(written, out)
 

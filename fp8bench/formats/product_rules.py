@@ -109,10 +109,13 @@ def _words(treatment: Treatment) -> str:
 
 
 def _without_units(scheme: Scheme, device: DeviceClass) -> str:
+    # 1. Devices without any units.
     if not device.is_nvidia and not device.is_amd:
         return "no CPU has units for it: emulated, in any shape"
+    # 2. FP8 comes with Ada; AMD's devices here all have it.
     if scheme in FP8:
         return "" if device.is_amd or device.at_least(ADA) else "NVIDIA's FP8 units begin at compute capability 8.9"
+    # 3. Blocks of 32 or 16 elements came later, and not everywhere in both kinds.
     if device.is_amd and scheme is Scheme.NVFP4:
         return "AMD has no units for NVFP4's scales"
     if device.is_amd:
@@ -150,11 +153,11 @@ def _of_kind(product: Product, device: DeviceClass) -> Iterator[Objection]:
     if product.scheme is Scheme.ROW and device is not H100:
         # On Hopper cuBLAS scales rows since 12.9; elsewhere CUTLASS's kernel and hipBLASLt accept less.
         if product.b.fmt not in (E4M3, FNUZ[0]):
-            why = f"with a scale a row the second operand is E4M3, not {product.b.fmt.name}"
-            yield Objection(why)
+            reason = f"with a scale a row the second operand is E4M3, not {product.b.fmt.name}"
+            yield Objection(reason)
         if product.output not in _row_outputs(device).split(" or "):
-            why = f"with a scale a row the output is {_row_outputs(device)}, not {product.output}"
-            yield Objection(why)
+            reason = f"with a scale a row the output is {_row_outputs(device)}, not {product.output}"
+            yield Objection(reason)
     if product.scheme in (Scheme.BLOCK, Scheme.MXFP8) and not product.a.fmt is product.b.fmt is E4M3:
         yield Objection(f"with scales of {_SPANS[product.scheme]} elements both operands are E4M3")
     if product.scheme in MX and device.is_amd and product.output == "fp32":
@@ -199,8 +202,8 @@ def _of_shape(product: Product, device: DeviceClass) -> Iterator[Objection]:
         for rule in broken:
             multiples = [1, 1, 1]
             multiples[place] = rule[place]
-            why = f"{side}={product.sides[place]} is no multiple of {rule[place]}"
-            yield Objection(why, (multiples[0], multiples[1], multiples[2]))
+            reason = f"{side}={product.sides[place]} is no multiple of {rule[place]}"
+            yield Objection(reason, (multiples[0], multiples[1], multiples[2]))
             break
 
 
@@ -227,6 +230,7 @@ def te_refusal(product: Product, device: DeviceClass) -> str:
     scheme = product.scheme
     if scheme not in _TE_SCHEMES:
         return ""
+    # In the order in which devices gained the recipes.
     if not device.at_least(ADA):
         return "its FP8 begins at compute capability 8.9"
     if scheme is Scheme.BLOCK and not device.at_least(HOPPER):

@@ -50,12 +50,12 @@ def key_of(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
     seed = seed.reshape(())
     high = _low(seed.bitwise_right_shift(_WORD))
     first = high if stretch is None else _low(stretch) * _GOLDEN + high
-    return _mixed(_mixed(first) + _low(seed))
+    return _mix_bits(_mix_bits(first) + _low(seed))
 
 
 def drawn_bits(index: Tensor, key: Tensor) -> Tensor:
     """The random numbers of elements, given their index in their stretch, int32: what a kernel is traced with."""
-    return _shifted(_mixed(_mixed(index + key) + key * _GOLDEN), _WORD - RANDOM_BITS)
+    return _shift_right(_mix_bits(_mix_bits(index + key) + key * _GOLDEN), _WORD - RANDOM_BITS)
 
 
 def check_seed(seed: object) -> None:
@@ -68,15 +68,15 @@ def _low(wide: Tensor) -> Tensor:
     return wide.to(torch.int32)
 
 
-def _shifted(word: Tensor, by: int) -> Tensor:
+def _shift_right(word: Tensor, by: int) -> Tensor:
     return word.bitwise_right_shift(by).bitwise_and((1 << (_WORD - by)) - 1)
 
 
-def _mixed(word: Tensor) -> Tensor:
+def _mix_bits(word: Tensor) -> Tensor:
     """A bijection of 32 bits in which every bit depends on every other: C. Wellons' low-bias constants, 2018."""
-    word = (word ^ _shifted(word, 16)) * 0x7FEB352D
-    word = (word ^ _shifted(word, 15)) * -0x7B935975
-    return word ^ _shifted(word, 16)
+    word = (word ^ _shift_right(word, 16)) * 0x7FEB352D
+    word = (word ^ _shift_right(word, 15)) * -0x7B935975
+    return word ^ _shift_right(word, 16)
 
 
 _EXPONENT_MASK = 0x7F800000
@@ -88,7 +88,7 @@ _MANTISSA_BITS = 23
 _MIN_EXPONENT = 1 - _FLOAT32_BIAS
 
 
-def quantised(
+def round_values(
     values: Tensor, fmt: Format, random: Tensor | None = None, overflow: Overflow = Overflow.SATURATE
 ) -> Tensor:
     """float32 `values` rounded to nearest even (e8m0's ties, between powers of two, go up), or stochastically.
@@ -99,15 +99,15 @@ def quantised(
     """
     if fmt is E8M0:
         return _power_of_two(values, overflow, random)
-    return signed(rounded_magnitudes(values.abs(), fmt, random, overflow), values, fmt)
+    return copy_signs(rounded_magnitudes(values.abs(), fmt, random, overflow), values, fmt)
 
 
 def rounded_magnitudes(
     magnitudes: Tensor, fmt: Format, random: Tensor | None = None, overflow: Overflow = Overflow.SATURATE
 ) -> Tensor:
-    """Like `quantised`, for numbers without sign and formats other than e8m0."""
+    """Like `round_values`, for numbers without sign and formats other than e8m0."""
     if fmt.min_exponent == _MIN_EXPONENT:
-        return _ended(_cut(magnitudes, fmt, random), fmt, overflow)
+        return _apply_overflow(_round_bits(magnitudes, fmt, random), fmt, overflow)
     # High enough that rounding still shows what overflows, and low enough that no sum becomes infinite.
     bound = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
     return _beyond(on_grid(magnitudes.clamp(max=bound), fmt, random), fmt, overflow)
@@ -124,23 +124,24 @@ def on_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Te
     smallest = (fmt.min_exponent + _FLOAT32_BIAS) << _MANTISSA_BITS
     exponent = magnitudes.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_(min=smallest)
     if random is not None:
-        return _drawn(magnitudes, exponent, fmt, random)
+        return _round_stochastically(magnitudes, exponent, fmt, random)
     constant = exponent.add_((_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS).view(torch.float32)
     return (magnitudes + constant).sub_(constant)
 
 
-def _drawn(magnitudes: Tensor, exponent: Tensor, fmt: Format, random: Tensor) -> Tensor:
+def _round_stochastically(magnitudes: Tensor, exponent: Tensor, fmt: Format, random: Tensor) -> Tensor:
+    # Both powers of two are put together from their bits, which is exact.
     to_step = fmt.mantissa_bits << _MANTISSA_BITS
     step = (exponent - to_step).view(torch.float32)
     inverse = ((2 * _FLOAT32_BIAS << _MANTISSA_BITS) + to_step - exponent).view(torch.float32)
     steps = magnitudes * inverse
-    whole = steps.floor()
+    floor = steps.floor()
     # Not `rest > random`, which would round the tiniest values up as often as 2^-24.
-    up = ((steps - whole) * float(1 << RANDOM_BITS)).round() > random
-    return (whole + up.to(torch.float32)).mul_(step)
+    up = ((steps - floor) * float(1 << RANDOM_BITS)).round() > random
+    return (floor + up.to(torch.float32)).mul_(step)
 
 
-def signed(magnitudes: Tensor, values: Tensor, fmt: Format) -> Tensor:
+def copy_signs(magnitudes: Tensor, values: Tensor, fmt: Format) -> Tensor:
     """Gives magnitudes the sign of the values, by their bits; fnuz formats have +0 only.
 
     Not by copysign, which fused on a CPU is a function call for every 16 elements.
@@ -151,7 +152,7 @@ def signed(magnitudes: Tensor, values: Tensor, fmt: Format) -> Tensor:
     return signs.bitwise_or_(magnitudes.view(torch.int32)).view(torch.float32)
 
 
-def saturated(magnitudes: Tensor, fmt: Format) -> Tensor:
+def limit_magnitudes(magnitudes: Tensor, fmt: Format) -> Tensor:
     """Limits magnitudes to the format's largest, by the bits: a quarter of the instructions of a float minimum.
 
     NaN becomes the largest, too: callers take care of NaN elsewhere.
@@ -171,12 +172,12 @@ def _beyond(magnitudes: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
     return torch.where(magnitudes > fmt.largest, end, magnitudes)
 
 
-def _ended(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+def _apply_overflow(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
     """Applies overflow to values whose carry has led to infinity, which is all that tf32 and bf16 overflow to."""
     return rounded.clamp_(-fmt.largest, fmt.largest) if overflow is Overflow.SATURATE else rounded
 
 
-def _cut(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
+def _round_bits(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
     """Rounds the bits themselves, for formats with float32's own exponents: overflow carries into infinity."""
     dropped = _MANTISSA_BITS - fmt.mantissa_bits
     bits = values.view(torch.int32)
@@ -230,7 +231,7 @@ def round_to(
     if out is not None:
         check_output(out, x)
     values = x.detach().to(torch.float32)
-    rounded = quantised(values, fmt, None if seed is None else random_bits(values.shape, seed), overflow)
+    rounded = round_values(values, fmt, None if seed is None else random_bits(values.shape, seed), overflow)
     return rounded if out is None else out.copy_(rounded)
 
 
@@ -242,8 +243,8 @@ def check_input(x: Tensor) -> None:
 def checked_overflow(fmt: Format, overflow: Overflow) -> Overflow:
     """Returns `overflow`, which may be given by its word. Raises UsageError where the format has no code for it."""
     if overflow not in fmt.overflows:
-        known = ", ".join(fmt.overflows)
-        raise UsageError(f"{fmt.name} has no {overflow!s} to overflow to. Give {known}.")
+        choices = ", ".join(fmt.overflows)
+        raise UsageError(f"{fmt.name} has no {overflow!s} to overflow to. Give {choices}.")
     return Overflow(overflow)
 
 

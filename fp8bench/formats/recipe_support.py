@@ -45,8 +45,8 @@ def in_formats_of(device: DeviceClass, recipe: Recipe) -> Recipe:
     """The recipe in the formats of a class of devices: FP8 without blocks is e4m3fnuz and e5m2fnuz on MI300."""
     if device is not MI300X or recipe.in_blocks:
         return recipe
-    made = [replace(treatment, fmt=_FNUZ.get(treatment.fmt, treatment.fmt)) for treatment in recipe.treatments]
-    return replace(recipe, input=made[0], weight=made[1], gradient=made[2])
+    treatments = [replace(treatment, fmt=_FNUZ.get(treatment.fmt, treatment.fmt)) for treatment in recipe.treatments]
+    return replace(recipe, input=treatments[0], weight=treatments[1], gradient=treatments[2])
 
 
 def kept_by_nobody(recipe: Recipe) -> str:
@@ -63,28 +63,33 @@ def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
     """Native where torch has a scaled product for all products of a recipe, else emulated, and why."""
     if not (is_nvidia(facts) or is_amd(facts) or is_intel(facts)):
         return emulated_everywhere(facts, words)
+    # Short sums are a model of what Hopper's units do, so they are only emulated.
     if recipe.accumulator is not Accumulator.FP32:
         return emulated_because(f"sums of {recipe.accumulator_bits} bits are a model, which no kernel follows")
+    # What counts is the recipe in this device's own formats: MI300 has others of the same width.
     meant = on_device(recipe, facts)
     products = [Product(_SIDE, _SIDE, _SIDE, a, b) for a, b in meant.products]
+    # A recipe is native only as a whole: one emulated product would make its speed a mixture.
     schemes = {product.scheme for product in products}
     scheme = schemes.pop() if len(schemes) == 1 else None
     if scheme is None:
         return emulated_everywhere(facts, words)
     against = _amd_objection if is_amd(facts) else _intel_objection if is_intel(facts) else _objection
-    if why := against(scheme, products, facts):
-        return emulated_because(f"{words} is not native here ({why})")
+    if reason := against(scheme, products, facts):
+        return emulated_because(f"{words} is not native here ({reason})")
     where = f"{_WHERE} by oneDNN, which widens codes where the GPU has no FP8 units" if is_intel(facts) else _WHERE
-    extent = "whose scales are 1" if recipe.unscaled else _EXTENTS[scheme]
+    extent = "whose scales are 1" if recipe.is_unscaled else _EXTENTS[scheme]
     return native(f"{where}, {extent}{_other_formats(recipe.treatments, meant.treatments)}")
 
 
 _WHERE = "torch's scaled product (torch.nn.functional.scaled_mm)"
 
 
-def _other_formats(said: tuple[Treatment, ...], meant: tuple[Treatment, ...]) -> str:
+def _other_formats(requested: tuple[Treatment, ...], meant: tuple[Treatment, ...]) -> str:
     names = dict.fromkeys(
-        treatment.fmt.name for treatment, before in zip(meant, said, strict=True) if treatment.fmt is not before.fmt
+        treatment.fmt.name
+        for treatment, request in zip(meant, requested, strict=True)
+        if treatment.fmt is not request.fmt
     )
     return f", in {' and '.join(names)} as this device has them" if names else ""
 
@@ -118,10 +123,11 @@ def _objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> s
         return f"{scheme} needs a compute capability, and this device states none"
     device = nvidia_class(facts.capability)
     lacking = any(missing(product, device) for product in products)
-    if why := _against(products, device):
-        return f"{why}; this device has {'.'.join(map(str, facts.capability))}" if lacking else why
+    if reason := _against(products, device):
+        return f"{reason}; this device has {'.'.join(map(str, facts.capability))}" if lacking else reason
     if scheme is Scheme.MXFP4:
         return "torch multiplies MXFP4 by kernels of FBGEMM's, which are not used here"
+    # The class of device decides what is multiplied, the version of CUDA whether torch offers it.
     needed = _CUDA.get(scheme, (0, 0))
     have = tuple(int(part) for part in (facts.cuda or "0.0").split(".")[:2])
     return f"{scheme} needs CUDA {'.'.join(map(str, needed))}; this torch has {facts.cuda}" if have < needed else ""

@@ -57,16 +57,19 @@ class Scaling:
     rounding: ScaleRounding = ScaleRounding.EXACT
 
     def __post_init__(self) -> None:
+        # 1. A block that fits no matrix.
         if min(self.rows, self.columns) < 0 or (self.rows == 0 and self.columns != 0):
             raise RecipeRefused(
                 f"a block of {self.rows} x {self.columns} elements does not fit a matrix. Give rows and columns above "
                 "0, or 0 columns for a row and 0 x 0 for a tensor."
             )
+        # 2. Scales and roundings that no hardware has.
         if self.scale not in ROUNDINGS:
             raise RecipeRefused(f"scales are kept in float32, e8m0 or e4m3fn, not in {_name(self.scale)}.")
         if self.rounding not in ROUNDINGS[self.scale]:
-            known = ", ".join(ROUNDINGS[self.scale])
-            raise RecipeRefused(f"scales in {_name(self.scale)} are not rounded by {self.rounding!s}. Give {known}.")
+            choices = ", ".join(ROUNDINGS[self.scale])
+            raise RecipeRefused(f"scales in {_name(self.scale)} are not rounded by {self.rounding!s}. Give {choices}.")
+        # 3. MX and NVFP4 fix the block together with the scale's format.
         if self.scale is E8M0 and (self.rows, self.columns) != (1, 32):
             raise RecipeRefused(f"MX blocks are 1 x 32 elements, not {self.rows} x {self.columns}.")
         if self.scale is E4M3 and (self.rows, self.columns) not in ((1, 16), (16, 16)):
@@ -76,8 +79,8 @@ class Scaling:
     def name(self) -> str:
         """'tensor', 'row', '1x128', '1x32 e8m0' or '1x16 e4m3fn', followed by the rounding of its scales."""
         extent = "tensor" if not self.rows else "row" if not self.columns else f"{self.rows}x{self.columns}"
-        kept = f" {self.scale.name}" if self.scale else ""
-        return f"{extent}{kept} {self.rounding}"
+        scale_format = f" {self.scale.name}" if self.scale else ""
+        return f"{extent}{scale_format} {self.rounding}"
 
     @property
     def turns(self) -> bool:
@@ -187,6 +190,7 @@ class Recipe:
     accumulator_bits: int = HOPPER_BITS
 
     def __post_init__(self) -> None:
+        # Parts of recipes that exclude each other.
         if self.delayed and not self.per_tensor:
             raise RecipeRefused("delayed scaling keeps one scale a tensor: give every role the scaling of a tensor.")
         if self.accumulator_bits not in SHORT_BITS:
@@ -212,7 +216,7 @@ class Recipe:
         )
 
     @property
-    def unscaled(self) -> bool:
+    def is_unscaled(self) -> bool:
         return all(treatment.scaling is None for treatment in self.treatments)
 
     @property

@@ -46,13 +46,13 @@ def of_squares(laid: Tensor, across: int) -> Tensor:
     return laid.t()[:, :across]
 
 
-def swizzled(scales: Tensor) -> Tensor:
+def swizzle(scales: Tensor) -> Tensor:
     """Bytes of 1x32 or 1x16 blocks, in one dimension; tiles are filled with zeros."""
     return swizzled_into(torch.empty(bytes_in_tiles(*scales.shape), dtype=scales.dtype, device=scales.device), scales)
 
 
 def swizzled_into(memory: Tensor, scales: Tensor) -> Tensor:
-    """Like `swizzled`, into memory of that size."""
+    """Like `swizzle`, into memory of that size."""
     down, across = scales.shape
     filled = pad(scales, (0, -across % TILE_COLUMNS, 0, -down % TILE_ROWS))
     high, wide = filled.shape[0] // TILE_ROWS, filled.shape[1] // TILE_COLUMNS
@@ -65,7 +65,7 @@ def bytes_in_tiles(down: int, across: int) -> int:
     return (down + -down % TILE_ROWS) * (across + -across % TILE_COLUMNS)
 
 
-def unswizzled(laid: Tensor, down: int, across: int) -> Tensor:
+def unswizzle(laid: Tensor, down: int, across: int) -> Tensor:
     wide = -(-across // TILE_COLUMNS)
     tiles = laid.view(-1, wide, _QUARTER, TILE_COLUMNS, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1, wide * TILE_COLUMNS)[:down, :across]

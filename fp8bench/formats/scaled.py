@@ -62,18 +62,20 @@ def values(
     """
     check_input(x)
     check_scaling(fmt, scaling, scale)
+    # Refused before anything is computed, with the names of the caller's arguments.
     if out is not None:
         check_output(out, x)
     if scaling is None:
         return round_to(x, fmt, out, seed=seed)
+    # One scale for a tensor or a row needs no blocks, and nothing to fill up.
     if _whole(scaling):
         elements, inverse = _whole_elements(x, fmt, scaling, seed, scale)
-        left = elements.mul_(inverse)
+        result = elements.mul_(inverse)
     else:
         blocks = _blocks(x, scaling)
-        (left,) = block_values([blocks], fmt, scaling, _empty_scale(x, scaling), _random(blocks, seed))
-        left = _unblocked(left, x.shape, scaling)
-    return left if out is None else out.copy_(left)
+        (result,) = block_values([blocks], fmt, scaling, _empty_scale(x, scaling), _random(blocks, seed))
+        result = _from_blocks(result, x.shape, scaling)
+    return result if out is None else out.copy_(result)
 
 
 def factor(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
@@ -106,17 +108,18 @@ def quantise(
     check_input(x)
     check_scaling(fmt, scaling, scale)
     if scaling is None:
-        return _stored(round_to(x, fmt, seed=seed), None, None, fmt, scaling, checked)
+        return _pack_elements(round_to(x, fmt, seed=seed), None, None, fmt, scaling, checked)
     if _whole(scaling):
         elements, scales = _whole_elements(x, fmt, scaling, seed, scale)
-        return _stored(elements, scales, None, fmt, scaling, checked)
+        return _pack_elements(elements, scales, None, fmt, scaling, checked)
     blocks = _blocks(x, scaling)
     (elements,), scales, tensor_scale = block_elements(
         [blocks], fmt, scaling, _empty_scale(x, scaling), _random(blocks, seed)
     )
+    # A NaN scale decodes to NaN whatever the elements are, so they are stored as zeros.
     if scaling.scale is not None:
         elements = torch.where(scales.isnan(), 0.0, elements)
-    return _stored(_unblocked(elements, x.shape, scaling), scales, tensor_scale, fmt, scaling, checked)
+    return _pack_elements(_from_blocks(elements, x.shape, scaling), scales, tensor_scale, fmt, scaling, checked)
 
 
 class Blocks(NamedTuple):
@@ -207,7 +210,7 @@ def _blocks(x: Tensor, scaling: Scaling) -> Tensor:
     return matrix.reshape(down, scaling.rows, across, columns)
 
 
-def _unblocked(blocks: Tensor, shape: torch.Size, scaling: Scaling) -> Tensor:
+def _from_blocks(blocks: Tensor, shape: torch.Size, scaling: Scaling) -> Tensor:
     down, across, columns = _grid(shape, scaling)
     height, width = matrix_of(shape)
     filled = blocks.reshape(down * scaling.rows, across * columns)
@@ -226,7 +229,7 @@ def matrix_of(shape: torch.Size) -> tuple[int, int]:
     return prod(shape[:-1]), shape[-1] if shape else 1
 
 
-def _stored(
+def _pack_elements(
     elements: Tensor,
     scales: Tensor | None,
     tensor_scale: Tensor | None,

@@ -17,14 +17,14 @@ from torch import Tensor
 from fp8bench.formats import operators
 from fp8bench.formats.blocks import block_elements, mx_scale, nvfp4_tensor_scale
 from fp8bench.formats.code_kernels import IN_ORDER, TOGETHER
-from fp8bench.formats.codes import DTYPES, elements, encoded
+from fp8bench.formats.codes import DTYPES, elements, encode_values
 from fp8bench.formats.compiling import ONE_LAUNCH, Kernel
 from fp8bench.formats.grids import E2M1, E4M3, FORMATS, Format
 from fp8bench.formats.memory_layout import MOST_ELEMENTS
 from fp8bench.formats.native_codes import Called, Launched, call, laid, repeat_or_run, whole_blocks
-from fp8bench.formats.quantise import Draw, check_input, drawn_bits, key_of, quantised
+from fp8bench.formats.quantise import Draw, check_input, drawn_bits, key_of, round_values
 from fp8bench.formats.recipes import ScaleRounding, Scaling
-from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, bytes_in_tiles, swizzled, swizzled_into
+from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, bytes_in_tiles, swizzle, swizzled_into
 from fp8bench.formats.scaled import largest_magnitude, quantise
 
 _QUARTER = TILE_ROWS // TILE_COLUMNS
@@ -63,27 +63,28 @@ class Places:
 
     def matrix(self, memory: Tensor) -> Tensor:
         """Returns the operand, which is stored row by row, or whose transpose is."""
-        return self._seen(memory.t() if self.turned else memory, self.scaling.columns)
+        return self._view(memory.t() if self.turned else memory, self.scaling.columns)
 
     def codes(self, memory: Tensor, in_byte: int) -> Tensor:
-        return self._seen(memory, self.scaling.columns // in_byte)
+        return self._view(memory, self.scaling.columns // in_byte)
 
     @property
-    def numbered(self) -> bool:
+    def writes_by_index(self) -> bool:
         """Whether bytes of scales are written by index: a square's scale belongs to each of its rows."""
         return self.scaling.rows > 1
 
     def scales(self, memory: Tensor, down: int) -> Tensor:
         """The bytes of scales, which lie in tiles, or in rows; all of them unviewed where they are numbered."""
-        if self.numbered:
+        if self.writes_by_index:
             return memory
         if not self.tiled:
-            return self._seen(memory.view(down, -1), 1)
+            return self._view(memory.view(down, -1), 1)
         tiles = memory.view(down // TILE_ROWS, -1, _QUARTER, 1, TILE_COLUMNS, TILE_COLUMNS, 1)
-        return self.ordered(tiles.permute(0, 4, 2, 3, 1, 5, 6))
+        return self.put_in_order(tiles.permute(0, 4, 2, 3, 1, 5, 6))
 
     def numbers(self, parts: Tensor) -> Tensor:
         """The index in memory of each row's scale, int32, for a matrix viewed as `parts`."""
+        # Each index counts along its own dimension and broadcasts over the others.
         order = (2, 3, 4, 5, 0, 1, 6) if self.turned else (0, 1, 2, 5, 3, 4, 6)
         down, quarter, line, row, across, block, _ = (
             torch.arange(parts.shape[place], dtype=torch.int32, device=parts.device).view(
@@ -92,18 +93,19 @@ class Places:
             for place in order
         )
         wide, inside = parts.shape[order[4]], line * self.scaling.rows + row
+        # Plain scales lie row by row. A line of a tile holds four rows, one of each quarter of its 128.
         if not self.tiled:
             return (down * self.scaling.rows + row) * wide + across
         return (down * wide + across) * _TILE + inside * (TILE_COLUMNS**2) + quarter * TILE_COLUMNS + block
 
-    def _seen(self, matrix: Tensor, length: int) -> Tensor:
+    def _view(self, matrix: Tensor, length: int) -> Tensor:
         """Views a matrix in which a block has `length` columns."""
         rows = self.scaling.rows
         quarters, lines, columns = (TILE_COLUMNS, _QUARTER // rows, TILE_COLUMNS) if self.tiled else (1, 1, 1)
         across = matrix.shape[1] // (columns * length)
-        return self.ordered(matrix.view(-1, quarters, lines, rows, across, columns, length))
+        return self.put_in_order(matrix.view(-1, quarters, lines, rows, across, columns, length))
 
-    def ordered(self, parts: Tensor) -> Tensor:
+    def put_in_order(self, parts: Tensor) -> Tensor:
         """Permutes (tiles down, quarters, blocks down, rows, tiles across, blocks across, columns) to the order of the
         class."""
         return parts.permute((4, 5, 0, 1, 2, 3, 6) if self.turned else (0, 1, 2, 4, 5, 3, 6))
@@ -128,37 +130,40 @@ class TiledCodesKernel(Kernel):
         return 2 if self.fmt is E2M1 else 1
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        given, out, scales, *others = tensors
+        source, out, scales, *optional = tensors
         scaling = self.places.scaling
         assert scaling.scale is not None
-        drawn = self._drawn(given, others.pop()) if self.stochastic else None
+        drawn = self._draw_bits(source, optional.pop()) if self.stochastic else None
         if self.in_byte == 1 and not self.stochastic:  # torch's cast rounds to nearest even
-            amax = given.abs().amax(_INSIDE, keepdim=True).to(torch.float32)
-            kept, inverse = mx_scale(amax, self.fmt, scaling.rounding)
-            codes = [elements(torch.where(kept.isnan(), 0.0, given), self.fmt, inverse).view(torch.uint8)]
+            amax = source.abs().amax(_INSIDE, keepdim=True).to(torch.float32)
+            block_scales, inverse = mx_scale(amax, self.fmt, scaling.rounding)
+            codes = [elements(torch.where(block_scales.isnan(), 0.0, source), self.fmt, inverse).view(torch.uint8)]
         else:
-            lanes = [lane.to(torch.float32) for lane in self._lanes(given)]
-            above = others[0] if others else None
-            left, kept, _ = block_elements(lanes, self.fmt, scaling, above, drawn, _INSIDE)
-            codes = [encoded(torch.where(kept.isnan(), 0.0, tensor), self.fmt) for tensor in left]
+            lanes = [lane.to(torch.float32) for lane in self._lanes(source)]
+            above = optional[0] if optional else None
+            rounded, block_scales, _ = block_elements(lanes, self.fmt, scaling, above, drawn, _INSIDE)
+            codes = [encode_values(torch.where(block_scales.isnan(), 0.0, tensor), self.fmt) for tensor in rounded]
         out.copy_(codes[0] if len(codes) == 1 else codes[0].bitwise_or(codes[1].bitwise_left_shift(4)))
-        kept = encoded(kept, scaling.scale)
-        if not self.places.numbered:
-            scales.copy_(kept)
+        block_scales = encode_values(block_scales, scaling.scale)
+        # Scales of one row each lie in the order of the codes; those of squares are spread over their rows.
+        if not self.places.writes_by_index:
+            scales.copy_(block_scales)
         else:  # by every element, though once a row would do: a smaller shape would be a kernel of its own
-            scales.index_put_((self.places.numbers(out).expand(out.shape),), kept.expand(out.shape))
+            scales.index_put_((self.places.numbers(out).expand(out.shape),), block_scales.expand(out.shape))
         return ()
 
-    def _lanes(self, given: Tensor) -> list[Tensor]:
-        return [given[..., first :: self.in_byte] for first in range(self.in_byte)]
+    def _lanes(self, source: Tensor) -> list[Tensor]:
+        return [source[..., first :: self.in_byte] for first in range(self.in_byte)]
 
-    def _drawn(self, given: Tensor, key: Tensor) -> list[Tensor]:
+    def _draw_bits(self, source: Tensor, key: Tensor) -> list[Tensor]:
         order = (2, 3, 4, 0, 1) if self.places.turned else (0, 1, 2, 3, 4)
-        down, across = ([given.shape[order[place]] for place in part] for part in ((0, 1, 2), (3, 4)))
-        rows, columns = prod(down) * given.shape[5], prod(across) * given.shape[6]
+        down = [source.shape[place] for place in order[:3]]
+        across = [source.shape[place] for place in order[3:]]
+        # Random numbers are counted along the rows of the operand, in whatever order its memory lies.
+        rows, columns = prod(down) * source.shape[5], prod(across) * source.shape[6]
         every = (torch.arange(number, dtype=torch.int32, device=key.device) for number in (rows, columns))
-        numbered = next(every).view(*down, given.shape[5], 1, 1, 1) * columns + next(every).view(*across, -1)
-        index = self.places.ordered(numbered)
+        numbered = next(every).view(*down, source.shape[5], 1, 1, 1) * columns + next(every).view(*across, -1)
+        index = self.places.put_in_order(numbered)
         return [drawn_bits(lane, key) for lane in self._lanes(index)]
 
     def examples(self) -> list[Tensor]:
@@ -171,13 +176,13 @@ class TiledCodesKernel(Kernel):
         scales = torch.empty(rows * (columns // self.places.scaling.columns), dtype=torch.uint8, device=device)
         above = [torch.full((), 0.75, device=device)] if self.places.scaling.scale is E4M3 else []
         key = [torch.zeros((), dtype=torch.int32, device=device)] if self.stochastic else []
-        seen = self.places.matrix(x), self.places.codes(out, self.in_byte), self.places.scales(scales, rows)
-        return [*seen, *above, *key]
+        views = self.places.matrix(x), self.places.codes(out, self.in_byte), self.places.scales(scales, rows)
+        return [*views, *above, *key]
 
     def free(self) -> list[Sequence[int]]:
-        others = (self.places.scaling.scale is E4M3) + self.stochastic
-        scales: Sequence[int] = (0,) if self.places.numbered else self.places.free
-        return [self.places.free, self.places.free, scales, *[()] * others]
+        scalars = (self.places.scaling.scale is E4M3) + self.stochastic
+        scales: Sequence[int] = (0,) if self.places.writes_by_index else self.places.free
+        return [self.places.free, self.places.free, scales, *[()] * scalars]
 
     def options(self) -> Mapping[str, object]:
         return IN_ORDER
@@ -193,18 +198,18 @@ class PairsKernel(Kernel):
     turned: bool
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        given, out = tensors
+        pairs, out = tensors
         # There is no code for NaN: it becomes the largest, as by a GPU's saturating conversions.
-        values = given.to(torch.float32).nan_to_num(E2M1.largest, torch.inf, -torch.inf)
-        first, second = (encoded(quantised(values[..., number], E2M1), E2M1) for number in (0, 1))
+        values = pairs.to(torch.float32).nan_to_num(E2M1.largest, torch.inf, -torch.inf)
+        first, second = (encode_values(round_values(values[..., number], E2M1), E2M1) for number in (0, 1))
         out.copy_(first.bitwise_or(second.bitwise_left_shift(4)))
         return ()
 
     def examples(self) -> list[Tensor]:
         shape = (2 * _TURNED_ACROSS, TILE_ROWS) if self.turned else (TILE_ROWS, 2 * _ACROSS)
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.device(self.device), self.source)
-        given = _pairs(x, self.turned)
-        return [given, torch.empty(given.shape[:2], dtype=torch.uint8, device=self.device)]
+        pairs = _pairs(x, self.turned)
+        return [pairs, torch.empty(pairs.shape[:2], dtype=torch.uint8, device=self.device)]
 
     def free(self) -> list[Sequence[int]]:
         return [(0, 1), (0, 1)]
@@ -233,10 +238,10 @@ class TensorScalesKernel(Kernel):
         for number, out in enumerate(above):
             out.copy_(nvfp4_tensor_scale(amaxes[number % self.tensors].amax()))
         if self.steps:
-            last, after, *keys = tensors[self.tensors + self.copies :]
+            last, new_last, *keys = tensors[self.tensors + self.copies :]
             # Written as a sum, which shares the launch of the other sums.
             first = torch.arange(2, device=last.device) == 0
-            after.copy_(torch.where(first, last + self.steps[-1], 0).sum(0, keepdim=True))
+            new_last.copy_(torch.where(first, last + self.steps[-1], 0).sum(0, keepdim=True))
             for key, step in zip(keys, self.steps, strict=True):
                 key.copy_(key_of(last + step))
         return ()
@@ -248,8 +253,8 @@ class TensorScalesKernel(Kernel):
         return [*amaxes, *(torch.ones((), device=self.device) for _ in range(self.copies)), *seeds, *keys]
 
     def free(self) -> list[Sequence[int]]:
-        others = self.copies + (2 + len(self.steps) if self.steps else 0)
-        return [*[(0,)] * self.tensors, *[()] * others]
+        scalars = self.copies + (2 + len(self.steps) if self.steps else 0)
+        return [*[(0,)] * self.tensors, *[()] * scalars]
 
     def options(self) -> Mapping[str, object]:
         return {**IN_ORDER, **TOGETHER, **ONE_LAUNCH, "unroll_reductions_threshold": 1}
@@ -269,12 +274,12 @@ def tiled_codes(
     are the largest magnitudes of all parts of the tensor, if known. With a `draw` of one seed rounding is stochastic.
     """
     check_input(x)
-    if not _fused(x):
+    if not _takes_kernel(x):
         return _plain(x, fmt, scaling, *_seeds(draw, 1))
-    made = _Tiled.of(x, fmt, scaling, draw is not None)
-    _scale_tensors([made], [x], draw, () if amaxes is None else (amaxes,))
-    torch.ops.fp8bench.tiled_codes(*made.given, *_written(fmt, scaling))
-    return made.result()
+    target = _Tiled.of(x, fmt, scaling, draw is not None)
+    _scale_tensors([target], [x], draw, () if amaxes is None else (amaxes,))
+    torch.ops.fp8bench.tiled_codes(*target.arguments, *_operator_arguments(fmt, scaling))
+    return target.result()
 
 
 def tiled_codes_both(
@@ -285,13 +290,13 @@ def tiled_codes_both(
     Without `amaxes` both use those of the matrix; with two of them each uses its own. A draw has two seeds.
     """
     check_input(x)
-    if not (_fused(x) and _fused(turned)):
+    if not (_takes_kernel(x) and _takes_kernel(turned)):
         first, second = _seeds(draw, 2)
         return _plain(x, fmt, scaling, first), _plain(turned, fmt, scaling, second)
-    straight, other = (_Tiled.of(tensor, fmt, scaling, draw is not None) for tensor in (x, turned))
-    _scale_tensors([straight, other], [x], draw, amaxes)
-    torch.ops.fp8bench.tiled_codes_both(*straight.given, *other.given, *_written(fmt, scaling))
-    return straight.result(), other.result()
+    straight, transpose = (_Tiled.of(tensor, fmt, scaling, draw is not None) for tensor in (x, turned))
+    _scale_tensors([straight, transpose], [x], draw, amaxes)
+    torch.ops.fp8bench.tiled_codes_both(*straight.arguments, *transpose.arguments, *_operator_arguments(fmt, scaling))
+    return straight.result(), transpose.result()
 
 
 def unscaled_codes(x: Tensor) -> Tensor:
@@ -306,15 +311,16 @@ def unscaled_codes(x: Tensor) -> Tensor:
     return out.view(torch.float4_e2m1fn_x2)
 
 
-def _scale_tensors(made: list[_Tiled], sources: list[Tensor], draw: Draw | None, amaxes: Sequence[Tensor]) -> None:
-    above = [tiled.above for tiled in made if tiled.above is not None]
-    keys = [tiled.key for tiled in made if tiled.key is not None]
+def _scale_tensors(targets: list[_Tiled], sources: list[Tensor], draw: Draw | None, amaxes: Sequence[Tensor]) -> None:
+    above = [tiled.above for tiled in targets if tiled.above is not None]
+    keys = [tiled.key for tiled in targets if tiled.key is not None]
     if above and not amaxes:
         amaxes = [largest_magnitude(source) for source in sources]
     parts = [amax.view(-1) for amax in amaxes] if above else []
+    # One launch writes the scales of both tensors and their seeds.
     if parts or draw is not None:
-        last, after, steps = (None, None, ()) if draw is None else draw
-        torch.ops.fp8bench.tensor_scales(parts, above, last, after, keys, steps)
+        last, new_last, steps = (None, None, ()) if draw is None else draw
+        torch.ops.fp8bench.tensor_scales(parts, above, last, new_last, keys, steps)
 
 
 def _seeds(draw: Draw | None, count: int) -> list[Tensor | None]:
@@ -326,11 +332,11 @@ def _seeds(draw: Draw | None, count: int) -> list[Tensor | None]:
     return [*seeds]
 
 
-def _fused(x: Tensor) -> bool:
+def _takes_kernel(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and 0 < x.numel() <= MOST_ELEMENTS
 
 
-def _written(fmt: Format, scaling: Scaling) -> tuple[str, int, int, str, str]:
+def _operator_arguments(fmt: Format, scaling: Scaling) -> tuple[str, int, int, str, str]:
     assert scaling.scale is not None
     return fmt.name, scaling.rows, scaling.columns, scaling.scale.name, scaling.rounding.value
 
@@ -354,12 +360,15 @@ class _Tiled(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, fmt: Format, scaling: Scaling, stochastic: bool) -> _Tiled:
         nvfp4, rows = scaling.scale is E4M3, len(x)
+        # Kernels see whole blocks; what is filled up is cut off when codes are taken.
         matrix, _ = whole_blocks(x.detach(), scaling.rows, scaling.columns)
         down, across = len(matrix), matrix.shape[1] // scaling.columns
+        # Scales and NVFP4's tensor scale share one memory, which is what a product takes.
         size, in_byte = bytes_in_tiles(rows, across), 2 if fmt is E2M1 else 1
         memory = torch.empty(size + nvfp4 * FLOAT_BYTES, dtype=torch.uint8, device=x.device)
         above = memory[size:].view(torch.float32).view(()) if nvfp4 else None
         key = torch.empty((), dtype=torch.int32, device=x.device) if stochastic else None
+        # Only whole tiles can be written directly; other scales are put into tiles afterwards.
         tiled = not rows % TILE_ROWS and not across % TILE_COLUMNS
         scales = memory[:size] if tiled else torch.empty(down * across, dtype=torch.uint8, device=x.device)
         codes = torch.empty(down, matrix.shape[1] // in_byte, dtype=torch.uint8, device=x.device)
@@ -367,7 +376,7 @@ class _Tiled(NamedTuple):
         return cls(matrix, codes, scales, above, key, tiled, memory, shape, _DTYPES[fmt.name])
 
     @property
-    def given(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]:
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]:
         return self.matrix, self.codes, self.scales, self.above, self.key, self.tiled
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -377,16 +386,16 @@ class _Tiled(NamedTuple):
             swizzled_into(self.memory[:size], self.scales.view(len(codes), -1)[: self.shape[0]])
         if codes.shape != self.shape:
             codes = codes[: self.shape[0], : self.shape[1]].contiguous()
-        kept = self.memory if above is not None else self.memory.view(torch.float8_e8m0fnu)
-        return codes.view(self.dtype), kept
+        scale_bytes = self.memory if above is not None else self.memory.view(torch.float8_e8m0fnu)
+        return codes.view(self.dtype), scale_bytes
 
 
 def _plain(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     stored = quantise(x, fmt, scaling, seed=seed, checked=False)
     scales = stored.scales
     assert scales is not None
-    each = scales.repeat_interleave(scaling.rows, 0)[: len(x)]
-    memory, codes = swizzled(each), stored.codes.view(_DTYPES[fmt.name])
+    by_row = scales.repeat_interleave(scaling.rows, 0)[: len(x)]
+    memory, codes = swizzle(by_row), stored.codes.view(_DTYPES[fmt.name])
     if stored.tensor_scale is None:
         return codes, memory.view(torch.float8_e8m0fnu)
     return codes, torch.cat((memory, stored.tensor_scale.reshape(1).view(torch.uint8)))
@@ -402,10 +411,10 @@ def _run_tiled_codes(
     fmt: str,
     rows: int,
     columns: int,
-    kept: str,
+    scale_format: str,
     rounding: str,
 ) -> Launched | None:
-    kernel, places, _ = _called(x, out, scales, above, key, tiled, fmt, rows, columns, kept, rounding)
+    kernel, places, _ = _prepare_call(x, out, scales, above, key, tiled, fmt, rows, columns, scale_format, rounding)
     return call(kernel, *places)
 
 
@@ -425,15 +434,15 @@ def _run_tiled_codes_both(
     fmt: str,
     rows: int,
     columns: int,
-    kept: str,
+    scale_format: str,
     rounding: str,
 ) -> Launched | None:
-    written = fmt, rows, columns, kept, rounding
-    turned = _called(y, out_of_y, scales_of_y, above_y, key_of_y, tiled_y, *written)
-    return _called(x, out, scales, above, key, tiled, *written).beside(turned)
+    written = fmt, rows, columns, scale_format, rounding
+    turned = _prepare_call(y, out_of_y, scales_of_y, above_y, key_of_y, tiled_y, *written)
+    return _prepare_call(x, out, scales, above, key, tiled, *written).beside(turned)
 
 
-def _called(
+def _prepare_call(
     x: Tensor,
     out: Tensor,
     scales: Tensor,
@@ -443,15 +452,15 @@ def _called(
     fmt: str,
     rows: int,
     columns: int,
-    kept: str,
+    scale_format: str,
     rounding: str,
 ) -> Called:
     matrix, turned = laid(x)
-    scaling = Scaling(rows, columns, FORMATS[kept], ScaleRounding(rounding))
+    scaling = Scaling(rows, columns, FORMATS[scale_format], ScaleRounding(rounding))
     places = Places(scaling, tiled, turned)
     kernel = TiledCodesKernel(FORMATS[fmt], places, x.dtype, str(x.device), key is not None)
-    seen = places.matrix(matrix), places.codes(out, kernel.in_byte), places.scales(scales, len(out))
-    return Called(kernel, (*seen, *(tensor for tensor in (above, key) if tensor is not None)), turned)
+    views = places.matrix(matrix), places.codes(out, kernel.in_byte), places.scales(scales, len(out))
+    return Called(kernel, (*views, *(tensor for tensor in (above, key) if tensor is not None)), turned)
 
 
 def _run_unscaled_codes(x: Tensor, out: Tensor) -> None:
@@ -464,11 +473,11 @@ def _run_tensor_scales(
     amaxes: list[Tensor],
     above: list[Tensor],
     last: Tensor | None,
-    after: Tensor | None,
+    new_last: Tensor | None,
     keys: list[Tensor],
     steps: list[int],
 ) -> None:
-    tensors = [*amaxes, *above, *(tensor for tensor in (last, after) if tensor is not None), *keys]
+    tensors = [*amaxes, *above, *(tensor for tensor in (last, new_last) if tensor is not None), *keys]
     call(TensorScalesKernel(str(tensors[0].device), len(amaxes), len(above), tuple(steps)), *tensors)
 
 

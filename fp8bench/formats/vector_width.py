@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import StoreError
-from fp8bench.files import compact, locked, read_file, sealed, unsealed, write_whole
+from fp8bench.files import compact, lock_folder, read_file, seal, unseal, write_whole
 from fp8bench.protocols import one_thread
 
 NARROW, WIDE = 256, 512
@@ -79,21 +79,22 @@ class Kept:
 
     def read(self) -> int | None:
         try:
-            bits = unsealed(json.loads(read_file(self._path)))["bits"]
+            bits = unseal(json.loads(read_file(self._path)))["bits"]
         except (OSError, ValueError, LookupError, TypeError):
             return None
         return bits if bits in (NARROW, WIDE) else None
 
-    def keep(self, bits: int, **why: object) -> int:
+    def keep(self, bits: int, **facts: object) -> int:
         """Stores a choice, and returns it, or the choice of another process that was first: all take the same.
 
         Where nothing can be written, the next process measures again.
         """
-        with contextlib.suppress(OSError, StoreError), locked(self._path.parent):
+        with contextlib.suppress(OSError, StoreError), lock_folder(self._path.parent):
+            # Another process may have measured meanwhile: all must run the same kernel.
             first = self.read()
             if first is not None:
                 return first
-            write_whole(self._path, compact(sealed({"bits": bits, **why})), sync=False)
+            write_whole(self._path, compact(seal({"bits": bits, **facts})), sync=False)
         return bits
 
 

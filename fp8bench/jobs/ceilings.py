@@ -18,7 +18,7 @@ from fp8bench.analysis.roofline import Datasheet, datasheets, kind_of_path
 from fp8bench.errors import UsageError
 from fp8bench.measure.ceilings import measure_ceilings
 from fp8bench.measure.environment import gather
-from fp8bench.measure.handle import ProcessWorker, Worker, claimed
+from fp8bench.measure.handle import ProcessWorker, Worker, claim_process
 from fp8bench.measure.sensors.device_state import device_state_of
 from fp8bench.measure.sensors.meter import meter_for
 from fp8bench.model import (
@@ -66,7 +66,7 @@ def ceilings_run(request: Request, store: Path, command: str) -> Run:
     started = now()
     # 1. Measure the rates of each device.
     groups: list[list[Record]] = []
-    with claimed(True), ProcessWorker(Settings(request.threads)) as worker:
+    with claim_process(True), ProcessWorker(Settings(request.threads)) as worker:
         facts = worker.probe()
         environment = gather(worker.software(), __version__, request.threads)
         for device in choose_devices(request, facts):

@@ -44,8 +44,8 @@ def describe_units(facts: DeviceFacts, cpuinfo: Path = CPUINFO) -> str:
     if facts.hip:
         return _MATRIX_CORES.get(facts.arch.partition(":")[0], f"no unit is known of {facts.arch or facts.name}")
     capability = facts.capability or (0, 0)
-    known = (units for least, units in _TENSOR_CORES if capability >= least)
-    return next(known, "no tensor cores")
+    units = (units for least, units in _TENSOR_CORES if capability >= least)
+    return next(units, "no tensor cores")
 
 
 def _describe_cpu(cpuinfo: Path) -> str:

@@ -90,9 +90,9 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
     for level, words in ((Level.EMULATED, "values rounded, products in fp32"), (Level.REFUSED, "")):
         names = [name for name, support in supports.items() if support.level is level]
         reasons = {supports[name].reason for name in names}
-        said = words or "; ".join(sorted(reasons))
+        explanation = words or "; ".join(sorted(reasons))
         if names:
-            yield f"  {level.value:<{longest}} {', '.join(names)}: {said}"
+            yield f"  {level.value:<{longest}} {', '.join(names)}: {explanation}"
 
 
 def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
@@ -100,12 +100,14 @@ def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
     for name in backends.names():
         backend = backends.get(name)
         version = facts.version_of(backend.package)
-        why = backend.missing(version) or worker.within(START_SECONDS).backend(name)
-        if why:
-            yield f"{name:<9} {why}"
+        reason = backend.missing(version) or worker.within(START_SECONDS).backend(name)
+        if reason:
+            yield f"{name:<9} {reason}"
             continue
-        known = {name: precisions.get(name).by(backend) for name in by_rank() if precisions.get(name).takes_backend}
-        supports = {text: precision.support(facts) for text, precision in known.items()}
+        by_backend = {
+            name: precisions.get(name).by(backend) for name in by_rank() if precisions.get(name).takes_backend
+        }
+        supports = {text: precision.support(facts) for text, precision in by_backend.items()}
         takes = [text for text, support in supports.items() if support.level is not Level.REFUSED]
         refusals = [support.reason for text, support in supports.items() if text not in takes]
         yield f"{name:<9} {backend.package} {version}: {', '.join(takes) if takes else f'nothing here: {refusals[0]}'}"
@@ -196,8 +198,8 @@ def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
     except UsageError as error:
         yield str(error)
         return
-    kept = grid.gpu if facts.accelerated else grid.cpu
-    values = " ".join(f"{axis}={','.join(values)}" for axis, values in kept.items())
+    axes = grid.gpu if facts.accelerated else grid.cpu
+    values = " ".join(f"{axis}={','.join(values)}" for axis, values in axes.items())
     yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures just these)"
 
 
@@ -235,4 +237,4 @@ def _dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str
 
 
 def _aliases(name: str) -> list[str]:
-    return [alias for alias, known in precisions.aliases().items() if known == name]
+    return [alias for alias, canonical in precisions.aliases().items() if canonical == name]

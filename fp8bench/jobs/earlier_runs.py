@@ -38,6 +38,6 @@ def _find_runs(run: Run, store: Path) -> Iterator[Run]:
                 runs_found += 1
 
 
-def _is_earlier(other: Run, run: Run) -> bool:
-    same_machine = other.environment.get("machine") == run.environment.get("machine")
-    return same_machine and other.request.suite == run.request.suite and other.started < run.started
+def _is_earlier(earlier: Run, run: Run) -> bool:
+    same_machine = earlier.environment.get("machine") == run.environment.get("machine")
+    return same_machine and earlier.request.suite == run.request.suite and earlier.started < run.started

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import NotSent, UsageError
-from fp8bench.measure.handle import claimed
+from fp8bench.measure.handle import claim_process
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Request, Run
 from fp8bench.model.run import PROFILE
@@ -66,7 +66,7 @@ def profile(request: Request, store: Path, observer: Observer, command: str, not
 def coverage_of(maker: str) -> Coverage:
     """Runs a step of the model on a CPU, untimed, and returns its products as fp8 would convert them."""
     request = Request(Model.name, ("fp8",), ("cpu",), UNTOUCHED, axes=(("make", (function_named(maker),)),))
-    with claimed(True), worker_for(request, None) as worker:
+    with claim_process(True), worker_for(request, None) as worker:
         facts = worker.probe()
         plan, limits = make_plan(request, facts, None), Limits()
         examine(plan, facts, worker, limits)
@@ -75,29 +75,29 @@ def coverage_of(maker: str) -> Coverage:
         return worker.within(limits.numbers(planned.work)).coverage(planned.case, device) or Coverage()
 
 
-def profile_live(given: tuple[Any, ...], request: Request, store: Path, observer: Observer, command: str) -> Run:
-    """Profiles a live model, which the request names by its class.
+def profile_live(parts: tuple[Any, ...], request: Request, store: Path, observer: Observer, command: str) -> Run:
+    """Profiles a model at hand, which the request names by its class.
 
     Workers load it from a file. A model that cannot be sent is measured in this process, and the run says why.
     """
     name = dict(request.axes)["make"][0]
     try:
         if not request.isolation:
-            why = "as was asked"
+            reason = "as was asked"
         else:
             with tempfile.TemporaryDirectory(prefix="fp8bench-model-") as folder:
                 try:
-                    file = _file_of(given, name, Path(folder))
+                    file = _file_of(parts, name, Path(folder))
                     return profile(replace(request, imports=(*request.imports, str(file))), store, observer, command)
                 except NotSent as error:
-                    why = f"it cannot be sent to another one: {error}"
-        LIVE[name] = lambda: given
-        here = replace(request, isolation=False, case_timeout=None)
+                    reason = f"it cannot be sent to another one: {error}"
+        LIVE[name] = lambda: parts
+        in_process = replace(request, isolation=False, case_timeout=None)
         import torch
 
         begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng(range(torch.cuda.device_count()) if begun else ()):  # keep random state
-            return profile(here, store, observer, command, f"{name} was measured in this process: {why}")
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if begun else ()):  # the caller's numbers stay
+            return profile(in_process, store, observer, command, f"{name} was measured in this process: {reason}")
     finally:
         LIVE.pop(name, None)
 
@@ -112,13 +112,13 @@ LIVE[{name!r}] = partial(sent, {file!r})
 """
 
 
-def _file_of(given: tuple[Any, ...], name: str, folder: Path) -> Path:
+def _file_of(parts: tuple[Any, ...], name: str, folder: Path) -> Path:
     """Writes the model into a file, and a module that loads it; returns the module."""
     import torch
 
     module, file = folder / "sent.py", folder / "model.pt"
     try:
-        torch.save(given, file)
+        torch.save(parts, file)
     except Exception as error:
         raise NotSent(own_words(error)) from error
     module.write_text(_MODULE.format(name=name, file=str(file)))

@@ -16,7 +16,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.files import LOCK, locked
+from fp8bench.files import LOCK, lock_folder
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model import DeviceFacts, Interval, Plan, Request, Run
@@ -144,7 +144,7 @@ def exclusively(folder: Path, what: str) -> Iterator[None]:
     """Holds the folder's lock; raises UsageError if another process has it."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(folder, 0))
+            stack.enter_context(lock_folder(folder, 0))
         except StoreError:
             if not os.access(folder / LOCK, os.W_OK):
                 raise

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
@@ -91,7 +92,7 @@ class MeasuredArm:
     vector_bits: frozenset[int] = frozenset()
 
     @property
-    def emulated(self) -> bool:
+    def is_emulated(self) -> bool:
         return self.planned.support.is_emulated
 
     @property
@@ -101,7 +102,7 @@ class MeasuredArm:
     @property
     def queues(self) -> bool:
         """Whether calls are enqueued on a device whose time is measured; an emulated case's time is no speed."""
-        return self.facts.accelerated and not self.emulated
+        return self.facts.accelerated and not self.is_emulated
 
     def prepare(self, worker: Worker, quantisers: Quantisers | None = None, tell: Tell | None = None) -> None:
         """Builds the state, compiles its quantisers, then times a few steps to size the slots and cut the cells.
@@ -109,17 +110,21 @@ class MeasuredArm:
         Those steps may ask for other quantisers than the untimed one did: a scale that is remembered instead of found.
         Without `quantisers`, nothing is compiled and `why_eager` stays None.
         """
+        # 1. Find static scales ahead of everything else: the state that is built next uses them.
         limit = self.limits.first(self.planned.work)
         static = self.planned.case.static
         if static is not None:
             worker.within(self.limits.first(self.planned.work, static.batches)).calibrate(self.planned.case, self.facts)
+        # 2. Build the state, and compile what it asks for.
         worker.within(limit).prepare(self.key, self.planned.case, self.facts)
         self._compile(worker, quantisers, tell)
         best = self._fastest_of_a_few(worker, limit)
+        # 3. A first timed step may ask for other quantisers than the untimed one did; a few tries settle this.
         for _ in range(_MORE_COMPILATIONS):
             if not self._compile(worker, quantisers, tell):
                 break
             best = self._fastest_of_a_few(worker, limit)
+        # 4. Size the slots by the fastest step, because a disturbed one would make them too short.
         self.step_seconds = max(best.seconds, 1e-7)
         self.calibrated = best
         self.segmentation = segment(best.codes, best.intervals_ns, part_ends=self._part_ends)
@@ -135,7 +140,7 @@ class MeasuredArm:
         long because it compiles.
         """
         short = self.step_seconds < REPEAT_BELOW_SECONDS and not self.planned.work.setup_seconds
-        several = short and not self.emulated and not self.facts.accelerated and self.rotation is None
+        several = short and not self.is_emulated and not self.facts.accelerated and self.rotation is None
         limit = self.limits.first(self.planned.work)
         for number in range(1, STATES if several else 1):
             try:
@@ -168,24 +173,24 @@ class MeasuredArm:
 
     def _fastest_of_a_few(self, worker: Worker, limit: float) -> RawStep:
         first = worker.within(limit).slot(self.key, 1, 0, None)
-        again = first
+        raw = first
         if first.steps[0].seconds < LONG_SECONDS:
             limit = self.limits.slot(first.steps[0].seconds, _CALIBRATING_CALLS)
             filling = filling_of(first.host_seconds, _CALIBRATING_CALLS) if self.queues else None
-            again = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0, filling)
-        self.host_seconds = again.host_seconds
-        return min(again.steps, key=lambda step: step.seconds)
+            raw = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0, filling)
+        self.host_seconds = raw.host_seconds
+        return min(raw.steps, key=lambda step: step.seconds)
 
-    def cut_like(self, lead: MeasuredArm) -> None:
+    def cut_like(self, leader: MeasuredArm) -> None:
         """Takes the lead's cells if the marks are the same, else cuts into stretches of the same share of the step.
 
         Best cases add the fastest of each cell, so an arm that is cut finer would look faster for that alone.
         """
-        assert self.calibrated is not None and lead.calibrated is not None and lead.segmentation is not None
-        if self.calibrated.codes == lead.calibrated.codes:
-            self.segmentation = lead.segmentation
+        assert self.calibrated is not None and leader.calibrated is not None and leader.segmentation is not None
+        if self.calibrated.codes == leader.calibrated.codes:
+            self.segmentation = leader.segmentation
             return
-        own_ns, lead_ns = sum(self.calibrated.intervals_ns), sum(lead.calibrated.intervals_ns)
+        own_ns, lead_ns = sum(self.calibrated.intervals_ns), sum(leader.calibrated.intervals_ns)
         block_ns = max(1, round(block_length(lead_ns) * own_ns / max(lead_ns, 1)))
         self.segmentation = segment(self.calibrated.codes, self.calibrated.intervals_ns, block_ns, self._part_ends)
 
@@ -223,16 +228,19 @@ class MeasuredArm:
         work, case = self.planned.work, self.planned.case
         if case.ranks > 1:
             return {}
+        # Sessions after the first have states of their own; a suite that cheats in one only is caught now and then.
         bench, key = worker.within(self.limits.numbers(work)), random.choice([self.key, *self.more_keys])
         late = LateSteps()
         with suppress(WorkerFault):
             try:
+                # Slots go on unrecorded until the worker has looked at as many late steps as it wants.
                 bench.begin_late(key)
                 while bench.is_late_due(key):
                     bench.slot(key, self.calls, self.discard, self.filling)
             finally:
                 late = bench.end_late(key)
         counts: dict[str, Any] = {"late": late}
+        # Work that varies from step to step has no one count.
         if late.flops is not None and not late.varies:
             counts["late_flops"] = round(late.flops)
         if late.told_apart:
@@ -241,24 +249,27 @@ class MeasuredArm:
 
     def release(self, worker: Worker) -> ArmFailed | None:
         """Gives the states back; returns a failure if threads of theirs still run, which would disturb what follows."""
-        left = [thread for key in (self.key, *self.more_keys) for thread in worker.release(key)]
-        if not left:
+        running = [thread for key in (self.key, *self.more_keys) for thread in worker.release(key)]
+        if not running:
             return None
-        names = ", ".join(left[:5])
+        names = ", ".join(running[:5])
         return ArmFailed(
             self,
             WorkerFault(
-                "LeftRunning", f"{len(left)} started while preparing still run after the state was given back ({names})"
+                "LeftRunning",
+                f"{len(running)} started while preparing still run after the state was given back ({names})",
             ),
         )
 
     def add(self, raw: RawSlot, round_number: int, place: int | None = None) -> None:
         """Keeps a slot as cells. If the marks of steps vary, this slot and all earlier ones are kept by phase."""
         assert self.segmentation is not None
+        # What ran in any slot marks the whole case: a reader must know of a single eager step.
         self.ran_eager |= raw.eager_quantisers > 0
         self.ran_fused |= raw.fused_quantisers > 0
         self.vector_bits |= set(raw.vector_bits)
         rows = [self.segmentation.cells(step.codes, step.intervals_ns) for step in raw.steps]
+        # Cells need the same marks in every step. One step with others sends all slots to totals by phase.
         if self.varying or any(row is None for row in rows):
             self._vary()
             rows = [by_phase_totals(step.codes, step.intervals_ns) for step in raw.steps]
@@ -285,9 +296,8 @@ class MeasuredArm:
             return
         assert self.segmentation is not None
         codes = [CELL_PHASES.index(phase) for phase in self.segmentation.segments.phases]
-        self.slots = [
-            replace(slot, calls_ns=tuple(by_phase_totals(codes, call) for call in slot.calls_ns)) for slot in self.slots
-        ]
+        totals = partial(by_phase_totals, codes)
+        self.slots = [replace(slot, calls_ns=tuple(map(totals, slot.calls_ns))) for slot in self.slots]
         self.segmentation = by_phase(self.segmentation.codes)
         self.varying = True
 

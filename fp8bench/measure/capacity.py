@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fp8bench.errors import WorkerError, WorkerFault, WorkerLost
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.passes import CaseOutcome, exhausted
+from fp8bench.measure.passes import CaseOutcome, ran_out_of_memory
 from fp8bench.model import Capacity, DeviceFacts, Level, MemoryUse, PlannedCase
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
@@ -94,10 +94,10 @@ class Search:
         counted = sorted((attempt.number, attempt.taken) for attempt in self.attempts if attempt.taken is not None)
         if self.room is None or len(counted) < 2:
             return None
-        (first, less), (second, more) = counted[-2:]
-        if more <= less:
+        (first, smaller_bytes), (second, larger_bytes) = counted[-2:]
+        if larger_bytes <= smaller_bytes:
             return None
-        return second + (self.room - more) * (second - first) // (more - less)
+        return second + (self.room - larger_bytes) * (second - first) // (larger_bytes - smaller_bytes)
 
 
 LARGEST_BATCH = 1 << 20
@@ -156,6 +156,7 @@ class _BatchSearch:
         attempts: list[BatchAttempt] = []
         grain, room = 1, limit or self._facts.memory_bytes
         try:
+            # 1. Search from the batch that the plan asks for, in steps that keep the shapes of products.
             if not isinstance(start, int) or isinstance(start, bool) or start < 1:
                 raise NoSearch(f"its {axis} is {start!r}, and must be a whole number from 1 to search from")
             grain = self._grain()
@@ -164,14 +165,16 @@ class _BatchSearch:
             search.run(lambda number: self._attempt(number, grain))
         except NoSearch as cause:
             return Capacity(axis, limit, grain=grain, why=str(cause), attempts=len(attempts))
+        # 2. Report the largest batch that ran, and why the next one did not.
         best, failing = search.fitting, search.failing
-        beyond, why = (failing.number * grain, failing.why) if failing is not None else (None, "")
+        beyond, reason = (failing.number * grain, failing.why) if failing is not None else (None, "")
         if best is None:
-            return Capacity(axis, limit, 0, grain, beyond=beyond, why=why, attempts=len(attempts))
+            return Capacity(axis, limit, 0, grain, beyond=beyond, why=reason, attempts=len(attempts))
+        # 3. An emulation keeps more than hardware would: estimate the device's own limit.
         batch = best.number * grain
         on_device = self._on_device(batch, grain, room) if self._planned.support.is_emulated else None
         tokens = self._planned_with(batch).work.tokens
-        return Capacity(axis, limit, batch, grain, tokens, best.taken, beyond, why, len(attempts), on_device)
+        return Capacity(axis, limit, batch, grain, tokens, best.taken, beyond, reason, len(attempts), on_device)
 
     def _attempt(self, number: int, grain: int) -> BatchAttempt:
         batch, limit = number * grain, self._rule.limit
@@ -180,7 +183,7 @@ class _BatchSearch:
         try:
             taken = self._worker.within(self._limits.numbers(tried.work)).try_batch(tried.case, self._facts, limit)
         except WorkerError as cause:
-            if exhausted(cause):
+            if ran_out_of_memory(cause):
                 return BatchAttempt(number, False, None, f"memory ran out ({_first_line(cause)})")
             self._worker.restart()
             if isinstance(cause, WorkerLost) and (cause.killed or "bad_alloc" in str(cause)):
@@ -213,10 +216,14 @@ class _BatchSearch:
     def _on_device(self, batch: int, grain: int, room: int) -> int | None:
         """The largest batch where hardware keeps the formats, by the line through one that was run and half of it."""
         half = batch // grain // 2 * grain
-        less, more = (self._device_peak(number) if half else None for number in (half, batch))
-        if less is None or more is None or more <= less:
+        smaller_peak, larger_peak = (self._device_peak(number) if half else None for number in (half, batch))
+        # Peaks that do not grow with the batch give no line to extend.
+        if smaller_peak is None or larger_peak is None or larger_peak <= smaller_peak:
             return None
-        return min((batch + (room - more) * (batch - half) // (more - less)) // grain * grain, LARGEST_BATCH)
+        return min(
+            (batch + (room - larger_peak) * (batch - half) // (larger_peak - smaller_peak)) // grain * grain,
+            LARGEST_BATCH,
+        )
 
     def _device_peak(self, batch: int) -> int | None:
         tried = self._planned_with(batch)
@@ -224,7 +231,7 @@ class _BatchSearch:
         try:
             use = self._worker.within(self._limits.numbers(tried.work)).memory(tried.case, self._facts)
         except WorkerError as cause:
-            if not exhausted(cause):
+            if not ran_out_of_memory(cause):
                 self._worker.restart()
             return None
         return use.on_device if isinstance(use, MemoryUse) else None
@@ -238,5 +245,5 @@ class _BatchSearch:
 
 def _first_line(cause: WorkerError) -> str:
     text = str(cause)
-    kept = text.splitlines()[0] if isinstance(cause, WorkerFault) and text else text
-    return kept if len(kept) <= 160 else f"{kept[:157]}..."
+    line = text.splitlines()[0] if isinstance(cause, WorkerFault) and text else text
+    return line if len(line) <= 160 else f"{line[:157]}..."

@@ -18,21 +18,21 @@ RUNS, LEAST_RUNS = 5, 2
 _SEARCH = 0.4
 
 
-def ceiling_of(planned: PlannedCase, known: Ceilings | None) -> Ceiling | None:
+def ceiling_of(planned: PlannedCase, ceilings: Ceilings | None) -> Ceiling | None:
     """The most that a case can do; None where nothing is known of its device.
 
     Products of a narrow dtype may be computed in a wider one where that is faster (fp16's on a processor, say). An
     emulated case may multiply in any dtype.
     """
-    if known is None:
+    if ceilings is None:
         return None
-    products = [rate for rate in known.rates if rate.limit is Limit.PRODUCT and rate.runs]
+    products = [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT and rate.runs]
     if not planned.support.is_emulated:
         names = (planned.case.precision, *(name for _, name in planned.case.precision_map))
         rank = max(precisions.get(name).rank for name in names)
         products = [rate for rate in products if precisions.get(rate.precision).rank <= rank]
-    flops = max((run for rate in products for run in rate.runs), default=None)
-    return Ceiling(flops, known.best(Limit.CACHED), known.rates, known.device)
+    flops = max((max(rate.runs) for rate in products), default=None)
+    return Ceiling(flops, ceilings.best(Limit.CACHED), ceilings.rates, ceilings.device)
 
 
 def measure_ceilings(worker: Worker, device: DeviceFacts) -> Ceilings:
@@ -42,11 +42,13 @@ def measure_ceilings(worker: Worker, device: DeviceFacts) -> Ceilings:
     the next one begins, so that runs also show how the machine changes. A lost worker ends one rate only.
     """
     bench = worker.within(COMPILE_SECONDS)
+    # The first run searches shapes, so it has a share of the time of its own.
     rates = list(bench.ceiling_rates(device))
     spent = [0.0] * len(rates)
     for run in range(1 + RUNS):
         share = (_SEARCH if run == 0 else (1 - _SEARCH) / RUNS) * SECONDS / len(rates)
         for place, rate in enumerate(rates):
+            # A slow rate stops early, or it would take the time of the rates after it.
             too_slow = run > LEAST_RUNS and spent[place] > SECONDS / len(rates)
             if rate.why or too_slow:
                 continue
@@ -54,6 +56,7 @@ def measure_ceilings(worker: Worker, device: DeviceFacts) -> Ceilings:
             try:
                 rates[place] = bench.ceiling(device, rate, share)
             except WorkerError as error:
+                # The fault is kept as the rate's reason; a new worker measures the others.
                 rates[place] = replace(rate, runs=(), why=str(error)[:200])
                 worker.restart()
             spent[place] += time.monotonic() - start

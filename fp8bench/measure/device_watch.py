@@ -49,9 +49,9 @@ class Settler:
         return Settling(tuple(looks), settled, self.limit)
 
     def _look(self, start: float) -> ClockLook:
-        seen = {name: read.number for name, read in self.device.glance().items() if isinstance(read, Reading)}
-        clock = seen.get("sm_clock", seen.get(CLOCK))
-        return ClockLook(self.clock() - start, clock, seen.get("temperature"))
+        numbers = {name: read.number for name, read in self.device.glance().items() if isinstance(read, Reading)}
+        clock = numbers.get("sm_clock", numbers.get(CLOCK))
+        return ClockLook(self.clock() - start, clock, numbers.get("temperature"))
 
 
 # A look takes the driver up to milliseconds, in which the device idles: the share of time that looks may take.
@@ -82,14 +82,16 @@ class Watch:
 
     def look(self, arm: MeasuredArm) -> None:
         slot, now = arm.slots[-1], self._clock()
+        # All arms of a round are looked at or none, so that they stay comparable.
         if slot.round != self._round:
             self._round, self._looking = slot.round, now >= self._due
         if not self._looking:
             return
-        seen = self._device.glance()
-        self._looks.setdefault(arm.key, []).append(seen)
-        clock = seen["sm_clock"]
+        look = self._device.glance()
+        self._looks.setdefault(arm.key, []).append(look)
+        clock = look["sm_clock"]
         arm.slots[-1] = replace(slot, clock=clock.number if isinstance(clock, Reading) else None)
+        # Looking may take a fixed share of the time, however slow the driver is.
         self._due = max(self._due, now) + (self._clock() - now) / _SHARE
 
     def end(self) -> None:
@@ -103,16 +105,13 @@ class Watch:
         read = self._device.others(self._pid) if self._pid is not None else None
         return max(0, int(read.number) - self._idle_workers) if isinstance(read, Reading) else None
 
-    def seen(self, arm: MeasuredArm) -> DeviceWatch:
+    def summarise(self, arm: MeasuredArm) -> DeviceWatch:
         looks = self._looks.get(arm.key, [])
         seconds_held = {name: read.number for name, read in self._counted.items() if isinstance(read, Reading)}
-        known = {
-            name: [read.number for look in looks if isinstance(read := look[of], Reading)]
-            for name, (of, _) in SUMMARIES.items()
-        }
-        summary: dict[str, Any] = {
-            name: how(known[name]) if known[name] else None for name, (_, how) in SUMMARIES.items()
-        }
+        summary: dict[str, Any] = {}
+        for name, (of, summarise) in SUMMARIES.items():
+            numbers = [read.number for look in looks if isinstance(read := look[of], Reading)]
+            summary[name] = summarise(numbers) if numbers else None
         summary["sm_clock"] = arm.timing().clock
         return DeviceWatch(
             looks=len(looks),

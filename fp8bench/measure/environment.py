@@ -69,9 +69,9 @@ def _load() -> float | None:
 
 def _busy_cores() -> float | None:
     """How many cores others keep busy while this process sleeps: the mean load still has programs that have ended."""
-    before = _ticks()
+    earlier = _ticks()
     time.sleep(_LOOK_SECONDS)
-    ticks = [new - old for old, new in zip(before, _ticks(), strict=False)]
+    ticks = [new - old for old, new in zip(earlier, _ticks(), strict=False)]
     # The fourth and fifth are idle.
     share = 1 - sum(ticks[3:5]) / max(1, sum(ticks))
     return round(share * (os.cpu_count() or 1), 2) if ticks else None
@@ -112,21 +112,21 @@ def _commit(folder: Path) -> dict[str, Scalar | None]:
     top = _git(folder, "rev-parse", "--show-toplevel")
     package = _PACKAGE if top is None else Path(top) / _PACKAGE.name
     # In fp8bench's own repository other code may be running: that of another working tree, say.
-    own = (package / "__init__.py").is_file() and not package.samefile(_PACKAGE)
-    other = own and _code(package) != _code(_PACKAGE)
+    is_ours = (package / "__init__.py").is_file() and not package.samefile(_PACKAGE)
+    differs = is_ours and _code(package) != _code(_PACKAGE)
     return {
         "commit": commit,
         "commit_date": int(seconds) * 1000 if seconds.isdecimal() else None,
-        "dirty": other or bool(changes) if changes is not None else None,
+        "dirty": differs or bool(changes) if changes is not None else None,
     }
 
 
 def _why_no_commit(folder: Path) -> str | None:
     """Why git names no commit in a repository (git missing, or the folder belongs to somebody else); None outside of
     one."""
-    here = folder.absolute()
+    start = folder.absolute()
     # Path.exists raises where it may not look.
-    if not any(os.path.lexists(above / ".git") for above in (here, *here.parents)):
+    if not any(os.path.lexists(above / ".git") for above in (start, *start.parents)):
         return None
     done = _run_git(folder, "rev-parse", "--is-inside-work-tree")
     if done.returncode == 0:

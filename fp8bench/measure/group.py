@@ -20,7 +20,7 @@ from fp8bench.measure.ceilings import ceiling_of
 from fp8bench.measure.device_watch import Settler, Watch
 from fp8bench.measure.handle import CountingWorker, Worker
 from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
-from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, exhausted
+from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, ran_out_of_memory
 from fp8bench.measure.rounds import Choose, Judge, ReplayPass, RoundSession
 from fp8bench.measure.sensors.driver import Looks
 from fp8bench.measure.sensors.meter import Meter
@@ -85,18 +85,22 @@ class GroupMeasurement:
 
     def run(self) -> tuple[Record, ...]:
         """Measures, then runs the passes; returns records in the order of the plan."""
+        # 1. Time the sessions. A fault starts all over, because the states that are left may be damaged.
         self._leave_out_lost()
         self._try_products()
         while self._time_sessions() == "again":
             for outcome in self._outcomes:
                 outcome.forget()
         led = self._reference()
+        # 2. The tape's worker starts now, when it no longer disturbs what is timed.
         if self._other is not None and (self._method.tapes_apart or self._method.shares):
             with suppress(WorkerError):  # whoever asks it first hears why
                 self._other.begin()  # nothing is timed any more
+        # 3. Errors come first: a case that fails there is not asked anything else.
         passes = Passes(self._worker, self._facts, self._method.limits, self._observer)
         passes.errors(self._alive(), self._method.errors if self._method.brisk else None)
         reference = self._reference()
+        # A reference that failed leaves its candidates without a pair.
         if reference is not led:
             self._unpair()
         if reference is not None:
@@ -121,6 +125,7 @@ class GroupMeasurement:
         if self._counting is not None:
             counting = Passes(self._counting, self._facts, self._method.limits, self._observer)
             counting.counters(self._alive(), self._counting.why)
+        # 5. Traces and operators come last: they run the most foreign code around a step.
         if self._method.traces is not None:
             passes.traces(self._alive(), self._method.traces)
         self._record_operators(passes)
@@ -193,8 +198,9 @@ class GroupMeasurement:
         reference = self._reference()
         if reference is None:
             return "done"
-        others = [outcome for outcome in self._alive() if outcome is not reference]
-        waiting: list[tuple[CaseOutcome | None, bool, list[CaseOutcome]]] = [(reference, True, others)]
+        candidates = [outcome for outcome in self._alive() if outcome is not reference]
+        # Sessions that do not fit in memory together are split and put in front of the queue.
+        waiting: list[tuple[CaseOutcome | None, bool, list[CaseOutcome]]] = [(reference, True, candidates)]
         while waiting:
             leader, with_control, candidates = waiting.pop(0)
             session = self._session(leader, with_control, candidates)
@@ -210,7 +216,10 @@ class GroupMeasurement:
             failed = failed or left_over
             if failed is None:
                 continue
-            smaller = self._smaller_sessions(leader, with_control, candidates) if exhausted(failed.cause) else []
+            # Only memory is worth another try: the same arms fit in smaller sessions.
+            smaller = (
+                self._smaller_sessions(leader, with_control, candidates) if ran_out_of_memory(failed.cause) else []
+            )
             if not smaller:
                 self._fail(failed)
                 return "again"
@@ -236,6 +245,7 @@ class GroupMeasurement:
         return lambda arm, share: self._observer.working(arm.planned.case, doing, share)
 
     def _measure_session(self, session: RoundSession, sessions: int) -> None:
+        # 1. Build and size all arms.
         for arm in session.arms:
             doing = "finding scales" if arm.planned.case.static else "preparing"
             self._observer.working(arm.planned.case, doing, 0.0)
@@ -243,42 +253,46 @@ class GroupMeasurement:
         session.prepare(
             self._worker, method.quantisers, lambda arm, doing: self._observer.working(arm.planned.case, doing, 0.0)
         )
+        # 2. Time rounds until the rule ends them.
         watch = self._watch(session)
-        after = watch.look if watch else None
+        after_slot = watch.look if watch else None
         stopped = session.run(
             self._worker,
             method.rule.after(time.monotonic() - self._start, sessions),
             method.judge,
             self._seed,
             self._teller("measuring"),
-            after=after,
+            after=after_slot,
         )
+        # 3. Time the fastest again: a figure chosen for being the best is too good.
         chosen = None
         if method.choose is not None:
             tell = self._teller("timing the fastest again")
-            chosen = session.fastest_again(method.choose, self._worker, method.rule, self._seed + 1, tell, after)
+            chosen = session.fastest_again(method.choose, self._worker, method.rule, self._seed + 1, tell, after_slot)
         if watch:
             watch.end()
         self._check_work(session)  # before any code of the suite is called that is not called in rounds
         session.check(self._worker)
-        own = {}
-        if (lead := session.reference) is not None:
-            reference, control = lead.timing(), session.control.timing() if session.control else None
-            if self._outcome_of(lead).draft.timing is None:
-                self._outcome_of(lead).note(**lead.record_fields(), control=control, stopped=stopped)
+        pairing = {}
+        # 4. Note what was timed.
+        if (leader := session.reference) is not None:
+            reference, control = leader.timing(), session.control.timing() if session.control else None
+            if self._outcome_of(leader).draft.timing is None:
+                self._outcome_of(leader).note(**leader.record_fields(), control=control, stopped=stopped)
             else:  # a session of its own: its reference samples belong to this comparison
-                own = {"paired_with": reference, "control": control}
+                pairing = {"paired_with": reference, "control": control}
         for arm in session.candidates:
-            self._outcome_of(arm).note(**arm.record_fields(), stopped=stopped, paired=lead is not None, **own)
+            self._outcome_of(arm).note(**arm.record_fields(), stopped=stopped, paired=leader is not None, **pairing)
         if chosen is not None:
             self._outcome_of(chosen[0]).note(fresh=chosen[1])
+        # 5. Energy windows and replays follow, where they cannot disturb what is timed.
         self._note_watch_and_energy(session, watch)
         self._replay(session)
 
     def _check_work(self, session: RoundSession) -> None:
         """Checks whether timed steps do the work that others do; an emulated case's time is no speed anyway."""
         for arm in session.arms if self._method.tapes and self._method.looks_again else ():
-            if arm is not session.control and not arm.emulated:
+            if arm is not session.control and not arm.is_emulated:
                 with guarding(arm):
                     self._outcome_of(arm).note(**arm.work_fields(self._worker))
 
@@ -292,7 +306,7 @@ class GroupMeasurement:
 
     def _warm_up(self, first: MeasuredArm, device: Looks) -> Settling | None:
         """Runs the reference until its device has settled. An emulated one is not warmed up: its time is no speed."""
-        if first.emulated or not self._method.warm_up_seconds:
+        if first.is_emulated or not self._method.warm_up_seconds:
             return None
         self._observer.working(first.planned.case, "warming up", 0.0)
         with guarding(first):
@@ -309,11 +323,12 @@ class GroupMeasurement:
         idle_workers = int(self._apart is not None and self._apart.pid is not None)
         return Watch(device, self._warm_up(session.arms[0], device), pid=self._worker.pid, idle_workers=idle_workers)
 
+    # The control repeats the reference, so its energy would be counted twice.
     def _note_watch_and_energy(self, session: RoundSession, watch: Watch | None) -> None:
         measured = [(self._outcome_of(arm), arm) for arm in session.arms if arm is not session.control]
         for outcome, arm in measured:
             if watch and not outcome.draft.watch:
-                outcome.note(watch=watch.seen(arm))
+                outcome.note(watch=watch.summarise(arm))
         rule = self._method.windows
         if self._meter is None or rule is None:
             return
@@ -323,6 +338,7 @@ class GroupMeasurement:
         results = windows.measure([arm for _, arm in due], self._worker)
         for outcome, arm in due:
             outcome.note(energy=results[arm.key].use if rule.energy else None, sustained=tuple(results[arm.key].turns))
+        # Phases are metered only where whole steps could be.
         if rule.phases:
             due = [(outcome, arm) for outcome, arm in due if results[arm.key].windows]
             phases = WindowPass(self._meter, rule, self._seed + 2, self._teller("measuring energy of phases"))
@@ -346,10 +362,10 @@ class GroupMeasurement:
 
     def _fail(self, failed: ArmFailed) -> None:
         cause = failed.cause
-        if not exhausted(cause):
+        if not ran_out_of_memory(cause):
             self._worker.restart()  # after an error on a GPU nothing in that process works any more
-        self._outcome_of(failed.arm).fail(OUT_OF_MEMORY if exhausted(cause) else str(cause), cause)
-        if not exhausted(cause) and failed.arm.facts.accelerated:
+        self._outcome_of(failed.arm).fail(OUT_OF_MEMORY if ran_out_of_memory(cause) else str(cause), cause)
+        if not ran_out_of_memory(cause) and failed.arm.facts.accelerated:
             self._check_device(failed.arm)
 
     def _check_device(self, arm: MeasuredArm) -> None:
@@ -358,7 +374,7 @@ class GroupMeasurement:
         try:
             self._worker.within(HANG_SECONDS).answers(arm.facts)
         except WorkerError as cause:
-            if not exhausted(cause):
+            if not ran_out_of_memory(cause):
                 self._worker.restart()
                 device = arm.planned.case.device
                 self._method.lost[device] = f"{device} does not answer a fresh process either: {cause}"
@@ -378,5 +394,6 @@ class GroupMeasurement:
 
 def _has_native_products(outcome: CaseOutcome) -> bool:
     case, native = outcome.planned.case, outcome.planned.support.is_native
-    known = [precisions.get(word) for word in (case.precision, *(name for _, name in case.precision_map))]
-    return any(precision.whole_layers or (native and precision.takes_backend) for precision in known)
+    mapped = (name for _, name in case.precision_map)
+    chosen = [precisions.get(word) for word in (case.precision, *mapped)]
+    return any(precision.whole_layers or (native and precision.takes_backend) for precision in chosen)

@@ -43,7 +43,7 @@ _claiming = threading.Lock()
 
 
 @contextmanager
-def claimed(isolation: bool) -> Iterator[None]:
+def claim_process(isolation: bool) -> Iterator[None]:
     """Registers a run of this process for the body. Raises UsageError if two runs would be measured in one process.
 
     Several runs may go on at once if each has a worker process. One without changes switches, stdout and the number of
@@ -224,19 +224,22 @@ class ProcessWorker(Worker):
         return environment
 
     def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
+        # The number tells a late answer from the one that is waited for.
         self._number += 1
         try:
             process.send((self._number, name, arguments))
-            if not process.answered(limit):
+            if not process.wait_for_answer(limit):
                 late = process.delay_in_words()
                 self.restart()
                 raise WorkerHung(
                     f"no answer to {name!r} within {limit:g} s{late}; the worker was ended"
                     + (" (--case-timeout sets the limit)" if self._module in TIMED_MODULES else "")
                 )
-            number, reply = _numbered(process.receive())
+            number, reply = _split_answer(process.receive())
+        # A worker that may be anywhere in its work is ended on every way out, so that the next request meets a fresh
+        # one.
         except (EOFError, OSError):
-            words, killed = process.end_in_words(), process.killed
+            words, killed = process.end_in_words(), process.was_killed
             self.restart()
             raise WorkerLost(f"the worker crashed during {name!r}: {words}", killed) from None
         except Unreadable as garbage:
@@ -256,7 +259,7 @@ class ProcessWorker(Worker):
         return reply[1]
 
 
-def _numbered(answer: Any) -> tuple[int, tuple[Any, ...]]:
+def _split_answer(answer: Any) -> tuple[int, tuple[Any, ...]]:
     match answer:
         case (int(number), ("ok", _) | ("fault", str(), str(), str(), bool()) as reply):
             return number, reply
@@ -271,9 +274,9 @@ _SECONDS = 60.0
 class CountingWorker(ProcessWorker):
     """A worker under the allocator probe; `why` says why there is no probe."""
 
-    def __init__(self, settings: Settings, probe: Path | None, why: str = "") -> None:
+    def __init__(self, settings: Settings, probe: Path | None, reason: str = "") -> None:
         super().__init__(settings)
-        self.why = why
+        self.why = reason
         self._probe = probe
 
     def _environment(self) -> dict[str, str]:
@@ -288,8 +291,8 @@ class CountingWorker(ProcessWorker):
 def counting_worker(settings: Settings) -> Iterator[CountingWorker]:
     with tempfile.TemporaryDirectory(prefix="fp8bench-probe-") as folder:
         probe = built(Path(folder))
-        why = probe if isinstance(probe, str) else ""
-        worker = CountingWorker(settings, None if isinstance(probe, str) else probe, why)
+        reason = probe if isinstance(probe, str) else ""
+        worker = CountingWorker(settings, None if isinstance(probe, str) else probe, reason)
         try:
             yield worker
         finally:
@@ -299,12 +302,13 @@ def counting_worker(settings: Settings) -> Iterator[CountingWorker]:
 def built(folder: Path, system: str = sys.platform) -> Path | str:
     if system != "linux":
         return f"calls of the allocator are counted on Linux only, and this is {system}"
+    # $CC first: somebody who sets it means it.
     named = os.environ.get("CC", "").split()[:1]
-    compiler = next((path for name in (*named, *_COMPILERS) if (path := shutil.which(name))), None)
+    compiler = next(filter(None, map(shutil.which, (*named, *_COMPILERS))), None)
     if compiler is None:
         return "counting calls of the allocator needs a C compiler, and there is none: install gcc"
-    made = folder / "allocator_probe.so"
-    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(made), str(SOURCE), "-ldl"]
+    probe = folder / "allocator_probe.so"
+    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(probe), str(SOURCE), "-ldl"]
     try:
         done = subprocess.run(
             command,
@@ -317,7 +321,8 @@ def built(folder: Path, system: str = sys.platform) -> Path | str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{compiler} made no probe of the allocator: {error}"
+    # The compiler's first error says most; the rest usually follows from it.
     if done.returncode:
         words = next((line for line in done.stderr.splitlines() if "error" in line), "it does not say why")
         return f"{compiler} made no probe of the allocator: {words[:200]}"
-    return made
+    return probe

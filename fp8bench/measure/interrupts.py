@@ -36,7 +36,7 @@ def only_once() -> Iterator[None]:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def hold_back_interrupts() -> Iterator[None]:
     """Delays an interrupt in the body until the body is done."""
     noted: list[int] = []
     with _handled_by(lambda number, frame: noted.append(number)):
@@ -45,7 +45,7 @@ def held_back() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def ignored() -> AbstractContextManager[None]:
+def ignore_interrupts() -> AbstractContextManager[None]:
     """Interrupts in the body do nothing: one has struck already, and the body is handling it."""
     return _handled_by(signal.SIG_IGN)
 
@@ -58,13 +58,13 @@ def _handled_by(
 ) -> Iterator[None]:
     """Sets the handler for the body, on those signals whose present handler `replaces` accepts."""
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in numbers} if main else {}
-    for number, old in before.items():
+    earlier = {number: signal.getsignal(number) for number in numbers} if main else {}
+    for number, old in earlier.items():
         if replaces(old):
             signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, old in before.items():
+        for number, old in earlier.items():
             if old is not None:  # a handler that was not set from Python cannot be set back
                 signal.signal(number, old)

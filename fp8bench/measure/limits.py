@@ -21,11 +21,11 @@ class Limits:
 
     case_timeout: float | None = None
 
-    def first(self, work: Work, more: int = 0) -> float:
+    def first(self, work: Work, further_steps: int = 0) -> float:
         """For preparing, and for a step nobody has timed: 60 s, or its work on a very slow device, and compiling.
-        `more` further steps get the time of their work, too."""
+        `further_steps` get the time of their work, too."""
         slowest = work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES
-        return self._given(max(HANG_SECONDS, slowest) + work.setup_seconds + more * slowest)
+        return self._or_case_timeout(max(HANG_SECONDS, slowest) + work.setup_seconds + further_steps * slowest)
 
     def compiling(self, work: Work, count: int) -> float:
         """For compiling `count` quantisers, and a step that nobody has timed. The user's limit does not count for
@@ -34,13 +34,13 @@ class Limits:
 
     def slot(self, step_seconds: float, calls: int) -> float:
         """For a slot of calls whose time is known: 60 s, or 20 times that."""
-        return self._given(max(HANG_SECONDS, HANG_STEPS * step_seconds * calls))
+        return self._or_case_timeout(max(HANG_SECONDS, HANG_STEPS * step_seconds * calls))
 
     def numbers(self, work: Work) -> float:
         """For the passes after the timing: a reference in fp64 may run, or two steps while their memory is counted."""
-        return self._given(4 * self.first(work))
+        return self._or_case_timeout(4 * self.first(work))
 
-    def _given(self, seconds: float) -> float:
+    def _or_case_timeout(self, seconds: float) -> float:
         return seconds if self.case_timeout is None else self.case_timeout
 
 

@@ -54,8 +54,8 @@ class CaseOutcome:
     def __post_init__(self) -> None:
         self.draft = Record(self.planned.case, self.planned.support, Status.OK, self.planned.work)
 
-    def note(self, **known: Any) -> None:
-        self.draft = replace(self.draft, **known)
+    def note(self, **facts: Any) -> None:
+        self.draft = replace(self.draft, **facts)
 
     def forget(self) -> None:
         failed = self.draft
@@ -73,22 +73,22 @@ class CaseOutcome:
             return draft
         return replace(draft, timing=None, scales=(), energy=None, watch=None, replays=None, sustained=(), fresh=None)
 
-    def refuse(self, why: str) -> None:
-        support = Support(Level.REFUSED, why)
-        self.planned = replace(self.planned, support=support, skip=why)
+    def refuse(self, reason: str) -> None:
+        support = Support(Level.REFUSED, reason)
+        self.planned = replace(self.planned, support=support, skip=reason)
         self.note(support=support)
 
-    def fail(self, why: str, cause: WorkerError) -> None:
-        self.failure = why
+    def fail(self, reason: str, cause: WorkerError) -> None:
+        self.failure = reason
         failed = cause.rank if isinstance(cause.rank, FailedRank) else None
         # Only a lost worker leaves no detail: a gate tells what a case has done from what was done to it.
         self.note(detail=(cause.trace or str(cause)) if isinstance(cause, WorkerFault) else "", failed_rank=failed)
 
-    def add_detail(self, why: str) -> None:
-        self.note(detail="; ".join(filter(None, (self.draft.detail, why))))
+    def add_detail(self, reason: str) -> None:
+        self.note(detail="; ".join(filter(None, (self.draft.detail, reason))))
 
 
-def exhausted(cause: WorkerError) -> bool:
+def ran_out_of_memory(cause: WorkerError) -> bool:
     """Whether memory did not suffice and the worker lives on."""
     return isinstance(cause, WorkerFault) and cause.out_of_memory
 
@@ -216,10 +216,10 @@ class Passes:
         """What steps ask of allocators; `unprobed` says why the worker has no allocator probe."""
         for outcome in outcomes:
             with self._asking(outcome, "counting allocations", "counters") as (bench, case, facts):
-                measurements, whys = bench.counters(case, facts, unprobed)
+                measurements, reasons = bench.counters(case, facts, unprobed)
                 outcome.note(measurements=(*outcome.draft.measurements, *measurements))
-                for why in whys:
-                    outcome.add_detail(why)
+                for reason in reasons:
+                    outcome.add_detail(reason)
         self.leave_gpus(outcomes)
 
     def effects(self, outcomes: Sequence[CaseOutcome]) -> None:
@@ -289,12 +289,13 @@ class Passes:
             limit = self._limits.numbers(outcome.planned.work)
             yield self._worker.within(limit), case, self._facts[case.device]
         except WorkerError as cause:
-            why = f"no {lacking}: {cause}"
-            if exhausted(cause):
-                outcome.add_detail(why)
+            reason = f"no {lacking}: {cause}"
+            # A worker that only ran out of memory still holds its other states: it need not restart.
+            if ran_out_of_memory(cause):
+                outcome.add_detail(reason)
                 return
             self._worker.restart()
             if fails:
-                outcome.fail(why, cause)
+                outcome.fail(reason, cause)
             else:
-                outcome.add_detail(why)
+                outcome.add_detail(reason)

@@ -35,6 +35,7 @@ class WorkerProcess:
     """The child process, the socket to it, the lifeline whose end tells it that we are gone, and its log."""
 
     def __init__(self, python: str, module: str, environment: Mapping[str, str]) -> None:
+        # Sockets carry requests; the pipe tells the child that its parent has ended, even if that was killed.
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HALF_WAY_SECONDS, 0))
         lifeline_read, self._lifeline = os.pipe()
@@ -48,6 +49,7 @@ class WorkerProcess:
                 stderr=self._log,
                 env=environment,
                 pass_fds=(theirs.fileno(), lifeline_read),
+                # A session of its own keeps the terminal's Ctrl+C from the child: the parent decides when it ends.
                 start_new_session=True,
             )
         except BaseException:
@@ -64,7 +66,7 @@ class WorkerProcess:
     def send(self, request: object) -> None:
         self._connection.send(request)
 
-    def answered(self, limit: float) -> bool:
+    def wait_for_answer(self, limit: float) -> bool:
         """Whether there is something to receive within `limit` seconds. Raises EOFError if the process has ended
         without."""
         end = time.monotonic() + limit
@@ -92,7 +94,7 @@ class WorkerProcess:
         self._close_all()
 
     @property
-    def killed(self) -> bool:
+    def was_killed(self) -> bool:
         return self._popen.poll() == -signal.SIGKILL
 
     def end_in_words(self) -> str:
@@ -100,7 +102,7 @@ class WorkerProcess:
             status = self._popen.wait(_ENDING_SECONDS)
         except subprocess.TimeoutExpired:
             return f"it closed its socket and went on{last_words(self._log)}"
-        return f"it {how_it_ended(status)}{last_words(self._log)}"
+        return f"it {describe_exit(status)}{last_words(self._log)}"
 
     def delay_in_words(self) -> str:
         """Who keeps an answer waiting, where several might; continues a sentence."""
@@ -117,12 +119,12 @@ class WorkerProcess:
             self._lifeline = -1
 
 
-def how_it_ended(status: int) -> str:
+def describe_exit(status: int) -> str:
     """An exit status in words: 'exited with status 7', 'was ended by SIGSEGV'."""
     if status >= 0:
         return f"exited with status {status}"
-    known = {Signal.value: Signal.name for Signal in signal.Signals}  # real-time signals have numbers only
-    how = f"was ended by {known.get(-status, f'signal {-status}')}"
+    names = {Signal.value: Signal.name for Signal in signal.Signals}  # real-time signals have numbers only
+    how = f"was ended by {names.get(-status, f'signal {-status}')}"
     return how + " (the system ends processes so when memory runs out)" * (-status == signal.SIGKILL)
 
 

@@ -94,12 +94,12 @@ class RoundSession:
         for arm in self.arms:
             with guarding(arm):
                 arm.prepare_more(worker)
-        lead = self.arms[0]
+        leader = self.arms[0]
         for arm in self.arms[1:]:
-            arm.cut_like(lead)
+            arm.cut_like(leader)
         # One arm's first call after its neighbour is cold and another's warm second call is not comparable: where any
         # arm repeats within a slot, all those drop a call for which a cold cache counts.
-        if any(arm.calls > 1 for arm in self.arms if not arm.emulated):
+        if any(arm.calls > 1 for arm in self.arms if not arm.is_emulated):
             for arm in self.arms:
                 if arm.step_seconds < WARMED_BELOW_SECONDS:
                     arm.discard = 1
@@ -131,6 +131,7 @@ class RoundSession:
         start = clock()
         rounds, emulating = 0, 0.0
         undecided = self._questions()
+        # A round times every open arm once, so that drift hits all of them alike.
         while True:
             turn = self._arms_in_round(rounds, undecided, rule)
             if not turn:
@@ -139,16 +140,18 @@ class RoundSession:
                 tick(arm, self._share(rounds, clock() - start - emulating, rule))
                 with guarding(arm):
                     arm.run(worker, rounds, place)
-                if arm.emulated:
+                # Emulated steps are slow and answer nothing about time; the rule discounts them.
+                if arm.is_emulated:
                     emulating += arm.slots[-1].wall_seconds
                 if after is not None:
                     after(arm)
             rounds += 1
+            # Looking after every round would find a difference by chance sooner or later; the rule spaces the looks.
             if rule.looks(rounds):
-                undecided = [arm for arm in undecided if not self._decided(arm, judge)]
-            why = rule.ended(rounds, clock() - start, emulating)
-            if why:
-                return why
+                undecided = [arm for arm in undecided if not self._is_decided(arm, judge)]
+            reason = rule.reason_to_end(rounds, clock() - start, emulating)
+            if reason:
+                return reason
 
     def fastest_again(
         self,
@@ -164,34 +167,35 @@ class RoundSession:
         A figure that was chosen for being the best is too good: of equal candidates noise picks the winner. Rounds
         after the choice are not biased by it.
         """
-        candidates = [arm for arm in self.candidates if not arm.emulated]
-        lead, control = self.reference, self.control
-        if lead is None or lead.emulated or len(candidates) < LEAST_CANDIDATES:
+        candidates = [arm for arm in self.candidates if not arm.is_emulated]
+        reference, control = self.reference, self.control
+        if reference is None or reference.is_emulated or len(candidates) < LEAST_CANDIDATES:
             return None
         chosen = choose(
-            [arm.timing() for arm in candidates], lead.timing(), control.timing() if control is not None else None
+            [arm.timing() for arm in candidates], reference.timing(), control.timing() if control is not None else None
         )
         if chosen is None:
             return None
         winner = candidates[chosen]
-        lead, again = replace(lead, slots=[]), replace(winner, slots=[])
+        # Fresh samples only: those that led to the choice are biased by it.
+        reference, repeated = replace(reference, slots=[]), replace(winner, slots=[])
         control = replace(control, slots=[]) if control is not None else None
         fixed = StoppingRule(fixed=len(winner.slots), ceiling=rule.ceiling)
-        RoundSession(lead, control, [again]).run(worker, fixed, lambda *timings: False, seed, tick, after=after)
-        beside = control.timing() if control is not None else None
-        return winner, Fresh(again.timing(), lead.timing(), beside, len(candidates))
+        RoundSession(reference, control, [repeated]).run(worker, fixed, lambda *timings: False, seed, tick, after=after)
+        repeated_control = control.timing() if control is not None else None
+        return winner, Fresh(repeated.timing(), reference.timing(), repeated_control, len(candidates))
 
     def _questions(self) -> list[MeasuredArm]:
         """The arms whose comparison with the reference is open: native candidates, else the control. None without a
         native reference."""
-        if self.reference is None or self.reference.emulated:
+        if self.reference is None or self.reference.is_emulated:
             return []
-        native = [arm for arm in self.candidates if not arm.emulated]
+        native = [arm for arm in self.candidates if not arm.is_emulated]
         return native or [arm for arm in (self.control,) if arm is not None]
 
     def _arms_in_round(self, rounds: int, undecided: Sequence[MeasuredArm], rule: StoppingRule) -> list[MeasuredArm]:
-        emulated = [arm for arm in self.arms if arm.emulated and rounds < EMULATED_ROUNDS]
-        timed = [arm for arm in self.arms if not arm.emulated]
+        emulated = [arm for arm in self.arms if arm.is_emulated and rounds < EMULATED_ROUNDS]
+        timed = [arm for arm in self.arms if not arm.is_emulated]
         if rule.fixed is not None:
             return timed + emulated
         if undecided:
@@ -200,7 +204,7 @@ class RoundSession:
         alone = not self._questions() and rounds < 2 * rule.least
         return (timed if alone else []) + emulated
 
-    def _decided(self, arm: MeasuredArm, judge: Judge) -> bool:
+    def _is_decided(self, arm: MeasuredArm, judge: Judge) -> bool:
         if self.reference is None:
             return False
         control = self.control.timing() if self.control is not None and arm is not self.control else None
@@ -232,6 +236,7 @@ class ReplayPass:
     _tell: Callable[[MeasuredArm, float], None]
 
     def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, Replays]:
+        # A step that cannot be captured gets its reason; the others share the rounds.
         whys = {arm.key: self._capture(arm, worker) for arm in arms}
         able = [arm for arm in arms if not whys[arm.key]]
         slots: dict[str, list[SlotSample]] = {arm.key: [] for arm in able}
@@ -241,11 +246,13 @@ class ReplayPass:
                 self._tell(arm, number / REPLAY_ROUNDS)
                 try:
                     slots[arm.key].append(_slot(arm, worker, number, place))
+                # The captures are lost with the worker, so no arm can go on.
                 except WorkerError as cause:
                     worker.restart()
                     ended = f"{arm.planned.case.mode} ended the replays: {cause}"
                     return {key: Replays(why=why or ended) for key, why in whys.items()}
-        checked = {arm.key: self._checked(arm, worker, slots[arm.key]) for arm in able}
+        # A replay that computes something else must not be reported as fast.
+        checked = {arm.key: self._check_replays(arm, worker, slots[arm.key]) for arm in able}
         if len(able) < len(arms):
             worker.restart()  # nobody knows what a capture that failed leaves in a process
         return {arm.key: checked.get(arm.key) or Replays(why=whys[arm.key]) for arm in arms}
@@ -263,7 +270,7 @@ class ReplayPass:
             worker.restart()
             return f"capturing a step failed: {cause}"
 
-    def _checked(self, arm: MeasuredArm, worker: Worker, slots: Sequence[SlotSample]) -> Replays:
+    def _check_replays(self, arm: MeasuredArm, worker: Worker, slots: Sequence[SlotSample]) -> Replays:
         try:
             wrong = worker.within(arm.limits.numbers(arm.planned.work)).check(arm.key).wrong
         except WorkerError as cause:

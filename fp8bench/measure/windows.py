@@ -112,14 +112,16 @@ class WindowResult:
         joules = [window.joules / window.steps for window in self.windows]
         return len(joules) == _BRISK_WINDOWS and max(joules) > (1 + _BRISK_APART) * min(joules)
 
-    def concluded(self, source: str, before: Energy | Unavailable, after: Energy | Unavailable) -> EnergyUse:
+    def conclude(self, source: str, idle_before: Energy | Unavailable, idle_after: Energy | Unavailable) -> EnergyUse:
         self.reasons += [
             f"idle power: {unavailable.reason}"
-            for unavailable in (before, after)
+            for unavailable in (idle_before, idle_after)
             if isinstance(unavailable, Unavailable)
         ]
-        idle_before, idle_after = (energy.watts if isinstance(energy, Energy) else None for energy in (before, after))
-        return EnergyUse(source, tuple(self.windows), idle_before, idle_after, self.why)
+        watts_before, watts_after = (
+            energy.watts if isinstance(energy, Energy) else None for energy in (idle_before, idle_after)
+        )
+        return EnergyUse(source, tuple(self.windows), watts_before, watts_after, self.why)
 
 
 # An arm, and a phase of its step or '' for the whole step.
@@ -145,21 +147,26 @@ class WindowPass:
                 of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             return results
         source = self._meter.kind.value
+        # A flushed cache would be part of what is metered.
         for arm in arms:
             if arm.cache == COLD:
                 results[arm.key].use = EnergyUse(source, why=_FLUSHED)
         arms = [arm for arm in arms if arm.cache != COLD]
         if not arms:
             return results
-        before = self._idle() if metered else None
-        each = {(arm.key, ""): results[arm.key] for arm in arms}
-        self._in_turns([(arm, "") for arm in arms], each, worker, self._window, "{mode} ended the windows: {cause}")
-        after = self._idle() if metered else None
+        # Idle power is metered on both sides of the windows, because it drifts as a device warms up.
+        idle_before = self._idle() if metered else None
+        by_turn = {(arm.key, ""): results[arm.key] for arm in arms}
+        self._in_turns([(arm, "") for arm in arms], by_turn, worker, self._window, "{mode} ended the windows: {cause}")
+        idle_after = self._idle() if metered else None
+        # An unmetered run still has its sustained turns.
         for of_arm in (results[arm.key] for arm in arms):
-            if before is None or after is None:
+            if idle_before is None or idle_after is None:
                 of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             else:
-                of_arm.use = replace(of_arm.concluded(source, before, after), power_limits=self._meter.power_limits())
+                of_arm.use = replace(
+                    of_arm.conclude(source, idle_before, idle_after), power_limits=self._meter.power_limits()
+                )
         return results
 
     def _idle(self) -> Energy | Unavailable:
@@ -175,14 +182,10 @@ class WindowPass:
         turns = [(arm, phase) for arm in arms for phase in dict.fromkeys(arm.timing().segments.phases)]
         results = {(arm.key, phase): WindowResult() for arm, phase in turns}
         self._in_turns(turns, results, worker, self._phase_window, "{phase} of {mode} ended this: {cause}")
-        return {
-            arm.key: tuple(
-                PhaseEnergy(phase, tuple(windows_found.windows), windows_found.why)
-                for (key, phase), windows_found in results.items()
-                if key == arm.key
-            )
-            for arm in arms
-        }
+        energies: dict[str, tuple[PhaseEnergy, ...]] = {arm.key: () for arm in arms}
+        for (key, phase), result in results.items():
+            energies[key] += (PhaseEnergy(phase, tuple(result.windows), result.why),)
+        return energies
 
     def _in_turns(
         self,
@@ -194,13 +197,14 @@ class WindowPass:
     ) -> None:
         """Gives each turn its windows in balanced random orders, an emulation one only. A fault ends all that are
         left."""
+        # Emulated arms get one window: their energy is of the emulation and only fills its row.
         turns: list[Turn] = []
         orders: Orders[Turn] = Orders(random.Random(self._seed))
         for number in range(self._rule.windows):
             if number == 1 and self._rule.brisk:
-                turns += [turn for turn in reversed(turns) if not turn[0].emulated]
+                turns += [turn for turn in reversed(turns) if not turn[0].is_emulated]
             else:
-                turns += orders.next([turn for turn in every if number == 0 or not turn[0].emulated])
+                turns += orders.next([turn for turn in every if number == 0 or not turn[0].is_emulated])
         if self._take(turns, results, worker, window, ended) and self._rule.brisk:
             thirds = [turn for turn in every if results[turn[0].key, turn[1]].is_apart]
             self._take(orders.next(thirds), results, worker, window, ended)
@@ -228,17 +232,18 @@ class WindowPass:
         return True
 
     def _window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
-        turn_seconds = 0.0 if arm.emulated else self._rule.turn_seconds
+        turn_seconds = 0.0 if arm.is_emulated else self._rule.turn_seconds
         chunk_seconds = _BRISK_CHUNK_SECONDS if self._rule.brisk else CHUNK_SECONDS
         steps = max(1, round(chunk_seconds / arm.step_seconds))
         limit = arm.limits.slot(arm.step_seconds, steps)
-        settling = self._settled(arm, worker, turn_seconds)
+        settling = self._settle(arm, worker, turn_seconds)
         seconds: list[float] = []
         with self._meter.window(every_tick=self._rule.brisk) as window:
             while not window.enough or sum(seconds) < turn_seconds:
                 seconds.append(worker.within(limit).loop(arm.key, steps))
         clock = self._meter.device.glance().get("sm_clock") if turn_seconds else None
         done = steps * len(seconds)
+        # Long loops may diverge; what is wrong at the end spoils the window.
         wrong = worker.within(arm.limits.numbers(arm.planned.work)).check(arm.key).wrong
         energy = window.energy
         if wrong:
@@ -263,7 +268,7 @@ class WindowPass:
         times = max(1, round(CHUNK_SECONDS / max(replay.seconds, 1e-7)))
         limit, chunks, seconds = arm.limits.slot(replay.seconds, times), 0, 0.0
         with self._meter.window() as window:
-            while not window.enough or (seconds < SHORTEST and not window.failed):
+            while not window.enough or (seconds < SHORTEST and not window.has_failed):
                 seconds += worker.within(limit).loop_phase(arm.key, times)
                 chunks += 1
         wrong = worker.within(limit).drop_phase(arm.key)
@@ -273,7 +278,7 @@ class WindowPass:
         else:
             result.windows.append(_kept_window(energy, times * chunks))
 
-    def _settled(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
+    def _settle(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
         """Runs the case ahead of its window: until the device has settled before a turn, else for half a turn."""
         if turn_seconds:
             settler = Settler(self._meter.device, self._rule.settling_seconds, self._clock)

@@ -1,7 +1,7 @@
 """Frozen dataclasses to plain JSON values and back, by their type hints.
 
 Unknown keys are ignored and missing ones take their defaults, so files of other versions can be read;
-`noting_ignored` collects their names. Known types: dataclasses, enums, tuples, mappings of scalars, and None.
+`collect_ignored_names` collects their names. Known types: dataclasses, enums, tuples, mappings of scalars, and None.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def decode(kind: type[T], plain: Any) -> T:
 
 
 @contextmanager
-def noting_ignored() -> Iterator[set[str]]:
+def collect_ignored_names() -> Iterator[set[str]]:
     """Collects the names of fields that `decode` does not know and ignores, though they hold something."""
     names: set[str] = set()
     token = _ignored.set(names)
@@ -88,10 +88,12 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
         return _union(typing.get_args(kind))
     if origin is tuple:
         return _tuple(typing.get_args(kind))
+    # Containers before classes: a mapping is a class, too.
     if origin is not None and issubclass(origin, Mapping):
         return _mapping(typing.get_args(kind)[1])
     if dataclasses.is_dataclass(kind):
         decode_one = _dataclass(cast(type, kind))
+        # Frequent values are decoded once and shared, which they can be because they are frozen.
         return _remembering(decode_one) if cast(type, kind).__name__ in _REPEATED else decode_one
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _enum(kind)
@@ -108,6 +110,7 @@ def _mapping(inside: Any) -> Callable[[Any], Any]:
         for key, item in plain.items():
             try:
                 values[key] = decode_one(item)
+            # The path grows from the inside out, one name a level.
             except Malformed as error:
                 raise Malformed(f".{key}{error}") from None
         return values
@@ -117,29 +120,30 @@ def _mapping(inside: Any) -> Callable[[Any], Any]:
 
 def _remembering(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Makes `decode` return one frozen value for equal input, bit for bit: 1, 1.0 and True differ."""
-    known: dict[bytes, tuple[Any, set[str]]] = {}
+    cache: dict[bytes, tuple[Any, set[str]]] = {}
 
-    def remembered(plain: Any) -> Any:
+    def decode_once(plain: Any) -> Any:
         try:
             key = marshal.dumps(plain, 2)  # a later version writes one text in several ways
         except ValueError:  # too deep
             return decode(plain)
-        if key not in known:
-            if len(known) >= _MOST_REMEMBERED:
-                known.clear()
-            with noting_ignored() as names:
-                known[key] = decode(plain), names
-        value, names = known[key]
+        if key not in cache:
+            # Cleared as a whole when full: a run repeats its values within a few records, so that little is lost.
+            if len(cache) >= _MOST_REMEMBERED:
+                cache.clear()
+            with collect_ignored_names() as names:
+                cache[key] = decode(plain), names
+        value, names = cache[key]
         if names:
             _ignored.get(set()).update(names)
         return value
 
-    return remembered
+    return decode_once
 
 
 def _taken_as_it_is(kind: Any) -> frozenset[type]:
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    return frozenset(own for own in kinds if own in (str, int, float, bool, type(None)))
+    return frozenset(part for part in kinds if part in (str, int, float, bool, type(None)))
 
 
 def _dataclass(kind: type) -> Callable[[Any], Any]:
@@ -161,21 +165,23 @@ def _dataclass(kind: type) -> Callable[[Any], Any]:
     def decode(plain: Any) -> Any:
         if not isinstance(plain, dict):
             raise Malformed(": expected an object")
-        whole = plain.keys() == names.keys()
-        values = plain.copy() if whole else {name: plain[name] for name in names if name in plain}
+        # Newer versions may have added fields, and older ones may lack them: both must be read.
+        is_complete = plain.keys() == names.keys()
+        values = plain.copy() if is_complete else {name: plain[name] for name in names if name in plain}
         if len(values) < len(plain):
             _ignored.get(set()).update(name for name in plain.keys() - names.keys() if plain[name])
         for name, as_it_is, decode_one in decoders:
-            if (whole or name in values) and type(item := values[name]) not in as_it_is:
+            if (is_complete or name in values) and type(item := values[name]) not in as_it_is:
                 try:
                     values[name] = decode_one(item)
                 except Malformed as error:
                     raise Malformed(f".{name}{error}") from None
         if quick and required.keys() <= values.keys():
-            made: Any = object.__new__(kind)
-            made.__dict__.update(values if whole else defaults | values)
-            return made
+            instance: Any = object.__new__(kind)
+            instance.__dict__.update(values if is_complete else defaults | values)
+            return instance
         try:
+            # The class checks itself; what it finds is said with the path to the value.
             return kind(**values)
         except UsageError as error:
             raise Malformed(f": {error}") from None
@@ -221,6 +227,7 @@ def _union(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
     def decode(plain: Any) -> Any:
         if type(plain) in plain_kinds:
             return plain
+        # The first kind that fits is meant; kinds of one union differ in what they accept.
         for decode_one in decoders:
             try:
                 return decode_one(plain)
@@ -250,6 +257,7 @@ def _float(plain: Any) -> float:
             return float(plain)
         except OverflowError:
             raise Malformed(": a whole number too large for a float") from None
+    # JSON has no such numbers, so they are stored as text.
     if plain in ("inf", "-inf", "nan"):
         return float(plain)
     raise Malformed(f": expected float, found {plain!r:.60}")

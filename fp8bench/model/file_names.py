@@ -18,7 +18,7 @@ def stamp(moment: str) -> str:
 
 def safe(text: str) -> str:
     """The text as part of a path: unsafe letters become _, and a digest tells such names apart, whatever their case."""
-    short = _cut(text, 80)
+    short = _shorten(text, 80)
     return short if short == text.lower() else f"{short}-{_digest(text)}"
 
 
@@ -26,12 +26,13 @@ def name_of(case: Case) -> str:
     """A case as the name of a file or folder: 'gemm-m=512,n=512,k=512-cpu-bf16'. Long ones are cut, with a digest."""
     params = ",".join(f"{name}={value}" for name, value in case.params)
     parts = {"workload": case.workload, "params": params, "device": case.device.replace(":", ""), "mode": case.mode}
-    short = "-".join(cut for name, part in parts.items() if (cut := _cut(part, _LONGEST[name])))
-    whole = "-".join(part for part in parts.values() if part)
-    return short if short == whole.lower() else f"{short}-{_digest(case.id)}"
+    short = "-".join(cut for name, part in parts.items() if (cut := _shorten(part, _LONGEST[name])))
+    full_name = "-".join(part for part in parts.values() if part)
+    # Two cases that differ only in what was cut or replaced must not share a file.
+    return short if short == full_name.lower() else f"{short}-{_digest(case.id)}"
 
 
-def _cut(text: str, longest: int) -> str:
+def _shorten(text: str, longest: int) -> str:
     """Not empty unless the text is; never begins with a dot or a dash."""
     plain = _UNSAFE.sub("_", text)[:longest]
     return f"_{plain[1:]}" if plain[:1] in (".", "-") else plain

@@ -70,8 +70,8 @@ class Ceilings:
     device: str = ""
 
     def rate(self, limit: Limit, precision: str = "") -> Rate | None:
-        wanted = limit, precision
-        return next((rate for rate in self.rates if rate.runs and (rate.limit, rate.precision) == wanted), None)
+        key = limit, precision
+        return next((rate for rate in self.rates if rate.runs and (rate.limit, rate.precision) == key), None)
 
     def best(self, limit: Limit, precision: str = "") -> float | None:
         """Returns the most of all runs, steady or not."""

@@ -111,7 +111,7 @@ class ModeConformity:
     found: tuple[Conformity, ...]
 
     @property
-    def compared(self) -> bool:
+    def is_compared(self) -> bool:
         return any(conformity.difference is not None for conformity in self.found)
 
     @property

@@ -83,16 +83,17 @@ def positive(value: float, unit: str, source: str) -> Reading:
     return Reading(value, unit, source)
 
 
-def grown(before: Readings, after: Readings) -> Readings:
-    """By how much counters have grown from one reading to a later one, for all names in `after`."""
-    return {name: _growth(before.get(name, Unavailable("it was not read before")), after[name]) for name in after}
+def grown(earlier: Readings, later: Readings) -> Readings:
+    """By how much counters have grown from one reading to a later one, for all names in `later`."""
+    return {name: _growth(earlier.get(name, Unavailable("it was not read before")), later[name]) for name in later}
 
 
-def _growth(before: Read, after: Read) -> Read:
-    if isinstance(before, Unavailable):
-        return before
-    if isinstance(after, Unavailable):
-        return after
-    if after.number < before.number:
-        return Unavailable(f"{after.source} went back from {before.value} to {after.value} {after.unit}")
-    return Reading(after.number - before.number, after.unit, after.source)
+def _growth(earlier: Read, later: Read) -> Read:
+    if isinstance(earlier, Unavailable):
+        return earlier
+    if isinstance(later, Unavailable):
+        return later
+    # A counter that went back was reset, and the growth since is unknown.
+    if later.number < earlier.number:
+        return Unavailable(f"{later.source} went back from {earlier.value} to {later.value} {later.unit}")
+    return Reading(later.number - earlier.number, later.unit, later.source)

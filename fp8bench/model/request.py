@@ -31,10 +31,11 @@ class StaticScales:
 
     def known_for(self, mode: str) -> dict[tuple[str, str], float]:
         """Magnitudes by layer and role for a precision; where the source has none of it, the largest of all."""
-        modes = {own for own, *_ in self.known}
+        modes = {scaled_mode for scaled_mode, *_ in self.known}
         largest: dict[tuple[str, str], float] = {}
-        for own, layer, role, amax in self.known:
-            if own == mode or mode not in modes:
+        # For a precision that the source lacks, the largest of all modes is safe against overflow.
+        for scaled_mode, layer, role, amax in self.known:
+            if scaled_mode == mode or mode not in modes:
                 largest[layer, role] = max(amax, largest.get((layer, role), 0.0))
         return largest
 
@@ -316,6 +317,7 @@ class Request:
 
     def __post_init__(self) -> None:
         check_fields(self, REQUEST_RULES)
+        # Options that contradict each other are refused before anything is measured.
         if self.case_timeout is not None and not self.isolation:
             raise UsageError(
                 "--case-timeout cannot be kept with --no-isolation: only a worker in a process of its own can be "
@@ -332,8 +334,8 @@ class Request:
             raise UsageError("--energy phases asks for energy, which --no-energy leaves out. Leave one of them out.")
         if self.ranks is not None:
             self._check_ranks()
-        for option, given in (("--refresh-scales", self.refresh_scales), ("--saturation-bound", self.saturation_bound)):
-            if given is not None and self.static_scales is None and self.scales_from is None:
+        for option, value in (("--refresh-scales", self.refresh_scales), ("--saturation-bound", self.saturation_bound)):
+            if value is not None and self.static_scales is None and self.scales_from is None:
                 raise UsageError(
                     f"{option} says when scales from data are renewed, and there are none. Add --static-scales N, or "
                     f"leave {option} out."
@@ -342,6 +344,7 @@ class Request:
             raise UsageError("--static-scales finds scales, and --scales-from has them. Leave one of them out.")
 
     def _check_ranks(self) -> None:
+        # All of these time or count one process; with several nobody could say whose figures they are.
         alone = {
             "--no-isolation": not self.isolation,
             "--energy phases": self.energy_of == PHASE_ENERGY,
@@ -352,8 +355,8 @@ class Request:
             "--counters": self.counters,
             "--trace": self.trace is not None,
         }
-        for option, given in alone.items():
-            if given:
+        for option, is_asked in alone.items():
+            if is_asked:
                 raise UsageError(f"{option} is of one process, and --ranks asks for several. Leave one of them out.")
 
     @property

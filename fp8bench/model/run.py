@@ -106,13 +106,13 @@ class PhaseGain:
     control: float = 0.0
 
     @property
-    def saved(self) -> float:
+    def saved_seconds(self) -> float:
         return self.reference_seconds - self.seconds
 
     @property
     def is_clear(self) -> bool:
         """Whether the interval excludes 0 and identical code differs by less."""
-        return (self.low > 0 or self.high < 0) and abs(self.saved) > self.control
+        return (self.low > 0 or self.high < 0) and abs(self.saved_seconds) > self.control
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,13 @@ class Finding:
         return abs(math.log(ratio.point)) >= _LARGE * math.log1p(self.floor)
 
     @property
-    def judged(self) -> bool:
+    def is_judged(self) -> bool:
         return self.verdict in (Verdict.FASTER, Verdict.SLOWER, Verdict.SAME)
 
     @property
     def verdict_words(self) -> str:
         """The verdict as it is shown: 'faster', or 'perhaps faster' where a label casts doubt on it."""
-        return f"perhaps {self.verdict}" if self.judged and self.doubtful else self.verdict.value
+        return f"perhaps {self.verdict}" if self.is_judged and self.doubtful else self.verdict.value
 
 
 @dataclass(frozen=True)

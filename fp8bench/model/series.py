@@ -106,13 +106,14 @@ class Trend:
         return trend_name(self.series.name, self.cell)
 
     @property
-    def measured(self) -> tuple[Figure, ...]:
+    def measured_figures(self) -> tuple[Figure, ...]:
         return tuple(figure for figure in self.figures if figure.value is not None)
 
     @property
     def ending(self) -> Ending:
-        before = [figure for figure in self.figures[:-1] if figure.value is not None]
-        return Ending(self, self.figures[-1], before[-1] if before else None, len(self.measured))
+        # Points without a figure, as of a build that failed, are no end of a trend.
+        earlier = [figure for figure in self.figures[:-1] if figure.value is not None]
+        return Ending(self, self.figures[-1], earlier[-1] if earlier else None, len(self.measured_figures))
 
 
 class Ending(NamedTuple):

@@ -83,10 +83,10 @@ class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
     def noisy(self) -> bool:
         return self.unit in _NOISY_UNITS
 
-    def shown(self, value: float | None, unit: str = "", digits: int = 3) -> str:
+    def to_text(self, value: float | None, unit: str = "", digits: int = 3) -> str:
         """A value as text, in `unit` where it is kept in another; `digits` are those of times and energies."""
         if value is None or self.show is None:
-            return units.shown(value, unit or self.unit, digits)
+            return units.describe(value, unit or self.unit, digits)
         return self.show(value)
 
 
@@ -94,8 +94,8 @@ class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
 METRICS: dict[str, MetricSpec] = {}
 
 
-def _row(name: str, unit: str, description: str, **more: Any) -> MetricSpec:
-    return METRICS.setdefault(name, MetricSpec(name, unit, description, **more))
+def _row(name: str, unit: str, description: str, **fields: Any) -> MetricSpec:
+    return METRICS.setdefault(name, MetricSpec(name, unit, description, **fields))
 
 
 def _exact(unit: str = "") -> Callable[[float], str]:
@@ -404,7 +404,7 @@ def _by_pattern(name: str) -> MetricSpec:
     return replace(spec, name=name) if spec is not None else MetricSpec(name, **_OF_WORKLOADS)
 
 
-def why_reserved(name: str) -> str:
+def reserved_name_reason(name: str) -> str:
     """Why a workload may not give a figure this name, '' if it may."""
     if name in (STEP, *CELL_PHASES) or not spec_of(name).of_workload:
         return f"{name!r} is the name of a figure or a phase that fp8bench tells by itself. Rename it"

@@ -180,25 +180,25 @@ class Shares:
         return max(self.step, sum(part.seconds for part in self.parts))
 
     @property
-    def unattributed(self) -> float:
+    def unattributed_share(self) -> float:
         return max(0.0, 1.0 - sum(self.by_kind.values())) if self.whole else 0.0
 
     @property
     def by_kind(self) -> dict[ShareKind, float]:
-        shares = self.summed(lambda part: part.kind)
+        shares = self.sum_by(lambda part: part.kind)
         return {kind: shares[kind] for kind in ShareKind if kind in shares}
 
     @property
     def by_module(self) -> dict[str, float]:
         """Shares of the step by module, the largest first."""
-        shares = self.summed(lambda part: part.module)
+        shares = self.sum_by(lambda part: part.module)
         return dict(sorted(shares.items(), key=lambda part: (-part[1], part[0])))
 
-    def summed(self, key: Callable[[Share], Key]) -> dict[Key, float]:
+    def sum_by(self, key: Callable[[Share], Key]) -> dict[Key, float]:
         shares: dict[Key, float] = {}
-        whole = self.whole
+        total = self.whole
         for part in self.parts:
-            shares[key(part)] = shares.get(key(part), 0.0) + part.seconds / whole
+            shares[key(part)] = shares.get(key(part), 0.0) + part.seconds / total
         return shares
 
 
@@ -309,7 +309,7 @@ class Coverage:
     @property
     def unknown(self) -> int:
         """Calls of operators without a formula, which are in no sum."""
-        return sum(other.calls for other in self.others if other.flops is None)
+        return sum(product.calls for product in self.others if product.flops is None)
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
         """FLOPs of each kind of holder, the most first: all, and the converted ones."""

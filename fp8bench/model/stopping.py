@@ -36,12 +36,13 @@ class StoppingRule:
     fixed: int | None = None
     whole: bool = False
 
+    # Sessions share what is left equally, because nobody knows which of them needs most.
     def after(self, seconds: float, sessions: int = 1) -> StoppingRule:
         """The rule of the next of `sessions` sessions, when `seconds` of the group have gone."""
         if not self.whole:
             return self
-        left = (max(0.0, limit - seconds) / sessions for limit in (self.budget, self.ceiling))
-        return replace(self, budget=next(left), ceiling=next(left))
+        remaining = (max(0.0, limit - seconds) / sessions for limit in (self.budget, self.ceiling))
+        return replace(self, budget=next(remaining), ceiling=next(remaining))
 
     def looks(self, rounds: int) -> bool:
         """Whether to judge after so many rounds: every 8 rounds up to 128, then at steps of about an eighth.
@@ -53,17 +54,17 @@ class StoppingRule:
         stride = 8 if rounds <= 64 else 1 << (rounds.bit_length() - 4)
         return rounds % stride == 0
 
-    def ended(self, rounds: int, seconds: float, emulating: float = 0.0) -> str:
+    def reason_to_end(self, rounds: int, seconds: float, emulating: float = 0.0) -> str:
         """Returns why measuring must end after so many seconds, of which some went to emulations; '' if it need not."""
         if self.fixed is not None and rounds >= self.fixed:
-            return f"{_told(self.fixed)}, a fixed number"
+            return f"{_count_rounds(self.fixed)}, a fixed number"
         if self.fixed is None and rounds >= self.most:
-            return f"{_told(rounds)}, the most a group gets"
+            return f"{_count_rounds(rounds)}, the most a group gets"
         enough = self.fixed is None and rounds >= self.least and seconds - emulating >= self.budget
-        return f"time was up after {_told(rounds)}" if enough or (rounds and seconds >= self.ceiling) else ""
+        return f"time was up after {_count_rounds(rounds)}" if enough or (rounds and seconds >= self.ceiling) else ""
 
 
-def _told(rounds: int) -> str:
+def _count_rounds(rounds: int) -> str:
     return "1 round" if rounds == 1 else f"{rounds} rounds"
 
 
@@ -74,15 +75,16 @@ def is_brisk(requested: bool, budget: float | None, groups: int) -> bool:
 
 def rule_for(quick: bool, rounds: int | None, budget: float | None, brisk: bool = False) -> StoppingRule:
     """The rule of one group; `budget` is its share of the seconds the user gave for the whole run, if any."""
-    whole = budget is not None
+    is_whole = budget is not None
+    # A fixed number of rounds beats every budget, but not the time limit.
     if rounds is not None:
-        return StoppingRule(fixed=rounds, ceiling=math.inf if budget is None else budget, whole=whole)
+        return StoppingRule(fixed=rounds, ceiling=math.inf if budget is None else budget, whole=is_whole)
     ceiling = CEILING_SECONDS if budget is None else budget
     if quick:
-        return StoppingRule(fixed=QUICK_ROUNDS, ceiling=ceiling, whole=whole)
+        return StoppingRule(fixed=QUICK_ROUNDS, ceiling=ceiling, whole=is_whole)
     if brisk and budget is None:
         return StoppingRule(least=QUICK_ROUNDS, budget=BRISK_SECONDS)
-    return StoppingRule(budget=BUDGET_SECONDS if budget is None else budget, ceiling=ceiling, whole=whole)
+    return StoppingRule(budget=BUDGET_SECONDS if budget is None else budget, ceiling=ceiling, whole=is_whole)
 
 
 # Slopes are those of straight lines through the looks of the last STRETCH seconds, at least _FEWEST looks.
@@ -133,8 +135,8 @@ class Slopes:
     def flat(self) -> bool:
         """Whether the known slopes are small enough; False if none is known."""
         bounds = ((self.clock, CLOCK_SLOPE), (self.temperature, TEMPERATURE_SLOPE))
-        known = [abs(slope) <= bound for slope, bound in bounds if slope is not None]
-        return bool(known) and all(known)
+        within_bounds = [abs(slope) <= bound for slope, bound in bounds if slope is not None]
+        return bool(within_bounds) and all(within_bounds)
 
 
 def is_clock_flat(looks: Sequence[ClockLook]) -> bool:

@@ -15,17 +15,17 @@ from fp8bench.formats.native_codes import (
     casts_in_one_call,
     codes,
     codes_both,
-    codes_turned,
     current_codes,
     current_scale,
     row_codes,
     row_codes_both,
+    transpose_codes,
 )
 from fp8bench.formats.operators import values
 from fp8bench.formats.quantise import Draw
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.formats.scaled import largest_magnitude
-from fp8bench.nn.rotations import rotated
+from fp8bench.nn.rotations import rotate
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, backward_is_running, kept_scales
 from fp8bench.numerics.products import in_dtype, short_product, values_product
 from fp8bench.numerics.ranges import Ledger
@@ -53,7 +53,7 @@ class PlainArithmetic(Arithmetic):
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         return Operand(operand.data.t())
 
-    def grouped(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
+    def multiply_groups(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
         return F.grouped_mm(a.data, b.data.transpose(-2, -1), offs=ends)
 
 
@@ -77,10 +77,10 @@ class EmulatedArithmetic(Arithmetic):
         return Operand(operand.data.t())
 
 
-def counted(inner: Arithmetic, kind: str, ledger: Ledger) -> Arithmetic:
+def count_casts(inner: Arithmetic, kind: str, ledger: Ledger) -> Arithmetic:
     """Returns `inner` with every operand that it casts entered into `ledger` under `kind`. Not for timing."""
 
-    def count(operand: Operand, source: Tensor | None, role: Role, before: Operand | None) -> None:
+    def count(operand: Operand, source: Tensor | None, role: Role, earlier: Operand | None) -> None:
         assert source is not None
         ledger.add(kind, role.value, source)
 
@@ -104,18 +104,20 @@ class RecipeArithmetic(Arithmetic):
         self.recipe = recipe
         self.name = name
         self.carrier = carrier
+        # A delayed scale is known before the cast, so that nobody has to find the largest magnitude first.
         self.takes_amax = self._looks_at_amax and scales is None
         self.keeps_source = recipe.keeps_source
         self.settles = recipe.delayed is not None and scales is None
         self.explicit = recipe.hadamard or recipe.accumulator is not Accumulator.FP32
         self.treatments = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))
         delayed = recipe.delayed
-        own = (
+        delayed_scales = (
             {role: DelayedScale(delayed, treatment.fmt) for role, treatment in self.treatments.items()}
             if delayed
             else {}
         )
-        self.scales: Mapping[Role, NextScale] = own if scales is None else scales
+        self.scales: Mapping[Role, NextScale] = delayed_scales if scales is None else scales
+        # Each role of each layer draws its own numbers, or errors of different casts would be correlated.
         self._draws = {
             role: _Draws(f"{name}/{role}") for role, treatment in self.treatments.items() if treatment.stochastic
         }
@@ -145,8 +147,8 @@ class RecipeArithmetic(Arithmetic):
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
         for role, stateful in self._stateful().items():
-            own = f"{role}."
-            stateful.recall({name.removeprefix(own): memory[name] for name in memory if name.startswith(own)})
+            prefix = f"{role}."
+            stateful.recall({name.removeprefix(prefix): memory[name] for name in memory if name.startswith(prefix)})
 
     def _stateful(self) -> dict[str, DelayedScale | _Draws]:
         """What carries state from cast to cast, by role. Scales from data are kept by their book instead."""
@@ -156,19 +158,19 @@ class RecipeArithmetic(Arithmetic):
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self.operand(tensor, role, _is_recast(role))
 
-    def turned(self, source: Tensor, role: Role) -> Operand:
+    def cast_transpose(self, source: Tensor, role: Role) -> Operand:
         if role is not Role.WEIGHT and self.recipe.high_weight_gradient:
             return Operand(source.detach().to(self.carrier))
         if role is not Role.WEIGHT and self.recipe.hadamard:
-            source = rotated(source, self._signs)
-        return self.operand(source, role, again=False)
+            source = rotate(source, self._signs)
+        return self.operand(source, role, repeat=False)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
-        return self.transposed(operand) if self._cast_serves_both(role) else self.turned(source.t(), role)
+        return self.transpose(operand) if self._cast_serves_both(role) else self.cast_transpose(source.t(), role)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         operand = self.cast(tensor, role)
-        return operand, self.transposed(operand) if self._cast_serves_both(role) else None
+        return operand, self.transpose(operand) if self._cast_serves_both(role) else None
 
     def last_scale(self, role: Role) -> Tensor | None:
         """The scale of the last cast of a role; None where scales come from the tensor alone."""
@@ -182,8 +184,8 @@ class RecipeArithmetic(Arithmetic):
 
     def _cast_alike(self, role: Role) -> bool:
         """Whether both products take the same tensor, cast in the same way."""
-        other = role is not Role.WEIGHT and (self.recipe.high_weight_gradient or self.recipe.hadamard)
-        return not (other or self.treatments[role].stochastic)
+        differs = role is not Role.WEIGHT and (self.recipe.high_weight_gradient or self.recipe.hadamard)
+        return not (differs or self.treatments[role].stochastic)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if a.data.dtype == b.data.dtype == self.carrier:  # a weight gradient in high precision
@@ -192,18 +194,18 @@ class RecipeArithmetic(Arithmetic):
             return values_product(a.data, b.data, dtype)
         return in_dtype(short_product(a.data, b.data, self.recipe.accumulator, self.recipe.accumulator_bits), dtype)
 
-    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+    def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
         return Operand(values(tensor, self.treatments[role].fmt))
 
-    def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
+    def operand(self, tensor: Tensor, role: Role, repeat: bool) -> Operand:
         treatment = self.treatments[role]
-        seed = self._draws[role].next(tensor.device, again) if role in self._draws else None
-        scale = self.scales[role].next(tensor, again).scale if role in self.scales else None
+        seed = self._draws[role].next(tensor.device, repeat) if role in self._draws else None
+        scale = self.scales[role].next(tensor, repeat).scale if role in self.scales else None
         return Operand(
             values(tensor, treatment.fmt, treatment.scaling, seed=seed, scale=scale), gradient=role is Role.GRADIENT
         )
 
-    def transposed(self, operand: Operand) -> Operand:
+    def transpose(self, operand: Operand) -> Operand:
         return Operand(operand.data.t(), operand.scale, operand.gradient)
 
 
@@ -219,22 +221,22 @@ class _Draws:
         self._first = _stable_number(name)
         self._seed: Tensor | None = None
 
-    def next(self, device: torch.device, again: bool) -> Tensor:
+    def next(self, device: torch.device, repeat: bool) -> Tensor:
         if self._seed is None:
             self._seed = torch.full((1,), self._first, dtype=torch.int64, device=device)
-        elif not again:
+        elif not repeat:
             self._seed = self._seed + 1
         return self._seed
 
-    def draw(self, device: torch.device, count: int, again: bool = False) -> Draw:
-        """`count` seeds, which the kernel that takes them computes; with `again` the last seed once more."""
-        before = self._seed
-        last = before if before is not None else torch.full((1,), self._first - 1, dtype=torch.int64, device=device)
-        after = torch.empty_like(last)
-        if again and before is not None:
-            return Draw(last, after, (0,))
-        self._seed = after
-        return Draw(last, after, tuple(range(1, count + 1)))
+    def draw(self, device: torch.device, count: int, repeat: bool = False) -> Draw:
+        """`count` seeds, which the kernel that takes them computes; with `repeat` the last seed again."""
+        previous = self._seed
+        last = previous if previous is not None else torch.full((1,), self._first - 1, dtype=torch.int64, device=device)
+        new_last = torch.empty_like(last)
+        if repeat and previous is not None:
+            return Draw(last, new_last, (0,))
+        self._seed = new_last
+        return Draw(last, new_last, tuple(range(1, count + 1)))
 
     def memory(self) -> dict[str, Tensor]:
         return {} if self._seed is None else {"seed": self._seed}
@@ -265,46 +267,48 @@ class ScaledArithmetic(RecipeArithmetic):
 
     @property
     def _one_scale_each(self) -> bool:
-        return self.recipe.per_tensor or self.recipe.unscaled
+        return self.recipe.per_tensor or self.recipe.is_unscaled
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
+        # One cast cannot serve both products: cast for this one only, or by rows and by columns in one call.
         if not self._cast_serves_both(role):
             if treatment.scaling is None or not self._cast_alike(role):
                 return self.cast(tensor, role), None
             both = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding)
             return Operand(*both[0], role is Role.GRADIENT), Operand(*both[1], role is Role.GRADIENT)
-        inverse, *made = self._tensor_codes(tensor, role, _is_recast(role), both=True, amax=amax)
-        straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in made if data is not None)
+        inverse, *data_of_both = self._tensor_codes(tensor, role, _is_recast(role), both=True, amax=amax)
+        straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in data_of_both if data is not None)
         return straight, turned
 
-    def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
+    def operand(self, tensor: Tensor, role: Role, repeat: bool) -> Operand:
         treatment = self.treatments[role]
         if self._one_scale_each:
-            inverse, data, _ = self._tensor_codes(tensor, role, again, both=False)
+            inverse, data, _ = self._tensor_codes(tensor, role, repeat, both=False)
         else:
             assert treatment.scaling is not None
             data, inverse = row_codes(tensor, treatment.fmt, treatment.scaling.rounding)
         return Operand(data, inverse, role is Role.GRADIENT)
 
     def _tensor_codes(
-        self, tensor: Tensor, role: Role, again: bool, both: bool, amax: Tensor | None = None
+        self, tensor: Tensor, role: Role, repeat: bool, both: bool, amax: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The scale that decodes, codes, and with `both` those of the transpose."""
-        treatment, known = self.treatments[role], self.scales.get(role)
+        treatment, next_scale = self.treatments[role], self.scales.get(role)
+        # One call casts and computes the scale where nothing else has to know the largest magnitude.
         if casts_in_one_call(tensor):
-            if isinstance(known, DelayedScale) and (made := known.cast(tensor, again, both)):
-                return made.inverse, made.straight, made.turned
-            if known is None and treatment.scaling is not None and amax is None:
+            if isinstance(next_scale, DelayedScale) and (cast := next_scale.cast(tensor, repeat, both)):
+                return cast.inverse, cast.straight, cast.turned
+            if next_scale is None and treatment.scaling is not None and amax is None:
                 return current_codes(tensor, treatment.fmt, treatment.scaling.rounding, both)
-        scale, inverse = self._scale(tensor, role, again, amax)
+        scale, inverse = self._scale(tensor, role, repeat, amax)
         if both:
             return inverse, *codes_both(tensor, treatment.fmt, scale)
         return inverse, codes(tensor, treatment.fmt, scale), None
 
-    def _scale(self, tensor: Tensor, role: Role, again: bool, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _scale(self, tensor: Tensor, role: Role, repeat: bool, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if role in self.scales:
-            return self.scales[role].next(tensor, again, amax)
+            return self.scales[role].next(tensor, repeat, amax)
         treatment = self.treatments[role]
         if treatment.scaling is None:
             unit = torch.ones((), dtype=torch.float32, device=tensor.device)
@@ -313,10 +317,10 @@ class ScaledArithmetic(RecipeArithmetic):
             largest_magnitude(tensor) if amax is None else amax, treatment.fmt, treatment.scaling.rounding
         )
 
-    def transposed(self, operand: Operand) -> Operand:
-        return Operand(codes_turned(operand.data), operand.scale, operand.gradient)
+    def transpose(self, operand: Operand) -> Operand:
+        return Operand(transpose_codes(operand.data), operand.scale, operand.gradient)
 
-    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+    def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
         return Operand(codes(tensor, self.treatments[role].fmt))
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
@@ -338,7 +342,7 @@ class ScaledArithmetic(RecipeArithmetic):
         )
         return in_dtype(product, dtype)
 
-    def grouped(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
+    def multiply_groups(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
         b_turned = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:
             return F.grouped_mm(a.data, b_turned, offs=ends)

@@ -80,6 +80,7 @@ def rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., 
 
     def forward(x: Tensor, *more_inputs: Any, **named: Any) -> Any:
         shared.training = module.training
+        # The parameters are cast on every pass, because an optimizer may have changed them.
         tensors = {
             word: cast_to(parameter, arithmetic, Role.WEIGHT)
             for word, parameter in module.named_parameters(recurse=False)
@@ -87,9 +88,11 @@ def rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., 
         statistics = {
             word: tensor for word, tensor in module.named_buffers(recurse=False) if tensor.is_floating_point()
         }
+        # Clones, because norms write their running statistics in place.
         tensors |= {word: cast_to(tensor, arithmetic).clone() for word, tensor in statistics.items()}
         inputs = cast_to(x, arithmetic) if x.is_floating_point() else x
         y = torch.func.functional_call(shared, tensors, (inputs, *more_inputs), named)
+        # What the pass wrote goes back into the module's own statistics, rounded as they are stored.
         with torch.no_grad():
             for word, statistic in statistics.items() if shared.training else ():
                 statistic.copy_(cast_to(tensors[word], arithmetic))

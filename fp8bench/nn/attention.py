@@ -151,6 +151,7 @@ class EmulatedCore:
         scores = self._round(self.scores(q, k), "scores", scaled=False)
         if not self.prescaled:
             scores = scores * factor
+        # The mask comes after rounding: no format of scores needs an infinity.
         if self.causal:
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(hidden, -math.inf)
@@ -168,7 +169,7 @@ class EmulatedCore:
 
     def _round(self, x: Tensor, part: str, scaled: bool = True) -> Tensor:
         arithmetic = self.parts[part]
-        cast = arithmetic.cast if scaled else arithmetic.unscaled
+        cast = arithmetic.cast if scaled else arithmetic.cast_without_scale
         rounded: Tensor = _StraightThrough.apply(x, arithmetic, cast)  # type: ignore[no-untyped-call]
         return rounded
 

@@ -72,6 +72,7 @@ class Block(nn.Module):
     ) -> Tensor:
         if self.unit is not None:
             return self.unit(self, x, phase, rotation)
+        # Without modulation it is a GPT's block; with it the time shifts, scales and gates both branches.
         if self.modulation is None:
             x = self.add(x, self.attn(self.norm_attn(x), phase, rotation, cache))
             return self.add(x, self.mlp(self.norm_mlp(x), phase))

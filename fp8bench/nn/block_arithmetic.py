@@ -9,8 +9,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from fp8bench.formats.codes import decode, unpack
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
-from fp8bench.formats.native_codes import codes, codes_turned, row_codes, row_codes_both, square_codes
-from fp8bench.formats.scale_layouts import TILE_ROWS, of_squares, squares, unswizzled
+from fp8bench.formats.native_codes import codes, row_codes, row_codes_both, square_codes, transpose_codes
+from fp8bench.formats.scale_layouts import TILE_ROWS, of_squares, squares, unswizzle
 from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both, unscaled_codes
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.rotations import rotation
@@ -36,31 +36,32 @@ class BlockArithmetic(RecipeArithmetic):
         scaling = self.recipe.weight.scaling
         return scaling is not None and scaling.scale is E4M3
 
-    def operand(self, tensor: Tensor, role: Role, again: bool) -> Operand:
+    def operand(self, tensor: Tensor, role: Role, repeat: bool) -> Operand:
         treatment = self.treatments[role]
         assert treatment.scaling is not None
         if treatment.scaling.scale is None:
             rounding, squared = treatment.scaling.rounding, treatment.scaling.rows > 1
-            made = (
+            cast = (
                 square_codes(tensor, treatment.fmt, rounding)[0]
                 if squared
                 else row_codes(tensor, treatment.fmt, rounding, _BLOCK)
             )
-            return Operand(*made, role is Role.GRADIENT)
-        return self._tile(tensor, role, again)
+            return Operand(*cast, role is Role.GRADIENT)
+        return self._tile(tensor, role, repeat)
 
-    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+    def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
         fmt = self.treatments[role].fmt
         return Operand(unscaled_codes(tensor) if fmt is E2M1 else codes(tensor, fmt), columns=tensor.shape[1])
 
-    def turned(self, source: Tensor, role: Role) -> Operand:
+    def cast_transpose(self, source: Tensor, role: Role) -> Operand:
         if not self._rotates(role) or not self._in_tiles(role):
-            return super().turned(source, role)
+            return super().cast_transpose(source, role)
         rotated = rotation(source, self._signs)
-        return self._tile(rotated.values, role, again=False, amaxes=rotated.amaxes)
+        return self._tile(rotated.values, role, repeat=False, amaxes=rotated.amaxes)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
+        # One launch where both casts share their kernel; else one after the other.
         if self._in_tiles(role) and self._can_cast_both_at_once(role):
             return self._tiled_both(tensor, role, amax)
         if treatment.scaling is None or treatment.scaling.scale is not None or not self._cast_alike(role):
@@ -71,10 +72,10 @@ class BlockArithmetic(RecipeArithmetic):
             straight, turned = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding, _BLOCK)
         return Operand(*straight, role is Role.GRADIENT), Operand(*turned, role is Role.GRADIENT)
 
-    def _tile(self, tensor: Tensor, role: Role, again: bool, amaxes: Tensor | None = None) -> Operand:
+    def _tile(self, tensor: Tensor, role: Role, repeat: bool, amaxes: Tensor | None = None) -> Operand:
         treatment = self.treatments[role]
         assert treatment.scaling is not None
-        draw = self._draws[role].draw(tensor.device, 1, again) if role in self._draws else None
+        draw = self._draws[role].draw(tensor.device, 1, repeat) if role in self._draws else None
         codes_and_scale = tiled_codes(tensor, treatment.fmt, treatment.scaling, draw, amaxes)
         return Operand(*codes_and_scale, role is Role.GRADIENT, tensor.shape[1])
 
@@ -82,16 +83,17 @@ class BlockArithmetic(RecipeArithmetic):
         treatment = self.treatments[role]
         assert treatment.scaling is not None
         turned, amaxes = tensor.t(), [] if amax is None else [amax]
+        # The transpose may be rotated, so that its largest magnitude is another than the matrix's.
         if self._rotates(role):
-            turned, *others = rotation(turned, self._signs)
-            amaxes = others[::-1]
+            turned, *amaxes_found = rotation(turned, self._signs)
+            amaxes = amaxes_found[::-1]
         draw = self._draws[role].draw(tensor.device, 2) if role in self._draws else None
         both = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, draw, amaxes)
-        straight, other = (
-            Operand(*made, role is Role.GRADIENT, columns)
-            for made, columns in zip(both, tensor.shape[::-1], strict=True)
+        straight, transpose = (
+            Operand(*parts, role is Role.GRADIENT, columns)
+            for parts, columns in zip(both, tensor.shape[::-1], strict=True)
         )
-        return straight, other
+        return straight, transpose
 
     def _in_tiles(self, role: Role) -> bool:
         scaling = self.treatments[role].scaling
@@ -112,11 +114,11 @@ class BlockArithmetic(RecipeArithmetic):
         # Two 4-bit codes share a byte, which no transposition takes apart.
         return self.treatments[role].fmt is not E2M1 and super()._cast_serves_both(role)
 
-    def transposed(self, operand: Operand) -> Operand:
+    def transpose(self, operand: Operand) -> Operand:
         assert operand.scale is not None
         across = -(-operand.data.shape[1] // _BLOCK)
         turned = squares(of_squares(operand.scale, across).t())
-        return Operand(codes_turned(operand.data), turned, operand.gradient)
+        return Operand(transpose_codes(operand.data), turned, operand.gradient)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if a.data.dtype == b.data.dtype == self.carrier:
@@ -128,7 +130,7 @@ class BlockArithmetic(RecipeArithmetic):
         )
         return in_dtype(product, dtype)
 
-    def grouped(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
+    def multiply_groups(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
         """MX only: the scales of each part are whole tiles, which follow those of the part before."""
         b_turned = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:
@@ -153,6 +155,7 @@ def _scales_of(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:
     scale = operand.scale
     if scale is None:
         raise ValueError("codes with scales of blocks need their scales")
+    # float32 scales lie in rows or squares, those of MX and NVFP4 in the tiles that units read.
     if scale.dtype == torch.float32:
         return [scale], [_ROWS if _by_rows(operand.data, scale) else _SQUARES], []
     tiles = SwizzleType.SWIZZLE_32_4_4.value
@@ -192,7 +195,7 @@ def _elements(data: Tensor) -> Tensor:
 
 
 def _bytes(laid: Tensor, shape: torch.Size, block: int, fmt: Format) -> Tensor:
-    return decode(unswizzled(laid, shape[0], -(-shape[1] // block)), fmt, checked=False)
+    return decode(unswizzle(laid, shape[0], -(-shape[1] // block)), fmt, checked=False)
 
 
 def _each(scales: Tensor, block: int, shape: torch.Size) -> Tensor:

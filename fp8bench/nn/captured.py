@@ -58,7 +58,7 @@ class _Adam:
 
 
 @lru_cache(maxsize=2)
-def captured(corpus: str, seed: int) -> Mapping[str, Course]:
+def capture_tensors(corpus: str, seed: int) -> Mapping[str, Course]:
     """The tensors of the last steps of an fp32 training, by the names of `CAPTURED`, the newest last.
 
     They depend on the text and the seed alone: the training runs on the CPU, whatever the case. It takes a second or
@@ -70,12 +70,14 @@ def captured(corpus: str, seed: int) -> Mapping[str, Course]:
     def choose(name: str) -> Arithmetic:
         return _Capturing(name, courses)
 
+    # One thread and float32 products make the tensors the same on every machine.
     with one_thread(), torch.random.fork_rng(devices=[]), float32_products("highest"), torch.enable_grad():
         torch.manual_seed(seed)
         model = GPT(config, choose, torch.float32)
         loader = TokenLoader(corpus, TRAINED_BATCH, config.sequence, "cpu", seed, config.vocabulary)
         optimizer = _Adam(list(model.parameters()))
         for step in range(TRAINING_STEPS):
+            # Only the last steps are recorded: tensors of early ones differ from a trained model's.
             if step == TRAINING_STEPS - CAPTURED_STEPS:
                 courses.update({(tensor.layer, tensor.role): [] for tensor in CAPTURED.values()})
             model(*loader.next(), SilentPhases()).backward()

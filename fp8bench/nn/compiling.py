@@ -13,7 +13,7 @@ from fp8bench.protocols import Phases, SilentPhases
 Forward = Callable[[Tensor, Tensor, Phases], Tensor]
 
 
-def compiled(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
+def compile_model(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
     """The model's loss, compiled forward and backward by a first call with tensors like these.
 
     A compiled graph gets no phases: the parts of a step are fused and reordered inside. Raises where the model does

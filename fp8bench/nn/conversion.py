@@ -77,29 +77,33 @@ class Conversion:
         self.phase: Phases = SilentPhases()
         self._rows = multiples[0]
         self._replaced: list[nn.Module] = []
+        # 1. Find all products, and the layers around them that the map names.
         holders = weights_of(model, skip)
         parts = layers_around(model, holders)
         check_map(keys, holders, [layer for layer, _ in parts])
         parts = [(layer, module) for layer, module in parts if key_of(layer, keys) is not None]
         self._around = [(module, _checked_around(layer, choose(layer))) for layer, module in parts]
+        # 2. Choose an arithmetic for each, and a reason for each that stays as it is.
         chosen = [(held, None if held.reason else choose(held.layer(keys))) for held in holders]
-        self.held = tuple(_decided(held, arithmetic, multiples) for held, arithmetic in chosen)
+        self.held = tuple(_decide(held, arithmetic, multiples) for held, arithmetic in chosen)
         self._arithmetics = {
             id(held): arithmetic
             for held, (_, arithmetic) in zip(self.held, chosen, strict=True)
             if arithmetic is not None and not held.reason
         }
+        # 3. A conversion that changes nothing would report the carrier's figures under the precision's name.
         if not self._arithmetics:
             raise UsageError(f"nothing of {type(model).__name__} can be converted ({_reasons(self.held)})")
 
     @property
-    def converted(self) -> tuple[ProductWeight, ...]:
+    def converted_weights(self) -> tuple[ProductWeight, ...]:
         return tuple(held for held in self.held if not held.reason)
 
     def __enter__(self) -> Self:
         try:
             stacks: dict[nn.Module, list[ProductWeight]] = {}
-            for held in self.converted:
+            # Experts of one module share its forward pass, so they are replaced together.
+            for held in self.converted_weights:
                 if held.kind == EXPERTS:
                     stacks.setdefault(held.module, []).append(held)
                 else:
@@ -107,11 +111,13 @@ class Conversion:
                         self._replaced.append(held.module)
                         vars(held.module)["arithmetic"] = self._arithmetics[id(held)]
                     self._replace(held.module, forward_of(held.module, held.kind, self._products(held)))
+            # A listening forward pass recognises products with stacked weights as they happen.
             for module, parameters in stacks.items():
                 self._replace(module, self._listening(module, parameters))
             for module, arithmetic in self._around:
                 if arithmetic is not None:
                     self._replace_around(module, arithmetic)
+        # A conversion that fails half way must not leave a model half converted.
         except BaseException:
             self.undo()
             raise
@@ -143,11 +149,11 @@ class Conversion:
 
     def _listening(self, module: nn.Module, parameters: Sequence[ProductWeight]) -> Callable[..., Any]:
         products = {parameter.parameter: self._products(parameter) for parameter in parameters}
-        own = module.forward
+        plain_forward = module.forward
 
         def forward(*arguments: Any, **options: Any) -> Any:
             with Stacked({name: getattr(module, name) for name in products}, products):
-                return own(*arguments, **options)
+                return plain_forward(*arguments, **options)
 
         return forward
 
@@ -161,7 +167,7 @@ def _checked_around(layer: Layer, arithmetic: Arithmetic | None) -> Arithmetic |
     return arithmetic
 
 
-def _decided(held: ProductWeight, arithmetic: Arithmetic | None, multiples: tuple[int, int]) -> ProductWeight:
+def _decide(held: ProductWeight, arithmetic: Arithmetic | None, multiples: tuple[int, int]) -> ProductWeight:
     if held.reason:
         return held
     if arithmetic is None:
@@ -183,7 +189,7 @@ def misfit(held: ProductWeight, multiples: tuple[int, int]) -> str:
 
 def _reasons(held: Sequence[ProductWeight]) -> str:
     counts = Counter(holder.reason for holder in held)
-    words = [f"{count} weight{'s' if count > 1 else ''}: {why}" for why, count in counts.most_common(3)]
+    words = [f"{count} weight{'s' if count > 1 else ''}: {reason}" for reason, count in counts.most_common(3)]
     return "; ".join(words) or "it has no layer that multiplies by weights"
 
 
@@ -216,7 +222,7 @@ class LayerProducts:
         with _without_autocast(x):
             return self._linear(x, self._master(weight)).to(dtype)
 
-    def grouped(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    def multiply_groups(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """x (M, K), its first sizes[0] rows times the first of the weights (N, K) transposed, and so on.
 
         One grouped product, its parts padded with zeros, where the arithmetic has one and most rows are no padding.
@@ -225,15 +231,19 @@ class LayerProducts:
         filled = [max(own_rows, -(-size // own_rows) * own_rows) for size in sizes]
         parts = torch.split_with_sizes(x, list(sizes))
         sides = {side for weight in weights for side in weight.shape}
+        # Mostly padding, or sides that its kernel refuses: one product a part is quicker.
         if not multiple or sum(filled) > 2 * len(x) or any(side % multiple for side in sides):
             pairs = zip(parts, weights, strict=True)
             products = [self.linear(part, weight) for part, weight in pairs if len(part)]
             return torch.cat(products) if products else self.linear(x, weights[0])
         rows = torch.cat([F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, filled, strict=True)])
         ends = torch.tensor(filled, device=x.device).cumsum(0).to(torch.int32)
-        own, dtype = [self._master(weight) for weight in weights], _own_dtype(x)
+        masters, dtype = [self._master(weight) for weight in weights], _own_dtype(x)
         with _without_autocast(x):
-            y = grouped_linear(rows, own, filled, ends, self.arithmetic, self._phase(), [None] * len(own)).to(dtype)
+            y = grouped_linear(rows, masters, filled, ends, self.arithmetic, self._phase(), [None] * len(masters)).to(
+                dtype
+            )
+        # Cut off the rows that filled up the parts.
         cut = zip(torch.split_with_sizes(y, filled), sizes, strict=True)
         return torch.cat([part[:size] for part, size in cut])
 
@@ -259,6 +269,7 @@ class LayerProducts:
                 return multiply(carried).to(dtype)
 
     def convolution(self, x: Tensor, weight: Tensor, geometry: Windows, groups: int) -> Tensor:
+        # torch keeps the layout of its input, and a layer after this one may rely on that.
         channels_last = any(
             tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
             for tensor in (x, weight)
@@ -268,8 +279,8 @@ class LayerProducts:
             pixels = x.permute(0, 2, 3, 1)
             rows = self._master(weight).permute(0, 2, 3, 1).flatten(1)
             parts = [
-                convolve(part, own, geometry, self.arithmetic, self._phase())
-                for part, own in zip(pixels.chunk(groups, -1), rows.chunk(groups), strict=True)
+                convolve(part, filters, geometry, self.arithmetic, self._phase())
+                for part, filters in zip(pixels.chunk(groups, -1), rows.chunk(groups), strict=True)
             ]
             y = (parts[0] if groups == 1 else torch.cat(parts, -1)).permute(0, 3, 1, 2).to(dtype)
         return y if channels_last else y.contiguous()  # the next layer may take it for rows
@@ -279,8 +290,8 @@ def forward_of(module: nn.Module, kind: str, products: LayerProducts) -> Callabl
     if kind == "linear":
         multiply = products.linear
         if isinstance(weight := weight_of(module), nn.Parameter):
-            whole = products.arithmetic.whole(weight)
-            multiply = multiply if whole is None else partial(products.whole, whole)
+            whole_layer = products.arithmetic.whole(weight)
+            multiply = multiply if whole_layer is None else partial(products.whole, whole_layer)
         return partial(_linear_forward, module, multiply)
     return partial(_conv1d if kind == "conv1d" else _conv2d, module, products)
 
@@ -334,31 +345,35 @@ class AcceleratedModel(PlainArithmetic):
         super().__init__(torch.bfloat16)
         self._recipe, self._level, self._facts = recipe, level, facts
 
-    def prepared(self, model: nn.Module, optimizer_of: OptimizerOf) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    def prepare_model(
+        self, model: nn.Module, optimizer_of: OptimizerOf
+    ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         """The prepared model and its optimizer.
 
         Raises UsageError where Accelerate refuses, or would change nothing. torchao's layers get new parameters, and an
         optimizer made before would never move them, so it is made afterwards. The other recipes want both at once.
         """
         name, apart = type(model).__name__, self._recipe == "ao"
+        # Its packages warn about versions whenever they are imported.
         with _quiet():
             try:
                 accelerator = self._accelerator()
-                made = accelerator.prepare(model) if apart else model
-                optimizer = optimizer_of([parameter for parameter in made.parameters() if parameter.requires_grad])
+                prepared = accelerator.prepare(model) if apart else model
+                optimizer = optimizer_of([parameter for parameter in prepared.parameters() if parameter.requires_grad])
                 if optimizer is not None:
                     optimizer = accelerator.prepare(optimizer) if apart else optimizer
                 if not apart:
-                    made, optimizer = accelerator.prepare(made, optimizer)
+                    prepared, optimizer = accelerator.prepare(prepared, optimizer)
+            # Refusals of Accelerate come as any of these; what is wrong is in the text.
             except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
                 words = " ".join(str(error).split())
                 raise UsageError(f"Accelerate prepares no {name} by recipe={self._recipe}: {words}") from error
-        if not converted_in(made):
+        if not converted_in(prepared):
             raise UsageError(
                 f"Accelerate converts nothing of {name}: it leaves the first and the last linear layer, and those "
                 "whose sides are no multiples of 16, as they are. Choose fp8, or a model with more linear layers."
             )
-        return made, optimizer
+        return prepared, optimizer
 
     def _accelerator(self) -> Any:
         from accelerate import Accelerator
@@ -386,7 +401,7 @@ def converted_in(model: nn.Module) -> frozenset[str]:
     )
 
 
-def unconverted(held: ProductWeight) -> ProductWeight:
+def explain_unchanged(held: ProductWeight) -> ProductWeight:
     if held.kind != LINEAR:
         return replace(held, rule="class", reason="Accelerate converts nn.Linear alone")
     if any(side % 16 for side in held.sides):
@@ -397,11 +412,11 @@ def unconverted(held: ProductWeight) -> ProductWeight:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silences warnings about kernels built for other versions, and about deprecations in Accelerate's packages."""
-    before = logging.root.manager.disable
+    level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(level)

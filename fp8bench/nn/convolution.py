@@ -119,6 +119,7 @@ def _write_out_windows(x: Tensor, geometry: Windows) -> Tensor:
     (along_up, along_across), (top, side) = geometry.stride, geometry.padding
     padded = F.pad(x.to(wide_dtype(x.dtype)), (0, 0, side, side, top, top))
     shifts = []
+    # One shifted copy for each place of the window, which together are what im2col gives.
     for row in range(geometry.size[0]):
         for column in range(geometry.size[1]):
             i, j = row * geometry.dilation[0], column * geometry.dilation[1]
@@ -197,6 +198,7 @@ def convolve(
     (O, height, width, I). `operands` are those of the weight, if it was cast already.
     """
     x = x.to(arithmetic.carrier)
+    # Without an explicit product torch's own convolution takes rounded operands.
     if not arithmetic.explicit:
         form = _Form(arithmetic, geometry, layout)
         y: Tensor = _ConvolvedProduct.apply(x, weight, form, phase, operands)  # type: ignore[no-untyped-call]

@@ -73,8 +73,8 @@ class CachedPass:
 class ServedLinear:
     """Multiplies by a kept weight. No module: in a step of one token what a module's call costs would show."""
 
-    def __init__(self, kept: KeptWeight) -> None:
-        self.kept = kept
+    def __init__(self, stored: KeptWeight) -> None:
+        self.kept = stored
 
     def __call__(self, x: Tensor, phase: Phases) -> Tensor:
         y = self.kept.times(x.reshape(-1, x.shape[-1]), phase)
@@ -181,8 +181,8 @@ class Decoder(nn.Module):
         vars(parent)[name] = served
 
     def _served_linear(self, path: str, weight: Tensor) -> ServedLinear:
-        self.layers[path] = kept = self._keep(path, weight)
-        return ServedLinear(kept)
+        self.layers[path] = stored = self._keep(path, weight)
+        return ServedLinear(stored)
 
     def _served_norm(self, path: str, norm: Norm) -> ServedNorm:
         weight = self._cast_once(f"{path}.weight", path)
@@ -231,18 +231,19 @@ class Decoder(nn.Module):
         tensors = [self.embedding, *([] if self.positions is None else [self.positions])]
         tensors += [norm.weight for norm in self.norms]
         tensors += [experts.router for experts in self.experts]
-        for kept in self.layers.values():
-            tensors += kept.tensors()
+        for stored in self.layers.values():
+            tensors += stored.tensors()
         once = {tensor.data_ptr(): tensor for tensor in tensors}  # a tied head is the embedding
         return sum(tensor.nbytes for tensor in once.values())
 
     def expert_bytes(self) -> int:
         """The bytes of the experts that the last pass read."""
         loads, total = self.loads, 0
-        for path, kept in self.layers.items():
+        for path, stored in self.layers.items():
+            # Paths of experts name the block and the expert; others are read in every pass.
             block, _, expert = path.removeprefix("blocks.").partition(".mlp.experts.")
             if expert and loads[int(block)][int(expert.partition(".")[0])]:
-                total += sum(tensor.nbytes for tensor in kept.tensors())
+                total += sum(tensor.nbytes for tensor in stored.tensors())
         return total
 
     def weight_count(self) -> int:

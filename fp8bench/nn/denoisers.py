@@ -134,13 +134,16 @@ class UNet(nn.Module):
         def block(inputs: int, outputs: int, name: str) -> TimedResidual:
             return TimedResidual(inputs, outputs, width, prefix_names(choose, name))
 
+        # Every block reads the time, so that one network serves all steps of the noise.
         self.time = TimeEmbedding(width, clock, prefix_names(choose, "time"))
         self.first = Convolution(CHANNELS, width, choose("first"))
         self.down = nn.ModuleList(block(width, width, f"down.{number}") for number in range(sizes.layers))
         self.middle = nn.ModuleList((block(width, 2 * width, "middle.0"), block(2 * width, 2 * width, "middle.1")))
+        # Attention only at the lowest resolution, where it is cheapest.
         heads = heads_of(2 * width)
         self.attn = SelfAttention(2 * width, heads, heads, 1.0, prefix_names(choose, "attn"), core)
         self.attn_norm = GroupNorm(2 * width)
+        # The way up also reads what the way down passed on, hence the wider inputs.
         self.up = nn.ModuleList(
             block(3 * width if number == 0 else width, width, f"up.{number}") for number in range(sizes.layers)
         )
@@ -148,15 +151,18 @@ class UNet(nn.Module):
         self.last = Convolution(width, CHANNELS, choose("last"))
 
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
+        # 1. The stream begins at full resolution.
         time = self.time(times, condition, phase)
         residual = self.around["residual"]
         x = start_stream(self.first(latent, phase), self.carrier, residual)
         for block in self.down:
             x = block(x, time, phase)
+        # 2. The middle runs at half the resolution, where attention is affordable.
         enter, leave = self.middle
         inner = enter(F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1), time, phase)
         mixed = self.attn(self.attn_norm(inner).flatten(1, 2), phase)
         inner = leave(cast_to(inner + mixed.view(inner.shape).to(inner.dtype), residual), time, phase)
+        # 3. Back at full resolution, next to what the way down passed on.
         x = torch.cat((inner.repeat_interleave(2, 1).repeat_interleave(2, 2), x), dim=-1)
         for block in self.up:
             x = block(x, time, phase)

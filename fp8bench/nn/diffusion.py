@@ -58,11 +58,13 @@ class Sampling(Exercise):
         for layer in self.layer.modules():
             if not isinstance(layer, Linear | Convolution):
                 continue
+            # Plain products multiply by weights in the carrier, so that no step casts them again.
             if layer.arithmetic.plain:
                 layer.weight.data = layer.weight.data.to(layer.arithmetic.carrier)
                 continue
             low = _multiplier(layer, layer.arithmetic)
             vars(layer).update(low)
+            # The first and last steps may run in high precision: both multipliers are kept ready.
             if self.plan.first + self.plan.last:
                 self.switched.append((layer, low, _multiplier(layer, self.high)))
             let_go(layer.weight)
@@ -187,11 +189,13 @@ def denoiser_state(
         core, rounded = HeadwiseCore(core), False
     clock, latents = carrier if rounded else wide, (sizes.batch, sizes.image, sizes.image, CHANNELS)
     shapes = [latents, (sizes.batch, sizes.width), *([] if plan else [latents])]
+    # The layer and its inputs are drawn alike for every precision; only the arithmetic differs.
     state = exercise(
         setup, lambda: DENOISERS[sizes.denoiser](sizes, choose, carrier, clock, core), shapes, wide, training=False
     )
     if plan is not None:
         return Sampling(state.layer, state.inputs, None, plan, setup.high)
+    # Times come from a generator of the CPU, whose numbers are the same on every device.
     noise, condition, image = state.inputs
     chance = torch.Generator("cpu").manual_seed(setup.seed)
     times = torch.randint(TIME_STEPS, (sizes.batch,), generator=chance, device="cpu")

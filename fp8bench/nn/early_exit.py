@@ -60,6 +60,7 @@ class EarlyExit(nn.Module):
             yield rows, logits
             if self.exits is None or number == len(self.blocks) - 1:
                 continue
+            # Rows that leave here cost nothing in the blocks that follow.
             stays = self._staying(self.exits, number, logits)
             x, rows = x[stays], rows[stays]
             if not len(rows):

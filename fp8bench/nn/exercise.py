@@ -84,11 +84,13 @@ def exercise(
         surround(layer)
         if VALUES.of(params) != "normal":
             _refill_weights(layer, params)
+        # Weights are drawn in float32 and widened, so that a reference has the same ones.
         if dtype is torch.float64:
             layer = layer.double()
         inputs = tuple((spread * drawn(params, shape)).to(dtype).requires_grad_(training) for shape in shapes)
         if not training:
             return Exercise(layer, inputs, None)
+        # The gradient needs the shape of the output, which only a forward pass knows.
         with torch.no_grad():
             output = layer(*inputs, SilentPhases())
         return Exercise(layer, inputs, drawn(params, output.shape).to(output.dtype))

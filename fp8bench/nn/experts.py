@@ -66,7 +66,9 @@ class ServedExperts:
     def __call__(self, x: Tensor, phase: Phases) -> Tensor:
         flat, wide = x.reshape(-1, x.shape[-1]), wide_dtype(x.dtype)
         scores, chosen = F.linear(flat.to(wide), self.router.to(wide)).topk(self.top_k)
+        # The host has to know how many tokens each expert gets, which waits for the device.
         self.loads = counts_on_host(count_tokens(chosen, len(self.router)))
+        # Sorted by expert, the rows of each lie together; the inverse order brings them back.
         order = chosen.flatten().argsort(stable=True)
         parts = torch.split_with_sizes(flat[order // self.top_k], self.loads)
         pairs = zip(self.experts, parts, strict=True)
@@ -150,6 +152,7 @@ class Experts(nn.Module):
 
     def _are_groupable(self) -> bool:
         """Whether all experts share one arithmetic, which multiplies in groups and whose multiples their sides are."""
+        # One grouped product needs one arithmetic for all experts, and sides that its kernel takes.
         common = self.experts[0].up.arithmetic
         if common.groups <= 0:
             return False

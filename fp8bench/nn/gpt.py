@@ -5,7 +5,7 @@ The caller chooses the arithmetic of each layer by its path in the model: `block
 so do embedding, norms, logits and the residual stream unless `around` gives them another one. The stream has the
 carrier's dtype; norms and loss are computed in fp32 (fp64 for the reference).
 
-Also here: `compiled`, a model through torch.compile, and `take_blocks`, whole blocks by a backend.
+Also here: `take_blocks`, whole blocks by a backend.
 """
 
 from __future__ import annotations
@@ -93,10 +93,12 @@ class GPT(LanguageModel):
         self.dropout = dropout
         self.carrier = carrier
         self.checkpointing = checkpointing
+        # Learned tables begin small: the first logits are then nearly the same for all tokens.
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
         self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
         self.blocks = build_blocks(config, choose, core or FusedCore(), dropout)
         self.norm = Norm(config.width, config.modern)
+        # A tied head multiplies by the embedding itself, so that both gradients add up in one tensor.
         tied = self.embedding if config.tied else None
         self.head = Linear(config.width, config.vocabulary, choose("head"), weight=tied)
         self.register_buffer("rotation", rotations(config.sequence, config.head_width) if config.modern else None)
@@ -144,7 +146,7 @@ def take_blocks(model: GPT, heads: int) -> None:
         assert isinstance(block.norm_attn, Norm) and isinstance(block.norm_mlp, Norm)
         weights = (block.attn.qkv.weight, block.attn.out.weight, block.mlp.up.weight, block.mlp.down.weight)
         norms = (block.norm_attn.weight, block.norm_mlp.weight)
-        layer = block.attn.qkv.arithmetic.fused(Fused(norms, weights, heads=heads))
+        layer = block.attn.qkv.arithmetic.fuse(Fused(norms, weights, heads=heads))
         if layer is not None:
             vars(block)["forward"] = _without_phases(layer)
 

@@ -93,12 +93,12 @@ class ProductWeight:
     @property
     def sides(self) -> tuple[int, int]:
         """Outputs and inputs of the forward product, of each matrix or group."""
-        first, *rest = self.shape
+        first, *others_sides = self.shape
         if self.kind == CONV1D:
-            return rest[0], first
+            return others_sides[0], first
         if self.kind == CONV2D:
-            return first // int(getattr(self.module, "groups", 1)), rest[0] * rest[1] * rest[2]
-        return (rest[0], rest[1]) if self.kind == EXPERTS else (first, rest[0])
+            return first // int(getattr(self.module, "groups", 1)), others_sides[0] * others_sides[1] * others_sides[2]
+        return (others_sides[0], others_sides[1]) if self.kind == EXPERTS else (first, others_sides[0])
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Any:
@@ -107,6 +107,7 @@ def weight_of(module: nn.Module, name: str = "weight") -> Any:
     parametrized = getattr(module, "parametrizations", {})
     if name not in parametrized:
         return getattr(module, name, None)
+    # Some parametrizations change in training when they are read; looking must change nothing.
     modes = [(part, part.training) for part in parametrized[name].modules()]
     parametrized[name].eval()
     try:
@@ -122,23 +123,25 @@ def weights_of(model: nn.Module, skip: Sequence[str] = ()) -> tuple[ProductWeigh
     `skip` are patterns of paths or kinds ('head', '*.router', 'model.layers.0') that stay as they are. Raises
     UnknownName for a pattern that fits nothing.
     """
+    # Layers that occur twice have several paths but one weight.
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
-    inside = {own for parent in paths if isinstance(parent, nn.MultiheadAttention) for own in parent.children()}
+    inside = {child for parent in paths if isinstance(parent, nn.MultiheadAttention) for child in parent.children()}
     head = _head_of(model, paths)
     holders = [
         replace(held, head=held.module is head)
         for module, names in paths.items()
         for held in _of_module(module, names, module in inside)
     ]
+    # A pattern that fits nothing is a typing error more often than not.
     for pattern in skip:
         if not any(_fits(held, pattern) for held in holders):
-            known = keys_of([layer for held in holders for layer in _layers(held)])
+            keys = keys_of([layer for held in holders for layer in _layers(held)])
             raise UnknownName(
-                "layer of this model", pattern, known, f"{_known(holders)}, and patterns of them ('*.router')"
+                "layer of this model", pattern, keys, f"{_describe_layers(holders)}, and patterns of them ('*.router')"
             )
-    return tuple(_skipped(held, skip) for held in holders)
+    return tuple(_skip(held, skip) for held in holders)
 
 
 def layers_around(model: nn.Module, holders: Sequence[ProductWeight]) -> list[tuple[Layer, nn.Module]]:
@@ -155,22 +158,25 @@ def layers_around(model: nn.Module, holders: Sequence[ProductWeight]) -> list[tu
 
 
 def check_map(keys: Collection[str], holders: Sequence[ProductWeight], around: Sequence[Layer] = ()) -> None:
-    known = keys_of([*(layer for held in holders for layer in _layers(held)), *around])
+    # Kinds, names and prefixes of names are all keys.
+    existing = keys_of([*(layer for held in holders for layer in _layers(held)), *around])
     for key in keys:
-        if key == RESIDUAL and key not in known:
+        if key == RESIDUAL and key not in existing:
             raise UsageError(
                 f"--precision-map {key}=...: a model of your own adds to its residual stream where nobody can see it. "
                 "Leave it out; embed, norm, logits and output can be given a precision."
             )
-        if key not in known:
-            raise UnknownName("layer of this model", key, known, _known(holders, [layer.kind for layer in around]))
+        if key not in existing:
+            raise UnknownName(
+                "layer of this model", key, existing, _describe_layers(holders, [layer.kind for layer in around])
+            )
 
 
 def _layers(held: ProductWeight) -> Iterator[Layer]:
     yield from (Layer(name, held.shown_kind, group=held.group) for name in (held.name, *held.also))
 
 
-def _known(holders: Sequence[ProductWeight], around: Sequence[str] = ()) -> str:
+def _describe_layers(holders: Sequence[ProductWeight], around: Sequence[str] = ()) -> str:
     words = (word for held in holders for word in (held.shown_kind, held.group))
     kinds = ", ".join(dict.fromkeys(filter(None, (*words, *around))))
     names = ", ".join(held.name for held in holders[:_SHOWN])
@@ -183,7 +189,7 @@ def _fits(held: ProductWeight, pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in (held.name, *held.also))
 
 
-def _skipped(held: ProductWeight, skip: Sequence[str]) -> ProductWeight:
+def _skip(held: ProductWeight, skip: Sequence[str]) -> ProductWeight:
     pattern = next((pattern for pattern in skip if _fits(held, pattern)), None)
     if pattern is None or held.reason:
         return held
@@ -193,32 +199,33 @@ def _skipped(held: ProductWeight, skip: Sequence[str]) -> ProductWeight:
 def _of_module(module: nn.Module, paths: Sequence[str], in_attention: bool) -> Iterator[ProductWeight]:
     kind, base = kind_of(module)
     if base is not None:
+        # torch's attention hands its weights to a function of its own, past any forward that could be replaced.
         first, *also = paths
         held = ProductWeight(first or type(module).__name__, kind, module, also=tuple(also))
-        rule, reason = _forward_refused(held, base) or _weight_refused(held) or ("", "")
+        rule, reason = _forward_objection(held, base) or _weight_objection(held) or ("", "")
         if in_attention:
             rule, reason = "not-called", "torch's own attention reads its weight and never calls it"
         yield replace(held, rule=rule, reason=reason)
     elif isinstance(module, _OTHERS):
         reason = f"there is no product of ours for {type(module).__name__}"
-        for own, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() > 1 and "weight" in own:
-                held = _of_parameter(module, paths, own, type(module).__name__)
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() > 1 and "weight" in attribute:
+                held = _of_parameter(module, paths, attribute, type(module).__name__)
                 yield replace(held, rule="class", reason=reason)
     elif not type(module).__module__.startswith("torch.nn."):
-        for own, parameter in module.named_parameters(recurse=False):
+        for attribute, parameter in module.named_parameters(recurse=False):
             # As far as its shape tells, a matrix for each of several experts.
             if is_lazy(parameter):
                 continue
             if parameter.dim() == 3 and min(parameter.shape) > 1 and parameter.is_floating_point():
-                held = _of_parameter(module, paths, own, EXPERTS)
-                rule, reason = _replaced(held) or _weight_refused(held) or ("", "")
+                held = _of_parameter(module, paths, attribute, EXPERTS)
+                rule, reason = _replacement_objection(held) or _weight_objection(held) or ("", "")
                 yield replace(held, rule=rule, reason=reason)
 
 
-def _of_parameter(module: nn.Module, paths: Sequence[str], own: str, kind: str) -> ProductWeight:
-    first, *also = (f"{path}.{own}".lstrip(".") for path in paths)
-    return ProductWeight(first, kind, module, own, tuple(also))
+def _of_parameter(module: nn.Module, paths: Sequence[str], attribute: str, kind: str) -> ProductWeight:
+    first, *also = (f"{path}.{attribute}".lstrip(".") for path in paths)
+    return ProductWeight(first, kind, module, attribute, tuple(also))
 
 
 def kind_of(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
@@ -228,20 +235,20 @@ def kind_of(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
     return next(((kind, base) for kind, base in kinds if base is not None and isinstance(module, base)), ("", None))
 
 
-def _forward_refused(held: ProductWeight, base: type[nn.Module]) -> tuple[str, str] | None:
+def _forward_objection(held: ProductWeight, base: type[nn.Module]) -> tuple[str, str] | None:
     kind = type(held.module)
     if any(getattr(kind, name, None) is not getattr(base, name, None) for name in ("forward", "_conv_forward")):
         return "forward", f"{kind.__name__} has a forward pass of its own, which a conversion would replace"
-    return _replaced(held)
+    return _replacement_objection(held)
 
 
-def _replaced(held: ProductWeight) -> tuple[str, str] | None:
+def _replacement_objection(held: ProductWeight) -> tuple[str, str] | None:
     if "forward" in vars(held.module):
         return "forward", "its forward pass has been replaced already"
     return None
 
 
-def _weight_refused(held: ProductWeight) -> tuple[str, str] | None:
+def _weight_objection(held: ProductWeight) -> tuple[str, str] | None:
     weight = held.weight
     if is_lazy(weight):
         return "shape", "its weight has no shape before the first forward pass: call the model once in make()"
@@ -249,6 +256,7 @@ def _weight_refused(held: ProductWeight) -> tuple[str, str] | None:
         return "dtype", f"its weight is {str(weight.dtype).removeprefix('torch.')}, quantised already"
     if type(weight) not in (torch.Tensor, nn.Parameter):
         return "dtype", f"its weight is a {type(weight).__name__}, a kind of tensor of its own"
+    # Each group is a product of its own, and hundreds of launches say nothing about a precision.
     groups = int(getattr(held.module, "groups", 1))
     if groups > MOST_GROUPS:
         return "groups", f"{groups} groups of channels are as many small products: at most {MOST_GROUPS} are converted"
@@ -258,9 +266,10 @@ def _weight_refused(held: ProductWeight) -> tuple[str, str] | None:
 def _head_of(model: nn.Module, paths: dict[nn.Module, list[str]]) -> nn.Module | None:
     """The layer of the model's output: what the model says, one tied to an embedding, or one with such a name."""
     says = getattr(model, "get_output_embeddings", None)
-    said = says() if callable(says) else None
-    if isinstance(said, nn.Module) and said in paths:
-        return said
+    declared = says() if callable(says) else None
+    if isinstance(declared, nn.Module) and declared in paths:
+        return declared
+    # A head that shares an embedding's weight is one whatever it is called.
     tables = {id(path.weight) for path in paths if isinstance(path, nn.Embedding)}
     layers = [path for path in paths if kind_of(path)[0]]
     tied = next((layer for layer in layers if id(weight_of(layer)) in tables), None)
@@ -304,7 +313,7 @@ class Multiplier(Protocol):
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x (..., K) times weight (N, K) transposed."""
 
-    def grouped(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    def multiply_groups(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
         """x (M, K), its first sizes[0] rows times the first of the weights (N, K) transposed, and so on."""
 
 
@@ -327,17 +336,20 @@ class Stacked(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Weights come as positions, so that one look finds them.
         args, named = _by_place(func, args, kwargs or {})
         place = next((place for place, arg in enumerate(args) if self._name(arg)), None)
         if place is None:
             return func(*args, **named)
         name = self._name(args[place])
+        # A call that is recognised is multiplied in the precision, or shown to whoever counts.
         if func in KNOWN or func in _SUMS:
-            told = _may_be_told(func, args, named, place)
-            if told and self._products is not None:
+            is_product = _may_be_told(func, args, named, place)
+            if is_product and self._products is not None:
                 return _product(func, args, place, self._products[name])
             run = partial(func, *args, **named)
-            return run() if self._around is None else self._around(name, told, run)
+            return run() if self._around is None else self._around(name, is_product, run)
+        # Any other call runs unchanged; its result may still be the weight in another shape.
         result = func(*args, **named)
         self._note(name, place, args, result)
         return result
@@ -346,8 +358,10 @@ class Stacked(TorchFunctionMode):
         return next((name for name, tensor in self._known if tensor is value), "") if isinstance(value, Tensor) else ""
 
     def _note(self, name: str, place: int, args: tuple[Any, ...], result: Any) -> None:
-        others = any(isinstance(arg, Tensor) and arg.is_floating_point() for at, arg in enumerate(args) if at != place)
-        if others:
+        has_other_tensor = any(
+            isinstance(arg, Tensor) and arg.is_floating_point() for at, arg in enumerate(args) if at != place
+        )
+        if has_other_tensor:
             return
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if (
@@ -360,28 +374,30 @@ class Stacked(TorchFunctionMode):
 
 
 def _by_place(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    rest, names = dict(named), _NAMES.get(func, ())
-    while len(args) < len(names) and names[len(args)] in rest:
-        args = (*args, rest.pop(names[len(args)]))
-    return args, rest
+    remaining, names = dict(named), _NAMES.get(func, ())
+    while len(args) < len(names) and names[len(args)] in remaining:
+        args = (*args, remaining.pop(names[len(args)]))
+    return args, remaining
 
 
 def _may_be_told(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], place: int) -> bool:
     """Whether a call is x times a weight, the weight being the argument at `place`."""
+    # Sums, keyword arguments and plain numbers are no product of two tensors.
     if (
         func in _SUMS
         or any(value is not None for value in named.values())
         or not all(isinstance(arg, Tensor) for arg in args[:2])
     ):
         return False
-    weight, other = args[place], args[1 - place]
+    weight, operand = args[place], args[1 - place]
+    # Each function names its weight at another place; a weight elsewhere is an operand like any other.
     if func in _LINEAR:
         return place == 1 and weight.dim() == 2
     if func in _GROUPED:
-        return place == 1 and len(args) == 3 and (other.dim(), weight.dim()) == (2, 3) and isinstance(args[2], Tensor)
-    each = weight.dim() == 3 and (other.dim() == 2 or (other.dim() == 3 and len(other) == len(weight)))
+        return place == 1 and len(args) == 3 and (operand.dim(), weight.dim()) == (2, 3) and isinstance(args[2], Tensor)
+    is_batched = weight.dim() == 3 and (operand.dim() == 2 or (operand.dim() == 3 and len(operand) == len(weight)))
     right = place == (0 if func is Tensor.__rmatmul__ else 1)
-    return each or (weight.dim() == 2 and (right or other.dim() > 1))
+    return is_batched or (weight.dim() == 2 and (right or operand.dim() > 1))
 
 
 def _product(func: Any, args: tuple[Any, ...], place: int, by: Multiplier) -> Tensor:
@@ -389,11 +405,12 @@ def _product(func: Any, args: tuple[Any, ...], place: int, by: Multiplier) -> Te
         y = by.linear(args[0], args[1])
         return y if len(args) < 3 or args[2] is None else y + args[2].to(y.dtype)
     if func in _GROUPED:
-        return _grouped(args[0], args[1], args[2].tolist(), by)
-    left, right = (args[1], args[0]) if func is Tensor.__rmatmul__ else args
-    if right is args[place]:
-        return _right(left, right, by)
-    return _right(right.mT, left.mT, by).mT
+        return _multiply_groups(args[0], args[1], args[2].tolist(), by)
+    first, second = (args[1], args[0]) if func is Tensor.__rmatmul__ else args
+    if second is args[place]:
+        # A product from the left is the transpose of one from the right.
+        return _right(first, second, by)
+    return _right(second.mT, first.mT, by).mT
 
 
 def _right(x: Tensor, weight: Tensor, by: Multiplier) -> Tensor:
@@ -401,13 +418,13 @@ def _right(x: Tensor, weight: Tensor, by: Multiplier) -> Tensor:
     if weight.dim() == 2:
         return by.linear(x, weight.mT)
     every = x.expand(len(weight), *x.shape[-2:])
-    y = by.grouped(every.flatten(0, 1), weight.mT.unbind(), [every.shape[1]] * len(weight))
+    y = by.multiply_groups(every.flatten(0, 1), weight.mT.unbind(), [every.shape[1]] * len(weight))
     return y.view(*every.shape[:2], -1)
 
 
-def _grouped(x: Tensor, weight: Tensor, ends: list[int], by: Multiplier) -> Tensor:
+def _multiply_groups(x: Tensor, weight: Tensor, ends: list[int], by: Multiplier) -> Tensor:
     """Rows of x (M, K) up to each of `ends` times their own matrix of (E, K, N). The host waits for the ends."""
     sizes = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-    y = by.grouped(x[: sum(sizes)], weight.mT.unbind(), sizes)
+    y = by.multiply_groups(x[: sum(sizes)], weight.mT.unbind(), sizes)
     # No group owns the rows behind the last end.
     return F.pad(y, (0, 0, 0, len(x) - len(y)))

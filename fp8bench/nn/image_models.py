@@ -44,6 +44,7 @@ class Bottleneck(nn.Module):
             "spatial": (inner, inner, Windows()),
             "expand": (inner, width, _POINT),
         }
+        # A shortcut is a product only where the widths differ.
         if inputs != width:
             parts["shortcut"] = (inputs, width, _POINT)
         self.norms = nn.ModuleDict({name: _drawn_norm(outputs) for name, (_, outputs, _) in parts.items()})

@@ -69,6 +69,7 @@ class KeptHeads:
         self.scale: Tensor | None = None
         self.scales: Tensor | None = None
         self.blocks = BlockCodes(self.kept) if isinstance(self.kept.shared, int) and self.kept.shared else None
+        # Codes of half a byte lie in pairs; any other format has a dtype of its own.
         columns, dtype = self.width, plain or torch.float8_e4m3fn
         if self.blocks is not None:
             columns, dtype = -(-self.width // 2), torch.uint8
@@ -76,6 +77,7 @@ class KeptHeads:
         self.codes = torch.zeros(*shape[:3], columns, dtype=torch.uint8, device=device)
         if dtype is not torch.uint8:
             self.codes = torch.zeros(shape, dtype=dtype, device=device)
+        # Scales of rows begin at 1, so that empty places decode to zero.
         if self.kept.shared == "row":
             self.scales = torch.ones(*shape[:3], 1, device=device)
 
@@ -94,12 +96,14 @@ class KeptHeads:
         elif self.blocks is not None:
             assert self.scales is not None
             self.codes[:, :, place], self.scales[:, :, place] = self.blocks.encode_rows(x)
+        # A carrier needs no code, everything else is scaled, cut off at the largest code and cast.
         elif self.kept.fmt is None:
             self.codes[:, :, place] = x
         else:
             scale = self.scale
             if self.kept.shared == "row":
                 assert self.scales is not None
+                # A row of zeros would divide by zero: its scale stops at a bound instead.
                 scale = E4M3.largest / x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
                 self.scales[:, :, place] = scale.reciprocal()
             wide = x.float() if scale is None else x.float() * scale
@@ -180,6 +184,7 @@ class IntegerWeight:
             self.native = torch._convert_weight_to_int4pack_for_cpu(codes, 1), scales_and_zeros
 
     def times(self, x: Tensor, phase: Phases) -> Tensor:
+        # torch's kernels for CPUs restore weights while they multiply; other devices do it ahead.
         if self.native and x.dtype is torch.bfloat16 and not self.low_inputs:
             with phase.gemm:
                 if self.name == "int8":
@@ -264,6 +269,7 @@ def draw_cached_values(
 
 def draw_weights(shapes: Shapes, seed: int, device: str) -> Callable[[str], Tensor]:
     """Random fp32 weights, each made on request: a whole fp32 model need not fit beside the kept one."""
+    # A generator for each weight, so that a weight does not depend on those drawn before it.
     places = {name: place for place, name in enumerate(shapes)}
 
     def weight(name: str) -> Tensor:

@@ -55,29 +55,29 @@ class LayerWorkload(Workload):
         from fp8bench.numerics.ranges import Ledger
 
         ledger = Ledger()
-        state = self.exercise(setup, self.counted(setup, ledger), setup.arithmetic.carrier)
+        state = self.exercise(setup, self.count_operands(setup, ledger), setup.arithmetic.carrier)
         ledger.tallies.clear()  # the tallies of the forward pass in preparing
         state.outcome()
         return ledger.statistics()
 
-    def counted(self, setup: Setup, ledger: Ledger) -> Choose:
-        from fp8bench.nn.arithmetics import counted
+    def count_operands(self, setup: Setup, ledger: Ledger) -> Choose:
+        from fp8bench.nn.arithmetics import count_casts
 
         choose = self.arithmetics(setup)
-        return lambda name: counted(choose(name), name, ledger)
+        return lambda name: count_casts(choose(name), name, ledger)
 
 
 class ConvolvedWorkload(LayerWorkload):
     """A workload with convolutions: operands are counted by the kind of their layer."""
 
-    def counted(self, setup: Setup, ledger: Ledger) -> Choose:
+    def count_operands(self, setup: Setup, ledger: Ledger) -> Choose:
         """Of windows that are written out the carrier is counted: each pixel once."""
-        from fp8bench.nn.arithmetics import PlainArithmetic, counted
+        from fp8bench.nn.arithmetics import PlainArithmetic, count_casts
 
         choose, kinds = self.arithmetics(setup), {layer.name: layer.kind for layer in self.layers(setup.params)}
 
         def choose_counted_values(name: str) -> Arithmetic:
             inner = choose(name)
-            return counted(PlainArithmetic(inner.carrier) if inner.explicit else inner, kinds[name], ledger)
+            return count_casts(PlainArithmetic(inner.carrier) if inner.explicit else inner, kinds[name], ledger)
 
         return choose_counted_values

@@ -124,10 +124,12 @@ class _LinearProduct(torch.autograd.Function):
         training: bool,
         operands: Both | None,
     ) -> Tensor:
+        # Transposed operands are kept only for gradients that will be asked for.
         for_x, for_weight = (training and needed for needed in ctx.needs_input_grad[:2])
         with cast_marker(arithmetic, phase):
             a, a_turned = _operands(arithmetic, x, Role.INPUT, for_weight)
             b, b_turned = operands or _operands(arithmetic, weight, Role.WEIGHT, for_x)
+        # What autograd saves counts as memory of the step, hence codes instead of sources where they suffice.
         ctx.save_for_backward(
             *_keep(arithmetic, a, a_turned, x, for_weight),
             *_keep(arithmetic, b, b_turned, weight, for_x),
@@ -144,6 +146,7 @@ class _LinearProduct(torch.autograd.Function):
         arithmetic, phase = ctx.arithmetic, ctx.phase
         a_data, a_scale, x, b_data, b_scale, weight = ctx.saved_tensors
         for_x, for_weight = ctx.needs_input_grad[:2]
+        # 1. Cast the gradient, and turn what forward has not turned.
         with cast_marker(arithmetic, phase):
             g, g_turned = _operands(arithmetic, gradient, Role.GRADIENT, for_weight)
             b, a = Operand(b_data, b_scale), Operand(a_data, a_scale)
@@ -154,6 +157,7 @@ class _LinearProduct(torch.autograd.Function):
             if for_weight and not ctx.input_is_turned:
                 a = arithmetic.turn(a, x, Role.INPUT)
         input_gradient = weight_gradient = None
+        # 2. Multiply for each gradient that is asked for.
         if for_x:
             with phase.gemm:
                 input_gradient = arithmetic.product(g, b, arithmetic.carrier)
@@ -248,6 +252,7 @@ def multiplied_by(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> It
     try:
         for path, arithmetic in arithmetics.items():
             layer = model.get_submodule(path)
+            # Only what the layer itself has is put back; the rest it has from its class.
             multiplier = {name: vars(layer)[name] for name in _MULTIPLIER if name in vars(layer)}
             usual.append((layer, multiplier))
             vars(layer).update(dict.fromkeys(multiplier), arithmetic=arithmetic)
@@ -272,9 +277,11 @@ class _GroupedProduct(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         with cast_marker(arithmetic, phase):
+            # All experts' weights are one stacked operand, but each is cast under scales of its own.
             a = arithmetic.cast(x, Role.INPUT)
             both = [pair or cast_both_ways(arithmetic, weight) for pair, weight in zip(operands, weights, strict=True)]
             b = stack_operands([operand for operand, _ in both])
+        # The transposes are taken now: the weights may have changed before the backward pass.
         turned_parts: list[Tensor | None] = []
         for _, operand in both:
             turned_parts += (operand.data, operand.scale)
@@ -282,7 +289,7 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.save_for_backward(source, ends, *turned_parts)
         ctx.arithmetic, ctx.phase, ctx.sizes = arithmetic, phase, sizes
         with phase.gemm:
-            return arithmetic.grouped(a, b, ends)
+            return arithmetic.multiply_groups(a, b, ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -296,8 +303,8 @@ class _GroupedProduct(torch.autograd.Function):
             g_turned = turn_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
             a_turned = turn_parts(arithmetic, Operand(source), source, Role.INPUT, ctx.sizes)
         with phase.gemm:
-            input_gradient = arithmetic.grouped(g, b, ends)
-            weight_gradients = arithmetic.grouped(g_turned, a_turned, ends)
+            input_gradient = arithmetic.multiply_groups(g, b, ends)
+            weight_gradients = arithmetic.multiply_groups(g_turned, a_turned, ends)
         with casting:  # as in a linear product
             wide = weight_gradients.to(wide_dtype(arithmetic.carrier))
         return input_gradient, None, None, None, None, None, *wide.unbind()

@@ -25,6 +25,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield path, value
         return
     parts: Iterable[tuple[Any, Any]]
+    # Names become a path, by which a message can point at the tensor.
     if isinstance(value, Mapping):
         parts = value.items()
     elif isinstance(value, list | tuple):
@@ -40,6 +41,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 def on_device(value: Any, device: torch.device | str, copy: bool = False) -> Any:
     """With `copy` also what lies there already is copied, for models that change what they are given. A tensor that
     stands there twice stays one."""
+    # By identity, so that a tensor that occurs twice is copied once.
     placed: dict[int, Tensor] = {}
 
     def move(part: Any) -> Any:
@@ -47,6 +49,7 @@ def on_device(value: Any, device: torch.device | str, copy: bool = False) -> Any
             if id(part) not in placed:
                 placed[id(part)] = part.to(device, non_blocking=True, copy=copy)
             return placed[id(part)]
+        # Containers are rebuilt with moved parts, and keep their class.
         if isinstance(part, Mapping):
             # A custom class may have attributes.
             mapping = shallow(part) if isinstance(part, MutableMapping) else {}
@@ -74,6 +77,7 @@ def call_of(model: nn.Module, batch: Any) -> Callable[[], Any]:
     """
     places, named = arguments_of(model, batch)
     home = next((parameter.device for parameter in model.parameters()), None)
+    # A wrong device is reported before the call, because torch's own message names no argument.
     for name, tensor in tensors_in(batch):
         if home is not None and tensor.device != home:
             raise UsageError(
@@ -114,6 +118,7 @@ def way_of(model: nn.Module, batch: Any) -> Callable[[Any], Arguments]:
             f"forward of {_name(model)} has no signature that Python could read, and its layers are out of reach, as "
             "those of torch.jit are: give the module that it was made from"
         ) from None
+    # The first way of passing the batch that forward's signature accepts is the one.
     wrong = ""
     for call in _ways(batch, len(signature.parameters) == 1):
         places, named = call(batch)
@@ -140,6 +145,7 @@ def _ways(batch: Any, takes_one: bool) -> Iterator[Callable[[Any], Arguments]]:
         if takes_one:
             yield lambda batch: ((batch,), {})
     elif isinstance(batch, list | tuple):
+        # A pair of a sequence and a mapping is meant as positions and names.
         both = len(batch) == 2 and isinstance(batch[0], list | tuple) and isinstance(batch[1], Mapping)
         yield (lambda pair: (tuple(pair[0]), dict(pair[1]))) if both else (lambda places: (tuple(places), {}))
 
@@ -186,10 +192,12 @@ def _takes_batch(loss: Loss) -> bool:
 
 
 def _guessed_loss(model: nn.Module, output: Any) -> tuple[Tensor, str]:
+    # 1. What the model itself calls a loss.
     floating = [(name, tensor) for name, tensor in tensors_in(output) if tensor.is_floating_point()]
     for name, value in floating:
         if name.split(".")[-1] == "loss" and value.numel() == 1:
             return value, f"the {name} that forward gives"
+    # 2. A single number can be differentiated as it is.
     for name, value in floating:
         if value.numel() == 1:
             return value, f"the single number that forward gives{f' as {name}' if name else ''}"
@@ -198,6 +206,7 @@ def _guessed_loss(model: nn.Module, output: Any) -> tuple[Tensor, str]:
             f"forward of {_name(model)} gives {shown_type(output)}, without a floating tensor to take a loss of: "
             "let make() return (model, batch, loss), where loss(output) gives one"
         )
+    # 3. Else a mean of squares, which gives every output a gradient.
     name, value = floating[0]
     shown = f"{name + ', ' if name else ''}{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}]"
     wide = value.to(wide_dtype(value.dtype))
@@ -212,6 +221,6 @@ def shown_type(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def changed(copied: Any) -> bool:
+def was_changed(copied: Any) -> bool:
     """Whether something has been written into a fresh copy of a batch."""
     return any(tensor._version for _, tensor in tensors_in(copied) if not tensor.is_inference())

@@ -40,11 +40,11 @@ class Storage:
     settles: bool = False
     of: Callable[[str], Storage] | None = None
 
-    def named(self, name: str) -> Storage:
+    def for_tensor(self, name: str) -> Storage:
         return self if self.of is None else self.of(name)
 
 
-def scaled(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> Storage:
+def scaled_storage(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> Storage:
 
     def keep(x: Tensor) -> Operand:
         scale, inverse = current_scale(largest_magnitude(x), fmt, rounding)
@@ -76,9 +76,9 @@ def storages(arithmetic: Arithmetic, same: bool) -> tuple[Storage, Storage]:
     moment that a short range flushes to zero divides the update by epsilon.
     """
     if arithmetic.plain and arithmetic.carrier is torch.float16:
-        return scaled(FP16), scaled(FP16)
+        return scaled_storage(FP16), scaled_storage(FP16)
     storage = in_arithmetic(arithmetic)
-    return storage, storage if same or arithmetic.plain else scaled(FP16)
+    return storage, storage if same or arithmetic.plain else scaled_storage(FP16)
 
 
 class Bucket:
@@ -98,15 +98,17 @@ class Bucket:
         """All tensors are fp32 and belong to the bucket from now on; `steps` have been taken before."""
         self.parameters = parameters
         self.gradients = gradients
+        # Moments that are stored unchanged need no cast, and torch updates them in place.
         self.plain = None if any(storage.casts for storage in storages) else (first, second)
         self._fused = fused
         indices = range(len(parameters))
-        self._first = [storages[0].named(f"moment.first.{index}") for index in indices]
-        self._second = [storages[1].named(f"moment.second.{index}") for index in indices]
+        self._first = [storages[0].for_tensor(f"moment.first.{index}") for index in indices]
+        self._second = [storages[1].for_tensor(f"moment.second.{index}") for index in indices]
         self._kept: tuple[list[Operand], list[Operand]] = ([], [])
         # torch reads the count of an unfused step on the host, and of a fused one on the device.
         place = parameters[0].device if fused else torch.device("cpu")
         self._steps = [torch.tensor(float(steps), device=place) for _ in parameters]
+        # Delayed scales settle only once they have seen the values; a second pass has them settled.
         if self.plain is None:
             self.keep(first, second)
         if any(storage.settles for storage in storages):
@@ -119,7 +121,7 @@ class Bucket:
             MemoryRole.OPTIMIZER: (self.plain, self._kept, self._steps),
         }
 
-    def restored(self) -> tuple[list[Tensor], list[Tensor]]:
+    def restore(self) -> tuple[list[Tensor], list[Tensor]]:
         if self.plain is not None:
             return self.plain
         first, second = self._kept
@@ -128,7 +130,7 @@ class Bucket:
     def keep(self, first: list[Tensor], second: list[Tensor]) -> None:
         self._kept = _keep_all(self._first, first), _keep_all(self._second, second)
 
-    def kept(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def stored_tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         if self.plain is not None:
             return *self.plain, self._steps
         first, second = self._kept
@@ -139,6 +141,7 @@ class Bucket:
 
         Unfused, torch takes whole lists (foreach) on a GPU, and tensor by tensor on a CPU.
         """
+        # The functional form takes lists, so that a bucket needs no optimizer object.
         adamw(
             self.parameters,
             self.gradients,
@@ -172,7 +175,7 @@ def _tensors_of(operands: list[Operand]) -> list[Tensor]:
     return tensors
 
 
-def bucketed(elements: Sequence[int], most: int) -> Iterator[slice]:
+def split_into_buckets(elements: Sequence[int], most: int) -> Iterator[slice]:
     """Slices of consecutive tensors with at most `most` elements together, or with one larger tensor."""
     start = total = 0
     for index, count in enumerate(elements):

@@ -32,7 +32,7 @@ from fp8bench.nn.kept import (
     kept_weight,
 )
 from fp8bench.nn.model_calls import short_words
-from fp8bench.nn.own_model import seeded
+from fp8bench.nn.own_model import seed_generators
 from fp8bench.nn.served import ServedArm, ServedShape
 from fp8bench.protocols import Phases, SilentPhases
 
@@ -76,8 +76,9 @@ class StaticKeys:
 
 def make_model(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFacts) -> tuple[nn.Module, Tensor | None]:
     """A maker's model, drawn from the seed, and its tokens (texts, positions), if it gives any."""
+    # The maker is foreign code: whatever it raises is reported with its name.
     try:
-        with seeded(seed, facts):
+        with seed_generators(seed, facts):
             answer = maker()
     except Fp8benchError:
         raise
@@ -105,6 +106,7 @@ class OwnDecoder:
         self.model = model.to(device, self.carrier).eval().requires_grad_(False)
         self.phase: Phases = SilentPhases()
         self.calibrates = False
+        # Without a cache argument every token would read the whole prompt again, which is no serving.
         self._asks = inspect.signature(model.forward).parameters
         if _CACHE not in self._asks:
             raise UsageError(
@@ -114,6 +116,7 @@ class OwnDecoder:
         self.held = kept_layers(name, model)
         theirs: Any = sys.modules.get("transformers")
         is_theirs = theirs is not None and isinstance(model, theirs.PreTrainedModel)
+        # Hugging Face's models take their own kind of cache.
         self.cache: Any = theirs.StaticCache(model.config, sizes[1]) if is_theirs else StaticKeys(sizes[1])
         self.vocabulary = self._begin(sizes[0])
         self.kept: dict[str, KeptWeight] = {}
@@ -156,6 +159,7 @@ class OwnDecoder:
         """Runs one token, so that the cache has its tensors; returns the number of ids."""
         tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         try:
+            # A first token shows the vocabulary, and that the cache is written.
             with torch.no_grad():
                 vocabulary = self.forward(tokens, 0, self.phase).shape[2]
         except (torch.OutOfMemoryError, UsageError):
@@ -165,6 +169,7 @@ class OwnDecoder:
         layers = self.cache.layers
         if not layers or not all(isinstance(layer.keys, Tensor) and layer.keys.numel() for layer in layers):
             raise UsageError(f"{self.name}: forward puts nothing into the cache that it gets. Call {_CACHE}.update.")
+        # Sliding windows drop keys, so that the bytes of the cache depend on more than the context.
         if any(getattr(layer, "is_sliding", False) for layer in layers):
             raise UsageError(f"{self.name}: some layers see a sliding window alone, whose bytes are not counted here.")
         return vocabulary
@@ -172,17 +177,19 @@ class OwnDecoder:
     def _keep_weights(self, arm: ServedArm) -> None:
         for held in self.held:
             module = held.module
+            # A layer that the map leaves out keeps the carrier's product.
             format_of = arm.carrier if self.layer_of(held) is None else arm.weight_format
             if format_of in DTYPES:
                 vars(module)["forward"] = self._product(module.forward)
                 continue
             weight = held.weight.float()
-            kept = kept_weight(weight.t() if held.kind == CONV1D else weight, format_of, arm.low_inputs)
-            self.kept[held.name] = kept
-            vars(module)["forward"] = self._product(kept, getattr(module, "bias", None))
+            stored = kept_weight(weight.t() if held.kind == CONV1D else weight, format_of, arm.low_inputs)
+            self.kept[held.name] = stored
+            vars(module)["forward"] = self._product(stored, getattr(module, "bias", None))
 
     def layer_of(self, held: ProductWeight) -> int | None:
         """The number of the block that a linear layer is in, if it is in any."""
+        # The first number in its path is the layer's, as in Hugging Face's names.
         match = None if held.head else re.search(r"(?:^|\.)(\d+)(?:\.|$)", held.name)
         if match is None:
             return None
@@ -214,14 +221,15 @@ class OwnDecoder:
                 layer.update = self._round_update(layer.update, (keys, values))
 
     def _round_update(self, update: Callable[..., Any], pair: tuple[KeptHeads, KeptHeads]) -> Callable[..., Any]:
-        def update_rounded_values(keys: Tensor, values: Tensor, *others: Any, **named: Any) -> Any:
+        def update_rounded_values(keys: Tensor, values: Tensor, *more: Any, **named: Any) -> Any:
             with self.phase.cast:
                 for heads, new in zip(pair, (keys, values), strict=True):
                     if self.calibrates:
                         heads.calibrate(new)
                     heads.put(new, 0)
+                # Attention reads what the cache would give back, not what was written.
                 both = [heads.read(keys.shape[2]) for heads in pair]
-            return update(*both, *others, **named)
+            return update(*both, *more, **named)
 
         return update_rounded_values
 
@@ -279,14 +287,17 @@ def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> 
     """What is counted for a model, once its cache is checked: token by token must give the logits of a whole prompt."""
     decoder = OwnDecoder(name, model, ServedArm("fp32"), (1, _TRIED), facts.key)
     generator = torch.Generator(facts.key).manual_seed(seed)
+    # Without gradients, and on one text: whether the cache is right needs no statistics.
     tokens = torch.randint(decoder.vocabulary, (1, _TRIED), generator=generator, device=facts.key)
     with torch.no_grad():
         with QueryHeads() as query:
             at_once = decoder.forward(tokens, 0, SilentPhases(), every=True)
         parts = [decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_TRIED)]
+    # 1. Finite logits, or any comparison would fail for another reason.
     if bool(at_once.isnan().any()):
         raise UsageError(f"{name}: its logits have NaN in fp32: are its weights finite?")
     one_by_one, finite = torch.cat(parts, 1), at_once.isfinite()  # models mask ids that they have not by -inf
+    # 2. The same logits token by token as at once, up to rounding.
     same = torch.equal(one_by_one[~finite], at_once[~finite])
     off = float((one_by_one - at_once)[finite].norm() / at_once[finite].norm()) if same else math.inf
     if not off <= _CLOSE:

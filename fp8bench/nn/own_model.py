@@ -17,7 +17,7 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion import AcceleratedModel, Conversion
-from fp8bench.nn.model_calls import changed, loss_of, on_device, short_words, shown_type, tensors_in, way_of
+from fp8bench.nn.model_calls import loss_of, on_device, short_words, shown_type, tensors_in, was_changed, way_of
 from fp8bench.nn.training_step import adamw, eager
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
 from fp8bench.protocols import Arithmetic, Layer, Phases, Setup, SilentPhases, key_of
@@ -43,12 +43,14 @@ class Given(NamedTuple):
 
 
 def parse_given(name: str, answer: object, seed: int = 0) -> Given:
+    # Tuples by position, dictionaries by name.
     match answer:
         case (nn.Module() as model, batch):
             return _make_given(name, seed, model=model, **_one_or_many(batch))
         case (nn.Module() as model, batch, loss) if callable(loss):
             return _make_given(name, seed, model=model, loss=loss, **_one_or_many(batch))
         case Mapping() if isinstance(answer.get("model"), nn.Module) and {"batch", "batches"} & answer.keys():
+            # A name that nobody reads is a typing error.
             for word in answer:
                 if word not in Given._fields:
                     raise UnknownName(f"name in what {name} gives", str(word), Given._fields)
@@ -76,6 +78,7 @@ def _make_given(name: str, seed: int, **parts: Any) -> Given:
             raise UsageError(f"{name}: its {word} is {shown_type(parts[word])}. Give a function.")
     if parts.get("schedule") is not None and parts.get("optimizer") is None:
         raise UsageError(f"{name} gives a schedule and no optimizer that it could be of. Give both.")
+    # A single batch is its own first one; of several the first is drawn.
     if "batch" in parts:
         return Given(**parts)
     batches = parts["batches"]
@@ -87,9 +90,10 @@ def _make_given(name: str, seed: int, **parts: Any) -> Given:
 
 
 @contextmanager
-def seeded(seed: int, facts: DeviceFacts) -> Iterator[None]:
+def seed_generators(seed: int, facts: DeviceFacts) -> Iterator[None]:
     """Seeds all random generators for the body, and restores the process's own states afterwards."""
     numpy = sys.modules.get("numpy")
+    # Random states outside of torch are the user's: they are put back at the end.
     states = random.getstate(), numpy and numpy.random.get_state()
     gpus = [facts.index] if facts.accelerated else []
     with torch.random.fork_rng(gpus, device_type=facts.kind):
@@ -130,7 +134,7 @@ class OwnModel:
 
     def __init__(
         self,
-        given: Given,
+        parts: Given,
         setup: Setup,
         multiples: tuple[int, int] = (1, 1),
         *,
@@ -139,7 +143,7 @@ class OwnModel:
         draws_alike: bool = False,
     ) -> None:
         params = setup.params
-        self.model, batch, self._loss = given[:3]
+        self.model, batch, self._loss = parts[:3]
         self._batch = batch
         self._arguments_of = way_of(self.model, batch)
         # Until a step has shown that it leaves what it is given as it was. A device copies a batch of the host anyway.
@@ -150,6 +154,7 @@ class OwnModel:
                     f"{name or 'the batch'} is on {tensor.device}, and the model is measured on {setup.facts.key}: put "
                     "it there, or on the CPU."
                 )
+        # A conversion comes first: an optimizer must get the parameters that are in use afterwards.
         self.loss_words = ""
         self._facts, self._seed, self._loss_scale = setup.facts, setup.seed, setup.loss_scale
         self.training = params["pass"] == "training"
@@ -161,11 +166,12 @@ class OwnModel:
         self.parameters = _trained_in(self.model)
         if self.training and not self.parameters:
             raise UsageError(f"{params['make']}: no parameter of its model needs a gradient. Profile its --forward.")
+        # Accelerate makes new parameters, so that the optimizer is made by it, too.
         optimizer_of = partial(_optimizer, str(params["optimizer"]), facts=setup.facts)
         if prepares is None:
             self.optimizer = optimizer_of(list(self.parameters.values()))
         else:
-            self.model, self.optimizer = prepares.prepared(self.model, optimizer_of)
+            self.model, self.optimizer = prepares.prepare_model(self.model, optimizer_of)
             self.parameters = _trained_in(self.model)
         self._call: Call = call_model
         if compiles and params["compile"] == "yes":
@@ -177,23 +183,27 @@ class OwnModel:
     def step(self, phase: Phases) -> object:
         self._mark(phase)
         self.doing = "loading its batch"
+        # 1. Load the batch, a copy until a step has shown that it leaves it as it was.
         with phase.data_load:
             batch = on_device(self._batch, self._facts.key, copy=self._copies)
             places, named = self._arguments_of(batch)
+        # 2. Forward; inference ends here.
         self.doing = "forward"
         if not self.training:
             with torch.no_grad():
                 output = self._call(self.model, places, named)
-            self._copies = self._copies and changed(batch)
+            self._copies = self._copies and was_changed(batch)
             return output
         loss = self._loss_of(self._call(self.model, places, named), batch)
-        self._copies = self._copies and changed(batch)
+        self._copies = self._copies and was_changed(batch)
+        # 3. Backward, and take the loss scale out of the gradients.
         self.doing = "backward"
         (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
         if self._loss_scale != 1.0:
             with phase.accumulate:
                 gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
                 torch._foreach_mul_(gradients, 1.0 / self._loss_scale)
+        # 4. Step the optimizer, and drop the gradients.
         self.doing = "the optimizer"
         if self.optimizer is not None:
             with phase.optimizer_step:
@@ -210,7 +220,7 @@ class OwnModel:
         self._mark(SilentPhases())
         batch = on_device(self._batch, self._facts.key, copy=True)
         places, named = self._arguments_of(batch)
-        with seeded(self._seed, self._facts), torch.set_grad_enabled(self.training):
+        with seed_generators(self._seed, self._facts), torch.set_grad_enabled(self.training):
             output = self._call(self.model, places, named)
             outputs = tuple(tensor.detach() for _, tensor in tensors_in(output) if tensor.is_floating_point())
             if not self.training:
@@ -234,7 +244,7 @@ class OwnModel:
             self.conversion.phase = phase if self._call is call_model else SilentPhases()
 
     def _compile(self, draws_alike: bool) -> Call:
-        """The call as a compiled function, by a first step. Its code object is a copy: see `nn.gpt.compiled`."""
+        """Compiles the call by a first step. Its code object is a copy: see `nn.compiling.compile_model`."""
         # Imported here, because they bring the compiler.
         from torch._dynamo.utils import counters
         from torch._inductor import config
@@ -244,6 +254,7 @@ class OwnModel:
         )
         graph: Call = torch.compile(copied)
         graphs = counters["stats"]["unique_graphs"]
+        # The first call compiles; without its optimizer, so that the weights stay as they are.
         self._call = graph
         optimizer, self.optimizer = self.optimizer, None
         with config.patch(fallback_random=True) if draws_alike else nullcontext():

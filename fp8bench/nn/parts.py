@@ -63,21 +63,22 @@ class FeedForward(nn.Module):
 
 
 class NormedFeedForward(nn.Module):
-    """RMS norm, up, activation, down. Where the arithmetic can, norm and up are one layer, or (`whole`) all of it."""
+    """RMS norm, up, activation, down. Where it can, norm and up are one layer, or all is (`both_products`)."""
 
-    def __init__(self, width: int, hidden: int, gated: bool, choose: Choose, whole: bool) -> None:
+    def __init__(self, width: int, hidden: int, gated: bool, choose: Choose, both_products: bool) -> None:
         super().__init__()
         self.norm = Norm(width, root_mean_square=True)
         self.block = FeedForward(width, hidden, gated, 1.0, choose)
         up, down = self.block.up, self.block.down
-        weights = (up.weight, down.weight) if whole else (up.weight,)
-        self._whole = whole
-        self._fused = up.arithmetic.fused(Fused((self.norm.weight,), weights, gated))
+        weights = (up.weight, down.weight) if both_products else (up.weight,)
+        self._whole = both_products
+        # A library may fuse the norm, the first product and, with the second one, the activation.
+        self._fused = up.arithmetic.fuse(Fused((self.norm.weight,), weights, gated))
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         if self._fused is None:
-            whole: Tensor = self.block(self.norm(x), phase)
-            return whole
+            unfused: Tensor = self.block(self.norm(x), phase)
+            return unfused
         product = region(phase.gemm, self._fused, x)
         if self._whole:
             return product

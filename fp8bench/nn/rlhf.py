@@ -108,5 +108,6 @@ def frozen_models(actor: GPT, config: GPTConfig, batch: int, weight_format: str,
         kv = "fp32" if carrier is torch.float32 else "bf16"
         return Decoder(config, weight, keep, kv, carrier, (batch, config.sequence))
 
+    # The reference is the actor as it began; the reward model has weights of its own.
     with torch.no_grad():
         return {"reference": model(lambda name: initial[name].clone()), "reward": model(reward)}

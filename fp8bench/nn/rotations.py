@@ -32,7 +32,7 @@ _WHOLE_SUM = 1 << 10
 _RUNS = 1 << 12
 
 
-def rotated(x: Tensor, seed: int) -> Tensor:
+def rotate(x: Tensor, seed: int) -> Tensor:
     """`x` with every 16 elements of its last dimension rotated by the seed's matrix, float32.
 
     The last dimension is padded with zeros to a multiple of 16. The result keeps that length, which a product needs to
@@ -58,9 +58,9 @@ def rotation(x: Tensor, seed: int) -> RotatedTensor:
     memory, turned = laid(filled)
     out = torch.empty(memory.shape, dtype=torch.float32, device=x.device)
     parts = len(memory) // SIZE if turned else len(memory)
-    amaxes, before = (torch.empty(parts, dtype=torch.float32, device=x.device) for _ in range(2))
-    torch.ops.fp8bench.rotated_and_looked_at(memory, matrix, out, amaxes, before, turned)
-    return RotatedTensor(out.t() if turned else out, amaxes, before)
+    amaxes, amaxes_before = (torch.empty(parts, dtype=torch.float32, device=x.device) for _ in range(2))
+    torch.ops.fp8bench.rotated_and_looked_at(memory, matrix, out, amaxes, amaxes_before, turned)
+    return RotatedTensor(out.t() if turned else out, amaxes, amaxes_before)
 
 
 def _fill_up(x: Tensor) -> Tensor:
@@ -93,14 +93,14 @@ class LookingRotationKernel(Kernel):
     turned: bool
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        given, matrix, out, amaxes, before = tensors
+        source, matrix, out, amaxes, amaxes_before = tensors
         run, signs = (1, matrix.unsqueeze(-1)) if self.turned else (2, matrix)
-        each = [given.narrow(run, number, 1) for number in range(SIZE)]
-        turned = reduce(torch.add, [tensor.to(torch.float64) * signs[place] for place, tensor in enumerate(each)])
+        columns = [source.narrow(run, number, 1) for number in range(SIZE)]
+        turned = reduce(torch.add, [tensor.to(torch.float64) * signs[place] for place, tensor in enumerate(columns)])
         out.copy_(turned)
         amaxes.copy_(turned.to(torch.float32).abs().amax((1, 2)))
         # The maximum with the first of the run changes nothing, but both then read it, which puts them into one loop.
-        before.copy_(torch.maximum(given.abs(), each[0].abs()).amax((1, 2)))
+        amaxes_before.copy_(torch.maximum(source.abs(), columns[0].abs()).amax((1, 2)))
         return ()
 
     def examples(self) -> list[Tensor]:
@@ -143,9 +143,9 @@ def _times(x: Tensor, matrix: Tensor) -> Tensor:
 @lru_cache(maxsize=1024)
 def _matrix(seed: int, device: torch.device) -> Tensor:
     """Sylvester's Hadamard matrix of 16, scaled by 1/4 to be orthogonal, its rows with random signs."""
-    here = torch.device("cpu")  # not the caller's default device
-    matrix = torch.ones(1, 1, dtype=torch.float64, device=here)
+    cpu = torch.device("cpu")  # not the caller's default device
+    matrix = torch.ones(1, 1, dtype=torch.float64, device=cpu)
     while len(matrix) < SIZE:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    negative = random_bits((SIZE, 1), torch.tensor([seed], device=here)) >= 1 << (RANDOM_BITS - 1)
+    negative = random_bits((SIZE, 1), torch.tensor([seed], device=cpu)) >= 1 << (RANDOM_BITS - 1)
     return torch.where(negative, -matrix, matrix).div(SIZE**0.5).to(device)

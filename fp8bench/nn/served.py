@@ -128,18 +128,22 @@ def kept_support(precision: Precision, outputs: int, inputs: int, facts: DeviceF
 
 def _arm_support(arm: ServedArm, shape: ServedShape, precision: Precision, facts: DeviceFacts) -> Support:
     weights = arm.weight_format
+    # 1. What a served model cannot be.
     if arm.carrier not in CARRIERS:
         return hardware.refused(f"a served model's values travel in {' or '.join(CARRIERS)}, not in {arm.carrier}")
     if precision.whole_layers or (precision.name != SERVED and precision.float32_products != "highest"):
         return hardware.refused(f"{precision.mode} has no weights that could be kept: choose another dtype")
     if weights not in (OWN, arm.carrier) and precision.carried_by:
         return hardware.refused(f"{precision.mode} keeps weights its own way: weights={arm.weights} is another")
+    # 2. Keys and values in a format are decoded ahead of attention, which reads the carrier only.
     if arm.kv_format != arm.carrier:
         return hardware.emulated(f"keys and values in {arm.kv} are restored before torch's attention")
+    # 3. Weights in the carrier need no kernel of their own.
     if weights in (OWN, arm.carrier):
         return hardware.native("torch's own products") if precision.name == SERVED else precision.support(facts)
+    # 4. torch has kernels for coded weights on CPUs only, and for whole groups of outputs.
     native = not facts.accelerated and arm.carrier == "bf16" and not arm.low_inputs and weights in CPU_KERNELS
-    if native and not (weights == "int4" and any(outputs % 16 for _, outputs, _ in shape.kept)):
+    if native and not (weights == "int4" and any(outputs % 16 for _, outputs, _ in shape.format_matrices)):
         return hardware.native(f"torch's {CPU_KERNELS[weights]}")
     return hardware.emulated(f"weights in {weights} are restored before they are multiplied")
 
@@ -161,6 +165,7 @@ def served_shapes(config: GPTConfig) -> Shapes:
     shapes: Shapes = {"embedding": ((vocabulary, width), 0.02)}
     if not config.modern:
         shapes["positions"] = ((config.sequence, width), 0.01)
+    # Blocks follow in order, each with its norms, attention, router and feed-forward parts.
     for number in range(config.layers):
         block = f"blocks.{number}"
         shapes[f"{block}.norm_attn.weight"] = shapes[f"{block}.norm_mlp.weight"] = ((width,), 0.0)
@@ -172,6 +177,7 @@ def served_shapes(config: GPTConfig) -> Shapes:
             is_up = part.endswith("up")
             shapes[f"{block}.{part}.weight"] = ((up, width), into) if is_up else ((width, config.hidden), out_of)
     shapes["norm.weight"] = ((width,), 0.0)
+    # A tied head is the embedding, which is there already.
     if not config.tied:
         shapes["head.weight"] = ((vocabulary, width), into)
     return shapes
@@ -207,7 +213,7 @@ class ServedShape:
         return sum(prod(shape) for name, shape in self.shapes if name.split(".")[0] in parts and len(shape) > 1)
 
     @property
-    def kept(self) -> Iterator[tuple[int, int, int]]:
+    def format_matrices(self) -> Iterator[tuple[int, int, int]]:
         """Layer, outputs and inputs of each matrix that an arm may keep in a format."""
         for name, shape in self.shapes:
             if name.startswith("blocks.") and len(shape) == 2 and not name.endswith(ROUTER):
@@ -216,11 +222,11 @@ class ServedShape:
 
 def check_groups(shape: ServedShape, arm: ServedArm) -> None:
     """Raises UsageError where rows of a weight cannot be divided into groups of int4, or no weight has a format."""
-    if arm.weight_format not in (OWN, *CARRIERS) and not any(shape.kept):
+    if arm.weight_format not in (OWN, *CARRIERS) and not any(shape.format_matrices):
         raise UsageError(
             f"weights={arm.weights} changes nothing: no linear layer of the model is in a numbered block. Leave it out."
         )
-    for layer, _, inputs in shape.kept:
+    for layer, _, inputs in shape.format_matrices:
         if arm.weights == "int4" and inputs % INT4_GROUPS[-1]:
             raise UsageError(
                 f"weights=int4 shares scales in groups of {INT4_GROUPS[-1]} or more, and rows of a weight of layer "

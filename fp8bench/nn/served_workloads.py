@@ -46,6 +46,7 @@ class ServedWorkload(Workload):
         """The case's precision."""
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        # The usual sizes depend on the device: a CPU takes minutes for a GPU's.
         size, context = self.usual[facts.accelerated]
         formats = (("kv", "keys and values", KV_FORMATS), ("weights", "its blocks' weights", WEIGHT_FORMATS))
         return (

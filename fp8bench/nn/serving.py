@@ -59,17 +59,21 @@ def served_state(setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: i
     params, device = setup.params, setup.facts.key
     size, batch, context = str(params["size"]), int(params["batch"]), int(params["context"])
     with torch.no_grad():
+        # 1. Build the decoder: one of ours by its size, or one around a model of the user's.
         if size in SERVED_SIZES:
             model: Decoder | OwnDecoder = _decoder(setup, arm, layers, SERVED_SIZES[size], (batch, context))
         else:
             users, _ = make_model(named(size), size, setup.seed, setup.facts)
             model = OwnDecoder(size, users, arm, (batch, context), device)
+        # 2. Fill the cache up to the new tokens, with values that depend on the seed alone.
         generator = torch.Generator(device).manual_seed(setup.seed)
         model.fill(context - new, generator)
         model.calibrates = new == context
+        # Without a static cache each step gets tensors that grow by its tokens.
         if params.get("static") == "no" and isinstance(model, Decoder):
             for cache in model.cache:
                 cache.keys.grown, cache.values.grown = cache.keys.codes, cache.values.codes
+    # 3. The new tokens, and memory for their logits.
     tokens = torch.randint(model.vocabulary, (batch, new), generator=generator, device=device)
     logits = torch.zeros(batch, model.vocabulary, dtype=model.carrier, device=device)
     state = ServedState(model, tokens, context - new, logits)
@@ -87,6 +91,7 @@ def _decoder(
 
     def keep(name: str, weight: Tensor) -> KeptWeight:
         layer = named[name]
+        # High-precision layers keep their own weights, and so do those that the map names.
         weight_format = OWN if layer.high else arm.weight_format
         if weight_format in (OWN, *DTYPES) or key_of(layer, setup.layers) is not None:
             plain = weight_format in DTYPES and weight_format != arm.carrier

@@ -114,9 +114,9 @@ class PlainPrecision(Precision):
 class RecipePrecision(Precision):
     """A precision whose options make a recipe at once: an impossible one is refused before anything is planned.
 
-    `words` names its formats where a device has no units for them. Unless `made` is overridden, all roles are scaled
-    alike: `block` has the rows and columns that share a scale, kept in the format `kept`, and `element` is the format
-    of every role, None where options choose it.
+    `words` names its formats where a device has no units for them. Unless `make_recipe` is overridden, all roles are
+    scaled alike: `block` has the rows and columns that share a scale, kept in `scale_format`, and `element` is the
+    format of every role, None where options choose it.
     """
 
     carried_by = "bf16"
@@ -125,18 +125,18 @@ class RecipePrecision(Precision):
     multiples = (16, 16)
     words: ClassVar[str]
     block: ClassVar[tuple[int, int]] = (0, 0)
-    kept: ClassVar[Format | None] = None
+    scale_format: ClassVar[Format | None] = None
     element: ClassVar[Format | None] = None
 
     def __init__(self, chosen: Scalars | None = None) -> None:
         super().__init__(chosen)
         try:
-            self.recipe = self.made()
+            self.recipe = self.make_recipe()
         except RecipeRefused as error:
             raise RecipeRefused(f"{self.mode}: {error}") from None
 
-    def made(self) -> Recipe:
-        scaling = Scaling(*self.block, self.kept, self.scale)
+    def make_recipe(self) -> Recipe:
+        scaling = Scaling(*self.block, self.scale_format, self.scale)
         return self.recipe_of(Treatment(fmt, scaling) for fmt in self.formats)
 
     @property
@@ -184,10 +184,10 @@ class RecipePrecision(Precision):
         return kept_by_nobody(self.recipe) or self.native(facts)
 
     def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
-        given, weight, gradient = treatments
+        inputs, weight, gradient = treatments
         sums = str(self.chosen.get("accumulator", Accumulator.FP32))
         return Recipe(
-            given,
+            inputs,
             weight,
             gradient,
             delayed,

@@ -39,7 +39,6 @@ class DenoiserSizes(NamedTuple):
 
     @property
     def blocks(self) -> GPTConfig:
-        """A DiT's blocks."""
         heads, tokens = heads_of(self.width), (self.image // PATCH) ** 2
         return GPTConfig(0, self.width, self.layers, heads, heads, 4 * self.width, self.batch, tokens)
 
@@ -93,7 +92,7 @@ class GPTConfig:
         return self.width // self.heads
 
     @property
-    def grouped(self) -> bool:
+    def has_grouped_heads(self) -> bool:
         return self.key_heads != self.heads
 
     @property

@@ -31,8 +31,8 @@ class ScalePair(NamedTuple):
 class NextScale(Protocol):
     """A source of a tensor's scales other than the tensor as it is."""
 
-    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        """The scale for a cast of `x`, whose largest magnitude may be known; `again` repeats the scale of the last."""
+    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
+        """The scale for a cast of `x`, whose largest magnitude may be known; `repeat` repeats the scale of the last."""
 
     @property
     def last(self) -> ScalePair | None:
@@ -59,22 +59,22 @@ class DelayedScale:
         self.history: Tensor | None = None
         self._used: ScalePair | None = None
 
-    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        """A recomputed block casts `again`: it gets the scale that it had, and is not entered twice."""
-        if again and self._used is not None:
+    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
+        """A recomputed block casts with `repeat`: it gets the scale that it had, and is not entered twice."""
+        if repeat and self._used is not None:
             return self._used
         amax = largest_magnitude(x) if amax is None else amax
         self._used = ScalePair(*delayed_scale(amax, *self._state(x.device), self._fmt, self._delayed))
         return self._used
 
-    def cast(self, x: Tensor, again: bool, both: bool) -> DelayedCodes | None:
+    def cast(self, x: Tensor, repeat: bool, both: bool) -> DelayedCodes | None:
         """Casts `x` and does what `next` does, in one pass; None where the scale is not this tensor's alone, or is that
         of the last cast."""
-        if not self.alone or (again and self._used is not None):
+        if not self.alone or (repeat and self._used is not None):
             return None
-        made = delayed_codes(x, *self._state(x.device), self._fmt, self._delayed, both)
-        self._used = ScalePair(made.scale, made.inverse)
-        return made
+        cast = delayed_codes(x, *self._state(x.device), self._fmt, self._delayed, both)
+        self._used = ScalePair(cast.scale, cast.inverse)
+        return cast
 
     def _state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         if self.scale is None or self.history is None or self._casts is None:
@@ -112,8 +112,8 @@ def kept_scales(book: ScaleBook, layer: str, treatments: Mapping[Role, Treatment
     scales = {}
     for role, treatment in treatments.items():
         assert treatment.scaling is not None
-        known = None if book.known is None else book.known.get((layer, role.value))
-        scales[role] = StaticScale(book, treatment.fmt, treatment.scaling.rounding, known)
+        amax = None if book.known is None else book.known.get((layer, role.value))
+        scales[role] = StaticScale(book, treatment.fmt, treatment.scaling.rounding, amax)
         book.keep(layer, role.value, scales[role].state)
     return scales
 
@@ -126,8 +126,8 @@ class StaticScale:
     known and never renewed changes no state here, so that a graph can be compiled around it.
     """
 
-    def __init__(self, book: ScaleBook, fmt: Format, rounding: ScaleRounding, known: float | None = None) -> None:
-        """`known` is the largest magnitude if it was found before; its scale is made on torch's default device."""
+    def __init__(self, book: ScaleBook, fmt: Format, rounding: ScaleRounding, found_amax: float | None = None) -> None:
+        """`found_amax` is the largest magnitude if it was found before; its scale is made on torch's default device."""
         self._book = book
         self._fmt = fmt
         self._rounding = rounding
@@ -136,12 +136,14 @@ class StaticScale:
         self._renewals: Tensor | None = None
         self._entered: Tensor | None = None
         self._used: ScalePair | None = None
-        if known is not None:
-            self._settle(torch.full((), known, dtype=torch.float32))
+        if found_amax is not None:
+            self._settle(torch.full((), found_amax, dtype=torch.float32))
 
-    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        if again and self._used is not None:
+    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
+        # A recomputed block gets the scale that it had, so that both casts give the same codes.
+        if repeat and self._used is not None:
             return self._used
+        # While data is watched the scale is each tensor's own, and the largest magnitude is noted.
         if self._book.watching:
             amax = largest_magnitude(x) if amax is None else amax
             counted = torch.where(amax.isfinite(), amax, 0.0)
@@ -157,6 +159,7 @@ class StaticScale:
         bound = self._book.rule.bound
         if bound is not None:
             self._bound(x, self._scale.scale, bound)
+        # A bound may renew the scale at any cast; a recomputed block needs the scale that was used.
         if bound is not None or self._used is not None:
             self._used = None if bound is None else self._scale
         return self._scale
@@ -218,18 +221,19 @@ class RecipeView:
     course: ScaleCourse | None = None
 
 
-def view_of(precision: Precision, role: Role, x: Tensor, before: Sequence[Tensor] = ()) -> RecipeView:
+def view_of(precision: Precision, role: Role, x: Tensor, earlier: Sequence[Tensor] = ()) -> RecipeView:
     """The view of `x` after earlier steps' tensors, newest first. A precision without a recipe is just a format."""
     recipe = getattr(precision, "recipe", None)
+    # Formats without a recipe have no scale whose course could be shown.
     if not isinstance(recipe, Recipe):
         return RecipeView(FORMATS.get(precision.name))
     treatment = dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))[role]
     if recipe.delayed is None:
         return RecipeView(treatment.fmt, factors_of(x, treatment.fmt, treatment.scaling))
-    steps, memory = [*reversed(before), x], DelayedScale(recipe.delayed, treatment.fmt)
+    steps, memory = [*reversed(earlier), x], DelayedScale(recipe.delayed, treatment.fmt)
     scales = [memory.next(step) for step in steps]
     # The first step's scale comes from nothing, so it is not part of the course.
-    places = slice(1, None) if before else slice(None)
+    places = slice(1, None) if earlier else slice(None)
     amaxes = [float(step.abs().max()) for step in steps[places]]
     course = scale_course([float(pair.scale) for pair in scales[places]], amaxes, treatment.fmt)
     return RecipeView(treatment.fmt, factors_of(x, treatment.fmt, treatment.scaling, scales[-1].scale), course)

@@ -36,7 +36,7 @@ _DRAWS_APART = 0x9E3779B9
 
 
 @contextmanager
-def seeded(setup: Setup) -> Iterator[None]:
+def seed_weights(setup: Setup) -> Iterator[None]:
     """Weights made in the body are drawn from the case's seed and draw, on its device."""
     gpus = [setup.facts.index] if setup.facts.accelerated else []
     # fork_rng restores the process's random state: without isolation it is the user's.
@@ -108,12 +108,14 @@ class TrainingState:
         losses_of_step: list[Tensor] = []
         losses: list[float] = []
 
+        # A wrapper notes the losses, so that the step needs no code for it.
         def forward(tokens: Any, targets: Tensor, phase: Phases) -> Tensor:
             loss = inner(tokens, targets, phase)
             losses_of_step.append(loss.detach())
             return loss
 
         self.forward = forward
+        # A loss that is not finite never recovers: further steps would only take time.
         while len(losses) < steps and all(map(math.isfinite, losses[-1:])):
             self.step(SilentPhases())
             losses.append(sum(map(float, losses_of_step)) / len(losses_of_step))
@@ -155,6 +157,7 @@ def new_state(
     micro_batches: int = 1,
 ) -> TrainingState:
     parameters = list(model.parameters())
+    # Gradients are summed over micro batches here, whatever the optimizer does to its own.
     buffers = [torch.zeros_like(parameter) for parameter in parameters]
     optimizer = adamw(parameters, rate, setup.facts, fused)
     return TrainingState(

@@ -80,7 +80,7 @@ class WholeLayers(Arithmetic):
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor]:
         return self._remember(self._build(weight))
 
-    def fused(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
+    def fuse(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
         return None if self._fuse is None else self._remember(self._fuse(layers))
 
     def _remember(self, layer: WholeLayer) -> Callable[[Tensor], Tensor]:
@@ -116,6 +116,7 @@ class WholeLayers(Arithmetic):
 
 def surround(model: nn.Module) -> None:
     """Makes each forward pass of a model run in what its whole layers need around it: once, not once a layer."""
+    # A library's context goes around the whole forward pass, or each layer would enter it again.
     arithmetics = (module.arithmetic for module in model.modules() if isinstance(module, Linear))
     around = next(
         (arithmetic.around for arithmetic in arithmetics if isinstance(arithmetic, WholeLayers) and arithmetic.around),
@@ -150,9 +151,10 @@ class CachedWeights:
         Weights may not change in the body, and the operands are dropped at its end, so that none can be stale.
         """
         with ExitStack() as steps:
-            for whole in self._whole:
-                steps.enter_context(whole.step())
+            for whole_layer in self._whole:
+                steps.enter_context(whole_layer.step())
             try:
+                # Layers multiply by what was cast here, so that a step with several micro batches casts once.
                 if self._layers:
                     with phase.cast, torch.no_grad():
                         self._cast()

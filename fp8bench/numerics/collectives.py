@@ -109,9 +109,9 @@ def cast_scale(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Prog
     """
     amax = values.abs().amax().reshape(1)
     if scaling == FP8LM_AUTO:
-        own = largest_scale(amax)
-        scale = -(yield Largest(-own))
-        values = E4M3().decode(E4M3().encode(values * own)) / own
+        scale_of_rank = largest_scale(amax)
+        scale = -(yield Largest(-scale_of_rank))
+        values = E4M3().decode(E4M3().encode(values * scale_of_rank)) / scale_of_rank
     else:
         scale = largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
     scale = scale * factor_of(scaling, size, auto)
@@ -147,9 +147,9 @@ def mean_in_fp8(
 
 
 def transport(part: Tensor) -> Program[Reduced]:
-    own = largest_scale(part.abs().amax().reshape(1))
-    codes = yield AllGather(E4M3().encode(part * own))
-    scales = yield AllGather(own)
+    own_scale = largest_scale(part.abs().amax().reshape(1))
+    codes = yield AllGather(E4M3().encode(part * own_scale))
+    scales = yield AllGather(own_scale)
     values = [E4M3().decode(code) / scale for code, scale in zip(codes, scales, strict=True)]
     return Reduced(torch.cat(values), torch.cat(codes))
 
@@ -180,11 +180,11 @@ class Pieces(NamedTuple):
 
 
 def transport_tensors(part: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
-    """Returns all ranks' tensors in order, sent as codes with a scale each; `pieces` has one entry per rank."""
-    own = largest_scale(pieces[rank].amax(part))
-    mine = pieces[rank].encoded(part, own)
+    """All ranks' tensors in their order, as codes with a scale for each; `pieces` has one entry a rank."""
+    scales_of_rank = largest_scale(pieces[rank].amax(part))
+    mine = pieces[rank].encoded(part, scales_of_rank)
     codes = yield RowsToRanks(mine.repeat(len(pieces)), rank, [len(mine)] * len(pieces), [some.size for some in pieces])
-    scales = yield AllGather(own)
+    scales = yield AllGather(scales_of_rank)
     return torch.cat([some.decoded(*theirs) for some, *theirs in zip(pieces, codes, scales, strict=True)])
 
 
@@ -202,28 +202,28 @@ def mean_of_tensors(values: Tensor, rank: int, pieces: Sequence[Pieces]) -> Prog
 
 
 def exchange(values: Tensor, size: int) -> Program[Reduced]:
-    own = largest_scale(values.abs().amax().reshape(1))
-    codes = yield AllToAll(E4M3().encode(values * own).reshape(size, -1))
-    scales = yield AllToAll(own.repeat(size, 1))
+    operands = largest_scale(values.abs().amax().reshape(1))
+    codes = yield AllToAll(E4M3().encode(values * operands).reshape(size, -1))
+    scales = yield AllToAll(operands.repeat(size, 1))
     return Reduced((E4M3().decode(codes) / scales).reshape(-1), codes)
 
 
 def sent_round(values: Tensor) -> Program[Reduced]:
-    own = largest_scale(values.abs().amax().reshape(1))
-    codes = yield FromFirst(E4M3().encode(values * own))
-    scale = yield FromFirst(own)
+    scale = largest_scale(values.abs().amax().reshape(1))
+    codes = yield FromFirst(E4M3().encode(values * scale))
+    scale = yield FromFirst(scale)
     return Reduced(E4M3().decode(codes) / scale, codes)
 
 
-def ring(values: Tensor, wire: Wire, rank: int, size: int, whole: bool = True) -> Program[Tensor]:
-    """Returns a sum that travels around: part k begins at the rank after its owner, rank k, is rounded to the wire's
-    format at every hop, and ends at its owner. Returns only that part, or all parts."""
+def ring(values: Tensor, wire: Wire, rank: int, size: int, all_parts: bool = True) -> Program[Tensor]:
+    """The sum of a vector that travels: part k begins at the rank after its owner, which is rank k, is rounded to the
+    wire's format at every hop, and ends at its owner. Returns that part alone, or all parts."""
     parts = [wire.encode(part) for part in values.reshape(size, -1)]
     travelling = parts[rank - 1]
     for hop in range(1, size):
         arrived = yield Shift(travelling)
         travelling = wire.encode(wire.decode(arrived) + wire.decode(parts[rank - 1 - hop]))
-    if not whole:
+    if not all_parts:
         return travelling
     everybody = yield AllGather(travelling)
     return torch.cat(everybody)

@@ -107,7 +107,6 @@ def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus
 
 
 def default_identity() -> str:
-    """Returns the identity of the default text."""
     return prepare_corpus(None, Path(), write=False).identity
 
 

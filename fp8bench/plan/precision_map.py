@@ -9,7 +9,7 @@ from itertools import chain
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, PlannedCase, Request, Scalars, StaticScales, Support
 from fp8bench.plan.checked_workload import layers_of, products_of, support_of
-from fp8bench.protocols import Layer, Precision, TensorScale, Workload, around_refused, key_of, keys_of
+from fp8bench.protocols import Layer, Precision, TensorScale, Workload, around_objection, key_of, keys_of
 from fp8bench.protocols.workload import words_for
 from fp8bench.registry import AUTO, backends, precisions, workloads
 
@@ -48,7 +48,7 @@ def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], of: str) ->
             shown = f"{kinds}; layers by name ({', '.join(names[:_SHOWN])}, {len(names)} in all), and prefixes of names"
             raise UnknownName(f"layer of {of}", key, keys, shown if layers else "")
         around = any(not layer.product and key_of(layer, [key]) for layer in layers)
-        if around and (reason := around_refused(precisions.get(word), key)):
+        if around and (reason := around_objection(precisions.get(word), key)):
             raise UsageError(f"--precision-map {key}={word}: {reason}.")
 
 

@@ -92,10 +92,10 @@ class Tf32(PlainPrecision):
         from fp8bench.formats.quantise import round_to
         from fp8bench.nn.arithmetics import EmulatedArithmetic
 
-        def rounded(tensor: Tensor, role: Role) -> Tensor:
+        def round_to_tf32(tensor: Tensor, role: Role) -> Tensor:
             return round_to(tensor, TF32, overflow=Overflow.INFINITY)
 
-        return EmulatedArithmetic(torch.float32, rounded)
+        return EmulatedArithmetic(torch.float32, round_to_tf32)
 
 
 @precisions.register("untouched")

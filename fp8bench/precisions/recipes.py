@@ -66,7 +66,8 @@ class Fp8Block(RecipePrecision):
     compiled_multiple = 128  # torch's shape function wants whole blocks, its kernels do not
     options = (float_scale_option(ScaleRounding.POWER_OF_TWO), ACCUMULATOR, HIGH_WEIGHT_GRADIENT, CASTS)
 
-    def made(self) -> Recipe:
+    def make_recipe(self) -> Recipe:
+        # As DeepSeek-V3: parts of rows for inputs and gradients, squares for weights.
         rows = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
         squares = Treatment(E4M3, Scaling(128, 128, rounding=self.scale))
         return self.recipe_of((rows, squares, rows))
@@ -94,9 +95,10 @@ class Fp8Delayed(RecipePrecision):
         CASTS,
     )
 
-    def made(self) -> Recipe:
+    def make_recipe(self) -> Recipe:
         history, margin, interval = (int(self.chosen[name]) for name in ("history", "margin", "interval"))
         delayed = Delayed(history, Amax(str(self.chosen["algorithm"])), margin, interval)
+        # The scale is known before the tensor, so that rounding and history are all that there is to choose.
         return self.recipe_of((Treatment(fmt, TENSOR) for fmt in self.formats), delayed)
 
 
@@ -141,7 +143,7 @@ class Fp8Unit(RecipePrecision):
     unit_scaled = True
     options = (formats_option("hybrid"), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
 
-    def made(self) -> Recipe:
+    def make_recipe(self) -> Recipe:
         return self.recipe_of(Treatment(fmt) for fmt in self.formats)
 
 
@@ -176,12 +178,14 @@ class MxFp4(RecipePrecision):
     words = "MXFP4"
     options = (MX_SCALE, stochastic_option("off"), hadamard_option("off"), HIGH_WEIGHT_GRADIENT)
 
-    def made(self) -> Recipe:
+    def make_recipe(self) -> Recipe:
         scaling = Scaling(1, 32, E8M0, self.scale)
+        # Only gradients are rounded stochastically: their errors add up over a training, those of weights do not.
         plain = Treatment(E2M1, scaling)
         return self.recipe_of((plain, plain, Treatment(E2M1, scaling, self.chosen["stochastic"] == "on")))
 
 
+# Input, weight and gradient.
 _MXFP6_FORMATS = {"e3m2": (E3M2, E3M2, E3M2), "e2m3": (E2M3, E2M3, E2M3), "hybrid": (E2M3, E2M3, E3M2)}
 
 
@@ -194,7 +198,7 @@ class MxFp6(RecipePrecision):
     rank = 55
     words = "MXFP6"
     block = (1, 32)
-    kept = E8M0
+    scale_format = E8M0
     options = (
         Option(
             "formats",
@@ -222,10 +226,11 @@ class MxFp8(RecipePrecision):
     words = "MXFP8"
     multiples = (32, 16)
     block = (1, 32)
-    kept = E8M0
+    scale_format = E8M0
     options = (MX_SCALE, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT, CASTS)
 
 
+# One E4M3 scale for so many elements, as the units of Blackwell multiply them.
 _NVFP4_BLOCK = 16
 
 
@@ -257,7 +262,7 @@ class NvFp4(RecipePrecision):
         HIGH_WEIGHT_GRADIENT,
     )
 
-    def made(self) -> Recipe:
+    def make_recipe(self) -> Recipe:
         rows = _NVFP4_BLOCK if self.chosen["weights"] == "2d" else 1
         stochastic = self.chosen["stochastic"] == "on"
         # Where scales are rounded down, a block's largest values saturate, and stochastic rounding becomes biased.
@@ -280,7 +285,9 @@ _SCALINGS: dict[str, tuple[int, int, Format | None, ScaleRounding]] = {
     "mx": (1, 32, E8M0, ScaleRounding.RCEIL),
     "nvfp4": (1, 16, E4M3, ScaleRounding.NEAREST),
 }
+# Words of options that stand for no scaling, the usual rounding, and the common format.
 _NONE, _AUTO, _SAME = "none", "auto", "same"
+# E8M0 has powers of two only: it is for scales, and no element format.
 _ELEMENTS = tuple(name for name, fmt in FORMATS.items() if fmt is not E8M0)
 
 
@@ -321,7 +328,8 @@ class Custom(RecipePrecision):
         HIGH_WEIGHT_GRADIENT,
     )
 
-    def made(self) -> Recipe:
+    def make_recipe(self) -> Recipe:
+        # A role without a format of its own has the common one.
         words = [str(self.chosen[role]) for role in ("input", "weight", "gradient")]
         common = str(self.chosen["format"])
         return self.recipe_of(Treatment(FORMATS[common if word == _SAME else word], self._scaling()) for word in words)
@@ -332,9 +340,11 @@ class Custom(RecipePrecision):
 
     def _scaling(self) -> Scaling | None:
         extent, rounding = str(self.chosen["scaling"]), str(self.chosen["scale"])
+        # No scaling leaves nothing to round, so a rounding that was asked for would be ignored.
         if extent == _NONE:
             if rounding != _AUTO:
                 raise RecipeRefused(f"scaling={_NONE} leaves scale={rounding} nothing to round: leave one out.")
             return None
-        rows, columns, kept, usual = _SCALINGS[extent]
-        return Scaling(rows, columns, kept, usual if rounding == _AUTO else ScaleRounding(rounding))
+        # Each scaling has the rounding that its hardware uses unless another one is chosen.
+        rows, columns, scale_format, usual = _SCALINGS[extent]
+        return Scaling(rows, columns, scale_format, usual if rounding == _AUTO else ScaleRounding(rounding))

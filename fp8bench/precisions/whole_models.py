@@ -52,13 +52,16 @@ class AccelerateFp8(PlainPrecision):
     def prepares(self, facts: DeviceFacts) -> Support:
         recipe, nvidia = str(self.chosen["recipe"]), is_nvidia(facts) and facts.capability is not None
         package, how = _PACKAGES[recipe]
-        for needed, way in (("accelerate", "pip install accelerate"), (package, how)):
+        # 1. Packages come first: everything else needs them.
+        for needed, command in (("accelerate", "pip install accelerate"), (package, how)):
             if recipe != "ao" and not nvidia:
                 break  # installing a package would not help there
             if facts.version_of(needed) is None:
-                return refused(f"{needed} is not installed here: {way}")
+                return refused(f"{needed} is not installed here: {command}")
+        # 2. Options that belong to another recipe.
         if self.chosen["level"] != "O2" and recipe != "msamp":
             return refused(f"level={self.chosen['level']} is MS-AMP's: choose recipe=msamp, or leave it out")
+        # 3. Devices that the recipe does not run on.
         if recipe != "ao" and not nvidia:
             words = {"te": "Transformer Engine", "msamp": "MS-AMP"}[recipe]
             return refused(
@@ -69,6 +72,7 @@ class AccelerateFp8(PlainPrecision):
             return refused("Accelerate refuses FP8 on GPUs below compute capability 8.9: choose another device")
         if facts.accelerated and facts.index:
             return refused(f"Accelerate takes a process's first GPU, not {facts.key}: choose {facts.kind}:0")
+        # 4. What is left runs, natively or by torch's kernels for CPUs.
         if nvidia:
             return hardware.native(f"Accelerate's recipe {recipe}")
         if facts.accelerated:
@@ -76,9 +80,9 @@ class AccelerateFp8(PlainPrecision):
         return hardware.emulated("torchao's layers by Accelerate, on torch's CPU kernels: a CPU has no FP8 units")
 
 
-def _format_of(known: Collection[str]) -> Callable[[str], str]:
+def _format_of(names: Collection[str]) -> Callable[[str], str]:
     """Returns a parser of a format's name; '' is the carrier."""
-    parse = one_of(*known)
+    parse = one_of(*names)
     return lambda text: parse(text) if text else ""
 
 

@@ -16,32 +16,32 @@ _LEVEL = "KINETO_LOG_LEVEL"
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keeps Kineto, torch's profiler, from reporting to stderr; takes effect when a process first uses it."""
-    before = os.environ.get(_LEVEL)
-    os.environ[_LEVEL] = before or "6"
+    level = os.environ.get(_LEVEL)
+    os.environ[_LEVEL] = level or "6"
     try:
         yield
     finally:
-        if before is None:
+        if level is None:
             del os.environ[_LEVEL]
 
 
-def recorded(work: Callable[[], None], kind: str) -> list[dict[str, Any]]:
+def record_events(work: Callable[[], None], kind: str) -> list[dict[str, Any]]:
     """Returns the events of some work on a device of that kind, or on the host if torch cannot profile the device."""
     from torch.profiler import profile
 
     with quiet(), profile(activities=activities_of(kind), acc_events=True) as profiler:
         work()
-    return list(exported(profiler)["traceEvents"])
+    return list(export_trace(profiler)["traceEvents"])
 
 
 def activities_of(kind: str) -> list[Any]:
     from torch.profiler import ProfilerActivity
 
-    known = ProfilerActivity.__members__
-    return [known[name] for name in dict.fromkeys(("CPU", kind.upper())) if name in known]
+    activities = ProfilerActivity.__members__
+    return [activities[name] for name in dict.fromkeys(("CPU", kind.upper())) if name in activities]
 
 
-def exported(profile: Any) -> dict[str, Any]:
+def export_trace(profile: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))

@@ -172,14 +172,17 @@ class _DeviceCount:
         self._begun = False
 
     def read(self, event: Event) -> None:
+        # Events come in the order of the device's stream, so that the state after each one is what lay there.
         match event:
             case Sized():
                 self._change(event)
             case Begun():
                 self._begun = True
+            # What was released while nobody listened is known from the addresses that are left.
             case Live():
                 for address in self._held.keys() - event.addresses:
                     self._let_go(self._held.pop(address))
+            # Memory of an emulation is none that the device would need: it is counted aside.
             case Emulating():
                 self._aside, self.noted = {}, True
             case EmulationEnd():

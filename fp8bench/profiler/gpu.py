@@ -7,11 +7,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole, PhaseMemory
-from fp8bench.model.consumed import DeviceNote
+from fp8bench.model.consumed import DeviceNote, HeldBlock
 from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Said, Sized, course
 from fp8bench.protocols import Device, MemoryMeter, Stamper
 
@@ -129,6 +129,7 @@ class AllocatorMeter(MemoryMeter):
 
     def stop(self) -> MemoryCourse | None:
         try:
+            # A step that never began has nothing to report.
             if self._phase:
                 self._backend.synchronize(self._index)
                 self._leave()
@@ -140,56 +141,59 @@ class AllocatorMeter(MemoryMeter):
         phases = tuple(self._phases.values())
         if not phases:
             return None
-        seen = None if events is None else _seen(events)
+        at_peak = None if events is None else _course_at_peak(events)
+        # Without the allocator's events the peaks of phases still hold; what was held at them is unknown.
         reserved = max(phase.reserved or 0 for phase in phases)
         most = MemoryCourse(max(phase.allocated for phase in phases), (), phases, reserved)
-        if seen is None:
+        if at_peak is None:
             return replace(most, why=_UNHEARD)
-        return replace(most, held=seen.held, on_device=seen.on_device, forward=seen.forward)
+        return replace(most, held=at_peak.held, on_device=at_peak.on_device, forward=at_peak.forward)
 
     def _live(self) -> frozenset[int]:
-        mine = (segment for segment in self._backend.memory_snapshot() if segment["device"] == self._index)
-        blocks = (block for segment in mine for block in segment["blocks"])
+        segments = self._backend.memory_snapshot()
+        blocks = chain.from_iterable(segment["blocks"] for segment in segments if segment["device"] == self._index)
         return frozenset(block["address"] for block in blocks if block["state"] == "active_allocated")
 
     def _leave(self) -> None:
         """Assigns the peak since the last turn to the phase that ends."""
         if not self._phase:
             return
+        # A phase may come several times in a step: its largest peak counts.
         allocated = max(0, self._backend.max_memory_allocated(self._index) - self._before)
         reserved = self._backend.max_memory_reserved(self._index)
-        known = self._phases.get(self._phase, PhaseMemory(self._phase, 0, 0))
+        earlier = self._phases.get(self._phase, PhaseMemory(self._phase, 0, 0))
         self._phases[self._phase] = PhaseMemory(
-            self._phase, max(allocated, known.allocated), max(reserved, known.reserved or 0)
+            self._phase, max(allocated, earlier.allocated), max(reserved, earlier.reserved or 0)
         )
 
 
-def _seen(events: Sequence[Event]) -> MemoryCourse | None:
+def _course_at_peak(events: Sequence[Event]) -> MemoryCourse | None:
     """Returns what is held at the peak; what is released after the end is workspace of products."""
     end = events.index(_END) if _END in events else len(events)
-    seen = course(events[:end])
-    gone = {event.address for event in events[end:] if isinstance(event, Sized)}
-    if seen is None:
+    at_peak = course(events[:end])
+    released = {event.address for event in events[end:] if isinstance(event, Sized)}
+    if at_peak is None:
         return None
     workspace = (MemoryRole.WORKSPACE,)
-    held, forward = (
-        tuple(replace(block, said=workspace) if block.lasting and block.address in gone else block for block in blocks)
-        for blocks in (seen.held, seen.forward)
-    )
-    return replace(seen, held=held, forward=forward)
+
+    def note_role(block: HeldBlock) -> HeldBlock:
+        return replace(block, said=workspace) if block.lasting and block.address in released else block
+
+    return replace(at_peak, held=tuple(map(note_role, at_peak.held)), forward=tuple(map(note_role, at_peak.forward)))
 
 
 @contextmanager
-def fraction_limited(backend: Any, index: int, limit: int) -> Iterator[None]:
+def limit_fraction(backend: Any, index: int, limit: int) -> Iterator[None]:
     """Ends memory in the body after `limit` more bytes, as torch's allocator reserves them."""
-    before = backend.get_per_process_memory_fraction(index)
-    wanted = backend.memory_reserved(index) + limit
+    fraction = backend.get_per_process_memory_fraction(index)
+    allowed = backend.memory_reserved(index) + limit
     total = backend.get_device_properties(index).total_memory
-    backend.set_per_process_memory_fraction(min(before, wanted / total), index)
+    # Never above a limit that somebody has set before.
+    backend.set_per_process_memory_fraction(min(fraction, allowed / total), index)
     try:
         yield
     finally:
-        backend.set_per_process_memory_fraction(before, index)
+        backend.set_per_process_memory_fraction(fraction, index)
 
 
 class Gpu(Device):

@@ -19,11 +19,11 @@ from fp8bench.protocols.measuring import (
     TellingMarker,
 )
 from fp8bench.protocols.precision import Backend, Precision, TensorScale, float32_products, one_thread
-from fp8bench.protocols.workload import Covered, Grid, Layer, Setup, Workload, around_refused, key_of, keys_of
+from fp8bench.protocols.workload import Covered, Grid, Layer, Setup, Workload, around_objection, key_of, keys_of
 
 __all__ = [
     "MEMORY_OF", "Arithmetic", "Backend", "CannotCapture", "CannotLimit", "Covered", "Device", "Fused", "Grid", "Layer",
     "Markers", "MemoryMeter", "Observer", "Operand", "Phases", "Precision", "Role", "ScaleBook", "Setup",
     "SilentObserver", "SilentPhases", "Stamper", "TellingMarker", "TensorScale", "WatchedArithmetic",
-    "Workload", "around_refused", "float32_products", "key_of", "keys_of", "one_thread",
+    "Workload", "around_objection", "float32_products", "key_of", "keys_of", "one_thread",
 ]  # fmt: skip

@@ -40,6 +40,7 @@ class ScaleBook:
 
     def begin_step(self) -> None:
         self._steps += 1
+        # A book that calibrates watches anyway; one with known scales looks again every so many steps.
         if self.known is not None and self.rule.refresh:
             self.watching = self._steps % self.rule.refresh == 0
 
@@ -51,6 +52,7 @@ class ScaleBook:
         self._kept[layer, role] = state
 
     def states(self) -> tuple[LayerScale, ...]:
+        # A scale that has cast nothing, as of an expert without tokens, has no state yet.
         states = ((*key, state()) for key, state in self._kept.items())
         return tuple(LayerScale(layer, role, *state) for layer, role, state in states if state is not None)
 
@@ -103,8 +105,8 @@ class Arithmetic(ABC):
     summed in few bits), so it exists only as a product of matrices. `settles`: the first casts are unlike later ones,
     whose scales come from earlier casts. `plain`: operands are torch's own values in the carrier's dtype, without
     scales. `takes_amax`: `cast_both` can use a tensor's known largest magnitude. Where one product serves several
-    weights (`grouped`), `groups` is what sides must be multiples of, and `part_rows` what the rows of each weight's
-    part must be; else `groups` is 0.
+    weights (`multiply_groups`), `groups` is what sides must be multiples of, and `part_rows` what the rows of each
+    weight's part must be; else `groups` is 0.
     """
 
     carrier: torch.dtype
@@ -131,7 +133,7 @@ class Arithmetic(ABC):
         `product`."""
         return None
 
-    def fused(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
+    def fuse(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
         """Like `whole`, for more than a product; None where there is no such layer."""
         return None
 
@@ -154,7 +156,7 @@ class Arithmetic(ABC):
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         """a (M, K) times b (N, K) transposed, as (M, N) in `dtype`."""
 
-    def grouped(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
+    def multiply_groups(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
         """Several products at once, in the carrier's dtype; `ends` (int32) is where their parts end.
 
         Rows of a (M, K), each part times its own of b (groups, N, K) transposed: (M, N). Or columns of a (N, M) times
@@ -162,7 +164,7 @@ class Arithmetic(ABC):
         """
         raise NotImplementedError
 
-    def turned(self, source: Tensor, role: Role) -> Operand:
+    def cast_transpose(self, source: Tensor, role: Role) -> Operand:
         """Casts `source` (2-D, contraction last) for the product in which its role is transposed.
 
         That is the input gradient for weights, the weight gradient for inputs and gradients. A recipe may treat it
@@ -176,7 +178,7 @@ class Arithmetic(ABC):
         Without `keeps_source` there may be no source, and one scale is that of all values.
         """
         if self.keeps_source:
-            return self.turned(source.t(), role)
+            return self.cast_transpose(source.t(), role)
         return Operand(operand.data.t(), operand.scale, operand.gradient)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
@@ -188,7 +190,7 @@ class Arithmetic(ABC):
         """
         return self.cast(tensor, role), None
 
-    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+    def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
         """`tensor` on the elements' own grid, without a scale; `cast` itself where it has none."""
         return self.cast(tensor, role)
 
@@ -214,7 +216,7 @@ AS_IT_IS = (
     "plain",
     "takes_amax",
     "whole",
-    "fused",
+    "fuse",
     "layer_scales",
     "memory",
     "recall",
@@ -239,11 +241,11 @@ class WatchedArithmetic(Arithmetic):
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self._tell(self.inner.cast(tensor, role), tensor, role)
 
-    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
-        return self._tell(self.inner.unscaled(tensor, role), tensor, role)
+    def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
+        return self._tell(self.inner.cast_without_scale(tensor, role), tensor, role)
 
-    def turned(self, source: Tensor, role: Role) -> Operand:
-        operand = self.inner.turned(source, role)
+    def cast_transpose(self, source: Tensor, role: Role) -> Operand:
+        operand = self.inner.cast_transpose(source, role)
         return self._tell(operand, source, role) if self.tells_turned else operand
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
@@ -260,11 +262,11 @@ class WatchedArithmetic(Arithmetic):
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         return self.inner.product(a, b, dtype)
 
-    def _around(self, other: Arithmetic) -> Arithmetic:
-        return self if other is self.inner else WatchedArithmetic(other, self.watch, self.tells_turned)
+    def _around(self, arithmetic: Arithmetic) -> Arithmetic:
+        return self if arithmetic is self.inner else WatchedArithmetic(arithmetic, self.watch, self.tells_turned)
 
-    def _tell(self, operand: Operand, source: Tensor, role: Role, before: Operand | None = None) -> Operand:
-        self.watch(operand, source, role, before)
+    def _tell(self, operand: Operand, source: Tensor, role: Role, earlier: Operand | None = None) -> Operand:
+        self.watch(operand, source, role, earlier)
         return operand
 
 

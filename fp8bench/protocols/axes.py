@@ -36,6 +36,7 @@ class Axis:
 
     def values(self, given: Sequence[str]) -> list[Scalar]:
         """Parsed values in the order given, without repetitions. Raises UsageError."""
+        # A dictionary keeps the order and drops repetitions.
         parsed: dict[Scalar, None] = {}
         for text in given:
             try:
@@ -70,6 +71,7 @@ class Option:
 def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
+            # int() raises a text about literals, which says nothing to somebody who typed an option.
             value = int(text)
         except ValueError:
             raise ValueError("expected a whole number") from None
@@ -88,8 +90,9 @@ def auto_or(parse: Callable[[str], Scalar]) -> Callable[[str], Scalar]:
 def one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
-            near = meant_name("choice", text, choices)
-            hint = f"; the nearest is {near!r}" if near else ""
+            # A typing error is the usual reason, and its cure is the nearest choice.
+            nearest = meant_name("choice", text, choices)
+            hint = f"; the nearest is {nearest!r}" if nearest else ""
             raise ValueError(f"expected one of {', '.join(choices)}{hint}")
         return text
 

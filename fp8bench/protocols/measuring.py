@@ -197,15 +197,15 @@ class TellingMarker:
 
     _name: str
     _stack: list[str]
-    _told: Callable[[str], None]
+    _report: Callable[[str], None]
 
     def __enter__(self) -> None:
         self._stack.append(self._name)
-        self._told(self._name)
+        self._report(self._name)
 
     def __exit__(self, *exc: object) -> None:
         self._stack.pop()
-        self._told(self._stack[-1])
+        self._report(self._stack[-1])
 
 
 class SilentPhases(Markers[AbstractContextManager[None]]):

@@ -53,13 +53,15 @@ class Precision(ABC):
     backend: Backend | None = None
 
     def __init__(self, chosen: Mapping[str, Scalar] | None = None) -> None:
+        # An instance has a value for every option, so that no reader has to know defaults.
         defaults = {option.name: option.parse(option.default) for option in self.options}
         self.chosen: Mapping[str, Scalar] = {**defaults, **(chosen or {})}
 
     def by(self, backend: Backend) -> Self:
-        other = copy.copy(self)
-        other.backend = backend
-        return other
+        # A copy: the same precision may take part with several backends.
+        copied = copy.copy(self)
+        copied.backend = backend
+        return copied
 
     @property
     def whole_layers(self) -> bool:
@@ -71,8 +73,9 @@ class Precision(ABC):
 
     @property
     def plain_mode(self) -> str:
-        given = [(option, self.chosen[option.name]) for option in self.options]
-        words = [f"{option.name}={value}" for option, value in given if value != option.parse(option.default)]
+        choices = [(option, self.chosen[option.name]) for option in self.options]
+        # Only options that differ from their defaults are part of the name, so that one precision has one name.
+        words = [f"{option.name}={value}" for option, value in choices if value != option.parse(option.default)]
         return ":".join([self.name, *words])
 
     @property
@@ -99,6 +102,7 @@ class Precision(ABC):
     def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
         """The arithmetic of hardware that stores the precision's codes, used for their layout only: `arithmetic` where
         nothing is emulated, else the reason why it is unknown."""
+        # A native arithmetic stores codes already, in the layout of the device.
         if self.support(facts).is_native:
             return self.arithmetic(facts)
         return f"{self.mode} is emulated, and says nothing of how hardware would keep it"
@@ -106,6 +110,7 @@ class Precision(ABC):
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Sets the global switches of this precision for the body; plain IEEE fp32 products by default."""
+        # Set for every case, because an earlier one may have left another setting.
         with float32_products(self.float32_products):
             yield
 
@@ -163,7 +168,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def float32_products(setting: str) -> Iterator[None]:
     import torch
 
-    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     # Newer switches, which the older one overwrites, have a value that the older one lacks.
     backends: Any = torch.backends
     newer = [(switch, switch.fp32_precision) for switch in (backends.cuda.matmul, backends.mkldnn.matmul)]
@@ -173,10 +178,10 @@ def float32_products(setting: str) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(products)
         torch.backends.cudnn.allow_tf32 = convolutions
-        for switch, own in newer:
-            switch.fp32_precision = own
+        for switch, setting in newer:
+            switch.fp32_precision = setting
 
 
 @contextmanager
@@ -188,9 +193,9 @@ def one_thread() -> Iterator[None]:
     """
     import torch
 
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)

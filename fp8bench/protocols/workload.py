@@ -41,9 +41,11 @@ def words_for(layer: Layer) -> tuple[str, ...]:
 
 def keys_of(layers: Iterable[Layer]) -> dict[str, None]:
     """Every key that a precision map may have for these layers: kinds, prefixes of names, names."""
+    # A dictionary as an ordered set: messages list the keys in the order of the layers.
     keys: dict[str, None] = {}
     for layer in layers:
         words = layer.name.split(".")
+        # Every prefix of a product's name means the products below it; a layer without one has its whole name only.
         fronts = [".".join(words[:count]) for count in range(1, len(words) + 1)]
         keys.update(dict.fromkeys((*words_for(layer), *(fronts if layer.product else fronts[-1:]))))
     return keys
@@ -53,11 +55,13 @@ def key_of(layer: Layer, keys: Collection[str]) -> str | None:
     """The key that applies to a layer: the longest that is its name or a prefix of it, else its kind, else None."""
     fitting = [key for key in keys if layer.name == key or (layer.product and layer.name.startswith(f"{key}."))]
     if fitting:
+        # The longest prefix is the most exact: 'blocks.0.attn' beats 'blocks.0'.
         return max(fitting, key=len)
     return next((word for word in words_for(layer) if word in keys), None)
 
 
-def around_refused(precision: Precision, key: str) -> str:
+def around_objection(precision: Precision, key: str) -> str:
+    # Embeddings, norms and sums need a precision that rounds one tensor by itself.
     if precision.whole_layers:
         return f"{precision.mode} has a library's products only, and {key} multiplies nothing: choose backend=emulated"
     if precision.float32_products != "highest":
@@ -104,8 +108,9 @@ class Setup:
         """The arithmetic of one layer: an instance of its own where it remembers something."""
         key = key_of(layer, self.layers)
         chosen = self.layers[key] if key is not None else self.high if layer.high else self.arithmetic
-        own = chosen.layer(layer.name)
-        return own if self.scales is None else own.scaled_by(self.scales, layer.name)
+        arithmetic = chosen.layer(layer.name)
+        # Scales from data are kept for each layer by its name.
+        return arithmetic if self.scales is None else arithmetic.scaled_by(self.scales, layer.name)
 
     def around(self, layers: Iterable[Layer]) -> dict[str, Arithmetic]:
         """The arithmetics of layers without products, where the map has one."""

@@ -57,7 +57,7 @@ class Col(Generic[T]):
         if content is None:
             return Field(units.NONE, tone=tone)
         # NaN has a text and no value: nothing sorts by it.
-        text = self.show(content) if self.show else units.shown(content, self.unit)
+        text = self.show(content) if self.show else units.describe(content, self.unit)
         return Field(text, None if math.isnan(content) else content, tone)
 
 

@@ -68,7 +68,7 @@ COLUMNS = (
 
 
 def value(comparison: Comparison, number: float | None) -> str:
-    return spec_of(comparison.metric).shown(number, comparison.unit)
+    return spec_of(comparison.metric).to_text(number, comparison.unit)
 
 
 def show_change(interval: Interval | None) -> str:

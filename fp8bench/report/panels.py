@@ -384,7 +384,7 @@ def value_of(measurement: Measurement | None) -> float | None:
 
 
 def show_value(measurement: Measurement) -> str:
-    return spec_of(measurement.metric).shown(value_of(measurement), measurement.unit)
+    return spec_of(measurement.metric).to_text(value_of(measurement), measurement.unit)
 
 
 def error_name(measurement: Measurement) -> str:

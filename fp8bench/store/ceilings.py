@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import locked, read_file, sealed_line, unsealed_line, write_whole
+from fp8bench.files import lock_folder, read_file, sealed_line, unsealed_line, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
 from fp8bench.model.file_names import safe
 from fp8bench.model.run import SWITCHES_SET
@@ -46,7 +46,7 @@ def current_ceilings(
 
     It holds a lock: of two runs that ask at once the second finds what the first has measured.
     """
-    with locked(store / "ceilings"):
+    with lock_folder(store / "ceilings"):
         stored = _read(_log(store, machine_file(environment, device)))
         if stored is not None and _is_current(stored):
             return stored
@@ -57,7 +57,7 @@ def new_ceilings(
     store: Path, environment: Environment, device: DeviceFacts, measure: Callable[[], Ceilings]
 ) -> Ceilings:
     """Measures ceilings, whatever is kept, and keeps them."""
-    with locked(store / "ceilings"):
+    with lock_folder(store / "ceilings"):
         return _keep(store, environment, device, measure())
 
 

@@ -90,7 +90,6 @@ def by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
 
 
 def read_runs(paths: Sequence[Path]) -> CommitRuns:
-    """Reads the runs of one commit."""
     runs = []
     reasons = []
     suites: set[str] = set()

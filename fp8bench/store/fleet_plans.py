@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.files import LOCK as LOCK_FILE
-from fp8bench.files import Damaged, is_locked, open_file, read_file, sealed, unsealed, write_whole
+from fp8bench.files import Damaged, is_locked, open_file, read_file, seal, unseal, write_whole
 from fp8bench.model import Run, Status
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
@@ -35,7 +35,7 @@ _TAIL = 4000
 
 
 def write_plan(plan: FleetPlan, path: Path) -> None:
-    write_whole(path, json.dumps(sealed({"schema": _SCHEMA, "fleet": encode(plan)}), indent=1) + "\n")
+    write_whole(path, json.dumps(seal({"schema": _SCHEMA, "fleet": encode(plan)}), indent=1) + "\n")
 
 
 def read_plan(path: Path) -> FleetPlan:
@@ -54,7 +54,7 @@ def read_plan(path: Path) -> FleetPlan:
             "this version."
         )
     try:
-        plan = decode(FleetPlan, unsealed(content)["fleet"])
+        plan = decode(FleetPlan, unseal(content)["fleet"])
     except Damaged as error:
         raise _no_plan(path, f"{error}; a plan that was changed on purpose has no line 'sum'") from None
     except Malformed as error:

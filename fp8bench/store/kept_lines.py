@@ -242,7 +242,7 @@ def refuse_newer(sheet: FileLines, path: Path) -> None:
 
 
 def read_header(sheet: FileLines, path: Path, key: str, make: Callable[[Any], T]) -> T:
-    """Returns what `made` makes of the header's content under the key `what`. Raises StoreError without a header."""
+    """Returns what `make` makes of the header's content under `key`. Raises StoreError without a header."""
     refuse_newer(sheet, path)
     try:
         number, content = sheet.lines[0] if sheet.lines else (0, {})

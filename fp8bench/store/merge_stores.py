@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import append, is_locked, keeping, locked, open_file, read_file, write_whole
+from fp8bench.files import append, is_locked, keeping, lock_folder, open_file, read_file, write_whole
 from fp8bench.model import Series
 from fp8bench.store.acks import merge_acks
 from fp8bench.store.asv.view import define, results_of, write_place
@@ -164,7 +164,7 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
         if commits is not None and commit not in commits:
             continue
         # The runs are read under the lock, too, so that no writer that read fewer runs writes after this one.
-        with locked(store / "asv"):
+        with lock_folder(store / "asv"):
             read = read_and_keep(store, commit, paths)
             for tracked in by_place(read.runs):
                 try:
@@ -175,7 +175,7 @@ def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
         rebuilt.runs += len(read.runs)
         series |= {run.name: run for run in series_of_runs(read.runs)}
     # 3. Define the series as the newest runs do.
-    with locked(store / "asv"):
+    with lock_folder(store / "asv"):
         define(results_of(store), _newest(store, series.values()), rebuilt.aside)
     rebuilt.files, rebuilt.failed = list(dict.fromkeys(rebuilt.files)), list(dict.fromkeys(rebuilt.failed))
     rebuilt.series = len(series)
@@ -197,7 +197,7 @@ def _newest(store: Path, series: Iterable[Series]) -> list[Series]:
 
 def join(store: Path, theirs: Path) -> tuple[Merged, Rebuilt]:
     """Takes in `other`, which is only read, and updates asv's view for its runs."""
-    with locked(store / "asv"):
+    with lock_folder(store / "asv"):
         merged = merge_runs(store, theirs)
         try:
             merged.acks = merge_acks(store, theirs)

@@ -17,7 +17,7 @@ from pathlib import Path
 from fp8bench.analysis.labels import AHEAD, disturbed_slots
 from fp8bench.analysis.verdicts import best_log
 from fp8bench.errors import StoreError
-from fp8bench.files import locked, read_file, sealed_line, unsealed_line, write_whole
+from fp8bench.files import lock_folder, read_file, sealed_line, unsealed_line, write_whole
 from fp8bench.model import Level, Record, Reruns, Run, Timing
 from fp8bench.store.ceilings import machine_file
 
@@ -118,7 +118,7 @@ def add_reruns(records: Sequence[Record], run: Run, store: Path) -> None:
     if not logs:
         return
     path = _path(records, run, store)
-    with contextlib.suppress(OSError, StoreError), locked(path.parent):
+    with contextlib.suppress(OSError, StoreError), lock_folder(path.parent):
         runs_by_case = _read(path)
         for name, log in logs.items():
             runs_by_case[name] = runs_by_case.get(name, CaseRuns()).add(log)

@@ -14,7 +14,7 @@ from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, Cell, DeviceFacts, Params, Scalar, Series
 from fp8bench.model.ranks import BACKENDS, ranks_in_words
-from fp8bench.model.specs import METRICS, RATIOS, MetricSpec, spec_of, why_reserved
+from fp8bench.model.specs import METRICS, RATIOS, MetricSpec, reserved_name_reason, spec_of
 from fp8bench.plan.checked_workload import answering, axes_of, cases_of
 from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
@@ -150,7 +150,7 @@ def _wrong_names(workload: Workload) -> Iterator[str]:
     name = class_name(workload.name)
     if not workload.name.isidentifier() or not name.isidentifier():
         yield "asv takes the name for a module's, so that it must be letters, digits and underscores. Rename it"
-    yield from filter(None, map(why_reserved, _grid(workload).errors))
+    yield from filter(None, map(reserved_name_reason, _grid(workload).errors))
 
 
 def _wrong_axes(workload: Workload) -> Iterator[str]:

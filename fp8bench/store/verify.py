@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL, is_locked, read_file, unsealed
+from fp8bench.files import PARTIAL, is_locked, read_file, unseal
 from fp8bench.model import Fault, Run
 from fp8bench.store.acks import acks_of, load_acks
 from fp8bench.store.kept_lines import BESIDE_RUNS, sheet_of
@@ -116,7 +116,7 @@ def _check_seal(path: Path) -> Iterator[Fault]:
             whats = [*broken, *sheet.troubles]
         else:
             plain = json.loads(read_file(path))
-            unsealed(plain if isinstance(plain, dict) else {})
+            unseal(plain if isinstance(plain, dict) else {})
             return
     except OSError as error:
         whats = [f"it cannot be read ({error.strerror})"]

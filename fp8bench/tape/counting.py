@@ -84,13 +84,12 @@ def _numbers(value: Any) -> int:
     return sum(math.prod(tensor.shape) for tensor in tensors_in(value))
 
 
-def _part_of(name: str, arguments: Mapping[str, Any], made: list[TensorSeen]) -> tuple[str, int]:
-    """Returns the argument of which a call reads or changes only a part, and how many of its numbers; '' if all of
-    it."""
+def _part_of(name: str, arguments: Mapping[str, Any], results: list[TensorSeen]) -> tuple[str, int]:
+    """Returns the argument of which a call reads or changes a part, and how many of its numbers; '' if all of it."""
     if name in _BAGS:
         return "weight", _numbers(arguments["indices"]) * int(arguments["weight"].shape[-1])
-    if name in _PICK and made:
-        return _PICK[name], _numbers(made[0])
+    if name in _PICK and results:
+        return _PICK[name], _numbers(results[0])
     if name not in _PUT:
         return "", 0
     count, shape = _numbers(arguments.get(_PUT[name])), arguments["self"].shape
@@ -101,9 +100,9 @@ def _part_of(name: str, arguments: Mapping[str, Any], made: list[TensorSeen]) ->
         named = [index for index in indices if index is not None]
         if any(index.dtype is torch.bool for index in named):
             return ("self", count) if count > 1 else ("", 0)
-        whole = math.prod(size for size, index in zip(shape, indices, strict=True) if index is None)
+        untouched = math.prod(size for size, index in zip(shape, indices, strict=True) if index is None)
         spread = torch.broadcast_shapes(*(index.shape for index in named))  # type: ignore[no-untyped-call]
-        count = whole * math.prod(spread)
+        count = untouched * math.prod(spread)
     return "self", count
 
 
@@ -127,6 +126,7 @@ class Traffic:
         )
         unread = "self" if self._name.removesuffix("_") in _ADD_TO and arguments.get("beta") == 0 else ""
         self.unread = list(tensors_in(arguments.get(unread)))
+        # 1. What is read and written follows from the operator's schema and a few names.
         for name, value in arguments.items():
             tensors = list(tensors_in(value))
             writes = changes.get(name)
@@ -134,16 +134,18 @@ class Traffic:
                 self.read += tensors
             if writes is not None and not (name == _GRADIENTS and arguments.get("grad_scale") is None):
                 self.written += tensors
-        given = {tensor.storage for tensor in (*self.read, *self.written)}
+        # 2. Results in memory of their own are written; views of arguments are not.
+        storages = {tensor.storage for tensor in (*self.read, *self.written)}
         results = list(tensors_in(call.result))
-        made = [result for result in results if result.storage not in given]
-        self.made = made
-        is_view = bool(results) and not made and not self.written
+        fresh = [result for result in results if result.storage not in storages]
+        self.made = fresh
+        is_view = bool(results) and not fresh and not self.written
         if is_view or self.makes_room or self._name in _SAY_NOTHING:
             self.read, self.written = [], []
             return
-        self.written += made
-        argument, count = _part_of(self._name, arguments, made)
+        self.written += fresh
+        # 3. Some operators touch only a part of an argument.
+        argument, count = _part_of(self._name, arguments, fresh)
         for tensor in tensors_in(arguments.get(argument)):
             self._least[id(tensor)] = count * tensor.dtype.itemsize
 
@@ -189,6 +191,7 @@ def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
     sums: dict[str, PhaseCount] = {}
     room = _UnwrittenMemory()
     for call in calls:
+        # Shape functions run on tensors without numbers.
         if not all(tensor.is_real for tensor in tensors_in(call.result)):
             continue  # it has computed no number
         traffic = Traffic(call)
@@ -209,6 +212,7 @@ def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
             _path(call, argument, tf32) if flops else "",
             int(traffic.moves),
         )
+        # Equal calls become one row; phases are summed beside them, because dtypes are counted there.
         rows[operator] += 1
         sums[call.phase] = _add_operator(sums.get(call.phase, PhaseCount(call.phase)), operator, by_dtype)
     operators = tuple(replace(operator_count, calls=count) for operator_count, count in rows.items())
@@ -225,14 +229,14 @@ class _UnwrittenMemory:
         return self._strange + len(self._empty)
 
     def see(self, traffic: Traffic) -> None:
-        made = {tensor.storage for tensor in traffic.made if 0 not in tensor.shape}
+        new_storages = {tensor.storage for tensor in traffic.made if 0 not in tensor.shape}
         if traffic.makes_room:
-            self._empty |= made
+            self._empty |= new_storages
             return
         written = {tensor.storage for tensor in (*traffic.written, *traffic.unread)}
         read = ({tensor.storage for tensor in traffic.read} - written) & self._empty
         self._strange += len(read)
-        self._empty -= read | made | written
+        self._empty -= read | new_storages | written
 
 
 def _add_operator(phase: PhaseCount, operator: OperatorCount, by_dtype: dict[str, int]) -> PhaseCount:

@@ -35,17 +35,17 @@ _MADE = (
 )
 
 
-def _matrices(left: str, right: str) -> Callable[[Named], list[Product]]:
+def _matrices(first: str, second: str) -> Callable[[Named], list[Product]]:
     def product(named: Named) -> list[Product]:
-        *times, m, k = named[left].shape
-        return [(m, named[right].shape[-1], k, math.prod(times))]
+        *times, m, k = named[first].shape
+        return [(m, named[second].shape[-1], k, math.prod(times))]
 
     return product
 
 
 def _grouped_shapes(named: Named) -> list[Product]:
-    left, right = named["self"], named["mat2"]
-    return [(left.shape[-2], right.shape[-1], left.shape[-1], 1)]
+    first, second = named["self"], named["mat2"]
+    return [(first.shape[-2], second.shape[-1], first.shape[-1], 1)]
 
 
 # Functions that return the products of an operator, by its name.
@@ -82,8 +82,10 @@ _NOWHERE = _Place()
 
 class _HeldModules(RunningModules[_Place]):
     def __init__(self, model: nn.Module, held: Sequence[ProductWeight]) -> None:
-        whole = {weight.module: weight for weight in held if weight.kind != EXPERTS and weight.parameter == "weight"}
-        places = {module: _Place(path, whole.get(module)) for path, module in model.named_modules()}
+        by_module = {
+            weight.module: weight for weight in held if weight.kind != EXPERTS and weight.parameter == "weight"
+        }
+        places = {module: _Place(path, by_module.get(module)) for path, module in model.named_modules()}
         super().__init__(places.get, _NOWHERE)
         # Ids of weights that torch has multiplied by in an unknown way.
         self.missed: set[int] = set()
@@ -98,14 +100,15 @@ class _HeldModules(RunningModules[_Place]):
         self.called[id(label.held)] += 1
         super().go_in(label)
 
-    def _enter(self, module: nn.Module, given: Any) -> None:
-        super()._enter(module, given)
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
+        # Stacked weights have no module of their own that could be watched: their products are recognised.
+        super()._enter(module, inputs)
         if (stacks := self._stacks.get(module)) is None:
             return
         path = self._running[-1].label.path
 
-        def around(name: str, told: bool, run: Callable[[], Any]) -> Any:
-            if not told:
+        def around(name: str, is_product: bool, run: Callable[[], Any]) -> Any:
+            if not is_product:
                 self.missed.add(id(stacks[name]))
                 return run()
             self.go_in(_Place(path, stacks[name]))
@@ -118,10 +121,10 @@ class _HeldModules(RunningModules[_Place]):
         weights = {name: stack.weight for name, stack in stacks.items()}
         self._listening[-1].enter_context(Stacked(weights, around=around))
 
-    def _leave(self, module: nn.Module, given: Any, result: Any) -> None:
+    def _leave(self, module: nn.Module, inputs: Any, result: Any) -> None:
         if module in self._stacks:
             self._listening.pop().close()
-        super()._leave(module, given, result)
+        super()._leave(module, inputs, result)
 
 
 class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
@@ -132,11 +135,11 @@ class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
         # The node of the graph that each call of backward belongs to; None in forward.
         self.nodes: list[int | None] = []
 
-    def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         place, node, _ = self.modules.now()
         self.places.append(place)
         self.nodes.append(None if node is None else node._sequence_nr())
-        return super().called(func, args, named)
+        return super().run_call(func, args, named)
 
 
 def coverage_of(
@@ -150,12 +153,14 @@ def coverage_of(
     products.
     """
     parameters = dict(model.named_parameters())
+    # Two steps: a product that only one of them has would make the shares depend on luck.
     tape, second = _record_step(model, held, step), _record_step(model, held, step)
     sums = _CoveredSums(model, tape)
     for call, place, node in zip(tape.calls, tape.places, tape.nodes, strict=True):
         sums.add(call, place, node)
     if not sums.flops and not sums.others:
         raise UsageError(f"a step of {type(model).__name__} multiplies no matrices: there is nothing to convert")
+    # Weights first, then products of two activations, the largest first.
     holders = (_holder(weight, sums, tape, multiple) for weight in held)
     without_weights = sorted(sums.others.values(), key=lambda product: -(product.flops or 0))
     multiplying = (holder for holder in holders if holder.rule != _NO_PRODUCT)
@@ -166,7 +171,7 @@ def coverage_of(
 
 def _record_step(model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object]) -> _PlacedTape:
     tape = _PlacedTape(model, held)
-    with tape.modules.watched(), torch.autograd.set_multithreading_enabled(False), tape:
+    with tape.modules.watch(), torch.autograd.set_multithreading_enabled(False), tape:
         step()
     return tape
 
@@ -183,8 +188,8 @@ def _compare_steps(first: _PlacedTape, second: _PlacedTape) -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
+    remainder = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + remainder
 
 
 def _count_products(tape: _PlacedTape) -> tuple[int, Counter[tuple[str, str]]]:
@@ -264,6 +269,7 @@ def _why(operator: str, count: int | None, weight: str) -> str:
 def _holder(held: ProductWeight, sums: _CoveredSums, tape: _PlacedTape, multiple: int) -> Holder:
     products, calls = tuple(sums.products[id(held)]), tape.modules.called[id(held)]
     rule, reason = held.rule, held.reason
+    # A weight without a call has a reason: an unknown operator, nothing to multiply, or a call past its module.
     if not reason and not calls:
         if id(held) in tape.modules.missed:
             rule, reason = "operator", "it is multiplied in a way that is not x times a weight (an einsum, say)"

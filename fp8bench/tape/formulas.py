@@ -36,14 +36,14 @@ def _elements(tensor: TensorSeen) -> int:
     return math.prod(tensor.shape) * (2 if tensor.dtype is packed else 1)
 
 
-def _product(left: str, right: str) -> tuple[str, Formula]:
+def _product(first: str, second: str) -> tuple[str, Formula]:
     """Counts 2MNK, for any number of matrices: each number on the left meets a row of N on the right."""
 
     def flops(named: Named) -> int:
-        columns = int(named[""].shape[-1]) if len(named[right].shape) > 1 else 1
-        return 2 * _elements(named[left]) * columns
+        columns = int(named[""].shape[-1]) if len(named[second].shape) > 1 else 1
+        return 2 * _elements(named[first]) * columns
 
-    return left, flops
+    return first, flops
 
 
 def _grouped_flops(named: Named) -> int:
@@ -68,7 +68,7 @@ def convolution_backward_shapes(named: Named) -> list[Product]:
     outputs, window, places, groups = _sides(named, named["grad_output"])
     for_input, for_weight = named["output_mask"][:2]
     products = [((places, window, outputs, groups), for_input), ((outputs, window, places, groups), for_weight)]
-    return [product for product, wanted in products if wanted]
+    return [product for product, is_needed in products if is_needed]
 
 
 def _sides(named: Named, out: Any) -> tuple[int, int, int, int]:
@@ -199,13 +199,15 @@ _TAGS = ("pointwise", "reduction")
 def flops_of(call: Call) -> tuple[int | None, str]:
     """Returns the FLOPs of a call, and the argument whose dtype it multiplies in. FLOPs are None if unknown, as those
     of sparse tensors, and 0 if the call multiplies nothing."""
+    # Sparse tensors have no strides, and their work depends on the values.
     if multiplies(call.operator) and any(tensor.stride is None for tensor in tensors_in(call.given)):
         return None, ""
-    known = _formula_of(name_of(call))
-    if known is not None:
-        argument, formula = known
+    entry = _formula_of(name_of(call))
+    if entry is not None:
+        argument, formula = entry
         result = next(tensors_in(call.result), None)
         return formula({**arguments_of(call), "": result}), argument
+    # torch knows some operators that have no formula here.
     packet = getattr(call.operator, "overloadpacket", call.operator)
     if packet in flop_registry:
         return _by_torch(call, flop_registry[packet]), next(iter(arguments_of(call)), "")
@@ -324,15 +326,16 @@ def kind_of(operator: Any, where: Where) -> tuple[ShareKind, str]:
     if placed is not None:
         return placed, ""
     name = operator_name(operator)
-    kind, what = kind_of_name(name, where)
+    kind, detail = kind_of_name(name, where)
     if kind is not ShareKind.UNKNOWN:
-        return kind, what
+        return kind, detail
+    # Views move nothing, whatever they are called.
     if getattr(operator, "is_view", False):
         return ShareKind.VIEW, ""
-    known = multiplies(operator)
-    if known is None:
+    does_multiply = multiplies(operator)
+    if does_multiply is None:
         return ShareKind.UNKNOWN, name
-    return (ShareKind.GEMM if known else ShareKind.ELEMENTWISE), ""
+    return (ShareKind.GEMM if does_multiply else ShareKind.ELEMENTWISE), ""
 
 
 def kind_of_place(where: Where) -> ShareKind | None:

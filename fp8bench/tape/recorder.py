@@ -109,9 +109,9 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
                 return result
         elif route is Route.SILENT and not (self.views and getattr(func, "is_view", False)):
             return func(*args, **named)
-        return self.called(func, args, named)
+        return self.run_call(func, args, named)
 
-    def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return func(*args, **named)
 
 
@@ -128,20 +128,23 @@ class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self.seconds = 0.0
 
-    def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        given, seen = tuple(map(_seen, args)), {name: _seen(argument) for name, argument in named.items()}
+    def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        inputs, named_inputs = (
+            tuple(map(_note_tensors, args)),
+            {name: _note_tensors(argument) for name, argument in named.items()},
+        )
         begun = perf_counter()
         result = func(*args, **named)
         self.seconds += perf_counter() - begun
-        self.calls.append(Call(func, self._phase, _task() != _NO_TASK, given, seen, _seen(result)))
+        self.calls.append(Call(func, self._phase, _task() != _NO_TASK, inputs, named_inputs, _note_tensors(result)))
         return result
 
 
-def _seen(value: Any) -> Any:
+def _note_tensors(value: Any) -> Any:
     if isinstance(value, Tensor):
         return TensorSeen(value)
     if isinstance(value, (list, tuple)):  # a union takes longer
-        return tuple(map(_seen, value))
+        return tuple(map(_note_tensors, value))
     return value
 
 

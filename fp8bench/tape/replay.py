@@ -65,9 +65,9 @@ class ReplayedCall:
         else:
             result = self.operator(*self.args, **self.kwargs)
         if self.results:
-            made = (result,) if isinstance(result, Tensor) else tensors_within(result)
+            tensors = (result,) if isinstance(result, Tensor) else tensors_within(result)
             for place, register in self.results:
-                registers[register] = made[place]
+                registers[register] = tensors[place]
         return result
 
     def free(self, registers: list[Tensor | None]) -> None:
@@ -147,8 +147,8 @@ def bits_of(operator: Any, result: object, written: Sequence[object]) -> tuple[i
     """Returns a checksum for each tensor that a call has made or written; views of others are neither."""
     schema = operator._schema
     is_view = any(value.alias_info for value in schema.returns)
-    made = not is_view and not schema.name.split("::")[1].startswith(_UNWRITTEN)
-    return tuple(map(_bits, (*(tensors_within(result) if made else ()), *tensors_within(list(written)))))
+    makes_tensors = not is_view and not schema.name.split("::")[1].startswith(_UNWRITTEN)
+    return tuple(map(_bits, (*(tensors_within(result) if makes_tensors else ()), *tensors_within(list(written)))))
 
 
 def _bits(tensor: Tensor) -> int:
@@ -241,14 +241,14 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if self._why:
             return func(*args, **named)
-        given = tensors_within((args, named))
+        inputs = tensors_within((args, named))
         if self._stack[-1] != self._phase:
             for tensor in _written_tensors(func, args, named):
                 if tensor.layout is torch.strided:  # memory that another phase writes is other memory from then on
                     memory = self._memories.pop(tensor.untyped_storage()._cdata, None)
                     self._count(0 if memory is None else memory.copy())
             return func(*args, **named)
-        self._why = _why_refused(func, given)
+        self._why = _refusal(func, inputs)
         if self._why:
             self._forget()
             return func(*args, **named)
@@ -256,7 +256,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = _written_tensors(func, args, kwargs)
-        noted = self._noted(list(args)), {name: self._noted(value) for name, value in kwargs.items()}
+        noted = self._note_part(list(args)), {name: self._note_part(value) for name, value in kwargs.items()}
         for tensor in written:
             memory = self._memory_of(tensor)
             self._count(memory.copy())
@@ -265,9 +265,11 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         states = tuple((generator, generator.get_state()) for generator in drawing) if self._check else ()
         result = func(*args, **kwargs)
         check = BitsCheck(bits_of(func, result, written), states) if self._check else None
-        places = tuple(self._made(tensors_within(result)))
+        places = tuple(self._assign_registers(tensors_within(result)))
         self._calls.append(
-            ReplayedCall(func, tuple(noted[0]), noted[1], False, tuple(map(self._noted, written)), places, (), check)
+            ReplayedCall(
+                func, tuple(noted[0]), noted[1], False, tuple(map(self._note_part, written)), places, (), check
+            )
         )
         return result
 
@@ -281,11 +283,11 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         self._generators.update(dict.fromkeys(generators))
         return generators
 
-    def _noted(self, part: Any) -> Any:
+    def _note_part(self, part: Any) -> Any:
         if isinstance(part, Tensor):
             return self._tensor(part)
         if isinstance(part, list | tuple) and tensors_within(part):
-            return [self._noted(inner) for inner in part]
+            return [self._note_part(inner) for inner in part]
         return part
 
     def _tensor(self, tensor: Tensor) -> _Given | Register:
@@ -297,14 +299,14 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         if spec not in memory.registers:  # a view that autograd has made without an operator
             source = Register(next(iter(memory.registers.values())))
             memory.registers[spec] = self._registers
-            made = ((0, self._registers),)
+            results = ((0, self._registers),)
             self._calls.append(
-                ReplayedCall(lambda of: _lying(spec, of.untyped_storage(), of.device), (source,), {}, True, (), made)
+                ReplayedCall(lambda of: _lying(spec, of.untyped_storage(), of.device), (source,), {}, True, (), results)
             )
             self._registers += 1
         return Register(memory.registers[spec])
 
-    def _made(self, results: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    def _assign_registers(self, results: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
         """Assigns registers to tensors of a result that do not lie in what the phase was given."""
         for place, tensor in enumerate(results):
             storage, spec = tensor.untyped_storage(), _spec_of(tensor)
@@ -336,18 +338,18 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
     def _rewritten(self) -> Iterator[Rewritten]:
         for memory in self._given:
             if memory.rewritten and memory.kept is not None:
-                whole = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.kept)
+                all_bytes = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.kept)
                 self._bytes += memory.kept.nbytes()
-                yield Rewritten(whole, whole.clone(), tuple(memory.floating))
+                yield Rewritten(all_bytes, all_bytes.clone(), tuple(memory.floating))
 
 
-def _why_refused(func: Any, given: Sequence[Tensor]) -> str:
+def _refusal(func: Any, inputs: Sequence[Tensor]) -> str:
     """Returns why an operator cannot be called again by itself, or ''."""
     if not isinstance(func, torch._ops.OpOverload):
         return f"{func} is more than one operator"
     if func.overloadpacket.__name__ in _MOVING:
         return f"{func} gives a tensor other memory"
-    for tensor in given:
+    for tensor in inputs:
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return f"{func} is given a {type(tensor).__name__}, a kind of tensor of its own"
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:

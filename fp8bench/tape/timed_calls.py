@@ -66,7 +66,7 @@ class _Running(Generic[L]):
 
 
 class RunningModules(Generic[L]):
-    """Tracks which module a step is in while `watched` is open; modules without a label are ignored."""
+    """Knows which module a step is in while `watch` is open; modules without a label are ignored."""
 
     def __init__(self, label_of: Callable[[nn.Module], L | None], outside: L) -> None:
         self._label_of, self._outside = label_of, outside
@@ -77,7 +77,7 @@ class RunningModules(Generic[L]):
         self._last_task = _FORWARD
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         with ExitStack() as hooks:
             hooks.callback(register_module_forward_pre_hook(self._enter).remove)
             hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
@@ -116,43 +116,43 @@ class RunningModules(Generic[L]):
             return label
         number = node._sequence_nr()
         for maker in (self._begun_in[task], _FORWARD):
-            made = self._made.get(maker)
-            if made is not None and number >= made.first:
-                return made.maker_of(number)
+            record = self._made.get(maker)
+            if record is not None and number >= record.first:
+                return record.maker_of(number)
         return self._outside
 
-    def _enter(self, module: nn.Module, given: Any) -> None:
+    def _enter(self, module: nn.Module, inputs: Any) -> None:
         label = self._label_of(module)
         if label is not None:
             self.go_in(label)
 
-    def _leave(self, module: nn.Module, given: Any, result: Any) -> None:
-        if self._running and self._label_of(module) is not None:  # otherwise it began before `watched`
+    def _leave(self, module: nn.Module, inputs: Any, result: Any) -> None:
+        if self._running and self._label_of(module) is not None:  # else it began before `watch`
             self._label(result, self.go_out())
 
     def _hand_over(self) -> tuple[int, int]:
         """Assigns the nodes made until now to the module that ran; returns the task, and the number of the next
         node."""
         task, number = self._seen_task(), _next_number()
-        made = self._made.get(task)
-        if made is None:
-            made = self._made[task] = _Made(number, self._outside)
+        record = self._made.get(task)
+        if record is None:
+            record = self._made[task] = _Made(number, self._outside)
         running = self._running[-1] if self._running else None
-        made.until(number, running.label if running is not None and running.task == task else self._outside)
+        record.until(number, running.label if running is not None and running.task == task else self._outside)
         return task, number
 
-    def _label(self, result: Any, left: _Running[L]) -> None:
-        """Leaves labels on the nodes that were made since a module began, as far as they are reachable from its
-        result."""
+    def _label(self, result: Any, ended: _Running[L]) -> None:
+        """Leaves labels on the nodes that were made since a module began, as far as its result leads to them."""
         waiting: list[Any] = [tensor.grad_fn for tensor in _tensors(result)]
-        made, seen = self._made[left.task], set()
+        record, visited = self._made[ended.task], set()
+        # From the result backwards; nodes older than the module belong to somebody else.
         while waiting:
             node = waiting.pop()
-            if node is None or node in seen or node._sequence_nr() < left.first:
+            if node is None or node in visited or node._sequence_nr() < ended.first:
                 continue
-            seen.add(node)
+            visited.add(node)
             number = node._sequence_nr()
-            node.metadata.setdefault(_LABEL, left.label if number == _OF_NO_MODULE else made.maker_of(number))
+            node.metadata.setdefault(_LABEL, ended.label if number == _OF_NO_MODULE else record.maker_of(number))
             waiting += [further for further, _ in node.next_functions]
 
 
@@ -232,9 +232,9 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
         self.calls = []
         with ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            stack.enter_context(self._paths.watched())
-            begins = register_optimizer_step_pre_hook(lambda *given: setattr(self, "_optimizing", _task()))
-            ends = register_optimizer_step_post_hook(lambda *given: setattr(self, "_optimizing", None))
+            stack.enter_context(self._paths.watch())
+            begins = register_optimizer_step_pre_hook(lambda *ignored: setattr(self, "_optimizing", _task()))
+            ends = register_optimizer_step_post_hook(lambda *ignored: setattr(self, "_optimizing", None))
             for hook in (begins, ends):
                 stack.callback(hook.remove)
             stack.enter_context(self)
@@ -243,7 +243,7 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
             finally:
                 self._optimizing = None
 
-    def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         module, node, backward = self._paths.now()
         optimizing = self._optimizing is not None and self._optimizing == _task() and not (module and not backward)
         source = args[1] if len(args) > 1 and func is not _TO else args[0] if args else None
@@ -343,13 +343,13 @@ def put_together(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[
     """Joins parts of one kind, module and direction; returns the longest first."""
     sums: dict[tuple[ShareKind, str, bool, str], tuple[float, int]] = {}
     for call, taken in zip(calls, seconds, strict=True):
-        kind, what = kind_of(call.operator, call.where)
-        key = kind, call.module, call.backward, what
+        kind, detail = kind_of(call.operator, call.where)
+        key = kind, call.module, call.backward, detail
         total, count = sums.get(key, (0.0, 0))
         sums[key] = total + taken, count + 1
     parts = (
-        Share(kind, module, backward, taken, number, what)
-        for (kind, module, backward, what), (taken, number) in sums.items()
+        Share(kind, module, backward, taken, number, detail)
+        for (kind, module, backward, detail), (taken, number) in sums.items()
     )
     return tuple(sorted(parts, key=lambda part: -part.seconds))
 

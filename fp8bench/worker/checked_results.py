@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, SupportsFloat, SupportsIndex
 
 from fp8bench.model import TensorStatistics
-from fp8bench.model.specs import why_reserved
+from fp8bench.model.specs import reserved_name_reason
 
 
 def errors_of(returned: object) -> dict[str, float]:
@@ -22,9 +22,9 @@ def errors_of(returned: object) -> dict[str, float]:
         _text(name, "a name that error() gives"): _number(value, f"error()[{name!r}]")
         for name, value in returned.items()
     }
-    # A name of one of our figures would replace it in tables.
-    if wrong := next(filter(None, map(why_reserved, errors)), ""):
-        raise ValueError(f"error() returned a number with a reserved name: {wrong}.")
+    # A name of one of our own figures would take its place in tables.
+    if wrong := next(filter(None, map(reserved_name_reason, errors)), ""):
+        raise ValueError(f"error() gives a number whose name is not free: {wrong}.")
     return errors
 
 

@@ -100,9 +100,9 @@ class _Compared:
             return
         for role in Role:
             x = self._draw(f"cast {role}", rows, columns)
-            for how in ("cast", "turned"):
+            for how in ("cast", "cast_transpose"):
                 yield self._cast(f"{role}, {how}", role, x, how)
-            yield self._cast(f"{role}, beyond its range", role, x * 2.0**20, "unscaled")
+            yield self._cast(f"{role}, beyond its range", role, x * 2.0**20, "cast_without_scale")
 
     def products(self) -> Iterator[Conformity]:
         for product in PRODUCTS:
@@ -174,7 +174,7 @@ class _Compared:
     def _operands(self, arithmetic: Arithmetic, device: str, product: str, m: int, n: int, k: int) -> list[Operand]:
         roles, operands = PRODUCTS[product], []
         for name, role, rows in zip("ab", roles, (m, n), strict=True):
-            cast = arithmetic.turned if role in TURNED[product] else arithmetic.cast
+            cast = arithmetic.cast_transpose if role in TURNED[product] else arithmetic.cast
             operands.append(cast(self._draw(f"{product} {name}", rows, k).to(device), role))
         return operands
 

@@ -153,11 +153,11 @@ class LaidOutArithmetic(Arithmetic):
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self._single("cast", tensor, role)
 
-    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
-        return self._single("unscaled", tensor, role)
+    def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
+        return self._single("cast_without_scale", tensor, role)
 
-    def turned(self, source: Tensor, role: Role) -> Operand:
-        return self._single("turned", source, role)
+    def cast_transpose(self, source: Tensor, role: Role) -> Operand:
+        return self._single("cast_transpose", source, role)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         if not self._ledger.listening:

@@ -153,9 +153,9 @@ class _LateTape(OperatorTape):  # type: ignore[no-untyped-call]
         self._switches = arithmetic_switches() if looks else ()
         self._usual = values_of(self._switches)
 
-    def called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         begun = thread_time()
-        result = super().called(func, args, named)
+        result = super().run_call(func, args, named)
         self.seconds_of[func] = self.seconds_of.get(func, 0.0) + thread_time() - begun
         if self._switches and len(self.calls) <= _MOST_READ:
             read = zip(self._switches, self._usual, values_of(self._switches), strict=True)

@@ -20,7 +20,7 @@ import torch
 
 from fp8bench.model import CELL_PHASES, DeviceFacts, Tape
 from fp8bench.model.step import Shares
-from fp8bench.profiler import recorded
+from fp8bench.profiler import record_events
 from fp8bench.protocols import Device, Phases, Precision, Setup, SilentPhases, Stamper, Workload
 from fp8bench.tape.counting import count_tape
 from fp8bench.tape.recorder import OperatorTape
@@ -109,7 +109,7 @@ def _kernel_shares(steps: _SharedSteps, state: Any) -> Shares:
 
     # Once without the profiler: its first step includes starting it.
     look()
-    inside, outside = seconds_by_operator(recorded(look, steps.facts.kind))
+    inside, outside = seconds_by_operator(record_events(look, steps.facts.kind))
     return shares_of_kernels(mode.calls, inside, outside, median(plain))
 
 

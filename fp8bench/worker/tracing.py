@@ -17,7 +17,7 @@ from typing import Any
 
 from fp8bench.files import write_whole
 from fp8bench.model import PHASES
-from fp8bench.profiler import activities_of, exported, quiet
+from fp8bench.profiler import activities_of, export_trace, quiet
 from fp8bench.protocols import Markers, Phases
 
 STEPS = 3
@@ -64,7 +64,7 @@ def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
         profile(
             activities=activities_of(kind),
             schedule=plan,
-            on_trace_ready=lambda profiler: traces.append(exported(profiler)),
+            on_trace_ready=lambda profiler: traces.append(export_trace(profiler)),
             record_shapes=True,
             acc_events=True,  # a single cycle is recorded; with several torch 2.11 warns that it forgets them
         ) as profiler,

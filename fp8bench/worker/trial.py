@@ -160,9 +160,9 @@ def _of_parts(
     both = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
     rows = zip(torch.split_with_sizes(exact(a), sizes), map(exact, both), strict=True)
     turned = zip(columns(gradient, Role.GRADIENT), columns(x, Role.INPUT), strict=True)
-    # 3. Compute the same by grouped products, forward and for weights.
-    forward = torch.split_with_sizes(arithmetic.grouped(a, stack_operands(both), ends), sizes)
-    gradients = arithmetic.grouped(
+    # 3. The same by grouped products, forward and for weights.
+    forward = torch.split_with_sizes(arithmetic.multiply_groups(a, stack_operands(both), ends), sizes)
+    gradients = arithmetic.multiply_groups(
         turn_parts(arithmetic, g, gradient, Role.GRADIENT, sizes),
         turn_parts(arithmetic, a, x, Role.INPUT, sizes),
         ends,

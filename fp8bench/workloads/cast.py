@@ -161,7 +161,7 @@ def _or_copy(change: Callable[[], Tensor], source: Tensor) -> Callable[[], objec
 def _into(setup: Setup) -> Callable[[Tensor], Operand]:
     role = Role(str(setup.case.param("role")))
     off = setup.params.get("scaling") == "off"
-    cast = setup.arithmetic.unscaled if off else setup.arithmetic.cast
+    cast = setup.arithmetic.cast_without_scale if off else setup.arithmetic.cast
     return lambda tensor: cast(tensor, role)
 
 

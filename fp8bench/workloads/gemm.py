@@ -319,7 +319,7 @@ def _same_anyway(params: Scalars, precision: Precision) -> str:
 def _casts(setup: Setup) -> Callable[[Tensor, Tensor], tuple[Operand, Operand]]:
     product, arithmetic = str(setup.case.param("product")), setup.arithmetic
     (role_a, role_b), turned = PRODUCTS[product], TURNED[product]
-    cast_a, cast_b = (arithmetic.turned if role in turned else arithmetic.cast for role in (role_a, role_b))
+    cast_a, cast_b = (arithmetic.cast_transpose if role in turned else arithmetic.cast for role in (role_a, role_b))
     return lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
 
 

@@ -76,11 +76,11 @@ class Learning(TrainingWorkload):
         from fp8bench.nn.around import set_around
         from fp8bench.nn.batches import loader_for
         from fp8bench.nn.gpt import GPT
-        from fp8bench.nn.training_step import new_state, seeded
+        from fp8bench.nn.training_step import new_state, seed_weights
         from fp8bench.nn.whole_layers import CachedWeights
 
         config = _config(setup.params)
-        with seeded(setup):
+        with seed_weights(setup):
             model = GPT(config, self.arithmetics(setup), setup.arithmetic.carrier)
         set_around(model, setup.around(self.around(setup.params)))
         loader = loader_for(setup, _BATCH, config, setup.draw)

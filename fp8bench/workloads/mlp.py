@@ -104,6 +104,6 @@ class Mlp(LayerWorkload):
         def build() -> nn.Module:
             if cut == _LINEAR:
                 return FeedForward(width, hidden, gated, 1.0, choose)
-            return NormedFeedForward(width, hidden, gated, choose, whole=cut == NORM_MLP)
+            return NormedFeedForward(width, hidden, gated, choose, both_products=cut == NORM_MLP)
 
         return exercise(setup, build, [(tokens, width)], carrier, is_training(params))

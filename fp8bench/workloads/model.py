@@ -156,14 +156,14 @@ class Model(Workload):
         return errors
 
     def losses(self, setup: Setup, steps: int) -> Sequence[float]:
-        """Trains on the model's single batch; another draw is the model that its maker returns with another seed."""
-        from fp8bench.nn.own_model import OwnModel, seeded
+        """Trains on the model's one batch; another draw is the model that its maker returns under another seed."""
+        from fp8bench.nn.own_model import OwnModel, seed_generators
 
         made = _copy_of(setup)
         if setup.draw:
             made = made._replace(model=_copy_of(replace(setup, seed=setup.seed + setup.draw)).model)
         state = OwnModel(made, setup, _multiples(setup), converts=_converts(setup))
-        with seeded(setup.seed, setup.facts):
+        with seed_generators(setup.seed, setup.facts):
             return state.losses(steps)
 
     def gradient_error(self, setup: Setup, reference: Setup) -> float | None:
@@ -175,7 +175,7 @@ class Model(Workload):
         return None if _is_drowned(errors, apart) else errors.get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
-        from fp8bench.nn.conversion import AcceleratedModel, converted_in, unconverted
+        from fp8bench.nn.conversion import AcceleratedModel, converted_in, explain_unchanged
         from fp8bench.nn.own_model import OwnModel, conversion_of
 
         if not _converts(setup):
@@ -186,7 +186,7 @@ class Model(Workload):
         # Accelerate itself decides what it converts, so only its result shows that.
         if isinstance(setup.arithmetic, AcceleratedModel):
             low = converted_in(_own_model(setup, compiles=False).model)
-            held = tuple(holder if holder.name in low else unconverted(holder) for holder in held)
+            held = tuple(holder if holder.name in low else explain_unchanged(holder) for holder in held)
         multiple = max(precisions.get(setup.case.precision).multiples)
         return Covered(state.model, held, lambda: state.step(SilentPhases()), multiple, lambda: state.loss_words)
 
@@ -231,12 +231,12 @@ def _copy_of(setup: Setup) -> Given:
 
 
 def copy_made(name: str, seed: int, facts: DeviceFacts) -> Given:
-    """Returns a copy of the model, batch and loss of a maker, which is called once per process."""
-    from fp8bench.nn.own_model import parse_given, seeded
+    """Returns a copy of the model, batch and loss of a maker, which is called once a process."""
+    from fp8bench.nn.own_model import parse_given, seed_generators
 
     # Makers may load files: once is enough, and every arm starts from the same numbers.
     if (name, seed) not in MADE:
-        with seeded(seed, facts):
+        with seed_generators(seed, facts):
             made = parse_given(name, _call_maker(name), seed)
         _refuse_parameters(name, made)
         MADE[name, seed] = made

@@ -163,12 +163,13 @@ def _plain_course(setup: Setup) -> Iterator[Tensor]:
 
     name = str(setup.case.param("tensor"))
     if name in CAPTURED:
-        from fp8bench.nn.captured import captured
+        from fp8bench.nn.captured import capture_tensors
 
         if setup.corpus is None:
             raise ValueError("a captured tensor needs a token file to train on, but there is none")
         yield from (
-            tensor.to(setup.facts.key, copy=True) for tensor in reversed(captured(setup.corpus, setup.seed)[name])
+            tensor.to(setup.facts.key, copy=True)
+            for tensor in reversed(capture_tensors(setup.corpus, setup.seed)[name])
         )
         return
     from fp8bench.numerics.distributions import DISTRIBUTIONS

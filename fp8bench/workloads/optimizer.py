@@ -40,7 +40,7 @@ class OptimizerState:
         return list(chain.from_iterable(bucket.parameters for bucket in self.buckets))
 
     def moments(self) -> tuple[list[Tensor], list[Tensor]]:
-        first, second = zip(*(bucket.restored() for bucket in self.buckets), strict=True)
+        first, second = zip(*(bucket.restore() for bucket in self.buckets), strict=True)
         return list(chain.from_iterable(first)), list(chain.from_iterable(second))
 
     def take(self, gradients: list[Tensor]) -> None:
@@ -110,7 +110,7 @@ class Optimizer(Workload):
                     bucket.update(*bucket.plain)
                 continue
             with phase.cast:
-                first, second = bucket.restored()
+                first, second = bucket.restore()
             with phase.optimizer_step:
                 bucket.update(first, second)
             with phase.cast:
@@ -188,7 +188,7 @@ def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tupl
     """Draws weights and moments from the seed, and returns the source of gradients that lead to such moments."""
     import torch
 
-    from fp8bench.nn.moments import BETAS, Bucket, bucketed
+    from fp8bench.nn.moments import BETAS, Bucket, split_into_buckets
     from fp8bench.numerics.distributions import GradientSource
 
     case = setup.case
@@ -205,7 +205,7 @@ def _begin(setup: Setup, storages: tuple[Storage, Storage], fused: bool) -> tupl
         for tensor, scale in zip(source.normal(), source.scales, strict=True)
     ]
     gradients = [torch.zeros_like(weight) for weight in weights]
-    parts = bucketed([weight.numel() for weight in weights], BUCKET_ELEMENTS)
+    parts = split_into_buckets([weight.numel() for weight in weights], BUCKET_ELEMENTS)
     buckets = [
         Bucket(weights[part], gradients[part], first[part], second[part], storages, STEPS_BEFORE, fused)
         for part in parts

@@ -163,7 +163,7 @@ class Parallel(Workload):
             together.train_step(SilentPhases())
         alone = stepping(self._alone(setup)), stepping(self._alone(setup, parts=size))
         silent = stepping(self._state(setup, silent_group()))
-        return StepParts(silent, wire.send_again, stepping(together), wire.sent(dist.get_rank()), alone)
+        return StepParts(silent, wire.send_again, stepping(together), wire.list_sent(dist.get_rank()), alone)
 
     def _state(self, setup: Setup, group: ProcessGroup | None, plain: bool = False) -> ParallelState:
         from fp8bench.nn.parallel.step import new_state
@@ -199,11 +199,11 @@ class Parallel(Workload):
         from fp8bench.nn.around import set_around
         from fp8bench.nn.experts import set_load
         from fp8bench.nn.gpt import GPT
-        from fp8bench.nn.training_step import seeded
+        from fp8bench.nn.training_step import seed_weights
 
         params = setup.params
         config = _config(params)
-        with seeded(setup):
+        with seed_weights(setup):
             model = GPT(config, self.arithmetics(setup), setup.arithmetic.carrier)
         set_around(model, setup.around(self.around(params)))
         if config.experts:

@@ -191,7 +191,7 @@ class Transformer(TrainingWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = self._products(params, precision, facts)
-        grouped = SIZES[str(params["size"])].grouped
+        grouped = SIZES[str(params["size"])].has_grouped_heads
         missing = missing_kernel(_choice(params, "attention"), grouped, precision, facts)
         if support.level is not Level.REFUSED and missing:
             return refused(missing)
@@ -357,12 +357,12 @@ class Transformer(TrainingWorkload):
         in fp32 for any precision: fp16 without its loss scale would lose the smallest gradients uncounted."""
         import torch
 
-        from fp8bench.nn.arithmetics import PlainArithmetic, counted
+        from fp8bench.nn.arithmetics import PlainArithmetic, count_casts
         from fp8bench.numerics.ranges import Ledger
 
         ledger, plain = Ledger(), PlainArithmetic(torch.float32)
         kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
-        model = _model(setup, lambda name: counted(plain, kinds[name], ledger), plain.carrier)
+        model = _model(setup, lambda name: count_casts(plain, kinds[name], ledger), plain.carrier)
         model(*_loader(setup).next(), SilentPhases()).backward()
         roles = list(Role)
         return tuple(
@@ -391,10 +391,10 @@ def _model(
 ) -> GPT:
     """Builds a case's model from its seed; weights are the same for every arithmetic."""
     from fp8bench.nn.gpt import GPT, take_blocks
-    from fp8bench.nn.training_step import seeded
+    from fp8bench.nn.training_step import seed_weights
     from fp8bench.nn.whole_layers import surround
 
-    with seeded(setup):
+    with seed_weights(setup):
         model = GPT(_config(setup), choose, carrier, checkpointing, core)
     if _choice(setup.params, "cut") == "block" and not _config(setup).modern:
         take_blocks(model, _config(setup).heads)
@@ -417,10 +417,10 @@ def _forward(setup: Setup, model: GPT) -> Forward:
     calibrating = setup.scales is not None and setup.scales.watching
     if calibrating or _choice(setup.params, "compile") == "no":
         return model
-    from fp8bench.nn.compiling import compiled
+    from fp8bench.nn.compiling import compile_model
 
     with _weights(setup, model)(SilentPhases()):
-        return compiled(model, *_loader(setup).next())
+        return compile_model(model, *_loader(setup).next())
 
 
 def _loader(setup: Setup) -> TokenLoader:

@@ -192,12 +192,12 @@ def _state(setup: Setup, choose: Choose, carrier: torch.dtype) -> TrainingState 
     import torch
 
     from fp8bench.nn.image_models import MODELS
-    from fp8bench.nn.training_step import new_state, seeded
+    from fp8bench.nn.training_step import new_state, seed_weights
     from fp8bench.nn.vision import LAYOUTS, ImageLoader, inference
 
     params = setup.params
     sizes, layout = sizes_of(params), LAYOUTS[str(params["layout"])]
-    with seeded(setup):
+    with seed_weights(setup):
         model = MODELS[sizes.model](sizes, choose, layout)
     model = model.double() if carrier is torch.float64 else model
     loader = ImageLoader(sizes, int(params["batch"]), layout, carrier, setup.facts.key, setup.seed)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.model import Run, Status, specs
-from fp8bench.model.specs import STEP, Better, Rank, why_reserved
+from fp8bench.model.specs import STEP, Better, Rank, reserved_name_reason
 from tests.counts import for_each
 from tests.energies import energetic
 from tests.runs import gemm, measured, transformer
@@ -31,7 +31,9 @@ def test_every_figure_is_told_once_and_the_time_first(make: object) -> None:
         assert {one.name for one in found if not one.unit} <= {"amax", *measured_as_is}
         # A new figure has its name from the vocabulary, which no workload may take.
         own = measured_as_is - {specs.PEAK_MEMORY}
-        assert all(map(why_reserved, {one.name for one in found} - own)) and not any(map(why_reserved, own))
+        assert all(map(reserved_name_reason, {one.name for one in found} - own)) and not any(
+            map(reserved_name_reason, own)
+        )
 
 
 def test_throughput_energy_and_what_restates_another_figure() -> None:

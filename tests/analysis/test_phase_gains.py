@@ -39,7 +39,7 @@ def test_gains_sum_to_the_difference_that_the_ratio_measures() -> None:
     seconds = sum(gain.seconds for gain in finding.gains)
     reference = sum(gain.reference_seconds for gain in finding.gains)
     assert finding.ratio is not None and seconds / reference == pytest.approx(finding.ratio.point, rel=1e-4)
-    assert reference - seconds == pytest.approx(sum(gain.saved for gain in finding.gains))
+    assert reference - seconds == pytest.approx(sum(gain.saved_seconds for gain in finding.gains))
     for gain in finding.gains:
         truth = (WIDE.get(gain.phase, 0.0) - narrow[gain.phase]) * 1e-3
         assert gain.low - 2e-4 < truth < gain.high + 2e-4
@@ -99,14 +99,16 @@ def test_an_untouched_reference_counts_its_products_with_the_rest() -> None:
     case = record(plant({"gemm": 10.0, "cast": 2.0, "unattributed": 8.0}), "bf16")
     gains = {gain.phase: gain for gain in find([untouched, case], {})[1].gains}
     assert set(gains) == {"cast", "unattributed"}
-    assert gains["unattributed"].saved == pytest.approx(12e-3) and gains["cast"].saved == pytest.approx(-2e-3)
+    assert gains["unattributed"].saved_seconds == pytest.approx(12e-3) and gains["cast"].saved_seconds == pytest.approx(
+        -2e-3
+    )
 
 
 def test_nothing_is_clear_whose_interval_holds_zero() -> None:
     assert not PhaseGain("gemm", 1.0, 2.0, -0.1, 2.0).is_clear
     assert PhaseGain("gemm", 1.0, 2.0, 0.1, 2.0).is_clear
     assert not PhaseGain("gemm", 1.0, 2.0, 0.1, 2.0, control=1.5).is_clear
-    assert find_reason(()) is None and math.isclose(PhaseGain("gemm", 1.0, 2.0, 0, 0).saved, 1.0)
+    assert find_reason(()) is None and math.isclose(PhaseGain("gemm", 1.0, 2.0, 0, 0).saved_seconds, 1.0)
 
 
 def test_gains_of_the_last_session_sum_to_the_verdict_of_all() -> None:
@@ -117,5 +119,5 @@ def test_gains_of_the_last_session_sum_to_the_verdict_of_all() -> None:
     reference = sum(gain.reference_seconds for gain in finding.gains)
     assert finding.ratio is not None and seconds / reference == pytest.approx(finding.ratio.point)
     assert finding.ratio.point < 22 / 30
-    assert all(gain.low - 1e-9 <= gain.saved <= gain.high + 1e-9 for gain in finding.gains)
+    assert all(gain.low - 1e-9 <= gain.saved_seconds <= gain.high + 1e-9 for gain in finding.gains)
     assert [gain.phase for gain in finding.gains if gain.is_clear] == ["gemm"]

@@ -19,7 +19,7 @@ from asv.results import Results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8bench.files import locked
+from fp8bench.files import lock_folder
 from fp8bench.model import Request, Run
 from fp8bench.store.asv.files import load_results
 from fp8bench.store.asv.view import results_of, update_view
@@ -180,7 +180,7 @@ def test_a_link_that_leads_nowhere_is_followed_or_a_sentence(tmp_path: Path) -> 
 def test_a_lock_that_somebody_holds_is_waited_for_and_then_a_sentence(store: Path) -> None:
     run = keep(grid_run(seconds=1), store)
     before = contents(store / "asv")
-    with locked(store / "asv", 0):
+    with lock_folder(store / "asv", 0):
         said = update_view(run, store, timeout=0.05)
     assert said.startswith("history: another process has held the lock ") and said.endswith(AGAIN)
     assert "for 0.05 s." in said and contents(store / "asv") == before

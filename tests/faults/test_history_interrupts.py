@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.files import locked
+from fp8bench.files import lock_folder
 from fp8bench.store.asv.view import results_of, update_view
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
@@ -77,7 +77,7 @@ def test_an_interrupt_of_the_view_says_what_is_kept(repository: Path, number: si
     """It comes while another writer holds the view: the table stands, the run is whole, and the view is not begun."""
     store = repository / ".fp8bench"
     lock = store / "asv" / ".lock"
-    with locked(store / "asv", 0), started(repository, *SUITE) as process:
+    with lock_folder(store / "asv", 0), started(repository, *SUITE) as process:
         end = time.monotonic() + 240
         while not waits_for_the_lock(process, lock):
             assert process.poll() is None and time.monotonic() < end, process.communicate()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8bench.files import compact, sealed, unsealed
+from fp8bench.files import compact, seal, unseal
 from fp8bench.formats import compiling, fused, kept_kernels, vector_width
 from fp8bench.formats.grids import E4M3
 from suites.trials import ran
@@ -57,7 +57,7 @@ def kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file.parent.mkdir(parents=True)
     cache.chmod(0o1777)
     file.write_text(
-        compact(sealed({"call": "def call(self, arguments): pass", "libraries": {}, "helpers": [], "bits": 7}))
+        compact(seal({"call": "def call(self, arguments): pass", "libraries": {}, "helpers": [], "bits": 7}))
     )
     monkeypatch.setattr(kept_kernels, "_file_of", lambda kernel: file)
     return file
@@ -69,8 +69,8 @@ def bits() -> int | None:
 
 
 def test_what_is_kept_is_not_compiled_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_compiled", lambda kernel: pytest.fail("it was compiled"))
-    assert compiling.compiled(KERNEL).bits == 7
+    monkeypatch.setattr(compiling, "_compile", lambda kernel: pytest.fail("it was compiled"))
+    assert compiling.compile_kernel(KERNEL).bits == 7
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -119,7 +119,7 @@ def test_a_link_and_a_pipe_are_not_run(kept: Path) -> None:
 
 @pytest.mark.slow
 def test_another_process_calls_it_without_the_compiler(cache: Path, tmp_path: Path) -> None:
-    compiled = compiling.compiled(KERNEL)
+    compiled = compiling.compile_kernel(KERNEL)
     given = KERNEL.examples()
     compiled.run(*given)
     (file,) = (cache / "fp8bench").glob("*.kernel.json")
@@ -128,14 +128,14 @@ def test_another_process_calls_it_without_the_compiler(cache: Path, tmp_path: Pa
     )
     ran((sys.executable, "-c", monkeyed, str(tmp_path / "given")))
     assert all(map(torch.equal, given, torch.load(tmp_path / "given")))
-    found = unsealed(json.loads(file.read_bytes()))
+    found = unseal(json.loads(file.read_bytes()))
     assert kept_kernels.read(KERNEL) is not None
     ((name, (library, digest)),) = found["libraries"].items()
     Path(library).chmod(0o757)
     assert kept_kernels.read(KERNEL) is None
     Path(library).chmod(0o755)
     for wrong in ({**found, "libraries": {name: [library, "0" * 64]}}, {**found, "call": "def call(self, args: "}):
-        file.write_text(compact(sealed(wrong)))
+        file.write_text(compact(seal(wrong)))
         assert kept_kernels.read(KERNEL) is None
     file.write_text("{")
     assert kept_kernels.read(KERNEL) is None and digest

@@ -19,12 +19,12 @@ from fp8bench.formats.grids import E4M3, E5M2, FP16, Format
 from fp8bench.formats.native_codes import (
     codes,
     codes_both,
-    codes_turned,
     current_scale,
     delayed_scale,
     row_codes,
     row_codes_both,
     square_codes,
+    transpose_codes,
 )
 from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
 from fp8bench.formats.scale_layouts import by_columns, squares
@@ -73,7 +73,7 @@ def cast(x: Tensor, how: Cast) -> list[Tensor]:
         return [*row_codes(x, how.fmt, how.rounding), *row_codes(x.t(), how.fmt, how.rounding)]
     scale, inverse = current_scale(largest_magnitude(x), how.fmt, how.rounding)
     both = codes_both(x, how.fmt, scale)
-    turned = codes_turned(both[0]) if both[0].element_size() == 1 else both[1]
+    turned = transpose_codes(both[0]) if both[0].element_size() == 1 else both[1]
     return [scale, inverse, *both, codes(x, how.fmt, scale), codes(x, how.fmt), turned]
 
 
@@ -231,7 +231,7 @@ def test_a_call_is_one_operator_under_a_dispatch_mode(device: str) -> None:
     amax, history, casts = torch.ones((), device=device), torch.zeros(4, device=device), torch.zeros((), device=device)
     with Operators() as seen:
         scale, _ = current_scale(amax, E4M3, EXACT)
-        codes_turned(codes(x, E4M3, scale))
+        transpose_codes(codes(x, E4M3, scale))
         codes_both(x.t(), E5M2, scale)
         row_codes(x.t(), E4M3, EXACT)
         delayed_scale(amax, history, casts.int(), scale, E4M3, Delayed(4))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, TF32, Format, Overflow
-from fp8bench.formats.quantise import RANDOM_BITS, quantised, round_to
+from fp8bench.formats.quantise import RANDOM_BITS, round_to, round_values
 from fp8bench.formats.recipes import NVFP4, NVFP4_UP, TENSOR, ScaleRounding, Scaling
 from fp8bench.formats.scaled import values
 from tests.counts import for_each
@@ -121,7 +121,7 @@ def test_the_share_that_goes_up_is_the_rest_of_the_step(fmt: Format) -> None:
             exact = low + (high - low) * share / (1 << rests)
             value = np.float32(exact)
             assert float(value) == exact
-            drawn = quantised(torch.full((1 << 16,), float(value)), fmt, random)
+            drawn = round_values(torch.full((1 << 16,), float(value)), fmt, random)
             assert bool(((drawn == low) | (drawn == high)).all())
             assert int((drawn == high).sum()) == share << (16 - rests)
 
@@ -135,7 +135,7 @@ def test_the_smallest_rest_goes_up_as_rarely_as_it_should(fmt: Format) -> None:
     else:  # goes up at the numbers below its share
         share = 1 << RANDOM_BITS - 23 + fmt.mantissa_bits
         up, down = share - 1, share
-    drawn = quantised(value, fmt, torch.tensor([up, down], dtype=torch.int32))
+    drawn = round_values(value, fmt, torch.tensor([up, down], dtype=torch.int32))
     assert drawn.tolist() == [1 + 2.0**-fmt.mantissa_bits, 1]
 
 

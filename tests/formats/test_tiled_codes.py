@@ -15,7 +15,7 @@ from fp8bench.formats.codes import unpack
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, E8M0, Format
 from fp8bench.formats.quantise import Draw
 from fp8bench.formats.recipes import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ScaleRounding, Scaling
-from fp8bench.formats.scale_layouts import by_columns, of_squares, squares, swizzled, unswizzled
+from fp8bench.formats.scale_layouts import by_columns, of_squares, squares, swizzle, unswizzle
 from fp8bench.formats.scaled import quantise
 from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both, unscaled_codes
 from tests.counts import for_each, sampled
@@ -74,7 +74,7 @@ def stored(x: Tensor, how: Cast) -> list[Tensor]:
     assert found.scales is not None
     each = found.scales.repeat_interleave(how.scaling.rows, 0)[: len(x)]
     above = [] if found.tensor_scale is None else [found.tensor_scale.reshape(1).view(torch.uint8)]
-    return [found.codes.view(torch.uint8), torch.cat([swizzled(each), *above])]
+    return [found.codes.view(torch.uint8), torch.cat([swizzle(each), *above])]
 
 
 def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
@@ -130,7 +130,7 @@ def test_mx_codes_are_those_of_ml_dtypes(turned: bool) -> None:
     codes, laid = cast(x, Cast(E4M3, MX, F32))
     wanted = (blocks / scales.astype(np.float32)).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     assert np.array_equal(codes.numpy(), wanted.reshape(x.shape))
-    of_blocks = unswizzled(laid, len(x), x.shape[1] // 32).numpy()
+    of_blocks = unswizzle(laid, len(x), x.shape[1] // 32).numpy()
     assert np.array_equal(of_blocks.reshape(-1, 1), scales.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8))
 
 
@@ -146,7 +146,7 @@ def test_nvfp4_codes_are_those_of_ml_dtypes(turned: bool) -> None:
     elements = blocks / (scales.astype(np.float32) * above)
     wanted = elements.clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
     assert np.array_equal(unpack(codes, E2M1).numpy(), wanted.reshape(x.shape))
-    of_blocks = unswizzled(laid[:-FLOAT_BYTES], len(x), x.shape[1] // 16).numpy()
+    of_blocks = unswizzle(laid[:-FLOAT_BYTES], len(x), x.shape[1] // 16).numpy()
     assert np.array_equal(of_blocks.reshape(-1, 1), scales.view(np.uint8))
     assert laid[-FLOAT_BYTES:].view(F32).item() == above
 
@@ -215,7 +215,7 @@ def numbered(down: int, across: int) -> torch.Tensor:
 def test_a_scale_lies_where_its_tile_says(down: int, across: int) -> None:
     """By the formula of cuBLAS: tiles of 128 x 4 one after the other, row after row of them; the rest is zero."""
     scales = numbered(down, across)
-    laid = swizzled(scales)
+    laid = swizzle(scales)
     wide = -(-across // 4)
     wanted = torch.zeros(-(-down // 128) * wide * 512, dtype=torch.uint8)
     for row in range(down):
@@ -223,7 +223,7 @@ def test_a_scale_lies_where_its_tile_says(down: int, across: int) -> None:
             tile = (row // 128) * wide + column // 4
             wanted[tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + column % 4] = scales[row, column]
     assert laid.is_contiguous() and torch.equal(laid, wanted)
-    assert torch.equal(unswizzled(laid, down, across), scales)
+    assert torch.equal(unswizzle(laid, down, across), scales)
 
 
 @for_each(("down", "across"), SHAPES)

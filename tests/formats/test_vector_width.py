@@ -73,8 +73,8 @@ def test_the_faster_width_is_found_and_kept(
     seconds: dict[int, float], bits: int, planted: Planted, cache: Path
 ) -> None:
     built = planted(seconds)
-    assert compiling.compiled(KERNEL).bits == bits and built == [256, 512]
-    assert compiling.compiled(KERNEL).bits == bits and built == [256, 512, bits]
+    assert compiling.compile_kernel(KERNEL).bits == bits and built == [256, 512]
+    assert compiling.compile_kernel(KERNEL).bits == bits and built == [256, 512, bits]
     (kept,) = cache.glob("*.json")
     told = json.loads(kept.read_text())
     assert told["bits"] == bits and told["kernel"] == str(KERNEL) and set(told["seconds"]) == {"256", "512"}
@@ -83,12 +83,15 @@ def test_the_faster_width_is_found_and_kept(
 def test_a_width_that_does_not_compile_is_not_taken(planted: Planted) -> None:
     planted({})
     with pytest.raises(RuntimeError, match="no 256 bits"):
-        compiling.compiled(KERNEL)
+        compiling.compile_kernel(KERNEL)
     planted({512: 1e-4})
     before = torch.get_num_threads()
-    assert compiling.compiled(KERNEL).bits == 512 and torch.get_num_threads() == before
+    assert compiling.compile_kernel(KERNEL).bits == 512 and torch.get_num_threads() == before
     planted({256: 1e-4})
-    assert compiling.compiled(fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, torch.bfloat16, F32, "cpu")).bits == 256
+    assert (
+        compiling.compile_kernel(fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, torch.bfloat16, F32, "cpu")).bits
+        == 256
+    )
 
 
 @pytest.mark.usefixtures("cache")

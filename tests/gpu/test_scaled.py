@@ -19,7 +19,7 @@ from fp8bench.formats.recipes import (
     Scaling,
 )
 from fp8bench.formats.scaled import quantise, values
-from fp8bench.nn.rotations import rotated
+from fp8bench.nn.rotations import rotate
 from tests.formats.scaling_definitions import a_million, differing
 from tests.formats.test_scaled import dequantised
 
@@ -55,4 +55,4 @@ def test_the_same_bits_as_on_the_cpu(fmt: Format, scaling: Scaling) -> None:
 def test_turned_the_same() -> None:
     for kind in ("gaussian", "outliers", "octaves"):
         x = a_million()[kind]
-        assert torch.equal(rotated(x.cuda(), 5).cpu(), rotated(x, 5))
+        assert torch.equal(rotate(x.cuda(), 5).cpu(), rotate(x, 5))

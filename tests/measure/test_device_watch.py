@@ -73,7 +73,7 @@ def test_who_shares_a_device_is_told_with_the_label() -> None:
     ):
         watch = Watch(device, pid=pid)
         watch.end()
-        seen = watch.seen(arm("bf16"))
+        seen = watch.summarise(arm("bf16"))
         assert (seen.others, seen.slices) == counted
         assert [(label.label, label.reason, label.hard) for label in label_shared_device(seen)] == [
             (Label.SHARED, reason, False) for _ in "." if reason
@@ -112,7 +112,7 @@ def watched(
             clock.now += slot_seconds
             watch.look(arms[name])
     watch.end()
-    return {name: (watch.seen(one), one) for name, one in arms.items()}
+    return {name: (watch.summarise(one), one) for name, one in arms.items()}
 
 
 def test_looks_belong_to_the_arm_whose_slot_is_over() -> None:
@@ -193,7 +193,7 @@ def test_what_held_the_clocks_back_is_counted_by_the_driver_over_the_sitting(
 ) -> None:
     watch = Watch(Device(violations=(reading(5.0), after)), clock=Clock())
     watch.end()
-    seen = watch.seen(arm("fp32"))
+    seen = watch.summarise(arm("fp32"))
     assert seen.held == held and seen.why == why and seen.looks == 0 and seen.throttle is None
 
 

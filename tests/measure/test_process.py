@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from fp8bench.measure.process import how_it_ended, last_words
+from fp8bench.measure.process import describe_exit, last_words
 from tests.counts import for_each
 
 
@@ -25,7 +25,7 @@ def test_the_telling_line_of_a_log(log: bytes, words: str) -> None:
 
 
 def test_an_exit_status_in_words() -> None:
-    assert how_it_ended(0) == "exited with status 0"
-    assert how_it_ended(-11) == "was ended by SIGSEGV"
-    assert how_it_ended(-64) in ("was ended by SIGRTMAX", "was ended by signal 64")
-    assert how_it_ended(-9).endswith("when memory runs out)")
+    assert describe_exit(0) == "exited with status 0"
+    assert describe_exit(-11) == "was ended by SIGSEGV"
+    assert describe_exit(-64) in ("was ended by SIGRTMAX", "was ended by signal 64")
+    assert describe_exit(-9).endswith("when memory runs out)")

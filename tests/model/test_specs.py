@@ -17,7 +17,7 @@ from fp8bench.analysis.metric import Metric, MetricSources
 from fp8bench.features.gate.thresholds import Threshold, threshold_of
 from fp8bench.model import Comparison, Direction, Evidence, Run, specs
 from fp8bench.model.codec import decode, encode
-from fp8bench.model.specs import METRICS, MetricSpec, Rank, why_reserved
+from fp8bench.model.specs import METRICS, MetricSpec, Rank, reserved_name_reason
 from fp8bench.report.data.loggers import run_scalars
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.data.run import run_rows, run_value
@@ -94,4 +94,4 @@ def test_the_docs_have_a_line_of_it(spec: MetricSpec) -> None:
     assert ("`reserve`", "B", "lower", "half", f"half of what tensors hold {more}") in reference.outputs_rows()
     assert ("`track_reserve`", "bytes", f"half of the memory of a step {more}") in reference.history_rows()
     assert ("`reserve`", "50%", "1.00 KiB") in reference.gate_rows()
-    assert why_reserved(spec)
+    assert reserved_name_reason(spec)

@@ -68,7 +68,7 @@ FIXED = StoppingRule(fixed=10, budget=1.0)
     ],
 )
 def test_caps(rule: StoppingRule, rounds: int, seconds: float, why: str) -> None:
-    assert rule.ended(rounds, seconds) == why
+    assert rule.reason_to_end(rounds, seconds) == why
 
 
 @for_each(
@@ -86,7 +86,7 @@ def test_caps(rule: StoppingRule, rounds: int, seconds: float, why: str) -> None
 def test_rule_for(quick: bool, rounds: int | None, budget: float | None, expected: StoppingRule) -> None:
     assert rule_for(quick, rounds, budget) == expected
     nothing = rule_for(False, None, 0.0)  # which gives one round all the same
-    assert (nothing.ended(0, 0.0), nothing.ended(1, 0.0)) == ("", "time was up after 1 round")
+    assert (nothing.reason_to_end(0, 0.0), nothing.reason_to_end(1, 0.0)) == ("", "time was up after 1 round")
 
 
 Curve = Callable[[float], float | None]

@@ -68,7 +68,7 @@ def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled
     # A product summed in another order may fall on the other side of a rounding, one step of one score.
     tolerance = 1e-5 if precision == "fp32" else 1e-2
     for tensor, wanted in zip(
-        result, by_hand(by(arithmetic.cast), by(arithmetic.unscaled), prescaled, causal), strict=True
+        result, by_hand(by(arithmetic.cast), by(arithmetic.cast_without_scale), prescaled, causal), strict=True
     ):
         assert float(torch.linalg.vector_norm(tensor - wanted) / torch.linalg.vector_norm(wanted)) < tolerance
 
@@ -119,7 +119,7 @@ class Recording(PlainArithmetic):
         self.seen.append(tensor.detach().clone())
         return super().cast(tensor, role)
 
-    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
+    def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
         self.unscaled_seen.append(tensor.detach().clone())
         return super().cast(tensor, role)
 

@@ -66,7 +66,7 @@ def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
 def test_codes_without_a_scale_are_codes_too(mode: str, role: Role) -> None:
     native, emulated = pair(mode)
     for tensor in (sources(), sources(48, 64).to(torch.bfloat16), sources(130, 96).t(), torch.zeros(0, 32)):
-        operand, theirs = native.unscaled(tensor, role), emulated.unscaled(tensor, role)
+        operand, theirs = native.cast_without_scale(tensor, role), emulated.cast_without_scale(tensor, role)
         assert operand.scale is None and operand.data.is_contiguous()
         halved = 1 + (native.treatments[role].fmt is E2M1)
         assert operand.data.untyped_storage().nbytes() * halved == tensor.numel()
@@ -78,7 +78,7 @@ def test_odd_rows_come_back_as_long_as_they_were(mode: str) -> None:
     """Two E2M1 codes share a byte, and the last has room for one more."""
     native, emulated = pair(mode)
     tensor = sources(48, 33)
-    for cast in ("cast", "turned", "unscaled"):
+    for cast in ("cast", "cast_transpose", "cast_without_scale"):
         operand, theirs = (getattr(each, cast)(tensor, Role.WEIGHT) for each in (native, emulated))
         assert torch.equal(native.restore(operand, torch.float32), theirs.data.float())
     straight, turned = native.cast_both(tensor, Role.GRADIENT)

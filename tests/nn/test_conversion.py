@@ -70,7 +70,7 @@ def step(model: nn.Module) -> None:
 def test_all_is_as_it_was(model: Model) -> None:
     before, optimizer = everything_in(model), torch.optim.SGD(model.parameters(), lr=0.0)
     with converted(model, FP8) as conversion:
-        assert {holder.kind for holder in conversion.converted} == {"linear", "conv2d", "experts"}
+        assert {holder.kind for holder in conversion.converted_weights} == {"linear", "conv2d", "experts"}
         assert "forward" in vars(model.first)
         step(model)
         optimizer.step()
@@ -193,7 +193,7 @@ def test_a_forward_pass_that_was_replaced_is_kept() -> None:
     model[0].forward = lambda x: x  # type: ignore[method-assign]
     before = everything_in(model)
     with converted(model) as conversion:
-        assert [holder.name for holder in conversion.converted] == ["1"]
+        assert [holder.name for holder in conversion.converted_weights] == ["1"]
     assert "replaced" in conversion.held[0].reason
     assert everything_in(model) == before
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from fp8bench.formats import vector_width
-from fp8bench.formats.compiling import compiled
-from fp8bench.nn.rotations import SIZE, LookingRotationKernel, _matrix, _runs, rotated, rotation
+from fp8bench.formats.compiling import compile_kernel
+from fp8bench.nn.rotations import SIZE, LookingRotationKernel, _matrix, _runs, rotate, rotation
 from tests.counts import for_each
 from tests.formats.scaling_definitions import gaussian, outliers
 from tests.formats.test_operators import Operators
 
 
 def matrix(seed: int) -> torch.Tensor:
-    return rotated(torch.eye(SIZE), seed).double()
+    return rotate(torch.eye(SIZE), seed).double()
 
 
 def test_the_matrix_is_hadamards_with_signs() -> None:
@@ -40,32 +40,32 @@ def test_every_element_is_the_exact_sum_rounded_once() -> None:
         for start in (0, 16)
         for column in range(16)
     ]
-    assert rotated(x, 2).flatten().tolist() == torch.tensor(wanted, dtype=torch.float64).to(torch.float32).tolist()
+    assert rotate(x, 2).flatten().tolist() == torch.tensor(wanted, dtype=torch.float64).to(torch.float32).tolist()
 
 
 def test_any_tensor() -> None:
     x = gaussian(96, 80)
-    wanted = rotated(x, 1)
-    assert torch.equal(rotated(x.view(4, 24, 80), 1), wanted.view(4, 24, 80))
-    assert torch.equal(rotated(x[5], 1), wanted[5])
-    assert torch.equal(rotated(x.t().contiguous().t(), 1), wanted)
-    assert torch.equal(rotated(x.expand(2, 96, 80), 1)[1], wanted)
+    wanted = rotate(x, 1)
+    assert torch.equal(rotate(x.view(4, 24, 80), 1), wanted.view(4, 24, 80))
+    assert torch.equal(rotate(x[5], 1), wanted[5])
+    assert torch.equal(rotate(x.t().contiguous().t(), 1), wanted)
+    assert torch.equal(rotate(x.expand(2, 96, 80), 1)[1], wanted)
     for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(rotated(x.to(dtype), 1), rotated(x.to(dtype).float(), 1))
+        assert torch.equal(rotate(x.to(dtype), 1), rotate(x.to(dtype).float(), 1))
     large = gaussian(1 << 9, 1 << 8)
-    assert torch.equal(rotated(large, 1)[-1], rotated(large[-1], 1)), "whatever piece it is in"
-    assert rotated(torch.empty(0, 5), 1).shape == (0, 16) and rotated(torch.empty(3, 0), 1).shape == (3, 0)
-    assert not rotated(torch.ones(16, requires_grad=True), 1).requires_grad
+    assert torch.equal(rotate(large, 1)[-1], rotate(large[-1], 1)), "whatever piece it is in"
+    assert rotate(torch.empty(0, 5), 1).shape == (0, 16) and rotate(torch.empty(3, 0), 1).shape == (3, 0)
+    assert not rotate(torch.ones(16, requires_grad=True), 1).requires_grad
     with pytest.raises(TypeError, match="float32, bfloat16 or float16"):
-        rotated(torch.ones(16, dtype=torch.int32), 1)
+        rotate(torch.ones(16, dtype=torch.int32), 1)
     with pytest.raises(ValueError, match="without dimensions"):
-        rotated(torch.tensor(1.0), 1)
+        rotate(torch.tensor(1.0), 1)
 
 
 def test_what_is_not_finite_stays_among_its_16() -> None:
     x = gaussian(2, 48)
     x[0, 20], x[1, 2], x[1, 3] = torch.nan, torch.inf, torch.inf
-    left = rotated(x, 0)
+    left = rotate(x, 0)
     assert not left[0, 16:32].isfinite().any() and not left[1, :16].isfinite().any()
     assert left.isfinite().sum() == 64
 
@@ -75,12 +75,12 @@ def test_what_is_not_finite_stays_among_its_16() -> None:
 def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vector_width, "widths", lambda device: ())
     kernel = LookingRotationKernel(torch.bfloat16, "cpu", turned)
-    compiled_too = compiled(kernel).run
+    compiled_too = compile_kernel(kernel).run
     for rows, columns in ((48, 64), (1, 16), (33, 160)):
         x = outliers(rows, columns).to(torch.bfloat16)
         for bad in (x[0, 0].item(), math.inf, math.nan):
             x[-1, -1] = bad
-            wanted, memory = rotated(x, 3), x.t().contiguous() if turned else x
+            wanted, memory = rotate(x, 3), x.t().contiguous() if turned else x
             parts = [item.t().reshape(-1, SIZE, rows) if turned else item for item in (wanted, x)]
             for run in (compiled_too, kernel):
                 out = torch.empty(memory.shape)
@@ -107,7 +107,7 @@ def test_one_pass_looks_at_both(device: str) -> None:
         assert ours == ["fp8bench.rotated_and_looked_at.default"]
         assert result.values.t().is_contiguous()
     else:
-        assert torch.equal(result.values, rotated(x, 3))
+        assert torch.equal(result.values, rotate(x, 3))
         assert result.amaxes == result.values.abs().max() and result.amaxes_before == x.abs().max()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import values
-from fp8bench.nn.moments import Bucket, Storage, bucketed, scaled, storages
+from fp8bench.nn.moments import Bucket, Storage, scaled_storage, split_into_buckets, storages
 from tests.counts import for_each
 from tests.nn.layers import arithmetic_of
 
@@ -33,7 +33,7 @@ def bucket(precision: str, fused: bool = False, same: bool = False, steps: int =
 
 
 def step(made: Bucket) -> None:
-    first, second = made.restored()
+    first, second = made.restore()
     made.update(first, second)
     if made.plain is None:
         made.keep(first, second)
@@ -51,7 +51,7 @@ def adamw_by_hand(w: Doubles, g: Doubles, m: Doubles, v: Doubles, t: int) -> tup
 def test_fp32_moments_are_adamw_by_hand(fused: bool) -> None:
     made = bucket("fp32", fused)
     w, g = ([item.double().numpy() for item in some] for some in (made.parameters, made.gradients))
-    m, v = ([item.double().numpy() for item in some] for some in made.restored())
+    m, v = ([item.double().numpy() for item in some] for some in made.restore())
     start = [item.copy() for item in w]
     for t in (8, 9, 10):
         step(made)
@@ -60,16 +60,16 @@ def test_fp32_moments_are_adamw_by_hand(fused: bool) -> None:
     for result, wanted, before in zip(made.parameters, w, start, strict=True):
         moved = result.double().numpy() - before
         assert np.linalg.norm(moved - (wanted - before)) < 1e-4 * np.linalg.norm(wanted - before)
-    for result, wanted in zip((*made.restored()[0], *made.restored()[1]), (*m, *v), strict=True):
+    for result, wanted in zip((*made.restore()[0], *made.restore()[1]), (*m, *v), strict=True):
         assert np.linalg.norm(result.double().numpy() - wanted) < 1e-6 * np.linalg.norm(wanted)
 
 
 @for_each(("precision", "low", "high"), [("bf16", 5e-4, 4e-3), ("fp16", 5e-5, 4e-4), ("fp8", 0.01, 0.04)])
 def test_moments_are_rounded_to_their_precision_between_steps(precision: str, low: float, high: float) -> None:
     exact, made = bucket("fp32"), bucket(precision)
-    for wanted, result in zip(exact.restored()[0], made.restored()[0], strict=True):
+    for wanted, result in zip(exact.restore()[0], made.restore()[0], strict=True):
         assert low < (result - wanted).norm() / wanted.norm() < high
-    first, second = made.restored()
+    first, second = made.restore()
     kept = [item.clone() for item in first]
     second = [item.clone() for item in second]
     twin = Bucket(tensors(1, 0.02), made.gradients, kept, second, storages_of("fp32"), 7, False)
@@ -95,7 +95,7 @@ def test_the_second_moment_is_kept_as_its_precision_needs(precision: str, same: 
     wanted = {
         "as it is": x,
         "bf16": x.bfloat16().float(),
-        "scaled": scaled(FP16).restore(scaled(FP16).keep(x)),
+        "scaled": scaled_storage(FP16).restore(scaled_storage(FP16).keep(x)),
         "e4m3": values(x, E4M3, TENSOR),
     }[second]
     first, storage = storages_of(precision, same)
@@ -108,6 +108,6 @@ def test_the_second_moment_is_kept_as_its_precision_needs(precision: str, same: 
     [([4, 4, 4], 8, [2, 1]), ([9, 1], 8, [1, 1]), ([1, 9, 1], 8, [1, 1, 1]), ([1, 1], 8, [2]), ([], 8, [])],
 )
 def test_buckets_are_full_and_never_empty(elements: list[int], most: int, parts: list[int]) -> None:
-    cut = list(bucketed(elements, most))
+    cut = list(split_into_buckets(elements, most))
     assert [len(elements[part]) for part in cut] == parts
     assert [item for part in cut for item in elements[part]] == elements

@@ -14,7 +14,7 @@ from fp8bench.formats.scaled import values
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.rotations import rotated
+from fp8bench.nn.rotations import rotate
 from fp8bench.nn.tensor_scales import ScalePair
 from fp8bench.numerics.products import short_product
 from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
@@ -37,12 +37,12 @@ def test_rotated_operands_are_rounded_after_they_were_turned() -> None:
         operand = arithmetic.cast(source, role)
         assert torch.equal(operand.data, values(source, E2M1, MX))
         result = arithmetic.turn(operand, source, role).data
-        assert torch.equal(result, arithmetic.turned(source.t(), role).data)
+        assert torch.equal(result, arithmetic.cast_transpose(source.t(), role).data)
         if role is Role.WEIGHT:
             assert torch.equal(result, values(source.t(), E2M1, MX))
         else:
             signs = arithmetic._signs
-            assert torch.equal(result, values(rotated(source.t(), signs), E2M1, MX))
+            assert torch.equal(result, values(rotate(source.t(), signs), E2M1, MX))
             assert not torch.equal(result, values(source.t(), E2M1, MX))
 
 

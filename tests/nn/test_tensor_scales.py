@@ -81,11 +81,11 @@ def test_a_cast_that_is_done_again_is_not_entered_again() -> None:
     scale, plain = (DelayedScale(Delayed(history=4), E4M3) for _ in range(2))
     for amax in (2.0, 3.0, 0.5):
         used = scale.next(torch.tensor([amax]))
-        assert scale.next(torch.tensor([100.0]), again=True) is used
+        assert scale.next(torch.tensor([100.0]), repeat=True) is used
         assert plain.next(torch.tensor([amax])).scale.item() == used.scale.item()
     assert torch.equal(scale.history, plain.history)  # type: ignore[arg-type]
     fresh = DelayedScale(Delayed(), E4M3)
-    assert fresh.next(torch.tensor([2.0]), again=True).scale.item() == 1.0 and fresh.scale.item() == 224.0  # type: ignore[union-attr]
+    assert fresh.next(torch.tensor([2.0]), repeat=True).scale.item() == 1.0 and fresh.scale.item() == 224.0  # type: ignore[union-attr]
 
 
 FIXED = StaticScales(1)
@@ -175,13 +175,13 @@ def test_a_cast_that_is_done_again_gets_the_scale_that_it_had() -> None:
     book, scale = scale_of(StaticScales(1, refresh=2, bound=0.0), 7.0)
     big, small = of_magnitude(14.0), of_magnitude(3.5)
     first = scale.next(big)
-    assert scale.next(small, again=True) is first
+    assert scale.next(small, repeat=True) is first
     book.begin_step()
     book.begin_step()
     watched = scale.next(small)
-    assert float(watched.scale) == 128.0 and scale.next(big, again=True) is watched
+    assert float(watched.scale) == 128.0 and scale.next(big, repeat=True) is watched
     book.begin_step()
-    assert float(scale.next(small).scale) == 128.0 and float(scale.next(small, again=True).scale) == 128.0
+    assert float(scale.next(small).scale) == 128.0 and float(scale.next(small, repeat=True).scale) == 128.0
 
 
 def layer_of(book: ScaleBook) -> Linear:

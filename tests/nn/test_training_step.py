@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.nn.attention import recompute
-from fp8bench.nn.captured import Course, captured
+from fp8bench.nn.captured import Course, capture_tensors
 from fp8bench.nn.sizes import CAPTURED, SIZES, TRAINED_BATCH, TRAINED_SIZE
 from fp8bench.nn.training_step import eager
 from fp8bench.plan.corpus import Corpus
@@ -18,7 +18,7 @@ from fp8bench.protocols import Role
 
 @pytest.fixture(scope="module")
 def found(corpus: Corpus) -> dict[str, Course]:
-    return dict(captured(corpus.path, 0))
+    return dict(capture_tensors(corpus.path, 0))
 
 
 def test_they_are_what_training_makes_of_them(found: dict[str, Course]) -> None:

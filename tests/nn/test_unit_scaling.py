@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.compiling import compiled
+from fp8bench.nn.compiling import compile_model
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parts import FeedForward, gelu, silu_gate
@@ -168,7 +168,7 @@ def test_a_compiled_graph_has_the_same_gradients() -> None:
     for graph in (False, True):
         model = built(NANO, torch.float32)
         scale_to_unit(model, NANO.sequence)
-        forward = compiled(model, tokens, targets) if graph else model
+        forward = compile_model(model, tokens, targets) if graph else model
         forward(tokens, targets, SILENT).backward()
         result.append([parameter.grad for parameter in model.parameters()])
     for ours, theirs in zip(*result, strict=True):

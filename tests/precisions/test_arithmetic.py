@@ -137,7 +137,7 @@ def test_each_role_is_rounded_with_its_own_format_and_scaling(mode: str) -> None
     by_role = (given, given, given) if len(given) == 2 else given
     for role, (fmt, scaling) in zip(Role, by_role, strict=True):
         assert torch.equal(arithmetic.cast(source, role).data, values(source, fmt, scaling))
-        assert torch.equal(arithmetic.unscaled(source, role).data, round_to(source, fmt))
+        assert torch.equal(arithmetic.cast_without_scale(source, role).data, round_to(source, fmt))
 
 
 def test_native_modes_state_cuda_s_multiples_and_fp16_its_loss_scale() -> None:

@@ -49,7 +49,7 @@ def test_what_could_not_be_written_says_what_is_kept(tmp_path: Path, monkeypatch
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    writer = LineWriter.started(tmp_path / "there", {"schema": 1})
+    writer = LineWriter.start(tmp_path / "there", {"schema": 1})
 
     def said(act: Callable[[], object]) -> bool:
         with monkeypatch.context() as patch:
@@ -64,4 +64,4 @@ def test_what_could_not_be_written_says_what_is_kept(tmp_path: Path, monkeypatch
     writer.path.unlink()
     assert not said(lambda: writer.note("more"))
     writer.close()
-    assert not said(lambda: LineWriter.started(tmp_path / "new", {"schema": 1})) and not (tmp_path / "new").exists()
+    assert not said(lambda: LineWriter.start(tmp_path / "new", {"schema": 1})) and not (tmp_path / "new").exists()

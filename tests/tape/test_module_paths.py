@@ -173,7 +173,7 @@ def test_kinds_of_a_whole_step() -> None:
     assert (ShareKind.OPTIMIZER, "", False) in kinds and (ShareKind.ELEMENTWISE, "1", True) in kinds
     assert {module for kind, module, _ in kinds if kind is ShareKind.ACCUMULATE} == {"0", "1", "2"}
     assert not any(part.kind is ShareKind.UNKNOWN for part in shares.parts)
-    assert abs(sum(shares.by_kind.values()) + shares.unattributed - 1) < 1e-9
+    assert abs(sum(shares.by_kind.values()) + shares.unattributed_share - 1) < 1e-9
 
     for parameter in model.parameters():
         one = torch.optim.SGD([parameter], 0.1)
@@ -205,7 +205,7 @@ for multithreaded in (False, True):
     x = Pretended(ones).requires_grad_()
     mode = OperatorTimes([model], lambda: threads.append(threading.get_ident()) or 0)
     if multithreaded:
-        with mode._paths.watched(), mode:
+        with mode._paths.watch(), mode:
             model(x).backward(Pretended(ones))
     else:
         with mode.watching():

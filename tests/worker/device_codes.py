@@ -36,11 +36,11 @@ class RealCodes(Arithmetic):
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self._aside("cast", tensor, role)  # type: ignore[no-any-return]
 
-    def unscaled(self, tensor: Tensor, role: Role) -> Operand:
-        return self._aside("unscaled", tensor, role)  # type: ignore[no-any-return]
+    def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
+        return self._aside("cast_without_scale", tensor, role)  # type: ignore[no-any-return]
 
-    def turned(self, source: Tensor, role: Role) -> Operand:
-        return self._aside("turned", source, role)  # type: ignore[no-any-return]
+    def cast_transpose(self, source: Tensor, role: Role) -> Operand:
+        return self._aside("cast_transpose", source, role)  # type: ignore[no-any-return]
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         return self._aside("turn", operand, source, role)  # type: ignore[no-any-return]

@@ -72,7 +72,7 @@ def test_a_state_asks_compiles_and_runs_compiled(bench: Bench) -> None:
 
 def test_a_compiler_that_fails_leaves_everything_eager(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The untimed step runs again all the same, so that first calls are not timed."""
-    monkeypatch.setattr(operators, "compiled", broken)
+    monkeypatch.setattr(operators, "compile_kernel", broken)
     prepare(bench)
     steps, workload = [], bench._prepared["key"].workload
     with monkeypatch.context() as patch:
@@ -88,11 +88,11 @@ def test_a_compiler_that_fails_leaves_everything_eager(bench: Bench, monkeypatch
 
 
 def test_trying_a_compiler_says_what_came_of_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators, "compiled", lambda kernel: compiling.Compiled(lambda *arguments: None, 512))
+    monkeypatch.setattr(operators, "compile_kernel", lambda kernel: compiling.Compiled(lambda *arguments: None, 512))
     said = bench.compiler(CPU)
     assert said.startswith("a quantiser compiles in 0.") and said.endswith(" s, with vectors of 512 bits")
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
-    monkeypatch.setattr(operators, "compiled", broken)
+    monkeypatch.setattr(operators, "compile_kernel", broken)
     assert bench.compiler(CPU) == "compiling failed: RuntimeError: no compiler here"
 
 

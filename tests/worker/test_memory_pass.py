@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.model import PHASES, Case, HeldBlock, MemoryRole
-from fp8bench.nn.arithmetics import PlainArithmetic, counted
+from fp8bench.nn.arithmetics import PlainArithmetic, count_casts
 from fp8bench.numerics.ranges import Ledger
 from fp8bench.protocols import Arithmetic, Role, Setup, WatchedArithmetic
 from fp8bench.registry import precisions
@@ -162,7 +162,7 @@ def test_every_precision_tells_and_computes_what_it_did(name: str) -> None:
     own, own_quiet = arithmetic.layer("up"), quiet.layer("up")
     x = torch.randn(64, 64)
     for role in Role:
-        for method in ("cast", "turned", "unscaled"):
+        for method in ("cast", "cast_transpose", "cast_without_scale"):
             found, wanted = (getattr(arithmetic, method)(x, role) for arithmetic in (own, own_quiet))
             assert torch.equal(found.data.float(), wanted.data.float())
         turned, wanted = (arithmetic.turn(arithmetic.cast(x, role), x, role) for arithmetic in (own, own_quiet))
@@ -180,5 +180,5 @@ def test_both_orientations_of_one_cast_are_reported() -> None:
     assert turned is not None and turned.data.data_ptr() != operand.data.data_ptr()
     assert [said.of(tensor) for tensor in (w, operand.data, turned.data)] == [[R.WEIGHTS] * 2, *[[R.LOW_WEIGHTS]] * 2]
     ledger = Ledger()
-    counted(precisions.get("fp8").arithmetic(H200), "mlp", ledger).cast_both(w, Role.WEIGHT)
+    count_casts(precisions.get("fp8").arithmetic(H200), "mlp", ledger).cast_both(w, Role.WEIGHT)
     assert [(entry.role, entry.count) for entry in ledger.statistics()] == [("weight", 512)]

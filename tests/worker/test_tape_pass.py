@@ -155,7 +155,9 @@ def shares(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) 
 
 def test_a_training_step(bench: Bench, corpus: Corpus) -> None:
     ((_, found),) = shares(bench, corpus, "transformer", "bf16", size="nano")
-    assert sum(found.by_kind.values()) + found.unattributed == pytest.approx(1) and found.of is SharesFrom.OPERATORS
+    assert (
+        sum(found.by_kind.values()) + found.unattributed_share == pytest.approx(1) and found.of is SharesFrom.OPERATORS
+    )
     assert set(found.by_kind) == set(ShareKind) - {ShareKind.UNKNOWN}
     assert all(0 < share < 1 for share in found.by_kind.values())
     layers = {part.module for part in found.parts if part.kind is ShareKind.GEMM}

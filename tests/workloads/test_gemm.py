@@ -156,7 +156,7 @@ def test_each_product_casts_its_operands_by_their_roles(product: str) -> None:
     """What a layer turns is turned here too: recipes do more than cast there."""
     setup = setup_for("fp8", product=product)
     seen: list[tuple[str, Role]] = []
-    for how in ("cast", "turned"):
+    for how in ("cast", "cast_transpose"):
         plain = getattr(setup.arithmetic, how)
 
         def watch(tensor: torch.Tensor, role: Role, how=how, plain=plain) -> Operand:  # type: ignore[no-untyped-def]
@@ -166,7 +166,7 @@ def test_each_product_casts_its_operands_by_their_roles(product: str) -> None:
         setattr(setup.arithmetic, how, watch)
     Gemm().step(Gemm().prepare(setup), SilentPhases())
     turned = {"input-gradient": (Role.WEIGHT,), "weight-gradient": (Role.GRADIENT, Role.INPUT)}.get(product, ())
-    assert seen == [("turned" if role in turned else "cast", role) for role in PRODUCTS[product]]
+    assert seen == [("cast_transpose" if role in turned else "cast", role) for role in PRODUCTS[product]]
 
 
 @for_each(("precision", "low", "high"), [("fp32", 0, 1e-6), ("bf16", 1e-3, 1e-2), ("fp8", 1e-2, 0.1)])

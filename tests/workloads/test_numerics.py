@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8bench.model import DeviceFacts, Level, Scalar
-from fp8bench.nn.captured import captured
+from fp8bench.nn.captured import capture_tensors
 from fp8bench.nn.sizes import CAPTURED
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Role, Setup
@@ -48,7 +48,7 @@ def test_a_tensor_has_the_shape_and_role_of_its_case(name: str, corpus: Corpus) 
 
 def test_a_caught_tensor_is_the_last_of_its_training(corpus: Corpus) -> None:
     state = Numerics().prepare(setup_for("bf16", "head-weight", corpus))
-    assert torch.equal(state.source, captured(corpus.path, 0)["head-weight"][-1])
+    assert torch.equal(state.source, capture_tensors(corpus.path, 0)["head-weight"][-1])
     with pytest.raises(ValueError, match="needs a token file"):
         Numerics().prepare(setup_for("bf16", "head-weight"))
 
@@ -88,7 +88,7 @@ def test_a_delayed_scale_has_seen_the_steps_before(corpus: Corpus) -> None:
     delayed, current = (errors(mode, "mlp-gradient", corpus) for mode in ("fp8-delayed", "fp8"))
     assert delayed["sqnr_db"] == pytest.approx(current["sqnr_db"], abs=0.5) and delayed["underflow_percent"] < 1
     assert set(delayed) - set(current) == {"scale_drift_octaves", "scale_lag_octaves"}
-    course = [float(one.abs().max()) for one in captured(corpus.path, 0)["mlp-gradient"]]
+    course = [float(one.abs().max()) for one in capture_tensors(corpus.path, 0)["mlp-gradient"]]
     lags = [math.log2(now / max(course[:step])) for step, now in enumerate(course) if step]
     assert delayed["scale_lag_octaves"] == pytest.approx(max(lags), abs=1e-5)
     recent = errors("fp8-delayed:algorithm=most_recent", "mlp-gradient", corpus)

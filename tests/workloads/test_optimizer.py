@@ -49,7 +49,7 @@ def test_buckets_change_no_number(precision: str, monkeypatch: pytest.MonkeyPatc
 def test_a_step_is_adamw_by_hand(fused: str) -> None:
     state = Optimizer().prepare(setup_for(fused=fused))
     (bucket,) = state.buckets
-    first, second = bucket.restored()
+    first, second = bucket.restore()
     w, g, m, v = (
         np.stack([one.double().numpy() for one in some])
         for some in (bucket.parameters, bucket.gradients, first, second)
@@ -64,7 +64,7 @@ def test_a_step_is_adamw_by_hand(fused: str) -> None:
 
 def test_moments_begin_as_gradients_of_steady_magnitude_make_them() -> None:
     state = Optimizer().prepare(setup_for(tensors=1))
-    (first,), (second,) = state.buckets[0].restored()
+    (first,), (second,) = state.buckets[0].restore()
     source = GradientSource([(64, 64)], torch.Generator().manual_seed(0))
     scale = source.scales[0]
     m, v = torch.zeros(64, 64), scale**2 * torch.ones(64, 64)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.model import PHASES, UNATTRIBUTED, DeviceFacts, Level, Request, Scalar, StaticScales
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.compiling import compiled
+from fp8bench.nn.compiling import compile_model
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SIZES, GPTConfig
@@ -428,7 +428,7 @@ def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monk
     state = Transformer().prepare(setup_for(corpus))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     with pytest.raises(RuntimeError, match="compiled nothing: is it switched off"):
-        compiled(state.model, *state.loader.next())
+        compile_model(state.model, *state.loader.next())
 
 
 @pytest.mark.slow

@@ -122,7 +122,6 @@ class Stretch:
     counted: bool = False
 
     def finite(self) -> Stretch:
-        """Returns the figures that are finite numbers."""
         is_finite = np.isfinite(self.values)
         return replace(self, places=self.places[is_finite], values=self.values[is_finite])
 

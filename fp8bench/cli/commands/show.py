@@ -16,7 +16,7 @@ from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
 from fp8bench.jobs.kinds import KeptTable, Kind, View, meant_by
 from fp8bench.model import Run
-from fp8bench.model.codec import encode, noting_ignored
+from fp8bench.model.codec import collect_ignored_names, encode
 from fp8bench.store.runs.listing import find_run, load_stored_run
 
 EXAMPLES = ("fp8bench show last --all", "fp8bench show last --csv rows.csv")
@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     # 1. A word may name a run or a result of another kind.
     meant = meant_by(word, store, only_runs=any(table.name != "all" for table in selected))
     if not meant:
-        # 2. Print a run, as its page or as the requested table.
-        with noting_ignored() as ignored:
+        # 2. A run, as its page or as the one table that was asked for.
+        with collect_ignored_names() as ignored:
             measured = load_stored_run(word, store)
         if len(selected) > 1:
             raise UsageError(f"--{selected[0].name} and --{selected[1].name} are two tables. Give one of them.")
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_meant(word, meant, store)
         tables = [table.name for table in selected if table.name != "all"]
         _refuse(arguments, repr(word), kind.name, [*tables, *kind.refused])
-        with noting_ignored() as ignored:
+        with collect_ignored_names() as ignored:
             loaded = kind.load(path)
         tell(arguments, *(kind.whole_view(loaded) if arguments.all else kind.view(loaded)))
         is_complete = log_kept(kind, loaded, arguments.log, complain)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fp8bench.errors import StoreError
 from fp8bench.features.ablate.values import KEPT, Ablation
-from fp8bench.files import read_file, unsealed
+from fp8bench.files import read_file, unseal
 from fp8bench.jobs.kinds import Kind, View
 from fp8bench.model.codec import Malformed, decode
 
@@ -25,7 +25,7 @@ class AblationKind(Kind[Ablation]):
 
     def load(self, path: Path) -> Ablation:
         try:
-            ablation: Ablation = decode(Ablation, unsealed(json.loads(read_file(path))))
+            ablation: Ablation = decode(Ablation, unseal(json.loads(read_file(path))))
         except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
             raise StoreError(f"{path} is not an ablation ({str(error)[:120]}).") from None
         return replace(ablation, path=str(path))

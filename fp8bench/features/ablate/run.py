@@ -16,12 +16,12 @@ from fp8bench.analysis.tapes import product_work
 from fp8bench.analysis.verdicts import common_rounds
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.ablate.values import KEPT, AblatedArm, AblatedOption, Ablation, arms_of
-from fp8bench.files import compact, keeping, sealed, write_whole
+from fp8bench.files import compact, keeping, seal, write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.environment import gather
 from fp8bench.measure.group import GroupMeasurement, Method
-from fp8bench.measure.handle import claimed
+from fp8bench.measure.handle import claim_process
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.windows import window_rule_for
@@ -110,8 +110,8 @@ def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObs
             "--import FILE makes the suites of a file known."
         )
     corpus, switches = resolved.corpus(store), resolved.switches
-    with claimed(request.isolation), worker_for(request, corpus) as worker, Meters(request.energy) as meters:
-        # 2. Plan a case for each arm; those that the device refuses are left out with the reason.
+    with claim_process(request.isolation), worker_for(request, corpus) as worker, Meters(request.energy) as meters:
+        # 2. A case for each arm; those that the device refuses drop out with their reason.
         facts = worker.probe()
         (device,) = choose_devices(request, facts)
         options = options_of(suite.name, words, device)
@@ -250,5 +250,5 @@ def keep(ablation: Ablation, store: Path) -> Ablation:
     """Writes the ablation into the store, and returns it with its path."""
     path = store / "ablations" / f"{stamp(ablation.started)}-{secrets.token_hex(4)}" / KEPT
     with keeping(f"the ablation {path}", "Choose another --store DIR."):
-        write_whole(path, compact(sealed(encode(replace(ablation, path="")))) + "\n")
+        write_whole(path, compact(seal(encode(replace(ablation, path="")))) + "\n")
     return replace(ablation, path=str(path))

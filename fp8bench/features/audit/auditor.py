@@ -217,7 +217,7 @@ class LinearSubject(Subject):
         if recipe is None or not (draws or (last and recipe.hadamard)):
             return None
         arithmetic = RecipeArithmetic(recipe, self.promise.carrier).layer(_LAYER)
-        cast = arithmetic.turned if last else arithmetic.cast
+        cast = arithmetic.cast_transpose if last else arithmetic.cast
         first, second = (cast(tensor.contiguous(), role) for tensor, role in (a, b))
         return arithmetic.product(first, second, self.promise.carrier)
 

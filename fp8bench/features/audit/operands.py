@@ -16,10 +16,10 @@ from torch import Tensor
 from fp8bench.formats.codes import DTYPES, decode, unpack
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FORMATS, Format
 from fp8bench.formats.operators import values
-from fp8bench.formats.quantise import RANDOM_BITS, quantised
+from fp8bench.formats.quantise import RANDOM_BITS, round_values
 from fp8bench.formats.recipe_support import on_device
 from fp8bench.formats.recipes import NVFP4, ROUNDINGS, ROW, Recipe, ScaleRounding, Scaling, Treatment
-from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, swizzled
+from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, swizzle
 from fp8bench.formats.scaled import quantise
 from fp8bench.model import DeviceFacts
 from fp8bench.registry import precisions
@@ -294,7 +294,7 @@ def _cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Treatment) -
 
 def _truncate(x: Tensor, fmt: Format) -> Tensor:
     """Rounds toward zero."""
-    return quantised(x.to(torch.float32), fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1, dtype=torch.int32))
+    return round_values(x.to(torch.float32), fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1, dtype=torch.int32))
 
 
 def _other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatment]]:
@@ -331,7 +331,7 @@ def _scale_mistakes(operand: Rounded) -> Iterator[Mistake]:
     whole_tiles = scales.shape[0] % TILE_ROWS == scales.shape[1] % TILE_COLUMNS == 0
     laid = {
         "transposed": scales.t().contiguous().reshape(scales.shape) if min(scales.shape) > 1 else None,
-        "in the order of a GPU's tiles": swizzled(scales).reshape(scales.shape) if whole_tiles else None,
+        "in the order of a GPU's tiles": swizzle(scales).reshape(scales.shape) if whole_tiles else None,
         "moved on by one block": scales.roll(1, 1),
         "moved on by one row": scales.roll(1, 0),
     }

@@ -112,7 +112,6 @@ def _memory(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 def _first_of_each_code(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
-    """Yields the first finding of each code."""
     reported: set[str] = set()
     for finding in findings:
         if finding.code not in reported:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8bench.errors import UsageError
 from fp8bench.features.bench.values import DTYPE, DTYPES, INPUTS, SHAPE, TENSOR_FILES, parse_shapes, show_shapes
-from fp8bench.nn.own_model import seeded
+from fp8bench.nn.own_model import seed_generators
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Setup
 from fp8bench.user_code import own_words
@@ -93,7 +93,7 @@ def _load(file: str) -> Any:
 def _inputs_of_function(source: str, setup: Setup) -> Any:
     function = named(source)
     try:
-        with seeded(setup.seed, setup.facts):
+        with seed_generators(setup.seed, setup.facts):
             return function(setup.facts.key, setup.seed)
     except Exception as error:
         if is_exhausted(error):

@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     # An empty comparison proves nothing, and has a separate exit code.
     if not conforms:
         return EXIT_REGRESSION
-    return EXIT_OK if any(mode.compared for mode in modes) else EXIT_FAILED
+    return EXIT_OK if any(mode.is_compared for mode in modes) else EXIT_FAILED
 
 
 def conformity(
@@ -108,7 +108,7 @@ def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], everythi
     emulated = [mode for mode in conformities if mode.conforms and mode.support.is_emulated and not everything]
     if rows := [mode for mode in conformities if mode not in emulated]:
         parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
-    if same := [_describe_mode(mode) for mode in emulated if mode.compared]:
+    if same := [_describe_mode(mode) for mode in emulated if mode.is_compared]:
         words = f"emulated here, and torch's kernels give the same: {join_words(same, 20)}"
         parts.append(Part("emulated", "", (Text(words),)))
     # By default only what does not conform is shown: another summation order is not a fault.
@@ -177,7 +177,7 @@ _DIFFERENCES: tuple[Col[Conformity], ...] = (
 
 def _verdict(conformities: Sequence[ModeConformity]) -> str:
     different = [mode.mode for mode in conformities if not mode.conforms]
-    compared = [_describe_mode(mode) for mode in conformities if mode.compared]
+    compared = [_describe_mode(mode) for mode in conformities if mode.is_compared]
     if different:
         return f"not what the emulation gives: {join_words(different)}"
     if not compared:

@@ -40,7 +40,7 @@ def start_duel(duel: Duel, store: Path) -> DuelWriter:
     header = {
         field.name: encode(getattr(duel, field.name)) for field in fields(duel) if field.name not in _NOT_IN_HEADER
     }
-    return DuelWriter.started(path, {"schema": SCHEMA, "duel": header})
+    return DuelWriter.start(path, {"schema": SCHEMA, "duel": header})
 
 
 def _check_result(result: CaseResult) -> CaseResult:

@@ -16,7 +16,7 @@ from typing import cast
 from fp8bench.errors import UsageError, WorkerFault, WorkerLost
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker
-from fp8bench.measure.interrupts import ignored
+from fp8bench.measure.interrupts import ignore_interrupts
 from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import WorkerProcess
 from fp8bench.model import DeviceFacts, PlannedCase, Request, Scalar
@@ -139,7 +139,7 @@ class SideWorkers:
             self.cases |= {planned.case.id: planned for planned in group.cases}
 
     def close(self) -> None:
-        with ignored():
+        with ignore_interrupts():
             for worker in self.workers:
                 worker.close()
 

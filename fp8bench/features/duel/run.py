@@ -32,9 +32,9 @@ from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, guarding
 from fp8bench.measure.environment import command_line, gather
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.interrupts import held_back, ignored
+from fp8bench.measure.interrupts import hold_back_interrupts, ignore_interrupts
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.passes import CaseOutcome, Passes, exhausted
+from fp8bench.measure.passes import CaseOutcome, Passes, ran_out_of_memory
 from fp8bench.measure.rounds import WARMED_BELOW_SECONDS, Orders
 from fp8bench.model import Case, Environment, PlannedCase, Request
 from fp8bench.model.raw import Settings
@@ -128,7 +128,7 @@ class DuelTurns:
                 with guarding(entry.arm):
                     entry.arm.run(entry.worker, rounds, place)
             rounds += 1
-            ended = rule.ended(rounds, time.monotonic() - start)
+            ended = rule.reason_to_end(rounds, time.monotonic() - start)
         return ended
 
 
@@ -207,11 +207,11 @@ class CaseRunner:
             finally:
                 left_over = turns.release()
             failed = failed or left_over
-            if failed is not None and exhausted(failed.cause) and case.processes > 1:
+            if failed is not None and ran_out_of_memory(failed.cause) and case.processes > 1:
                 case.processes -= 1
                 continue
             if failed is not None:
-                entry, full = turns.entry_of(failed.arm), exhausted(failed.cause)
+                entry, full = turns.entry_of(failed.arm), ran_out_of_memory(failed.cause)
                 if not full:
                     entry.worker.restart()
                 outcome = case.before if entry.side == BEFORE else case.after
@@ -333,8 +333,8 @@ def _measure_sessions(
             writer.note(note)
         writer.finish("finished")
     except KeyboardInterrupt:
-        with ignored():
-            with contextlib.suppress(StoreError):  # a duel without an end line counts as unfinished, too
+        with ignore_interrupts():
+            with contextlib.suppress(StoreError):  # a duel without an end line is unfinished, too
                 writer.finish("interrupted")
             observer.note(f"interrupted; what was finished is kept in {writer.path}")
     except Fp8benchError as error:
@@ -345,7 +345,7 @@ def _measure_sessions(
         raise
     finally:
         writer.close()
-    with ignored():
+    with ignore_interrupts():
         return DuelKind().load(writer.path)
 
 
@@ -381,7 +381,7 @@ def _sessions(
             if case.alive and number == 0:
                 _check_origins(pair)  # more of the user's code may have been imported by now
                 runner.check_values(case)
-            with held_back():  # either the whole case is written, or another session
+            with hold_back_interrupts():  # either the whole case is written, or one more session
                 if number == 0 or (alive and not case.alive):
                     writer.result(case.result)
                 elif alive:

@@ -22,7 +22,7 @@ from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.duel.partners import Start
 from fp8bench.features.duel.values import AFTER, BEFORE
 from fp8bench.files import PARTIAL, is_locked, lock
-from fp8bench.measure.interrupts import ignored
+from fp8bench.measure.interrupts import ignore_interrupts
 from fp8bench.store.commit_runs import find_commit
 
 PREFIX = "fp8bench-duel-"
@@ -60,7 +60,7 @@ def scratch() -> Iterator[Path]:
         with owner:
             yield folder
     finally:
-        with ignored():
+        with ignore_interrupts():
             shutil.rmtree(folder, ignore_errors=True)
             warden.communicate()
 
@@ -132,7 +132,7 @@ def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterat
             )
         yield tree
     finally:
-        with ignored():
+        with ignore_interrupts():
             _git(repository, "worktree", "remove", "--force", str(tree))
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL, is_locked, keeping, locked, make_store, read_file
+from fp8bench.files import PARTIAL, is_locked, keeping, lock_folder, make_store, read_file
 from fp8bench.model.run import FleetPlan
 from fp8bench.store.fleet_plans import keep_plan, number_of
 from fp8bench.store.merge_stores import CopyOutcome, find_store, take, take_each
@@ -46,7 +46,7 @@ def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Colle
             collected.failed.append(str(error))
     with keeping(f"the store {out}", "Choose another --store DIR."):
         make_store(out)
-        with locked(out):
+        with lock_folder(out):
             if plan is not None:
                 keep_plan(plan, out)
             targets = {id_of(path): path for path in listing(out).everything}

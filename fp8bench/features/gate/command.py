@@ -212,7 +212,7 @@ def _read_request(file: Path) -> tuple[Request, int | None]:
 
 _FORM = "thresholds, in lines like `PATTERN: {FIGURE: {relative: 5%, smallest: 10 us}}`, or `FIGURE: ignore`"
 _NUMBER = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.]\S*)?")
-_UNITS = units.written()
+_UNITS = units.typed_units()
 _LARGEST = 100.0
 
 

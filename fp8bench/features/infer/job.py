@@ -36,7 +36,7 @@ from fp8bench.features.train.lab.models import config_of
 from fp8bench.features.train.values import TokenSpan
 from fp8bench.files import open_file
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.handle import ProcessWorker, Worker, claimed
+from fp8bench.measure.handle import ProcessWorker, Worker, claim_process
 from fp8bench.model import DeviceFacts, Level, Record, Request, Run
 from fp8bench.model.raw import Settings
 from fp8bench.nn.served import (
@@ -75,7 +75,7 @@ def answer_question(
     """
     # 1. Get the shape of a user's model first: memory estimates need it.
     settings = Settings(question.threads, question.seed)
-    with claimed(True), ProcessWorker(settings, module=_MODULE) as worker:
+    with claim_process(True), ProcessWorker(settings, module=_MODULE) as worker:
         facts = device_named(question.device, worker.probe())
         model = trained or shipped_model(question.tokens)
         if question.is_own:

@@ -14,10 +14,10 @@ from typing import Any
 from fp8bench import __version__
 from fp8bench.errors import UsageError, WorkerError, WorkerFault
 from fp8bench.features.sensitivity.study import By, LayerTrial, PrecisionMap, Study, map_alone, map_of, value_of
-from fp8bench.files import compact, keeping, read_file, sealed, unsealed, write_whole
+from fp8bench.files import compact, keeping, read_file, seal, unseal, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
-from fp8bench.measure.handle import AskedBench, Worker, claimed
+from fp8bench.measure.handle import AskedBench, Worker, claim_process
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Case, DeviceFacts, PlannedCase, Request, Work
 from fp8bench.model.codec import Malformed, decode
@@ -48,7 +48,7 @@ def run_study(question: StudyQuestion, store: Path, observer: JobObserver) -> St
     request = question.request
     check_precisions(request)
     corpus = resolve(request, os.environ).corpus(store)
-    with claimed(request.isolation), worker_for(request, corpus) as worker:
+    with claim_process(request.isolation), worker_for(request, corpus) as worker:
         runs = open_study(question, worker.probe(), corpus.identity if corpus is not None else None, worker)
         environment = gather(worker.software(), __version__, request.threads, request.imports)
         runs.add(started=now(), environment=environment)
@@ -67,7 +67,7 @@ def keep_study(study: Study, store: Path) -> Study:
     """Writes the study into the store, and returns it with its path."""
     path = store / "sensitivity" / f"{stamp(study.started)}-{secrets.token_hex(4)}.json"
     with keeping(f"the study {path}", "Choose another --store DIR."):
-        write_whole(path, compact(sealed(value_of(study))) + "\n")
+        write_whole(path, compact(seal(value_of(study))) + "\n")
     return replace(study, path=str(path))
 
 
@@ -76,7 +76,7 @@ def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
     studies, troubles = [], []
     for path in sorted((store / "sensitivity").glob("*.json")):
         try:
-            studies.append(decode(Study, {**unsealed(json.loads(read_file(path))), "path": str(path)}))
+            studies.append(decode(Study, {**unseal(json.loads(read_file(path))), "path": str(path)}))
         except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
             troubles.append(f"{path} is no study and was left out ({str(error)[:120]})")
     return tuple(studies), troubles

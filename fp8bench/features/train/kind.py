@@ -40,8 +40,8 @@ from fp8bench.files import (
     lock,
     open_file,
     read_file,
-    sealed,
-    unsealed,
+    seal,
+    unseal,
     unsealed_line,
     write_whole,
 )
@@ -130,7 +130,7 @@ class TrainingWriter(LineWriter):
         self._lines([{name: value for name, value in content.items() if name in _KINDS} for content in contents])
 
     def _write(self, places: tuple[ResumePlace, ...]) -> None:
-        write_whole(self.path.with_name(_PLACES), compact(sealed({"places": encode(places)})))
+        write_whole(self.path.with_name(_PLACES), compact(seal({"places": encode(places)})))
         self.places = places
         remove_others(self.path.parent, places)
 
@@ -151,7 +151,7 @@ def line_of(content: Content) -> StreamLine:
 def start_training(training: Training, store: Path) -> TrainingWriter:
     commit = str(training.environment.get("commit") or "nocommit")[:8]
     folder = store / "trainings" / f"{stamp(training.started)}-{commit}-{training.id}"
-    return TrainingWriter.started(folder / STREAM, {"schema": SCHEMA, "training": encode(training)})
+    return TrainingWriter.start(folder / STREAM, {"schema": SCHEMA, "training": encode(training)})
 
 
 def reopen_training(path: Path) -> TrainingWriter:
@@ -180,7 +180,7 @@ def _places(path: Path) -> tuple[ResumePlace, ...]:
     file = path.with_name(_PLACES)
     try:
         plain = json.loads(read_file(file))
-        places = decode(tuple[ResumePlace, ...], plain if isinstance(plain, list) else unsealed(plain)["places"])
+        places = decode(tuple[ResumePlace, ...], plain if isinstance(plain, list) else unseal(plain)["places"])
     except FileNotFoundError:
         places = ()
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -40,8 +40,8 @@ from fp8bench.features.train.values import (
 from fp8bench.features.train.words import coverage_words
 from fp8bench.measure import arm as measured
 from fp8bench.measure.environment import gather
-from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claimed
-from fp8bench.measure.interrupts import held_back, ignored
+from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claim_process
+from fp8bench.measure.interrupts import hold_back_interrupts, ignore_interrupts
 from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.measure.sensors.energy import SourceKind
 from fp8bench.measure.sensors.meter import Meter, Meters
@@ -123,7 +123,7 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
     check_training(request)
     settings = request.settings
     # Two trainings in one process would share torch's settings.
-    with claimed(request.isolation):
+    with claim_process(request.isolation):
         check_store(store)
         if settings.make:
             text = no_text(settings.make)
@@ -134,7 +134,7 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
         try:
             yield worker, text
         finally:
-            with ignored():
+            with ignore_interrupts():
                 worker.close()
 
 
@@ -209,7 +209,10 @@ class _WholeRun(TrainingRun):
             self._measure_energy()
             self.writer.finish("finished")
         except KeyboardInterrupt:
-            with ignored(), contextlib.suppress(StoreError):  # without its last line it counts as unfinished, too
+            with (
+                ignore_interrupts(),
+                contextlib.suppress(StoreError),
+            ):  # without its last line it counts as unfinished, too
                 self.writer.finish("interrupted")
         except StoreError as error:
             raise NotKept(str(error), load_training(self.writer.path)) from None
@@ -220,7 +223,7 @@ class _WholeRun(TrainingRun):
             raise
         finally:
             self.writer.close()
-        with ignored():
+        with ignore_interrupts():
             return load_training(self.writer.path)
 
     def _train_seeds(self) -> None:
@@ -244,7 +247,7 @@ class _WholeRun(TrainingRun):
         return [arm for arm in self.training.compared_arms if arm.name not in measured]
 
     def _keep(self, *costs: ArmCost) -> None:
-        with held_back():
+        with hold_back_interrupts():
             self.writer.append(costs)
 
     def _measure_memory(self) -> None:

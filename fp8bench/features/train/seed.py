@@ -33,7 +33,7 @@ from fp8bench.features.train.values import (
     TrainingObserver,
 )
 from fp8bench.measure.handle import START_SECONDS, Worker
-from fp8bench.measure.interrupts import held_back
+from fp8bench.measure.interrupts import hold_back_interrupts
 from fp8bench.measure.limits import HANG_SECONDS, HANG_STEPS
 from fp8bench.measure.sensors.driver import Looks
 from fp8bench.model.readings import Reading
@@ -208,7 +208,7 @@ class SeedRun(TrainingRun):
     def _keep_lines(self, lines: Lines, step: int) -> None:
         # Alarms are stored after the lines that raised them, so that a resume finds both.
         lines = (*lines, *self._health.see(lines))
-        with held_back():
+        with hold_back_interrupts():
             self.writer.append(lines)
         self.observer.trained(self.number, step, lines)
 
@@ -216,7 +216,7 @@ class SeedRun(TrainingRun):
         folder = self.writer.checkpoint(self.number, step)
         with _faults():
             lab_of(self.worker, START_SECONDS).save(str(folder))
-        with held_back():
+        with hold_back_interrupts():
             self.writer.keep(self.number, step, folder, tuple(self.out.items()))
 
     def _go_back(self, lost: _Lost) -> None:

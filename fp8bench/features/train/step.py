@@ -53,7 +53,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
     # 1. Fix the rate and the loss scale, and remember the state needed to repeat the step if it is not finite.
     share, scale, casts = trainer.rate_share(), trainer.loss_scale.scale, trainer.remember_casts()
     rate = optimizer.rate * share  # now: a user's schedule changes it with the update
-    wire = StepWire(together.rank, again=False) if watched and trainer.task.facts.ranks > 1 else None
+    wire = StepWire(together.rank, repeatable=False) if watched and trainer.task.facts.ranks > 1 else None
     hooks = trainer.watch.step() if watched else nullcontext()
     with wire or nullcontext(), trainer.present(phase), hooks as readings:
         # 2. Forward and backward: gradients of the scaled loss add up over the micro-batches.
@@ -78,7 +78,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         norms = together.norms([*optimizer.update_norms, *optimizer.weight_norms])
         moved, sizes = norms[: len(norms) // 2], norms[len(norms) // 2 :]
         figures = torch.stack([loss, norm, clipping, joint(moved), joint(sizes)]).tolist()
-        messages = () if wire is None else wire.sent(together.rank)  # before readings send further messages
+        messages = () if wire is None else wire.list_sent(together.rank)  # before readings send messages of their own
         if readings is not None:
             together.refresh(phase)
             names = trainer.parameters

@@ -246,7 +246,6 @@ class TrainingEvent(StreamLine):
 
     @property
     def rule(self) -> str:
-        """The health rule of an alarm."""
         return str(dict(self.values).get("rule", ""))
 
 

@@ -33,8 +33,8 @@ def use_by_hand(device: torch.device) -> bool:
 def find_by_hand(definition: Definition, tensors: Sequence[torch.Tensor]) -> Definition | None:
     """The same cast by Triton kernels; None where none is written for it."""
     launch = importlib.import_module("fp8bench.formats.triton_casts.launch")
-    found: Definition | None = launch.by_hand(definition, tensors)
-    return found
+    by_triton: Definition | None = launch.by_hand(definition, tensors)
+    return by_triton
 
 
 def give_up(reason: str) -> None:
@@ -61,6 +61,7 @@ def describe(device: torch.device) -> str:
 def why_not(device: torch.device) -> str:
     import torch
 
+    # ROCm's compiler has other conversions, whose bits were not compared.
     if torch.version.hip is not None:
         return "the Triton kernels are written for NVIDIA's conversions"
     if importlib.util.find_spec("triton") is None:

@@ -92,6 +92,7 @@ def find_scale(x, scale, inverse, state, size, LARGEST: tl.constexpr, POWER_OF_T
         values = tl.load(x + start + offsets, mask=start + offsets < size, other=0.0)
         largest = tl.maximum(largest, magnitude(values))
     last, bits = arrive(state, widen(tl.max(largest, axis=0), x.dtype.element_ty))
+    # The last program has everyone's maximum: it alone writes the scale.
     if last:
         factor = factor_of(bits, LARGEST, POWER_OF_TWO)
         tl.store(scale, factor)
@@ -117,6 +118,7 @@ def renew_scale(
     current = tl.load(scale)
     tl.store(used, current)
     tl.store(inverse, divide(1.0, current))
+    # An amax that is not finite leaves the history and the scale alone.
     finite = amax_bits < INFINITY
     entry = tl.where(finite, amax_bits, 0).to(tl.float32, bitcast=True)
     count = tl.load(casts)
@@ -129,9 +131,9 @@ def renew_scale(
             largest = tl.maximum(largest, tl.max(tl.where(offsets == place, 0.0, entries), axis=0))
     tl.store(history + place, entry)
     tl.store(casts, count + 1)
-    wanted = factor_of(largest.to(tl.int32, bitcast=True), LARGEST, False) * SHRINK
+    next_scale = factor_of(largest.to(tl.int32, bitcast=True), LARGEST, False) * SHRINK
     due = finite & (largest > 0) & ((count + 1) % INTERVAL == 0)
-    tl.store(scale, tl.where(due, wanted, current))
+    tl.store(scale, tl.where(due, next_scale, current))
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale", "state", "history", "casts", "used", "inverse"])
@@ -168,8 +170,10 @@ def cast(
     if SCALED:
         factor = tl.load(scale)
     across = tl.cdiv(columns, ACROSS)
+    # Loops have one type for each variable, so the running maximum starts as zeros of a tile.
     if DELAYED:
         largest = magnitude(tl.zeros((DOWN, ACROSS), x.dtype.element_ty))
+    # Programs share the tiles: there may be more tiles than programs.
     for tile in range(tl.program_id(0), tl.cdiv(rows, DOWN) * across, tl.num_programs(0)):
         row = (tile // across) * DOWN + tl.arange(0, DOWN)[:, None]
         column = (tile % across) * ACROSS + tl.arange(0, ACROSS)[None, :]
@@ -185,6 +189,7 @@ def cast(
             tl.store(codes + row * columns + column, coded, mask=inside)
         if TURNED:
             tl.store(turned + column * rows + row, coded, mask=inside)
+    # Only the last program has seen all magnitudes.
     if DELAYED:
         last, bits = arrive(state, widen(tl.max(tl.max(largest, axis=1), axis=0), x.dtype.element_ty))
         if last:
@@ -216,6 +221,7 @@ def cast_rows(
     """
     column = tl.arange(0, WIDTH)[None, :]
     largest = magnitude(tl.zeros((WIDTH,), x.dtype.element_ty))
+    # A program takes several rows so that the atomic maximum of columns is needed once for all of them.
     for step in range(0, LINES, DOWN):
         row = tl.program_id(0) * LINES + step + tl.arange(0, DOWN)
         inside = (row < rows)[:, None] & (column < columns)
@@ -251,12 +257,14 @@ def cast_long_rows(
     place = tl.program_id(0) * columns
     offsets = tl.arange(0, WIDTH)
     largest = magnitude(tl.zeros((WIDTH,), x.dtype.element_ty))
+    # First pass: the largest magnitude. The row stays in L2 for the second.
     for start in range(0, columns, WIDTH):
         inside = start + offsets < columns
         values = tl.load(x + place + start + offsets, mask=inside, other=0.0, eviction_policy="evict_last")
         largest = tl.maximum(largest, magnitude(values))
     factor = factor_of(widen(tl.max(largest, axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
     tl.store(inverse + tl.program_id(0), divide(1.0, factor))
+    # Second pass: codes. Nobody reads the row again, so it may leave the cache.
     for start in range(0, columns, WIDTH):
         inside = start + offsets < columns
         values = tl.load(x + place + start + offsets, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -270,6 +278,7 @@ def find_peaks(x, peaks, rows, columns, LINES: tl.constexpr, DOWN: tl.constexpr,
     across = tl.cdiv(columns, ACROSS)
     column = (tl.program_id(0) % across) * ACROSS + tl.arange(0, ACROSS)
     largest = magnitude(tl.zeros((DOWN, ACROSS), x.dtype.element_ty))
+    # Several tiles down before the atomic maximum, which would otherwise be the bottleneck.
     for step in range(0, LINES, DOWN):
         row = (tl.program_id(0) // across) * LINES + step + tl.arange(0, DOWN)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -299,6 +308,7 @@ def cast_columns(
     row = line * DOWN + tl.arange(0, DOWN)
     column = (tl.program_id(0) % across) * ACROSS + tl.arange(0, ACROSS)
     factor = factor_of(tl.load(peaks + column, mask=column < columns, other=0), LARGEST, POWER_OF_TWO)
+    # All lines of tiles compute the same inverse; one writes it.
     if line == 0:
         tl.store(inverse + column, divide(1.0, factor), mask=column < columns)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -337,6 +347,7 @@ def cast_blocks(
     place = row[:, None] * columns + column[None, :]
     values = tl.load(x + place, mask=inside, other=0.0)
     bits = magnitude(values)
+    # A square has one scale for both orientations, parts of rows have one for each.
     if SQUARE:
         factor = factor_of(widen(tl.max(tl.max(bits, axis=1), axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
         tl.store(inverse + tile_row * stride + tile_column, divide(1.0, factor))
@@ -368,12 +379,12 @@ def mx_exponent(bits, CARRY: tl.constexpr, EXPONENT: tl.constexpr):
 @triton.jit
 def encode_mx(values, bits, exponent, LARGEST: tl.constexpr, E5M2: tl.constexpr):
     """Bytes of codes. A block with a NaN has it in its scale: its elements are zeros."""
-    kept = tl.where(bits > INFINITY, 0.0, values.to(tl.float32))
+    finite = tl.where(bits > INFINITY, 0.0, values.to(tl.float32))
     inverse = power_of_two(LARGEST_POWER - exponent)
     if E5M2:
-        coded = encode(kept, inverse, LARGEST, tl.float8e5)
+        coded = encode(finite, inverse, LARGEST, tl.float8e5)
     else:
-        coded = encode(kept, inverse, LARGEST, tl.float8e4nv)
+        coded = encode(finite, inverse, LARGEST, tl.float8e4nv)
     return coded.to(tl.uint8, bitcast=True)
 
 
@@ -419,6 +430,7 @@ def cast_mx(
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     place = row[:, None] * columns + column[None, :]
     values = tl.load(x + place, mask=inside, other=0.0)
+    # Blocks run along the rows here, and down the columns below; both read the tile from registers.
     if STRAIGHT:
         parts = tl.reshape(values, (DOWN, ACROSS // 32, 32))
         bits = widen(tl.max(magnitude(parts), axis=2), x.dtype.element_ty)

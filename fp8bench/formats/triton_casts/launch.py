@@ -77,7 +77,7 @@ class ByHand(Definition):
     def build(self) -> Compiled:
         """Raises what Triton raises; from then on torch compiles the casts of this process."""
         try:
-            with _selected(torch.device(self.device)):
+            with _use_device(torch.device(self.device)):
                 for launch in self.launches:
                     launch.compile()
         except Exception as error:
@@ -109,10 +109,12 @@ def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
     """Launches through Triton, and returns its compiled kernels."""
     device = tensors[0].device
     compiled = []
-    with _selected(device):
+    with _use_device(device):
         counter, zeros = _allocate(_scratch_of(plans), device)
+        # The first run goes through Triton's own launcher, which compiles; later ones repeat its result.
         for plan in plans:
             values: dict[str, object] = {**plan.constants}
+            # Numbers of tensors become the tensors of this call.
             for name, argument in plan.arguments.items():
                 values[name] = _resolve(argument, tensors, counter, zeros)
             compiled.append(getattr(kernels, plan.function)[(plan.programs,)](**values, num_warps=plan.warps))
@@ -127,6 +129,7 @@ class Repeat:
         self._scratch = _scratch_of(plans)
         self._launches = []
         for plan, kernel in zip(plans, compiled, strict=True):
+            # Constants take their places among the arguments, because the compiled function has both.
             names = getattr(kernels, plan.function).arg_names
             values = [plan.arguments[name] if name in plan.arguments else plan.constants[name] for name in names]
             pointers = [(place, value.index) for place, value in enumerate(values) if isinstance(value, Pointer)]
@@ -143,7 +146,7 @@ class Repeat:
             if addresses[index] % ALIGNMENT:
                 return False
         if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
-            with _selected(self._device):
+            with _use_device(self._device):
                 return self(addresses)
         stream = _stream(self._device)
         counter, zeros = _allocate(self._scratch, self._device)
@@ -160,8 +163,8 @@ class Repeat:
 
 def _wide(plans: Sequence[Plan]) -> set[int]:
     """Numbers the tensors that are read and written by whole vectors."""
-    found = [plan.arguments.get(name) for plan in plans for name in _WIDE]
-    return {argument.index for argument in found if isinstance(argument, Pointer)}
+    pointers = [plan.arguments.get(name) for plan in plans for name in _WIDE]
+    return {argument.index for argument in pointers if isinstance(argument, Pointer)}
 
 
 def _resolve(argument: Argument, tensors: Sequence[Tensor], counter: Tensor | None, zeros: Tensor | None) -> object:
@@ -205,6 +208,6 @@ def _stream(device: torch.device) -> int:
     return handle
 
 
-def _selected(device: torch.device) -> Any:
+def _use_device(device: torch.device) -> Any:
     """Makes a device the current one: Triton launches there."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

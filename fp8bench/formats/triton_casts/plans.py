@@ -83,16 +83,17 @@ def plan_launches(kernel: Definition, tensors: Sequence[Tensor], processors: int
         case CurrentCodesKernel():
             return _plan_current(kernel, tensors, processors)
         case DelayedCodesKernel():
-            return _plan_delayed(kernel, tensors, processors)
+            return _plan_delayed_scale(kernel, tensors, processors)
         case SquareCodesKernel():
             return _plan_squares(kernel, tensors)
         case RowCodesKernel() | TiledCodesKernel():
-            return _plan_oriented([(kernel, 0)], tensors)
+            return _plan_orientations([(kernel, 0)], tensors)
+        # Both casts of one matrix become one launch that reads it once.
         case PairKernel(first=first, second=second):
             second_begins = len(first.free())
             if tensors[0].data_ptr() == tensors[second_begins].data_ptr():
-                return _plan_oriented([(first, 0), (second, second_begins)], tensors)
-            return _plan_oriented([(first, 0)], tensors) + _plan_oriented([(second, second_begins)], tensors)
+                return _plan_orientations([(first, 0), (second, second_begins)], tensors)
+            return _plan_orientations([(first, 0)], tensors) + _plan_orientations([(second, second_begins)], tensors)
     return []
 
 
@@ -109,6 +110,7 @@ def _plan_codes(kernel: CodesKernel, tensors: Sequence[Tensor], processors: int)
 def _plan_current(kernel: CurrentCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     rows, columns = tensors[0].shape
     size = rows * columns
+    # Two launches: no program can use the scale before all have looked at the tensor.
     find = Plan(
         "find_scale",
         min(_parts(size, _FLAT_BLOCK), 8 * processors),
@@ -121,9 +123,10 @@ def _plan_current(kernel: CurrentCodesKernel, tensors: Sequence[Tensor], process
     return [find, _plan_cast(arguments, rows, columns, kernel.fmt.largest, processors)]
 
 
-def _plan_delayed(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
+def _plan_delayed_scale(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     delayed = kernel.delayed
     straight, turned = _optional(6, kernel.straight, kernel.turned)
+    # The numbers are places among the kernel's tensors (code_kernels.py).
     arguments: Arguments = {
         "x": Pointer(0),
         "codes": straight,
@@ -201,6 +204,7 @@ def _plan_blocks(arguments: Arguments, rows: int, columns: int, constants: Const
         "TURNED": arguments["turned"] is not None,
         "SIDE": SIDE,
     }
+    # The scale's place differs by kind; x and the sizes are the same for all.
     sizes = {"rows": rows, "columns": columns, "across": across}
     arguments = {"x": Pointer(0), **arguments, **sizes}
     warps = _MOST_WARPS if kinds["TURNED"] and not square else 16
@@ -211,12 +215,14 @@ Oriented = Sequence[tuple[Kernel, int]]
 """Kernels that read one matrix, in one orientation or both, and the number of each one's first argument."""
 
 
-def _plan_oriented(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
+def _plan_orientations(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
     first, begins = kernels[0]
+    # Blocks of other lengths have no Triton kernel.
     if isinstance(first, RowCodesKernel) and first.block not in (0, SIDE):
         return []
     if isinstance(first, RowCodesKernel):
         stretches, down, side, length, width = tensors[begins].shape
+        # The kernel's input comes as stretches, whose product gives back the matrix.
         operand = down * side, stretches * length * width
         rows, columns = operand[::-1] if first.turned else operand
         outputs = {_is_turned(kernel): number for kernel, number in kernels}
@@ -258,11 +264,14 @@ def _plan_rows(kernel: RowCodesKernel, outputs: dict[bool, int], begins: int, ro
     peaks = Zeros(columns)
     codes, inverse = (_output(outputs, False, number) for number in (1, 2))
     arguments: Arguments = {"x": Pointer(begins), "codes": codes, "inverse": inverse, **sizes}
-    width = max(_power_of_two_from(columns), 16)
+    # Triton's ranges are powers of two.
+    width = max(1 << (columns - 1).bit_length(), 16)
     plans = []
+    # One pass gives codes and the maxima of columns only while a row fits into registers.
     at_once = straight and turned and width <= _LONGEST_WITH_PEAKS
     if straight and width > _LONGEST_ROW:
         plans.append(Plan("cast_long_rows", rows, 8, arguments, {**scaled, "WIDTH": _FLAT_BLOCK}))
+    # Short rows share a program, or most of its threads would idle.
     elif straight:
         down = max(1, 4096 // width)
         lines = max(_LINES, down) if at_once else down
@@ -274,6 +283,7 @@ def _plan_rows(kernel: RowCodesKernel, outputs: dict[bool, int], begins: int, ro
         return plans
     down, across = _TILE
     arguments = {"x": Pointer(begins), "peaks": peaks, **sizes}
+    # The maxima of columns cost a pass of their own where the first launch could not find them.
     if not at_once:
         lines = 4 * down
         programs = _parts(rows, lines) * _parts(columns, across)
@@ -293,12 +303,13 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
     shape = tensors[begins].shape
     # Places (tiled_codes.py) puts the parts of the contraction first for a turned matrix, else between those of rows.
     down, across = ((2, 3, 4, 5), (0, 1, 6)) if kernel.places.turned else ((0, 1, 2, 5), (3, 4, 6))
-    operand = tuple(prod(shape[number] for number in parts) for parts in (down, across))
-    rows, columns = operand[::-1] if kernel.places.turned else operand
+    rows, columns = prod(shape[number] for number in down), prod(shape[number] for number in across)
+    if kernel.places.turned:
+        rows, columns = columns, rows
     outputs, tiled = dict[bool, int](), dict[bool, bool]()
-    for each, number in kernels:
-        assert isinstance(each, TiledCodesKernel)
-        outputs[each.places.turned], tiled[each.places.turned] = number, each.places.tiled
+    for oriented, number in kernels:
+        assert isinstance(oriented, TiledCodesKernel)
+        outputs[oriented.places.turned], tiled[oriented.places.turned] = number, oriented.places.tiled
     arguments: Arguments = {
         "x": Pointer(begins),
         "codes": _output(outputs, False, 1),
@@ -320,6 +331,7 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
         "DOWN": SIDE,
         "ACROSS": SIDE,
     }
+    # The transposed codes need more warps than the straight ones.
     warps = _MOST_WARPS if True in outputs else 16
     return [Plan("cast_mx", _parts(rows, SIDE) * _parts(columns, SIDE), warps, arguments, constants)]
 
@@ -330,12 +342,10 @@ def _scaled_by(fmt: Format, rounding: ScaleRounding) -> Constants:
 
 def _optional(begins: int, *present: bool) -> list[Pointer | None]:
     """Numbers the arguments that are present."""
-    return [Pointer(begins + sum(present[:number])) if there else None for number, there in enumerate(present)]
+    return [
+        Pointer(begins + sum(present[:number])) if is_present else None for number, is_present in enumerate(present)
+    ]
 
 
 def _parts(length: int, part: int) -> int:
     return -(-length // part)
-
-
-def _power_of_two_from(length: int) -> int:
-    return 1 << max(length - 1, 0).bit_length()

@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -23,12 +24,12 @@ _COMMUNICATION = CELL_PHASES.index(Phase.COMMUNICATION)
 Merges = Mapping[str, Callable[[Sequence[Any]], Any]]
 
 
-def merged(name: str, answers: Sequence[Any], more: Merges = MappingProxyType({})) -> Any:
+def merge_answers(name: str, answers: Sequence[Any], more_merges: Merges = MappingProxyType({})) -> Any:
     """One answer to a request that all ranks have answered, in the order of ranks. Raises RanksDisagree.
 
-    `more` adds merges for the requests of another bench than the worker's own.
+    `more_merges` adds merges for the requests of another bench than the worker's own.
     """
-    merges = {**_MERGED, **more}
+    merges = {**_MERGED, **more_merges}
     return merges[name](answers) if name in merges else answers[0]
 
 
@@ -37,13 +38,11 @@ def slowest(slots: Sequence[RawSlot]) -> RawSlot:
 
     What the system counted is taken from the rank that was slowest over all calls.
     """
-    calls = tuple(
-        max(steps, key=lambda step: sum(step.intervals_ns))
-        for steps in zip(*(slot.steps for slot in slots), strict=True)
-    )
+    steps_of_ranks = [slot.steps for slot in slots]
+    calls = tuple(max(steps, key=_step_ns) for steps in zip(*steps_of_ranks, strict=True))
     last = max(slots, key=lambda slot: sum(step.seconds for step in slot.steps))
     took = tuple(
-        RankCalls(rank, tuple(sum(step.intervals_ns) for step in slot.steps), tuple(map(_communication, slot.steps)))
+        RankCalls(rank, tuple(map(_step_ns, slot.steps)), tuple(map(_communication, slot.steps)))
         for rank, slot in enumerate(slots)
     )
     retries = [slot.memory_retries for slot in slots if slot.memory_retries is not None]
@@ -51,24 +50,30 @@ def slowest(slots: Sequence[RawSlot]) -> RawSlot:
     return replace(last, steps=calls, wall_seconds=wall, ranks=took, memory_retries=sum(retries) if retries else None)
 
 
+def _step_ns(step: RawStep) -> int:
+    return sum(step.intervals_ns)
+
+
 def _communication(step: RawStep) -> int:
     return sum(ns for code, ns in zip(step.codes, step.intervals_ns, strict=True) if code == _COMMUNICATION)
 
 
 def _devices(answers: Sequence[Sequence[DeviceFacts]]) -> tuple[DeviceFacts, ...]:
-    keys = set.intersection(*({device.key for device in devices} for devices in answers))
+    keys = {device.key for device in answers[0]}
+    for devices in answers:
+        keys &= {device.key for device in devices}
     return tuple(device for device in answers[0] if device.key in keys)
 
 
-def _agreed(answers: Sequence[Mapping[str, float] | str]) -> Mapping[str, float] | str:
+def _merge_equal_numbers(answers: Sequence[Mapping[str, float] | str]) -> Mapping[str, float] | str:
     """Numbers that must be the same on all ranks: a sum that differs from rank to rank is wrong on some of them."""
     first = answers[0]
-    for rank, other in enumerate(answers):
-        if other == first or isinstance(first, str) or isinstance(other, str):
+    for rank, numbers in enumerate(answers):
+        if numbers == first or isinstance(first, str) or isinstance(numbers, str):
             continue
         for name, value in first.items():
-            if other.get(name) != value and not (math.isnan(value) and math.isnan(other.get(name, 0.0))):
-                raise RanksDisagree(f"{name} is {value!r} on rank 0 and {other.get(name)!r} on rank {rank}")
+            if numbers.get(name) != value and not (math.isnan(value) and math.isnan(numbers.get(name, 0.0))):
+                raise RanksDisagree(f"{name} is {value!r} on rank 0 and {numbers.get(name)!r} on rank {rank}")
     return first
 
 
@@ -76,11 +81,11 @@ def most_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
     uses = [answer for answer in answers if isinstance(answer, MemoryUse)]
     if len(uses) < len(answers):
         return next(answer for answer in answers if isinstance(answer, str))
-    each = tuple(RankMemory(rank, use.peak, use.roles) for rank, use in enumerate(uses))
-    return replace(max(uses, key=lambda use: use.peak), ranks=each)
+    by_rank = tuple(RankMemory(rank, use.peak, use.roles) for rank, use in enumerate(uses))
+    return replace(max(uses, key=lambda use: use.peak), ranks=by_rank)
 
 
-def _checked(answers: Sequence[StateCheck]) -> StateCheck:
+def _merge_checks(answers: Sequence[StateCheck]) -> StateCheck:
     for rank, answer in enumerate(answers):
         if answer.wrong:
             return replace(answer, wrong=f"rank {rank} of {len(answers)}: {answer.wrong}")
@@ -90,10 +95,13 @@ def _checked(answers: Sequence[StateCheck]) -> StateCheck:
 def _software(answers: Sequence[Mapping[str, Scalar | None]]) -> dict[str, Scalar | None]:
     """Rank 0's versions, which all ranks must share, and the settings of each rank."""
     for rank, answer in enumerate(answers):
+        # Ranks with different builds would time different programs.
         for name in _BUILD:
-            first, other = answers[0].get(name), answer.get(name)
-            if other != first:
-                raise RanksDisagree(f"{name} is {first} on rank 0 and {other} on rank {rank}: install the same on both")
+            expected, version = answers[0].get(name), answer.get(name)
+            if version != expected:
+                raise RanksDisagree(
+                    f"{name} is {expected} on rank 0 and {version} on rank {rank}: install the same on both"
+                )
     settings = {
         f"rank {rank} {name.removeprefix('env ')}": value
         for rank, answer in enumerate(answers)
@@ -117,8 +125,12 @@ def _step_parts(
     parts = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
     if len(parts) < len(answers):
         return next((((), Overlap(why=answer), None) for answer in answers if isinstance(answer, str)), None)
-    sent, ranks = tuple(message for own, _ in parts for message in own), [rounds for _, rounds in parts]
-    seconds = {name: tuple(map(max, zip(*(rank[name] for rank in ranks), strict=True))) for name in ranks[0]}
+    messages, ranks = zip(*parts, strict=True)
+    sent = tuple(chain.from_iterable(messages))
+    seconds = {}
+    for name in ranks[0]:
+        of_ranks = [rank[name] for rank in ranks]
+        seconds[name] = tuple(map(max, zip(*of_ranks, strict=True)))
     scaling = RankScaling(seconds["whole"], seconds["share"], seconds["both"]) if "whole" in seconds else None
     overlap = Overlap(seconds["compute"], seconds["communication"], seconds["both"], seconds["in_turn"])
     return sent, overlap, scaling
@@ -130,10 +142,10 @@ _MERGED: Merges = {
     "loop": max,
     "loop_phase": max,
     "probe": _devices,
-    "error": _agreed,
+    "error": _merge_equal_numbers,
     "memory": most_memory,
     "step_parts": _step_parts,
-    "check": _checked,
+    "check": _merge_checks,
     "release": lambda answers: tuple(f"rank {rank}: {name}" for rank, names in enumerate(answers) for name in names),
     "software": _software,
     "trial": _first_text,
@@ -205,11 +217,12 @@ def suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
     have waited for the other, whoever complained first."""
     guilty = culprit(states)
     if guilty.ended or guilty.failed_itself:
+        # Ranks that wait in the same place are all suspects; those that are done with their work are not.
         return (guilty,)
     place = guilty.beat.sequence, guilty.beat.phase
     waiting = [state for state in states if not state.well] or states
-    alike = [state for state in waiting if (state.beat.sequence, state.beat.phase) == place]
-    return tuple(sorted(alike, key=lambda state: state.rank))
+    equally_far = [state for state in waiting if (state.beat.sequence, state.beat.phase) == place]
+    return tuple(sorted(equally_far, key=lambda state: state.rank))
 
 
 def failed_rank(beat: Heartbeat, ranks: int, now: float) -> FailedRank:
@@ -218,18 +231,18 @@ def failed_rank(beat: Heartbeat, ranks: int, now: float) -> FailedRank:
 
 def failure_in_words(states: Sequence[RankState], now: float) -> str:
     named = suspects(states)
-    return _named(named, len(states), now) + "".join(
-        f"; rank {other.rank} said: {_short(other.fault[0])}"
-        for other in states
-        if other.fault[0] and (len(named) > 1 or other is not named[0])
+    return _describe_suspects(named, len(states), now) + "".join(
+        f"; rank {state.rank} said: {_short(state.fault[0])}"
+        for state in states
+        if state.fault[0] and (len(named) > 1 or state is not named[0])
     )
 
 
 def delay_in_words(states: Sequence[RankState], now: float) -> str:
-    return f": {_named(suspects(states), len(states), now)}"
+    return f": {_describe_suspects(suspects(states), len(states), now)}"
 
 
-def _named(named: Sequence[RankState], ranks: int, now: float) -> str:
+def _describe_suspects(named: Sequence[RankState], ranks: int, now: float) -> str:
     first = named[0]
     if len(named) == 1:
         return f"rank {first.rank} of {ranks}, in {first.beat.doing}, {_what(first, now)}"

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fp8bench.errors import RanksDisagree, WorkerLost
-from fp8bench.measure.process import WorkerProcess, how_it_ended, last_words, plain_value
+from fp8bench.measure.process import WorkerProcess, describe_exit, last_words, plain_value
 from fp8bench.measure.ranks.answers import (
     Merges,
     RankState,
@@ -28,7 +28,7 @@ from fp8bench.measure.ranks.answers import (
     delay_in_words,
     failed_rank,
     failure_in_words,
-    merged,
+    merge_answers,
     suspects,
 )
 from fp8bench.model.ranks import PARENT, FailedRank, beat_file, heartbeat_of, words_file
@@ -117,15 +117,15 @@ class RanksProcess(WorkerProcess):
             with contextlib.suppress(OSError):  # one that has ended is noticed where its answer is waited for
                 rank.requests.send_bytes(written)
 
-    def answered(self, limit: float) -> bool:
+    def wait_for_answer(self, limit: float) -> bool:
         """Whether all have answered within `limit` seconds, or some have and the others no longer can. Raises EOFError
         if a rank or the launcher has ended."""
         end = time.monotonic() + limit
         while any(rank.reply is None for rank in self._ranks):
             self._receive_replies(min(_GLANCE_SECONDS, max(0.0, end - time.monotonic())))
-            if self._failed:
+            if self._has_failed:
                 self._wait_for_others()
-                if self._ended or self._popen.poll() is not None:
+                if self._has_ended or self._popen.poll() is not None:
                     raise EOFError
                 return True
             if self._popen.poll() is not None:
@@ -139,11 +139,16 @@ class RanksProcess(WorkerProcess):
         replies = [rank.reply for rank in self._ranks if rank.reply is not None]
         faults = [reply for _, reply in replies if reply[0] == "fault"]
         number = replies[0][0]
+        # 1. All have answered the same request: merge, unless they contradict each other.
         if not faults and {place for place, _ in replies} == {number}:
             try:
-                return number, ("ok", merged(self._request, [reply[1] for _, reply in replies], self._launch.merges))
+                return number, (
+                    "ok",
+                    merge_answers(self._request, [reply[1] for _, reply in replies], self._launch.merges),
+                )
             except RanksDisagree as error:
                 return number, ("fault", "the ranks disagree", str(error), "", False)
+        # 2. The same fault everywhere leaves no rank stuck, and the worker goes on.
         if len(faults) == len(self._ranks) and len({fault[1] for fault in faults}) == 1:
             kind, text, trace, _ = faults[0][1:]
             return number, (
@@ -153,6 +158,7 @@ class RanksProcess(WorkerProcess):
                 trace,
                 all(fault[4] for fault in faults),
             )
+        # 3. Some failed: the others may wait for them for good, so the group is not asked again.
         self.broken = True
         states = self._blame()
         words = failure_in_words(states, time.monotonic())
@@ -162,17 +168,17 @@ class RanksProcess(WorkerProcess):
         return delay_in_words(self._blame(), time.monotonic())
 
     @property
-    def killed(self) -> bool:
+    def was_killed(self) -> bool:
         return "SIGKILL" in culprit(self._states()).ended
 
     def end_in_words(self) -> str:
         states = self._blame()
         status = self._popen.poll()
-        if status is not None and (status != 0 or not self._ended):
+        if status is not None and (status != 0 or not self._has_ended):
             last = behind(states)  # whose end the launcher's brought comes first by chance, and says nothing
             self.failed = failed_rank(last.beat, len(states), time.monotonic())
             where = f"with rank {last.rank} in {last.beat.doing}{last_words(self._log)}"
-            return f"the launcher of the ranks {how_it_ended(status)}, {where}"
+            return f"the launcher of the ranks {describe_exit(status)}, {where}"
         return failure_in_words(states, time.monotonic())
 
     def close(self) -> None:
@@ -186,7 +192,7 @@ class RanksProcess(WorkerProcess):
         """
         self._end_ranks()
         if hasattr(self, "_popen"):
-            attended = self._attended()
+            attended = self._is_attended()
             self._close_lifeline()
             end = time.monotonic() + _ENDING_SECONDS
             while attended and self._folder.exists() and time.monotonic() < end:
@@ -196,7 +202,7 @@ class RanksProcess(WorkerProcess):
             super().kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _attended(self) -> bool:
+    def _is_attended(self) -> bool:
         if self._lifeline < 0:
             return False
         looking = select.poll()
@@ -204,11 +210,11 @@ class RanksProcess(WorkerProcess):
         return not looking.poll(0)  # POLLERR is told without being asked for
 
     @property
-    def _failed(self) -> bool:
-        return self._ended or any(rank.reply is not None and rank.reply[1][0] == "fault" for rank in self._ranks)
+    def _has_failed(self) -> bool:
+        return self._has_ended or any(rank.reply is not None and rank.reply[1][0] == "fault" for rank in self._ranks)
 
     @property
-    def _ended(self) -> bool:
+    def _has_ended(self) -> bool:
         return any(rank.ended_at is not None for rank in self._ranks)
 
     def _receive_replies(self, seconds: float) -> None:
@@ -250,7 +256,7 @@ class RanksProcess(WorkerProcess):
         fault = (": ".join(filter(None, reply[1:3])), reply[3]) if reply and reply[0] == "fault" else ("", "")
         status, ended = (statuses or {}).get(rank.number), ""
         if rank.ended_at is not None:
-            ended = _NOBODY_KNOWS if statuses is None else how_it_ended(status) if status else _ENDED_OF_ITSELF
+            ended = _NOBODY_KNOWS if statuses is None else describe_exit(status) if status else _ENDED_OF_ITSELF
             ended += self._last_words_of(rank)
         return RankState(beat, rank.reply is not None, fault, ended, status)
 
@@ -275,7 +281,7 @@ class RanksProcess(WorkerProcess):
         It does not notice a rank that ended well while others go on. So the others are ended first: then it reports in
         any case, and a rank that it does not name has ended well.
         """
-        if not self._ended:
+        if not self._has_ended:
             return None
         if not hasattr(self, "_exit_statuses"):
             self._end_ranks()
@@ -293,17 +299,19 @@ class RanksProcess(WorkerProcess):
         begun = time.monotonic()
         end = begun + self._launch.start_seconds
         while missing := [rank for rank in self._ranks if rank.requests is None or rank.lifeline is None]:
-            here: list[Any] = [rank.requests for rank in self._ranks if rank.requests is not None]
-            ready, _, _ = select.select([listening, *here], [], [], _GLANCE_SECONDS)
+            connections: list[Any] = [rank.requests for rank in self._ranks if rank.requests is not None]
+            ready, _, _ = select.select([listening, *connections], [], [], _GLANCE_SECONDS)
             if listening in ready:
+                # A connection says first whose it is: ranks come in any order.
                 connection = Connection(listening.accept()[0].detach())
                 with contextlib.suppress(EOFError, ConnectionError):  # one that has ended meanwhile is noticed below
-                    number, pid, what = plain_value(connection.recv_bytes())
+                    number, pid, channel = plain_value(connection.recv_bytes())
                     self._ranks[number].pid = pid
-                    setattr(self._ranks[number], what, connection)
+                    setattr(self._ranks[number], channel, connection)
             elif ready or self._popen.poll() is not None:  # nobody says anything before it is asked
-                raise self._not_started()
+                raise self._failed_start()
             elif time.monotonic() > end:
+                # Only one missing rank can be blamed; of several each may have waited for another.
                 numbers = {rank.number for rank in missing}
                 named = [state for state in self._states() if state.rank in numbers]
                 self.undecided = len(named) > 1
@@ -312,15 +320,15 @@ class RanksProcess(WorkerProcess):
                 waited = f"did not start within {time.monotonic() - begun:.0f} s"
                 raise self._lost(" and ".join(f"rank {state.rank} {waited}" for state in named))
 
-    def _not_started(self) -> WorkerLost:
+    def _failed_start(self) -> WorkerLost:
         """Called when a rank or the launcher has ended, perhaps before that rank had connected."""
         self._receive_replies(0.0)
         for number in self._read_statuses() or ():
             self._ranks[number].ended_at = self._ranks[number].ended_at or time.monotonic()
         return self._lost(self.end_in_words())
 
-    def _lost(self, why: str) -> WorkerLost:
-        lost = WorkerLost(f"the ranks could not be started: {why}", self.killed)
+    def _lost(self, reason: str) -> WorkerLost:
+        lost = WorkerLost(f"the ranks could not be started: {reason}", self.was_killed)
         lost.rank, lost.undecided = self.failed, self.undecided
         return lost
 

@@ -73,10 +73,10 @@ class RanksWorker(ProcessWorker):
 
     def _environment(self) -> dict[str, str]:
         """Keeps everything on this machine's loopback interface, whatever was set, and NCCL's debugging port closed."""
-        kept = {name: text for name, text in super()._environment().items() if name not in _ELSEWHERE}
+        inherited = {name: text for name, text in super()._environment().items() if name not in _ELSEWHERE}
         loopback = "lo0" if sys.platform == "darwin" else "lo"
-        own = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}", "NCCL_RAS_ENABLE": "0"}
-        return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **kept, **own}
+        interfaces = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}", "NCCL_RAS_ENABLE": "0"}
+        return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **inherited, **interfaces}
 
     def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
         try:

@@ -13,7 +13,7 @@ from typing import Any
 from fp8bench import units
 from fp8bench.measure.sensors.energy import SourceKind
 from fp8bench.measure.sensors.meter import Meter
-from fp8bench.measure.sensors.nvml import LIBRARY, AbsentDevice, Library, listed
+from fp8bench.measure.sensors.nvml import LIBRARY, AbsentDevice, Library, list_devices
 from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.readings import NoReading, Reading, Unavailable, reasons_of
@@ -72,7 +72,7 @@ def device_state_of(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None
     state: dict[str, Scalar | None] = {}
     if facts.accelerated or not isinstance(meter.device, AbsentDevice):
         read = {name: fact for name, fact in meter.device.facts().items() if name in _FACTS}
-        state = {name: None if isinstance(known, Unavailable) else known.value for name, known in read.items()}
+        state = {name: None if isinstance(fact, Unavailable) else fact.value for name, fact in read.items()}
         state["unknown"] = "; ".join(reasons_of(read)) or None
     state["energy_source"] = meter.kind.value
     state["energy_period"] = _period(meter)
@@ -84,10 +84,10 @@ def device_lines(meter: Meter) -> Iterator[str]:
     """Driver, limits, modes and present state; then the energy source, or why there is none."""
     if not isinstance(meter.device, AbsentDevice):
         facts, state = meter.device.facts(), meter.device.state()
-        known = {name: read.value for name, read in {**facts, **state}.items() if isinstance(read, Reading)}
+        values = {name: read.value for name, read in {**facts, **state}.items() if isinstance(read, Reading)}
         for title, words in _TOLD.items():
-            parts = [say(known) for name, say in words.items() if name in known]
-            yield f"{title:10}{', '.join(parts) or 'not known'}"
+            parts = [say(values) for name, say in words.items() if name in values]
+            yield f"{title:10}{', '.join(parts) or 'not values'}"
         if reasons := reasons_of(facts, state):
             yield f"unknown   {'; '.join(reasons)}"
     yield f"energy    {energy_source(meter)}"
@@ -98,8 +98,8 @@ def driver_state(library: Library = LIBRARY) -> str:
     try:
         library.open()
         with closing(library):
-            driver = library.bounded(lambda: library.call("nvmlSystemGetDriverVersion"))
-            devices, reasons = library.bounded(lambda: listed(library.call))
+            driver = library.within_timeout(lambda: library.call("nvmlSystemGetDriverVersion"))
+            devices, reasons = library.within_timeout(lambda: list_devices(library.call))
     except NoReading as failure:
         return f"NVML says: {failure.reason}"
     return "; ".join([f"driver {driver}, {len(devices)} device(s)", *reasons])

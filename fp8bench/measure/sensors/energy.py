@@ -28,8 +28,8 @@ from fp8bench.measure.sensors.mean_power import (
     PowerStretch,
     Rhythm,
     Tick,
+    is_resolved,
     mean_power,
-    resolved,
     slope,
     sufficient,
 )
@@ -91,10 +91,10 @@ class Polling:
     def _rest(self, period: float, since: float) -> float:
         """How long to sleep until just before the next tick; `since` is the last one relative to now."""
         turns = max(1, math.ceil(self._sparse / period))
-        rest = since + turns * period - self._margin
-        self._resting = rest > self._pause
+        seconds = since + turns * period - self._margin
+        self._resting = seconds > self._pause
         self.blind = self._resting and turns > 1
-        return max(rest, self._pause)
+        return max(seconds, self._pause)
 
     def limit_cost(self, cpu_seconds: float, seconds: float) -> None:
         if cpu_seconds <= _BUDGET * (seconds + _ADVANCE):
@@ -160,7 +160,7 @@ class Sampler:
         self.failure = ""
         self.enough = False
         self.ended = False
-        self._source, self._clock, self._look, self._satisfied = source, clock, look, satisfied or Sampler.resolved
+        self._source, self._clock, self._look, self._satisfied = source, clock, look, satisfied or Sampler.is_resolved
         self._stop = threading.Event()
         self._every_tick = every_tick
         self._polling = Polling(source.counts, source.rhythm, every_tick)
@@ -172,9 +172,9 @@ class Sampler:
     def start(self) -> None:
         self._thread.start()
 
-    def resolved(self) -> bool:
+    def is_resolved(self) -> bool:
         if self._source.counts:
-            return resolved(self.ticks, RESOLVED_BRISKLY if self._every_tick else RESOLVED)
+            return is_resolved(self.ticks, RESOLVED_BRISKLY if self._every_tick else RESOLVED)
         return sufficient(self.samples)
 
     def stop(self, timeout: float) -> None:
@@ -207,34 +207,36 @@ class Sampler:
         last, tick = read(), None
         changed = clock.now()
         while not clock.sleep(self._polling.next(clock.now(), tick, len(self.ticks)), self._stop):
-            before, asked = asked, clock.now()
+            previous, asked = asked, clock.now()
             joules = read()
-            seen = clock.now()
+            answered = clock.now()
             if joules < last:
                 raise NoReading(f"the energy counter went back from {last:.6g} J to {joules:.6g} J")
-            tick = Tick(max(before, asked - self._oldest), seen, joules) if joules > last else None
+            # A tick lies between the last question that saw the old value and the answer that saw the new one.
+            tick = Tick(max(previous, asked - self._oldest), answered, joules) if joules > last else None
             if tick is None and asked - changed > self._oldest:
                 # The counter is slower than its rhythm says: ticks dated by that are worthless.
                 self.ticks.clear()
                 self._oldest = math.inf
                 self._polling = Polling(counts=True)
             if tick is not None:
-                last, changed = joules, seen
+                last, changed = joules, answered
                 if not self._polling.blind:
                     self.ticks.append(tick)
                     # Read the device's state right after a tick, when no other tick can be missed.
-                    self._look_around(seen)
-            self._after_look(seen)
+                    self._look_around(answered)
+            self._after_look(answered)
 
     def _follow_sensor(self) -> None:
         clock, read = self._clock, self._source.read
         while not clock.sleep(self._polling.next(clock.now(), None, 0), self._stop):
             asked = clock.now()
             watts = read()
-            seen = clock.now()
-            self.samples.append(PowerSample((asked + seen) / 2, watts))
-            self._look_around(seen)
-            self._after_look(seen)
+            answered = clock.now()
+            # A sensor's value is dated to the middle of the question: nobody knows when it was taken.
+            self.samples.append(PowerSample((asked + answered) / 2, watts))
+            self._look_around(answered)
+            self._after_look(answered)
 
     def _look_around(self, now: float) -> None:
         if self._look is not None and now >= self._state_due:
@@ -257,9 +259,12 @@ SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], Any]]] = {
 }
 
 
-def watched(looks: Sequence[Readings]) -> Readings:
+def summarise_looks(looks: Sequence[Readings]) -> Readings:
     """A summary of looks. A value that failed in one look is unavailable: the missing one may have mattered."""
-    return {name: _summary([look[of] for look in looks], how) for name, (of, how) in SUMMARIES.items()}
+    summaries = {}
+    for name, (of, summarise) in SUMMARIES.items():
+        summaries[name] = _summary([look[of] for look in looks], summarise)
+    return summaries
 
 
 def _summary(reads: Sequence[Read], how: Callable[[Sequence[float]], float]) -> Read:
@@ -268,8 +273,8 @@ def _summary(reads: Sequence[Read], how: Callable[[Sequence[float]], float]) -> 
     failed = next((read for read in reads if isinstance(read, Unavailable)), None)
     if failed is not None:
         return failed
-    known = [read for read in reads if isinstance(read, Reading)]
-    return Reading(how([read.number for read in known]), known[0].unit, known[0].source)
+    readings = [read for read in reads if isinstance(read, Reading)]
+    return Reading(how([read.number for read in readings]), readings[0].unit, readings[0].source)
 
 
 @dataclass(frozen=True)
@@ -314,7 +319,7 @@ class Window:
         return self._sampler.enough or self._clock.now() >= self._start + self._cap
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         return bool(self._sampler.failure)
 
     def __enter__(self) -> Self:
@@ -326,7 +331,7 @@ class Window:
         seconds = self._clock.now() - self._start
         try:
             self._end(self._sampler)
-            self.energy = Energy(self._source.kind, self._stretch(), seconds, watched(self._sampler.looks))
+            self.energy = Energy(self._source.kind, self._stretch(), seconds, summarise_looks(self._sampler.looks))
         except NoReading as failure:
             self.energy = Unavailable(failure.reason)
 
@@ -339,10 +344,10 @@ class Window:
 class NoWindow(AbstractContextManager["NoWindow"]):
     """The window of a device without a source: `enough` at once."""
 
-    enough = failed = True
+    enough = has_failed = True
 
-    def __init__(self, why: str) -> None:
-        self.energy = Unavailable(why)
+    def __init__(self, reason: str) -> None:
+        self.energy = Unavailable(reason)
 
     def __exit__(self, *error: object) -> None:
         return None

@@ -72,15 +72,15 @@ class Rhythm:
 def slope(ticks: Sequence[Tick]) -> PowerStretch:
     """The power from the first tick to the last, or to nearby ticks that were seen sharper. Raises NoReading."""
     if len(ticks) <= INTERVALS:
-        seen = max(0, len(ticks) - 1)
-        raise NoReading(f"not measurable: {seen} {TICK_INTERVALS}, {INTERVALS} are needed")
+        intervals = max(0, len(ticks) - 1)
+        raise NoReading(f"not measurable: {intervals} {TICK_INTERVALS}, {INTERVALS} are needed")
     first, last = _ends(ticks)
     start, end = ticks[first], ticks[last]
     seconds = end.at - start.at
     return PowerStretch(end.joules - start.joules, seconds, last - first, (start.late + end.late) / 2 / seconds)
 
 
-def resolved(ticks: Sequence[Tick], bound: float = RESOLVED) -> bool:
+def is_resolved(ticks: Sequence[Tick], bound: float = RESOLVED) -> bool:
     return len(ticks) > INTERVALS and (slope(ticks).uncertainty or 0.0) <= bound
 
 

@@ -52,7 +52,7 @@ class Meter(AbstractContextManager["Meter"]):
         why_none: str = "",
         clock: Clock = HOST,
         timeout: float = TIMEOUT,
-        hung: Callable[[str], None] = lambda why: None,
+        hung: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.device = device
         self.refused: tuple[tuple[SourceKind, str], ...] = ()
@@ -64,7 +64,7 @@ class Meter(AbstractContextManager["Meter"]):
         self.power_limits()  # as the run begins
         for source in sources:
             try:
-                self.source = self._tried(source)
+                self.source = self._try_source(source)
                 break
             except NoReading as failure:
                 self.refused = (*self.refused, (source.kind, failure.reason))
@@ -92,7 +92,7 @@ class Meter(AbstractContextManager["Meter"]):
         """The energy while the caller does nothing: the device keeps whatever context it has open."""
         with self.window() as window:
             end = self._clock.now() + seconds
-            self._clock.wait(lambda: window.failed or self._clock.now() >= end)
+            self._clock.wait(lambda: window.has_failed or self._clock.now() >= end)
         return window.energy
 
     def idle_once(self, seconds: float = IDLE) -> Energy | Unavailable:
@@ -123,7 +123,7 @@ class Meter(AbstractContextManager["Meter"]):
             self._hung(failure.reason)
             raise
 
-    def _tried(self, source: Source) -> Source:
+    def _try_source(self, source: Source) -> Source:
         clock = self._clock
         sampler = Sampler(
             source, clock, None, lambda looking: len(looking.ticks) >= _TICKS or len(looking.samples) >= _FEWEST_SAMPLES
@@ -181,14 +181,14 @@ def nvml_meter(identity: DeviceIdentity, clock: Clock = HOST, library: Library =
     return Meter(sources, device, "", clock, library.timeout, library.give_up)
 
 
-def _absent(why: str, clock: Clock = HOST) -> Meter:
-    return Meter((), AbsentDevice(why), why, clock)
+def _absent(reason: str, clock: Clock = HOST) -> Meter:
+    return Meter((), AbsentDevice(reason), reason, clock)
 
 
 def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True) -> Meter:
-    why = "a CPU has no NVML"
-    host = HostDevice(why)
-    device = host if host.tells else AbsentDevice(why)
+    reason = "a CPU has no NVML"
+    host = HostDevice(reason)
+    device = host if host.tells else AbsentDevice(reason)
     if not energy:
         return Meter((), device, _UNWANTED, clock)
     try:

@@ -87,7 +87,7 @@ class Library:
     def open(self) -> None:
         with self._lock:
             if not self._users:
-                self.bounded(self._initialise)
+                self.within_timeout(self._initialise)
             self._users += 1
 
     def close(self) -> None:
@@ -95,10 +95,10 @@ class Library:
             self._users -= 1
             if not self._users:
                 with suppress(NoReading):
-                    self.bounded(lambda: self.call("nvmlShutdown"))
+                    self.within_timeout(lambda: self.call("nvmlShutdown"))
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Calls the package's function, which may hang: use it within `bounded` or a daemon thread."""
+        """Calls the package's function, which may hang: use it within `within_timeout` or a daemon thread."""
         if self.hung:
             raise NoReading(self.hung)
         named = getattr(self._module, function, None)
@@ -113,7 +113,7 @@ class Library:
                 raise
             raise NoReading(reason(error.value), error.value) from error
 
-    def bounded(self, function: Callable[[], T]) -> T:
+    def within_timeout(self, function: Callable[[], T]) -> T:
         """Runs a function that calls the library, and waits no longer than the timeout. Raises NoReading."""
         if self.hung:
             raise NoReading(self.hung)
@@ -123,8 +123,8 @@ class Library:
             self.give_up(failure.reason)
             raise NoReading(self.hung) from failure
 
-    def give_up(self, why: str) -> None:
-        self.hung = self.hung or f"{why}, and is left alone since"
+    def give_up(self, reason: str) -> None:
+        self.hung = self.hung or f"{reason}, and is left alone since"
 
     def _initialise(self) -> None:
         try:
@@ -161,7 +161,7 @@ def _plain(function: str, unit: str, *arguments: Any, of: Callable[[Any], Any] =
     return lambda ask: Reading(of(ask(function, *arguments)), unit, function)
 
 
-def _scaled(function: str, factor: float, unit: str, *arguments: Any) -> Way:
+def _scale_to(function: str, factor: float, unit: str, *arguments: Any) -> Way:
     return lambda ask: positive(ask(function, *arguments) * factor, unit, function)
 
 
@@ -189,8 +189,8 @@ def others(pid: int) -> Query:
     """
 
     def count(processes: Sequence[Any]) -> int:
-        others = [process for process in processes if process.pid != pid]
-        return len(others) - (0 < len(others) == len(processes))
+        strangers = [process for process in processes if process.pid != pid]
+        return len(strangers) - (0 < len(strangers) == len(processes))
 
     return Query("others", _plain(_PROCESSES, "", of=count), About.PART)
 
@@ -226,19 +226,19 @@ FACTS: tuple[Query, ...] = (
     Query("uuid", _plain("nvmlDeviceGetUUID", ""), About.PART),
     Query("pci", _plain("nvmlDeviceGetPciInfo", "", of=lambda info: info.busId)),
     Query("vbios", _plain("nvmlDeviceGetVbiosVersion", "")),
-    Query("power_cap", _scaled("nvmlDeviceGetEnforcedPowerLimit", _MILLI, "W")),
-    Query("power_cap_default", _scaled("nvmlDeviceGetPowerManagementDefaultLimit", _MILLI, "W")),
-    Query("sm_clock_max", _scaled("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _SM)),
-    Query("memory_clock_max", _scaled("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)),
+    Query("power_cap", _scale_to("nvmlDeviceGetEnforcedPowerLimit", _MILLI, "W")),
+    Query("power_cap_default", _scale_to("nvmlDeviceGetPowerManagementDefaultLimit", _MILLI, "W")),
+    Query("sm_clock_max", _scale_to("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _SM)),
+    Query("memory_clock_max", _scale_to("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)),
     Query("persistence", _switch("nvmlDeviceGetPersistenceMode")),
     Query("ecc", _switch("nvmlDeviceGetEccMode", lambda modes: modes[0])),
     Query("mig", _switch("nvmlDeviceGetMigMode", lambda modes: modes[0])),
 )
 
 # Since the driver was loaded, in steps of the counter's period.
-ENERGY = _scaled("nvmlDeviceGetTotalEnergyConsumption", _MILLI, "J")
+ENERGY = _scale_to("nvmlDeviceGetTotalEnergyConsumption", _MILLI, "J")
 # The mean of the last second on current devices; the present power on A100 and older.
-AVERAGE_POWER = _scaled("nvmlDeviceGetPowerUsage", _MILLI, "W")
+AVERAGE_POWER = _scale_to("nvmlDeviceGetPowerUsage", _MILLI, "W")
 
 
 def instant_power(ask: Ask) -> Reading:
@@ -247,7 +247,7 @@ def instant_power(ask: Ask) -> Reading:
 
 # Sampled within a window. Not the power: the energy is measured anyway.
 CHANGING: tuple[Query, ...] = (
-    Query("sm_clock", _scaled("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM)),
+    Query("sm_clock", _scale_to("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM)),
     # Of the chip; NVML is to drop the older function.
     Query("temperature", _first_of(
         _plain("nvmlDeviceGetTemperatureV", "degC", _CHIP), _plain("nvmlDeviceGetTemperature", "degC", _CHIP)
@@ -276,11 +276,11 @@ class AbsentDevice(Looks):
     queries = QUERIES
     silent = True
 
-    def __init__(self, why: str) -> None:
-        self._why = Unavailable(why)
+    def __init__(self, reason: str) -> None:
+        self._why = Unavailable(reason)
 
-    def _read(self, wanted: tuple[Query, ...]) -> Readings:
-        return {query.name: self._why for query in wanted}
+    def _read(self, queries: tuple[Query, ...]) -> Readings:
+        return {query.name: self._why for query in queries}
 
 
 class NvmlDevice(Looks):
@@ -295,7 +295,7 @@ class NvmlDevice(Looks):
         self._identity, self._library, self.queries = identity, library, QUERIES
         library.open()
         try:
-            self._handle, self._part = library.bounded(self._find_handles)
+            self._handle, self._part = library.within_timeout(self._find_handles)
         except NoReading:
             library.close()
             raise
@@ -303,7 +303,7 @@ class NvmlDevice(Looks):
     def _find_handles(self) -> tuple[Any, Any]:
         """Returns the handles of the device, and of its MIG instance that is used; twice its own where undivided."""
         call = self._library.call
-        devices, reasons = listed(call)
+        devices, reasons = list_devices(call)
         try:
             device, instance = match(self._identity, devices)
         except NoReading as failure:
@@ -324,35 +324,37 @@ class NvmlDevice(Looks):
     def _attempt(self, query: Query) -> Read:
         handles = {About.SYSTEM: (), About.DEVICE: (self._handle,), About.PART: (self._part,)}
         handle = handles[query.about]
-        return attempt(lambda: query.read(lambda function, *rest: self._library.call(function, *handle, *rest)))
+        return attempt(
+            lambda: query.read(lambda function, *arguments: self._library.call(function, *handle, *arguments))
+        )
 
-    def _read(self, wanted: tuple[Query, ...]) -> Readings:
+    def _read(self, queries: tuple[Query, ...]) -> Readings:
         done: dict[str, Read] = {}
 
         def body() -> None:
-            for query in wanted:
+            for query in queries:
                 done[query.name] = self._attempt(query)
 
         try:
-            self._library.bounded(body)
+            self._library.within_timeout(body)
         except NoReading as failure:
-            why = Unavailable(failure.reason)
-            return {query.name: done.get(query.name, why) for query in wanted}
+            unavailable = Unavailable(failure.reason)
+            return {query.name: done.get(query.name, unavailable) for query in queries}
         return done
 
 
-def listed(call: Callable[..., Any]) -> tuple[list[ListedDevice], list[str]]:
+def list_devices(call: Callable[..., Any]) -> tuple[list[ListedDevice], list[str]]:
     """All devices that NVML can describe, and the reasons for those that it cannot."""
     devices, reasons = [], []
     for index in range(call("nvmlDeviceGetCount")):
         try:
-            devices.append(_listed(call, call("nvmlDeviceGetHandleByIndex", index)))
+            devices.append(_describe_device(call, call("nvmlDeviceGetHandleByIndex", index)))
         except NoReading as failure:
             reasons.append(f"NVML's device {index}: {failure.reason}")
     return devices, reasons
 
 
-def _listed(call: Callable[..., Any], handle: Any) -> ListedDevice:
+def _describe_device(call: Callable[..., Any], handle: Any) -> ListedDevice:
     uuid = call("nvmlDeviceGetUUID", handle)
     # Without an address it may still be found by its UUID.
     pci = attempt(lambda: Reading(call("nvmlDeviceGetPciInfo", handle).busId, "", ""))

@@ -40,11 +40,11 @@ def match(identity: DeviceIdentity, devices: Sequence[ListedDevice]) -> tuple[Li
         for instance in device.instances:
             if uuid and _digits(instance) == uuid:
                 return device, instance
-    found = next((device for device in devices if uuid and _digits(device.uuid) == uuid), None)
-    found = found or next((device for device in devices if address and address_of(device.pci) == address), None)
-    if found is None:
+    matching = next((device for device in devices if uuid and _digits(device.uuid) == uuid), None)
+    matching = matching or next((device for device in devices if address and address_of(device.pci) == address), None)
+    if matching is None:
         raise NoReading(f"NVML lists no device with UUID {identity.uuid or '?'} or PCI address {identity.pci or '?'}")
-    return found, found.instances[0] if len(found.instances) == 1 else None
+    return matching, matching.instances[0] if len(matching.instances) == 1 else None
 
 
 def _digits(uuid: str) -> str:

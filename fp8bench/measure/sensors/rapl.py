@@ -65,9 +65,9 @@ class EnergyCounter:
     def read(self) -> float:
         """Raises NoReading where a counter cannot be read or was set back."""
         energies, now = tuple(_energy_uj(part) for part in self._parts), self._now()
-        before, elapsed = self._last, now - self._read_at
-        if before is not None:
-            for part, old, new in zip(self._parts, before, energies, strict=True):
+        earlier, elapsed = self._last, now - self._read_at
+        if earlier is not None:
+            for part, old, new in zip(self._parts, earlier, energies, strict=True):
                 self._total_uj += _growth_uj(part, old, new, elapsed)
         self._last, self._read_at = energies, now
         return self._total_uj * _MICRO
@@ -129,8 +129,8 @@ class HostDevice(AbsentDevice):
 
     silent = False
 
-    def __init__(self, why: str, root: Path = SYSTEM) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, root: Path = SYSTEM) -> None:
+        super().__init__(reason)
         self._clocks, self._heats = sorted(root.glob(_CLOCKS)), sorted(_sensors(root))
 
     @property
@@ -148,10 +148,10 @@ class HostDevice(AbsentDevice):
 def _sensors(root: Path) -> Iterator[Path]:
     for name in root.glob("class/hwmon/hwmon*/name"):
         try:
-            known = name.read_text().strip() in _CHIPS
+            is_processor = name.read_text().strip() in _CHIPS
         except (OSError, UnicodeError):
             continue
-        yield from name.parent.glob("temp*_input") if known else ()
+        yield from name.parent.glob("temp*_input") if is_processor else ()
 
 
 def _highest(files: list[Path], factor: float, unit: str) -> Read:

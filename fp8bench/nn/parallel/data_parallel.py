@@ -108,6 +108,7 @@ class ZeroModel(Division):
         self._owned = OwnedTensors(self._exchanges, sizes, job.options["wire"])
         self.fp8_wire = self._owned.fp8
         self.names, self.weights = self._owned.own(self.names), self._owned.own(self.weights)
+        # Full-precision weights need no copy: what is sent is the weight itself.
         if job.options["wire"] != "fp32":
             self.weights = [weight.clone() for weight in self.weights]
             self.send_updates(SilentPhases())

@@ -82,7 +82,7 @@ class Division:
         return ()
 
     def witnesses(self) -> list[Witness]:
-        wires = [self.fp8_wire.watched()] if self.fp8_wire is not None else []
+        wires = [self.fp8_wire.watch()] if self.fp8_wire is not None else []
         return [ScaleWitness(self.layers(), self.shared_roles, self.group), *wires]
 
     def layers(self) -> dict[str, Linear]:

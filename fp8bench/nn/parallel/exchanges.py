@@ -53,11 +53,11 @@ class RankGroup:
     def silent(self) -> bool:
         return is_silent(self.handle)
 
-    def added(self, x: Tensor) -> Tensor:
+    def add_over_ranks(self, x: Tensor) -> Tensor:
         with self.phase.communication:
-            whole = x.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(whole, group=self.handle)
-            return whole
+            total = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=self.handle)
+            return total
 
     def largest(self, x: Tensor) -> Tensor:
         with self.phase.communication:
@@ -73,10 +73,10 @@ class RankGroup:
             dist.all_gather(parts, x, group=self.handle)
             return parts
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         return self.all_parts(x).movedim(0, _TOKENS).flatten(_TOKENS, _TOKENS + 1)
 
-    def scattered(self, x: Tensor) -> Tensor:
+    def scatter(self, x: Tensor) -> Tensor:
         return self.own_part(torch.stack(x.chunk(self.size, _TOKENS)))
 
     def all_parts(self, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class RankGroup:
 
     def added_together(self, gradients: Sequence[Tensor]) -> None:
         flat = [gradient.view(-1) for gradient in gradients]
-        total = self.added(torch.cat(flat))
+        total = self.add_over_ranks(torch.cat(flat))
         torch._foreach_copy_(flat, list(torch.split(total, [tensor.numel() for tensor in flat])))
 
     def own(self, x: Tensor) -> Tensor:
@@ -128,34 +128,34 @@ def _wait(works: Iterable[dist.Work | None]) -> None:
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward_exchange: Exchange, back: Exchange) -> Tensor:
         ctx.back = back
-        return there(x)
+        return forward_exchange(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.back(gradients[0]), None, None
 
 
-def exchanged(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
+def exchange(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
     y: Tensor = _Exchanged.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return y
 
 
-def copied(x: Tensor, group: RankGroup) -> Tensor:
-    return exchanged(x, lambda y: y.view_as(y), group.added)
+def copy_to_ranks(x: Tensor, group: RankGroup) -> Tensor:
+    return exchange(x, lambda y: y.view_as(y), group.add_over_ranks)
 
 
-def added(x: Tensor, group: RankGroup) -> Tensor:
-    return exchanged(x, group.added, lambda gradient: gradient)
+def add_over_ranks(x: Tensor, group: RankGroup) -> Tensor:
+    return exchange(x, group.add_over_ranks, lambda gradient: gradient)
 
 
-def gathered(x: Tensor, group: RankGroup) -> Tensor:
-    return exchanged(x, group.gathered, group.scattered)
+def gather(x: Tensor, group: RankGroup) -> Tensor:
+    return exchange(x, group.gather, group.scatter)
 
 
-def scattered(x: Tensor, group: RankGroup) -> Tensor:
-    return exchanged(x, group.scattered, group.gathered)
+def scatter(x: Tensor, group: RankGroup) -> Tensor:
+    return exchange(x, group.scatter, group.gather)
 
 
 def all_answers(answer: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -185,28 +185,28 @@ OfRank = Callable[[Tensor, int], Program[Tensor]]
 class FP8Wire:
     """Exchanges float32 vectors over a group by the programs of numerics/collectives.py."""
 
-    def __init__(self, group: dist.ProcessGroup, way: str = TWOSHOT) -> None:
-        self.group, self.way = group, way
+    def __init__(self, group: dist.ProcessGroup, algorithm: str = TWOSHOT) -> None:
+        self.group, self.way = group, algorithm
         self._rank, self._size = group.rank(), group.size()
         self._witness: WireWitness | None = None
 
     def mean(self, values: Tensor, phase: Phases) -> Tensor:
-        return self._sent(self.mean_of, values, phase)
+        return self._send(self.mean_of, values, phase)
 
     def part_of_mean(self, values: Tensor, phase: Phases) -> Tensor:
-        return self._sent(self._part_of, values, phase)
+        return self._send(self._part_of, values, phase)
 
-    def joined(self, part: Tensor, phase: Phases) -> Tensor:
-        return self._sent(self._joined_of, part, phase)
+    def join(self, part: Tensor, phase: Phases) -> Tensor:
+        return self._send(self._joined_of, part, phase)
 
     def own_tensors_of_mean(self, values: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
         """The mean of this rank's tensors, with a scale each; `values` has all ranks' tensors in their order."""
-        return self._sent(lambda own_values, rank: mean_of_tensors(own_values, rank, pieces), values, phase)
+        return self._send(lambda own_values, rank: mean_of_tensors(own_values, rank, pieces), values, phase)
 
     def joined_tensors(self, part: Tensor, pieces: Sequence[Pieces], phase: Phases) -> Tensor:
-        return self._sent(lambda values, rank: transport_tensors(values, rank, pieces), part, phase)
+        return self._send(lambda values, rank: transport_tensors(values, rank, pieces), part, phase)
 
-    def watched(self) -> WireWitness:
+    def watch(self) -> WireWitness:
         self._witness = WireWitness(self.group)
         return self._witness
 
@@ -223,7 +223,7 @@ class FP8Wire:
         joined = yield from transport(part)
         return joined.values
 
-    def _sent(self, program: OfRank, values: Tensor, phase: Phases) -> Tensor:
+    def _send(self, program: OfRank, values: Tensor, phase: Phases) -> Tensor:
         with phase.cast:
             got = self._result(program(values, self._rank), phase)
         if self._witness is not None:
@@ -241,11 +241,11 @@ class FP8Group(RankGroup):
         super().__post_init__()
         self.wire = FP8Wire(self.handle)
 
-    def added(self, x: Tensor) -> Tensor:
+    def add_over_ranks(self, x: Tensor) -> Tensor:
         return (self.wire.mean(_flat(x), self.phase) * self.size).view(x.shape).to(x.dtype)
 
     def all_parts(self, x: Tensor) -> Tensor:
-        return self.wire.joined(_flat(x), self.phase).view(self.size, *x.shape).to(x.dtype)
+        return self.wire.join(_flat(x), self.phase).view(self.size, *x.shape).to(x.dtype)
 
     def own_part(self, parts: Tensor) -> Tensor:
         return (self.wire.part_of_mean(_flat(parts), self.phase) * self.size).view(parts.shape[1:]).to(parts.dtype)
@@ -322,6 +322,7 @@ class OwnedTensors:
         with phase.cast:
             sent = [tensor.to(self.sent_as) for tensor in self.newest(owned, wholes)]
         self._group.from_owners(sent, self.owners)
+        # Tensors that are their own message lie in place already.
         pairs = [(weight, tensor) for weight, tensor in zip(wholes, sent, strict=True) if weight is not tensor]
         if pairs:
             torch._foreach_copy_([weight for weight, _ in pairs], [tensor for _, tensor in pairs])

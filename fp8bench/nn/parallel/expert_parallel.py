@@ -17,7 +17,7 @@ from fp8bench.nn.block import Block
 from fp8bench.nn.experts import Experts, decode_rows, encode_rows
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.division import Division
-from fp8bench.nn.parallel.exchanges import RankGroup, exchanged
+from fp8bench.nn.parallel.exchanges import RankGroup, exchange
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases
 
@@ -27,14 +27,14 @@ _EXPERTS = ".experts."
 class RankedExperts(Experts):
     """This rank's share of a block's experts. `rows` are the numbers of rows that each rank multiplied last."""
 
-    def __init__(self, whole: Experts, group: RankGroup, wire: str) -> None:
+    def __init__(self, experts: Experts, group: RankGroup, wire: str) -> None:
         nn.Module.__init__(self)
-        self.router, self.count, self.balance = whole.router, whole.count, None
+        self.router, self.count, self.balance = experts.router, experts.count, None
         self.group, self.wire, self.ranks = group, wire, group.size
-        share = whole.count // group.size
+        share = experts.count // group.size
         self.own = range(share * group.rank, share * (group.rank + 1))
-        self.experts = nn.ModuleList(whole.experts[number] for number in self.own)  # type: ignore[assignment]
-        self.ahead = None if whole.ahead is None else whole.ahead.chunk(group.size)[group.rank]
+        self.experts = nn.ModuleList(experts.experts[number] for number in self.own)  # type: ignore[assignment]
+        self.ahead = None if experts.ahead is None else experts.ahead.chunk(group.size)[group.rank]
         # For each rank the number of its tokens that go to each expert.
         self._tokens: list[list[int]] = []
         self.rows: list[int] = []
@@ -65,7 +65,7 @@ class RankedExperts(Experts):
         return self._exchange(outputs[order.argsort()], received, sent, _wire_back(self.wire))
 
     def _exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
-        return exchanged(
+        return exchange(
             x,
             lambda rows: self._send(rows, sent, received, wire),
             lambda gradient: self._send(gradient, received, sent, _wire_back(wire)),

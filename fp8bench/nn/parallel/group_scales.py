@@ -29,8 +29,8 @@ class CurrentOfGroup:
         self._largest, self._treatment = largest, treatment
         self.last: ScalePair | None = None
 
-    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        if again and self.last is not None:
+    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
+        if repeat and self.last is not None:
             return self.last
         scaling = self._treatment.scaling
         assert scaling is not None
@@ -48,10 +48,10 @@ class DelayedOfGroup(DelayedScale):
         super().__init__(delayed, treatment.fmt)
         self._largest = largest
 
-    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        if again and self.last is not None:
+    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
+        if repeat and self.last is not None:
             return self.last
-        return super().next(x, again, self._largest(largest_magnitude(x) if amax is None else amax))
+        return super().next(x, repeat, self._largest(largest_magnitude(x) if amax is None else amax))
 
 
 def cut_roles(cut: Cut) -> tuple[Role, ...]:

@@ -110,8 +110,10 @@ class GPipe(Division):
         inputs = (tokens,) if self.module.first else ()
         with phase.communication:
             self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
+            # The first and the last stage each have the tied weight, and each only its own gradient.
             if self.module.tied:
                 self._sum_head_and_embedding(self.parameters[self.names.index("embedding")])
+        # Only the last stage has losses.
         if not self.module.last:
             return torch.zeros((), device=tokens.device)
         return torch.stack(losses).mean().detach() / self.loss_scale
@@ -136,6 +138,7 @@ class GPipe(Division):
         """Each weight is broadcast by its rank; first all ranks learn who has which."""
         own_weights = dict(zip(self.names, self.weights, strict=True))
         weights: dict[str, Tensor] = {}
+        # In the order of ranks, because every rank has to take part in every broadcast.
         for rank, names in enumerate(all_answers(self.names, self.group)):
             for name in names:
                 weight = own_weights.get(name)

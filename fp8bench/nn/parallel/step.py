@@ -95,10 +95,10 @@ class Limits(NamedTuple):
     furthest: float
     gain: float
 
-    def combined_with(self, other: Limits) -> Limits:
+    def combined_with(self, second: Limits) -> Limits:
         """Limits for two independent roundings: distances add by their squares, gains linearly."""
-        distances = math.hypot(self.update, other.update), math.hypot(self.furthest, other.furthest)
-        return Limits(*distances, self.gain + other.gain)
+        distances = math.hypot(self.update, second.update), math.hypot(self.furthest, second.furthest)
+        return Limits(*distances, self.gain + second.gain)
 
     def describe_excess(self, apart: Apart) -> str:
         name, furthest = apart.furthest

@@ -22,7 +22,7 @@ from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parallel.data_parallel import shard
 from fp8bench.nn.parallel.division import Division, Witness
-from fp8bench.nn.parallel.exchanges import FP8Group, RankGroup, added, copied, gathered, scattered
+from fp8bench.nn.parallel.exchanges import FP8Group, RankGroup, add_over_ranks, copy_to_ranks, gather, scatter
 from fp8bench.nn.parallel.group_scales import cut_roles, scaled_together
 from fp8bench.nn.parallel.ways import OF_GROUP, OWN, Job, cut_of, cuts
 from fp8bench.nn.parallel.witnesses import ScaleWitness
@@ -33,7 +33,12 @@ Exchange = Callable[[Tensor, RankGroup], Tensor]
 
 
 def share_blocks(
-    model: GPT, config: GPTConfig, group: RankGroup, enter: Exchange = copied, leave: Exchange = added, amax: str = OWN
+    model: GPT,
+    config: GPTConfig,
+    group: RankGroup,
+    enter: Exchange = copy_to_ranks,
+    leave: Exchange = add_over_ranks,
+    amax: str = OWN,
 ) -> None:
     """Cuts every block down to this rank's share, and exchanges the inputs and outputs of its parts. Scales are by own
     shares or by whole tensors. Layers keep their paths in the model."""
@@ -55,8 +60,8 @@ def share_blocks(
 class TensorCut(Division):
     """A rank's share of a model; all ranks read the whole batch."""
 
-    enter: Exchange = staticmethod(copied)
-    leave: Exchange = staticmethod(added)
+    enter: Exchange = staticmethod(copy_to_ranks)
+    leave: Exchange = staticmethod(add_over_ranks)
     module: GPT
 
     def __init__(self, job: Job) -> None:
@@ -92,8 +97,8 @@ class TensorCut(Division):
 class SequenceCut(TensorCut):
     """TensorCut with this rank's tokens of the stream only. Gradients of weights that all ranks have are summed."""
 
-    enter = staticmethod(gathered)
-    leave = staticmethod(scattered)
+    enter = staticmethod(gather)
+    leave = staticmethod(scatter)
 
     def _group(self, job: Job) -> RankGroup:
         if job.options["wire"] != "fp8":

@@ -159,12 +159,14 @@ def refuse_rows(case: ParallelCase) -> str:
     rows = {"the vocabulary": config.vocabulary, "the width": config.width, "the hidden width": config.hidden}
     if not config.modern:
         rows["the sequence"] = config.sequence
+    # fully_shard cuts every weight along its rows.
     for name, count in rows.items():
         if count % ranks:
             return (
                 f"{name} ({count}) has no equal part for each of {ranks} ranks, and parts of unequal size are padded, "
                 "or fail with float8: choose another number of ranks"
             )
+    # torchao's layers send FP8 weights only where they also multiply in FP8.
     if wire in _TORCHAO and case.precision.mode != "fp8":
         return f"wire={wire} has torchao's layers, which multiply in fp8: choose dtype fp8, or wire=fp32"
     if wire in _TORCHAO and case.facts.version_of("torchao") is None:
@@ -239,8 +241,8 @@ def scale_traffic_of_cuts(blocks: int, ranks: int) -> ScaleTraffic:
 
 
 WAYS = {
-    way.name: way
-    for way in (
+    division.name: division
+    for division in (
         Way(
             "ddp",
             "the whole model on every rank, torch's DistributedDataParallel; the mean of gradients is sent",

@@ -66,10 +66,10 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
     It counts what a ring would send, which a backend need not use.
     """
 
-    def __init__(self, rank: int = 0, again: bool = True) -> None:
-        """With `again` the operations can be sent again, which keeps tensors as large as theirs."""
+    def __init__(self, rank: int = 0, repeatable: bool = True) -> None:
+        """If `repeatable` the operations can be sent again, which keeps tensors as large as theirs."""
         super().__init__()
-        self._rank, self._keeps = rank, again
+        self._rank, self._keeps = rank, repeatable
         self._calls: Counter[tuple[str, str]] = Counter()
         self._bytes: dict[tuple[str, str], float] = defaultdict(float)
         self._again: list[tuple[Any, Any]] = []
@@ -83,7 +83,7 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
                 self._again.append((func, tree_map_only(Tensor, torch.zeros_like, args)))
         return func(*args, **named)
 
-    def sent(self, rank: int) -> tuple[Sent, ...]:
+    def list_sent(self, rank: int) -> tuple[Sent, ...]:
         most_first = sorted(self._bytes, key=lambda key: (-self._bytes[key], key))
         return tuple(Sent(rank, *key, self._calls[key], self._bytes[key]) for key in most_first)
 

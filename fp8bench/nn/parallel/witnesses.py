@@ -36,9 +36,9 @@ class _WatchedScale:
         self.magnitudes: list[Tensor] = []
         self.scales: list[Tensor] = []
 
-    def next(self, x: Tensor, again: bool = False, amax: Tensor | None = None) -> ScalePair:
-        pair = self._source.next(x, again, amax)
-        if not again:
+    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
+        pair = self._source.next(x, repeat, amax)
+        if not repeat:
             self.magnitudes.append(largest_magnitude(x))
             self.scales.append(pair.scale.clone())
         return pair

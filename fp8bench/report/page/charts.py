@@ -70,7 +70,7 @@ def stack_parts(
         values = [sizes.get(part, 0.0) for part in parts]
         words = label
         if as_shares:
-            words += f", {units.shown(total, axis.unit)}"
+            words += f", {units.describe(total, axis.unit)}"
             values = [100 * value / (total or 1.0) for value in values]
         bars.append((words, tuple(values)))
     bar_axis = ChartAxis(share, "%") if as_shares else axis

@@ -45,8 +45,8 @@ _OF_TREND = (
 
 
 def value(trend: Trend, number: float | None, digits: int = 3) -> str:
-    """Formats a number of a trend in its unit; `digits` are those of times and energies."""
-    return spec_of(trend.series.metric).shown(number, unit_of_series(trend.series), digits)
+    """A number of a trend in its unit; `digits` are those of times and energies."""
+    return spec_of(trend.series.metric).to_text(number, unit_of_series(trend.series), digits)
 
 
 def trends_page(

@@ -268,11 +268,11 @@ def describe(reason: Reason) -> str:
         case Cause.CANCEL:
             return f"{changes}: they nearly cancel"
         case Cause.CASTS:
-            gained = sum(gain.saved for gain in reason.gains if gain.saved > 0)
-            casts = -sum(gain.saved for gain in reason.gains if gain.phase == Phase.CAST)
+            gained = sum(gain.saved_seconds for gain in reason.gains if gain.saved_seconds > 0)
+            casts = -sum(gain.saved_seconds for gain in reason.gains if gain.phase == Phase.CAST)
             return f"{changes}: casts take {'all' if saved <= 0 and casts >= gained else 'most'} of the gain"
         case Cause.SMALL_SHARE:
-            (first, *_) = (gain for gain in reason.gains if gain.saved > 0)
+            (first, *_) = (gain for gain in reason.gains if gain.saved_seconds > 0)
             share = units.percent(first.reference_seconds / reason.reference_seconds, 0)
             return f"{changes}: {_PHASE_NOUNS[first.phase]} had only {share} of the step"
         case Cause.ONE_PHASE:
@@ -287,7 +287,7 @@ def _describe_gains(gains: Sequence[PhaseGain]) -> str:
     previous_verb = ""
     for gain in gains:
         noun = _PHASE_NOUNS[gain.phase]
-        verb = "save" if gain.saved > 0 else "cost"
+        verb = "save" if gain.saved_seconds > 0 else "cost"
         if verb != previous_verb:
             noun += f" {verb}" if gain.phase == Phase.CAST else f" {verb}s"
         words.append(f"{noun} {_describe_seconds(gain)}")
@@ -296,10 +296,10 @@ def _describe_gains(gains: Sequence[PhaseGain]) -> str:
 
 
 def _describe_seconds(gain: PhaseGain) -> str:
-    seconds = units.seconds(abs(gain.saved))
+    seconds = units.seconds(abs(gain.saved_seconds))
     if min(gain.seconds, gain.reference_seconds) <= 0:
         return seconds
-    if gain.saved > 0:
+    if gain.saved_seconds > 0:
         return f"{seconds} ({units.speed_up(gain.reference_seconds / gain.seconds)})"
     return f"{seconds} ({units.speed_up(gain.seconds / gain.reference_seconds)} slower)"
 
@@ -371,7 +371,7 @@ def _change(case: NamedCase, command: str) -> Sentences:
     if reason is None or standing(case.result) is Standing.FASTER:
         return
     params = dict(case.record.case.params)
-    losing = {gain.phase for gain in reason.gains if gain.saved < 0}
+    losing = {gain.phase for gain in reason.gains if gain.saved_seconds < 0}
     if Phase.ATTENTION in losing and params.get("attention") == "auto" and "attention=" not in command:
         yield f"compare torch's kernels of attention, in twice the time: {command} --set attention=auto,math"
     # A graph cannot keep the state that a precision carries from step to step.

@@ -228,7 +228,7 @@ def capacity(panel: Panel) -> Elements:
             hint=DEVICE_MAX_BATCH.description,
             when=any(search.on_device for _, _, search in searches),
         ),
-        Col(MAX_BATCH_TOKENS.heading, lambda row: row[2].tokens or None, show=MAX_BATCH_TOKENS.shown),
+        Col(MAX_BATCH_TOKENS.heading, lambda row: row[2].tokens or None, show=MAX_BATCH_TOKENS.to_text),
         Col(MAX_BATCH_MEMORY.heading, lambda row: row[2].peak, unit="B"),
         Col("does not fit", lambda row: why_no_larger(row[2])),
     ]

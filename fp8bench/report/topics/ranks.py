@@ -276,7 +276,7 @@ class WireLine:
         saturated = max(case.figures[_SATURATED].value or 0.0 for case in self.members)
         flushed = max(case.figures[_FLUSHED].value or 0.0 for case in self.members)
         return join_parts(
-            f"saturated {units.shown(saturated, 'ppm')}" if saturated else "",
+            f"saturated {units.describe(saturated, 'ppm')}" if saturated else "",
             f"flushed {units.percentage(flushed)}" if flushed >= _LOST_PERCENT else "",
         )
 

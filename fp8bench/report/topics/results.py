@@ -65,7 +65,7 @@ def _doubts(row: NamedCase) -> Iterator[str]:
     labels = ", ".join(case_status.named_labels(row.result))
     if labels and row.result.is_ok:
         yield f"labels: {labels}"
-    if finding and finding.judged and finding.why:
+    if finding and finding.is_judged and finding.why:
         yield finding.why
 
 
@@ -96,7 +96,7 @@ class _ShownCase:
 
     def to_field(self, metric: Metric) -> Field:
         hint = _COST if self.result.is_emulated else ""
-        return number(metric.value, metric.spec.shown, case_status.cost_tone(self.result), hint)
+        return number(metric.value, metric.spec.to_text, case_status.cost_tone(self.result), hint)
 
 
 @section("results", "Results", 30)

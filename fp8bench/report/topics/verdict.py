@@ -225,7 +225,7 @@ def _doubts(result: Result) -> list[Label]:
     finding = result.finding
     doubts: list[Label] = []
     # A verdict that is sure needs no labels beside it.
-    if finding is None or finding.doubtful or not finding.judged:
+    if finding is None or finding.doubtful or not finding.is_judged:
         hard = finding.hard if finding else ()
         doubts = [label for label in result.labels if label.casts_doubt and label not in hard]
     return [*doubts, *({Label.POWER_CAPPED} & {*result.labels})]

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.errors import AsvFileError, Fp8benchError, StoreError
-from fp8bench.files import LOCK_SECONDS, PARTIAL, locked
+from fp8bench.files import LOCK_SECONDS, PARTIAL, lock_folder
 from fp8bench.model import Cell, Point, Run, Series, Status
 from fp8bench.store.asv.files import (
     ResultsFile,
@@ -105,7 +105,7 @@ def write_commit(store: Path, new_run: TrackedRun, timeout: float = LOCK_SECONDS
 
     Raises StoreError if the run would not be in it.
     """
-    with locked(store / "asv", timeout):
+    with lock_folder(store / "asv", timeout):
         # The runs are read under the lock, too, so that no writer that read fewer runs writes after this one.
         home = new_run.identity.home
         runs = [run for run in runs_of_commit(store, new_run.commit) if run.identity.home.is_same(home)]

@@ -278,7 +278,7 @@ def start_run(run: Run, store: Path) -> RunWriter:
     header = {
         field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name not in _HEADER_LEFT_OUT
     }
-    return RunWriter.started(path, {"schema": SCHEMA, "header": header})
+    return RunWriter.start(path, {"schema": SCHEMA, "header": header})
 
 
 def reopen_run(path: Path, resumption: Resumption) -> RunWriter:

@@ -75,7 +75,7 @@ def truncated(self, tensor, role, again):
 
 def unclamped(self, tensor, role):
     beyond = torch.where(tensor.abs() > 448, torch.nan, tensor)
-    return replace(ScaledArithmetic.unscaled(self, tensor, role), data=beyond.to(torch.float8_e4m3fn))
+    return replace(ScaledArithmetic.cast_without_scale(self, tensor, role), data=beyond.to(torch.float8_e4m3fn))
 
 
 lie("honest", Tensor)
@@ -85,7 +85,7 @@ lie("lying-sums", Tensor, product=short)
 lie("lying-results", Tensor, product=cut)
 lie("lying-format", Tensor, operand=other_format)
 lie("lying-casts", Tensor, operand=truncated)
-lie("lying-overflow", Tensor, unscaled=unclamped)
+lie("lying-overflow", Tensor, cast_without_scale=unclamped)
 """
 # What is found of each: in casts, and in products that give bfloat16, the order of whose sums is the processor's.
 FOUND = {

@@ -12,7 +12,7 @@ import pytest
 from fp8bench import pipeline
 from fp8bench.errors import UsageError
 from fp8bench.features.fleet.engines import work
-from fp8bench.files import locked
+from fp8bench.files import lock_folder
 from fp8bench.jobs.several_runs import cut_into_cells, measure_cell
 from fp8bench.model import Request, Run
 from fp8bench.model.codec import encode
@@ -95,7 +95,7 @@ def test_one_that_was_cut_off_is_resumed(plan: FleetPlan, tmp_path: Path) -> Non
 
 
 def test_two_do_not_measure_a_cell_at_a_time(plan: FleetPlan, tmp_path: Path) -> None:
-    with locked(folder_of(plan, 0, tmp_path), 0):
+    with lock_folder(folder_of(plan, 0, tmp_path), 0):
         assert of(plan, tmp_path) == ["running", "waiting"]
         with pytest.raises(UsageError, match=f"another process is measuring cell {plan.id}/0"):
             measure(plan, 0, tmp_path)
@@ -123,7 +123,7 @@ def test_what_failed_says_why_and_waits_for_retry(
     assert failed.status is CellStatus.FAILED and failed.why == "no such device." and len(failed.attempts) == 1
     assert waiting.status is CellStatus.WAITING  # it ended well, and left no run
     assert worked(True)[0][0] == 2 and len(begun) == 4
-    with locked(folder_of(plan, 0, tmp_path) / "claim", 0), locked(folder_of(plan, 1, tmp_path) / "claim", 0):
+    with lock_folder(folder_of(plan, 0, tmp_path) / "claim", 0), lock_folder(folder_of(plan, 1, tmp_path) / "claim", 0):
         done, left = worked(True)
         assert not done and set(left) == {0, 1} and "another process is measuring" in left[0]
     with (folder_of(plan, 0, tmp_path) / "attempts.jsonl").open("a") as file:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8bench.formats import native_codes
 from fp8bench.formats.grids import E4M3, E5M2, E8M0, FP16, Format
-from fp8bench.formats.native_codes import codes, codes_both, codes_turned, current_scale, delayed_scale, row_codes
+from fp8bench.formats.native_codes import codes, codes_both, current_scale, delayed_scale, row_codes, transpose_codes
 from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.formats.tiled_codes import tiled_codes, tiled_codes_both
@@ -39,7 +39,7 @@ def plain_cast(fmt: Format, rounding: ScaleRounding) -> Cast:
 
     def cast(x: Tensor) -> Sequence[Tensor]:
         both = codes_both(x, fmt, torch.full((), 768.0, device=x.device))
-        turned = codes_turned(both[0]) if fmt.bits == 8 else both[1]
+        turned = transpose_codes(both[0]) if fmt.bits == 8 else both[1]
         return codes(x, fmt), *both, turned
 
     return cast

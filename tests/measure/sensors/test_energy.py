@@ -31,7 +31,7 @@ def run(meter: Meter, clock: VirtualClock, seconds: float | None = None) -> tupl
     """The energy of a window of so many seconds, or of one that has enough; and when it began and ended."""
     with meter.window() as window:
         start = clock.now()
-        clock.wait(lambda: window.failed or (clock.now() >= start + seconds if seconds else window.enough))
+        clock.wait(lambda: window.has_failed or (clock.now() >= start + seconds if seconds else window.enough))
         end = clock.now()
     return window.energy, start, end
 
@@ -174,7 +174,7 @@ def test_no_source_at_all(nvml: Simulation, opened: Opened, clock: VirtualClock)
     meter = opened()
     assert (meter.kind, meter.source) == (SourceKind.NONE, None)
     with meter.window() as window:
-        assert window.enough and window.failed
+        assert window.enough and window.has_failed
     assert reason(window.energy) == reason(meter.idle()) == meter.why
     assert meter.why.count("this user has no permission (NVML error 4)") == 2
     assert isinstance(meter.device.state()["temperature"], Reading)

@@ -10,8 +10,8 @@ from fp8bench.measure.sensors.mean_power import (
     INTERVALS,
     PowerSample,
     Tick,
+    is_resolved,
     mean_power,
-    resolved,
     rhythm,
     slope,
     sufficient,
@@ -38,7 +38,7 @@ def test_the_energy_between_the_ends_is_the_counters(joules: list[float], period
 
 @given(st.integers(0, INTERVALS))
 def test_too_few_ticks_are_no_number(count: int) -> None:
-    assert not resolved(ticks(count))
+    assert not is_resolved(ticks(count))
     with pytest.raises(NoReading, match=rf"^not measurable: {max(0, count - 1)} tick interval\(s\) of the energy"):
         slope(ticks(count))
 
@@ -65,7 +65,7 @@ def test_a_tick_that_was_seen_late_is_no_end() -> None:
 
 @for_each(("count", "late", "sharp"), [(11, 0.004, True), (11, 0.006, False), (21, 0.006, True)])
 def test_a_window_is_resolved_when_its_ends_are_sharp_enough(count: int, late: float, sharp: bool) -> None:
-    assert resolved(ticks(count, late)) is sharp
+    assert is_resolved(ticks(count, late)) is sharp
 
 
 def test_the_rhythm() -> None:

@@ -79,13 +79,13 @@ def test_a_call_that_hangs_is_the_last_and_an_initialisation_is_given_up(nvml: S
     library.timeout = 0.1
     nvml.fail("nvmlDeviceGetCount_v2", delay=1.0)
     with pytest.raises(NoReading, match=r"^NVML gave no answer for 0\.1 s, and is left alone since$"):
-        library.bounded(lambda: library.call("nvmlDeviceGetCount"))
+        library.within_timeout(lambda: library.call("nvmlDeviceGetCount"))
     while not (calls := nvml.calls()).get("nvmlDeviceGetCount_v2"):
         time.sleep(0.01)  # on a busy machine its thread is given up before it has come that far
     with pytest.raises(NoReading, match="left alone since"):
         library.call("nvmlSystemGetDriverVersion")
     with pytest.raises(NoReading, match="left alone since"):
-        library.bounded(lambda: None)
+        library.within_timeout(lambda: None)
     library.close()
     assert nvml.calls() == calls
     nvml.fail("nvmlInitWithFlags", delay=1.0)
@@ -102,9 +102,9 @@ def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
         "from fp8bench.model.readings import NoReading\n"
         "library = Library()\n"
         "library.open()\n"
-        "print(library.bounded(lambda: library.call('nvmlSystemGetDriverVersion')))\n"
+        "print(library.within_timeout(lambda: library.call('nvmlSystemGetDriverVersion')))\n"
         "library.timeout = 0.1\n"
-        "try:\n    library.bounded(lambda: library.call('nvmlDeviceGetCount'))\n"
+        "try:\n    library.within_timeout(lambda: library.call('nvmlDeviceGetCount'))\n"
         "except NoReading as failure:\n    print(failure.reason)\n"
         "library.close()\n"
     )

@@ -69,7 +69,7 @@ class ThreadedGroup(RankGroup):
         assert [len(part) for part in parts] == list(received)
         return torch.cat(parts)
 
-    def added(self, x: Tensor) -> Tensor:
+    def add_over_ranks(self, x: Tensor) -> Tensor:
         return torch.stack(self._brought("added", x)).sum(0)
 
     def largest(self, x: Tensor) -> Tensor:

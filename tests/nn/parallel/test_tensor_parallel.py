@@ -159,7 +159,7 @@ def test_a_cast_that_is_done_again_asks_nobody() -> None:
     )
     assert isinstance(arithmetic, RecipeArithmetic)
     x = torch.randn(4, 16)
-    first, again = (arithmetic.operand(x, Role.INPUT, again=again) for again in (False, True))
+    first, again = (arithmetic.operand(x, Role.INPUT, repeat=again) for again in (False, True))
     assert len(asked) == 1 and torch.equal(first.data, again.data)
     scale = arithmetic.last_scale(Role.INPUT)
     assert scale is not None and float(scale) == pytest.approx(448 / (2 * float(x.abs().max())))

@@ -24,7 +24,7 @@ from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.lab.step_optimizer import seed_of
 from fp8bench.features.train.request import TrainerSettings, file_of
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, State
-from fp8bench.files import MEMORY_BYTES, PARTIAL, keeping, open_file, read_file, sealed, unsealed, write_whole
+from fp8bench.files import MEMORY_BYTES, PARTIAL, keeping, open_file, read_file, seal, unseal, write_whole
 from fp8bench.model import StaticScales
 from fp8bench.protocols import Arithmetic, ScaleBook
 from fp8bench.report.words.naming import join_words
@@ -68,8 +68,8 @@ def write(folder: str, task: SeedTask, memories: Mapping[str, State], rank: int)
             for number, (name, memory) in enumerate(memories.items()):
                 files[name] = _write_arm(partial / f"{number}.pt", memory)
             head = {"version": _VERSION, "task": _task_digest(task), "rank": rank, "arms": files}
-            write_whole(partial / _HEAD, json.dumps(sealed(head), indent=1))
-            # The folder gets its final name once it is complete on disk: after a kill there is the old one, or none.
+            write_whole(partial / _HEAD, json.dumps(seal(head), indent=1))
+            # The folder gets its name once all of it is on the disk: a kill leaves the old one, or none.
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
     finally:
@@ -111,7 +111,7 @@ def weights(folder: str, arm: str) -> list[Tensor]:
 
 def _head(place: Path) -> State:
     try:
-        return unsealed(json.loads(read_file(place / _HEAD)))
+        return unseal(json.loads(read_file(place / _HEAD)))
     except (OSError, ValueError) as error:
         raise StoreError(f"{place} holds no complete checkpoint ({error}). Choose another.") from None
 

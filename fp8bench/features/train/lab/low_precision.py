@@ -16,7 +16,7 @@ from fp8bench.formats.native_codes import codes, current_scale
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.moments import Storage, in_arithmetic, scaled
+from fp8bench.nn.moments import Storage, in_arithmetic, scaled_storage
 from fp8bench.protocols import Operand
 
 # As in FP8-LM: a scale is halved if more than this share of values saturates, otherwise it doubles over 1000 steps.
@@ -213,8 +213,8 @@ class HalfWeights(Weights):
         self._release()
 
     def _make_storage(self) -> Storage:
-        """Uses power-of-two scales, so that rounding a rounded weight again, as in a skipped step, changes nothing."""
-        return scaled(FP16, ScaleRounding.POWER_OF_TWO)
+        """Scales are powers of two, so that rounding a rounded weight again, as in a skipped step, changes nothing."""
+        return scaled_storage(FP16, ScaleRounding.POWER_OF_TWO)
 
     @contextmanager
     def present(self) -> Iterator[None]:
@@ -247,7 +247,7 @@ class EightBitWeights(HalfWeights):
     """fp16 weights, from which updates begin, and E4M3 copies that forward and backward use, as in MS-AMP's O3."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter]) -> None:
-        self._eight, self._codes = scaled(E4M3, ScaleRounding.POWER_OF_TWO), dict[Tensor, Operand]()
+        self._eight, self._codes = scaled_storage(E4M3, ScaleRounding.POWER_OF_TWO), dict[Tensor, Operand]()
         super().__init__(parameters, layers)
 
     @contextmanager
@@ -307,7 +307,7 @@ def rounded_update(fmt: str) -> Callable[[Tensors, Tensors], None] | None:
     """Returns a function that rounds the updates of weights, and applies the rounded ones; None for fp32."""
     if fmt == "fp32":
         return None
-    storage = scaled(E4M3) if fmt == "fp8" else in_arithmetic(PlainArithmetic(torch.bfloat16))
+    storage = scaled_storage(E4M3) if fmt == "fp8" else in_arithmetic(PlainArithmetic(torch.bfloat16))
 
     @torch.no_grad()
     def round_updates(starts: Tensors, ends: Tensors) -> None:
@@ -324,6 +324,6 @@ def state_storages(fmt: str) -> tuple[Storage, Storage] | None:
     if fmt == "fp32":
         return None
     if fmt == "fp8lm":
-        return scaled(E4M3), scaled(FP16)
+        return scaled_storage(E4M3), scaled_storage(FP16)
     plain = in_arithmetic(PlainArithmetic(torch.bfloat16))
     return plain, plain

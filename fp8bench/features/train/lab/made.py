@@ -21,7 +21,7 @@ from fp8bench.features.train.lab.ways import together_of
 from fp8bench.features.train.values import Arm, SeedTask, Validation
 from fp8bench.nn.around import set_around
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
-from fp8bench.nn.compiling import Forward, compiled
+from fp8bench.nn.compiling import Forward, compile_model
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.unit_scaling import scale_to_unit
 from fp8bench.nn.whole_layers import CachedWeights
@@ -167,7 +167,7 @@ class BuiltInModel(MadeModel):
     def _compile(self) -> Forward:
         """Compiles the model now, so that no timed step has to."""
         with self.cached_weights.cast(SILENT):
-            return compiled(self.model, *self.read_batch(0, 0))
+            return compile_model(self.model, *self.read_batch(0, 0))
 
     @property
     def _rows(self) -> int:

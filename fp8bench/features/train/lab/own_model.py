@@ -28,7 +28,7 @@ from fp8bench.model.step import Coverage
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.model_calls import arguments_of, loss_of, on_device, tensors_in
-from fp8bench.nn.own_model import Given, call_model, seeded
+from fp8bench.nn.own_model import Given, call_model, seed_generators
 from fp8bench.protocols import Arithmetic, Layer, Phases, key_of
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
@@ -135,7 +135,7 @@ class OwnModel(MadeModel):
         return on_device(batch, self.task.facts.key, copy=True)
 
     def seed_batch(self, step: int, number: int) -> AbstractContextManager[None]:
-        return seeded(seed_of("step", self.task.seed, step, number), self.task.facts)
+        return seed_generators(seed_of("step", self.task.seed, step, number), self.task.facts)
 
     def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
         if self.conversion is not None:
@@ -149,8 +149,8 @@ class OwnModel(MadeModel):
         if not self._held_out:
             return
         facts = self.task.facts
-        # Dropout and samplers of a user's model must draw the same at every validation.
-        with seeded(seed_of("held-out", self.task.seed), facts):
+        # Dropout and samplers of a user's model draw the same at every validation.
+        with seed_generators(seed_of("held-out", self.task.seed), facts):
             copies = (on_device(batch, facts.key, copy=True) for batch in self._held_out)
             losses = [float(self.compute_loss(batch, SILENT)) for batch in copies]
         tokens = [size_of(batch) for batch in self._held_out]
@@ -239,7 +239,7 @@ class OwnBatches:
                 raise UsageError(f"{self._name}: its batches end before the first one. Give at least one.")
 
     def _seed_source(self, purpose: str, number: int) -> Any:
-        return seeded(seed_of(purpose, self._seed, number), self._facts)
+        return seed_generators(seed_of(purpose, self._seed, number), self._facts)
 
 
 def held_out_of(name: str, maker: Given, facts: DeviceFacts) -> list[Any]:
@@ -248,7 +248,7 @@ def held_out_of(name: str, maker: Given, facts: DeviceFacts) -> list[Any]:
     if source is None:
         return []
     try:
-        with seeded(seed_of("held-out"), facts):
+        with seed_generators(seed_of("held-out"), facts):
             if callable(source):
                 return [source(step, 0) for step in range(_HELD_OUT_CALLS)]
             alone = isinstance(source, Tensor | dict | tuple)

@@ -34,7 +34,7 @@ from fp8bench.features.train.lab.low_precision import (
 from fp8bench.features.train.lab.rates import factor_of, group_of, kind_of
 from fp8bench.features.train.request import NOT_STEPPED, TrainerSettings, clip_of, parse_optimizer
 from fp8bench.features.train.values import State
-from fp8bench.nn.moments import Storage, bucketed
+from fp8bench.nn.moments import Storage, split_into_buckets
 from fp8bench.protocols import Operand
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
@@ -280,7 +280,7 @@ def make_step_optimizer(parameters: Parameters, settings: TrainerSettings) -> St
     for (factor, bucket_decay, _), places in by_group.items():
         if "weight_decay" in keys:  # norms and biases do not decay
             keys["weight_decay"] = bucket_decay
-        for part in bucketed([trained[place].numel() for place in places], most):
+        for part in split_into_buckets([trained[place].numel() for place in places], most):
             tensors = [trained[place] for place in places[part]]
             optimizer = _named_optimizer(name, tensors, settings.rate * factor, keys)
             storages = state_storages(settings.optimizer_states)

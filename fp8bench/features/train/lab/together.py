@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8bench.features.train.lab.low_precision import Gradients, Parameters, Tensors, gradient_of
 from fp8bench.nn.gpt import GPT, LanguageModel
-from fp8bench.nn.moments import bucketed
+from fp8bench.nn.moments import split_into_buckets
 from fp8bench.nn.parallel.exchanges import RankGroup
 from fp8bench.nn.parallel.group_scales import cut_roles, scaled_together
 from fp8bench.nn.parallel.tensor_parallel import share_blocks
@@ -108,13 +108,13 @@ class DataParallel(Together):
         return scaled_together(arithmetic, Role, self._over_ranks)
 
     def mean(self, loss: Tensor) -> Tensor:
-        return self._group.added(loss) / self.shares
+        return self._group.add_over_ranks(loss) / self.shares
 
     def average(self, gradients: Gradients, phase: Phases) -> None:
         # A rank whose experts had no token still takes part in every exchange.
         all_gradients = gradients.fill()
         with phase.communication:
-            for part in bucketed([tensor.numel() for tensor in all_gradients], _MOST_ELEMENTS):
+            for part in split_into_buckets([tensor.numel() for tensor in all_gradients], _MOST_ELEMENTS):
                 tensors = all_gradients[part]
                 flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
                 dist.all_reduce(flat, group=self._group.handle)
@@ -142,7 +142,9 @@ class FullySharded(DataParallel):
         self._wholes = list(parameters.values())
         self._bytes = [weight.untyped_storage().nbytes() for weight in self._wholes]
         self._own = [nn.Parameter(self._rows_by_rank(weight.detach())[self.share].clone()) for weight in self._wholes]
-        self._buckets = list(bucketed([parameter.numel() * self.shares for parameter in self._own], _MOST_SHARDED))
+        self._buckets = list(
+            split_into_buckets([parameter.numel() * self.shares for parameter in self._own], _MOST_SHARDED)
+        )
         self._wrong = torch.zeros((), dtype=torch.bool, device=self._wholes[0].device)
         self._release()
         return dict(zip(parameters, self._own, strict=True))
@@ -200,14 +202,14 @@ class FullySharded(DataParallel):
     def _check(self, sums: Tensor) -> None:
         """Compares what this rank received with sums that were sent separately: no other rank has these rows."""
         # Float sums in another order differ by rounding: the bound follows from the magnitudes.
-        expected_sums = self._group.added(sums)[:, :, self.share] / self.shares
+        expected_sums = self._group.add_over_ranks(sums)[:, :, self.share] / self.shares
         for part, (expected, size) in zip(self._buckets, expected_sums, strict=True):
             received = torch.stack([gradient_of(parameter).sum() for parameter in self._own[part]]).sum()
             difference = (received - expected).abs()
             self._wrong |= difference.isfinite() & (difference > _ROUNDING * self.shares * size)
 
     def norms(self, norms: Tensors) -> list[Tensor]:
-        squares = self._group.added(torch.stack(list(norms)).to(torch.float64).square())
+        squares = self._group.add_over_ranks(torch.stack(list(norms)).to(torch.float64).square())
         return list(squares.sqrt().to(torch.float32))
 
     def faults(self) -> tuple[str, ...]:
@@ -261,7 +263,7 @@ class TensorParallel(Together):
     def norms(self, norms: Tensors) -> list[Tensor]:
         """Returns norms of divided parameters over all shares; parameters that all ranks have count once."""
         stacked = torch.stack(list(norms))
-        added = self._group.added(stacked.to(torch.float64).square()).sqrt().to(torch.float32)
+        added = self._group.add_over_ranks(stacked.to(torch.float64).square()).sqrt().to(torch.float32)
         return list(torch.where(self._cut.to(stacked.device).repeat(len(stacked) // len(self._cut)), added, stacked))
 
     def common(self, parameters: Parameters) -> list[nn.Parameter]:

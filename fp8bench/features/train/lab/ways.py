@@ -22,7 +22,7 @@ from fp8bench.features.train.lab.together import Alone, DataParallel, FullyShard
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.gpt import GPT, LanguageModel
-from fp8bench.nn.parallel.exchanges import FP8Group, OwnedTensors, RankGroup, exchanged, gathered, scattered
+from fp8bench.nn.parallel.exchanges import FP8Group, OwnedTensors, RankGroup, exchange, gather, scatter
 from fp8bench.nn.parallel.tensor_parallel import share_blocks
 from fp8bench.nn.parallel.ways import cut_of
 from fp8bench.nn.sizes import GPTConfig
@@ -145,7 +145,7 @@ class ZeroTensors(FullySharded):
         squares = torch.stack(list(norms)).to(torch.float64).square().view(-1, len(self._own))
         placed = squares.new_zeros(len(squares), len(self._wholes))
         placed[:, self.mine(range(len(self._wholes)))] = squares
-        return list(self._group.added(placed).sqrt().to(torch.float32).flatten())
+        return list(self._group.add_over_ranks(placed).sqrt().to(torch.float32).flatten())
 
     def faults(self) -> tuple[str, ...]:
         """Like the base class; parameters must be present."""
@@ -258,11 +258,11 @@ class SequenceParallel(TensorParallel):
         def own(x: Tensor) -> Tensor:
             return stream.own(x).contiguous()
 
-        share_blocks(model, self._config, stream, gathered, scattered)
+        share_blocks(model, self._config, stream, gather, scatter)
         model.blocks[0].register_forward_pre_hook(
-            lambda _, inputs: (exchanged(inputs[0], own, stream.gathered), *inputs[1:])
+            lambda _, inputs: (exchange(inputs[0], own, stream.gather), *inputs[1:])
         )
-        model.norm.register_forward_pre_hook(lambda _, inputs: (exchanged(inputs[0], stream.gathered, own),))
+        model.norm.register_forward_pre_hook(lambda _, inputs: (exchange(inputs[0], stream.gather, own),))
 
     def own(self, parameters: Parameters) -> Parameters:
         """Returns this rank's part. Norms inside blocks only get this rank's tokens: their gradients are summed over

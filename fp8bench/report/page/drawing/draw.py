@@ -28,6 +28,5 @@ def draw_on(sheet: Sheet, chart: AnyChart) -> float:
 
 
 def draw(chart: AnyChart) -> str:
-    """A chart as SVG."""
     sheet = Sheet(chart)
     return sheet.svg(draw_on(sheet, chart))

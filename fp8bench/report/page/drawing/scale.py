@@ -105,7 +105,7 @@ def show_number(value: float, unit: str) -> str:
     if unit == "%":
         return _plain(units.significant(value)) + "%"
     if unit:
-        return units.shown(value, unit)
+        return units.describe(value, unit)
     if value and abs(value) < _EXPONENT_BELOW:
         return units.relative_error(value)
     if abs(value) < 1e18:

@@ -121,9 +121,9 @@ def trained(task: SeedTask, arm: str) -> list[StreamLine]:
 def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float]:
     """The losses of the same loop as anybody writes it, with the same draws."""
     from fp8bench.features.train.lab.step_optimizer import seed_of
-    from fp8bench.nn.own_model import seeded
+    from fp8bench.nn.own_model import seed_generators
 
-    with seeded(seed, CPU):
+    with seed_generators(seed, CPU):
         given = parse_given("own", make(), seed)
     batches, losses = OwnBatches("own", given, seed, CPU), []
     assert given.optimizer is not None and given.schedule is not None
@@ -131,7 +131,7 @@ def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float
     schedule = given.schedule(optimizer)
     for step in range(steps):
         x, y = batches.at(step)
-        with seeded(seed_of("step", seed, step, 0), CPU):
+        with seed_generators(seed_of("step", seed, step, 0), CPU):
             optimizer.zero_grad()
             loss = given.model(x, y)
             loss.backward()

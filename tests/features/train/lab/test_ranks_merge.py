@@ -24,11 +24,11 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import Scaling
-from fp8bench.measure.ranks.answers import merged as merged_with
+from fp8bench.measure.ranks.answers import merge_answers as merged_with
 from fp8bench.model import MemoryUse
 from tests.counts import for_each
 
-merged = partial(merged_with, more=MERGES)
+merge_answers = partial(merged_with, more_merges=MERGES)
 
 ROW = StepRow("fp8", 0, 3, 2.5, 1e-3, 0.7, 0.0, 10.0, 1e-3, 1.0, 64, 0.5)
 
@@ -38,7 +38,7 @@ def said(*lines: StreamLine, weights: int = 1, own: int = 0, whole: int = 0, sha
 
 
 def one(*ranks: StreamLine) -> Any:
-    (line,) = merged("advance", [said(line) for line in ranks])
+    (line,) = merge_answers("advance", [said(line) for line in ranks])
     return line
 
 
@@ -63,17 +63,17 @@ def test_a_step_is_that_of_all_ranks_and_takes_as_long_as_the_slowest() -> None:
 )
 def test_what_must_be_the_same_is_compared(other: RankLines, why: str) -> None:
     with pytest.raises(RanksDisagree, match=why):
-        merged("advance", [said(ROW), other])
+        merge_answers("advance", [said(ROW), other])
 
 
 def test_parts_of_a_batch_come_to_the_batch_however_often_it_is_read() -> None:
     """Two shares of two ranks; the whole on each of two ranks, of which none reads a share."""
     large = (1 << 63) - 1
     for parts, whole in (((4, 5), 9), ((large, 4), 3)):
-        assert merged("advance", [said(ROW, own=own, whole=whole) for own in parts])
-    assert merged("advance", [said(ROW, own=9, whole=9, shares=1)] * 2)
+        assert merge_answers("advance", [said(ROW, own=own, whole=whole) for own in parts])
+    assert merge_answers("advance", [said(ROW, own=9, whole=9, shares=1)] * 2)
     with pytest.raises(RanksDisagree):
-        merged("advance", [said(ROW, own=4, whole=9, shares=1)] * 2)
+        merge_answers("advance", [said(ROW, own=4, whole=9, shares=1)] * 2)
 
 
 def test_a_reading_is_that_of_all_parts_together() -> None:
@@ -100,10 +100,10 @@ def test_a_reading_is_that_of_all_parts_together() -> None:
 
 def test_memory_is_that_of_the_rank_that_takes_most_with_that_of_each() -> None:
     costs = [ArmCost("fp8", 0, memory=MemoryUse(peak)) for peak in (10, 30)]
-    most = merged("alone", costs)
+    most = merge_answers("alone", costs)
     assert most.memory.peak == 30 and [use.peak for use in most.memory.ranks] == [10, 30]
     silent = ArmCost("fp8", 0, why="nobody counts its memory")
-    assert merged("alone", [costs[0], silent]) == silent
+    assert merge_answers("alone", [costs[0], silent]) == silent
 
 
 def test_further_figures_looks_and_events() -> None:
@@ -112,7 +112,7 @@ def test_further_figures_looks_and_events() -> None:
         figure = StepFigure("fp8", 0, 3, name, 1.0, "a")
         assert one(figure, replace(figure, value=2.0)) == replace(figure, value=value)
     look = Validation("fp8", 0, 3, "held-out", 2.0, 64)
-    assert merged("validate", [(look,), (replace(look, loss=3.0),)]) == (replace(look, loss=2.5),)
+    assert merge_answers("validate", [(look,), (replace(look, loss=3.0),)]) == (replace(look, loss=2.5),)
     event = TrainingEvent("fp8", 0, 3, "not-finite", "the loss is nan")
     placed = replace(event, words="the input of a", layer="a")
     assert one(event, event) == event and one(event, placed) == replace(placed, words="on rank 1 of 2: the input of a")
