@@ -193,7 +193,7 @@ WRONG = {
     "abstract.py": (SUITE.replace("def step", "def stride"), "the suite 'counting' lacks step"),
     "silent.py": (SUITE.replace("    summary =", "    other ="), "the suite 'counting' lacks summary"),
     "two_names.py": (SUITE.replace('name = "counting"', 'name = "adding"'), "registers as 'counting' and has name ="),
-    "no_base.py": (SUITE.replace("(Workload)", ""), "the suite 'counting' is no Workload"),
+    "no_base.py": (SUITE.replace("(Workload)", ""), "the suite 'counting' is not a Workload"),
     "axes.py": (SUITE.replace("return (Axis", "return 1 + (Axis"), "cannot be planned: TypeError"),
     "work.py": (SUITE.replace("Work(1.0)", "Work(1 / 0)"), "ZeroDivisionError: division by zero (work.py, line 14)"),
 }  # fmt: skip

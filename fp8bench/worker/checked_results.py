@@ -24,7 +24,7 @@ def errors_of(returned: object) -> dict[str, float]:
     }
     # A name of one of our own figures would take its place in tables.
     if wrong := next(filter(None, map(reserved_name_reason, errors)), ""):
-        raise ValueError(f"error() gives a number whose name is not free: {wrong}.")
+        raise ValueError(f"error() returned a number with a reserved name: {wrong}.")
     return errors
 
 

@@ -152,7 +152,7 @@ def test_a_quote(text: str, right: bool, words: tuple[str, ...]) -> None:
         ("H200 tf32 -3", "cannot be read"),
         ("H200 tf32 nan", "cannot be read"),
         ("H200 tf32 inf", "cannot be read"),
-        ("H200 speed 3", "'speed' is no figure"),
+        ("H200 speed 3", "'speed' is not a figure"),
         ("H900 tf32 3", "no datasheet of 'H900'"),
         ("NVIDIA tf32 3", "no datasheet"),
         ("H200 fp4 3", "nothing is published of fp4"),

@@ -32,6 +32,7 @@ REQUEST = Request(
     (("mlp", "bf16"),),
     "file",
     True,
+    True,
     2.5,
     3,
     4,

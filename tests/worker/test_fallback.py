@@ -69,8 +69,8 @@ native, emulated = Level.NATIVE, Level.EMULATED
 promise("honest-native", native, ScaledArithmetic)
 promise("honest-emulated", emulated, RecipeArithmetic)
 promise("copies-emulated", emulated, RecipeArithmetic, product=wide)
-promise("leaves-native", native, ScaledArithmetic, cast=leaves, turned=leaves, transposed=turns, product=wide)
-promise("leaves-emulated", emulated, RecipeArithmetic, cast=leaves, turned=leaves, product=wide)
+promise("leaves-native", native, ScaledArithmetic, cast=leaves, cast_transpose=leaves, transpose=turns, product=wide)
+promise("leaves-emulated", emulated, RecipeArithmetic, cast=leaves, cast_transpose=leaves, product=wide)
 promise("copies-native", native, ScaledArithmetic, product=restored)
 promise("pretends-emulated", emulated, RecipeArithmetic, operand=remembers, product=pretends)
 """

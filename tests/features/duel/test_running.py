@@ -206,7 +206,7 @@ def run_duel(tmp_path: Path) -> Callable[..., Duel]:
 
 
 def test_several_ranks_are_no_side(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a side of a duel is one process, and this would be 2 ranks on each"):
+    with pytest.raises(UsageError, match="a side of a duel is one process, but this asks for 2 ranks"):
         duel_commands.run_duel(DuelQuestion(), Request("collective", ranks=2), tmp_path, TERMINAL)
 
 

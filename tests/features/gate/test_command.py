@@ -200,7 +200,7 @@ SIDES = [commit(0), commit(1)]
         (["--duel", "nosuch"], "no duel 'nosuch'"),
         (["--duel", "last"], "no duel 'last'"),
         (["1111aaaa", "2222bbbb", "--no-rerun"], "no run '1111aaaa'"),
-        (["1111aaaa", "2222bbbb", "--no-rerun"], "And no run '2222bbbb'"),
+        (["1111aaaa", "2222bbbb", "--no-rerun"], "no run '2222bbbb'"),
         ([*SIDES, "--thresholds", "none"], "--thresholds none cannot be"),
         ([*SIDES, "--junit", "no/such/file"], "--junit 'no/such/file' cannot be"),
     ],

@@ -205,7 +205,7 @@ def test_lightnings_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch, tmp
     assert hooks_of(module) == 0
     two = LightningProtocol(module, failed)
     two.optimizers *= 2
-    with pytest.raises(UsageError, match="2 optimizers have no single step"):
+    with pytest.raises(UsageError, match="2 optimizers do not share a step"):
         two.fit(1, {})
 
 
