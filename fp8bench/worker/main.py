@@ -147,10 +147,17 @@ def keep_within_memory() -> None:
 
 
 def main(opened: Open = Bench) -> None:
-    run(Connection(int(sys.argv[1])), int(sys.argv[2]), opened)
+    run(Connection(int(sys.argv[1])), int(sys.argv[2]), opened, early="torch")
 
 
-def run(connection: Connection, lifeline: int, opened: Open, report: Callable[[str], None] = lambda name: None) -> None:
+def run(
+    connection: Connection,
+    lifeline: int,
+    opened: Open,
+    report: Callable[[str], None] = lambda name: None,
+    early: str = "",
+) -> None:
+    """Serves until the other end closes; imports the module `early` before the first request comes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     faulthandler.enable()
     die_with_parent(lifeline, connection)
@@ -159,8 +166,9 @@ def run(connection: Connection, lifeline: int, opened: Open, report: Callable[[s
     # A workload's output must not mix with the parent's table; the size of this file shows whether a step printed.
     with tempfile.TemporaryFile() as printed:
         os.dup2(printed.fileno(), 1)
-        with contextlib.suppress(Exception):  # the first request reports the reason
-            importlib.import_module("torch")
+        if early:
+            with contextlib.suppress(Exception):  # the first request reports the reason
+                importlib.import_module(early)
         serve(connection, opened, report)
         leave()
 

@@ -182,7 +182,7 @@ def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: Ranks
     for seed, parallel, reason in (
         (planted.SEED, "ddp", text),
         (planted.TEXT, "ddp", text),
-        (planted.SHARE, "ddp", "in step 0 the ranks did not read the batch"),
+        (planted.SHARE, "ddp", "in step 0 the ranks did not read each sequence of the batch"),
         (planted.WEIGHTS, "ddp", weights),
         (planted.AVERAGE, "ddp", weights),
         (planted.AVERAGE, "fsdp", "in a slice rank 1 received gradients for its rows that are not the mean"),
