@@ -104,7 +104,7 @@ class Log(Generic[T]):
             except Malformed as error:
                 troubles.append(f"line {number} {error}")
             except _BROKEN:
-                troubles.append(f"line {number} is no JSON")
+                troubles.append(f"line {number} is not JSON")
         return sound, troubles
 
     def append(self, values: Iterable[T]) -> None:

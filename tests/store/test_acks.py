@@ -48,9 +48,9 @@ def test_what_is_written_is_read_and_an_undo_holds_wherever_it_stands(tmp_path: 
 @for_each(
     ("line", "words"),
     [
-        (b'{"version": 1, "ack": {"id": "0', "is no JSON"),
-        (b"\xff\xfe", "is no JSON"),
-        (b"[" * 100_000, "is no JSON"),
+        (b'{"version": 1, "ack": {"id": "0', "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
         (b"[]", "is not as it was written: expected an object"),
         (b'{"ack": {}}', "is of version None"),
         (b'{"version": 2, "ack": {}}', "is of version 2 (this fp8bench reads 1)"),
