@@ -106,9 +106,9 @@ def profile_live(parts: tuple[Any, ...], request: Request, store: Path, observer
 _MODULE = """\
 from functools import partial
 
-from fp8bench.workloads.model import LIVE, sent
+from fp8bench.workloads.model import LIVE, load_sent
 
-LIVE[{name!r}] = partial(sent, {file!r})
+LIVE[{name!r}] = partial(load_sent, {file!r})
 """
 
 

@@ -241,7 +241,7 @@ def noted(self, wrapped):
     make(self, wrapped)
     known[self.untyped_storage()._cdata] = self
 Pretended.__init__ = noted
-recording._refused = lambda func, given: ""
+recording._refusal = lambda func, inputs: ""
 recording._lying = lambda spec, storage, device: known[storage._cdata]
 
 class Product(torch.autograd.Function):

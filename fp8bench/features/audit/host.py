@@ -278,7 +278,7 @@ class KernelHost:
                 different.append((number, slot, results))
         return number, different
 
-    def time_calls(self, slots: Sequence[int]) -> list[tuple[float, float]]:
+    def measure_calls(self, slots: Sequence[int]) -> list[tuple[float, float]]:
         """Calls it once on each slot; returns seconds by the clock, and of this process. Within them results are copied
         and every stream is synchronized: unfinished work is missing from the copies, which `timed_results` shows."""
         seconds = []

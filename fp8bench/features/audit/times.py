@@ -164,7 +164,7 @@ def _time_calls(auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL
             inputs.append(tuple(matrix.roll(len(rounds), -2) for matrix in base[kind]))
             placed.append(auditor.place(auditor.subject.arguments(inputs[-1]), slot, moved=len(rounds) % 3 != 1))
         start = time.perf_counter()
-        claimed = host.time_calls(range(len(kinds)))
+        claimed = host.measure_calls(range(len(kinds)))
         rounds.append((claimed, time.perf_counter() - start))
     # 2. Check whether calls have changed their arguments.
     digests = host.digests(range(len(kinds)))

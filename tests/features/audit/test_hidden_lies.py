@@ -113,9 +113,9 @@ def test_the_results_of_timed_calls_are_judged(monkeypatch: pytest.MonkeyPatch) 
     class Timed(KernelHost):
         is_timing = False
 
-        def time_calls(self, slots: object) -> list[tuple[float, float]]:
+        def measure_calls(self, slots: object) -> list[tuple[float, float]]:
             self.is_timing = True
-            return super().time_calls(slots)  # type: ignore[arg-type]
+            return super().measure_calls(slots)  # type: ignore[arg-type]
 
     def idle_when_timed(a: Tensor, b: Tensor) -> Tensor:
         return torch.zeros(len(a), len(b), dtype=torch.bfloat16) if timed.is_timing else product(a, b)
@@ -133,8 +133,8 @@ def test_a_clock_that_says_less_than_passed_is_wrong(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(times, "_SECONDS", 0.0)
 
     class Wrong(KernelHost):
-        def time_calls(self, slots: object) -> list[tuple[float, float]]:
-            return [(seconds / 50, used) for seconds, used in super().time_calls(slots)]  # type: ignore[arg-type]
+        def measure_calls(self, slots: object) -> list[tuple[float, float]]:
+            return [(seconds / 50, used) for seconds, used in super().measure_calls(slots)]  # type: ignore[arg-type]
 
     shape = Shape(1024, 1024, 1024)  # long beside the way to the kernel and back
     assert times._time_calls(_auditor(product, Wrong), shape, judged=0).wrong_clock
@@ -156,7 +156,7 @@ def test_timed_calls_wait_for_every_stream_and_begin_with_a_flushed_cache(monkey
     monkeypatch.setattr(kernel, "_flush", lambda: order.append("flush"))
     monkeypatch.setattr(kernel, "_wait", lambda: order.append("wait"))
     kernel.place(0, tuple(map(pack, (torch.ones(4, 16), torch.ones(4, 16)))))
-    kernel.time_calls([0])
+    kernel.measure_calls([0])
     assert order == ["flush", "wait", "call", "wait"]
 
 
@@ -170,7 +170,7 @@ def test_what_a_thread_writes_later_is_not_in_the_copies_of_timed_calls() -> Non
 
     kernel = KernelHost(compute_later, _FP8, CPU)
     kernel.place(0, tuple(map(pack, (torch.ones(4, 16), torch.ones(4, 16)))))
-    kernel.time_calls([0])
+    kernel.measure_calls([0])
     copied.set()
     assert not bool(unpack_results(kernel.timed_results(0))["product"].any())
 

@@ -61,13 +61,13 @@ def cut(self, a, b, dtype):
     return (exact.view(torch.int32) & -(1 << 16)).view(torch.float32).to(dtype)
 
 
-def other_format(self, tensor, role, again):
-    operand = ScaledArithmetic.operand(self, tensor, role, again)
+def other_format(self, tensor, role, repeat):
+    operand = ScaledArithmetic.operand(self, tensor, role, repeat)
     return replace(operand, data=operand.data.to(torch.float8_e5m2))
 
 
-def truncated(self, tensor, role, again):
-    operand = ScaledArithmetic.operand(self, tensor, role, again)
+def truncated(self, tensor, role, repeat):
+    operand = ScaledArithmetic.operand(self, tensor, role, repeat)
     beyond = self.restore(operand, torch.float32).abs() > tensor.float().abs()
     codes = operand.data.view(torch.uint8)
     return replace(operand, data=(codes - (beyond & (codes & 127 > 0)).to(torch.uint8)).view(operand.data.dtype))
