@@ -48,11 +48,24 @@ _BY_WORDS = (
 _OUTSIDE = {ROOT / "tests", ROOT / "suites"}
 
 
-@cache
 def _needs_features(path: Path) -> bool:
-    parts = path.relative_to(ROOT).parts
-    if parts[1] in ("features", "golden", "house", "browser", "gpu", "docs"):
-        return True
+    # Files of suites import each other in circles.
+    reached, waiting = {path}, [path]
+    while waiting:
+        needs_features, helpers = _read_imports(waiting.pop())
+        if needs_features:
+            return True
+        waiting += helpers - reached
+        reached |= helpers
+    return False
+
+
+@cache
+def _read_imports(path: Path) -> tuple[bool, frozenset[Path]]:
+    """Returns whether a file needs features by itself, and the files of tests and suites that it imports."""
+    if path.relative_to(ROOT).parts[1] in ("features", "golden", "house", "browser", "gpu", "docs"):
+        return True, frozenset()
+    helpers: set[Path] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{one.name}" for one in node.names]
@@ -62,12 +75,10 @@ def _needs_features(path: Path) -> bool:
             continue
         for name in names:
             if name.startswith("fp8bench.features") or name.removeprefix("fp8bench.") in _PUBLIC:
-                return True
+                return True, frozenset()
             files = [ROOT.joinpath(*part.split(".")).with_suffix(".py") for part in (name, name.rpartition(".")[0])]
-            helpers = [file for file in files if file != path and _OUTSIDE & {*file.parents} and file.is_file()]
-            if any(map(_needs_features, helpers)):
-                return True
-    return False
+            helpers |= {file for file in files if _OUTSIDE & {*file.parents} and file.is_file()}
+    return False, frozenset(helpers)
 
 
 @pytest.mark.nightly
