@@ -323,8 +323,8 @@ class GroupMeasurement:
         idle_workers = int(self._apart is not None and self._apart.pid is not None)
         return Watch(device, self._warm_up(session.arms[0], device), pid=self._worker.pid, idle_workers=idle_workers)
 
-    # The control repeats the reference, so its energy would be counted twice.
     def _note_watch_and_energy(self, session: RoundSession, watch: Watch | None) -> None:
+        # The control repeats the reference, so its energy would be counted twice.
         measured = [(self._outcome_of(arm), arm) for arm in session.arms if arm is not session.control]
         for outcome, arm in measured:
             if watch and not outcome.draft.watch:

@@ -267,6 +267,7 @@ CONDITIONS = (
     "torch_git",
     "cudnn",
     "cublaslt",
+    "casts",
     SWITCHES_SET,
     "cpu_count",
     "cpu_affinity",

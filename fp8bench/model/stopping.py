@@ -36,11 +36,11 @@ class StoppingRule:
     fixed: int | None = None
     whole: bool = False
 
-    # Sessions share what is left equally, because nobody knows which of them needs most.
     def after(self, seconds: float, sessions: int = 1) -> StoppingRule:
         """The rule of the next of `sessions` sessions, when `seconds` of the group have gone."""
         if not self.whole:
             return self
+        # Sessions share what is left equally, because nobody knows which of them needs most.
         remaining = (max(0.0, limit - seconds) / sessions for limit in (self.budget, self.ceiling))
         return replace(self, budget=next(remaining), ceiling=next(remaining))
 

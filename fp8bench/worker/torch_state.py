@@ -13,6 +13,7 @@ import torch
 from torch.nn import attention
 from torch.utils._device import DeviceContext
 
+from fp8bench.formats.triton_casts import describe
 from fp8bench.model import Scalar
 
 
@@ -154,10 +155,13 @@ def cublaslt_version() -> int | None:
 
 def torch_build() -> dict[str, Scalar | None]:
     cudnn = torch.backends.cudnn
+    # Times depend on who makes the casts to FP8, which is another where triton is missing.
+    casts = {"casts": describe(torch.device("cuda"))} if torch.cuda.is_available() else {}
     return {
         "torch": str(torch.__version__),
         "torch_git": torch.version.git_version,
         "torch_config": torch.__config__.show().strip(),
         "cudnn": cudnn.version() if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
         "cublaslt": cublaslt_version(),
+        **casts,
     }

@@ -15,7 +15,7 @@ from pathlib import Path
 from fp8bench.model.codec import SCHEMA
 
 # Increase it when the same runs give other figures, or other values here.
-VERSION = 1
+VERSION = 2
 _VERSION = 1000 * VERSION + SCHEMA
 _LOCK_SECONDS = 20.0
 _TABLE = "CREATE TABLE IF NOT EXISTS kept (kind, name, value, checksum, PRIMARY KEY (kind, name)) WITHOUT ROWID"

@@ -19,6 +19,7 @@ from fp8bench.formats.grids import E4M3
 from fp8bench.formats.native_codes import codes_both, row_codes_both, square_codes
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.formats.triton_casts import choose_casts, use_by_hand
+from fp8bench.model.run import CONDITIONS
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from tests.counts import for_each
@@ -178,3 +179,17 @@ def test_after_a_failure_of_triton_torch_compiles_the_casts(monkeypatch: pytest.
     assert not use_by_hand(GPU)
     reason = "casts are compiled by torch, because Triton failed: OutOfResources: shared memory"
     assert triton_casts.describe(GPU) == reason
+
+
+def test_a_run_records_who_makes_its_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs on a GPU do not compare where one of them lacks triton."""
+    from fp8bench.worker.torch_state import torch_build
+
+    assert "casts" not in torch_build(), "this machine has no GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_casts, "why_not", triton_casts.why_not.__wrapped__)
+    assert torch_build()["casts"] == "casts run as Triton kernels"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert torch_build()["casts"] == "casts are compiled by torch, because triton is not installed"
+    assert "casts" in CONDITIONS
