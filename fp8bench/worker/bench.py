@@ -32,7 +32,7 @@ from fp8bench.worker import ceilings, fusing
 from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs
 from fp8bench.worker.faults import DescribedFault
 from fp8bench.worker.finite import FiniteState
-from fp8bench.worker.prepared import Prepared, State, begins_alone, bytes_of, flush_of, rotation
+from fp8bench.worker.prepared import Prepared, State, asks_nobody, begins_alone, bytes_of, flush_of, rotation
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import apart, aside, nothing_left_on_error, running, still_running
 from fp8bench.worker.switches import recorded_values, refuse_distorted_reference, restore_switches, switches, under
@@ -53,6 +53,7 @@ class Bench(UntimedPasses):
         self._clock: Callable[[Stamper], PhaseClock] = PhaseClock
         self._unmarked: Callable[[], Phases] = SilentPhases
         self._meet: Callable[[], None] = begins_alone
+        self._is_so_anywhere: Callable[[bool], bool] = asks_nobody
         refuse_distorted_reference()
         import_user_modules(settings.imports, switches())
         self._threads_before = torch.get_num_threads()
@@ -128,6 +129,7 @@ class Bench(UntimedPasses):
             started,
             flush,
             meet=self._meet,
+            is_so_anywhere=self._is_so_anywhere,
         )
         gc.collect()
 

@@ -124,6 +124,11 @@ def begins_alone() -> None:
     """Returns at once: without other ranks there is nobody to wait for."""
 
 
+def asks_nobody(here: bool) -> bool:
+    """Returns the own answer: without other ranks there is none that could differ."""
+    return here
+
+
 class State(NamedTuple):
     """A prepared state of a workload; the book of its scales, if any; the check of its finiteness; and the arithmetics
     that it was prepared with."""
@@ -170,7 +175,7 @@ def rotation(first: State, make: Callable[[], State], facts: DeviceFacts, device
 class Prepared:
     """A case ready for timing. `started` is what preparing has left running. Calls use the `states` in turn. `flush`
     and the loading of data ahead of a replay run before each call and are not timed. `meet` waits for other ranks that
-    begin a slot or a loop at the same time."""
+    begin a slot or a loop at the same time; `is_so_anywhere` asks all of them."""
 
     workload: Workload
     precision: Precision
@@ -185,6 +190,7 @@ class Prepared:
     loaded: bool = False
     held: HeldPhase | None = None
     meet: Callable[[], object] = begins_alone
+    is_so_anywhere: Callable[[bool], bool] = asks_nobody
     # By slot: the least seconds that are neither in the stamps of steps nor the clock's work.
     _missing: list[float] = field(default_factory=list)
     # Values of the switches before the first slot, which every slot must preserve: nothing else runs in between.
@@ -362,7 +368,9 @@ class Prepared:
     def check(self) -> StateCheck:
         """Returns errors of the clock, the workload's opinion of its states after the steps, and whether they are
         finite."""
-        if self._stamps_are_wrong() and self._stamps_stay_wrong():
+        if self.is_so_anywhere(self._stamps_are_wrong()):
+            self._take_more_slots()
+        if self._stamps_are_wrong():
             return StateCheck(_STAMPS_MOVED)
         with restore_switches(), apart():
             checks = [self._checked(state) for state in self.states]
@@ -372,17 +380,16 @@ class Prepared:
         # An interruption between a call's start and its first stamp lengthens one slot, never most of many.
         return bool(self._missing) and median(self._missing) > 0
 
-    def _stamps_stay_wrong(self) -> bool:
-        """Takes more slots before a step is accused: a loaded machine can lengthen two of the three slots of a short
-        run."""
-        if self.meet is not begins_alone:
-            return True  # other ranks would have to begin the same slots
+    def _take_more_slots(self) -> None:
+        """A loaded machine can lengthen two of the three slots of a short run, which accuses nobody yet. Ranks take as
+        many as the slowest of them needs."""
         until = time.perf_counter() + _SECOND_LOOK_SECONDS
-        while len(self._missing) < _SLOTS_OF_SLOW_STEPS or time.perf_counter() < until:
+        while self.is_so_anywhere(self._needs_more_slots(until)):
             self.slot(4, 0)
-            if len(self._missing) >= _SLOTS_TO_ACCUSE:
-                break
-        return self._stamps_are_wrong()
+
+    def _needs_more_slots(self, until: float) -> bool:
+        taken = len(self._missing)
+        return taken < _SLOTS_OF_SLOW_STEPS or (taken < _SLOTS_TO_ACCUSE and time.perf_counter() < until)
 
     def _checked(self, state: State) -> StateCheck:
         wrong = wrong_of(self.workload.check(state.held))

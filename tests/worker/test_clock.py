@@ -227,6 +227,16 @@ def test_a_step_is_looked_at_again_before_it_is_accused(moved: float, accused: b
     assert len(prepared._missing) > 5
 
 
+@for_each(("moved", "accused"), [(0.0, False), (0.85, True)])
+def test_ranks_take_as_many_slots_as_one_of_them_needs(moved: float, accused: bool) -> None:
+    """Each asks the others before each slot, which all have to begin."""
+    prepared, elsewhere = ready_to_move(moved), [True] * 4 + [False] * 99
+    prepared.is_so_anywhere = lambda here: elsewhere.pop(0) or here
+    prepared.slot(8, 0)
+    assert bool(prepared.check().wrong) is accused
+    assert len(prepared._missing) > 4
+
+
 DEVICE_THREAD = """
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.protocols import Markers, TellingMarker

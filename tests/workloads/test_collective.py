@@ -47,7 +47,8 @@ def test_real_ranks_send_what_they_say(tmp_path: Path) -> None:
     request = Request("collective", axes=axes, quick=True, ranks=2)
     run = pipeline.execute(request, tmp_path, SilentObserver(), "")
     found = findings(run)
-    assert len(run.records) == 5 * 4 and {record.status for record in run.records} == {Status.OK}, run.records
+    assert len(run.records) == 5 * 4
+    assert not [(record.case.id, record.reason) for record in run.records if record.status is not Status.OK]
     for record in run.records:
         told = {str(one.name): one.value for one in metrics_of(record, found.get(record.case.id))}
         assert {"algbw", "busbw", "effective_busbw", "rank_skew", "communication_time", "sqnr_db"} <= told.keys()

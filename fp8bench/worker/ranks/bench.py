@@ -313,6 +313,7 @@ class RankBench(Bench):
         )
         # Slots begin together, so that each rank's delay from then on can be measured.
         self._meet = StartLine(heart.folder, self._rank, self._size, wait_seconds).meet
+        self._is_so_anywhere = lambda here: _most(here) > 0
 
     def probe(self) -> tuple[DeviceFacts, ...]:
         return tuple(replace(device, ranks=self._size) for device in super().probe())
