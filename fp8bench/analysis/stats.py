@@ -77,7 +77,7 @@ def best_case(samples: Floats) -> Resampled:
 def _best_case(raw: bytes, shape: tuple[int, ...]) -> Resampled:
     """Cached, because a reference is compared with every case of its group."""
     samples = np.frombuffer(raw).reshape(shape)
-    resampled = np.log(_resampled_sums(samples, _draws(len(samples))))
+    resampled = np.log(_resample_segments(raw, shape).sum(axis=0))
     resampled.setflags(write=False)
     return Resampled(math.log(best_by_segment(samples).sum()), resampled)
 
@@ -114,23 +114,21 @@ def extent(ratio: Interval, rounds: Sequence[Floats]) -> Interval:
     return Interval(ratio.point, min(low, ratio.point), max(high, ratio.point), 0.0)
 
 
-def _resampled_sums(samples: Floats, draws: Counts) -> Floats:
-    """Returns for each resample the sum over segments of the mean of its fastest rounds.
-
-    `draws[r, b]` is how often resample b drew round r.
-    """
-    fastest = fastest_of(len(samples))
-    total = np.zeros(draws.shape[1])
-    for segment in samples.T:
-        total += _fastest_sums(segment, draws, fastest)
-    return total / fastest
-
-
 def resample_segments(samples: Floats) -> Floats:
     """Returns the mean of the fastest rounds of each segment in every resample: (segments, resamples), in seconds."""
+    return _resample_segments(np.ascontiguousarray(samples, dtype=np.float64).tobytes(), samples.shape)
+
+
+@lru_cache(maxsize=8)
+def _resample_segments(raw: bytes, shape: tuple[int, ...]) -> Floats:
+    """Cached, because an arm's speed-up and each of its phases need it, on the terminal and on the page."""
+    samples = np.frombuffer(raw).reshape(shape)
     fastest = fastest_of(len(samples))
+    # How often each resample (column) draws each round (row).
     draws = _draws(len(samples))
-    return np.array([_fastest_sums(segment, draws, fastest) for segment in samples.T]) / fastest
+    segments = np.array([_fastest_sums(segment, draws, fastest) for segment in samples.T]) / fastest
+    segments.setflags(write=False)
+    return segments
 
 
 def resample_fastest_steps(steps: Floats) -> Floats:
