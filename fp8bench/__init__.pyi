@@ -77,9 +77,9 @@ def profile(
     observer: Observer | None = None, devices: str | Iterable[str] = ..., quick: bool = False, brisk: bool = False,
     budget: float | None = None, rounds: int | None = None, seed: int = 0, threads: int = 1,
     imports: str | Iterable[str] = ..., case_timeout: float | None = None, trace: str | Path | None = None,
-    energy: bool = True, energy_of: Literal["step", "phases"] = "step", backend: str = "auto",
-    sustained: float | None = None, tape: bool = False, shares: bool = False, counters: bool = False,
-    ranks: int | None = None
+    energy: bool = True, energy_of: Literal["step", "phases"] = "step", max_batch: int | str | None = None,
+    backend: str = "auto", sustained: float | None = None, tape: bool = False, shares: bool = False,
+    counters: bool = False, ranks: int | None = None
 ) -> Run: ...
 def run(
     suite: str, *, sessions: int | str = 1, report: bool = True, log: str | Iterable[str] = ...,
@@ -90,9 +90,9 @@ def run(
     threads: int = 1, imports: str | Iterable[str] = ..., isolation: bool = True, case_timeout: float | None = None,
     grid: bool = False, trace: str | Path | None = None, static_scales: int | None = None,
     refresh_scales: int | None = None, saturation_bound: float | None = None, energy: bool = True,
-    energy_of: Literal["step", "phases"] = "step", max_batch: bool = False, memory_limit: int | str | None = None,
-    backend: str = "auto", sustained: float | None = None, tape: bool = False, shares: bool = False,
-    counters: bool = False, ranks: int | None = None, scales_from: str | None = None
+    energy_of: Literal["step", "phases"] = "step", max_batch: int | str | None = None, backend: str = "auto",
+    sustained: float | None = None, tape: bool = False, shares: bool = False, counters: bool = False,
+    ranks: int | None = None, scales_from: str | None = None
 ) -> Run: ...
 def sensitivity(
     target: str | None = None, *, size: str | None = None, dtype: str = "fp8", reference: str | None = None,
@@ -111,9 +111,9 @@ def suite(
     threads: int = 1, imports: str | Iterable[str] = ..., isolation: bool = True, case_timeout: float | None = None,
     grid: bool = False, trace: str | Path | None = None, static_scales: int | None = None,
     refresh_scales: int | None = None, saturation_bound: float | None = None, energy: bool = True,
-    energy_of: Literal["step", "phases"] = "step", max_batch: bool = False, memory_limit: int | str | None = None,
-    backend: str = "auto", sustained: float | None = None, tape: bool = False, shares: bool = False,
-    counters: bool = False, ranks: int | None = None, scales_from: str | None = None
+    energy_of: Literal["step", "phases"] = "step", max_batch: int | str | None = None, backend: str = "auto",
+    sustained: float | None = None, tape: bool = False, shares: bool = False, counters: bool = False,
+    ranks: int | None = None, scales_from: str | None = None
 ) -> Run: ...
 def train(
     *, dtypes: str | Iterable[str] = ..., steps: int | None = None, seeds: int | None = None, quick: bool = False,

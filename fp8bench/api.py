@@ -158,7 +158,6 @@ _NOT_OF_A_PROFILE = {
     "known_scales",
     "refresh_scales",
     "saturation_bound",
-    "max_batch",
     "memory_limit",
 }
 

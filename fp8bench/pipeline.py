@@ -375,7 +375,7 @@ def _group(
     if not workloads.get(group.cases[0].case.workload).fused:
         windows, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
     used = next((facts[planned.case.device] for planned in group.cases if planned.runs), None)
-    searched = request.max_batch and group.setting in searched_for_batches(run.plan)
+    searched = request.memory_limit is not None and group.setting in searched_for_batches(run.plan)
     method = Method(
         rule=rule_for(request.quick, request.rounds, budget, brisk),
         judge=is_decided,
@@ -383,7 +383,7 @@ def _group(
         limits=Limits(request.case_timeout),
         quantisers=quantisers,
         windows=windows,
-        capacity=CapacityRule(request.memory_limit, with_batch) if searched else None,
+        capacity=CapacityRule(request.memory_limit or None, with_batch) if searched else None,
         traces=trace_folder(run),
         ceilings=ceilings,
         warm_up_seconds=switches.warm_up_seconds,

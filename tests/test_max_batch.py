@@ -39,11 +39,11 @@ def kept(store: Path) -> Run:
 @pytest.mark.slow
 def test_a_run_ends_with_the_largest_batch(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two groups that differ in batch alone are searched once; a zero would be an answer, and is none here."""
-    assert main([*WORDS, "--set", "tokens=32,64", "--max-batch", "--memory-limit", "2MiB"]) == 0
+    assert main([*WORDS, "--set", "tokens=32,64", "--max-batch", "2MiB"]) == 0
     shown = capsys.readouterr().out
     assert "largest batch (tokens) that fits into 2.00 MiB" in shown and re.search(r"bf16 +\d+  1\.\d+x", shown)
     run = kept(store)
-    assert run.request.max_batch and run.request.memory_limit == 2 << 20
+    assert run.request.memory_limit == 2 << 20
     found = [one.capacity for one in run.records]
     assert [one is None for one in found] == [False, False, True, True]
     for one in found[:2]:
@@ -53,7 +53,7 @@ def test_a_run_ends_with_the_largest_batch(store: Path, capsys: pytest.CaptureFi
 
 def test_a_limit_below_a_single_state_is_an_answer(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Timing and errors stand."""
-    assert main([*WORDS, "--set", "tokens=32", "--max-batch", "--memory-limit", "4KiB", "--json"]) == 0
+    assert main([*WORDS, "--set", "tokens=32", "--max-batch", "4KiB", "--json"]) == 0
     records = json.loads(capsys.readouterr().out)["records"]
     assert [one["capacity"]["batch"] for one in records] == [0, 0]
     assert all(one["capacity"]["beyond"] == 1 and one["timing"] for one in records)
@@ -68,7 +68,7 @@ def test_a_run_that_was_cut_off_goes_on_searching(store: Path, monkeypatch: pyte
         raise KeyboardInterrupt
 
     monkeypatch.setattr(CapacityPass, "search", interrupted)
-    words = [*WORDS, "--set", "tokens=32", "--max-batch", "--memory-limit", "2MiB"]
+    words = [*WORDS, "--set", "tokens=32", "--max-batch", "2MiB"]
     assert main(words) == 130
     assert not kept(store).records
     monkeypatch.setattr(CapacityPass, "search", search)

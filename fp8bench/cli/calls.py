@@ -178,7 +178,7 @@ def request_fields(kind: type, values_given: Mapping[str, Any]) -> dict[str, Any
     by_keyword, parsed_fields = keywords_of(kind), {}
     for word, value in values_given.items():
         name, parse = by_keyword[word].name, options_of(kind)[by_keyword[word].name].parse
-        if parse == "size":
+        if parse == "memory":
             parsed_fields[name] = types.in_bytes(value)
         elif parse in ("axis", "precision_map"):
             parsed_fields[name] = types.pairs(value, types.texts if parse == "axis" else lambda same: same)
@@ -193,8 +193,8 @@ def _field_type(kind: str, option: RequestOption | None) -> str:
     base, _, none = kind.partition(" | None")
     if option is not None and option.choices:
         base = _one_of(option.choices)
-    elif option is not None and option.parse in ("path", "size"):
-        base = {"path": "str | Path", "size": "int | str"}[option.parse]
+    elif option is not None and option.parse in ("path", "memory"):
+        base = {"path": "str | Path", "memory": "int | str"}[option.parse]
     return _GIVEN.get(base, base) + (" | None" if kind.endswith("None") or none else "")
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from fp8bench.errors import UsageError
 from fp8bench.files import read_file
-from fp8bench.model.request import REQUEST_RULES, Rule, whole_number
+from fp8bench.model.request import ALL_MEMORY, ALL_MEMORY_WORD, REQUEST_RULES, Rule, whole_number
 from fp8bench.report.data.loggers import DEFAULT_PLACES, LogTarget
 from fp8bench.units import bytes_of, number_of, number_or_text_of
 
@@ -117,12 +117,15 @@ def factors(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
     return lambda text: _held(rule, text, tuple((name, number_of(value)) for name, value in layers(text)))
 
 
-def size(text: str) -> int:
+def memory(text: str) -> int:
+    if text == ALL_MEMORY_WORD:
+        return ALL_MEMORY
     try:
         value = bytes_of(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
-    return _held(REQUEST_RULES["memory_limit"], text, value)
+        raise argparse.ArgumentTypeError(f"{error}, or {ALL_MEMORY_WORD}, got {text!r}") from None
+    # Less than a byte is no size.
+    return _held(REQUEST_RULES["memory_limit"], text, value or ALL_MEMORY - 1)
 
 
 def _held(rule: Rule, text: str, value: T) -> T:
@@ -187,8 +190,8 @@ def plain(path: Any) -> Any:
 
 def in_bytes(value: Any) -> Any:
     # Invalid text is passed on: the request says what it expected.
-    with suppress(ValueError):
-        return bytes_of(value) if isinstance(value, str) else value
+    with suppress(argparse.ArgumentTypeError):
+        return memory(value) if isinstance(value, str) else value
     return value
 
 

@@ -155,13 +155,16 @@ def check_fields(request: Any, rules: Mapping[str, Rule]) -> None:
 
 # Energy of the whole step only, or of its phases too.
 ENERGY_OF = (STEP_ENERGY, PHASE_ENERGY) = ("step", "phases")
+# The limit of memory that is the device's own, and its name.
+ALL_MEMORY, ALL_MEMORY_WORD = 0, "device"
 
 
 @dataclass(frozen=True)
 class Request:
     """What the user asked for; independent of the machine. An impossible request raises UsageError.
 
-    `case_timeout` and `sustained` are seconds, `saturation_bound` is a percentage, `memory_limit` are bytes.
+    `case_timeout` and `sustained` are seconds, `saturation_bound` is a percentage, `memory_limit` are bytes
+    that the largest batch has to fit into, ALL_MEMORY for all that the device has.
     """
 
     suite: str = option(
@@ -262,17 +265,16 @@ class Request:
         called="energy",
         choices=ENERGY_OF,
     )
-    max_batch: bool = option(
-        False,
-        _FLAG,
-        "also look for the largest batch that fits into memory, per precision, by running it and the next one",
-    )
     memory_limit: int | None = option(
         None,
-        whole_number(1, _MOST_BYTES, f"a size in bytes, or like 2GiB, above 0 and up to {size(_MOST_BYTES)}"),
-        "what --max-batch has to fit into, like 2GiB; on a GPU default its own end, on a CPU there is no default",
+        whole_number(
+            ALL_MEMORY, _MOST_BYTES, f"a size above 0 and up to {size(_MOST_BYTES)}, like 2GiB, or {ALL_MEMORY_WORD}"
+        ),
+        f"also look for the largest batch that fits into so much memory, like 2GiB, or {ALL_MEMORY_WORD}: all that a "
+        "GPU has; per precision, by running it and the next one",
         "SIZE",
-        parse="size",
+        called="max_batch",
+        parse="memory",
     )
     backend: str = option(
         "auto",
@@ -328,8 +330,6 @@ class Request:
                 "--counters puts a library ahead of the allocator of a worker of its own, and --no-isolation allows "
                 "none. Leave one of them out."
             )
-        if self.memory_limit is not None and not self.max_batch:
-            raise UsageError("--memory-limit goes with --max-batch, which was not given. Add it, or leave this out.")
         if self.energy_of == PHASE_ENERGY and not self.energy:
             raise UsageError("--energy phases asks for energy, which --no-energy leaves out. Leave one of them out.")
         if self.ranks is not None:
@@ -351,7 +351,7 @@ class Request:
             "--sustained": self.sustained is not None,
             "--tape": self.tape,
             "--shares": self.shares,
-            "--max-batch": self.max_batch,
+            "--max-batch": self.memory_limit is not None,
             "--counters": self.counters,
             "--trace": self.trace is not None,
         }

@@ -12,6 +12,7 @@ from itertools import chain
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Support
+from fp8bench.model.request import ALL_MEMORY
 from fp8bench.plan.asked_suites import suites_of
 from fp8bench.plan.checked_workload import (
     answering,
@@ -114,7 +115,7 @@ def has_reference_added(plan: Plan) -> bool:
 def check_names(request: Request) -> tuple[Workload, ...]:
     """Returns the suites of a request. Raises for unknown names and impossible values, before anything slow starts."""
     suites = suites_of(request)
-    if request.max_batch and not any(suite.batch_axis for suite in suites):
+    if request.memory_limit is not None and not any(suite.batch_axis for suite in suites):
         having = [name for name in workloads.names() if workloads.get(name).batch_axis]
         raise UsageError(
             f"--max-batch: suite {request.suite} has no batch. Suites that have one: {', '.join(having)}. In a suite "
@@ -177,16 +178,16 @@ def searched_for_batches(plan: Plan) -> frozenset[str]:
     return frozenset(first.values())
 
 
-def check_limit(limit: int | None, facts: DeviceFacts) -> None:
+def check_limit(limit: int, facts: DeviceFacts) -> None:
     """Raises UsageError if a search for the largest batch has no safe limit on this device."""
-    if limit is None and not facts.accelerated:
+    if limit == ALL_MEMORY and not facts.accelerated:
         raise UsageError(
-            f"--max-batch on {facts.key} needs --memory-limit SIZE, for example 2GiB: without a limit the search would "
-            "take the memory of all other programs."
+            f"--max-batch device would take the memory of all other programs on {facts.key}. Give a size, "
+            "like --max-batch 2GiB."
         )
-    if limit is not None and facts.memory_bytes and limit > facts.memory_bytes:
+    if facts.memory_bytes and limit > facts.memory_bytes:
         raise UsageError(
-            f"--memory-limit {size(limit)} is more than {facts.key} has ({size(facts.memory_bytes)}). Choose less."
+            f"--max-batch {size(limit)} is more than {facts.key} has ({size(facts.memory_bytes)}). Choose less."
         )
 
 
@@ -204,12 +205,12 @@ def _describe_ranks(ranks: int, chosen: Sequence[DeviceFacts]) -> list[str]:
 
 def _check_memory(request: Request, suites: Sequence[Workload], chosen: Sequence[DeviceFacts]) -> list[str]:
     """Describes the search for the largest batch. Raises UsageError if a device cannot do it."""
-    if not request.max_batch:
-        return []
     limit = request.memory_limit
+    if limit is None:
+        return []
     for device in chosen:
         check_limit(limit, device)
-    where = f"within {size(limit)} of tensors" if limit is not None else "up to the end of the device's memory"
+    where = f"within {size(limit)} of tensors" if limit != ALL_MEMORY else "up to the end of the device's memory"
     notes = [f"--max-batch: after all else, the largest batch {where} is looked for"]
     if without := [suite.name for suite in suites if not suite.batch_axis]:
         notes.append(f"--max-batch has no effect on {', '.join(without)}: no batch there")

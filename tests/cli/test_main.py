@@ -111,12 +111,12 @@ suite mlp --static-scales 2 --saturation-bound 100 | a percentage from 0 to belo
 suite mlp --saturation-bound nan | a percentage from 0 to below 100
 suite mlp --dtypes bf16,mxfp8 --static-scales 2 | --static-scales would have no effect: no layer of
 suite gemm --dtypes fp8 --static-scales 2 | Add a dtype that has
-suite gemm --max-batch | suite gemm has no batch. Suites that have one: at
-suite mlp --memory-limit 1G | goes with --max-batch, which was not given
-suite mlp --max-batch --memory-limit lots | size like 2GiB, 512MB or 1.5G
-suite mlp --max-batch --memory-limit 0.1 | above 0 and up to 100 TiB, got '0.1'
-suite mlp --devices cpu --max-batch | on cpu needs --memory-limit SIZE
-suite mlp --devices cpu --max-batch --memory-limit 99TiB | --memory-limit 99.0 TiB is more than cpu has
+suite gemm --max-batch 1G | suite gemm has no batch. Suites that have one: at
+suite mlp --max-batch | expected one argument
+suite mlp --max-batch lots | size like 2GiB, 512MB or 1.5G
+suite mlp --max-batch 0.1 | above 0 and up to 100 TiB, like 2GiB, or device, got '0.1'
+suite mlp --devices cpu --max-batch device | Give a size, like --max-batch 2GiB
+suite mlp --devices cpu --max-batch 99TiB | --max-batch 99.0 TiB is more than cpu has
 suite gemm --rounds 0 | expected a whole number from 1, got '0'
 suite gemm --rounds -1 | --rounds
 suite gemm --rounds x | expected a whole number from 1, got 'x'

@@ -100,7 +100,7 @@ def test_its_value_is_known_where_it_is_left_out() -> None:
 def test_another_batch_is_the_same_case_otherwise(suite: Callable[[type[Workload]], None]) -> None:
     """The suite is asked for its cases with every axis; each way has a search of its own."""
     suite(After)
-    plan = make_plan(Request("quiet", axes=(("way", ("there", "back")),), max_batch=True, memory_limit=1 << 20), (CPU,))
+    plan = make_plan(Request("quiet", axes=(("way", ("there", "back")),), memory_limit=1 << 20), (CPU,))
     for group, more in zip(plan, ("", ",way=back"), strict=True):
         other = with_batch(group.cases[0], 16, CPU)
         assert other is not None and other.case.setting == f"quiet[rows=16{more}]@cpu"
@@ -145,7 +145,7 @@ KNOWN = replace(CPU, cache_bytes=32 << 20, cache_shared=2)
 def test_every_suite_has_the_axis_of_its_cache(suite: Callable[[type[Workload]], None]) -> None:
     """Which no suite is asked about; it is in no series, and its batch may be looked for."""
     suite(Strict)
-    request = Request("quiet", axes=(("cache", ("hot", "cold", "rotating")),), max_batch=True, memory_limit=1 << 20)
+    request = Request("quiet", axes=(("cache", ("hot", "cold", "rotating")),), memory_limit=1 << 20)
     plan = make_plan(request, (KNOWN,))
     assert [group.setting for group in plan] == [
         "quiet[rows=8]@cpu",

@@ -186,7 +186,6 @@ _NOT_OF_A_DUEL = {
     "shares",
     "tape",
     "trace",
-    "max_batch",
     "memory_limit",
     "isolation",
 }

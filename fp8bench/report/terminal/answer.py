@@ -13,7 +13,7 @@ from itertools import chain
 from operator import itemgetter
 
 from fp8bench import units
-from fp8bench.model import Label, Run, Status
+from fp8bench.model import Label, Run
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.run import BENCH
@@ -236,8 +236,8 @@ def _doubts(panels: Sequence[Panel], entry: Entry) -> Sentences:
         if not any(result.is_reference for result in panel.results):
             yield f"there is no reference ({panel.reference or 'none planned'} was not measured)"
             # Why cases failed stands above.
-            skipped = [result.record for result in panel.results if result.record.status is Status.SKIPPED]
-            yield from (f"{record.case.mode}: {record.reason}" for record in skipped)
+            skipped = [result for result in panel.results if standing(result) is not Standing.FAILED]
+            yield from (f"{result.mode}: {result.record.reason}" for result in skipped if result.record.reason)
     # 2. What holds for the whole run: load, notes on other runs, which disturbed this one or are dated later.
     on_cpu = any(panel.device.startswith("cpu") for panel in panels)
     load = doubt_of_load(entry) if on_cpu else ""
