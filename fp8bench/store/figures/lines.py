@@ -98,8 +98,6 @@ class Line:
         facts = self.rows["facts"]
         whole = np.flatnonzero(self.facts.whole[facts])
         values, groups = self.rows["value"][whole], self.facts.group[facts[whole]]
-        if len(groups) and (groups == groups[0]).all():
-            return [Comparable(whole, values)]
         return [Comparable(whole[groups == key], values[groups == key]) for key in dict.fromkeys(groups.tolist())]
 
     def _figures(self, which: Sequence[int]) -> tuple[Figure, ...]:
