@@ -1,0 +1,125 @@
+"""Decides claims: by arithmetic, by a run's figure, or by their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from fp8bench.analysis.roofline import datasheet_of
+from fp8bench.features.claim.expressions import evaluate
+from fp8bench.features.claim.readings import read_figure
+from fp8bench.features.claim.runs import Kept, NotHere
+from fp8bench.features.claim.values import Answer, Claim, ClaimAnswer, ClaimKind, Reading
+from fp8bench.model import DeviceFacts, Run
+from fp8bench.model.specs import Better, spec_of
+from fp8bench.units import describe
+
+# Gives the run of a measured claim; raises NotHere.
+GetRun = Callable[[Claim], Kept]
+_OF_PUBLISHED = {0: Answer.WITHIN, 1: Answer.ABOVE, -1: Answer.BELOW}
+# Power limits that differ by less are the same.
+_SAME_POWER = 0.02
+
+
+def answer_claim(claim: Claim, claims: Mapping[str, Claim], get_run: GetRun) -> ClaimAnswer:
+    """Answers one claim; `claims` has its parts by id."""
+    if claim.kind is ClaimKind.ALL_OF:
+        return _answer_all(claim, [answer_claim(claims[part], claims, get_run) for part in claim.parts])
+    if claim.kind is ClaimKind.ARITHMETIC:
+        return _answer_arithmetic(claim)
+    # 1. A rate above the peak, or a time below the least one, needs no measurement.
+    if claim.limit and (refuted := _refute_by_limit(claim)):
+        return refuted
+    # 2. Everything else needs a run.
+    try:
+        kept = get_run(claim)
+    except NotHere as error:
+        return ClaimAnswer(claim, Answer.CANNOT_TELL, why=str(error), remedy=error.remedy)
+    return answer_from_run(claim, kept)
+
+
+def _answer_arithmetic(claim: Claim) -> ClaimAnswer:
+    computed = evaluate(claim.figure)
+    value = computed.value
+    answer = Answer.REFUTED if claim.side(value) else Answer.CONFIRMED
+    return ClaimAnswer(
+        claim, answer, value, value, value, why="; ".join((f"computed as {claim.figure}", *computed.sources))
+    )
+
+
+def _answer_all(claim: Claim, parts: list[ClaimAnswer]) -> ClaimAnswer:
+    runs = tuple(dict.fromkeys(run for part in parts for run in part.runs))
+    for answer in (Answer.REFUTED, Answer.CANNOT_TELL):
+        if deciding := [part for part in parts if part.answer is answer]:
+            names = ", ".join(part.claim.id for part in deciding)
+            remedy = deciding[0].remedy
+            return ClaimAnswer(claim, answer, runs=runs, why=f"{names}: {answer.value}", remedy=remedy)
+    return ClaimAnswer(claim, Answer.CONFIRMED, runs=runs, why=f"all {len(parts)} parts are confirmed")
+
+
+def _refute_by_limit(claim: Claim) -> ClaimAnswer | None:
+    limit = evaluate(claim.limit)
+    low, high = claim.range
+    is_rate = spec_of(claim.figure).better is Better.HIGHER
+    if low <= limit.value if is_rate else high >= limit.value:
+        return None
+    words = "the most that the device can do" if is_rate else "the least time that the device can take"
+    value = describe(limit.value, claim.unit)
+    return ClaimAnswer(claim, Answer.REFUTED, why="; ".join((f"{words} is {value} ({claim.limit})", *limit.sources)))
+
+
+def answer_from_run(claim: Claim, kept: Kept) -> ClaimAnswer:
+    """Answers a measured claim from its run alone, so that a stored answer can be checked elsewhere."""
+    reading = read_figure(claim, kept)
+    runs = (reading.run,)
+    if reading.why or reading.value is None or reading.low is None or reading.high is None:
+        remedy = f"`fp8bench {claim.run}` on a device that has the format, or with more rounds or seeds"
+        return ClaimAnswer(claim, Answer.CANNOT_TELL, reading.value, runs=runs, why=reading.why, remedy=remedy)
+    if claim.published:
+        return _compare_published(claim, kept, reading)
+    sides = {claim.side(reading.low), claim.side(reading.high)}
+    answer, why, remedy = Answer.CANNOT_TELL, "", ""
+    if len(sides) > 1:
+        why = "its interval has values for which the sentence is true, and others"
+        remedy = f"`fp8bench {claim.run}` with more rounds or seeds, or on an idle machine"
+    else:
+        answer = Answer.REFUTED if sides.pop() else Answer.CONFIRMED
+    return ClaimAnswer(claim, answer, reading.value, reading.low, reading.high, runs, why, remedy)
+
+
+def _compare_published(claim: Claim, kept: Kept, reading: Reading) -> ClaimAnswer:
+    """Compares with a published figure. A figure outside of it under other conditions contradicts nothing."""
+    assert reading.value is not None
+    answer = _OF_PUBLISHED[claim.side(reading.value)]
+    differences = list(_other_conditions(claim, kept))
+    if differences and answer is not Answer.WITHIN:
+        answer = Answer.OTHER_CONDITIONS
+    why = "; ".join(differences) or "on the published card; no condition is known to differ"
+    return ClaimAnswer(claim, answer, reading.value, reading.low, reading.high, (reading.run,), why)
+
+
+def _other_conditions(claim: Claim, kept: Kept) -> Iterator[str]:
+    """Yields what differs between the published measurement and this one: card, power limit, clock, library."""
+    device = _device_of(kept)
+    sheet = datasheet_of(device.name)
+    here = sheet.name if sheet else device.name
+    if not claim.card:
+        yield f"the source names no card; here {here}"
+    elif not {*claim.card.lower().split()} <= {*here.lower().split()}:
+        yield f"card {here}, published {claim.card}"
+    environment = kept.environment if isinstance(kept, Run) else kept.training.environment
+    power = environment.get(f"{device.key} power_cap")
+    if claim.power and isinstance(power, int | float) and abs(power / claim.power - 1) > _SAME_POWER:
+        yield f"power limit {power:g} W, published {claim.power:g} W"
+    if isinstance(kept, Run):
+        clocks = [record.timing.clock for record in kept.records if record.timing and record.timing.clock]
+        if clocks:
+            yield f"clock {min(clocks) / 1e9:.2f} GHz at the lowest, which the source does not give"
+    if claim.library:
+        yield f"library torch {environment.get('torch')}, published {claim.library}"
+
+
+def _device_of(kept: Kept) -> DeviceFacts:
+    if not isinstance(kept, Run):
+        return kept.training.device
+    keys = {record.case.device for record in kept.records}
+    return next(device for device in kept.devices if device.key in keys)
