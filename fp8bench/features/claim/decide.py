@@ -9,7 +9,7 @@ from fp8bench.features.claim.expressions import evaluate
 from fp8bench.features.claim.readings import read_figure
 from fp8bench.features.claim.runs import Kept, NotHere
 from fp8bench.features.claim.values import Answer, Claim, ClaimAnswer, ClaimKind, Reading
-from fp8bench.model import DeviceFacts, Run
+from fp8bench.model import DeviceFacts, Environment, Run
 from fp8bench.model.specs import Better, spec_of
 from fp8bench.units import describe
 
@@ -87,35 +87,41 @@ def answer_from_run(claim: Claim, kept: Kept) -> ClaimAnswer:
 
 
 def _compare_published(claim: Claim, kept: Kept, reading: Reading) -> ClaimAnswer:
-    """Compares with a published figure. A figure outside of it under other conditions contradicts nothing."""
+    """Compares with a published figure. One outside of it on another card, or at another power, contradicts nothing."""
     assert reading.value is not None
     answer = _OF_PUBLISHED[claim.side(reading.value)]
-    differences = list(_other_conditions(claim, kept))
+    differences = list(_differences(claim, kept))
     if differences and answer is not Answer.WITHIN:
         answer = Answer.OTHER_CONDITIONS
-    why = "; ".join(differences) or "on the published card; no condition is known to differ"
+    why = "; ".join((*differences, *_conditions(claim, kept)))
     return ClaimAnswer(claim, answer, reading.value, reading.low, reading.high, (reading.run,), why)
 
 
-def _other_conditions(claim: Claim, kept: Kept) -> Iterator[str]:
-    """Yields what differs between the published measurement and this one: card, power limit, clock, library."""
+def _differences(claim: Claim, kept: Kept) -> Iterator[str]:
+    """Yields what differs between the published device and this one: the card, and its power limit."""
     device = _device_of(kept)
     sheet = datasheet_of(device.name)
-    here = sheet.name if sheet else device.name
+    card = sheet.name if sheet else device.name
     if not claim.card:
-        yield f"the source names no card; here {here}"
-    elif not {*claim.card.lower().split()} <= {*here.lower().split()}:
-        yield f"card {here}, published {claim.card}"
-    environment = kept.environment if isinstance(kept, Run) else kept.training.environment
-    power = environment.get(f"{device.key} power_cap")
+        yield f"the source names no card; here {card}"
+    elif not {*claim.card.lower().split()} <= {*card.lower().split()}:
+        yield f"card {card}, published {claim.card}"
+    power = _environment_of(kept).get(f"{device.key} power_cap")
     if claim.power and isinstance(power, int | float) and abs(power / claim.power - 1) > _SAME_POWER:
         yield f"power limit {power:g} W, published {claim.power:g} W"
+
+
+def _conditions(claim: Claim, kept: Kept) -> Iterator[str]:
+    """Yields the clock and the library here, next to what the source says of them."""
     if isinstance(kept, Run):
         clocks = [record.timing.clock for record in kept.records if record.timing and record.timing.clock]
         if clocks:
-            yield f"clock {min(clocks) / 1e9:.2f} GHz at the lowest, which the source does not give"
-    if claim.library:
-        yield f"library torch {environment.get('torch')}, published {claim.library}"
+            yield f"clock {min(clocks) / 1e9:.2f} GHz at the lowest, published none"
+    yield f"torch {_environment_of(kept).get('torch')}, published {claim.library or 'none'}"
+
+
+def _environment_of(kept: Kept) -> Environment:
+    return kept.environment if isinstance(kept, Run) else kept.training.environment
 
 
 def _device_of(kept: Kept) -> DeviceFacts:

@@ -101,15 +101,15 @@ class RunSource:
             return self.device or "cpu"
         if "cpu" in claim.device:
             return "cpu"
-        remedy = f"`fp8bench claim {claim.id} --device cuda` on {' or '.join(claim.device)}"
-        wanted = "any GPU" if "cuda" in claim.device else " or ".join(claim.device)
+        cards = "a GPU" if "cuda" in claim.device else f"one of {', '.join(claim.device)}"
+        remedy = f"`fp8bench claim {claim.id} --device cuda` on {cards}"
         if self.device == "cpu":
-            raise NotHere(f"it is about {wanted}, and only the CPU was asked", remedy)
+            raise NotHere(f"it has to be measured on {cards}, and only the CPU may be used", remedy)
         for facts in self._devices:
             if facts.accelerated and self.device in ("", facts.kind, facts.key) and fits_device(claim, facts.name):
                 return facts.key
         names = ", ".join(facts.name for facts in self._devices)
-        raise NotHere(f"it is about {wanted}, and this machine has {names}", remedy)
+        raise NotHere(f"it has to be measured on {cards}, and this machine has {names}", remedy)
 
     @cached_property
     def _devices(self) -> tuple[DeviceFacts, ...]:
@@ -117,19 +117,21 @@ class RunSource:
             return worker.probe()
 
     def _measure(self, question: Question, unfinished: Path | None) -> Kept:
+        """Measures a run, or the rest of one. Raises KeyboardInterrupt where the user has ended it."""
+        store, command = self.store, command_line()
         kept: Kept
         if isinstance(question, Request):
             with self.observer.measuring() as observer:
-                if unfinished is not None:
-                    kept = resume(unfinished, self.store, observer, command_line())[1]
+                if unfinished is None:
+                    kept = execute(question, store, observer, command, origin=ORIGIN)
                 else:
-                    kept = execute(question, self.store, observer, command_line(), origin=ORIGIN)
+                    kept = resume(unfinished, store, observer, command)[1]
         else:
-            with self.training_observer() as observer:
-                if unfinished is not None:
-                    kept = resume_training(unfinished, self.store, observer)[1]
+            with self.training_observer() as training_observer:
+                if unfinished is None:
+                    kept = train(question, store, training_observer, command)
                 else:
-                    kept = train(question, self.store, observer, command_line())
+                    kept = resume_training(unfinished, store, training_observer)[1]
         if not kept.finished:
             raise KeyboardInterrupt
         return kept
@@ -147,32 +149,20 @@ def fits_device(claim: Claim, name: str) -> bool:
 
 
 def find_stored(question: Question, store: Path) -> tuple[Kept | None, Path | None]:
-    """Returns the newest stored run of this question that still counts, and an unfinished one to resume."""
+    """Returns the newest stored run of this question that still counts, or the newest unfinished one, to resume."""
+    is_run = isinstance(question, Request)
     unfinished: Path | None = None
-    paths = _trainings(question, store) if isinstance(question, TrainingRequest) else _runs(question, store)
-    for path in paths:
-        kept: Kept = load_training(path) if isinstance(question, TrainingRequest) else load_run(path)
-        if kept.finished and not kept.troubles:
-            return kept, None
-        if not kept.troubles:
-            unfinished = unfinished or path
+    for path in run_files(store) if is_run else KIND.files(store):
+        with suppress(StoreError):
+            head: Run | Training = load_head(path) if is_run else load_training_head(path)
+            if head.request != question or not counts_still(head.environment, head.started):
+                continue
+            kept: Kept = load_run(path) if is_run else load_training(path)
+            if kept.finished and not kept.troubles:
+                return kept, None
+            if not kept.troubles:
+                unfinished = unfinished or path
     return None, unfinished
-
-
-def _runs(question: Request, store: Path) -> Iterator[Path]:
-    for path in run_files(store):
-        with suppress(StoreError):
-            head = load_head(path)
-            if head.request == question and counts_still(head.environment, head.started):
-                yield path
-
-
-def _trainings(question: TrainingRequest, store: Path) -> Iterator[Path]:
-    for path in KIND.files(store):
-        with suppress(StoreError):
-            head: Training = load_training_head(path)
-            if head.request == question and counts_still(head.environment, head.started):
-                yield path
 
 
 def counts_still(environment: Environment, started: str) -> bool:

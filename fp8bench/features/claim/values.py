@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from fp8bench.model.codec import encode
+
 
 class ClaimKind(StrEnum):
     """What decides a claim: an expression over facts, a figure of a run, or other claims."""
@@ -119,18 +121,9 @@ class ClaimAnswer:
 
     def as_value(self) -> dict[str, Any]:
         """Returns the fields for JSON, with the claim's id and sentence in place of its row."""
-        return {
-            "id": self.claim.id,
-            "sentence": self.claim.sentence,
-            "answer": self.answer.value,
-            "value": self.value,
-            "low": self.low,
-            "high": self.high,
-            "unit": self.claim.unit,
-            "runs": list(self.runs),
-            "why": self.why,
-            "remedy": self.remedy,
-        }
+        values = encode(self)
+        row = values.pop("claim")
+        return {**{name: row[name] for name in ("id", "sentence", "unit")}, **values}
 
 
 class Standing(StrEnum):

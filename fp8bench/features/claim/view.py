@@ -111,7 +111,6 @@ def page_of_catalogue(claims: Iterable[Claim]) -> Page:
     cols: tuple[Col[Claim], ...] = (
         Col("claim", lambda claim: claim.id),
         Col("sentence", lambda claim: claim.sentence),
-        Col("decided by", lambda claim: claim.kind.value if not claim.run else f"a run on {' or '.join(claim.device)}"),
     )
     rows = table("catalogue", "", cols, claims)
     words = "`fp8bench claim ID` answers one, `fp8bench claim --all --cpu` all that a CPU can decide."

@@ -194,7 +194,7 @@ def test_bad_files_and_names_are_refused(say: Say) -> None:
     [
         ("TF32 has 312 TFLOPS on an H200", 1, "refuted", "494.5 TFLOP/s"),
         ("E4M3 reaches 448", 0, "confirmed", "448"),
-        ("FP8 is 2x faster", 4, "cannot tell here", "`fp8bench claim fp8-2x --device cuda` on H100 or H200 or B200"),
+        ("FP8 is 2x faster", 4, "cannot tell here", "`fp8bench claim fp8-2x --device cuda` on one of H100, H200, B200"),
         ("fp8-bits", 0, "confirmed", "all 4 parts are confirmed"),
         ("fp8-peak-6x-fp32", 1, "refuted", "29.54 x"),
     ],
@@ -316,11 +316,29 @@ def test_a_stored_run_of_this_week_is_reused(gemm: Run, tmp_path: Path, monkeypa
     question = replace(gemm.request, devices=("cpu",))
     assert find_stored(question, tmp_path) == (None, None)  # the stored request names no device
     monkeypatch.setattr("fp8bench.features.claim.runs.replace", lambda value, **_: value)
-    assert source(claim_of()).path == str(tmp_path / "runs" / "box" / GEMM.name)  # type: ignore[union-attr]
+    assert source(claim_of()).path == str(tmp_path / "runs" / "box" / GEMM.name)
     lines = GEMM.read_bytes().splitlines(keepends=True)
     (tmp_path / "runs" / "box" / GEMM.name).write_bytes(b"".join(lines[:-1]))  # cut off: to be resumed, not used
     found, unfinished = find_stored(gemm.request, tmp_path)
     assert found is None and unfinished is not None
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_measured_once_and_resumed(say: Say) -> None:
+    words = "suite gemm --quick --no-isolation --no-energy --set shape=16 --dtypes fp32,bf16,fp8"
+    Path("row.toml").write_text(changed(run=f'"{words}"', bound="0.2"))
+    code, out, err = say("row.toml", "--cpu", "--keep", "evidence")
+    assert code == 0 and "answer: confirmed" in out and "measures 1 run, for an unknown time, and reuses 0" in err
+    (run,) = Path(".fp8bench/runs").glob("*/*.jsonl")
+    assert f"runs: {run.stem.rpartition('-')[2]}" in out
+    assert say("check", "evidence")[0] == 0
+    code, again, err = say("row.toml", "--cpu")
+    assert (code, again, err) == (0, out, "")
+    lines = run.read_bytes().splitlines(keepends=True)
+    run.write_bytes(b"".join(lines[:1]))  # as a kill leaves it
+    code, again, err = say("row.toml", "--cpu")
+    assert code == 0 and "measures 1 run" in err and again.splitlines()[-2:] == out.splitlines()[-2:]
+    assert [*Path(".fp8bench/runs").glob("*/*.jsonl")] == [run]
 
 
 def test_cards_are_found_by_the_words_of_their_names() -> None:
