@@ -93,7 +93,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     answers = _answer_claims(chosen, arguments, observer)
     # 2. The exit code is the worst answer's, unless the whole catalogue was asked, of which many sentences are wrong.
     code = EXIT_OK if several else _exit_code(answers)
-    values = [given.as_value() for given in answers]
+    values = [answer.as_value() for answer in answers]
     if len(answers) == 1:
         return CommandResult(answers, partial(page_of_answer, answers[0]), lambda: values, code=code)
     pages = partial(page_of_answers, answers), partial(page_with_sources, answers)
@@ -101,10 +101,10 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
 
 
 def _exit_code(answers: Sequence[ClaimAnswer]) -> int:
-    given = {answer.answer for answer in answers}
-    if Answer.REFUTED in given:
+    answers_given = {answer.answer for answer in answers}
+    if Answer.REFUTED in answers_given:
         return EXIT_REGRESSION
-    return EXIT_BASELINE if Answer.CANNOT_TELL in given else EXIT_OK
+    return EXIT_BASELINE if Answer.CANNOT_TELL in answers_given else EXIT_OK
 
 
 def _answer_claims(chosen: _Chosen, arguments: argparse.Namespace, observer: JobObserver) -> list[ClaimAnswer]:
@@ -139,7 +139,7 @@ def _check(arguments: argparse.Namespace) -> CommandResult:
         raise UsageError("claim check takes one folder, which --keep FOLDER has written. Give `claim check FOLDER`.")
     folder = arguments.what[1]
     checked = check_folder(Path(folder), questions_of)
-    standings = {one.standing for one in checked}
+    standings = {answer.standing for answer in checked}
     code = (
         EXIT_REGRESSION if Standing.FAILS in standings else EXIT_BASELINE if Standing.UNKNOWN in standings else EXIT_OK
     )

@@ -14,7 +14,7 @@ from fp8bench import __version__
 from fp8bench.errors import Fp8benchError, StoreError, UsageError
 from fp8bench.features.claim.decide import answer_claim
 from fp8bench.features.claim.rows import ClaimsFile, load_claims
-from fp8bench.features.claim.runs import Kept, NotHere, Question, measured_parts, without_device
+from fp8bench.features.claim.runs import NotHere, Question, StoredRun, measured_parts, without_device
 from fp8bench.features.claim.values import Answer, CheckedAnswer, Claim, ClaimAnswer, Standing
 from fp8bench.features.train.kind import load_training
 from fp8bench.files import Damaged, check_file, keeping, read_file, seal, unseal, write_whole
@@ -33,7 +33,7 @@ def refuse_answers(folder: Path) -> None:
 
 
 def write_folder(
-    folder: Path, claims: ClaimsFile, answers: Sequence[ClaimAnswer], runs_by_claim: Mapping[str, Kept]
+    folder: Path, claims: ClaimsFile, answers: Sequence[ClaimAnswer], runs_by_claim: Mapping[str, StoredRun]
 ) -> None:
     """Writes claims, answers and copies of the runs into a new folder; `runs_by_claim` has the runs by id of claim."""
     with keeping(folder, "Choose another --keep FOLDER."):
@@ -106,10 +106,10 @@ def _check_answer(stored: Mapping[str, Any], claims: ClaimsFile, source: _Stored
     if stored["answer"] == Answer.CANNOT_TELL and not stored["runs"] and _is_measured(claim, claims):
         return Standing.UNKNOWN, "no run was measured for it"
     # 3. The same answer follows from them.
-    again = answer_claim(claim, claims.claims, source).as_value()
+    recomputed = answer_claim(claim, claims.claims, source).as_value()
     for name in ("answer", "value", "low", "high", "runs"):
-        if again[name] != stored[name]:
-            return Standing.FAILS, f"{name} is {again[name]} when computed again, and {stored[name]} was stored"
+        if recomputed[name] != stored[name]:
+            return Standing.FAILS, f"{name} is {recomputed[name]} when computed again, and {stored[name]} was stored"
     return Standing.HOLDS, "computed again, bit for bit"
 
 
@@ -125,22 +125,22 @@ class _StoredRuns:
     runs_by_claim: Mapping[str, str]
     digests: Mapping[str, str]
     questions: Mapping[str, Question]
-    _loaded: dict[str, Kept] = field(default_factory=dict)
+    _loaded: dict[str, StoredRun] = field(default_factory=dict)
 
     def path_of(self, run: str) -> Path:
         return self.folder / _RUNS / f"{Path(run).name}.jsonl"
 
-    def __call__(self, claim: Claim) -> Kept:
+    def __call__(self, claim: Claim) -> StoredRun:
         """Returns the run of a measured claim. Raises StoreError if it is of another command."""
         if claim.id not in self.runs_by_claim:
             raise NotHere("the folder has no run for it", "")
-        run = self.runs_by_claim[claim.id]
-        if run not in self._loaded:
-            self._loaded[run] = load_kept(self.path_of(run))
-        kept = self._loaded[run]
-        if without_device(kept.request) != self.questions[claim.run]:
-            raise StoreError(f"the run {_id_of(kept)} is not one of `{claim.run}`.")
-        return kept
+        run_id = self.runs_by_claim[claim.id]
+        if run_id not in self._loaded:
+            self._loaded[run_id] = load_stored(self.path_of(run_id))
+        run = self._loaded[run_id]
+        if without_device(run.request) != self.questions[claim.run]:
+            raise StoreError(f"the run {run_id} is not one of `{claim.run}`.")
+        return run
 
     def why_changed(self, run: str) -> str:
         """Returns what has happened to a run's file since it was answered from; '' for nothing, or without a file."""
@@ -150,19 +150,19 @@ class _StoredRuns:
         return f"{path.name}: {'; '.join(_troubles(run, path)) or 'its bytes are not those that were answered from'}"
 
 
-def _troubles(run: str, path: Path) -> Iterator[str]:
+def _troubles(run_id: str, path: Path) -> Iterator[str]:
     """Yields what is wrong with a changed file: another run in its place, broken lines, and lines that are gone."""
     try:
-        kept = load_kept(path)
+        run = load_stored(path)
     except StoreError as error:
         yield f"it cannot be read ({error})"
         return
-    if _id_of(kept) != run:
-        yield f"it holds the run {_id_of(kept)}: runs were swapped"
-    yield from kept.troubles
+    if _id_of(run) != run_id:
+        yield f"it holds the run {_id_of(run)}: runs were swapped"
+    yield from run.troubles
 
 
-def load_kept(path: Path) -> Kept:
+def load_stored(path: Path) -> StoredRun:
     """Reads a run or a training, whichever the file holds."""
     try:
         check_file(path)
@@ -172,8 +172,8 @@ def load_kept(path: Path) -> Kept:
     return load_training(path) if b'"training":' in first else load_run(path)
 
 
-def _id_of(kept: Kept) -> str:
-    return kept.id if isinstance(kept, Run) else kept.training.id
+def _id_of(run: StoredRun) -> str:
+    return run.id if isinstance(run, Run) else run.training.id
 
 
 def _digest(path: Path) -> str:

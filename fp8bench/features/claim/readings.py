@@ -22,9 +22,9 @@ _EMULATED = "{} is emulated on this device, so {} is the emulation's and says no
 _ARM_COSTS = ("tokens_per_second", "peak_memory", "joules_per_step")
 
 
-def read_figure(claim: Claim, kept: Run | KeptTraining) -> Reading:
+def read_figure(claim: Claim, run: Run | KeptTraining) -> Reading:
     """Returns the claim's figure. Raises UsageError if the run has no such case, or several."""
-    return _read_run(claim, kept) if isinstance(kept, Run) else _read_training(claim, kept)
+    return _read_run(claim, run) if isinstance(run, Run) else _read_training(claim, run)
 
 
 def _read_run(claim: Claim, run: Run) -> Reading:
@@ -44,23 +44,29 @@ def _read_run(claim: Claim, run: Run) -> Reading:
     # 2. Costs of an emulation are not the precision's.
     if metric.cost or (record.support.is_emulated and not metric.spec.of_workload and name not in _OF_A_DEVICE):
         return Reading(None, run=run.id, why=_EMULATED.format(mode, metric.name))
+    # 3. A device that was throttled or shared gives no time, rate or energy.
+    if metric.noisy and finding is not None and finding.hard:
+        why = f"the device was not in a state to be timed ({', '.join(finding.hard)})"
+        return Reading(None, run=run.id, why=why)
     if name == "speedup":
         return _speed_up(metric, finding, run)
     value = metric.value if metric.best is None else metric.best
     if value is None:
         return Reading(None, run=run.id, why=metric.why or f"{name} was not measured")
-    # 3. The figure, or its ratio to the reference's.
+    # 4. The figure, or its ratio to the reference's, with the distance of its quartiles if it is noisy.
     step = resolution_of(claim, spec_of(name))
+    if metric.noisy and finding is not None:
+        step = max(step, finding.spread or 0.0)
     if not claim.is_ratio:
         low, high = metric.bounds or (value - step * abs(value), value + step * abs(value))
         return Reading(value, low, high, run.id)
     if metric.interval is not None:
         return Reading(metric.interval.point, metric.interval.low, metric.interval.high, run.id)
-    reference = next(other for other in run.records if other.is_reference and other.case.setting == record.case.setting)
-    base = _metrics(reference, judged.get(reference.case.id), run).get(name)
+    reference = _reference_of(record, run)
+    base = _metrics(reference, judged.get(reference.case.id), run).get(name) if reference is not None else None
     base_value = None if base is None else base.value if base.best is None else base.best
     if not base_value:
-        return Reading(None, run=run.id, why=f"{name} of the reference {reference.case.mode} is unknown or 0")
+        return Reading(None, run=run.id, why=f"{name} of the reference is unknown or 0")
     ratio = value / base_value
     return Reading(ratio, ratio * (1 - step), ratio * (1 + step), run.id)
 
@@ -81,10 +87,14 @@ def _find_case(claim: Claim, run: Run) -> Record:
     )
 
 
+def _reference_of(record: Record, run: Run) -> Record | None:
+    references = (candidate for candidate in run.records if candidate.is_reference)
+    return next((reference for reference in references if reference.case.setting == record.case.setting), None)
+
+
 def _metrics(record: Record, finding: Finding | None, run: Run) -> dict[str, Metric]:
     """Returns the metrics of a whole step by name; the first of a name counts."""
-    settings = {other.case.setting: other for other in run.records if other.is_reference}
-    base = settings.get(record.case.setting)
+    base = _reference_of(record, run)
     metrics: dict[str, Metric] = {}
     for metric in metrics_of(record, finding, Reference(base) if base is not None else None):
         if metric.phase == STEP:
@@ -97,16 +107,13 @@ def _speed_up(metric: Metric, finding: Finding | None, run: Run) -> Reading:
     if metric.interval is None or finding is None or metric.interval.level == 0:
         return Reading(None, run=run.id, why=metric.why or "too few rounds for an interval")
     speed = metric.interval.inverse
-    if finding.hard:
-        labels = ", ".join(finding.hard)
-        return Reading(speed.point, run=run.id, why=f"the device was not in a state to be timed ({labels})")
     floor = 1 + (finding.floor or 0.0)
     return Reading(speed.point, speed.low / floor, speed.high * floor, run.id)
 
 
-def _read_training(claim: Claim, kept: KeptTraining) -> Reading:
-    judged = JudgedTraining(kept)
-    training = kept.training
+def _read_training(claim: Claim, run: KeptTraining) -> Reading:
+    judged = JudgedTraining(run)
+    training = run.training
     name = claim.figure.removesuffix(" ratio")
     arm_name = dict(claim.case).get("arm", "")
     summaries = {summary.arm.name: summary for summary in judged.summaries}

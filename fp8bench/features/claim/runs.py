@@ -33,7 +33,7 @@ from fp8bench.units import clock
 
 _LONGEST_AGE = timedelta(days=7)
 Question = Request | TrainingRequest
-Kept = Run | KeptTraining
+StoredRun = Run | KeptTraining
 ORIGIN = "claim"
 
 
@@ -57,15 +57,15 @@ class RunSource:
     device: str
     observer: JobObserver
     training_observer: Callable[[], AbstractContextManager[TrainingObserver]]
-    runs_by_claim: dict[str, Kept] = field(default_factory=dict)
-    _runs: dict[Question, Kept] = field(default_factory=dict)
+    runs_by_claim: dict[str, StoredRun] = field(default_factory=dict)
+    _runs: dict[Question, StoredRun] = field(default_factory=dict)
 
-    def __call__(self, claim: Claim) -> Kept:
+    def __call__(self, claim: Claim) -> StoredRun:
         """Returns the run of a measured claim; measures it if none counts. Raises NotHere."""
         question = self._question(claim)
         if question not in self._runs:
-            kept, unfinished = find_stored(question, self.store)
-            self._runs[question] = kept or self._measure(question, unfinished)
+            finished, unfinished = find_stored(question, self.store)
+            self._runs[question] = finished or self._measure(question, unfinished)
         self.runs_by_claim[claim.id] = self._runs[question]
         return self._runs[question]
 
@@ -82,10 +82,10 @@ class RunSource:
                     missing[question] = max(claim.seconds, missing.get(question, 0.0))
         if missing:
             seconds = clock(sum(missing.values()))
-            known = f"about {seconds} on an idle machine" if all(missing.values()) else "for an unknown time"
+            duration = f"about {seconds} on an idle machine" if all(missing.values()) else "for an unknown time"
             runs = "1 run" if len(missing) == 1 else f"{len(missing)} runs"
             self.observer.note(
-                f"measures {runs}, {known}, and reuses {len(reused)} of the last 7 days. Ctrl-C keeps what is "
+                f"measures {runs}, {duration}, and reuses {len(reused)} of the last 7 days. Ctrl-C keeps what is "
                 "measured, and the same command continues."
             )
 
@@ -116,25 +116,25 @@ class RunSource:
         with claim_process(True), ProcessWorker(Settings(1)) as worker:
             return worker.probe()
 
-    def _measure(self, question: Question, unfinished: Path | None) -> Kept:
+    def _measure(self, question: Question, unfinished: Path | None) -> StoredRun:
         """Measures a run, or the rest of one. Raises KeyboardInterrupt where the user has ended it."""
         store, command = self.store, command_line()
-        kept: Kept
+        run: StoredRun
         if isinstance(question, Request):
             with self.observer.measuring() as observer:
                 if unfinished is None:
-                    kept = execute(question, store, observer, command, origin=ORIGIN)
+                    run = execute(question, store, observer, command, origin=ORIGIN)
                 else:
-                    kept = resume(unfinished, store, observer, command)[1]
+                    run = resume(unfinished, store, observer, command)[1]
         else:
             with self.training_observer() as training_observer:
                 if unfinished is None:
-                    kept = train(question, store, training_observer, command)
+                    run = train(question, store, training_observer, command)
                 else:
-                    kept = resume_training(unfinished, store, training_observer)[1]
-        if not kept.finished:
+                    run = resume_training(unfinished, store, training_observer)[1]
+        if not run.finished:
             raise KeyboardInterrupt
-        return kept
+        return run
 
 
 def without_device(question: Question) -> Question:
@@ -148,7 +148,7 @@ def fits_device(claim: Claim, name: str) -> bool:
     return "cuda" in claim.device or any({*card.lower().split()} <= words for card in claim.device)
 
 
-def find_stored(question: Question, store: Path) -> tuple[Kept | None, Path | None]:
+def find_stored(question: Question, store: Path) -> tuple[StoredRun | None, Path | None]:
     """Returns the newest stored run of this question that still counts, or the newest unfinished one, to resume."""
     is_run = isinstance(question, Request)
     unfinished: Path | None = None
@@ -157,18 +157,18 @@ def find_stored(question: Question, store: Path) -> tuple[Kept | None, Path | No
             head: Run | Training = load_head(path) if is_run else load_training_head(path)
             if head.request != question or not counts_still(head.environment, head.started):
                 continue
-            kept: Kept = load_run(path) if is_run else load_training(path)
-            if kept.finished and not kept.troubles:
-                return kept, None
-            if not kept.troubles:
+            run: StoredRun = load_run(path) if is_run else load_training(path)
+            if run.finished and not run.troubles:
+                return run, None
+            if not run.troubles:
                 unfinished = unfinished or path
     return None, unfinished
 
 
 def counts_still(environment: Environment, started: str) -> bool:
     """Whether a run is of this machine and these versions, and younger than a week."""
-    here = {"machine": platform.node() or "unknown", "fp8bench": __version__, "torch": version("torch")}
-    is_same = all(environment.get(name) == value for name, value in here.items())
+    current = {"machine": platform.node() or "unknown", "fp8bench": __version__, "torch": version("torch")}
+    is_same = all(environment.get(name) == value for name, value in current.items())
     return is_same and datetime.now(UTC) - datetime.fromisoformat(started) < _LONGEST_AGE
 
 

@@ -13,19 +13,20 @@ from pathlib import Path
 
 import pytest
 
+from fp8bench.analysis.findings import findings
 from fp8bench.cli.progress import SILENT
 from fp8bench.errors import UsageError
 from fp8bench.features.claim.command import questions_of
 from fp8bench.features.claim.decide import answer_claim, answer_from_run
 from fp8bench.features.claim.expressions import evaluate
-from fp8bench.features.claim.folder import check_folder, load_kept, write_folder
+from fp8bench.features.claim.folder import check_folder, load_stored, write_folder
 from fp8bench.features.claim.readings import read_figure
 from fp8bench.features.claim.rows import load_catalogue, load_claims, parse_claims
 from fp8bench.features.claim.runs import RunSource, counts_still, find_stored, fits_device
-from fp8bench.features.claim.values import Answer, Claim, ClaimAnswer, Standing
+from fp8bench.features.claim.values import Answer, Claim, ClaimAnswer, Reading, Standing
 from fp8bench.features.claim.view import page_with_sources
 from fp8bench.features.train.values import TrainingObserver
-from fp8bench.model import Environment, Level, Request, Run
+from fp8bench.model import Environment, Label, Level, Request, Run
 from fp8bench.report.page.markdown import render
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import ROOT, Say, only_sentence, unfolding
@@ -261,6 +262,24 @@ def test_costs_of_an_emulation_and_quick_runs_decide_no_speed(gemm: Run, figure:
     assert answered.answer is Answer.CANNOT_TELL and said in answered.why and answered.remedy
 
 
+def test_noise_widens_times_and_hard_labels_withhold_them(gemm: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = replace(claim_of(), figure="time", case=(("mode", "bf16"), ("n", "64")), device=("cpu",))
+    judged = findings(gemm)
+    (name,) = (
+        record.case.id for record in gemm.records if record.case.mode == "bf16" and ("n", 64) in record.case.params
+    )
+
+    def read(**values: object) -> Reading:
+        changed_finding = {name: replace(judged[name], **values)}  # type: ignore[arg-type]
+        monkeypatch.setattr("fp8bench.features.claim.readings.findings", lambda _: {**judged, **changed_finding})
+        return read_figure(claim, gemm)
+
+    calm, noisy = read(spread=0.0, hard=()), read(spread=0.5, hard=())
+    assert calm.value and (calm.low, calm.high) == (0.99 * calm.value, 1.01 * calm.value)
+    assert (noisy.low, noisy.high) == (0.5 * calm.value, 1.5 * calm.value)
+    assert "not in a state to be timed (throttled)" in read(hard=(Label.THROTTLED,)).why
+
+
 def test_a_case_has_to_be_one(gemm: Run) -> None:
     with pytest.raises(UsageError, match="2 cases of the run 8b215bef fit"):
         read_figure(claim_of(), gemm)
@@ -364,7 +383,7 @@ def evidence(tmp_path: Path) -> Path:
     """A folder of four answers, from committed runs."""
     file, kept = load_catalogue(), {}
     for name in ("nvfp4-finer", "e4m3-error", "fp8-half-wire"):
-        kept[name] = load_kept(run_of(EVIDENCE, name))
+        kept[name] = load_stored(run_of(EVIDENCE, name))
     claims = [file.claims[name] for name in (*kept, "tf32-312-h200")]
     answers = [answer_claim(claim, file.claims, lambda claim: kept[claim.id]) for claim in claims]
     write_folder(tmp_path / "evidence", file, answers, kept)
@@ -439,7 +458,7 @@ def test_swapped_runs_are_named(evidence: Path) -> None:
 
 def test_an_emulated_run_of_another_level_changes_the_answer() -> None:
     """The answer hangs on the run: the same figures of a native device have no reason to be withheld."""
-    run = load_kept(run_of(EVIDENCE, "bf16-halves-memory"))
+    run = load_stored(run_of(EVIDENCE, "bf16-halves-memory"))
     assert isinstance(run, Run)
     claim = replace(load_catalogue().claims["bf16-halves-memory"], case=(("mode", "fp8"),))
     assert answer_from_run(claim, run).answer is Answer.CANNOT_TELL
