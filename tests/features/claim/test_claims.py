@@ -26,11 +26,13 @@ from fp8bench.features.claim.runs import RunSource, counts_still, find_stored, f
 from fp8bench.features.claim.values import Answer, Claim, ClaimAnswer, Reading, Standing
 from fp8bench.features.claim.view import page_with_sources
 from fp8bench.features.train.values import TrainingObserver
-from fp8bench.model import Environment, Label, Level, Request, Run
+from fp8bench.model import Case, Environment, Label, Level, Request, Run
+from fp8bench.plan.make import make_plan
 from fp8bench.report.page.markdown import render
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import ROOT, Say, only_sentence, unfolding
 from tests.counts import for_each
+from tests.facts import A100, B200, H200
 
 EVIDENCE = ROOT / "reports" / "claims_cpu"
 GEMM = next((ROOT / "tests" / "golden" / "stores" / "runs" / "runs").glob("*/*-8b215bef.jsonl"))
@@ -376,6 +378,28 @@ def test_every_row_of_the_catalogue_can_be_decided() -> None:
     for claim in file.claims.values():
         address = claim.source.address
         assert address.startswith("https://") or (ROOT / address).is_file(), claim.id
+
+
+def test_rows_for_gpus_plan_one_native_case_there() -> None:
+    """What no machine here has run is at least planned as its row says, beside the baseline of its sentence."""
+    file, facts = load_catalogue(), {"H200": H200, "A100": A100, "B200": B200}
+    questions = questions_of(file)
+    rows = [claim for claim in file.claims.values() if claim.run and "any" not in claim.device]
+    assert len(rows) >= 12
+    for claim in rows:
+        device = facts["H200" if {"cuda", "H200"} & {*claim.device} else claim.device[0]]
+        question = questions[claim.run]
+        assert isinstance(question, Request)
+        plan = make_plan(replace(question, devices=("cuda",)), (device,), "text")
+        planned = [case for group in plan for case in group.cases]
+        (chosen,) = (case for case in planned if read_facts(case.case).items() >= dict(claim.case).items())
+        assert chosen.runs and not chosen.support.is_emulated, claim.id
+        (reference,) = (group.cases[group.reference].case.mode for group in plan)
+        assert not claim.is_ratio or reference.upper() in claim.sentence, claim.id
+
+
+def read_facts(case: Case) -> dict[str, str]:
+    return {"mode": case.mode, **{name: str(value) for name, value in case.params}}
 
 
 @pytest.fixture
