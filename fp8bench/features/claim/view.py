@@ -84,14 +84,17 @@ def page_of_answers(answers: Sequence[ClaimAnswer]) -> Page:
 
 
 def _explain(answer: ClaimAnswer) -> str:
-    words = answer.why if answer.answer is Answer.CANNOT_TELL or answer.value is None else figure_words(answer)
-    return f"{answer.claim.id}: {words}"
+    """Returns the figure, or the reason why there is none; a figure beside a published one has its conditions."""
+    if answer.answer is Answer.CANNOT_TELL or answer.value is None:
+        return answer.why
+    words = figure_words(answer)
+    return f"{words}; published {claimed_words(answer.claim)}; {answer.why}" if answer.claim.published else words
 
 
 _ANSWERS: tuple[Col[ClaimAnswer], ...] = (
     Col("sentence", lambda answer: answer.claim.sentence),
     Col("answer", lambda answer: Field(answer.answer.value, tone=_TONES.get(answer.answer, Tone.PLAIN))),
-    Col("claim", _explain, below=True),
+    Col("claim", lambda answer: f"{answer.claim.id}: {_explain(answer)}", below=True),
 )
 
 

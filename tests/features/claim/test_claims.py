@@ -24,7 +24,7 @@ from fp8bench.features.claim.readings import read_figure
 from fp8bench.features.claim.rows import load_catalogue, load_claims, parse_claims
 from fp8bench.features.claim.runs import RunSource, counts_still, find_stored, fits_device
 from fp8bench.features.claim.values import Answer, Claim, ClaimAnswer, Reading, Standing
-from fp8bench.features.claim.view import page_with_sources
+from fp8bench.features.claim.view import page_of_answers, page_with_sources
 from fp8bench.features.train.values import TrainingObserver
 from fp8bench.model import Case, Environment, Label, Level, Request, Run
 from fp8bench.plan.make import make_plan
@@ -310,6 +310,8 @@ def test_published_figures_are_compared_with_their_conditions(gemm: Run) -> None
     assert [compare(value * share).answer for share in (1.0, 0.9, 1.1)] == [Answer.WITHIN, Answer.ABOVE, Answer.BELOW]
     other = compare(2 * value, "H100")
     assert other.answer is Answer.OTHER_CONDITIONS and "card H200 SXM, published H100" in other.why
+    shown = " ".join(render(page_of_answers([other, other])).split())
+    assert "; published " in shown and "card H200 SXM, published H100; torch" in shown  # never a bare number
     assert "power limit 500 W, published 700 W" in compare(2 * value, power=700).why
     assert "the source names no card" in compare(value, card="").why  # named even where the figures agree
 
