@@ -16,6 +16,8 @@ from fp8bench.units import describe
 # Gives the run of a measured claim; raises NotHere.
 GetRun = Callable[[Claim], StoredRun]
 _OF_PUBLISHED = {0: Answer.WITHIN, 1: Answer.ABOVE, -1: Answer.BELOW}
+_ON_A_DEVICE = "on a device that has the format"
+_MORE = "with more time, rounds or seeds, or on an idle machine"
 # Power limits that differ by less are the same.
 _SAME_POWER = 0.02
 
@@ -72,7 +74,7 @@ def answer_from_run(claim: Claim, run: StoredRun) -> ClaimAnswer:
     reading = read_figure(claim, run)
     runs = (reading.run,)
     if reading.why or reading.value is None or reading.low is None or reading.high is None:
-        remedy = f"`fp8bench {claim.run}` on a device that has the format, or with more rounds or seeds"
+        remedy = f"`fp8bench {claim.run}` {_ON_A_DEVICE if 'emulated' in reading.why else _MORE}"
         return ClaimAnswer(claim, Answer.CANNOT_TELL, reading.value, runs=runs, why=reading.why, remedy=remedy)
     if claim.published:
         return _compare_published(claim, run, reading)
@@ -80,7 +82,7 @@ def answer_from_run(claim: Claim, run: StoredRun) -> ClaimAnswer:
     answer, why, remedy = Answer.CANNOT_TELL, "", ""
     if len(sides) > 1:
         why = "its interval has values for which the sentence is true, and others"
-        remedy = f"`fp8bench {claim.run}` with more rounds or seeds, or on an idle machine"
+        remedy = f"`fp8bench {claim.run}` {_MORE}"
     else:
         answer = Answer.REFUTED if sides.pop() else Answer.CONFIRMED
     return ClaimAnswer(claim, answer, reading.value, reading.low, reading.high, runs, why, remedy)
