@@ -89,6 +89,7 @@ PARTS: dict[tuple[str, str], frozenset[str]] = {
 # takes, and of other features only these.
 OTHER_FEATURES: dict[str, frozenset[str]] = {
     "advise": frozenset({"infer", "sensitivity", "train"}),
+    "claim": frozenset({"train"}),
     "gate": frozenset({"duel"}),
     "infer": frozenset({"train"}),
 }

@@ -1,0 +1,1 @@
+"""Decide: confirm or refute a sentence about low precision."""

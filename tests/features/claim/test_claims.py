@@ -1,0 +1,505 @@
+"""Which sentences are confirmed, refuted or left open, which rows are refused, and what `claim check` finds."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import shutil
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from fp8bench.analysis.findings import findings
+from fp8bench.cli.progress import SILENT
+from fp8bench.errors import UsageError
+from fp8bench.features.claim.command import questions_of
+from fp8bench.features.claim.decide import answer_claim, answer_from_run
+from fp8bench.features.claim.expressions import evaluate
+from fp8bench.features.claim.folder import check_folder, load_stored, write_folder
+from fp8bench.features.claim.readings import read_figure
+from fp8bench.features.claim.rows import load_catalogue, load_claims, parse_claims
+from fp8bench.features.claim.runs import RunSource, counts_still, find_stored, fits_device
+from fp8bench.features.claim.values import Answer, Claim, ClaimAnswer, Reading, Standing
+from fp8bench.features.claim.view import page_of_answers, page_with_sources
+from fp8bench.features.train.values import TrainingObserver
+from fp8bench.model import Case, Environment, Label, Level, Request, Run
+from fp8bench.plan.make import make_plan
+from fp8bench.report.page.markdown import render
+from fp8bench.store.runs.run_file import load_run
+from tests.commands import ROOT, Say, only_sentence, unfolding
+from tests.counts import for_each
+from tests.facts import A100, B200, H200
+
+EVIDENCE = ROOT / "reports" / "claims_cpu"
+GEMM = next((ROOT / "tests" / "golden" / "stores" / "runs" / "runs").glob("*/*-8b215bef.jsonl"))
+ROW = """
+[[claim]]
+id = "x"
+sentence = "FP8 rounds"
+source = {title = "t", publisher = "p", year = 2024, address = "https://example.org"}
+kind = "measured"
+run = "suite gemm --quick"
+case = {mode = "fp8"}
+figure = "product_error"
+relation = "<"
+bound = 0.05
+device = "any"
+"""
+
+
+def changed(**values: str) -> str:
+    """The row with other lines; None leaves a line out."""
+    lines = []
+    for line in ROW.strip().splitlines():
+        key = line.partition(" ")[0]
+        lines.append(f"{key} = {values.pop(key)}" if key in values else line)
+    return "\n".join(
+        [*(line for line in lines if not line.endswith(" = -")), *(f"{k} = {v}" for k, v in values.items())]
+    )
+
+
+def claim_of(**values: str) -> Claim:
+    return parse_claims("claims", changed(**values)).claims["x"]
+
+
+@pytest.fixture
+def say(store: Path, fp8bench: Say) -> Say:
+    return unfolding(fp8bench, "claim")
+
+
+@pytest.fixture(scope="module")
+def gemm() -> Run:
+    return load_run(GEMM)
+
+
+# Arithmetic, against the same numbers written out by hand.
+@for_each(
+    ("text", "value"),
+    [
+        ("e4m3.largest", 1.75 * 256),
+        ("log2(e5m2.largest)", 15 + math.log2(1.75)),
+        ("-e4m3.smallest_subnormal", -1 / 512),
+        ("e2m1.bits + e8m0.bits / 32", 4.25),
+        ("h200_sxm.tf32 / 1e12", 494.5),
+        ("h100_sxm.sparse_fp8 - 2 * h100_sxm.fp8", 0),
+        ("2 ** (3 - 1) * sqrt(4)", 8),
+    ],
+)
+def test_expressions_are_computed(text: str, value: float) -> None:
+    assert evaluate(text).value == value
+
+
+@for_each(
+    ("text", "said"),
+    [
+        ("__import__('os').system('true')", "is not arithmetic"),
+        ("[1][0]", "is not arithmetic"),
+        ("True", "is not arithmetic"),
+        ("e4m3.__class__", "unknown fact of e4m3fn"),
+        ("h300.fp8", "Did you mean 'b300'"),
+        ("exec(1)", "unknown function 'exec'"),
+        ("9 ** 9 ** 9", "has no value"),
+        ("1 / 0", "has no value"),
+        ("1e999", "is not finite"),
+        ("1 +", "is not arithmetic"),
+        ("1+" * 200 + "1", "at most 200 characters"),
+    ],
+)
+def test_what_is_no_arithmetic_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        evaluate(text)
+
+
+@for_each(
+    ("relation", "bound", "tolerance", "inside", "below", "above"),
+    [
+        ("=", [2.0], 0.1, (1.8, 2.0, 2.2), (1.79,), (2.21,)),
+        ("between", [3.0, 4.0], 0.0, (3.0, 4.0), (2.9,), (4.1,)),
+        ("<", [2.0], 0.0, (1.9,), (), (2.0,)),
+        ("<=", [2.0], 0.0, (2.0,), (), (2.1,)),
+        (">", [2.0], 0.0, (2.1,), (2.0,), ()),
+        (">=", [-2.0], 0.0, (-2.0,), (-2.1,), ()),
+        ("=", [-2.0], 0.1, (-2.2, -1.8), (-2.3,), (-1.7,)),
+    ],
+)
+def test_bounds_hold_for_these_values(
+    relation: str,
+    bound: list[float],
+    tolerance: float,
+    inside: tuple[float, ...],
+    below: tuple[float, ...],
+    above: tuple[float, ...],
+) -> None:
+    claim = replace(claim_of(), relation=relation, bound=tuple(bound), tolerance=tolerance)
+    assert {claim.side(value) for value in inside} == {0}
+    assert all(claim.side(value) == -1 for value in below) and all(claim.side(value) == 1 for value in above)
+
+
+@for_each(
+    ("values", "said"),
+    [
+        ({"figure": '"product_eror"'}, "unknown figure of a run"),
+        ({"run": '"train --quick"', "figure": '"gaps"'}, "Did you mean 'gap'"),
+        ({"device": "-"}, "`device` is missing"),
+        ({"sentence": '"FP8 keeps the accuracy"'}, "'accuracy' promises more than product_error measures"),
+        ({"sentence": '"FP8 training is exact"'}, "which does not train"),
+        ({"sentence": '"FP8 halves memory"'}, "measure `device_peak_memory ratio`"),
+        ({"figure": '"speedup"'}, 'device = "any" names none'),
+        ({"relation": '"="', "tolerance": "0.001"}, "a resolution of 1%, which cannot decide a tolerance of 0.1%"),
+        ({"figure": '"speedup"', "device": '"cuda"', "bound": "1.001"}, "cannot tell 1.001 from 1"),
+        ({"figure": '"speedup"', "device": '"cuda"', "limit": '"2"'}, "two lower bounds on time bound no ratio"),
+        ({"kind": '"arithmetic"', "sentence": '"FP8 is 2x faster"'}, "no arithmetic bounds a ratio of two times"),
+        ({"kind": '"guess"'}, "is not one of arithmetic, measured, all of"),
+        ({"relation": '"~"'}, "relation '~' is not one of"),
+        ({"relation": '"between"'}, "two numbers, the lower one first"),
+        ({"bound": "nan"}, "takes one number"),
+        ({"bound": '"much"'}, "docs/claims.md says what each key takes"),
+        ({"tolerance": "0.1"}, "For the others move the bound"),
+        ({"source": '"a blog"'}, "title, publisher, year and address"),
+        ({"sentense": '"FP8"'}, "Did you mean 'sentence'"),
+        ({"run": '"suite gem"'}, "Did you mean 'gemm'"),
+        ({"run": '"suite gemm --devices cpu"'}, "the row's `device` says where"),
+        ({"run": '"doctor"'}, "has to begin with suite or train"),
+        ({"kind": '"all of"', "parts": '["y"]'}, "the part 'y' is not another claim"),
+    ],
+)
+def test_bad_rows_are_refused_in_a_sentence(say: Say, values: dict[str, str], said: str) -> None:
+    Path("row.toml").write_text(changed(**values))
+    code, out, err = say("row.toml", "--cpu")
+    assert (code, out) == (2, "") and said in only_sentence(err), err
+
+
+def test_bad_files_and_names_are_refused(say: Say) -> None:
+    Path("broken.toml").write_text("[[claim")
+    Path("empty.toml").write_text("")
+    Path("twice.toml").write_text(ROW + ROW)
+    for words, said in (
+        ("broken.toml", "is not TOML"),
+        ("empty.toml", "has no claims"),
+        ("twice.toml", "two claims with the id x"),
+        ("none.toml", "cannot be read"),
+        ("tf32-312-h20", "Did you mean 'tf32-312-h200'"),
+        ("check", "takes one folder"),
+        ("--all fp8-2x", "Leave the names out"),
+    ):
+        code, _, err = say(*words.split())
+        assert code == 2 and said in only_sentence(err), (words, err)
+    code, _, err = say("FP8 is 9x faster than BF16")  # never the answer to a similar sentence
+    assert code == 2 and "does not have the sentence" in err and "fp8-2x: FP8 is 2x faster" in err
+
+
+@for_each(
+    ("sentence", "code", "answer", "said"),
+    [
+        ("TF32 has 312 TFLOPS on an H200", 1, "refuted", "494.5 TFLOP/s"),
+        ("E4M3 reaches 448", 0, "confirmed", "448"),
+        ("FP8 is 2x faster", 4, "cannot tell here", "`fp8bench claim fp8-2x --device cuda` on one of H100, H200, B200"),
+        ("fp8-bits", 0, "confirmed", "all 4 parts are confirmed"),
+        ("fp8-peak-6x-fp32", 1, "refuted", "29.54 x"),
+    ],
+)
+def test_sentences_are_answered(say: Say, sentence: str, code: int, answer: str, said: str) -> None:
+    ended, out, _ = say(sentence, "--cpu")
+    assert ended == code and f"answer: {answer}" in out and said in " ".join(out.split()), out
+
+
+def test_a_rate_above_the_peak_is_refuted_without_a_run() -> None:
+    def no_run(_: Claim) -> Run:
+        raise AssertionError
+
+    values = {"sentence": '"BF16 products"', "figure": '"flops_per_second"', "limit": '"h200_sxm.bf16"'}
+    claim = claim_of(**values, relation='">="', bound="1200e12")
+    assert answer_claim(claim, {}, no_run).answer is Answer.REFUTED
+    with pytest.raises(AssertionError):  # a rate below the peak needs a run
+        answer_claim(replace(claim, bound=(900e12,)), {}, no_run)
+    least = claim_of(
+        sentence='"BF16 products"', figure='"time"', limit='"2 * 8192 ** 3 / h200_sxm.bf16"', device='"H200"'
+    )
+    assert answer_claim(replace(least, bound=(1e-3,)), {}, no_run).answer is Answer.REFUTED
+    with pytest.raises(AssertionError):
+        answer_claim(replace(least, bound=(2e-3,)), {}, no_run)
+
+
+# Figures of runs.
+
+
+@for_each(
+    ("figure", "column"),
+    [("product_error", "median_in_unit"), ("time", "best_in_unit"), ("peak_memory", "median_in_unit")],
+)
+def test_figures_are_those_of_the_csv(gemm: Run, fp8bench: Say, figure: str, column: str) -> None:
+    code, out, _ = fp8bench("show", str(GEMM), "--csv", "-")
+    wanted = {"mode": "bf16", "param_n": "64", "phase": "step", "metric": figure}
+    (row,) = (row for row in csv.DictReader(io.StringIO(out)) if wanted.items() <= row.items())
+    claim = replace(claim_of(), figure=figure, case=(("mode", "bf16"), ("n", "64")))
+    assert code == 0 and read_figure(claim, gemm).value == float(row[column])
+
+
+def test_ratios_are_over_the_reference(gemm: Run) -> None:
+    case = (("mode", "bf16"), ("n", "64"))
+    read = {
+        mode: read_figure(replace(claim_of(), figure="peak_memory", case=(("mode", mode), ("n", "64"))), gemm).value
+        for mode in ("bf16", "fp32")
+    }
+    ratio = read_figure(replace(claim_of(), figure="peak_memory ratio", case=case), gemm)
+    assert read["bf16"] and read["fp32"] and ratio.value == read["bf16"] / read["fp32"] == ratio.low == ratio.high
+
+
+@for_each(
+    ("figure", "mode", "said"),
+    [
+        ("time", "fp8", "fp8 is emulated on this device, so time is the emulation's"),
+        ("speedup", "fp8", "so time is the emulation's"),
+        ("peak_memory ratio", "nvfp4", "so peak_memory is the emulation's"),
+        ("speedup", "bf16", "too few rounds"),
+    ],
+)
+def test_costs_of_an_emulation_and_quick_runs_decide_no_speed(gemm: Run, figure: str, mode: str, said: str) -> None:
+    claim = replace(claim_of(), figure=figure, case=(("mode", mode), ("n", "64")), device=("cpu",))
+    answered = answer_from_run(claim, gemm)
+    assert answered.answer is Answer.CANNOT_TELL and said in answered.why and answered.remedy
+
+
+def test_noise_widens_times_and_hard_labels_withhold_them(gemm: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = replace(claim_of(), figure="time", case=(("mode", "bf16"), ("n", "64")), device=("cpu",))
+    judged = findings(gemm)
+    (name,) = (
+        record.case.id for record in gemm.records if record.case.mode == "bf16" and ("n", 64) in record.case.params
+    )
+
+    def read(**values: object) -> Reading:
+        changed_finding = {name: replace(judged[name], **values)}  # type: ignore[arg-type]
+        monkeypatch.setattr("fp8bench.features.claim.readings.findings", lambda _: {**judged, **changed_finding})
+        return read_figure(claim, gemm)
+
+    calm, noisy = read(spread=0.0, hard=()), read(spread=0.5, hard=())
+    assert calm.value and (calm.low, calm.high) == (0.99 * calm.value, 1.01 * calm.value)
+    assert (noisy.low, noisy.high) == (0.5 * calm.value, 1.5 * calm.value)
+    assert "not in a state to be timed (throttled)" in read(hard=(Label.THROTTLED,)).why
+
+
+def test_a_case_has_to_be_one(gemm: Run) -> None:
+    with pytest.raises(UsageError, match="2 cases of the run 8b215bef fit"):
+        read_figure(claim_of(), gemm)
+    with pytest.raises(UsageError, match="0 cases"):
+        read_figure(claim_of(case='{mode = "fp7"}'), gemm)
+
+
+def test_an_interval_over_the_bound_decides_nothing(gemm: Run) -> None:
+    claim = replace(claim_of(), case=(("mode", "fp8"), ("n", "64")))
+    value = read_figure(claim, gemm).value
+    assert value is not None
+    answers = [answer_from_run(replace(claim, bound=(value * share,)), gemm).answer for share in (0.98, 1.0, 1.02)]
+    assert answers == [Answer.REFUTED, Answer.CANNOT_TELL, Answer.CONFIRMED]
+
+
+def test_published_figures_are_compared_with_their_conditions(gemm: Run) -> None:
+    claim = replace(claim_of(), relation="=", tolerance=0.05, case=(("mode", "fp8"), ("n", "64")), published=True)
+    value = read_figure(claim, gemm).value
+    assert value is not None
+    device = replace(gemm.devices[0], name="NVIDIA H200")
+    run = replace(gemm, devices=(device,), environment=Environment({f"{device.key} power_cap": 500.0}))
+
+    def compare(bound: float, card: str = "H200", power: float | None = None) -> ClaimAnswer:
+        return answer_from_run(replace(claim, bound=(bound,), card=card, power=power), run)
+
+    assert [compare(value * share).answer for share in (1.0, 0.9, 1.1)] == [Answer.WITHIN, Answer.ABOVE, Answer.BELOW]
+    other = compare(2 * value, "H100")
+    assert other.answer is Answer.OTHER_CONDITIONS and "card H200 SXM, published H100" in other.why
+    shown = " ".join(render(page_of_answers([other, other])).split())
+    assert "; published " in shown and "card H200 SXM, published H100; torch" in shown  # never a bare number
+    assert "power limit 500 W, published 700 W" in compare(2 * value, power=700).why
+    assert "the source names no card" in compare(value, card="").why  # named even where the figures agree
+
+
+# Which runs count.
+
+
+def source_for(store: Path, question: Request, device: str = "cpu") -> RunSource:
+    return RunSource(store, {"suite gemm --quick": question}, device, SILENT, TrainingObserver)  # type: ignore[arg-type]
+
+
+def test_a_stored_run_of_this_week_is_reused(gemm: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Environment({name: gemm.environment.get(name) for name in ("machine", "fp8bench", "torch")})
+    monkeypatch.setattr("fp8bench.features.claim.runs.platform.node", lambda: here.get("machine"))
+    monkeypatch.setattr("fp8bench.features.claim.runs.version", lambda _: here.get("torch"))
+    now = datetime.now(UTC)
+    assert counts_still(here, (now - timedelta(days=6)).isoformat())
+    assert not counts_still(here, (now - timedelta(days=8)).isoformat())
+    for name in ("machine", "fp8bench", "torch"):
+        assert not counts_still(here.also({name: "another"}), now.isoformat())
+    monkeypatch.setattr("fp8bench.features.claim.runs._LONGEST_AGE", timedelta.max)
+    (tmp_path / "runs" / "box").mkdir(parents=True)
+    shutil.copy(GEMM, tmp_path / "runs" / "box")
+    source = source_for(tmp_path, replace(gemm.request, devices=()))
+    question = replace(gemm.request, devices=("cpu",))
+    assert find_stored(question, tmp_path) == (None, None)  # the stored request names no device
+    monkeypatch.setattr("fp8bench.features.claim.runs.replace", lambda value, **_: value)
+    assert source(claim_of()).path == str(tmp_path / "runs" / "box" / GEMM.name)
+    lines = GEMM.read_bytes().splitlines(keepends=True)
+    (tmp_path / "runs" / "box" / GEMM.name).write_bytes(b"".join(lines[:-1]))  # cut off: to be resumed, not used
+    found, unfinished = find_stored(gemm.request, tmp_path)
+    assert found is None and unfinished is not None
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_measured_once_and_resumed(say: Say) -> None:
+    words = "suite gemm --quick --no-isolation --no-energy --set shape=16 --dtypes fp32,bf16,fp8"
+    Path("row.toml").write_text(changed(run=f'"{words}"', bound="0.2"))
+    code, out, err = say("row.toml", "--cpu", "--keep", "evidence")
+    assert code == 0 and "answer: confirmed" in out and "measures 1 run, for an unknown time, and reuses 0" in err
+    (run,) = Path(".fp8bench/runs").glob("*/*.jsonl")
+    assert f"runs: {run.stem.rpartition('-')[2]}" in out
+    assert say("check", "evidence")[0] == 0
+    code, again, err = say("row.toml", "--cpu")
+    assert (code, again, err) == (0, out, "")
+    lines = run.read_bytes().splitlines(keepends=True)
+    run.write_bytes(b"".join(lines[:1]))  # as a kill leaves it
+    code, again, err = say("row.toml", "--cpu")
+    assert code == 0 and "measures 1 run" in err and again.splitlines()[-2:] == out.splitlines()[-2:]
+    assert [*Path(".fp8bench/runs").glob("*/*.jsonl")] == [run]
+
+
+def test_cards_are_found_by_the_words_of_their_names() -> None:
+    claim = replace(claim_of(), device=("H200", "H100 SXM"))
+    names = ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA A100-SXM4-80GB", "Intel Xeon")
+    assert [fits_device(claim, name) for name in names] == [True, True, False, False, False]
+
+
+# The catalogue, and the committed answers.
+
+
+def test_every_row_of_the_catalogue_can_be_decided() -> None:
+    file = load_catalogue()
+    questions_of(file)
+    assert len(file.claims) >= 40
+    for claim in file.claims.values():
+        address = claim.source.address
+        assert address.startswith("https://") or (ROOT / address).is_file(), claim.id
+
+
+def test_rows_for_gpus_plan_one_native_case_there() -> None:
+    """What no machine here has run is at least planned as its row says, beside the baseline of its sentence."""
+    file, facts = load_catalogue(), {"H200": H200, "A100": A100, "B200": B200}
+    questions = questions_of(file)
+    rows = [claim for claim in file.claims.values() if claim.run and "any" not in claim.device]
+    assert len(rows) >= 12
+    for claim in rows:
+        device = facts["H200" if {"cuda", "H200"} & {*claim.device} else claim.device[0]]
+        question = questions[claim.run]
+        assert isinstance(question, Request)
+        plan = make_plan(replace(question, devices=("cuda",)), (device,), "text")
+        planned = [case for group in plan for case in group.cases]
+        (chosen,) = (case for case in planned if read_facts(case.case).items() >= dict(claim.case).items())
+        assert chosen.runs and not chosen.support.is_emulated, claim.id
+        (reference,) = (group.cases[group.reference].case.mode for group in plan)
+        assert not claim.is_ratio or reference.upper() in claim.sentence, claim.id
+
+
+def read_facts(case: Case) -> dict[str, str]:
+    return {"mode": case.mode, **{name: str(value) for name, value in case.params}}
+
+
+@pytest.fixture
+def evidence(tmp_path: Path) -> Path:
+    """A folder of four answers, from committed runs."""
+    file, kept = load_catalogue(), {}
+    for name in ("nvfp4-finer", "e4m3-error", "fp8-half-wire"):
+        kept[name] = load_stored(run_of(EVIDENCE, name))
+    claims = [file.claims[name] for name in (*kept, "tf32-312-h200")]
+    answers = [answer_claim(claim, file.claims, lambda claim: kept[claim.id]) for claim in claims]
+    write_folder(tmp_path / "evidence", file, answers, kept)
+    assert {standing for standing, _ in standings(tmp_path / "evidence").values()} == {Standing.HOLDS}
+    return tmp_path / "evidence"
+
+
+def standings(folder: Path) -> dict[str, tuple[Standing, str]]:
+    return {checked.id: (checked.standing, checked.why) for checked in check_folder(folder, questions_of)}
+
+
+def test_the_committed_answers_follow_from_the_committed_runs() -> None:
+    checked = standings(EVIDENCE)
+    answers = json.loads((EVIDENCE / "answers.json").read_text())["answers"]
+    open_ids = {answer["id"] for answer in answers if answer["answer"] == Answer.CANNOT_TELL}
+    assert len(checked) >= 40 and {*checked} - open_ids
+    for name, (standing, why) in checked.items():
+        assert standing is (Standing.UNKNOWN if name in open_ids else Standing.HOLDS), (name, why)
+    assert load_claims(EVIDENCE / "claims.toml").claims == load_catalogue().claims
+
+
+def run_of(folder: Path, claim: str) -> Path:
+    runs = json.loads((folder / "answers.json").read_text())["runs_by_claim"]
+    return folder / "runs" / f"{runs[claim]}.jsonl"
+
+
+def test_flipped_bytes_are_named(evidence: Path) -> None:
+    path = run_of(evidence, "nvfp4-finer")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    checked = standings(evidence)
+    assert checked["nvfp4-finer"][0] is Standing.FAILS and "line " in checked["nvfp4-finer"][1]
+    assert checked["e4m3-error"][0] is Standing.HOLDS
+
+
+def test_dropped_rows_and_missing_runs_are_named(evidence: Path) -> None:
+    path = run_of(evidence, "nvfp4-finer")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2] + lines[3:]))
+    run_of(evidence, "fp8-half-wire").unlink()
+    checked = standings(evidence)
+    assert checked["nvfp4-finer"][0] is Standing.FAILS and "line" in checked["nvfp4-finer"][1]
+    assert checked["fp8-half-wire"] == (
+        Standing.UNKNOWN,
+        f"the run {run_of(evidence, 'fp8-half-wire').stem} is not in the folder",
+    )
+
+
+def test_edited_bounds_and_answers_are_named(evidence: Path, say: Say) -> None:
+    file = evidence / "claims.toml"
+    file.write_text(file.read_text().replace("bound = 312\n", "bound = 494.5\n", 1))
+    standing, why = standings(evidence)["tf32-312-h200"]
+    assert standing is Standing.FAILS and why == "bound is [494.5] in claims.toml, and [312.0] was answered"
+    code, out, _ = say("check", str(evidence))
+    assert code == 1 and "tf32-312-h200" in out and "3 of 4 stored answers hold" in " ".join(out.split())
+    answers = evidence / "answers.json"
+    answers.write_text(answers.read_text().replace('"refuted"', '"confirmed"', 1))
+    code, _, err = say("check", str(evidence))
+    assert code == 2 and "answers were edited or bytes flipped" in err
+
+
+def test_swapped_runs_are_named(evidence: Path) -> None:
+    first, second = run_of(evidence, "nvfp4-finer"), run_of(evidence, "e4m3-error")
+    kept = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(kept)
+    checked = standings(evidence)
+    for name, run in (("nvfp4-finer", second.stem), ("e4m3-error", first.stem)):
+        assert checked[name][0] is Standing.FAILS and f"it holds the run {run}: runs were swapped" in checked[name][1]
+
+
+def test_an_emulated_run_of_another_level_changes_the_answer() -> None:
+    """The answer hangs on the run: the same figures of a native device have no reason to be withheld."""
+    run = load_stored(run_of(EVIDENCE, "bf16-halves-memory"))
+    assert isinstance(run, Run)
+    claim = replace(load_catalogue().claims["bf16-halves-memory"], case=(("mode", "fp8"),))
+    assert answer_from_run(claim, run).answer is Answer.CANNOT_TELL
+    records = [replace(record, support=replace(record.support, level=Level.NATIVE)) for record in run.records]
+    assert answer_from_run(claim, replace(run, records=tuple(records))).answer is Answer.REFUTED
+
+
+def test_the_page_shows_the_committed_answers() -> None:
+    claims = load_catalogue().claims
+    answers = []
+    for stored in json.loads((EVIDENCE / "answers.json").read_text())["answers"]:
+        figures = (stored[name] for name in ("value", "low", "high"))
+        answers.append(ClaimAnswer(claims[stored["id"]], Answer(stored["answer"]), *figures))
+    _, heading, rest = render(page_with_sources(answers)).rpartition("| sentence |")
+    table = (heading + rest).partition("\n\n</details>")[0]
+    page = (ROOT / "docs" / "claims.md").read_text()
+    assert table in page, table
+    assert len(page.replace(table, "").split()) <= 900
