@@ -114,9 +114,19 @@ class Training:
     parameters: int
 
     @property
+    def is_watched(self) -> bool:
+        """Whether its arms are loops that `fp8bench.watch` saw."""
+        return self.text.tokens == WATCHED
+
+    @property
     def compared_arms(self) -> list[Arm]:
         """Returns the reference and the arms that are compared with it, as far as they are trained."""
         return [arm for arm in self.arms if not arm.skip and not arm.is_band]
+
+    @property
+    def cast_arms(self) -> list[Arm]:
+        """Returns the arms whose tensors are shown: candidates, and every watched loop."""
+        return [arm for arm in self.compared_arms if self.is_watched or arm.role is ArmRole.CANDIDATE]
 
     def task(self, arms: tuple[Arm, ...], number: int = 0) -> SeedTask:
         request, seed = self.request, self.request.seed + number
@@ -189,6 +199,8 @@ WIRE_BYTES = "wire_bytes"
 # mistakes of a user's loop, when they begin: gradients are not cleared, the optimizer has lost its moments, or another
 # optimizer trains another module.
 GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN = "gradients_left", "moments_gone", "others_train"
+# What stands for the tokens and the maker of loops that `fp8bench.watch` saw.
+WATCHED = "watched"
 # Kinds of events. A step was not finite;
 NOT_FINITE = "not-finite"
 # an arm's products are in a precision other than its own;
@@ -282,6 +294,11 @@ class KeptTraining:
     @property
     def alarms(self) -> list[TrainingEvent]:
         return [event for event in self.of(TrainingEvent) if event.kind == "alarm"]
+
+
+@dataclass(frozen=True)
+class WatchedLoops(KeptTraining):
+    """Loops that `fp8bench.watch` saw, as the arms of a training."""
 
 
 @dataclass(frozen=True)

@@ -130,12 +130,14 @@ def _propose(judged: JudgedTraining, store: str) -> str:
 
 def whole_page(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page:
     training, stored, verdicts = judged.training, judged.kept, judged.verdicts
-    arms = arms_table(judged.summaries)
-    answer = Items(tuple(map(as_sentence, find_answers(judged.summaries, verdicts))))
+    arms = arms_table(judged.summaries, without=("how",) if training.is_watched else ())
+    answers = find_answers(judged.summaries, verdicts)
+    answer = [Items(tuple(map(as_sentence, answers)))] if answers else []
+    question = "Does it still learn?" if answers else "How it learned"
     parts = [
-        Part("verdict", "Does it still learn?", (answer, arms, *wire_table(judged))),
+        Part("verdict", question, (*answer, arms, *wire_table(judged))),
         *list_of("notes", "Notes", (*bands_of(verdicts), *notes_of(judged))),
-        *looks_of(stored),
+        *(() if training.is_watched else looks_of(stored)),
         *score_parts(judged.scores),
         *last_figures(judged),
         Part("health", "What happened", tuple(_events(stored, most_events))),
@@ -189,6 +191,10 @@ def plan_page(training: Training, reference: ArmState) -> Page:
 
 def title_of(training: Training, changed: str = "") -> str:
     settings = training.request.settings
+    if training.is_watched:
+        request = training.request
+        names = join_words(arm.name for arm in training.arms)
+        return f"watched: {names}, {many(request.steps, 'step')} in {many(request.seeds, 'seed')}"
     about = filter(
         None, ("" if settings.make else settings.arch, f"{units.count(training.parameters)} parameters", changed)
     )
@@ -197,6 +203,8 @@ def title_of(training: Training, changed: str = "") -> str:
 
 def facts_of(training: Training) -> Iterator[tuple[str, str]]:
     request = training.request
+    if training.is_watched:
+        return
     yield "id", training.id
     yield "device", f"{training.device.key} ({training.device.name})"
     yield "steps", f"{units.whole(request.steps)} in {many(request.seeds, 'seed')}"
@@ -278,7 +286,10 @@ def last_figures(judged: JudgedTraining) -> Iterator[Part]:
     arms, seed = judged.training.compared_arms, judged.request.seed
     rows = frame_of(arms, judged.kept.lines)
     # Rows are in the order of steps, so that the last one of each figure is kept.
-    values = {(row.arm, row.figure): row.value for row in rows if row.seed == seed and not row.layer}
+    rows = (row for row in rows if row.seed == seed and not row.layer)
+    if judged.training.is_watched:  # only watched steps have a size of their update
+        rows = (row for row in rows if row.value == row.value)
+    values = {(row.arm, row.figure): row.value for row in rows}
     names = [arm.name for arm in arms if (arm.name, "loss") in values]
     cols = [Col("arm", str)]
     for figure in FIGURES.values():
@@ -325,7 +336,11 @@ def notes_of(judged: JudgedTraining) -> Iterator[str]:
     stored, verdicts = judged.kept, judged.verdicts
     yield from dict.fromkeys(event.words for event in stored.of(TrainingEvent) if event.kind == COVERAGE)
     if not verdicts.looks:
-        yield "nothing was held out, so that the training loss alone decides: return held_out from make()"
+        watched = stored.training.is_watched
+        way = "loop.held_out(value) gives one" if watched else "return held_out from make()"
+        yield f"nothing was held out, so that the training loss alone decides: {way}"
+    if stored.training.is_watched and verdicts.arms:
+        yield "loops are assumed to have had the same initial weights and batches in each seed: streams cannot tell"
     for verdict in verdicts.arms:
         if not verdict.arm.skip:
             yield from words.notes(verdict)
@@ -372,6 +387,9 @@ def _events(stored: KeptTraining, most: int) -> Iterator[Element]:
 
 
 def _ending(stored: KeptTraining) -> Iterator[str]:
+    if stored.training.is_watched:
+        yield "curves, tensors by layer and alarms: fp8bench report STREAM"
+        return
     store = shlex.quote(str(Path(stored.path).parent.parent.parent))
     yield f"stored in {stored.path}"
     yield f"curves, tensors by layer and events: fp8bench report {stored.training.id} --store {store}"

@@ -199,4 +199,4 @@ def test_files_that_are_not_streams_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="margin"):
         fp8bench.compare_streams(good, good, margin=100)
     printed = " ".join(str(fp8bench.compare_streams(paths["unseen"], paths["cut"])).split())
-    assert "0 seeds count, fewer than 5" in printed and "gave a held-out loss" in printed
+    assert "0 seeds count, fewer than 5" in printed and "loop.held_out(value) gives one" in printed
