@@ -254,6 +254,8 @@ def _batch_for(changed: Mapping[str, Scalar], base: TrainerSettings) -> Iterator
 
 def _axis(name: str, values: Sequence[str], modes: Sequence[str]) -> tuple[str, Sequence[Scalar]]:
     setting = name.replace("-", "_")
+    if setting == "model":
+        raise UsageError("--sweep model trains one model after the other, which the command does. Give each --model.")
     if setting in _SWEPT:
         return setting, [_value(setting, value) for value in values]
     if not any(_has_option(mode, name) for mode in modes):

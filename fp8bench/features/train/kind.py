@@ -20,6 +20,10 @@ from typing import Any
 from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.features.train.lines import LINE_KINDS, line_of, plain
 from fp8bench.features.train.request import BANDS, SETTINGS_RULES
+from fp8bench.features.train.sizes import Sizes
+from fp8bench.features.train.sizes import page_of as page_of_sizes
+from fp8bench.features.train.sizes import rows_of as rows_of_sizes
+from fp8bench.features.train.sizes import value_of as value_of_sizes
 from fp8bench.features.train.streams import is_stream, loops_of
 from fp8bench.features.train.values import (
     ArmRole,
@@ -382,6 +386,43 @@ class StreamKind(TrainingKind):
         return self.whole_view(stored)
 
 
+class SizesKind(Kind[Sizes]):
+    """Trainings of several models side by side."""
+
+    name = "comparison of sizes"
+    holds = Sizes
+    pattern = ""
+
+    def files(self, store: Path) -> list[Path]:
+        return []
+
+    def find(self, word: str, store: Path) -> Path | None:
+        return None
+
+    def names(self, path: Path) -> tuple[str, str]:
+        return path.name, path.name
+
+    def load(self, path: Path) -> Sizes:
+        raise StoreError(f"{path} is several trainings. Name each of them.")
+
+    def join(self, words: Sequence[str], store: Path) -> Sizes | None:
+        paths = [path for word in words if (path := KIND.find(word, store)) is not None]
+        if len(paths) < len(words) or len(paths) < 2:
+            return None
+        trainings = tuple(map(load_training, paths))
+        sizes = Sizes(trainings, "+".join(training.training.id for training in trainings))
+        models = {training.request.settings.model for training in trainings}
+        comparable = len(models) == len(paths) and not any(training.request.settings.make for training in trainings)
+        return sizes if comparable and sizes.arms else None
+
+    def view(self, sizes: Sizes) -> View:
+        return View(partial(page_of_sizes, sizes), partial(value_of_sizes, sizes), partial(rows_of_sizes, sizes))
+
+    def report(self, sizes: Sizes) -> View:
+        return View(partial(page_of_sizes, sizes, charts=True), rows=partial(rows_of_sizes, sizes))
+
+
 KIND = TrainingKind()
+SIZES_KIND = SizesKind()
 # A stream may have the name of a training's file.
-KINDS = (StreamKind(), KIND)
+KINDS = (StreamKind(), KIND, SIZES_KIND)

@@ -412,7 +412,8 @@ class TrainingRequest:
             "settings or options of a dtype with at least one value each, like {'history': ('1', '16')}",
             REQUEST_RULES["axes"].holds,
         ),
-        "an arm for each value of a setting, or of an option of the dtypes: history=1,16,1024; several multiply",
+        "an arm for each value of a setting, or of an option of the dtypes: history=1,16,1024; several multiply; "
+        "model=nano,micro: a training of each, and the trend of the gap",
         "NAME=A,B",
         WHAT,
         parse="axis",

@@ -1,0 +1,183 @@
+"""Trainings of several models with the same arms: the gap of each by model size, and its trend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from fp8bench import units
+from fp8bench.errors import UsageError
+from fp8bench.features.train import words
+from fp8bench.features.train.request import TrainingRequest
+from fp8bench.features.train.values import KeptTraining
+from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, gap_of
+from fp8bench.features.train.verdicts.summary import JudgedTraining
+from fp8bench.features.train.verdicts.verdicts import ArmVerdict
+from fp8bench.nn.sizes import SIZES
+from fp8bench.report.columns import Col, table
+from fp8bench.report.data.plain import Rows
+from fp8bench.report.elements import ChartAxis, Items, Lines, Mark, Page, Part, Text
+from fp8bench.report.words.naming import join_words
+
+MODEL = "model"
+
+
+def requests_by_model(request: TrainingRequest) -> list[TrainingRequest]:
+    """Returns a request for each model in `--sweep model=A,B`, since the arms of a training share initial weights."""
+    sweep = tuple(axis for axis in request.sweep if axis[0] != MODEL)
+    models = dict(request.sweep).get(MODEL, ())
+    if not models:
+        return [request]
+    if request.settings.make or request.settings.start:
+        option = request.settings.make or "--start"
+        raise UsageError(f"--sweep model trains built-in models from their beginning, and not {option}. Leave one out.")
+    for model in models:
+        if models.count(model) > 1 or model not in SIZES:
+            raise UsageError(f"--sweep model takes each of {', '.join(SIZES)} at most once, got {model!r:.80}.")
+    return [replace(request, sweep=sweep, settings=replace(request.settings, model=model)) for model in models]
+
+
+class SizedArm(NamedTuple):
+    """An arm's verdict in the training of one model."""
+
+    training: JudgedTraining
+    verdict: ArmVerdict
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Trainings that differ in their model, the smallest first. `trends` say by how much the gap of an arm changes with
+    ten times the parameters, as a share of the loss: Student's t over the slopes of single seeds."""
+
+    kept: tuple[KeptTraining, ...]
+    path: str
+
+    @cached_property
+    def trainings(self) -> list[JudgedTraining]:
+        return sorted(map(JudgedTraining, self.kept), key=lambda judged: judged.training.parameters)
+
+    @cached_property
+    def arms(self) -> dict[str, list[SizedArm]]:
+        """The arms that every training has, with their verdicts by size."""
+        every: dict[str, list[SizedArm]] = {}
+        for judged in self.trainings:
+            for verdict in judged.verdicts.arms:
+                every.setdefault(verdict.arm.name, []).append(SizedArm(judged, verdict))
+        return {name: sizes for name, sizes in every.items() if len(sizes) == len(self.kept)}
+
+    @cached_property
+    def trends(self) -> dict[str, Gap | None]:
+        return {name: trend_of(sizes) for name, sizes in self.arms.items()}
+
+
+def trend_of(sizes: Sequence[SizedArm]) -> Gap | None:
+    logs = [math.log10(size.training.training.parameters) for size in sizes]
+    gaps = [{pair.seed: pair.gap for pair in size.verdict.pairs} for size in sizes]
+    common = sorted(set(gaps[0]).intersection(*gaps[1:]))
+    return gap_of([_slope(logs, [by_seed[seed] for by_seed in gaps]) for seed in common])
+
+
+def _slope(places: Sequence[float], values: Sequence[float]) -> float:
+    middle, mean = fmean(places), fmean(values)
+    squares = math.fsum((place - middle) ** 2 for place in places)
+    products = ((place - middle) * (value - mean) for place, value in zip(places, values, strict=True))
+    return math.fsum(products) / squares
+
+
+def describe_trend(name: str, trend: Gap | None) -> str:
+    """'fp8: the gap grows by +0.2 points [+0.1, +0.3] (95%) with ten times the parameters'."""
+    if trend is None or trend.shown is None or trend.decides is None or trend.pairs < LEAST_PAIRS:
+        pairs = trend.pairs if trend else 0
+        return f"{name}: cannot tell: {pairs} seeds count in every model, fewer than {LEAST_PAIRS}"
+    # The interval of 99% decides, as in verdicts.
+    word = "no trend is visible" if trend.decides.low <= 0 <= trend.decides.high else "the gap changes with size"
+    low, high = 100 * trend.shown.low, 100 * trend.shown.high
+    return (
+        f"{name}: {word}: {100 * trend.point:+.3g} points [{low:+.3g}, {high:+.3g}] (95%) for ten times the parameters"
+    )
+
+
+def page_of(sizes: Sizes, charts: bool = False) -> Page:
+    arms = [size for by_size in sizes.arms.values() for size in by_size]
+    cols: list[Col[SizedArm]] = [
+        Col("arm", lambda size: size.verdict.arm.name, shared=True),
+        Col(MODEL, lambda size: size.training.request.settings.model),
+        Col("parameters", lambda size: size.training.training.parameters, number=True, show=units.count),
+        Col("gap", lambda size: _show_gap(size.verdict.judged.gap), number=True),
+        Col("held-out gap", lambda size: _show_gap(size.verdict.judged.held_out), number=True),
+        Col("verdict", lambda size: words.verdict(size.verdict, size.training.verdicts)),
+    ]
+    answers = Items(tuple(Text(describe_trend(name, trend)) for name, trend in sizes.trends.items()))
+    largest = units.count(sizes.trainings[-1].training.parameters)
+    bound = f"a trend among these sizes says nothing of models beyond {largest} parameters"
+    parts = [
+        Part(
+            "trend", "Does the gap change with the model's size?", (answers, table("sizes", "", cols, arms, main=True))
+        ),
+        Part("notes", "Notes", (Text(bound),)),
+    ]
+    if charts:
+        parts.append(Part("gaps", "Gap by size", (_draw(sizes),)))
+    models = join_words(judged.request.settings.model for judged in sizes.trainings)
+    return Page(
+        f"trainings of {models}: {join_words(sizes.arms)} against {sizes.trainings[0].verdicts.reference}",
+        "",
+        tuple(parts),
+    )
+
+
+def _show_gap(gap: Gap | None) -> str:
+    if gap is None:
+        return units.NONE
+    ends = f" [{100 * gap.shown.low:+.2g}%, {100 * gap.shown.high:+.2g}%]" if gap.shown else ""
+    return f"{100 * gap.point:+.2g}%{ends}"
+
+
+def _draw(sizes: Sizes) -> Lines:
+    places = tuple(units.count(judged.training.parameters) for judged in sizes.trainings)
+    series = tuple((name, tuple(map(_mark, by_size))) for name, by_size in sizes.arms.items())
+    words = "The verdict's gap in each model, with its 95% interval over seeds."
+    return Lines(
+        "gap-by-size",
+        "Gap to the reference by model size",
+        words,
+        places,
+        ChartAxis("gap of the loss, by parameters", "%"),
+        series,
+    )
+
+
+def _mark(size: SizedArm) -> Mark | None:
+    gap = size.verdict.judged.gap
+    if gap is None:
+        return None
+    ends = (100 * gap.shown.low, 100 * gap.shown.high) if gap.shown else ()
+    return Mark("", 100 * gap.point, *ends)
+
+
+def rows_of(sizes: Sizes) -> Rows:
+    return ("arm", "model", "parameters", "gap", "gap_low", "gap_high", "verdict"), _rows(sizes)
+
+
+def _rows(sizes: Sizes) -> Iterator[tuple[Any, ...]]:
+    for name, by_size in sizes.arms.items():
+        for size in by_size:
+            gap, settings = size.verdict.judged.gap, size.training.request.settings
+            ends = (gap.shown.low, gap.shown.high) if gap and gap.shown else (None, None)
+            figures = gap and gap.point, *ends, size.verdict.judged.learned.value
+            yield (name, settings.model, size.training.training.parameters, *figures)
+        trend = sizes.trends[name]
+        ends = (trend.shown.low, trend.shown.high) if trend and trend.shown else (None, None)
+        yield (name, "ten times the parameters", None, trend and trend.point, *ends, None)
+
+
+def value_of(sizes: Sizes) -> dict[str, Any]:
+    columns, rows = rows_of(sizes)
+    return {
+        "trainings": [judged.training.id for judged in sizes.trainings],
+        "sizes": [dict(zip(columns, row, strict=True)) for row in rows],
+    }
