@@ -96,11 +96,11 @@ def run(
 ) -> Run: ...
 def sensitivity(
     target: str | None = None, *, size: str | None = None, dtype: str = "fp8", reference: str | None = None,
-    by: Literal["layer", "kind"] = "layer", steps: int = 50, tolerance: float = 1.0,
-    gradient_tolerance: float | None = None, seed: int = 0, threads: int = 1, device: str | None = None,
-    data: str | None = None, imports: str | Iterable[str] = ..., case_timeout: float | None = None,
-    isolation: bool = True, store: str | Path = ".fp8bench", write_map: str | Path | None = None,
-    progress: bool = True
+    by: Literal[<By.LAYER: "layer">, <By.KIND: "kind">, <By.FORMAT: "format">] = "layer", steps: int = 50,
+    tolerance: float = 1.0, gradient_tolerance: float | None = None, seed: int = 0, threads: int = 1,
+    device: str | None = None, data: str | None = None, imports: str | Iterable[str] = ...,
+    case_timeout: float | None = None, isolation: bool = True, store: str | Path = ".fp8bench",
+    write_map: str | Path | None = None, progress: bool = True
 ) -> CommandResult: ...
 def suite(
     suite: str, *, sessions: int | str = 1, report: bool = True, log: str | Iterable[str] = ...,
@@ -132,6 +132,7 @@ def train(
     master: Literal["fp32", "fp16-scaled", "fp16-fp8", "bf16-stochastic"] = "fp32",
     gradients: Literal["fp32", "bf16", "fp8"] = "fp32", checkpointing: Literal["no", "blocks"] = "no",
     compile: Literal["no", "yes"] = "no", attention: Literal["auto", "rounded", "prescaled"] = "auto",
-    on_nan: Literal["stop", "skip"] = "stop", parallel: Literal["", "ddp", "zero", "fsdp", "tp", "sp"] = "",
-    wire: Literal["fp32", "bf16", "fp8"] = "fp32"
+    on_nan: Literal["stop", "skip"] = "stop", refresh_scales: int | None = None,
+    saturation_bound: float | None = None, then: str = "",
+    parallel: Literal["", "ddp", "zero", "fsdp", "tp", "sp"] = "", wire: Literal["fp32", "bf16", "fp8"] = "fp32"
 ) -> TrainingResult: ...

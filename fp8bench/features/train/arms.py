@@ -20,7 +20,7 @@ from fp8bench.features.train.lab.models import (
     layers_of,
     support,
 )
-from fp8bench.features.train.request import TrainerSettings, TrainingRequest, file_of
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest, change_of, file_of
 from fp8bench.features.train.tasks import check_sequence
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
@@ -52,7 +52,7 @@ _SHARED = {
 }
 _SWEPT: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
-} | {"clip": number_or_text_of}
+} | {"clip": number_or_text_of, "refresh_scales": int, "saturation_bound": float}
 
 
 # MS-AMP's levels, by the table in its documentation: the formats of a parameter's states, with power-of-two scales.
@@ -113,10 +113,30 @@ def check_training(request: TrainingRequest) -> None:
     check_effective([*taken.values()])
     for arm, arm_settings in taken.items():
         check(arm_settings)
+        _check_change(arm, arm_settings, request)
         if request.ranks is not None:
             check_ranks(arm_settings, request.ranks)
         for _, word in settings.precision_map if arm.role is ArmRole.CANDIDATE else ():
             check_mixed(arm.precision, word)
+
+
+def _check_change(arm: Arm, settings: TrainerSettings, request: TrainingRequest) -> None:
+    renewed = settings.refresh_scales is not None or settings.saturation_bound is not None
+    if renewed and settings.compile == "yes":
+        raise UsageError("scales cannot be renewed in a compiled graph. Choose --compile no, or keep them as they are.")
+    for option, is_given in (("--refresh-scales and --saturation-bound", renewed), ("--then", bool(settings.then))):
+        if is_given and request.ranks is not None:
+            raise UsageError(f"{option} work in one process, and --ranks asks for several. Leave one of them out.")
+    if not settings.then:
+        return
+    word, _ = change_of(settings.then)
+    modes = [precisions.get(arm.precision), precisions.get(word)]
+    check_mixed(arm.precision, word)
+    if modes[0].mode == modes[1].mode:
+        raise UsageError(f"--then {settings.then}: {arm.name} is in {word} from its beginning. Choose another dtype.")
+    for mode in modes:
+        if mode.unit_scaled:
+            raise UsageError(f"--then: {mode.mode} needs a model that is unit-scaled from its beginning. Choose fp8.")
 
 
 # Settings of the built-in models and of their division among ranks.
@@ -290,7 +310,8 @@ def add_support(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
     settings = arm.merge_settings(request.settings)
     config = config_of(settings, 1)
     # A precision map mixes precisions: the worst of them decides.
-    words = (arm.precision, *(word for _, word in settings.precision_map))
+    later = [change_of(settings.then)[0]] if settings.then else []
+    words = (arm.precision, *later, *(word for _, word in settings.precision_map))
     supports = [support(settings, config, precisions.get(word), facts) for word in words]
     refused = next(
         (support_of_mode.reason for support_of_mode in supports if support_of_mode.level is Level.REFUSED), ""

@@ -93,6 +93,18 @@ def _are_rates(value: object) -> bool:
     )
 
 
+def change_of(then: str) -> tuple[str, float]:
+    """Returns the dtype in `--then`, and the share of the steps after which it begins; a share of 1 for none."""
+    word, _, share = then.rpartition("@")
+    return word, number_of(share.removesuffix("%")) / 100 if then else 1.0
+
+
+def _is_change(value: object) -> bool:
+    if value == "":
+        return True
+    return isinstance(value, str) and value.endswith("%") and bool(change_of(value)[0]) and 0 < change_of(value)[1] < 1
+
+
 def clip_of(clip: float | str) -> tuple[float, str]:
     """Returns the largest norm in `--clip`, and the kind of group that it applies to; '' for all gradients together."""
     most, _, group = str(clip).partition("/")
@@ -358,6 +370,21 @@ class TrainerSettings:
     )
     # Largest magnitudes from `scales_from`, by precision, layer and role.
     scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
+    refresh_scales: int | None = _as_in_a_run(
+        None,
+        "refresh_scales",
+        "scales from data (the first step's, or --scales-from) in place of those of each tensor, renewed in every M-th "
+        "step; the reference has none",
+        LEARNING,
+    )
+    saturation_bound: float | None = _as_in_a_run(None, "saturation_bound", group=LEARNING)
+    then: str = option(
+        "",
+        Rule("a dtype and the share of the steps after which it begins, like bf16@80%", _is_change),
+        "finish in another dtype, like bf16@80%: the last fifth of the steps in bf16; the reference has none",
+        "DTYPE@PERCENT",
+        WHAT,
+    )
     parallel: str = _choice(
         "",
         ("", *PARALLEL),

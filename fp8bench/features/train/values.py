@@ -48,6 +48,16 @@ class ArmRole(StrEnum):
     OTHER_RATE = "other-rate"
 
 
+# What only candidates have.
+_PURE: dict[str, Any] = {
+    "precision_map": (),
+    "scales": (),
+    "refresh_scales": None,
+    "saturation_bound": None,
+    "then": "",
+}
+
+
 @dataclass(frozen=True)
 class Arm:
     """One way to train the model: a precision, and settings that differ from the training's. `name` is unique in a
@@ -66,11 +76,14 @@ class Arm:
         """Whether it shows the effect of chance on the reference."""
         return self.role.value in BANDS
 
+    def changed(self, then: str) -> Arm:
+        """Returns the arm after its change of precision: in all layers, with the scales of each tensor."""
+        return replace(self, precision=then, settings=(*self.settings, *_PURE.items()))
+
     def merge_settings(self, settings: TrainerSettings) -> TrainerSettings:
-        """Returns all settings of the arm. Only candidates take the precision map and stored scales."""
+        """Returns all settings of the arm."""
         own: dict[str, Any] = dict(self.settings)
-        # The reference and its bands run without precision map and stored scales.
-        pure: dict[str, Any] = {} if self.role is ArmRole.CANDIDATE else {"precision_map": (), "scales": ()}
+        pure = {} if self.role is ArmRole.CANDIDATE else _PURE
         return replace(settings, **pure, **own)
 
 
@@ -205,7 +218,7 @@ WATCHED = "watched"
 NOT_FINITE = "not-finite"
 # an arm's products are in a precision other than its own;
 FALLBACK = "fallback"
-# how much of a user's model an arm converts;
+# how much of a user's model an arm converts, or to which precision it changes;
 COVERAGE = "coverage"
 # a user's loop could not be observed for some updates.
 UNSEEN = "unseen"

@@ -40,8 +40,6 @@ from fp8bench.report.terminal.short_answer import Answer, as_sentence, short_ans
 from fp8bench.report.topics.answers import without_option
 from fp8bench.report.words.naming import describe_devices, join_words, many
 
-# Shown under the hints of the arms' columns.
-_LEGEND = ("a verdict is of this model, text and number of steps: it does not transfer to a model of another size",)
 _SHOWN_EVENTS = 12
 _ONLY_IN_WHOLE = ("how", "B/param", "on a device", "events", "to the same loss")
 POSITION = "position:"
@@ -62,7 +60,7 @@ def page_of(judged: JudgedTraining) -> Page:
         find_answers(judged.summaries, verdicts),
         warnings=_warnings(stored),
         action=_propose(judged, store),
-        tables=(arms,),
+        tables=(arms, Text(f"What it could show: {words.effect(verdicts)}")),
         more=(
             ("Page", f"fp8bench report {training.id} --store {store}"),
             ("More", f"fp8bench show {training.id} --store {store} --all"),
@@ -147,7 +145,7 @@ def whole_page(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page
 
 
 def _legend(arms: Table) -> tuple[str, ...]:
-    return (*(f"{column.title}: {column.hint}" for column in arms.columns if column.hint), *_LEGEND)
+    return tuple(f"{column.title}: {column.hint}" for column in arms.columns if column.hint)
 
 
 def wire_table(judged: JudgedTraining) -> Iterator[Table]:
@@ -330,6 +328,8 @@ def bands_of(verdicts: TrainingVerdicts) -> Iterator[str]:
         yield words.chaos(verdicts.chaos)
     if all_of := words.chance_of_all(verdicts):
         yield all_of
+    if verdicts.arms:
+        yield words.effect(verdicts)
 
 
 def notes_of(judged: JudgedTraining) -> Iterator[str]:
