@@ -59,7 +59,7 @@ class Kind(ABC, Generic[K]):
 
     def files(self, store: Path) -> list[Path]:
         """Returns the files, newest first."""
-        return [path for path in sorted(store.glob(self.pattern), reverse=True) if path.is_file()]
+        return [path for path in sorted(store.glob(self.pattern or "-"), reverse=True) if path.is_file()]
 
     def find(self, word: str, store: Path) -> Path | None:
         """Returns the file that a word means: a path, a folder, an id, a name, or the beginning of one; None if none or

@@ -265,7 +265,8 @@ class Request:
     max_batch: bool = option(
         False,
         _FLAG,
-        "also look for the largest batch that fits into memory, per precision, by running it and the next one",
+        "also look for the largest batch that fits into memory, per precision, by running it and the next one, and "
+        "compare precisions at their own",
     )
     memory_limit: int | None = option(
         None,

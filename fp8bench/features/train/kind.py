@@ -364,9 +364,6 @@ class StreamKind(TrainingKind):
     holds = WatchedLoops
     pattern = ""
 
-    def files(self, store: Path) -> list[Path]:
-        return []
-
     def find(self, word: str, store: Path) -> Path | None:
         return path if is_stream(path := Path(word)) else None
 
@@ -392,9 +389,6 @@ class SizesKind(Kind[Sizes]):
     name = "comparison of sizes"
     holds = Sizes
     pattern = ""
-
-    def files(self, store: Path) -> list[Path]:
-        return []
 
     def find(self, word: str, store: Path) -> Path | None:
         return None
