@@ -96,11 +96,11 @@ def run(
 ) -> Run: ...
 def sensitivity(
     target: str | None = None, *, size: str | None = None, dtype: str = "fp8", reference: str | None = None,
-    by: Literal[<By.LAYER: "layer">, <By.KIND: "kind">, <By.FORMAT: "format">] = "layer", steps: int = 50,
-    tolerance: float = 1.0, gradient_tolerance: float | None = None, seed: int = 0, threads: int = 1,
-    device: str | None = None, data: str | None = None, imports: str | Iterable[str] = ...,
-    case_timeout: float | None = None, isolation: bool = True, store: str | Path = ".fp8bench",
-    write_map: str | Path | None = None, progress: bool = True
+    by: Literal["layer", "kind", "format"] = "layer", steps: int = 50, tolerance: float = 1.0,
+    gradient_tolerance: float | None = None, seed: int = 0, threads: int = 1, device: str | None = None,
+    data: str | None = None, imports: str | Iterable[str] = ..., case_timeout: float | None = None,
+    isolation: bool = True, store: str | Path = ".fp8bench", write_map: str | Path | None = None,
+    progress: bool = True
 ) -> CommandResult: ...
 def suite(
     suite: str, *, sessions: int | str = 1, report: bool = True, log: str | Iterable[str] = ...,

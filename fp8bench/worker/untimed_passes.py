@@ -38,6 +38,8 @@ from fp8bench.worker.tracing import record, write
 
 # Steps before those that are timed: the first one makes what later ones keep.
 _WARM_STEPS = 2
+# After this time no further step is timed.
+_ENOUGH_SECONDS = 10.0
 
 
 class KeptState(NamedTuple):
@@ -152,13 +154,15 @@ class UntimedPasses:
             return try_batch(of_workload(workload, setup), device, facts.index, memory_limit)
 
     def pace(self, case: Case, facts: DeviceFacts, steps: int) -> tuple[float, ...]:
-        """Returns the seconds of single steps of a new state, after two that warm it up. No other case takes turns with
-        it, so that verdicts cannot use them."""
-        seconds = []
+        """Returns the seconds of up to `steps` steps of a new state, after two that warm it up; fewer of long ones. No
+        other case takes turns with it, so that verdicts cannot use them."""
+        seconds: list[float] = []
         with self._apart(case, facts, frees=True) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
-            for _ in range(_WARM_STEPS + steps):
+            for number in range(_WARM_STEPS + steps):
+                if number > _WARM_STEPS and sum(seconds) > _ENOUGH_SECONDS:
+                    break
                 device.synchronise(facts.index)
                 began = time.perf_counter()
                 step(workload, state, setup.scales, SilentPhases())

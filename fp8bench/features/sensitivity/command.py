@@ -48,7 +48,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = (
         "what is low at a time; format: also try FP8's formats and scales in each layer, and propose one; default layer"
     )
-    add("--by", choices=tuple(By), default="layer", help=words)
+    add("--by", choices=tuple(by.value for by in By), default="layer", help=words)
     words = "training steps of every run; default 50"
     add("--steps", type=types.whole(whole_number(1, 100_000)), default=50, metavar="N", help=words)
     words = "the largest loss gap that a suggested map may have; default 1"

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -22,7 +22,7 @@ from fp8bench.cli.streams import complain
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.data import rows_of
 from fp8bench.features.train.health.health import Health
-from fp8bench.features.train.kind import KIND, find_training
+from fp8bench.features.train.kind import KIND, STREAM_KIND, find_training
 from fp8bench.features.train.kind import load_training as read_training
 from fp8bench.features.train.lines import plain
 from fp8bench.features.train.progress import on_terminal, outward
@@ -38,12 +38,10 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     TrainingObserver,
 )
-from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining
-from fp8bench.features.train.view import whole_page
+from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.files import append
 from fp8bench.jobs.report_files import PAGE, folder_of_kept, short_path
 from fp8bench.measure.environment import command_line
-from fp8bench.model.codec import encode
 from fp8bench.pipeline import now
 from fp8bench.registry import precisions
 from fp8bench.report.data.plain import results_frame
@@ -248,8 +246,8 @@ def watch(
                 keep(lines)
             (complain_of if told is None else told)(lines)
             outside.trained(0, max((line.step for line in lines), default=0), lines)
-            for line in lines if on_alarm is not None else ():
-                if isinstance(line, TrainingEvent) and line.kind == "alarm":
+            for line in lines:
+                if on_alarm is not None and isinstance(line, TrainingEvent) and line.kind == "alarm":
                     on_alarm(line)
 
         yield stack.enter_context(OwnLoop(module, optimizer, tell, name, stride, tokens, scaler))
@@ -379,19 +377,5 @@ def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> 
     if not 0 < margin < 100:
         raise UsageError(f"margin is a percentage above 0 and below 100, not {margin:g}.")
     files = [list(map(Path, [stream] if isinstance(stream, str | Path) else stream)) for stream in (reference, *others)]
-    judged = JudgedTraining(loops_of(files, margin / 100))
-    return CommandResult(
-        judged.verdicts,
-        partial(whole_page, judged),
-        partial(encode, judged.verdicts),
-        lambda: (_LOOP_COLUMNS, map(_loop_row, judged.summaries)),
-    )
-
-
-_LOOP_COLUMNS = ("arm", "steps", "loss", "held_out", "learned", "matters")
-
-
-def _loop_row(loop: ArmSummary) -> tuple[object, ...]:
-    judged = loop.verdict.judged if loop.verdict else None
-    facts = (judged.learned.value, judged.matters) if judged else ("reference", None)
-    return (loop.arm.name, loop.steps, loop.loss, loop.held_out, *facts)
+    loops = loops_of(files, margin / 100)
+    return CommandResult(JudgedTraining(loops).verdicts, *STREAM_KIND.view(loops))

@@ -371,7 +371,7 @@ class StreamKind(TrainingKind):
         # Many streams have the same name, so that their folder is part of it.
         return path.stem, f"{path.resolve().parent.name}-{path.stem}"
 
-    def load(self, path: Path) -> KeptTraining:  # type: ignore[override]
+    def load(self, path: Path) -> KeptTraining:
         return loops_of([[path]])
 
     def join(self, words: Sequence[str], store: Path) -> KeptTraining | None:
@@ -413,10 +413,11 @@ class SizesKind(Kind[Sizes]):
         return View(partial(page_of_sizes, sizes), partial(value_of_sizes, sizes), partial(rows_of_sizes, sizes))
 
     def report(self, sizes: Sizes) -> View:
-        return View(partial(page_of_sizes, sizes, charts=True), rows=partial(rows_of_sizes, sizes))
+        return self.view(sizes)
 
 
 KIND = TrainingKind()
+STREAM_KIND = StreamKind()
 SIZES_KIND = SizesKind()
 # A stream may have the name of a training's file.
-KINDS = (StreamKind(), KIND, SIZES_KIND)
+KINDS = (STREAM_KIND, KIND, SIZES_KIND)

@@ -15,12 +15,13 @@ from fp8bench.features.train import words
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.values import KeptTraining
 from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, gap_of
-from fp8bench.features.train.verdicts.summary import JudgedTraining
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, figures_of, gap_figures
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
+from fp8bench.model.codec import encode
 from fp8bench.nn.sizes import SIZES
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import ChartAxis, Items, Lines, Mark, Page, Part, Text
+from fp8bench.report.elements import Items, Page, Part, Text
 from fp8bench.report.words.naming import join_words
 
 MODEL = "model"
@@ -42,9 +43,10 @@ def requests_by_model(request: TrainingRequest) -> list[TrainingRequest]:
 
 
 class SizedArm(NamedTuple):
-    """An arm's verdict in the training of one model."""
+    """An arm with its verdict in the training of one model."""
 
     training: JudgedTraining
+    summary: ArmSummary
     verdict: ArmVerdict
 
 
@@ -65,8 +67,10 @@ class Sizes:
         """The arms that every training has, with their verdicts by size."""
         every: dict[str, list[SizedArm]] = {}
         for judged in self.trainings:
-            for verdict in judged.verdicts.arms:
-                every.setdefault(verdict.arm.name, []).append(SizedArm(judged, verdict))
+            for summary in judged.summaries:
+                if summary.verdict is not None:
+                    sized = SizedArm(judged, summary, summary.verdict)
+                    every.setdefault(summary.arm.name, []).append(sized)
         return {name: sizes for name, sizes in every.items() if len(sizes) == len(self.kept)}
 
     @cached_property
@@ -101,33 +105,22 @@ def describe_trend(name: str, trend: Gap | None) -> str:
     )
 
 
-def page_of(sizes: Sizes, charts: bool = False) -> Page:
+def page_of(sizes: Sizes) -> Page:
     arms = [size for by_size in sizes.arms.values() for size in by_size]
     cols: list[Col[SizedArm]] = [
-        Col("arm", lambda size: size.verdict.arm.name, shared=True),
+        Col("arm", lambda size: size.summary.arm.name, shared=True),
         Col(MODEL, lambda size: size.training.request.settings.model),
         Col("parameters", lambda size: size.training.training.parameters, number=True, show=units.count),
         Col("gap", lambda size: _show_gap(size.verdict.judged.gap), number=True),
-        Col("held-out gap", lambda size: _show_gap(size.verdict.judged.held_out), number=True),
         Col("verdict", lambda size: words.verdict(size.verdict, size.training.verdicts)),
     ]
     answers = Items(tuple(Text(describe_trend(name, trend)) for name, trend in sizes.trends.items()))
     largest = units.count(sizes.trainings[-1].training.parameters)
     bound = f"a trend among these sizes says nothing of models beyond {largest} parameters"
-    parts = [
-        Part(
-            "trend", "Does the gap change with the model's size?", (answers, table("sizes", "", cols, arms, main=True))
-        ),
-        Part("notes", "Notes", (Text(bound),)),
-    ]
-    if charts:
-        parts.append(Part("gaps", "Gap by size", (_draw(sizes),)))
+    question, by_arm = "Does the gap change with the model's size?", table("sizes", "", cols, arms, main=True)
     models = join_words(judged.request.settings.model for judged in sizes.trainings)
-    return Page(
-        f"trainings of {models}: {join_words(sizes.arms)} against {sizes.trainings[0].verdicts.reference}",
-        "",
-        tuple(parts),
-    )
+    title = f"trainings of {models}: {join_words(sizes.arms)} against {sizes.trainings[0].verdicts.reference}"
+    return Page(title, "", (Part("trend", question, (answers, by_arm, Text(bound))),))
 
 
 def _show_gap(gap: Gap | None) -> str:
@@ -137,47 +130,20 @@ def _show_gap(gap: Gap | None) -> str:
     return f"{100 * gap.point:+.2g}%{ends}"
 
 
-def _draw(sizes: Sizes) -> Lines:
-    places = tuple(units.count(judged.training.parameters) for judged in sizes.trainings)
-    series = tuple((name, tuple(map(_mark, by_size))) for name, by_size in sizes.arms.items())
-    words = "The verdict's gap in each model, with its 95% interval over seeds."
-    return Lines(
-        "gap-by-size",
-        "Gap to the reference by model size",
-        words,
-        places,
-        ChartAxis("gap of the loss, by parameters", "%"),
-        series,
-    )
-
-
-def _mark(size: SizedArm) -> Mark | None:
-    gap = size.verdict.judged.gap
-    if gap is None:
-        return None
-    ends = (100 * gap.shown.low, 100 * gap.shown.high) if gap.shown else ()
-    return Mark("", 100 * gap.point, *ends)
-
-
 def rows_of(sizes: Sizes) -> Rows:
-    return ("arm", "model", "parameters", "gap", "gap_low", "gap_high", "verdict"), _rows(sizes)
+    rows = list(_rows(sizes))
+    return tuple(rows[0]), rows
 
 
-def _rows(sizes: Sizes) -> Iterator[tuple[Any, ...]]:
+def _rows(sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """Yields the figures of every arm in every model, then the arm's trend as a gap."""
     for name, by_size in sizes.arms.items():
         for size in by_size:
-            gap, settings = size.verdict.judged.gap, size.training.request.settings
-            ends = (gap.shown.low, gap.shown.high) if gap and gap.shown else (None, None)
-            figures = gap and gap.point, *ends, size.verdict.judged.learned.value
-            yield (name, settings.model, size.training.training.parameters, *figures)
-        trend = sizes.trends[name]
-        ends = (trend.shown.low, trend.shown.high) if trend and trend.shown else (None, None)
-        yield (name, "ten times the parameters", None, trend and trend.point, *ends, None)
+            training = size.training
+            facts = {"arm": name, "model": training.request.settings.model, "parameters": training.training.parameters}
+            yield {**facts, **figures_of(size.summary, training.verdicts)}
+        yield {"arm": name, "model": "ten times the parameters", **gap_figures("gap", sizes.trends[name])}
 
 
 def value_of(sizes: Sizes) -> dict[str, Any]:
-    columns, rows = rows_of(sizes)
-    return {
-        "trainings": [judged.training.id for judged in sizes.trainings],
-        "sizes": [dict(zip(columns, row, strict=True)) for row in rows],
-    }
+    return {"trainings": [judged.training.id for judged in sizes.trainings], "sizes": encode(rows_of(sizes)[1])}

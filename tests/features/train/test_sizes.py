@@ -15,7 +15,6 @@ from fp8bench.features.train.kind import KIND, SIZES_KIND, start_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.sizes import Sizes, describe_trend, page_of, requests_by_model, rows_of
 from fp8bench.features.train.values import KeptTraining
-from fp8bench.report.page import html
 from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
 from tests.facts import CPU
@@ -60,9 +59,7 @@ def test_sizes_are_a_table_a_page_and_rows() -> None:
     text = " ".join(render(page_of(sizes)).split())
     assert text.index("nano") < text.index("micro") < text.index("gpt2-124m 124")
     assert "says nothing of models beyond 124 M parameters" in text and "worse by" in text
-    assert "Gap to the reference by model size" in html.render(page_of(sizes, charts=True))
-    columns, rows = rows_of(sizes)
-    assert [row[1] for row in rows] == [*MODELS, "ten times the parameters"] and len(columns) == 7
+    assert [row["model"] for row in rows_of(sizes)[1]] == [*MODELS, "ten times the parameters"]
 
 
 def test_stored_trainings_of_several_models_are_joined(store: Path) -> None:

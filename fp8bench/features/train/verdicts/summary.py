@@ -184,8 +184,8 @@ def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, flo
     return {
         "loss": summary.loss,
         "held_out": summary.held_out,
-        **_gap("gap", verdict.judged.gap if verdict else None),
-        **_gap("held_out_gap", verdict.judged.held_out if verdict else None),
+        **gap_figures("gap", verdict.judged.gap if verdict else None),
+        **gap_figures("held_out_gap", verdict.judged.held_out if verdict else None),
         "tokens_per_second": summary.tokens_per_second,
         **_interval("speed_to_same_loss", speed),
         "bytes_per_parameter": summary.bytes_per_parameter,
@@ -198,7 +198,7 @@ def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, flo
     }
 
 
-def _gap(name: str, gap: Gap | None) -> dict[str, float | None]:
+def gap_figures(name: str, gap: Gap | None) -> dict[str, float | None]:
     if gap is None:
         return {**_interval(name, None), **_interval(f"{name}_deciding", None), f"{name}_pairs": None}
     ends = {**_interval(name, gap.shown), **_interval(f"{name}_deciding", gap.decides)}
