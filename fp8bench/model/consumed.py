@@ -215,7 +215,7 @@ class Capacity:
     the bytes of tensors at the highest point; `limit` the bytes allowed, None for as many as the device gives.
     `attempts` counts what was run. For an emulated case `on_device` is the largest batch on hardware that has its
     formats, by the line through what `batch` and half of it would take there; None where unknown. `seconds` are those
-    of single steps with `batch`, of cases that are not emulated.
+    of single steps with `batch`, of cases that are not emulated, `update` those of its update where phases do not tell.
     """
 
     axis: str
@@ -229,6 +229,7 @@ class Capacity:
     attempts: int = 0
     on_device: int | None = None
     seconds: tuple[float, ...] = ()
+    update: float | None = None
 
 
 # Sources that count energy. Sensors of power do not, and their error is unknown.

@@ -111,6 +111,8 @@ def check_training(request: TrainingRequest) -> None:
         check_keys(settings.precision_map, layers, f"model {settings.model}")
     taken = {arm: arm.merge_settings(settings) for arm in arms}
     check_effective([*taken.values()])
+    if request.own_batch is not None and request.ranks is not None:
+        raise UsageError("--own-batch is of one process, and --ranks asks for several. Leave one of them out.")
     for arm, arm_settings in taken.items():
         check(arm_settings)
         _check_change(arm, arm_settings, request)
@@ -176,7 +178,7 @@ def _check_own(request: TrainingRequest) -> None:
     # A swept option counts as given.
     swept = {axis.replace("-", "_") for axis, _ in request.sweep}
     refused = [word for word in _BUILT_IN if getattr(settings, word) != getattr(usual, word) or word in swept]
-    refused += ["data"] if request.data is not None else []
+    refused += [word for word in ("data", "own_batch") if getattr(request, word) is not None]
     if refused:
         raise UsageError(
             f"--{refused[0].replace('_', '-')} is for built-in models and texts, and {name} has its own. Leave it out."

@@ -134,5 +134,8 @@ def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
         yield "energy_source", cost.energy.source
         if cost.energy.why:
             yield "energy why", cost.energy.why
+    if cost.capacity is not None:
+        yield "max_batch", cost.capacity.batch
+        yield from (("seconds_at_max_batch", seconds) for seconds in cost.capacity.seconds)
     if cost.why:
         yield "why", cost.why

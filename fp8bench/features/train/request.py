@@ -469,6 +469,11 @@ class TrainingRequest:
         "has none",
         group=LEARNING,
     )
+    own_batch: int | None = _as_in_a_run(
+        None,
+        "memory_limit",
+        "also find the largest batch of each native arm in so much memory, like 2GiB, and compare arms at their own",
+    )
     imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
     isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
     ranks: int | None = _as_in_a_run(

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 from fp8bench.features.train.request import BANDS, TrainerSettings, TrainingRequest
-from fp8bench.model.consumed import EnergyUse, MemoryUse
+from fp8bench.model.consumed import Capacity, EnergyUse, MemoryUse
 from fp8bench.model.planned import DeviceFacts, Params
 from fp8bench.model.run import Environment
 
@@ -278,13 +278,14 @@ class TrainingEvent(StreamLine):
 class ArmCost(StreamLine):
     """The cost of one arm, measured in separate passes, each of which makes a line. `kept` is the counted bytes in
     memory between two steps by purpose, `memory` the peak of a step with no other arm in memory, `energy` that of steps
-    like the last ones. `why` says why the figure is missing."""
+    like the last ones, `capacity` its largest batch. `why` says why the figure is missing."""
 
     step: int = 0
     kept: tuple[tuple[str, int], ...] = ()
     memory: MemoryUse | None = None
     energy: EnergyUse | None = None
     why: str = ""
+    capacity: Capacity | None = None
 
 
 @dataclass(frozen=True)

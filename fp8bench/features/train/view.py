@@ -33,11 +33,12 @@ from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining,
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Level
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Element, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Element, Elements, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.terminal.short_answer import Answer, as_sentence, short_answer
 from fp8bench.report.topics.answers import without_option
+from fp8bench.report.topics.own_batch import OwnBatch, own_batches
 from fp8bench.report.words.naming import describe_devices, join_words, many
 
 _SHOWN_EVENTS = 12
@@ -60,7 +61,7 @@ def page_of(judged: JudgedTraining) -> Page:
         find_answers(judged.summaries, verdicts),
         warnings=_warnings(stored),
         action=_propose(judged, store),
-        tables=(arms, Text(f"What it could show: {words.effect(verdicts)}")),
+        tables=(arms, *own_batch_elements(judged), Text(f"What it could show: {words.effect(verdicts)}")),
         more=(
             ("Page", f"fp8bench report {training.id} --store {store}"),
             ("More", f"fp8bench show {training.id} --store {store} --all"),
@@ -132,12 +133,14 @@ def whole_page(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page
     answers = find_answers(judged.summaries, verdicts)
     answer = [Items(tuple(map(as_sentence, answers)))] if answers else []
     question = "Does it still learn?" if answers else "How it learned"
+    own_batch = tuple(own_batch_elements(judged))
     parts = [
         Part("verdict", question, (*answer, arms, *wire_table(judged))),
         *list_of("notes", "Notes", (*bands_of(verdicts), *notes_of(judged))),
         *(() if training.is_watched else looks_of(stored)),
         *score_parts(judged.scores),
         *last_figures(judged),
+        *([Part("own-batch", "Each arm at its own batch", own_batch)] if own_batch else []),
         Part("health", "What happened", tuple(_events(stored, most_events))),
         Part("ending", "", tuple(map(Text, _ending(stored)))),
     ]
@@ -146,6 +149,17 @@ def whole_page(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page
 
 def _legend(arms: Table) -> tuple[str, ...]:
     return tuple(f"{column.title}: {column.hint}" for column in arms.columns if column.hint)
+
+
+def own_batch_elements(judged: JudgedTraining) -> Elements:
+    rates = {summary.arm.name: summary.tokens_per_second for summary in judged.summaries}
+    rows = []
+    for cost in judged.kept.of(ArmCost):
+        if cost.capacity is not None and not cost.capacity.batch:
+            yield Text(f"{cost.arm}: no largest batch was found: {cost.capacity.why}", Tone.DOUBT)
+        elif cost.capacity is not None:
+            rows.append(OwnBatch(cost.arm, cost.capacity, rates.get(cost.arm), cost.capacity.update))
+    yield from own_batches(rows)
 
 
 def wire_table(judged: JudgedTraining) -> Iterator[Table]:

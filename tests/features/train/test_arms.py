@@ -250,7 +250,7 @@ ASKED: dict[str, list[Any]] = {
     "imports": ["x"], "isolation": [None],
     "energy": ["yes"],
     "bands": ["one-ulp", ("chaos",)], "ranks": [0, 1, 2, True],
-    "scales_from": [""],
+    "scales_from": [""], "own_batch": [0, "1GiB"],
 }  # fmt: skip
 
 

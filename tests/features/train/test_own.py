@@ -107,6 +107,7 @@ def test_makers_are_known_by_what_a_worker_can_import() -> None:
         ({"settings": {"start": "last"}}, "--start last does not work with"),
         ({"sweep": (("dropout", ("0.1",)),)}, "--dropout is for"),
         ({"data": "text.txt"}, "--data is for"),
+        ({"own_batch": 1 << 30}, "--own-batch is for"),
         ({"ranks": 2, "settings": {"parallel": "ddp"}}, "--parallel is for"),
         ({"sweep": (("micro-batches", ("1", "2")),)}, "arms would not read the same batches"),
         ({"settings": {"make": "net.py"}}, "is not a function. Give module:function"),
