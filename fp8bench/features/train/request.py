@@ -373,8 +373,7 @@ class TrainerSettings:
     refresh_scales: int | None = _as_in_a_run(
         None,
         "refresh_scales",
-        "scales from data (the first step's, or --scales-from) in place of those of each tensor, renewed in every M-th "
-        "step; the reference has none",
+        "scales from the first step's data, or --scales-from, renewed in every M-th step; the reference has none",
         LEARNING,
     )
     saturation_bound: float | None = _as_in_a_run(None, "saturation_bound", group=LEARNING)

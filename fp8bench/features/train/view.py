@@ -55,13 +55,14 @@ def page_of(judged: JudgedTraining) -> Page:
     arms = replace(arms_table(rows, _ONLY_IN_WHOLE), caption="")
     store = shlex.quote(str(Path(stored.path).parent.parent.parent))
     spent = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
+    hint = "" if training.request.settings.make else " (--sweep model=nano,micro)"
     part = short_answer(
         f"{title_of(training, settings_of(training.request))} on {describe_devices([training.device])}: {spent}",
         f"Does it learn as well as {verdicts.reference}?",
         find_answers(judged.summaries, verdicts),
         warnings=_warnings(stored),
         action=_propose(judged, store),
-        tables=(arms, *own_batch_elements(judged), Text(f"What it could show: {words.effect(verdicts)}")),
+        tables=(arms, *own_batch_elements(judged), Text(f"What it could show: {words.effect(verdicts)}{hint}")),
         more=(
             ("Page", f"fp8bench report {training.id} --store {store}"),
             ("More", f"fp8bench show {training.id} --store {store} --all"),

@@ -196,7 +196,7 @@ def effect(among: TrainingVerdicts) -> str:
     seen = "with fewer than five seeds it is unknown which gap would have shown"
     if sizes:
         seen = f"a gap of {100 * max(sizes):.2g}% or more would have shown in about three of four such trainings"
-    return f"{seen}; none of this transfers to a model of another size (--sweep model=nano,micro)"
+    return f"{seen}; none of this transfers to a model of another size"
 
 
 def chaos(pair: Pair) -> str:
