@@ -197,6 +197,21 @@ def _check_own(request: TrainingRequest) -> None:
             raise UsageError(f"{option} does not work with your own model ({name}): {reason}. Leave it out.")
 
 
+def requests_by_model(request: TrainingRequest) -> list[TrainingRequest]:
+    """Returns a request for each model in `--sweep model=A,B`, since the arms of a training share initial weights."""
+    sweep = tuple(axis for axis in request.sweep if axis[0] != "model")
+    models = dict(request.sweep).get("model", ())
+    if not models:
+        return [request]
+    if request.settings.make or request.settings.start:
+        option = request.settings.make or "--start"
+        raise UsageError(f"--sweep model trains built-in models from their beginning, and not {option}. Leave one out.")
+    for model in models:
+        if models.count(model) > 1 or model not in SIZES:
+            raise UsageError(f"--sweep model takes each of {', '.join(SIZES)} at most once, got {model!r:.80}.")
+    return [replace(request, sweep=sweep, settings=replace(request.settings, model=model)) for model in models]
+
+
 def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
     # The same precision may have two spellings, 'fp8' and 'float8'.
     modes = list(dict.fromkeys(word if word in LEVELS else precisions.canonical(word) for word in request.dtypes))

@@ -15,7 +15,7 @@ from fp8bench.cli.options import add_common, add_options_of, check_alone
 from fp8bench.cli.outputs import check_outputs, in_store, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
-from fp8bench.features.train.arms import check_training
+from fp8bench.features.train.arms import check_training, requests_by_model
 from fp8bench.features.train.kind import KIND, SIZES_KIND, find_training
 from fp8bench.features.train.request import (
     LEARNING,
@@ -27,8 +27,7 @@ from fp8bench.features.train.request import (
     TrainingRequest,
     request_with_defaults,
 )
-from fp8bench.features.train.sizes import Sizes, requests_by_model
-from fp8bench.features.train.values import KeptTraining, TrainingEvent, TrainingObserver
+from fp8bench.features.train.values import KeptTraining, ModelSweep, TrainingEvent, TrainingObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import only_once
 from fp8bench.model.request import PERCENT
@@ -164,6 +163,8 @@ def run(arguments: argparse.Namespace) -> int:
             trained.append(train(request, arguments.store, observer, command_line()))
         if not trained[-1].finished:
             break
+    if missing := [request.settings.model for request in requests[len(trained) :]]:
+        complain(f"not begun: --model {', '.join(missing)}. Train these by themselves, and compare all by their ids")
     if len(trained) == 1 or not trained[-1].finished:
         return _finish(trained[-1], arguments)
     return _finish_sizes(trained, arguments)
@@ -173,8 +174,7 @@ def _finish_sizes(trained: Sequence[KeptTraining], arguments: argparse.Namespace
     from fp8bench.jobs.after_run import kept_reported
 
     ids = [stored.training.id for stored in trained]
-    sizes = Sizes(tuple(trained), "+".join(ids))
-    tell(arguments, *SIZES_KIND.view(sizes))
+    tell(arguments, *SIZES_KIND.view(ModelSweep(tuple(trained), "+".join(ids))))
     for stored in trained:
         kept_reported(stored, arguments.store, complain)
     complain(f"all sizes on a page: fp8bench report {' '.join(ids)}{in_store(arguments.store)}")

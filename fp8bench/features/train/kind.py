@@ -20,16 +20,13 @@ from typing import Any
 from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.features.train.lines import LINE_KINDS, line_of, plain
 from fp8bench.features.train.request import BANDS, SETTINGS_RULES
-from fp8bench.features.train.sizes import Sizes
-from fp8bench.features.train.sizes import page_of as page_of_sizes
-from fp8bench.features.train.sizes import rows_of as rows_of_sizes
-from fp8bench.features.train.sizes import value_of as value_of_sizes
 from fp8bench.features.train.streams import is_stream, loops_of
 from fp8bench.features.train.values import (
     ArmRole,
     KeptTraining,
     LayerReading,
     Lines,
+    ModelSweep,
     StreamLine,
     Training,
     WatchedLoops,
@@ -383,11 +380,11 @@ class StreamKind(TrainingKind):
         return self.whole_view(stored)
 
 
-class SizesKind(Kind[Sizes]):
+class SizesKind(Kind[ModelSweep]):
     """Trainings of several models side by side."""
 
     name = "comparison of sizes"
-    holds = Sizes
+    holds = ModelSweep
     pattern = ""
 
     def find(self, word: str, store: Path) -> Path | None:
@@ -396,10 +393,12 @@ class SizesKind(Kind[Sizes]):
     def names(self, path: Path) -> tuple[str, str]:
         return path.name, path.name
 
-    def load(self, path: Path) -> Sizes:
+    def load(self, path: Path) -> ModelSweep:
         raise StoreError(f"{path} is several trainings. Name each of them.")
 
-    def join(self, words: Sequence[str], store: Path) -> Sizes | None:
+    def join(self, words: Sequence[str], store: Path) -> ModelSweep | None:
+        from fp8bench.features.train.sizes import Sizes
+
         paths = [path for word in words if (path := KIND.find(word, store)) is not None]
         if len(paths) < len(words) or len(paths) < 2:
             return None
@@ -409,11 +408,14 @@ class SizesKind(Kind[Sizes]):
         comparable = len(models) == len(paths) and not any(training.request.settings.make for training in trainings)
         return sizes if comparable and sizes.arms else None
 
-    def view(self, sizes: Sizes) -> View:
-        return View(partial(page_of_sizes, sizes), partial(value_of_sizes, sizes), partial(rows_of_sizes, sizes))
+    def view(self, sweep: ModelSweep) -> View:
+        from fp8bench.features.train.sizes import Sizes, page_of, rows_of, value_of
 
-    def report(self, sizes: Sizes) -> View:
-        return self.view(sizes)
+        sizes = Sizes(sweep.kept, sweep.path)
+        return View(partial(page_of, sizes), partial(value_of, sizes), partial(rows_of, sizes))
+
+    def report(self, sweep: ModelSweep) -> View:
+        return self.view(sweep)
 
 
 KIND = TrainingKind()

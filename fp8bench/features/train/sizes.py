@@ -4,42 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from fp8bench import units
-from fp8bench.errors import UsageError
 from fp8bench.features.train import words
-from fp8bench.features.train.request import TrainingRequest
-from fp8bench.features.train.values import KeptTraining
+from fp8bench.features.train.values import ModelSweep
 from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, gap_of
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, figures_of, gap_figures
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
 from fp8bench.model.codec import encode
-from fp8bench.nn.sizes import SIZES
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Items, Page, Part, Text
 from fp8bench.report.words.naming import join_words
 
 MODEL = "model"
-
-
-def requests_by_model(request: TrainingRequest) -> list[TrainingRequest]:
-    """Returns a request for each model in `--sweep model=A,B`, since the arms of a training share initial weights."""
-    sweep = tuple(axis for axis in request.sweep if axis[0] != MODEL)
-    models = dict(request.sweep).get(MODEL, ())
-    if not models:
-        return [request]
-    if request.settings.make or request.settings.start:
-        option = request.settings.make or "--start"
-        raise UsageError(f"--sweep model trains built-in models from their beginning, and not {option}. Leave one out.")
-    for model in models:
-        if models.count(model) > 1 or model not in SIZES:
-            raise UsageError(f"--sweep model takes each of {', '.join(SIZES)} at most once, got {model!r:.80}.")
-    return [replace(request, sweep=sweep, settings=replace(request.settings, model=model)) for model in models]
 
 
 class SizedArm(NamedTuple):
@@ -50,13 +31,9 @@ class SizedArm(NamedTuple):
     verdict: ArmVerdict
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Trainings that differ in their model, the smallest first. `trends` say by how much the gap of an arm changes with
+class Sizes(ModelSweep):
+    """Trainings of several models, the smallest first. `trends` say by how much the gap of an arm changes with
     ten times the parameters, as a share of the loss: Student's t over the slopes of single seeds."""
-
-    kept: tuple[KeptTraining, ...]
-    path: str
 
     @cached_property
     def trainings(self) -> list[JudgedTraining]:

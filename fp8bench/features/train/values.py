@@ -316,6 +316,14 @@ class WatchedLoops(KeptTraining):
 
 
 @dataclass(frozen=True)
+class ModelSweep:
+    """Trainings that differ in their model alone."""
+
+    kept: tuple[KeptTraining, ...]
+    path: str
+
+
+@dataclass(frozen=True)
 class RankLines:
     """One rank's lines of some steps, and evidence that the ranks still train the same model. `same` are digests of
     what must be equal on all ranks. `batches` has, for each checked step, digests of the tokens that this rank read,

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.arms import make_arms
+from fp8bench.features.train.arms import make_arms, requests_by_model
 from fp8bench.features.train.kind import KIND, SIZES_KIND, start_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.sizes import Sizes, describe_trend, page_of, requests_by_model, rows_of
+from fp8bench.features.train.sizes import Sizes, describe_trend, page_of, rows_of
 from fp8bench.features.train.values import KeptTraining
 from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
@@ -73,7 +73,7 @@ def test_stored_trainings_of_several_models_are_joined(store: Path) -> None:
         writer.finish("finished")
         writer.close()
     joined = SIZES_KIND.join(["0nano", "1micro"], store)
-    assert joined is not None and [judged.training.id for judged in joined.trainings] == ["0nano", "1micro"]
+    assert joined is not None and [kept.training.id for kept in joined.kept] == ["0nano", "1micro"]
     assert SIZES_KIND.join(["0nano", "2nano"], store) is None  # of one model
     assert SIZES_KIND.join(["0nano"], store) is None and SIZES_KIND.join(["0nano", "none"], store) is None
 
